@@ -1,0 +1,210 @@
+"""What a run is: one dataclass, filled from the command line, a YAML file or Python.
+
+Nothing else in the package reads the command line, and nothing but `world` reads the environment,
+to learn how to train. The names of the fields are the keys of the YAML file; an option of the
+command line is the same name with dashes.
+"""
+
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from hvdtrain.errors import UsageError
+
+Precision = Literal["fp32", "bf16", "fp64"]
+Device = Literal["cpu", "cuda"]
+DEFAULT_EPOCHS = 10
+
+# A run may be continued with other values of these: they say where and how long it runs,
+# not what a step computes.
+MAY_CHANGE_ON_RESUME = frozenset(
+    {"data", "plan", "ranks", "epochs", "max_steps", "microbatches", "device", "threads"}
+    | {"allreduce", "log_every", "ledger", "run", "resume"}
+)
+
+
+def _help(text: str) -> dict[str, str]:
+    return {"help": text}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One training run.
+
+    Raises:
+        UsageError: from `check`, if a value is out of range or two values exclude each other.
+    """
+
+    model: str = field(
+        metadata=_help("cnn, resnet18, vit_tiny, or package.module:function of your own")
+    )
+    data: str = field(metadata={"help": "folder of a packed data set (hvdtrain data pack)"})
+    plan: str | None = field(
+        default=None,
+        metadata=_help("single, dp or a JSON file; default: single on one rank, dp on more"),
+    )
+    ranks: int | None = field(
+        default=None,
+        metadata=_help(
+            "start this many ranks on this machine; default: those of the launcher, else 1"
+        ),
+    )
+    epochs: int | None = field(
+        default=None,
+        metadata=_help("passes over the training set; default: 10, or as --max-steps says"),
+    )
+    max_steps: int | None = field(default=None, metadata=_help("end after this many steps"))
+    batch_size: int = field(default=64, metadata=_help("images a step, over all ranks together"))
+    microbatches: int = field(
+        default=1, metadata=_help("parts a step is cut into, one forward and backward each")
+    )
+    precision: Precision = field(
+        default="fp32", metadata=_help("fp32, bf16 (autocast, fp32 weights) or fp64")
+    )
+    optimizer: Literal["sgd", "adam", "adamw"] = field(
+        default="adam", metadata=_help("sgd, adam or adamw")
+    )
+    lr: float = field(default=0.001, metadata=_help("learning rate, used as given"))
+    lr_base_batch: int | None = field(
+        default=None,
+        metadata=_help(
+            "scale the learning rate by batch size / this (Goyal et al., arXiv 1706.02677)"
+        ),
+    )
+    lr_schedule: Literal["constant", "cosine", "step"] = field(
+        default="constant",
+        metadata=_help(
+            "constant; cosine to zero; or step: a tenth at 50 %% and at 75 %% of the run"
+        ),
+    )
+    warmup_epochs: float = field(default=0.0, metadata=_help("epochs of linear warm-up from zero"))
+    momentum: float = field(default=0.9, metadata=_help("momentum of sgd (Nesterov)"))
+    weight_decay: float = field(default=0.0, metadata=_help("weight decay"))
+    holdout: float = field(
+        default=0.0, metadata=_help("part of the training set held out as validation, 0 to 0.9")
+    )
+    augment: Literal["none", "crop-flip"] = field(
+        default="none", metadata=_help("none or crop-flip")
+    )
+    normalise: Literal["meanstd", "unit"] = field(
+        default="meanstd",
+        metadata=_help("meanstd: per channel, of the training set; unit: pixels / 255"),
+    )
+    image_size: int | None = field(
+        default=None, metadata=_help("image size of the model; default: that of the data")
+    )
+    patch_size: int | None = field(
+        default=None, metadata=_help("patch size of a vision transformer")
+    )
+    device: Device | None = field(
+        default=None, metadata=_help("cpu or cuda; default: cuda where there is one")
+    )
+    threads: int | None = field(
+        default=None, metadata=_help("threads a rank; default: its share of the cores")
+    )
+    allreduce: Literal["ring", "auto"] = field(
+        default="auto",
+        metadata=_help("ring: ask the MPI library for its ring algorithm; auto: let it choose"),
+    )
+    seed: int = field(
+        default=0,
+        metadata=_help("seed of the weights, the sample order, augmentation and hold-out"),
+    )
+    log_every: int = field(
+        default=20, metadata=_help("steps from one step line of metrics.jsonl to the next")
+    )
+    run: str | None = field(
+        default=None, metadata=_help("run folder; default: runs/ and a name of time and model")
+    )
+    resume: bool = field(
+        default=False,
+        metadata=_help("continue the run in the run folder from its last checkpoint"),
+    )
+    ledger: str | None = field(
+        default=None,
+        metadata=_help("write a CSV line (epoch,step,rank,sample) for every sample trained on"),
+    )
+
+    def check(self) -> "TrainConfig":
+        """Return the configuration itself if every value is in range."""
+        positive = ("batch_size", "microbatches", "lr", "log_every")
+        positive_or_none = ("epochs", "max_steps", "ranks", "threads", "lr_base_batch")
+        for name in (*positive, *positive_or_none, "image_size", "patch_size"):
+            value = getattr(self, name)
+            if value is None and name not in positive:
+                continue
+            if not 0 < value < float("inf"):
+                raise UsageError(f"{_flag(name)} must be above 0, not {value}")
+        for name in ("warmup_epochs", "momentum", "weight_decay", "seed"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise UsageError(f"{_flag(name)} must be 0 or more, not {getattr(self, name)}")
+        if not 0 <= self.holdout <= 0.9:
+            raise UsageError(f"--holdout must be between 0 and 0.9, not {self.holdout}")
+        if self.epochs is not None and self.warmup_epochs > self.epochs:
+            raise UsageError(
+                f"--warmup-epochs {self.warmup_epochs} is more than --epochs {self.epochs}"
+            )
+        if self.resume and self.run is None:
+            raise UsageError("--resume needs --run, the folder of the run to continue")
+        return self
+
+    def total_samples(self, epoch_length: int) -> int:
+        """Samples consumed when the run is over: by epochs or by steps, whichever is less."""
+        limits = []
+        if self.epochs is not None or self.max_steps is None:
+            limits.append((self.epochs or DEFAULT_EPOCHS) * epoch_length)
+        if self.max_steps is not None:
+            epochs, steps = divmod(self.max_steps, -(-epoch_length // self.batch_size))
+            limits.append(epochs * epoch_length + min(steps * self.batch_size, epoch_length))
+        return min(limits)
+
+    def learning_rate(self) -> float:
+        """The peak learning rate, after --lr-base-batch."""
+        scale = self.batch_size / self.lr_base_batch if self.lr_base_batch else 1.0
+        return self.lr * scale
+
+
+def differences(old: dict[str, Any], new: TrainConfig) -> list[str]:
+    """Say how `new` differs from a saved configuration in what a run computes."""
+    current = asdict(new)
+    may_change = MAY_CHANGE_ON_RESUME
+    if new.lr_schedule != "constant":
+        may_change = may_change - {"epochs", "max_steps"}  # they stretch the schedule
+    return [
+        f"{name} was {old[name]!r}, is {current[name]!r}"
+        for name in current
+        if name not in may_change and name in old and old[name] != current[name]
+    ]
+
+
+def to_yaml(config: TrainConfig) -> str:
+    """The resolved configuration as YAML that `--config` reads back, for this run or a new one."""
+    import yaml
+
+    return yaml.safe_dump(asdict(replace(config, resume=False)), sort_keys=False)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Read a saved configuration; a key of another version stays in the dictionary."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read as YAML: {_one_line(error)}") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"{path} holds no configuration: expected lines of 'key: value'")
+    return content
+
+
+def option_names() -> list[str]:
+    """The command line options of `train`, in order."""
+    return [_flag(item.name) for item in fields(TrainConfig)]
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,50 @@
+"""The errors a user can cause, and the exit code that each ends with.
+
+Everything that a user can get wrong is raised as one of these, with a message of one line that
+says what is wrong and what to do; the command line prints it without a traceback. Any other
+exception is a fault of hvdtrain or of the machine and keeps its traceback.
+"""
+
+EXIT_INTERNAL = 1
+
+
+class HvdtrainError(Exception):
+    """Base of all errors that end a command with one line; `exit_code` is what it ends with."""
+
+    exit_code = EXIT_INTERNAL
+
+
+class CheckFailed(HvdtrainError):
+    """A check ran and found a fault: `doctor`, `plan check`, replicas that differ."""
+
+    exit_code = EXIT_INTERNAL
+
+
+class UsageError(HvdtrainError):
+    """Wrong usage or configuration."""
+
+    exit_code = 2
+
+
+class DataError(HvdtrainError):
+    """A data set, shard, archive or checkpoint that is missing, damaged or cannot be written."""
+
+    exit_code = 3
+
+
+class RankError(HvdtrainError):
+    """A rank of the job failed."""
+
+    exit_code = 4
+
+
+class Preempted(HvdtrainError):
+    """The job was asked to leave and has saved its state."""
+
+    exit_code = 75
+
+
+class Interrupted(HvdtrainError):
+    """The user ended the command with Ctrl-C."""
+
+    exit_code = 130

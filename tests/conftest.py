@@ -1,0 +1,56 @@
+"""What several folders of tests need: small data sets, and the program as a user starts it."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from hvdtrain import data
+
+ROOT = Path(__file__).parent.parent
+Program = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="session")
+def small_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """601 training images (an uneven tail) and their test images, of 5 classes."""
+    folder = tmp_path_factory.mktemp("data") / "small"
+    data.synth(folder, 601, 5, size=16, seed=1)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def hvdtrain() -> Program:
+    """Run the program in a process of its own and return what it printed and its exit code."""
+    return run_program
+
+
+def run_program(
+    *arguments: object,
+    launcher: Sequence[str] = (),
+    timeout: float = 120,
+    cwd: Path | None = None,
+    **environment: str,
+) -> subprocess.CompletedProcess[str]:
+    command = [*launcher, sys.executable, "-m", "hvdtrain", *map(str, arguments)]
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=timeout,
+        cwd=cwd,
+        env=program_environment() | environment,
+    )
+
+
+def program_environment() -> dict[str, str]:
+    """One thread a process, the environment's programs in PATH, and leave to be root."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    settings = {"PATH": path, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"}
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return {**os.environ, **settings, **root}

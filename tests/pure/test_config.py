@@ -1,0 +1,74 @@
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdtrain import config
+from hvdtrain.config import TrainConfig
+from hvdtrain.errors import UsageError
+
+
+def make(**values: Any) -> TrainConfig:
+    return TrainConfig(**{"model": "cnn", "data": "somewhere", **values})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"epochs": 0}, "--epochs must be above 0, not 0"),
+        ({"batch_size": -1}, "--batch-size must be above 0"),
+        ({"ranks": 0}, "--ranks must be above 0"),
+        ({"max_steps": 0}, "--max-steps must be above 0"),
+        ({"lr": float("nan")}, "--lr must be above 0, not nan"),
+        ({"lr": float("inf")}, "--lr must be above 0, not inf"),
+        ({"holdout": 1.0}, "--holdout must be between 0 and 0.9"),
+        ({"warmup_epochs": 11.0, "epochs": 10}, "--warmup-epochs 11.0 is more than --epochs 10"),
+        ({"seed": -1}, "--seed must be 0 or more"),
+        ({"resume": True}, "--resume needs --run"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_name(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make(**values).check()
+
+
+def test_the_learning_rate_is_used_as_given_and_scaled_only_if_asked() -> None:
+    assert make(lr=0.1, batch_size=512).learning_rate() == 0.1
+    assert make(lr=0.1, batch_size=512, lr_base_batch=256).learning_rate() == 0.2
+
+
+def test_a_saved_configuration_reads_back_and_differs_from_none_of_itself(tmp_path: Path) -> None:
+    written = make(lr=0.25, ledger="x.csv")
+    (tmp_path / "config.yaml").write_text(config.to_yaml(written))
+    read = config.load(tmp_path / "config.yaml")
+    assert read == asdict(written)
+    assert config.differences(read, written) == []
+
+
+def test_a_change_of_what_is_computed_is_named_with_both_values() -> None:
+    old = asdict(make(lr=0.1, epochs=3, ranks=1))
+    assert config.differences(old, make(lr=0.2, epochs=5, ranks=4)) == ["lr was 0.1, is 0.2"]
+
+
+@pytest.mark.parametrize("content", ["- a\n- b\n", "a: [", ""])
+def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(content)
+    with pytest.raises(UsageError, match=r"config\.yaml"):
+        config.load(path)
+
+
+def test_epochs_and_steps_end_a_run_whichever_comes_first() -> None:
+    """100 samples in batches of 30: three steps of 30 and one of 10."""
+    assert make(batch_size=30).total_samples(100) == 1000
+    assert make(batch_size=30, epochs=3).total_samples(100) == 300
+    assert make(batch_size=30, max_steps=6).total_samples(100) == 160
+    assert make(batch_size=30, max_steps=8).total_samples(100) == 200
+    assert make(batch_size=30, max_steps=6, epochs=1).total_samples(100) == 100
+    assert make(batch_size=30, max_steps=100_000).total_samples(100) == 2_500_000
+
+
+def test_a_longer_run_is_another_one_where_the_schedule_follows_its_length() -> None:
+    old = asdict(make(epochs=3, lr_schedule="cosine"))
+    assert config.differences(old, make(epochs=5, lr_schedule="cosine")) == ["epochs was 3, is 5"]
