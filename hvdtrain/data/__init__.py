@@ -1,0 +1,53 @@
+"""Data: official files to packed shards, and shards to batches in a reproducible order.
+
+Every public name is loaded on first use, so that importing this package stays cheap. NumPy and
+h5py only: PyTorch and TensorFlow read through the same loader.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hvdtrain.data.augment import crop_flip
+    from hvdtrain.data.cifar import fetch, pack
+    from hvdtrain.data.index import Index, read_index
+    from hvdtrain.data.loader import Loader
+    from hvdtrain.data.shards import Batch, Samples, open_split
+    from hvdtrain.data.synthetic import synth
+    from hvdtrain.data.verification import info, verify
+
+__all__ = [
+    "Batch",
+    "Index",
+    "Loader",
+    "Samples",
+    "crop_flip",
+    "fetch",
+    "info",
+    "open_split",
+    "pack",
+    "read_index",
+    "synth",
+    "verify",
+]
+
+_HOMES = {
+    "Batch": "shards",
+    "Index": "index",
+    "Loader": "loader",
+    "Samples": "shards",
+    "crop_flip": "augment",
+    "fetch": "cifar",
+    "info": "verification",
+    "open_split": "shards",
+    "pack": "cifar",
+    "read_index": "index",
+    "synth": "synthetic",
+    "verify": "verification",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,68 @@
+"""Augmentation of a sample: a function of (seed, epoch, sample id) alone.
+
+So it is the same on any rank, in any batch and after a resumption. The random numbers are
+SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014)
+used as a hash of a counter.
+"""
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+from numpy.typing import NDArray
+
+_GAMMA = 0x9E3779B97F4A7C15
+_MASK = 2**64 - 1
+
+
+def splitmix64(counter: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Random 64-bit numbers, one for each of these counters, in an array of the same shape."""
+    z = counter + np.uint64(_GAMMA)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def sample_hash(seed: int, epoch: int, ids: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """One random 64-bit number a sample: uint64 [n]."""
+    state = np.array([seed & _MASK], np.uint64)
+    state = splitmix64(splitmix64(state) ^ np.array([epoch & _MASK], np.uint64))
+    return splitmix64(state ^ ids.astype(np.uint64))
+
+
+def crop_flip(
+    images: NDArray[np.uint8], ids: NDArray[np.int64], seed: int, epoch: int, padding: int = 4
+) -> NDArray[np.uint8]:
+    """Images shifted by up to `padding` pixels each way (zeros come in), half of them mirrored.
+
+    `images` is uint8 [n, height, width, channels]; a new array of that shape is returned. It is
+    the augmentation of He et al. (2016) for CIFAR: pad by 4, crop at random, flip.
+    """
+    count, height, width, channels = images.shape
+    if count == 0:
+        return images.copy()
+    places = 2 * padding + 1
+    bits = sample_hash(seed, epoch, ids)
+    top = _below(places, bits & np.uint64(0xFFFFFF))
+    left = _below(places, (bits >> np.uint64(24)) & np.uint64(0xFFFFFF))
+    mirrored = (bits >> np.uint64(63)).astype(bool)
+
+    padded = np.zeros((count, height + 2 * padding, width + 2 * padding, channels), np.uint8)
+    padded[:, padding : padding + height, padding : padding + width] = images
+    # lines[i, y, x] is the line of `width` pixels that begins at (y, x) of image i, as one item:
+    # a crop is then a gather of `height` items, each copied as a block.
+    line = np.dtype((np.void, width * channels))
+    lines = as_strided(
+        padded.reshape(-1)[: width * channels].view(line),
+        (count, height + 2 * padding, places),
+        (padded.strides[0], padded.strides[1], padded.strides[2]),
+    )
+    rows = top[:, None] + np.arange(height)
+    cropped = lines[np.arange(count)[:, None], rows, left[:, None]]
+    result: NDArray[np.uint8] = cropped.view(np.uint8).reshape(images.shape)
+    pixels = result.view(np.dtype((np.void, channels)))[..., 0]
+    pixels[mirrored] = pixels[mirrored, :, ::-1]
+    return result
+
+
+def _below(limit: int, bits: NDArray[np.uint64]) -> NDArray[np.intp]:
+    """Numbers from 0 to limit - 1, all as likely, from 24 random bits."""
+    return ((bits * np.uint64(limit)) >> np.uint64(24)).astype(np.intp)

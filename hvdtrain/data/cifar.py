@@ -1,0 +1,278 @@
+"""CIFAR-10 and CIFAR-100 from their official binary archives; no pickle is ever loaded.
+
+Source: Krizhevsky (2009), "Learning Multiple Layers of Features from Tiny Images". A record is
+the label (CIFAR-100: coarse, then fine label), one byte each, and 3072 bytes of pixels: red,
+green, blue, each 32 lines of 32.
+"""
+
+import gzip
+import hashlib
+import tarfile
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdtrain.data.download import Progress, download
+from hvdtrain.data.index import Index
+from hvdtrain.data.writer import Source, write
+from hvdtrain.errors import DataError, UsageError
+
+OFFICIAL_SITE = "https://www.cs.toronto.edu/~kriz"
+IMAGE_SHAPE = (32, 32, 3)
+
+_PIXEL_BYTES = 3072
+_BLOCK = 2**20
+_NAMES_BYTES = 2**16  # a file of class names larger than this is not one
+
+
+@dataclass(frozen=True)
+class File:
+    """An official file: its records and its MD5."""
+
+    name: str
+    records: int
+    md5: str
+
+
+@dataclass(frozen=True)
+class Edition:
+    """One of the two data sets, as it is published; the fine label is the last label byte."""
+
+    name: str
+    archive: str
+    archive_md5: str
+    folder: str
+    train: tuple[File, ...]
+    test: tuple[File, ...]
+    names_file: str
+    default_names: tuple[str, ...]
+    label_limits: tuple[int, ...]  # classes of each label byte
+
+    @property
+    def files(self) -> tuple[File, ...]:
+        """All files of records, train first."""
+        return self.train + self.test
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of one record."""
+        return len(self.label_limits) + _PIXEL_BYTES
+
+
+CIFAR10 = Edition(
+    name="cifar10",
+    archive="cifar-10-binary.tar.gz",
+    archive_md5="c32a1d4ab5d03f1284b67883e8d87530",
+    folder="cifar-10-batches-bin",
+    train=(
+        File("data_batch_1.bin", 10_000, "5dd7e06a14cb22eb9f671a540d1b7c25"),
+        File("data_batch_2.bin", 10_000, "5ea93a67294ea407fff1d09f752e9692"),
+        File("data_batch_3.bin", 10_000, "942cd6a4bcdd0dd3c604fbe906cb4421"),
+        File("data_batch_4.bin", 10_000, "ae636b3ba5c66a11e91e8cb52e771fcb"),
+        File("data_batch_5.bin", 10_000, "53f37980c15c3d472c316c40844f3f0d"),
+    ),
+    test=(File("test_batch.bin", 10_000, "803d5f7f4d78ea53de84dbe85f74fb6d"),),
+    names_file="batches.meta.txt",
+    default_names=tuple(
+        "airplane automobile bird cat deer dog frog horse ship truck".split()  # noqa: SIM905
+    ),
+    label_limits=(10,),
+)
+CIFAR100 = Edition(
+    name="cifar100",
+    archive="cifar-100-binary.tar.gz",
+    archive_md5="03b5dce01913d631647c71ecec9e9cb8",
+    folder="cifar-100-binary",
+    train=(File("train.bin", 50_000, "6172c7755cfe09b2fe270c85cebc1b15"),),
+    test=(File("test.bin", 10_000, "4499cfba6c016c1be1438163640a0898"),),
+    names_file="fine_label_names.txt",
+    default_names=tuple(f"class {number}" for number in range(100)),
+    label_limits=(20, 100),
+)
+EDITIONS = {edition.name: edition for edition in (CIFAR10, CIFAR100)}
+
+
+def fetch(
+    name: str, to: Path | str, progress: Progress | None = None, site: str = OFFICIAL_SITE
+) -> Path:
+    """Download the archive of `cifar10` or `cifar100` into the folder `to`; return its path.
+
+    An archive that is there and good is not downloaded again, a broken download is continued.
+    `progress(bytes, bytes in all)` is called along the way; without it a terminal shows a bar.
+    Raises UsageError for another name, DataError for a failing network or disk or a wrong MD5.
+    """
+    if name not in EDITIONS:
+        raise UsageError(f"no data set {name!r} to fetch: choose {' or '.join(EDITIONS)}")
+    edition = EDITIONS[name]
+    url = f"{site}/{edition.archive}"
+    return download(url, Path(to) / edition.archive, edition.archive_md5, progress)
+
+
+def pack(source: Path | str, destination: Path | str, shard_mb: int = 64) -> Index:
+    """Pack official CIFAR files into HDF5 shards of up to `shard_mb` MiB; return the index.
+
+    `source` is the .tar.gz archive, a folder of the .bin files, or a folder that holds either.
+    A file of fewer whole records than the official one is taken, and the index notes it. Raises
+    DataError, naming the file, for a wrong, incomplete or damaged source or a destination that
+    cannot be written; UsageError for a source that holds both data sets.
+    """
+    edition, path = find_source(Path(source))
+    contents = _read_folder(edition, path) if path.is_dir() else _read_archive(edition, path)
+    parts = {file: _records(edition, file, path, contents) for file in edition.files}
+    notes = [
+        f"{file.name}: {len(labels):,} of {file.records:,} records"
+        for file, (_, labels) in parts.items()
+        if len(labels) < file.records
+    ]
+    sources = {
+        "train": _source([parts[file] for file in edition.train]),
+        "test": _source([parts[file] for file in edition.test]),
+    }
+    names = _class_names(edition, contents)
+    return write(destination, sources, IMAGE_SHAPE, names, notes, shard_mb)
+
+
+def find_source(source: Path) -> tuple[Edition, Path]:
+    """The data set that `source` holds, and the folder or archive that has its files."""
+    if source.is_file():
+        return _archive_edition(source), source
+    if not source.is_dir():
+        raise DataError(f"{source}: no such file or folder; get one with `hvdtrain data fetch`")
+    found = []
+    for edition in EDITIONS.values():
+        for folder in (source, source / edition.folder):
+            if any((folder / file.name).is_file() for file in edition.files):
+                found.append((edition, folder))
+        if (source / edition.archive).is_file():
+            found.append((edition, source / edition.archive))
+    if not found:
+        raise DataError(
+            f"{source}: holds no official CIFAR files (binary version); "
+            "get them with `hvdtrain data fetch`"
+        )
+    if len({edition.name for edition, _ in found}) > 1:
+        places = " or ".join(str(path) for _, path in found)
+        raise UsageError(f"{source}: holds both CIFAR-10 and CIFAR-100; name one: {places}")
+    return found[0]
+
+
+def _archive_edition(path: Path) -> Edition:
+    """Which data set an archive holds, by the names in it."""
+    names = set(_members(path, wanted=None))
+    for edition in EDITIONS.values():
+        if any(file.name in names for file in edition.files):
+            return edition
+    if names & {"data_batch_1", "train"}:
+        raise DataError(f"{path}: is the Python (pickle) version; get the binary version")
+    raise DataError(f"{path}: is no official CIFAR archive (binary version)")
+
+
+def _members(path: Path, wanted: dict[str, int] | None) -> dict[str, bytes]:
+    """Content of regular files in an archive by plain name, as far as they are wanted.
+
+    `wanted` maps a name to the most bytes it may have; without it only names are listed, with
+    empty contents. Nothing is extracted to disk and folders in the archive do not matter.
+    """
+    contents = {}
+    try:
+        with gzip.open(path) as stream, tarfile.open(fileobj=stream, mode="r:") as archive:
+            for member in archive:
+                name = PurePosixPath(member.name).name
+                if not member.isreg() or (wanted is not None and name not in wanted):
+                    continue
+                content = b""
+                if wanted is not None:
+                    if member.size > wanted[name]:
+                        raise DataError(f"{path}: {name} is larger than the official file")
+                    file = archive.extractfile(member)
+                    content = file.read() if file else b""
+                contents[name] = content
+            while stream.read(_BLOCK):
+                pass  # the checksum of gzip stands at the very end
+    except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise DataError(
+            f"{path}: archive is damaged or no .tar.gz ({reason}); fetch it again"
+        ) from error
+    return contents
+
+
+def _read_archive(edition: Edition, path: Path) -> dict[str, bytes]:
+    return _members(path, _largest_sizes(edition))
+
+
+def _read_folder(edition: Edition, folder: Path) -> dict[str, bytes]:
+    contents = {}
+    for name, largest in _largest_sizes(edition).items():
+        path = folder / name
+        try:
+            if not path.is_file():
+                continue
+            if path.stat().st_size > largest:
+                raise DataError(f"{path}: is larger than the official file")
+            contents[name] = path.read_bytes()
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+    return contents
+
+
+def _largest_sizes(edition: Edition) -> dict[str, int]:
+    sizes = {file.name: file.records * edition.record_bytes for file in edition.files}
+    return {**sizes, edition.names_file: _NAMES_BYTES}
+
+
+def _records(
+    edition: Edition, file: File, path: Path, contents: dict[str, bytes]
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Views of the images [n, 32, 32, 3] and labels [n] in a file that is checked."""
+    if file.name not in contents:
+        raise DataError(f"{path}: {file.name} is missing; fetch the archive again")
+    content = contents[file.name]
+    count, rest = divmod(len(content), edition.record_bytes)
+    if rest or not count:
+        raise DataError(
+            f"{path}: {file.name} is truncated or of another kind: {len(content):,} bytes are "
+            f"no whole number of records of {edition.record_bytes}"
+        )
+    if (
+        count == file.records
+        and hashlib.md5(content, usedforsecurity=False).hexdigest() != file.md5
+    ):
+        raise DataError(
+            f"{path}: {file.name} has the official size and another MD5, so bits of it have "
+            "changed; fetch the archive again"
+        )
+    table = np.frombuffer(content, np.uint8).reshape(count, edition.record_bytes)
+    for column, limit in enumerate(edition.label_limits):
+        if table[:, column].max() >= limit:
+            raise DataError(f"{path}: {file.name} has a label outside 0..{limit - 1}")
+    label_bytes = len(edition.label_limits)
+    images = table[:, label_bytes:].reshape(count, 3, 32, 32).transpose(0, 2, 3, 1)
+    return images, table[:, label_bytes - 1]
+
+
+def _source(parts: Sequence[tuple[NDArray[np.uint8], NDArray[np.uint8]]]) -> Source:
+    """One split out of the records of several files, in order."""
+
+    def read(start: int, stop: int) -> tuple[NDArray[np.uint8], NDArray[np.integer]]:
+        images, labels, first = [], [], 0
+        for part_images, part_labels in parts:
+            inside = slice(max(start - first, 0), max(stop - first, 0))
+            images.append(part_images[inside])
+            labels.append(part_labels[inside])
+            first += len(part_labels)
+        return np.concatenate(images), np.concatenate(labels)
+
+    return Source(sum(len(labels) for _, labels in parts), read)
+
+
+def _class_names(edition: Edition, contents: dict[str, bytes]) -> tuple[str, ...]:
+    """Names from the file of names if it holds one a class, else the known ones."""
+    text = contents.get(edition.names_file, b"").decode("utf-8", "replace")
+    names = tuple(line.strip() for line in text.splitlines() if line.strip())
+    complete = len(set(names)) == len(edition.default_names) == len(names)
+    return names if complete and all(map(str.isprintable, names)) else edition.default_names

@@ -1,0 +1,154 @@
+"""Downloads that resume: a `.part` file, HTTP ranges, and an MD5 at the end."""
+
+import hashlib
+import http.client
+import os
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http import HTTPStatus
+from pathlib import Path
+
+from hvdtrain.errors import DataError
+
+Progress = Callable[[int, int | None], None]  # bytes so far, bytes in all if known
+
+_BLOCK = 2**18
+_TIMEOUT = 30.0  # seconds without a byte
+_ATTEMPTS = 5
+
+# What a connection that breaks, or a server that is not there, raises.
+_NETWORK_ERRORS = (urllib.error.URLError, http.client.HTTPException, OSError)
+
+
+class _Interrupted(Exception):
+    """The connection ended early; what came is in the part file."""
+
+
+def download(url: str, path: Path, md5: str, progress: Progress | None = None) -> Path:
+    """Put the file of `url` at `path`, unless it is there already; return `path`.
+
+    What an earlier call left in `path`.part is continued. Without `progress`, a bar is shown on
+    a terminal. Raises DataError (one line) if the network or the disk fails, or if the file has
+    another MD5: a finished part with a wrong MD5 is deleted.
+    """
+    if path.exists():
+        if file_md5(path) == md5:
+            return path
+        raise DataError(f"{path}: has another MD5 than the official file; remove it")
+    part = path.with_name(path.name + ".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _bar(path.name, progress) as show:
+            _fetch_all(url, part, show)
+        if file_md5(part) != md5:
+            part.unlink()
+            raise DataError(
+                f"{url}: the download had a wrong MD5 and was deleted; try again, "
+                f"or put the official file at {path}"
+            )
+        part.rename(path)
+    except OSError as error:
+        raise DataError(f"{part}: cannot be written ({error.strerror or error})") from error
+    return path
+
+
+def file_md5(path: Path) -> str:
+    """MD5 (hex) of a file; DataError if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False))
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+    return digest.hexdigest()
+
+
+def _fetch_all(url: str, part: Path, show: Progress) -> None:
+    """Fill the part file, going on after a break as long as attempts bring something."""
+    for attempt in range(1, _ATTEMPTS + 1):
+        before = _size(part)
+        try:
+            _fetch_rest(url, part, show)
+            return
+        except _Interrupted as error:
+            if attempt == _ATTEMPTS or _size(part) == before:
+                hand = part.with_name(part.name.removesuffix(".part"))
+                raise DataError(
+                    f"cannot download {url} ({error}); run this again to go on from "
+                    f"{_size(part):,} bytes, or put the file at {hand} by hand"
+                ) from error
+
+
+def _fetch_rest(url: str, part: Path, show: Progress) -> None:
+    """Append what the part file lacks; _Interrupted if the connection ends early."""
+    have = _size(part)
+    headers = {"User-Agent": "hvdtrain", "Accept-Encoding": "identity"}
+    if have:
+        headers["Range"] = f"bytes={have}-"
+    try:
+        response = urllib.request.urlopen(
+            urllib.request.Request(url, headers=headers), timeout=_TIMEOUT
+        )
+    except urllib.error.HTTPError as error:
+        error.close()  # it holds the connection
+        if error.code == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
+            return  # nothing is left to fetch; the MD5 decides
+        raise _Interrupted(f"the server answers {error.code} {error.reason}") from error
+    except _NETWORK_ERRORS as error:
+        raise _Interrupted(_reason(error)) from error
+    with response:
+        resumed = response.status == HTTPStatus.PARTIAL_CONTENT
+        if resumed and not response.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
+            raise _Interrupted("the server sent another range than was asked for")
+        _append(response, part, have if resumed else 0, show)
+
+
+def _append(response: http.client.HTTPResponse, part: Path, have: int, show: Progress) -> None:
+    """Write the body of the response into the part file from byte `have` on."""
+    total = None if response.length is None else have + response.length
+    with part.open("ab" if have else "wb") as file:
+        show(have, total)
+        while True:
+            try:
+                block = response.read(_BLOCK)
+            except _NETWORK_ERRORS as error:
+                raise _Interrupted(_reason(error)) from error
+            if not block:
+                break
+            file.write(block)
+            have += len(block)
+            show(have, total)
+        file.flush()
+        os.fsync(file.fileno())
+    if total is not None and have < total:
+        raise _Interrupted(f"the connection ended after {have:,} of {total:,} bytes")
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _reason(error: BaseException) -> str:
+    reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+    return " ".join(str(reason).split()) or type(error).__name__
+
+
+@contextmanager
+def _bar(name: str, progress: Progress | None) -> Iterator[Progress]:
+    """The caller's own progress, else a bar if standard error is a terminal, else silence."""
+    if progress is not None:
+        yield progress
+    elif sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+
+        console = Console(stderr=True)
+        columns = ("{task.description}", BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        with Bar(*columns, console=console) as bar:
+            task = bar.add_task(name, total=None)
+            yield lambda have, total: bar.update(task, completed=have, total=total)
+    else:
+        yield lambda have, total: None

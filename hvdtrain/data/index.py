@@ -1,0 +1,259 @@
+"""What a packed data set says about itself: `index.json`, read without trusting it.
+
+The index names the shards of each split with their size and hash, and holds what a run needs to
+know before it opens any of them. Its own hash identifies the data set: the order of samples is a
+function of it (order.py).
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.errors import DataError
+
+INDEX_FILE = "index.json"
+FORMAT_VERSION = 1
+SPLITS = ("train", "test")
+
+_INDEX_BYTES = 64 * 2**20  # an index larger than this is not one of ours
+_LARGEST = 2**48  # rows or bytes
+_LONGEST_SIDE = 2**16  # pixels
+_SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.h5")  # a plain name: no folder in it
+_HASH = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One HDF5 file: its plain name, its samples, its size in bytes and its SHA-256 (hex)."""
+
+    file: str
+    count: int
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Split:
+    """A split: `count` samples in `shards`, in order; a chunk holds `chunk_rows` samples.
+
+    Every shard but the last holds whole chunks, so that chunk k of the split is rows
+    [k * chunk_rows, (k + 1) * chunk_rows) and lies in one file.
+    """
+
+    name: str
+    count: int
+    shards: tuple[Shard, ...]
+    chunk_rows: int
+
+
+@dataclass(frozen=True)
+class Index:
+    """A packed data set.
+
+    `image_shape` is (height, width, channels); `mean` and `std` are those of each channel over
+    the train split, of pixels in 0..1 (a channel that never varies has std 1); `notes` are plain
+    remarks for the user, such as an incomplete source.
+    """
+
+    folder: Path
+    format_version: int
+    splits: Mapping[str, Split]
+    class_names: tuple[str, ...]
+    image_shape: tuple[int, int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def classes(self) -> int:
+        """Number of classes."""
+        return len(self.class_names)
+
+    @property
+    def image_bytes(self) -> int:
+        """Bytes of one image."""
+        return math.prod(self.image_shape)
+
+    @cached_property
+    def hash(self) -> str:
+        """SHA-256 (hex) of the canonical content of the index; the folder has no part in it."""
+        canonical = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        """Content of `index.json`."""
+        return {
+            "format_version": self.format_version,
+            "image_shape": list(self.image_shape),
+            "class_names": list(self.class_names),
+            "mean": list(self.mean),
+            "std": list(self.std),
+            "notes": list(self.notes),
+            "splits": {
+                name: {
+                    "count": split.count,
+                    "chunk_rows": split.chunk_rows,
+                    "shards": [vars(shard) for shard in split.shards],
+                }
+                for name, split in self.splits.items()
+            },
+        }
+
+
+def read_index(folder: Path | str) -> Index:
+    """Index of the data set in `folder`, whose shards are all there and of the right size.
+
+    Raises DataError (one line) for a missing folder or index, content that breaks any rule of
+    the format, and a shard that is missing or of another size. Contents of shards are checked
+    where they are read.
+    """
+    index = parse_index(folder)
+    for split in index.splits.values():
+        for shard in split.shards:
+            if fault := size_fault(index.folder, shard):
+                raise DataError(f"{fault}; restore the file or pack the data set again")
+    return index
+
+
+def size_fault(folder: Path, shard: Shard) -> str | None:
+    """What is wrong with the shard's file as the file system shows it; None if nothing."""
+    path = folder / shard.file
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        return f"{path}: shard is missing ({error.strerror})"
+    if not path.is_file():
+        return f"{path}: shard is not a file"
+    if size != shard.bytes:
+        kind = "truncated" if size < shard.bytes else "another file"
+        return f"{path}: shard is {kind}: {size:,} bytes, not the {shard.bytes:,} of the index"
+    return None
+
+
+def parse_index(folder: Path | str) -> Index:
+    """As read_index, without looking at the shards."""
+    folder = Path(folder)
+    path = folder / INDEX_FILE
+    pack = "make a data set with `hvdtrain data pack` or `hvdtrain data synth`"
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such folder; {pack}")
+    if not path.is_file():
+        raise DataError(f"{folder}: holds no {INDEX_FILE}; {pack}")
+    try:
+        with path.open("rb") as file:
+            text = file.read(_INDEX_BYTES + 1)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+    try:
+        if len(text) > _INDEX_BYTES:
+            raise _BrokenIndex(f"larger than {_INDEX_BYTES:,} bytes")
+        return _index(folder, json.loads(text))
+    except (_BrokenIndex, ValueError, RecursionError) as error:
+        reason = "not JSON" if not isinstance(error, _BrokenIndex) else str(error)
+        raise DataError(f"{path}: not an index of hvdtrain ({reason}); pack it again") from error
+
+
+class _BrokenIndex(Exception):
+    """A rule of the format is broken; the message says which, and where."""
+
+
+def _require(fulfilled: bool, rule: str) -> None:
+    if not fulfilled:
+        raise _BrokenIndex(rule)
+
+
+def _object(value: object, where: str, keys: set[str]) -> dict[str, Any]:
+    """A JSON object that has exactly these keys."""
+    if not isinstance(value, dict):
+        raise _BrokenIndex(f"{where} is not an object")
+    for key in sorted(keys - value.keys()):
+        raise _BrokenIndex(f"{where} lacks `{key}`")
+    for key in sorted(value.keys() - keys):
+        raise _BrokenIndex(f"{where} has an unknown key {key[:40]!r}")
+    return value
+
+
+def _list(value: object, where: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise _BrokenIndex(f"{where} is not a list")
+    return value
+
+
+def _whole(value: object, where: str, largest: int = _LARGEST) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
+        raise _BrokenIndex(f"{where} is not a whole number from 1 to {largest}")
+    return value
+
+
+def _text(value: object, where: str) -> str:
+    if not isinstance(value, str) or not value.isprintable():
+        raise _BrokenIndex(f"{where} is not a line of text")
+    return value
+
+
+def _number(value: object, where: str) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
+        raise _BrokenIndex(f"{where} is not a number from 0 to 1")
+    return float(value)
+
+
+def _index(folder: Path, value: object) -> Index:
+    """The index that this JSON value describes; _BrokenIndex where it breaks a rule."""
+    if isinstance(value, dict) and value.get("format_version") != FORMAT_VERSION:
+        version = str(value.get("format_version"))[:40]
+        raise _BrokenIndex(f"format version {version}, this hvdtrain reads {FORMAT_VERSION}")
+    keys = {"format_version", "image_shape", "class_names", "mean", "std", "notes", "splits"}
+    top = _object(value, "the file", keys)
+    height, width, channels = _image_shape(top["image_shape"])
+    mean = tuple(_number(number, "`mean`") for number in _list(top["mean"], "`mean`"))
+    std = tuple(_number(number, "`std`") for number in _list(top["std"], "`std`"))
+    _require(len(mean) == len(std) == channels, "`mean` or `std` is not one number a channel")
+    _require(min(std) > 0, "`std` is not above 0")
+    names = [_text(name, "`class_names`") for name in _list(top["class_names"], "`class_names`")]
+    _require(len(names) > 0, "`class_names` is empty")
+    notes = tuple(_text(note, "`notes`") for note in _list(top["notes"], "`notes`"))
+    splits = _object(top["splits"], "`splits`", set(SPLITS))
+    image_bytes = height * width * channels
+    parsed = {name: _split(name, splits[name], image_bytes) for name in SPLITS}
+    files = [shard.file for split in parsed.values() for shard in split.shards]
+    _require(len(files) == len(set(files)), "two shards have one name")
+    shape = (height, width, channels)
+    return Index(folder, FORMAT_VERSION, parsed, tuple(names), shape, mean, std, notes)
+
+
+def _image_shape(value: object) -> tuple[int, ...]:
+    sides = _list(value, "`image_shape`")
+    _require(len(sides) == 3, "`image_shape` is not [height, width, channels]")
+    return tuple(_whole(side, "`image_shape`", _LONGEST_SIDE) for side in sides)
+
+
+def _split(name: str, value: object, image_bytes: int) -> Split:
+    where = f"split `{name}`"
+    fields = _object(value, where, {"count", "chunk_rows", "shards"})
+    count = _whole(fields["count"], f"`count` of {where}")
+    chunk_rows = _whole(fields["chunk_rows"], f"`chunk_rows` of {where}")
+    shards = tuple(_shard(shard, where, image_bytes) for shard in _list(fields["shards"], where))
+    _require(sum(shard.count for shard in shards) == count, f"counts in {where} disagree")
+    whole = all(shard.count % chunk_rows == 0 for shard in shards[:-1])
+    _require(whole, f"a shard of {where} ends inside a chunk")
+    return Split(name, count, shards, chunk_rows)
+
+
+def _shard(value: object, where: str, image_bytes: int) -> Shard:
+    fields = _object(value, f"a shard of {where}", {"file", "count", "bytes", "sha256"})
+    file, sha256 = fields["file"], fields["sha256"]
+    plain = isinstance(file, str) and _SHARD_NAME.fullmatch(file) is not None
+    _require(plain, f"{str(file)[:40]!r} is no name for a shard")
+    hashed = isinstance(sha256, str) and _HASH.fullmatch(sha256) is not None
+    _require(hashed, f"`sha256` of {file} is not 64 hex digits")
+    count = _whole(fields["count"], f"`count` of {file}")
+    size = _whole(fields["bytes"], f"`bytes` of {file}")
+    # Images are stored as they are, so a count that memory could not hold shows here.
+    _require(count * image_bytes <= size, f"{file} is too small for {count} images")
+    return Shard(file, count, size, sha256)

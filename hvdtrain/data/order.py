@@ -1,0 +1,147 @@
+"""Which sample is used when: pure functions of numbers, without files, ranks or state.
+
+The global order of an epoch is a function of (index hash, seed, epoch) alone. Ranks, replicas,
+micro-batches and resumption only cut it into pieces, so each epoch sees each sample exactly once
+however it is cut.
+
+Random keys are raw bits of Philox (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3",
+SC 2011), keyed by SHA-256, and orders are stable sorts by those keys: nothing depends on how a
+version of NumPy shuffles.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdtrain.data.index import Index
+from hvdtrain.errors import UsageError
+
+Rows = NDArray[np.int64]
+Range = tuple[int, int]  # [start, stop)
+
+_WINDOW_BYTES = 256 * 2**20
+
+
+def window_rows(index: Index) -> int:
+    """Samples inside which an epoch is shuffled freely: 256 MiB of images, one at least.
+
+    A function of the index alone, so that memory and ranks never change the order.
+    """
+    return max(1, _WINDOW_BYTES // index.image_bytes)
+
+
+def holdout(count: int, fraction: float, index_hash: str, seed: int) -> tuple[Rows, Rows]:
+    """Rows of `range(count)` to train on and rows held out, each int64 and ascending.
+
+    The nearest whole number to fraction * count is held out, at least one and not all if the
+    fraction is above 0. Raises UsageError for a fraction outside [0, 1), or a single sample.
+    """
+    if not 0 <= fraction < 1:
+        raise UsageError(f"holdout is {fraction}: it must be at least 0 and below 1")
+    if fraction > 0 and count < 2:
+        raise UsageError(f"cannot hold out a part of {count} sample(s): set holdout to 0")
+    held = min(max(1, int(fraction * count + 0.5)), count - 1) if fraction > 0 else 0
+    shuffled = _shuffled(np.arange(count, dtype=np.int64), f"holdout {index_hash} {seed}")
+    return np.sort(shuffled[held:]), np.sort(shuffled[:held])
+
+
+def epoch_order(
+    rows: Rows, index_hash: str, seed: int, epoch: int, chunk_rows: int, window_rows: int
+) -> Rows:
+    """The rows of one epoch in the order of use, each exactly once: int64 [len(rows)].
+
+    `rows` are ascending row numbers of a split stored in chunks of `chunk_rows`. If a window
+    holds them all they are shuffled fully. Otherwise the chunks are shuffled, and then the
+    samples inside windows of whole chunks of at most `window_rows` samples (one chunk at least):
+    who reads in this order reads each chunk once and holds one window in memory.
+    """
+    name = f"epoch {index_hash} {seed} {epoch}"
+    if window_rows >= len(rows):
+        return _shuffled(rows, name)
+    chunks, sizes = np.unique(rows // chunk_rows, return_counts=True)
+    places = _shuffled(np.arange(len(chunks), dtype=np.int64), f"chunks of {name}")
+    window = np.empty(len(chunks), np.int64)
+    number = filled = 0
+    for place in places:
+        size = int(sizes[place])
+        if filled and filled + size > window_rows:
+            number, filled = number + 1, 0
+        filled += size
+        window[place] = number
+    of_rows = np.repeat(window, sizes)
+    # Stable: by window first, by random key inside it.
+    return rows[np.lexsort((_keys(len(rows), name), of_rows))]
+
+
+def _shuffled(rows: Rows, name: str) -> Rows:
+    return rows[np.argsort(_keys(len(rows), name), kind="stable")]
+
+
+def _keys(count: int, name: str) -> NDArray[np.uint64]:
+    """`count` random 64-bit numbers that depend on `name` alone."""
+    digest = hashlib.sha256(name.encode()).digest()
+    return np.random.Philox(key=int.from_bytes(digest[:16], "little")).random_raw(count)
+
+
+def locate(position: int, epoch_length: int) -> tuple[int, int]:
+    """(epoch, offset in it) of a position in training, in samples consumed."""
+    return divmod(position, epoch_length)
+
+
+def step_slices(epoch_length: int, batch_size: int, start_offset: int = 0) -> list[Range]:
+    """Global batches of an epoch from `start_offset` on, the uneven last one included."""
+    if batch_size < 1:
+        raise UsageError(f"the batch size is {batch_size}: it must be at least 1")
+    starts = range(start_offset, epoch_length, batch_size)
+    return [(start, min(start + batch_size, epoch_length)) for start in starts]
+
+
+def split(count: int, shares: Sequence[int]) -> list[Range]:
+    """`range(count)` in one contiguous range a share, in proportion, by cumulative rounding.
+
+    Ranges of equal shares differ by one at most; a share of 0 gets an empty one. Raises
+    UsageError for a negative share or if all are 0.
+    """
+    total = sum(shares)
+    if total < 1 or min(shares) < 0:
+        raise UsageError(f"shares {list(shares)}: they must be at least 0 and not all 0")
+    # Whole numbers only: the nearest to count * sum / total, the same on every machine.
+    ends = [(2 * count * part + total) // (2 * total) for part in accumulate(shares, initial=0)]
+    return list(pairwise(ends))
+
+
+def microbatches(count: int, requested: int, shares: Sequence[int]) -> int:
+    """Micro-batches for a global batch of `count`: the largest number up to `requested` at which
+    each replica with a share above 0 has a sample in each micro-batch; 1 if there is none.
+    """
+    if requested < 1:
+        raise UsageError(f"{requested} micro-batches: there must be at least 1")
+    for number in range(min(requested, count), 1, -1):
+        smallest, uneven = divmod(count, number)
+        sizes = {smallest, smallest + 1} if uneven else {smallest}
+        if all(_all_busy(size, shares) for size in sizes):
+            return number
+    return 1
+
+
+def _all_busy(count: int, shares: Sequence[int]) -> bool:
+    parts = zip(split(count, shares), shares, strict=True)
+    return all(stop > start for (start, stop), share in parts if share > 0)
+
+
+def share_rows(
+    start: int, stop: int, microbatches: int, shares: Sequence[int], replica: int
+) -> list[Range]:
+    """What `replica` takes of the global batch [start, stop): one range a micro-batch.
+
+    Micro-batch k is the k-th contiguous slice of the batch, split evenly, and replicas take
+    contiguous shares of it. Positions are those of the epoch's order.
+    """
+    ranges = []
+    for first, last in split(stop - start, [1] * microbatches):
+        low, high = split(last - first, shares)[replica]
+        ranges.append((start + first + low, start + first + high))
+    return ranges

@@ -1,0 +1,176 @@
+"""One shard: an HDF5 file of `images` [n, height, width, channels], `labels` [n] and `ids` [n].
+
+Each data set is chunked with Fletcher-32, and the file format (HDF5 1.10 and later) has checksums
+over everything else that is read, so that a flipped bit anywhere raises an error or changes
+nothing. Files are opened without locks, which network file systems may not have.
+"""
+
+import hashlib
+import io
+from dataclasses import dataclass
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdtrain.data.index import Index, Shard, Split
+from hvdtrain.errors import DataError
+
+DATA_SETS = ("images", "labels", "ids")
+CHUNK_BYTES = 2**20  # upper bound of a chunk of images, unless one image is larger
+
+# What h5py raises where a file is damaged or is not what it should be.
+_READ_ERRORS = (OSError, KeyError, RuntimeError, ValueError, TypeError, AttributeError)
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Samples: `images` uint8 [n, height, width, channels], `labels` and `ids` int64 [n]."""
+
+    images: NDArray[np.uint8]
+    labels: NDArray[np.int64]
+    ids: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def chunk_rows(image_bytes: int) -> int:
+    """Images a chunk: the power of two that gives 0.5 to 1 MiB, or one image if it is larger."""
+    fit = max(1, CHUNK_BYTES // image_bytes)
+    return int(2 ** (fit.bit_length() - 1))
+
+
+def encode_shard(samples: Batch, rows: int) -> memoryview:
+    """Content of the shard file that holds `samples` in chunks of `rows`; the same every time.
+
+    The file is made in memory: HDF5 cannot be closed cleanly on a disk that fills.
+    """
+    content = io.BytesIO()
+    rows = min(rows, len(samples))
+    with _new_file(content) as file:
+        for name in DATA_SETS:
+            array = getattr(samples, name)
+            chunks = (rows, *array.shape[1:])
+            file.create_dataset(name, data=array, chunks=chunks, fletcher32=True)
+    return content.getbuffer()
+
+
+def _new_file(content: io.BytesIO) -> h5py.File:
+    """An empty HDF5 file in memory, in the format with checksums, without the time of day."""
+    creation = h5py.h5p.create(h5py.h5p.FILE_CREATE)
+    creation.set_obj_track_times(False)  # h5py.File would stamp the root group
+    access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+    access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
+    access.set_libver_bounds(h5py.h5f.LIBVER_V110, h5py.h5f.LIBVER_V110)
+    access.set_fileobj_driver(h5py.h5fd.fileobj_driver, content)
+    return h5py.File(h5py.h5f.create(b"shard", h5py.h5f.ACC_TRUNC, creation, access))
+
+
+def open_shard(index: Index, shard: Shard) -> h5py.File:
+    """The shard's file, open for reading, with data sets of the right shapes and types.
+
+    Raises DataError for a file that is damaged or that the index does not describe.
+    """
+    path = index.folder / shard.file
+    try:
+        # Chunks are read whole and once: HDF5's own cache would only copy them again.
+        file = h5py.File(path, "r", locking=False, rdcc_nbytes=0)
+    except _READ_ERRORS as error:
+        raise DataError(f"{path}: shard cannot be opened ({one_line(error)})") from error
+    try:
+        fault = _layout_fault(file, index, shard)
+    except _READ_ERRORS as error:
+        fault = f"is damaged outside its chunks ({one_line(error)})"
+    if fault:
+        file.close()
+        raise DataError(f"{path}: shard {fault}; restore the file or pack the data set again")
+    return file
+
+
+def _layout_fault(file: h5py.File, index: Index, shard: Shard) -> str | None:
+    shapes = {"images": (shard.count, *index.image_shape)}
+    for name in DATA_SETS:
+        data_set = file[name]
+        expected = shapes.get(name, (shard.count,))
+        kind = "u" if name == "images" else "i"
+        if data_set.shape != expected or data_set.dtype.kind != kind:
+            return f"holds `{name}` {data_set.shape} {data_set.dtype}, the index says {expected}"
+        if not data_set.fletcher32:
+            return f"holds `{name}` without checksums"
+    return None
+
+
+def read_rows(file: h5py.File, index: Index, shard: Shard, start: int, stop: int) -> Batch:
+    """Rows [start, stop) of an open shard; DataError for a label that no class has.
+
+    Errors of h5py are let through: read_chunk and read_shard say where they belong.
+    """
+    images = np.empty((stop - start, *index.image_shape), np.uint8)
+    labels = np.empty(stop - start, np.int64)
+    ids = np.empty(stop - start, np.int64)
+    for name, array in zip(DATA_SETS, (images, labels, ids), strict=True):
+        file[name].read_direct(array, np.s_[start:stop])
+    if labels.min() < 0 or labels.max() >= index.classes:
+        path = index.folder / shard.file
+        raise DataError(f"{path}: holds a label outside 0..{index.classes - 1}; pack it again")
+    return Batch(images, labels, ids)
+
+
+def read_chunk(file: h5py.File, index: Index, shard: Shard, rows: int, chunk: int) -> Batch:
+    """Chunk number `chunk` of a shard in chunks of `rows`; DataError names it if it is damaged."""
+    start, stop = chunk * rows, min((chunk + 1) * rows, shard.count)
+    try:
+        return read_rows(file, index, shard, start, stop)
+    except _READ_ERRORS as error:
+        path = index.folder / shard.file
+        where = f"chunk {chunk} (rows {start}..{stop - 1})"
+        raise DataError(
+            f"{path}: {where} fails its checksum ({one_line(error)}); "
+            "restore the file or pack the data set again"
+        ) from error
+
+
+def read_shard(index: Index, split: Split, shard: Shard) -> Batch:
+    """All samples of a shard; DataError names the first damaged chunk."""
+    with open_shard(index, shard) as file:
+        try:
+            return read_rows(file, index, shard, 0, shard.count)
+        except _READ_ERRORS as error:
+            for chunk in range(-(-shard.count // split.chunk_rows)):
+                read_chunk(file, index, shard, split.chunk_rows, chunk)
+            path = index.folder / shard.file
+            raise DataError(f"{path}: shard cannot be read ({one_line(error)})") from error
+
+
+def chunk_faults(index: Index, split: Split, shard: Shard) -> list[str]:
+    """One line for every chunk of the shard that cannot be read, or one for a shard that cannot.
+
+    Each line begins with the path of the shard.
+    """
+    faults = []
+    try:
+        with open_shard(index, shard) as file:
+            for chunk in range(-(-shard.count // split.chunk_rows)):
+                try:
+                    read_chunk(file, index, shard, split.chunk_rows, chunk)
+                except DataError as error:
+                    faults.append(str(error))
+    except DataError as error:
+        faults.append(str(error))
+    return faults
+
+
+def shard_sha256(index: Index, shard: Shard) -> str:
+    """SHA-256 (hex) of the shard's file as it is; DataError if it cannot be read."""
+    path = index.folder / shard.file
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(f"{path}: shard cannot be read ({error.strerror})") from error
+
+
+def one_line(error: BaseException) -> str:
+    """The text of an error of h5py without line breaks and quotation marks around it."""
+    return " ".join(str(error).split()).strip("'\"")

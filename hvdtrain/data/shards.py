@@ -1,0 +1,191 @@
+"""Reading a packed data set: samples by row number, in bounded memory.
+
+index = read_index("data/cifar10")
+with open_split(index, "train") as samples:
+    batch = samples.gather(rows)
+"""
+
+import os
+import threading
+from collections import OrderedDict
+from types import TracebackType
+from typing import Self
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdtrain.data.index import Index, Shard, Split, read_index
+from hvdtrain.data.shardfile import (
+    Batch,
+    chunk_faults,
+    open_shard,
+    read_chunk,
+    read_shard,
+    shard_sha256,
+)
+from hvdtrain.errors import DataError, UsageError
+
+__all__ = ["Batch", "Index", "Samples", "Shard", "Split", "open_split", "read_index"]
+
+_DEFAULT_MEMORY = 2**30
+_OPEN_FILES = 64
+
+
+def open_split(index: Index, split: str, memory_bytes: int = _DEFAULT_MEMORY) -> "Samples":
+    """The samples of a split, kept in at most `memory_bytes` of memory.
+
+    A split that fits is read once and held decoded, each shard checked against its SHA-256; of a
+    larger one, whole chunks are read as they are asked for, each checked by its Fletcher-32, and
+    the last used are kept. UsageError for a split that does not exist.
+    """
+    if split not in index.splits:
+        names = " and ".join(f"`{name}`" for name in index.splits)
+        raise UsageError(f"no split {split!r}: the data set has {names}")
+    return Samples(index, index.splits[split], memory_bytes)
+
+
+class Samples:
+    """The samples of one split; made by open_split, a context manager.
+
+    Calls may come from several threads, one at a time is served. Files are opened on the first
+    read, by the process that reads: a forked process opens its own.
+    """
+
+    def __init__(self, index: Index, split: Split, memory_bytes: int) -> None:
+        sample_bytes = index.image_bytes + 16  # a label and an id of 8 bytes
+        self.index = index
+        self.split = split
+        self.in_memory = split.count * sample_bytes <= memory_bytes
+        self._memory_bytes = memory_bytes
+        self._lock = threading.Lock()
+        self._whole: Batch | None = None
+        self._chunks: OrderedDict[int, Batch] = OrderedDict()
+        self._chunk_bytes = split.chunk_rows * sample_bytes
+        # An open file belongs to one process: HDF5 does not survive a fork.
+        self._files: OrderedDict[tuple[int, int], h5py.File] = OrderedDict()
+        counts = np.array([shard.count for shard in split.shards], np.int64)
+        self._first_rows = np.cumsum(counts) - counts  # first row of each shard
+
+    def __len__(self) -> int:
+        return self.split.count
+
+    def __enter__(self) -> Self:
+        self.load()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def load(self) -> None:
+        """Read the split into memory if it fits and is not there yet; gather does it otherwise."""
+        with self._lock:
+            if self.in_memory and self._whole is None:
+                self._whole = _read_split(self.index, self.split)
+
+    def gather(self, rows: NDArray[np.int64]) -> Batch:
+        """Samples at these rows of the split, in this order; the arrays are the caller's own.
+
+        Raises IndexError for a row outside the split, DataError where a shard is damaged.
+        """
+        if len(rows) and not (rows.min() >= 0 and rows.max() < self.split.count):
+            raise IndexError(f"a row outside 0..{self.split.count - 1} of {self.split.name}")
+        self.load()
+        if self._whole is not None:
+            return _take(self._whole, rows)
+        with self._lock:
+            return self._gather_chunks(rows)
+
+    def close(self) -> None:
+        """Close the files and let the memory go; a later gather starts afresh."""
+        with self._lock:
+            for (process, _), file in self._files.items():
+                if process == os.getpid():
+                    file.close()
+            self._files.clear()
+            self._chunks.clear()
+            self._whole = None
+
+    def _gather_chunks(self, rows: NDArray[np.int64]) -> Batch:
+        batch = Batch(
+            np.empty((len(rows), *self.index.image_shape), np.uint8),
+            np.empty(len(rows), np.int64),
+            np.empty(len(rows), np.int64),
+        )
+        chunks = rows // self.split.chunk_rows
+        for chunk in np.unique(chunks):
+            places = np.flatnonzero(chunks == chunk)
+            found = _take(self._chunk(int(chunk)), rows[places] - chunk * self.split.chunk_rows)
+            batch.images[places] = found.images
+            batch.labels[places] = found.labels
+            batch.ids[places] = found.ids
+        return batch
+
+    def _chunk(self, chunk: int) -> Batch:
+        """A chunk of the split, from memory if it was used lately."""
+        if chunk not in self._chunks:
+            while (
+                self._chunks and (len(self._chunks) + 1) * self._chunk_bytes > self._memory_bytes
+            ):
+                self._chunks.popitem(last=False)
+            row = chunk * self.split.chunk_rows
+            number = int(np.searchsorted(self._first_rows, row, side="right")) - 1
+            inside = (row - int(self._first_rows[number])) // self.split.chunk_rows
+            shard = self.split.shards[number]
+            file = self._file(number)
+            self._chunks[chunk] = read_chunk(
+                file, self.index, shard, self.split.chunk_rows, inside
+            )
+        self._chunks.move_to_end(chunk)
+        return self._chunks[chunk]
+
+    def _file(self, number: int) -> h5py.File:
+        """Shard number `number`, open in this process."""
+        key = (os.getpid(), number)
+        if key not in self._files:
+            if len(self._files) >= _OPEN_FILES:
+                (process, _), file = self._files.popitem(last=False)
+                if process == os.getpid():
+                    file.close()
+            self._files[key] = open_shard(self.index, self.split.shards[number])
+        self._files.move_to_end(key)
+        return self._files[key]
+
+
+def _take(samples: Batch, rows: NDArray[np.int64]) -> Batch:
+    return Batch(np.take(samples.images, rows, axis=0), samples.labels[rows], samples.ids[rows])
+
+
+def _read_split(index: Index, split: Split) -> Batch:
+    """The whole split, decoded; DataError for a shard that is not the one of the index."""
+    whole = Batch(
+        np.empty((split.count, *index.image_shape), np.uint8),
+        np.empty(split.count, np.int64),
+        np.empty(split.count, np.int64),
+    )
+    start = 0
+    for shard in split.shards:
+        _check_hash(index, split, shard)
+        part = read_shard(index, split, shard)
+        stop = start + shard.count
+        whole.images[start:stop] = part.images
+        whole.labels[start:stop] = part.labels
+        whole.ids[start:stop] = part.ids
+        start = stop
+    return whole
+
+
+def _check_hash(index: Index, split: Split, shard: Shard) -> None:
+    if shard_sha256(index, shard) == shard.sha256:
+        return
+    for fault in chunk_faults(index, split, shard):
+        raise DataError(fault)
+    raise DataError(
+        f"{index.folder / shard.file}: shard is not the one of the index (SHA-256 differs); "
+        "restore the file or pack the data set again"
+    )

@@ -1,0 +1,14 @@
+"""A packed set of 300 + 60 images of 64 x 64 in chunks of 64: train has shards of 128, 128, 44."""
+
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.data.synthetic import synth
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Path:
+    """A folder of its own for each test, which may damage it."""
+    synth(tmp_path / "packed", images=300, classes=3, size=64, seed=5, shard_mb=2)
+    return tmp_path / "packed"

@@ -1,0 +1,89 @@
+"""`verify` names every bad shard and chunk, and `info` describes the set."""
+
+import json
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from hvdtrain.data.index import read_index
+from hvdtrain.data.verification import info, verify
+from hvdtrain.data.writer import Source, write
+from hvdtrain.errors import DataError
+
+
+def flip_chunk(path: Path, name: str, chunk: int) -> None:
+    with h5py.File(path, "r") as file:
+        place = file[name].id.get_chunk_info(chunk).byte_offset
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_good_set_has_no_faults(packed: Path) -> None:
+    assert verify(packed) == []
+
+
+def test_every_bad_shard_and_chunk_is_named(packed: Path) -> None:
+    flip_chunk(packed / "train-00000.h5", "images", 0)
+    flip_chunk(packed / "train-00000.h5", "labels", 1)
+    flip_chunk(packed / "train-00002.h5", "ids", 0)
+    (packed / "test-00000.h5").write_bytes(b"short")
+    (packed / "train-00001.h5").unlink()
+    faults = verify(packed)
+    assert not [fault for fault in faults if "\n" in fault]
+    expected = [
+        ("train-00000.h5", "SHA-256 is not the one of the index; its bad chunks follow"),
+        ("train-00000.h5", "chunk 0 (rows 0..63) fails its checksum"),
+        ("train-00000.h5", "chunk 1 (rows 64..127) fails its checksum"),
+        ("train-00001.h5", "shard is missing"),
+        ("train-00002.h5", "SHA-256 is not the one of the index; its bad chunks follow"),
+        ("train-00002.h5", "chunk 0 (rows 0..43) fails its checksum"),
+        ("test-00000.h5", "shard is truncated: 5 bytes"),
+    ]
+    assert len(faults) == len(expected)
+    for fault, (file, reason) in zip(faults, expected, strict=True):
+        assert fault.startswith(f"{packed / file}: {reason}")
+
+
+def test_a_shard_swapped_for_another_good_one_is_named(packed: Path) -> None:
+    one, two = packed / "train-00000.h5", packed / "train-00001.h5"
+    first, second = one.read_bytes(), two.read_bytes()
+    one.write_bytes(second)
+    two.write_bytes(first)
+    faults = verify(packed)
+    assert [fault.split(";")[1].strip() for fault in faults] == [
+        "no chunk of it fails its own checksum"
+    ] * 2
+
+
+def test_a_broken_index_is_an_error(packed: Path) -> None:
+    (packed / "index.json").write_text("{}")
+    with pytest.raises(DataError, match=r"index\.json"):
+        verify(packed)
+
+
+def test_labels_out_of_range_are_named_though_all_hashes_are_right(tmp_path: Path) -> None:
+    def read(start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        return np.zeros((stop - start, 2, 2, 3), np.uint8), np.arange(start, stop)
+
+    source = Source(4, read)
+    write(tmp_path / "set", {"train": source, "test": source}, (2, 2, 3), ["only", "two"])
+    faults = verify(tmp_path / "set")
+    assert len(faults) == 2
+    assert all("label outside 0..1" in fault for fault in faults)
+
+
+def test_info_is_ready_for_json(packed: Path) -> None:
+    found = json.loads(json.dumps(info(packed)))
+    index = read_index(packed)
+    assert found["hash"] == index.hash
+    assert found["classes"] == 3
+    assert found["image_shape"] == [64, 64, 3]
+    assert found["splits"]["train"] == {
+        "count": 300,
+        "shards": 3,
+        "bytes": sum(path.stat().st_size for path in packed.glob("train-*.h5")),
+        "chunk_rows": 64,
+    }

@@ -1,0 +1,200 @@
+"""Packing leaves a whole data set or nothing, on a disk that fills as well."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from hvdtrain.data.index import read_index
+from hvdtrain.data.shards import open_split
+from hvdtrain.data.synthetic import synth
+from hvdtrain.data.writer import Source, write
+from hvdtrain.errors import DataError, UsageError
+
+NAMES = ("cat", "dog")
+
+
+def a_source(count: int, size: int = 4) -> Source:
+    def read(start: int, stop: int) -> tuple[NDArray[np.uint8], NDArray[np.integer]]:
+        numbers = np.arange(start, stop)
+        images = np.empty((stop - start, size, size, 3), np.uint8)
+        images[:] = numbers[:, None, None, None] % 200 + np.arange(3)
+        return images, numbers % 2
+
+    return Source(count, read)
+
+
+SOURCES = {"train": a_source(50), "test": a_source(9)}
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    written = write(tmp_path / "a" / "b", SOURCES, (4, 4, 3), NAMES, ["a note"])
+    index = read_index(tmp_path / "a" / "b")
+    assert index == written
+    assert index.hash == written.hash
+    assert index.notes == ("a note",)
+    assert names_in(tmp_path / "a" / "b") == ["index.json", "test-00000.h5", "train-00000.h5"]
+    for name, source in SOURCES.items():
+        images, labels = source.read(0, source.count)
+        with open_split(index, name) as samples:
+            batch = samples.gather(np.arange(source.count))
+        np.testing.assert_array_equal(batch.images, images)
+        np.testing.assert_array_equal(batch.labels, labels)
+
+
+def test_mean_and_std_are_those_of_the_train_split(tmp_path: Path) -> None:
+    index = write(tmp_path / "set", SOURCES, (4, 4, 3), NAMES)
+    images = SOURCES["train"].read(0, 50)[0] / 255
+    np.testing.assert_allclose(index.mean, images.mean(axis=(0, 1, 2)), rtol=1e-12)
+    np.testing.assert_allclose(index.std, images.std(axis=(0, 1, 2)), rtol=1e-12)
+
+
+def test_a_channel_that_never_varies_has_std_one(tmp_path: Path) -> None:
+    sources = {"train": a_source(1), "test": a_source(1)}
+    assert write(tmp_path / "set", sources, (4, 4, 3), NAMES).std == (1.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(("size", "rows"), [(1, 262144), (32, 256), (64, 64), (224, 4), (600, 1)])
+def test_a_chunk_is_at_most_a_mebibyte_unless_one_image_is_more(
+    tmp_path: Path, size: int, rows: int
+) -> None:
+    sources = {"train": a_source(5, size), "test": a_source(1, size)}
+    index = write(tmp_path / "set", sources, (size, size, 3), NAMES, shard_mb=1)
+    assert index.splits["train"].chunk_rows == rows
+    assert [shard.count for shard in index.splits["train"].shards] == [
+        min(rows, 5 - start) for start in range(0, 5, rows)
+    ]
+    with open_split(index, "train") as samples:
+        assert samples.gather(np.arange(5)).ids.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_folder_that_holds_a_data_set_is_refused_and_untouched(packed: Path) -> None:
+    before = {path: path.read_bytes() for path in packed.iterdir()}
+    with pytest.raises(DataError, match="holds a data set already; remove it or choose another"):
+        write(packed, SOURCES, (4, 4, 3), NAMES)
+    assert {path: path.read_bytes() for path in packed.iterdir()} == before
+
+
+def test_other_files_in_the_folder_stay(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("mine")
+    write(tmp_path, SOURCES, (4, 4, 3), NAMES)
+    assert (tmp_path / "README.md").read_text() == "mine"
+
+
+def test_a_folder_where_another_process_packs_is_refused(tmp_path: Path) -> None:
+    (tmp_path / ".partial").mkdir()
+    (tmp_path / ".partial" / "train-00000.h5").write_text("of another")
+    with pytest.raises(DataError, match="another process is packing here, or was killed"):
+        write(tmp_path, SOURCES, (4, 4, 3), NAMES)
+    assert names_in(tmp_path / ".partial") == ["train-00000.h5"]
+
+
+def test_a_destination_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for destination in (tmp_path / "file", tmp_path / "file" / "inside"):
+        with pytest.raises(DataError, match="choose another"):
+            write(destination, SOURCES, (4, 4, 3), NAMES)
+    assert names_in(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("shard_mb", [0, -1, 4096])
+def test_a_shard_size_out_of_range_is_refused(tmp_path: Path, shard_mb: int) -> None:
+    with pytest.raises(UsageError, match="choose from 1 to 2048"):
+        write(tmp_path / "set", SOURCES, (4, 4, 3), NAMES, shard_mb=shard_mb)
+    assert names_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_an_error_in_the_middle_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
+    def read(start: int, stop: int) -> tuple[NDArray[np.uint8], NDArray[np.integer]]:
+        raise error
+
+    sources = {"train": SOURCES["train"], "test": Source(9, read)}
+    with pytest.raises(error):
+        write(tmp_path / "new" / "set", sources, (4, 4, 3), NAMES)
+    assert names_in(tmp_path) == []
+
+
+def test_a_rename_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    """A folder in the way of the second shard: the first, renamed already, is taken back."""
+    (tmp_path / "test-00000.h5" / "inside").mkdir(parents=True)
+    with pytest.raises(DataError, match="cannot be written"):
+        write(tmp_path, SOURCES, (4, 4, 3), NAMES)
+    assert names_in(tmp_path) == ["test-00000.h5"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path | None]:
+    """A file system of 1 MiB, or None where this user may not mount one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(folder)]
+    mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
+    yield folder if mounted else None
+    if mounted:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_disk_that_fills_leaves_nothing(tmp_path: Path, small_disk: Path | None) -> None:
+    if small_disk is None:
+        folder, reason = tmp_path / "limited", "File too large"
+        message = pack_with_a_limit_on_file_sizes(folder / "deep" / "set", 2**20)
+    else:
+        folder, reason = small_disk, "No space left on device"
+        with pytest.raises(DataError) as caught:
+            synth(folder / "deep" / "set", images=2000, classes=2, size=32)
+        message = str(caught.value)
+    assert f"{folder / 'deep' / 'set' / 'train-00000.h5'}: cannot be written ({reason})" in message
+    assert ".partial" not in message
+    assert "\n" not in message
+    assert not (folder / "deep").exists()
+
+
+def pack_with_a_limit_on_file_sizes(destination: Path, limit: int) -> str:
+    """What `synth` says in a process whose files may have `limit` bytes."""
+    program = (
+        "import sys\n"
+        "from hvdtrain.data import synth\n"
+        "from hvdtrain.errors import DataError\n"
+        "try:\n"
+        f"    synth({str(destination)!r}, images=2000, classes=2, size=32)\n"
+        "except DataError as error:\n"
+        "    print(error)\n"
+        "else:\n"
+        "    print('written')\n"
+    )
+
+    def lower_limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        preexec_fn=lower_limit,
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    return done.stdout.strip()
+
+
+def test_a_limit_on_file_sizes_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+    message = pack_with_a_limit_on_file_sizes(tmp_path / "set", 2**20)
+    assert "train-00000.h5: cannot be written (File too large); raise the limit" in message
+    assert not (tmp_path / "set").exists()
+    # With room enough the same program writes: it was the limit.
+    assert pack_with_a_limit_on_file_sizes(tmp_path / "set", 2**30) == "written"
+    assert json.loads((tmp_path / "set" / "index.json").read_text())["format_version"] == 1
