@@ -1,0 +1,60 @@
+"""The models, each a list of named components, and how a model is found by name.
+
+Importing this package does not import torch, so that names can be listed and checked at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING
+
+from hvdtrain.errors import UsageError
+
+if TYPE_CHECKING:
+    from hvdtrain.models.component import Component
+
+# Where each model's function is, in the same form in which users name their own.
+REGISTRY = {
+    "cnn": "hvdtrain.models.cnn:cnn",
+    "resnet18": "hvdtrain.models.resnet:resnet18",
+    "vit_tiny": "hvdtrain.models.vit:vit_tiny",
+}
+MODEL_NAMES = tuple(REGISTRY)
+
+
+def check_name(model: str) -> None:
+    """Raise UsageError unless `model` is one of MODEL_NAMES or has the form module:function."""
+    if model in REGISTRY or ":" in model:
+        return
+    near = difflib.get_close_matches(model, MODEL_NAMES)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    raise UsageError(
+        f"unknown model {model!r}: {hint}there are {', '.join(MODEL_NAMES)}, "
+        "and package.module:function for a model of your own"
+    )
+
+
+def components(
+    model: str, classes: int, image_size: int, patch_size: int | None = None
+) -> list[Component]:
+    """Return the components of `model` for square images and `classes` classes.
+
+    `model` is one of MODEL_NAMES or `package.module:function`, a function of (classes,
+    image_size), found in the current folder or wherever Python looks for modules, that returns a
+    list of Component or of (name, build) pairs. `patch_size` (pixels) is passed to models whose
+    function has a parameter of that name. Raises UsageError for whatever a user can get wrong.
+    """
+    check_name(model)
+    for what, value in (("classes", classes), ("image size", image_size)):
+        if value < 1:
+            raise UsageError(f"{what} {value} is not possible: it must be at least 1")
+    from hvdtrain.models import load
+
+    if model in REGISTRY:
+        function = load.find_function(REGISTRY[model])
+        made = function(classes, image_size, **load.patch_argument(model, function, patch_size))
+    else:
+        function = load.find_function(model)
+        patch = load.patch_argument(model, function, patch_size)
+        made = load.call(model, function, classes, image_size, patch)
+    return load.as_components(model, made)

@@ -1,0 +1,217 @@
+"""A component: one named part of a model, one tensor in and one tensor out.
+
+A model is a list of components. Each initialises from (seed, its name) alone, so that any rank
+can build any of them, in any order, and all ranks agree. In checkpoints and gradients a parameter
+is called `component.parameter`, such as `layer1.0.conv1.weight`.
+"""
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from hvdtrain.errors import HvdtrainError, UsageError
+
+IMAGE_CHANNELS = 3
+_NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
+
+
+@dataclass(frozen=True)
+class Component:
+    """One named part of a model.
+
+    `name` consists of parts of letters, digits, `_` and `-`, joined by dots. `build` makes the
+    module anew at each call and takes all its random numbers from torch's default generator.
+    Raises UsageError for another name, or for a `build` that is not a function.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
+            raise UsageError(
+                f"component name {self.name!r} is not valid: "
+                "use letters, digits, '_' and '-', in parts joined by '.'"
+            )
+        if isinstance(self.build, nn.Module) or not callable(self.build):
+            raise UsageError(
+                f"component {self.name!r} holds a {type(self.build).__name__} where a function "
+                "that builds its module belongs: write lambda: ... or functools.partial(...)"
+            )
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What one component hands to the next, batch dimension first.
+
+    The memory format is not part of it: on the meta device convolutions do not keep it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def check_names(components: Sequence[Component]) -> None:
+    """Raise UsageError unless every `component.parameter` name can have only one meaning.
+
+    Names must differ, and none may continue another after a dot: with components `a` and `a.b`,
+    `a.b.weight` could be a parameter of either.
+    """
+    names = [component.name for component in components]
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(f"two components are called {name!r}: give each a name of its own")
+        for other in names:
+            if name.startswith(f"{other}."):
+                raise UsageError(
+                    f"components {other!r} and {name!r} would share parameter names: "
+                    f"rename one, such as {other!r} to '{other}.first'"
+                )
+
+
+def component_seed(seed: int, name: str) -> int:
+    """Return the 64-bit seed of component `name` in a run with `seed`."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "big")
+
+
+def build_component(
+    component: Component,
+    seed: int,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> nn.Module:
+    """Build `component` with the weights that (`seed`, its name) determine.
+
+    The values are drawn on the CPU in fp32, then moved to `device` and cast to `dtype`, so that
+    they are the same everywhere. Neither the caller's random state nor its default device and
+    dtype play a part or change.
+    """
+    with _isolated(component_seed(seed, component.name), "cpu"):
+        module = component.build()
+    return module.to(device=device, dtype=dtype)
+
+
+def parameter_count(components: Sequence[Component]) -> int:
+    """Return the number of parameters of all components, without making their weights."""
+    return sum(
+        parameter.numel()
+        for component in components
+        for parameter in _build_on_meta(component).parameters()
+    )
+
+
+def boundaries(
+    components: Sequence[Component],
+    image_size: int,
+    batch: int = 2,
+    *,
+    classes: int | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> list[Boundary]:
+    """Return what each component emits for images [batch, 3, image_size, image_size].
+
+    A forward pass in training mode on torch's meta device: shapes only, no weights, no arithmetic.
+    `dtype` is that of images and weights. Raises UsageError, naming the component and the shape it
+    was given, where one cannot be built or run, changes its input in place, or does not emit one
+    tensor with the batch first; and where the last does not emit [batch, classes] (any number of
+    classes if `classes` is None).
+    """
+    shape = (batch, IMAGE_CHANNELS, image_size, image_size)
+    activation = torch.empty(shape, dtype=dtype, device="meta")
+    emitted = []
+    for component in components:
+        activation = _forward(component, _build_on_meta(component).to(dtype=dtype), activation)
+        emitted.append(Boundary(tuple(activation.shape), activation.dtype))
+    last = emitted[-1].shape
+    if len(last) != 2 or classes not in (None, last[1]):
+        wanted = "classes" if classes is None else classes
+        raise UsageError(
+            f"the last component, {components[-1].name!r}, emits shape {last}, "
+            f"not ({batch}, {wanted}): it must emit one logit for each class"
+        )
+    return emitted
+
+
+def one_line(error: BaseException) -> str:
+    """Return type and first line of the message of `error`."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+@contextmanager
+def _isolated(seed: int, device: str) -> Iterator[None]:
+    """Give what is built inside random numbers from `seed` and new fp32 tensors on `device`."""
+    dtype = torch.get_default_dtype()
+    with torch.random.fork_rng(devices=[]), torch.device(device):
+        # torch.manual_seed would also reseed the GPUs, which nothing here restores.
+        torch.default_generator.manual_seed(seed)
+        torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+
+
+def _build_on_meta(component: Component) -> nn.Module:
+    """Build without weights; UsageError for whatever a user's component can get wrong here."""
+    try:
+        with _isolated(0, "meta"):
+            module: object = component.build()
+    except HvdtrainError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"component {component.name!r} cannot be built on torch's meta device: "
+            f"{one_line(error)}: mend its build function"
+        ) from error
+    if not isinstance(module, nn.Module):
+        raise UsageError(
+            f"component {component.name!r} builds a {type(module).__name__}: "
+            "its build function must return a torch.nn.Module"
+        )
+    tensors = [*module.parameters(), *module.buffers()]
+    if any(isinstance(tensor, UninitializedParameter) for tensor in tensors):
+        raise UsageError(
+            f"component {component.name!r} has lazy modules, whose weights would not come from "
+            "the seed: give their sizes instead"
+        )
+    if any(tensor.device.type != "meta" for tensor in tensors):
+        raise UsageError(
+            f"component {component.name!r} has tensors made before its build function was called "
+            "or on a device of their own: make them inside it and name no device"
+        )
+    return module
+
+
+def _forward(component: Component, module: nn.Module, given: Tensor) -> Tensor:
+    """Run one component on the meta device and check what it did."""
+    shape, version = tuple(given.shape), given._version
+    try:
+        with torch.no_grad():
+            emitted: object = module(given)
+    except Exception as error:
+        raise UsageError(
+            f"component {component.name!r} cannot take input of shape {shape}: {one_line(error)}: "
+            "change the image size or the model"
+        ) from error
+    subject = f"component {component.name!r}, given input of shape {shape},"
+    if not isinstance(emitted, Tensor):
+        raise UsageError(
+            f"{subject} returns a {type(emitted).__name__}: a component must return one tensor"
+        )
+    if given._version != version:
+        raise UsageError(
+            f"{subject} changes that input in place: use inplace=False in its first layer"
+        )
+    if emitted.shape[:1] != shape[:1]:
+        raise UsageError(
+            f"{subject} emits shape {tuple(emitted.shape)}: the batch must stay first"
+        )
+    return emitted

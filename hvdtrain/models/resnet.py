@@ -1,0 +1,100 @@
+"""Residual networks: He et al., "Deep Residual Learning for Image Recognition", CVPR 2016.
+
+Parameters have torchvision's names and initialisation (He normal, fan out, for convolutions).
+Images of up to 64 pixels get the 3x3 stem without pooling that is usual for CIFAR, larger ones
+the 7x7 stem with pooling that is usual for ImageNet.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import partial
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hvdtrain.models.component import IMAGE_CHANNELS, Component
+
+LARGEST_SMALL_IMAGE = 64  # pixels
+STEM_CHANNELS = 64
+
+
+def resnet18(classes: int, image_size: int) -> list[Component]:
+    """Return stem, layer1.0 ... layer4.1, head: images [n, 3, size, size] to logits [n, classes].
+
+    11,173,962 parameters for 10 classes with the small stem, 11,689,512 for 1000 with the large.
+    """
+    return _resnet(BasicBlock, (2, 2, 2, 2), classes, image_size)
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions and a shortcut: [n, in_channels, h, w] to [n, channels, h', w'].
+
+    h' and w' are h and w divided by `stride`, rounded up.
+    """
+
+    expansion = 1
+
+    def __init__(self, in_channels: int, channels: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(in_channels, channels, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(channels)
+        self.downsample = _downsample(in_channels, channels, stride)
+        _initialise_convolutions(self)
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        residual = functional.relu(self.bn1(self.conv1(x)), inplace=True)
+        residual = self.bn2(self.conv2(residual))
+        return functional.relu(residual + self.downsample(x), inplace=True)
+
+
+def _resnet(
+    block: type[BasicBlock], depths: Sequence[int], classes: int, image_size: int
+) -> list[Component]:
+    parts = [Component("stem", partial(_stem, image_size))]
+    in_channels = STEM_CHANNELS
+    for layer, depth in enumerate(depths):
+        channels = STEM_CHANNELS * 2**layer
+        for index in range(depth):
+            stride = 2 if layer > 0 and index == 0 else 1
+            build = partial(block, in_channels, channels, stride)
+            parts.append(Component(f"layer{layer + 1}.{index}", build))
+            in_channels = channels * block.expansion
+    return [*parts, Component("head", partial(_head, in_channels, classes))]
+
+
+def _stem(image_size: int) -> nn.Module:
+    layers = OrderedDict[str, nn.Module]()
+    if image_size <= LARGEST_SMALL_IMAGE:
+        layers["conv1"] = nn.Conv2d(IMAGE_CHANNELS, STEM_CHANNELS, 3, padding=1, bias=False)
+    else:
+        layers["conv1"] = nn.Conv2d(IMAGE_CHANNELS, STEM_CHANNELS, 7, 2, padding=3, bias=False)
+    layers["bn1"] = nn.BatchNorm2d(STEM_CHANNELS)
+    layers["relu"] = nn.ReLU(inplace=True)
+    if image_size > LARGEST_SMALL_IMAGE:
+        layers["maxpool"] = nn.MaxPool2d(3, 2, padding=1)
+    return _initialise_convolutions(nn.Sequential(layers))
+
+
+def _head(in_channels: int, classes: int) -> nn.Module:
+    layers = OrderedDict[str, nn.Module](
+        avgpool=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten(), fc=nn.Linear(in_channels, classes)
+    )
+    return nn.Sequential(layers)
+
+
+def _downsample(in_channels: int, out_channels: int, stride: int) -> nn.Module:
+    """Return the shortcut: a projection where the shape changes, else the identity."""
+    if stride == 1 and in_channels == out_channels:
+        return nn.Identity()
+    return nn.Sequential(
+        nn.Conv2d(in_channels, out_channels, 1, stride, bias=False), nn.BatchNorm2d(out_channels)
+    )
+
+
+def _initialise_convolutions(module: nn.Module) -> nn.Module:
+    for layer in module.modules():
+        if isinstance(layer, nn.Conv2d):
+            nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+    return module

@@ -1,0 +1,145 @@
+"""Vision transformers: Dosovitskiy et al., "An Image is Worth 16x16 Words", ICLR 2021.
+
+Attention and MLP of each block are components of their own, so that a plan can treat them apart.
+Initialisation and the tiny shape are those of DeiT (Touvron et al., ICML 2021): truncated normal
+of 0.02, zero biases. No dropout.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hvdtrain.errors import UsageError
+from hvdtrain.models.component import IMAGE_CHANNELS, Component
+
+LARGEST_SMALL_IMAGE = 64  # pixels; patches are 4 x 4 up to this size and 16 x 16 above
+EPSILON = 1e-6
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Width of a token, number of blocks, heads of each attention, hidden width of each MLP."""
+
+    width: int
+    depth: int
+    heads: int
+    hidden: int
+
+
+def vit_tiny(classes: int, image_size: int, patch_size: int | None = None) -> list[Component]:
+    """Return embed, block0.attention, block0.mlp, ..., block11.mlp, head.
+
+    Images [n, 3, size, size] to logits [n, classes]; between components tokens [n, tokens, 192].
+    5,362,762 parameters for 10 classes and 32x32. Raises UsageError where `image_size` is not a
+    multiple of `patch_size` (by default 4 for images of up to 64 pixels, else 16).
+    """
+    return _vit(Shape(width=192, depth=12, heads=3, hidden=768), classes, image_size, patch_size)
+
+
+class Embedding(nn.Module):
+    """Images [n, 3, size, size] to tokens [n, 1 + patches, width], the class token first."""
+
+    def __init__(self, image_size: int, patch_size: int, width: int) -> None:
+        super().__init__()
+        tokens = 1 + (image_size // patch_size) ** 2
+        self.conv_proj = nn.Conv2d(IMAGE_CHANNELS, width, patch_size, stride=patch_size)
+        self.class_token = nn.Parameter(torch.empty(1, 1, width))
+        self.pos_embedding = nn.Parameter(torch.empty(1, tokens, width))
+        nn.init.trunc_normal_(self.class_token, std=0.02)
+        nn.init.trunc_normal_(self.pos_embedding, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        patches = self.conv_proj(x).flatten(2).transpose(1, 2)
+        class_token = self.class_token.expand(len(patches), -1, -1)
+        return torch.cat([class_token, patches], dim=1) + self.pos_embedding
+
+
+class Attention(nn.Module):
+    """Layer norm, multi-head self-attention, residual: [n, tokens, width] to the same."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.ln_1 = nn.LayerNorm(width, eps=EPSILON)
+        self.in_proj = _linear(width, 3 * width)
+        self.out_proj = _linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        n, tokens, width = x.shape
+        projected = self.in_proj(self.ln_1(x)).view(n, tokens, 3, self.heads, width // self.heads)
+        query, key, value = projected.permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(query, key, value)
+        projection: Tensor = self.out_proj(attended.transpose(1, 2).reshape(n, tokens, width))
+        return x + projection
+
+
+class Mlp(nn.Module):
+    """Layer norm, linear, GELU, linear, residual: [n, tokens, width] to the same."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.ln_2 = nn.LayerNorm(width, eps=EPSILON)
+        self.linear_1 = _linear(width, hidden)
+        self.linear_2 = _linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        hidden = functional.gelu(self.linear_1(self.ln_2(x)))
+        projection: Tensor = self.linear_2(hidden)
+        return x + projection
+
+
+class Head(nn.Module):
+    """Layer norm of the class token and a linear layer: [n, tokens, width] to [n, classes]."""
+
+    def __init__(self, width: int, classes: int) -> None:
+        super().__init__()
+        self.ln = nn.LayerNorm(width, eps=EPSILON)
+        self.fc = _linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
+        logits: Tensor = self.fc(self.ln(x[:, 0]))
+        return logits
+
+
+def _vit(shape: Shape, classes: int, image_size: int, patch_size: int | None) -> list[Component]:
+    if patch_size is None:
+        patch_size = 4 if image_size <= LARGEST_SMALL_IMAGE else 16
+    _check_patches(image_size, patch_size)
+    width = shape.width
+    parts = [Component("embed", partial(Embedding, image_size, patch_size, width))]
+    for index in range(shape.depth):
+        attention, mlp = partial(Attention, width, shape.heads), partial(Mlp, width, shape.hidden)
+        parts.append(Component(f"block{index}.attention", attention))
+        parts.append(Component(f"block{index}.mlp", mlp))
+    return [*parts, Component("head", partial(Head, width, classes))]
+
+
+def _check_patches(image_size: int, patch_size: int) -> None:
+    if patch_size >= 1 and image_size % patch_size == 0:
+        return
+    patch_sizes = [size for size in range(1, image_size + 1) if image_size % size == 0]
+    message = (
+        f"images of {image_size} x {image_size} do not divide into patches of "
+        f"{patch_size} x {patch_size}: use a patch size of {_either(patch_sizes)}"
+    )
+    if patch_size >= 1:
+        below = image_size // patch_size * patch_size
+        image_sizes = [size for size in (below, below + patch_size) if size > 0]
+        message += f", or an image size of {_either(image_sizes)}"
+    raise UsageError(message)
+
+
+def _either(sizes: Sequence[int]) -> str:
+    *others, last = map(str, sizes)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _linear(in_features: int, out_features: int) -> nn.Linear:
+    layer = nn.Linear(in_features, out_features)
+    nn.init.trunc_normal_(layer.weight, std=0.02)
+    nn.init.zeros_(layer.bias)
+    return layer

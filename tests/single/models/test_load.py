@@ -1,0 +1,172 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.errors import UsageError
+from hvdtrain.models import components
+
+ROOT = Path(__file__).parents[3]
+PREAMBLE = "from torch import nn\nfrom hvdtrain.models.component import Component\n"
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("own", "package", "package.own"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+def write(text: str, path: str = "own.py") -> None:
+    file = Path(path)
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(PREAMBLE + text)
+
+
+def refusal(model: str, patch_size: int | None = None) -> str:
+    with pytest.raises(UsageError) as caught:
+        components(model, 10, 32, patch_size)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_listing_and_checking_names_imports_no_torch() -> None:
+    program = (
+        "import sys, hvdtrain.models as models\n"
+        "assert models.MODEL_NAMES == ('cnn', 'resnet18', 'vit_tiny')\n"
+        "models.check_name('cnn')\n"
+        "assert not {'torch', 'numpy'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+
+
+def test_a_users_model_is_found_in_the_current_folder() -> None:
+    write("def build(classes, image_size):\n return [Component('only', nn.Flatten)]\n")
+    assert [component.name for component in components("own:build", 10, 32)] == ["only"]
+
+
+def test_a_users_model_may_be_in_a_package_and_return_pairs() -> None:
+    write(
+        "def build(classes, image_size):\n"
+        " return [('a', nn.Flatten), ('b', lambda: nn.Linear(3 * image_size**2, classes))]\n",
+        "package/own.py",
+    )
+    assert [part.name for part in components("package.own:build", 10, 32)] == ["a", "b"]
+
+
+def test_a_users_model_gets_the_patch_size_if_it_has_that_parameter() -> None:
+    write(
+        "def build(classes, image_size, patch_size=2):\n"
+        " return [(f'p{patch_size}', nn.Flatten)]\n"
+        "def plain(classes, image_size):\n return [('a', nn.Flatten)]\n"
+    )
+    assert components("own:build", 10, 32)[0].name == "p2"
+    assert components("own:build", 10, 32, 8)[0].name == "p8"
+    expected = "model 'own:plain' has no patches: leave out the patch size 8"
+    assert refusal("own:plain", 8) == expected
+    assert refusal("cnn", 8) == "model 'cnn' has no patches: leave out the patch size 8"
+    assert len(components("vit_tiny", 10, 32, 8)) == 26
+
+
+def test_unknown_names_bring_the_nearest_ones() -> None:
+    assert refusal("resnet_18") == (
+        "unknown model 'resnet_18': did you mean resnet18? there are cnn, resnet18, vit_tiny, "
+        "and package.module:function for a model of your own"
+    )
+    assert refusal("").startswith("unknown model '': there are cnn, resnet18, vit_tiny, and")
+
+
+@pytest.mark.parametrize(
+    "model", ["own.py:build", "a/own:build", "own:", ":build", "a:b:c", ".a:b"]
+)
+def test_a_malformed_reference_is_refused(model: str) -> None:
+    write("def build(classes, image_size):\n return [Component('only', nn.Flatten)]\n")
+    assert refusal(model).startswith(f"model {model!r} is not of the form package.module:function")
+
+
+@pytest.mark.parametrize("model", ["cnn", "own:build"])
+def test_impossible_class_counts_and_sizes_are_refused(model: str) -> None:
+    with pytest.raises(UsageError, match="classes 0 is not possible: it must be at least 1"):
+        components(model, 0, 32)
+    with pytest.raises(UsageError, match="image size -1 is not possible"):
+        components(model, 10, -1)
+
+
+def test_a_missing_module_is_named() -> None:
+    assert refusal("own:build") == (
+        "model 'own:build': there is no module 'own' here or on PYTHONPATH: "
+        "run from the folder that holds own, or mend the name"
+    )
+    write("", "package/other.py")
+    assert "there is no module 'package.own' here" in refusal("package.own:build")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("import nosuchlibrary\n", "ModuleNotFoundError: No module named 'nosuchlibrary'"),
+        ("def build(:\n", "SyntaxError: "),
+        ("raise ValueError('one\\ntwo')\n", "ValueError: one: to see"),
+        ("raise SystemExit(7)\n", "SystemExit: 7: to see"),
+    ],
+)
+def test_a_module_that_fails_to_import_says_why_and_how_to_see(text: str, reason: str) -> None:
+    write(text)
+    message = refusal("own:build")
+    assert message.startswith(f"model 'own:build': importing it failed with {reason}")
+    assert message.endswith('to see where, run python -c "import own"')
+
+
+def test_a_missing_function_brings_the_nearest_ones() -> None:
+    write("def build(classes, image_size): ...\nnumber = 3\n")
+    assert refusal("own:bild") == "module 'own' has no function 'bild': did you mean build?"
+    expected = "module 'own' has no function 'number': define it, or name another"
+    assert refusal("own:number") == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("def build(classes, image_size):\n assert classes == 3, 'no'\n", "AssertionError: no"),
+        ("def build(classes, image_size):\n raise KeyError\n", "KeyError"),
+        ("def build(classes):\n return []\n", "TypeError: build() takes 1 positional argument"),
+    ],
+)
+def test_a_function_that_raises_says_why_and_how_to_see(body: str, reason: str) -> None:
+    write(body)
+    message = refusal("own:build")
+    assert message.startswith(f"model 'own:build' failed with {reason}")
+    assert message.endswith('run python -c "import own as m; m.build(10, 32)"')
+
+
+def test_a_users_own_usage_error_is_passed_on() -> None:
+    write(
+        "from hvdtrain.errors import UsageError\n"
+        "def build(classes, image_size):\n raise UsageError('use 5 classes')\n"
+    )
+    assert refusal("own:build") == "use 5 classes"
+
+
+@pytest.mark.parametrize(
+    ("returned", "reason"),
+    [
+        ("None", " returned a NoneType: it must return a list of Component(name, build)"),
+        ("nn.Sequential()", " returned a Sequential: it must return a list"),
+        ("[]", " returned no component: it must return a list"),
+        ("[nn.Flatten()]", ": its list holds a Flatten: it must return a list"),
+        ("[('a', nn.Flatten, 3)]", ": its list holds a tuple: it must return a list"),
+        ("[('a', nn.Flatten())]", ": component 'a' holds a Flatten where a function that builds"),
+        ("[('a b', nn.Flatten)]", ": component name 'a b' is not valid"),
+        ("[('a', nn.Flatten)] * 2", ": two components are called 'a': give each a name"),
+        (
+            "[('a', nn.Flatten), ('a.b', nn.Flatten)]",
+            ": components 'a' and 'a.b' would share parameter names: rename one",
+        ),
+    ],
+)
+def test_what_is_not_a_list_of_components_is_refused(returned: str, reason: str) -> None:
+    write(f"def build(classes, image_size):\n return {returned}\n")
+    assert refusal("own:build").startswith(f"model 'own:build'{reason}")
