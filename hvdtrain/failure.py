@@ -1,0 +1,115 @@
+"""How a rank that fails ends the whole job, and is the only one heard."""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from types import TracebackType
+from typing import NoReturn
+
+from hvdtrain.errors import EXIT_INTERNAL, HvdtrainError, Interrupted, RankError, UsageError
+from hvdtrain.world import Launch, detect, import_mpi
+
+# A rank that is not the first to fail keeps quiet this long, so that the first one's message is
+# out before the job ends.
+SECONDS_TO_BE_ENDED = 5.0
+SECONDS_TO_JOIN = 20
+
+_ALONE = (("RANK", 0), ("SIZE", 1))
+_first_failure: socket.socket | None = None
+
+
+def end_all_on_exception() -> None:
+    """From now on, an exception that nothing catches ends the job on all ranks.
+
+    Without this, a rank that raises in a user's own script would wait in MPI's finalisation for
+    the others, and they for it.
+    """
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        fail(error)
+
+    sys.excepthook = hook
+
+
+def fail(error: BaseException) -> NoReturn:
+    """Say what went wrong, once a node, and end the job on all ranks.
+
+    One line for an error that the user can mend, this rank's traceback for any other.
+    """
+    launch = _detect_quietly()
+    if isinstance(error, KeyboardInterrupt):
+        code, text = Interrupted.exit_code, "hvdtrain: interrupted"
+    elif isinstance(error, HvdtrainError):
+        code, text = error.exit_code, f"hvdtrain: {error}"
+    else:
+        alone = launch.size == 1
+        code = EXIT_INTERNAL if alone else RankError.exit_code
+        heading = "" if alone else f"hvdtrain: rank {launch.rank} on {socket.gethostname()}:\n"
+        text = heading + "".join(traceback.format_exception(error)).rstrip()
+    first = launch.size == 1 or _is_first_to_fail(launch.job)
+    if first:
+        sys.stdout.flush()
+        # In one piece, or the launcher's own words come before the end of the line.
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+    if launch.size == 1:
+        sys.exit(code)
+    if launch.launcher == "srun" and not _is_mpi_running():
+        _join_to_end(launch)
+    elif not first or not _is_mpi_running():
+        # Without MPI nothing ends the others: the first one stays, lest a later one be heard too.
+        time.sleep(SECONDS_TO_BE_ENDED)
+    if _is_mpi_running():
+        sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(code)
+    os._exit(code)
+
+
+def _detect_quietly() -> Launch:
+    """As `detect`, for one that has been refused already."""
+    try:
+        return detect(os.environ)
+    except UsageError:
+        job = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT", str(os.getppid()))
+        rank, size = (int(os.environ.get(f"HOROVOD_{name}", n)) for name, n in _ALONE)
+        return Launch("horovodrun", rank, size, job)
+
+
+def _is_mpi_running() -> bool:
+    """Whether there are others to end: not in a world of one that was meant to be larger."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
+        return False
+    return bool(mpi.COMM_WORLD.size > 1)
+
+
+def _join_to_end(launch: Launch) -> None:
+    """Start MPI in order to end the others, whom srun lets wait in MPI_Init for ever.
+
+    Where that cannot be, stay until the others have failed too: only one of the node is to speak.
+    """
+    if "PMIX_RANK" in os.environ:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(SECONDS_TO_JOIN)  # MPI_Init waits for all, and some may have left
+        with contextlib.suppress(UsageError):
+            import_mpi(launch, "auto")
+        signal.alarm(0)
+    if not _is_mpi_running():
+        time.sleep(SECONDS_TO_BE_ENDED)
+
+
+def _is_first_to_fail(job: str) -> bool:
+    """True for one rank of the node only: a name in the abstract socket namespace has one owner.
+
+    The name lives as long as the process, so nothing is left behind.
+    """
+    global _first_failure
+    _first_failure = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        _first_failure.bind(f"\0hvdtrain-failed-{os.getuid()}-{job}")
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,207 @@
+"""Start N ranks on this machine, stream their output, pass on signals, end together.
+
+`hvdtrain train --ranks N` outside a launcher comes here. mpirun runs in a session of its own, so
+that Ctrl-C reaches only this process, which passes it on as SIGUSR1: mpirun forwards that to the
+ranks, while a SIGTERM or SIGINT of its own would kill them a quarter of a second later.
+"""
+
+import ctypes
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from hvdtrain.errors import Interrupted, Preempted, RankError, UsageError
+from hvdtrain.world import own_mpirun
+
+# What a rank ends with on purpose, having said why itself. mpirun ends with 1 too where it could
+# not start the ranks, and then says so in a remark that speaks of no process that exited.
+SAID_BY_A_RANK = frozenset({0, 1, 2, 3, 4, 75, 130})
+REMARKS_ON_A_RANK = ("MPI_ABORT was invoked", "non-zero status")
+EDGE = "-" * 70
+LAUNCHER_WORDS = r"not enough slots|prterun|prted|PRTE|PRRTE|mpirun|MPI_ABORT|Open MPI|open-mpi"
+SIGNALS_PASSED_ON = (
+    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
+    *(signal.SIGUSR1, signal.SIGUSR2),
+)
+PR_SET_PDEATHSIG = 1
+VERSION_SECONDS = 20
+SHOW_CURSOR = "\x1b[?25h"
+
+
+def run(ranks: int, arguments: Sequence[str]) -> int:
+    """Run `hvdtrain ARGUMENTS` on `ranks` ranks of this machine and return the exit code.
+
+    Raises:
+        UsageError: if there is no MPI launcher.
+    """
+    command = [*mpirun(ranks), sys.executable, "-m", "hvdtrain", *arguments]
+    process = subprocess.Popen(
+        command,
+        env=_environment(),
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+        preexec_fn=_end_with_parent,
+    )
+    interruption = _Interruption(process)
+    banners: list[str] = []
+    reader = threading.Thread(target=_stream, args=(process.stderr, banners), daemon=True)
+    reader.start()
+    with interruption:
+        code = process.wait()
+    reader.join(timeout=5)
+    if code and sys.stdout.isatty():
+        sys.stdout.write(SHOW_CURSOR)  # a rank that was ended could not take its bar away
+    code, reason = judge(code, banners, interruption.received)
+    if reason:
+        print(f"hvdtrain: {reason}", file=sys.stderr, flush=True)
+    return code
+
+
+def _whole_lines(lines: Iterable[str]) -> Iterator[str]:
+    """Lines without NULs; a frame's edge begins a line, though a rank had not ended its own."""
+    for line in lines:
+        line = line.replace("\0", "")
+        start = line.find(EDGE)
+        if start > 0:
+            yield line[:start] + "\n"
+            line = line[start:]
+        yield line
+
+
+def judge(code: int, banners: Sequence[str], received: Sequence[int]) -> tuple[int, str | None]:
+    """The exit code of a job, and the line to print where no rank has said why it ended.
+
+    Args:
+        code: what mpirun ended with.
+        banners: what mpirun said itself.
+        received: the signals that asked this launcher to end, in order.
+    """
+    by_user = signal.SIGINT in received
+    spoken = code != 1 or any(remark in line for line in banners for remark in REMARKS_ON_A_RANK)
+    if code in SAID_BY_A_RANK and spoken:
+        # To the ranks a Ctrl-C is a SIGUSR1 as any other.
+        is_stop = by_user and code == Preempted.exit_code
+        return (Interrupted.exit_code if is_stop else code), None
+    if len(received) > 1 and by_user:
+        return Interrupted.exit_code, "ended at once; the last checkpoint is as it was"
+    if received and "User defined signal" in " ".join(banners):
+        return Interrupted.exit_code, "ended before training began"
+    return RankError.exit_code, explain(code, banners)
+
+
+def mpirun(ranks: int) -> list[str]:
+    """The command that starts `ranks` ranks on this machine, more than it has cores if asked.
+
+    Raises:
+        UsageError: if there is no MPI launcher.
+    """
+    program = own_mpirun() or shutil.which("mpirun") or shutil.which("mpiexec")
+    if program is None:
+        raise UsageError(
+            f"--ranks {ranks} needs MPI, and there is no mpirun here: run make setup, "
+            "or train with one rank (leave --ranks out)"
+        )
+    try:
+        version = subprocess.run(
+            [program, "--version"], capture_output=True, text=True, timeout=VERSION_SECONDS
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        raise UsageError(f"{program} does not answer: hvdtrain doctor says more") from None
+    if "Open MPI" in version or "OpenRTE" in version:
+        return [program, "-np", str(ranks), "--bind-to", "none", "--map-by", ":OVERSUBSCRIBE"]
+    return [program, "-n", str(ranks)]
+
+
+def without_launcher_banners(lines: Iterable[str], banners: list[str]) -> Iterator[str]:
+    """Pass on what the ranks wrote; collect mpirun's own framed remarks in `banners`."""
+    frame: list[str] = []
+    for line in _whole_lines(lines):
+        is_edge = line.startswith(EDGE)
+        if not frame and not is_edge:
+            if not re.match(r"\[[^\]]+\] PMIX ERROR", line):
+                yield line
+            continue
+        frame.append(line)
+        if is_edge and len(frame) > 1:
+            if re.search(LAUNCHER_WORDS, " ".join(" ".join(frame).split())):
+                banners += [inner.rstrip("\n") for inner in frame[1:-1]]
+            else:
+                yield from frame
+            frame = []
+    yield from frame
+
+
+def explain(code: int, banners: Sequence[str]) -> str:
+    """One line from mpirun's remarks on a job that ended without a word from a rank."""
+    text = " ".join(" ".join(banners).split())
+    ended = re.search(r"process rank (\d+) with PID \d+ on node (\S+) exited on (.*?)\.", text)
+    if ended:
+        return f"rank {ended[1]} on {ended[2]} was ended by {ended[3]}; the job was ended with it"
+    return f"mpirun ended with {code}: {text or 'it gave no reason'}"
+
+
+class _Interruption:
+    """While open, turns signals into SIGUSR1 for the ranks; a second request to end kills them."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self.process = process
+        self.received: list[int] = []
+        self.previous: dict[int, signal._HANDLER] = {}
+
+    def __enter__(self) -> None:
+        for number in SIGNALS_PASSED_ON:
+            self.previous[number] = signal.signal(number, self.pass_on)
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+    def pass_on(self, number: int, frame: FrameType | None) -> None:
+        again = bool(self.received) and number not in (signal.SIGUSR1, signal.SIGUSR2)
+        self.received.append(number)
+        if again:
+            os.killpg(self.process.pid, signal.SIGINT)
+        else:
+            self.process.send_signal(signal.SIGUSR1)
+
+
+def _stream(source: IO[str] | None, banners: list[str]) -> None:
+    assert source is not None
+    for line in without_launcher_banners(source, banners):
+        sys.stderr.write(line)
+        sys.stderr.flush()
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment, without what another launcher left and with leave to be root."""
+    inherited = ("OMPI_COMM_WORLD_", "PMIX_", "PRTE_", "PMI_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(inherited)}
+    kept |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    # In a Slurm allocation mpirun would spread the ranks over its nodes: --ranks is this machine.
+    kept = {"PRTE_MCA_ras": "^slurm", "PRTE_MCA_plm": "ssh"} | kept  # Open MPI 5
+    kept = {"OMPI_MCA_ras": "^slurm", "OMPI_MCA_plm": "rsh"} | kept  # Open MPI 4
+    kept["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{kept.get('PATH', os.defpath)}"
+    if sys.stdout.isatty():
+        kept["HVDTRAIN_TERMINAL_COLUMNS"] = str(shutil.get_terminal_size().columns)
+    return kept
+
+
+def _end_with_parent() -> None:
+    """If this launcher is killed, the kernel ends mpirun, and mpirun its ranks.
+
+    A SIGTERM is for the ranks, which save and leave, and for this launcher, which tells them:
+    Slurm sends it to every process of the job, and mpirun would kill the ranks for it.
+    """
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGINT)
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))

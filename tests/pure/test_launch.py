@@ -1,0 +1,88 @@
+import signal
+
+import pytest
+
+from hvdtrain.launch import explain, judge, without_launcher_banners
+
+FRAME = "-" * 74 + "\n"
+KILLED = """\
+prterun noticed that process rank 1 with PID 3866 on node vm exited on
+signal 9 (Killed).
+""".splitlines(keepends=True)
+
+
+def test_what_mpirun_says_in_frames_is_kept_apart_from_what_ranks_say() -> None:
+    lines = [
+        "hvdtrain: a word of a rank\n",
+        FRAME,
+        *KILLED,
+        FRAME,
+        "\0[vm:03843] PMIX ERROR: PMIX_ERR_UNREACH in file x.c at line 3146\n",
+        "after\n",
+    ]
+    banners: list[str] = []
+    passed = list(without_launcher_banners(lines, banners))
+    assert passed == ["hvdtrain: a word of a rank\n", "after\n"]
+    assert banners == [line.rstrip() for line in KILLED]
+
+
+def test_a_remark_in_the_middle_of_a_ranks_line_is_taken_out_too() -> None:
+    banners: list[str] = []
+    lines = ["not yet ended" + FRAME, *KILLED, FRAME, "after\n"]
+    assert list(without_launcher_banners(lines, banners)) == ["not yet ended\n", "after\n"]
+    assert banners == [line.rstrip() for line in KILLED]
+
+
+def test_a_rank_that_was_killed_is_named_with_its_signal() -> None:
+    assert explain(137, KILLED).startswith("rank 1 on vm was ended by signal 9 (Killed)")
+
+
+def test_an_end_without_reason_is_said_to_be_one() -> None:
+    assert explain(213, ["There are not enough slots", "available"]) == (
+        "mpirun ended with 213: There are not enough slots available"
+    )
+    assert explain(5, []) == "mpirun ended with 5: it gave no reason"
+
+
+ABORT = "MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD"
+
+
+STARTING = ["process rank 0 with PID 1 on node vm exited on", "signal 10 (User defined signal 1)."]
+
+
+@pytest.mark.parametrize(
+    ("code", "banners", "received", "expected"),
+    [
+        (0, [], [], (0, None)),
+        (2, [ABORT], [], (2, None)),
+        (1, [ABORT], [], (1, None)),
+        (1, ["no slots"], [], (4, "mpirun ended with 1: no slots")),
+        (75, [], [signal.SIGUSR1], (75, None)),
+        (75, [], [signal.SIGTERM], (75, None)),
+        (75, [], [signal.SIGINT], (130, None)),
+        (138, STARTING, [signal.SIGINT], (130, "ended before training began")),
+        (138, STARTING, [signal.SIGTERM], (130, "ended before training began")),
+        (143, [], [signal.SIGINT] * 2, (130, "ended at once; the last checkpoint is as it was")),
+        # A rank that could not save says so, whoever asked it to leave.
+        (3, [ABORT], [signal.SIGTERM], (3, None)),
+        (4, [ABORT], [signal.SIGINT], (4, None)),
+    ],
+)
+def test_the_exit_code_is_that_of_the_rank_that_spoke(
+    code: int, banners: list[str], received: list[int], expected: tuple[int, str | None]
+) -> None:
+    assert judge(code, banners, received) == expected
+
+
+def test_75_is_never_said_of_a_rank_that_was_killed_while_it_saved() -> None:
+    code, reason = judge(137, [line.strip() for line in KILLED], [signal.SIGTERM])
+    assert code == 4
+    assert reason is not None
+    assert "signal 9" in reason
+
+
+def test_a_table_that_a_rank_prints_in_dashes_is_not_taken_for_a_remark() -> None:
+    table = [FRAME, "a | b\n", FRAME, "Traceback (most recent call last):\n", FRAME, "1 | 2\n"]
+    banners: list[str] = []
+    assert list(without_launcher_banners(table, banners)) == table
+    assert banners == []
