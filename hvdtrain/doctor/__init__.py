@@ -1,0 +1,140 @@
+"""Is this machine fit: libraries that agree, launchers, threads, GPUs, Slurm.
+
+Whatever is broken, doctor itself needs only Python and psutil: everything else is looked at in
+processes of its own, with a limit of time.
+"""
+
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from hvdtrain import launch
+from hvdtrain.doctor import launchers, libraries, machine, reduction
+from hvdtrain.doctor.check import Check, is_fit, report_as_json, show, waiting
+from hvdtrain.doctor.process import Answer, probe
+
+# The launch lines and probes that do not measure time share the cores.
+AT_ONCE = 2
+LOG_COMPONENTS = {"OMPI_MCA_coll_base_verbose": "9"}
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3"}
+
+
+@dataclass
+class Examination:
+    """What doctor found, and the launch lines that worked."""
+
+    checks: list[Check] = field(default_factory=list)
+    lines: dict[str, dict[int, str]] = field(default_factory=dict)
+
+
+def doctor(as_json: bool = False) -> int:
+    """Examine this machine and print what was found, a cure beside each fault.
+
+    Args:
+        as_json: print one JSON object: `checks` (`name`, `state` ok | note | fault, `text`,
+            `cure`), `fit`, and `launch_lines` (by launcher and number of ranks, the start of a
+            command line that worked here just now; the options of `train` follow it).
+
+    Returns:
+        The exit code: 0 if this machine is fit, 1 if a check failed.
+    """
+    if as_json:
+        found = examine()
+        print(report_as_json(found.checks, found.lines))
+    else:
+        with waiting("examining libraries, launchers and devices (about 20 s)"):
+            found = examine()
+        show(found.checks, found.lines)
+    return 0 if is_fit(found.checks) else 1
+
+
+def examine() -> Examination:
+    """Run all checks, in about 20 s on two cores."""
+    found = Examination()
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        jobs = [pool.submit(probe, name, extra=QUIET) for name in ("torch", "tensorflow", "mpi")]
+        slurm = launchers.find_slurm()
+        launcher = libraries.find_launcher()
+        found.checks += [libraries.python_check(), *libraries.build_tool_checks()]
+        torch, tensorflow, mpi = (job.result() for job in jobs)
+    horovod = torch.facts.get("horovod", {"error": torch.reason})
+    found.checks += _library_checks(torch, tensorflow, mpi)
+    found.checks.append(
+        libraries.agreement_check(
+            mpi.facts, _plugins(torch, tensorflow), launcher, has_srun=slurm.state == "ok"
+        )
+    )
+    if launcher.version and "library" in mpi.facts:
+        library, _ = libraries.identity(mpi.facts["library"])
+        numbers = _start_ranks(found, library, horovod_loads="error" not in horovod)
+        if numbers:
+            _try_launchers(found, launchers.look_at_site(launcher), numbers)
+    else:
+        found.checks.append(Check("all-reduce", "note", "not tried: several ranks cannot start"))
+    found.checks += [slurm, *machine.machine_checks(torch.facts)]
+    return found
+
+
+def _library_checks(torch: Answer, tensorflow: Answer, mpi: Answer) -> list[Check]:
+    names = {"PyTorch": "torch", "NumPy": "numpy", "h5py": "h5py"}
+    return [
+        *(
+            libraries.package_check(name, torch.facts.get(package), torch.reason)
+            for name, package in names.items()
+        ),
+        libraries.tensorflow_check(tensorflow),
+        libraries.mpi4py_check(mpi),
+        libraries.horovod_check(torch.facts.get("horovod"), torch.reason),
+    ]
+
+
+def _plugins(torch: Answer, tensorflow: Answer) -> dict[str, Mapping[str, Any]]:
+    """Facts of Horovod's plugins that load, by framework."""
+    found = {
+        name: answer.facts.get("horovod", {})
+        for name, answer in (("torch", torch), ("tensorflow", tensorflow))
+    }
+    return {name: facts for name, facts in found.items() if "libraries" in facts}
+
+
+def _start_ranks(found: Examination, library: str, horovod_loads: bool) -> set[int]:
+    """Sum on 2 ranks, alone, as the time is measured, then watch the sums of 4.
+
+    Returns:
+        The numbers of ranks with which training works.
+    """
+    pair = probe("allreduce", launcher=launch.mpirun(2))
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        automatic, ring = pool.map(_watch_reductions, ("auto", "ring"))
+    tuned = [name for name in os.environ if name.startswith(("OMPI_MCA_coll_", "MPIR_CVAR_ALLR"))]
+    found.checks += reduction.allreduce_checks(pair, horovod_loads)
+    found.checks.append(reduction.algorithm_check(pair, automatic, ring, library, tuned))
+    if not pair.facts.get("horovod_right"):
+        return set()
+    return {2, 4} if automatic.facts.get("size") == 4 else {2}
+
+
+def _watch_reductions(kind: str) -> Answer:
+    return probe("reductions", kind, launcher=launch.mpirun(4), extra=LOG_COMPONENTS)
+
+
+def _try_launchers(found: Examination, site: launchers.Site, numbers: set[int]) -> None:
+    """Try every line for these numbers of ranks; keep those that work."""
+    lines = [
+        line
+        for line in launchers.launch_lines(site)
+        if line.ranks in numbers or line.launcher == "srun"
+    ]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        outcomes = list(pool.map(launchers.try_line, lines))
+    for line, outcome in zip(lines, outcomes, strict=True):
+        check = launchers.line_check(line, outcome, site)
+        found.checks.append(check)
+        if check.state == "ok":
+            by_ranks = found.lines.setdefault(line.launcher, {})
+            by_ranks[line.ranks] = line.command(site.program)
+    # These are started by the same mpirun as the sums were.
+    own = sorted(numbers & set(launchers.numbers_of_ranks(site.cores)))
+    found.lines["hvdtrain"] = {ranks: launchers.own_line(site, ranks) for ranks in own}

@@ -1,0 +1,102 @@
+"""What a check says, and how the checks are shown: on a terminal, as plain lines, as JSON."""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+State = Literal["ok", "note", "fault"]
+COLOURS: dict[State, str] = {"ok": "green", "note": "yellow", "fault": "bold red"}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding: what was looked at, how it stands, what was found, and what mends it."""
+
+    name: str
+    state: State
+    text: str
+    cure: str = ""
+
+
+# Complete commands by launcher and number of ranks, the options of `train` to be put behind them.
+LaunchLines = Mapping[str, Mapping[int, str]]
+
+
+def is_fit(checks: Sequence[Check]) -> bool:
+    """True if no check found a fault; notes do not count."""
+    return all(check.state != "fault" for check in checks)
+
+
+def verdict(checks: Sequence[Check], lines: LaunchLines) -> str:
+    """One sentence: what this machine can do."""
+    faults = [check.name for check in checks if check.state == "fault"]
+    if not faults:
+        return "This machine is fit for training on one rank and on several."
+    found = f"{len(faults)} fault{'s' if len(faults) > 1 else ''} ({', '.join(faults)})."
+    if set(faults) & {"Python", "PyTorch", "NumPy", "h5py"}:
+        return f"{found} Training does not work before they are mended."
+    if lines:
+        return f"{found} Training works by the lines above."
+    return f"{found} Training on one rank works: hvdtrain train without --ranks."
+
+
+def report_as_json(checks: Sequence[Check], lines: LaunchLines) -> str:
+    """The report of `doctor --json`."""
+    report = {
+        "checks": [asdict(check) for check in checks],
+        "fit": is_fit(checks),
+        "launch_lines": lines,
+    }
+    return json.dumps(report, indent=1)
+
+
+def report_as_text(checks: Sequence[Check], lines: LaunchLines) -> str:
+    """The report in plain lines, for files and pipes."""
+    width = max(len(check.name) for check in checks)
+    rows = []
+    for check in checks:
+        rows.append(f"{check.state:5}  {check.name:{width}}  {check.text}")
+        if check.cure:
+            rows.append(f"{'':5}  {'':{width}}  cure: {check.cure}")
+    return "\n".join([*rows, "", *_launch_rows(lines), verdict(checks, lines)])
+
+
+def waiting(text: str) -> AbstractContextManager[object]:
+    """While open, say on a terminal what is being done."""
+    if not sys.stdout.isatty():
+        return nullcontext()
+    from rich.console import Console
+
+    return Console().status(text)
+
+
+def show(checks: Sequence[Check], lines: LaunchLines) -> None:
+    """Print the report: in columns and colours on a terminal, in plain lines otherwise."""
+    if not sys.stdout.isatty():
+        print(report_as_text(checks, lines))
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    for check in checks:
+        table.add_row(Text(check.state, COLOURS[check.state]), Text(check.name), Text(check.text))
+        if check.cure:
+            table.add_row("", "", Text(f"cure: {check.cure}", "cyan"))
+    console = Console()
+    console.print(table)
+    # Printed as they are: a wrapped line could not be copied.
+    print("", *_launch_rows(lines), sep="\n")
+    console.print(Text(verdict(checks, lines), "bold"))
+
+
+def _launch_rows(lines: LaunchLines) -> list[str]:
+    commands = [command for by_ranks in lines.values() for command in by_ranks.values()]
+    if not commands:
+        return []
+    examples = [f"  {command} --model cnn --data DIR" for command in commands]
+    return ["Lines that start ranks here (each was tried just now):", *examples, ""]

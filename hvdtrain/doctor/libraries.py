@@ -1,0 +1,207 @@
+"""Are the libraries there, and are mpi4py, Horovod and the launcher bound to one MPI?"""
+
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hvdtrain
+from hvdtrain import world
+from hvdtrain.doctor.check import Check
+from hvdtrain.doctor.process import Answer, first_line, words
+
+BUILD = "run make setup, or python tools/build_horovod.py --install"
+NO_MPI = (
+    "run make setup (brings Open MPI), or module load openmpi and make setup MPI=system, or "
+    "apt install openmpi-bin libopenmpi-dev and make setup MPI=system"
+)
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """The mpirun that hvdtrain takes and the first one in PATH (both may be missing)."""
+
+    path: str | None
+    version: str
+    first_path: str | None
+    first_version: str
+
+
+def find_launcher() -> Launcher:
+    """Look for mpirun beside this Python and in PATH."""
+    first = shutil.which("mpirun") or shutil.which("mpiexec")
+    path = world.own_mpirun() or first
+    version = words([path, "--version"]) if path else ""
+    first_version = words([first, "--version"]) if first else ""
+    return Launcher(path, version, first, first_version)
+
+
+def identity(text: str) -> tuple[str, str]:
+    """Name and version of an MPI in what its library or its launcher says of itself.
+
+    >>> identity("mpirun (Open MPI) 5.0.11")
+    ('Open MPI', '5.0.11')
+    """
+    names = {
+        "Open MPI": "Open MPI",
+        "OpenRTE": "Open MPI",
+        "Intel(R) MPI": "Intel MPI",
+        "MVAPICH": "MVAPICH",
+        "MPICH": "MPICH",
+        "HYDRA": "MPICH",
+    }
+    found = [name for key, name in names.items() if key in text]
+    version = re.search(r"\d+\.\d+(\.\d+)*", text)
+    return (found[0] if found else ""), (version[0] if version else "")
+
+
+def belongs(launcher: str, library: tuple[str, str]) -> bool:
+    """Whether a launcher of this --version is of the library's MPI.
+
+    MVAPICH and Cray's MPICH are started by a Hydra of MPICH with a version of its own.
+    """
+    found = identity(launcher)
+    return found == library or (found[0] == "MPICH" and library[0] in ("MPICH", "MVAPICH"))
+
+
+def python_check() -> Check:
+    """Python and hvdtrain."""
+    folder = Path(hvdtrain.__file__).parent
+    text = f"{sys.version.split()[0]} ({sys.executable}), hvdtrain {hvdtrain.__version__}"
+    return Check("Python", "ok", f"{text} ({folder})")
+
+
+def package_check(name: str, facts: Mapping[str, str] | None, reason: str) -> Check:
+    """A package that every run needs."""
+    if facts is None:
+        return Check(name, "fault", f"not known: {reason}", "run make setup")
+    if "error" in facts:
+        return Check(name, "fault", f"cannot be loaded: {facts['error']}", "run make setup")
+    return Check(name, "ok", f"{facts['version']} ({facts['path']})")
+
+
+def build_tool_checks() -> list[Check]:
+    """C++ compiler and CMake, which only building Horovod needs."""
+    compiler = (shlex.split(os.environ.get("CXX", "")) or ["c++"])[0]
+    cmake = os.environ.get("HOROVOD_CMAKE", "cmake")
+    cures = {
+        "C++ compiler": (compiler, "apt install g++ make, or module load gcc"),
+        "CMake": (cmake, "apt install cmake, or pip install cmake"),
+    }
+    checks = []
+    for name, (program, cure) in cures.items():
+        path = shutil.which(program)
+        version = first_line([path, "--version"]) if path else ""
+        if version:
+            checks.append(Check(name, "ok", f"{version} ({path})"))
+        else:
+            text = f"{program} {'does not work' if path else 'is not in PATH'}"
+            checks.append(Check(name, "note", f"{text}; only building Horovod needs it", cure))
+    return checks
+
+
+def mpi4py_check(answer: Answer) -> Check:
+    """mpi4py: version, its MPI library, thread support."""
+    name, facts = "mpi4py", answer.facts
+    package = facts.get("mpi4py", {"error": answer.reason})
+    if "error" in package:
+        return Check(name, "fault", f"cannot be loaded: {package['error']}", NO_MPI)
+    if "library" not in facts:
+        return Check(name, "fault", f"MPI does not start: {answer.reason}", NO_MPI)
+    files = ", ".join(facts["libraries"]) or "a library of its own"
+    if not facts["thread_multiple"]:
+        text = f"{package['version']}: {files} gives no MPI_THREAD_MULTIPLE"
+        cure = "use an MPI that has it: run make setup, whose Open MPI does"
+        return Check(name, "fault", text, cure)
+    text = f"{package['version']}, {_short(facts['library'])} ({files}), MPI_THREAD_MULTIPLE"
+    return Check(name, "ok", text)
+
+
+def horovod_check(facts: Mapping[str, Any] | None, reason: str) -> Check:
+    """Horovod's PyTorch plugin: version and what it was built with."""
+    facts = facts or {"error": reason}
+    if "error" in facts:
+        return Check("Horovod", "fault", f"cannot be loaded: {facts['error']}", BUILD)
+    built = [name for name in ("MPI", "Gloo", "NCCL") if facts[name.lower()]]
+    text = f"{facts['version']} for PyTorch with {', '.join(built)} ({facts['path']})"
+    if not facts["mpi"]:
+        return Check("Horovod", "fault", f"{text}: several ranks need MPI", BUILD)
+    return Check("Horovod", "ok", text)
+
+
+def tensorflow_check(answer: Answer) -> Check:
+    """TensorFlow, Keras and Horovod's plugin for them; training with PyTorch needs none."""
+    name, facts = "TensorFlow", answer.facts
+    package = facts.get("tensorflow", {"error": answer.reason})
+    if "error" in package:
+        if package["error"].startswith("ModuleNotFoundError: No module named 'tensorflow'"):
+            return Check(name, "note", "is not installed; only --framework tensorflow needs it")
+        return Check(name, "fault", f"cannot be loaded: {package['error']}", "run make setup")
+    version = f"{package['version']}, Keras {facts.get('keras', {}).get('version', 'missing')}"
+    plugin = facts.get("horovod", {"error": answer.reason})
+    if "error" in plugin:
+        return Check(name, "fault", f"{version}; Horovod for it: {plugin['error']}", BUILD)
+    text = f"{version} ({package['path']}), with Horovod {plugin['version']}"
+    return Check(name, "ok", text)
+
+
+def agreement_check(
+    mpi: Mapping[str, Any],
+    plugins: Mapping[str, Mapping[str, Any]],
+    launcher: Launcher,
+    has_srun: bool,
+) -> Check:
+    """Are mpi4py's library, the plugins' library and the launcher of one MPI?
+
+    Args:
+        mpi: facts of the probe `mpi`.
+        plugins: facts of each Horovod plugin that loads, by framework.
+        launcher: what `find_launcher` found.
+        has_srun: whether Slurm can start ranks.
+    """
+    name = "one MPI"
+    if launcher.path is None:
+        if has_srun:
+            return Check(name, "note", "there is no mpirun here: start ranks with srun")
+        return Check(name, "fault", "there is no mpirun, so several ranks cannot start", NO_MPI)
+    if "library" not in mpi:
+        return Check(name, "note", "not compared, as mpi4py does not start MPI")
+    for framework, facts in plugins.items():
+        if facts["mpi"] and facts["libraries"] != mpi["libraries"]:
+            text = f"Horovod's {framework} plugin loads {', '.join(facts['libraries'])}"
+            return Check(name, "fault", f"{text}, mpi4py {', '.join(mpi['libraries'])}", BUILD)
+    library = identity(mpi["library"])
+    if not belongs(launcher.version, library):
+        started = " ".join(identity(launcher.version)).strip() or "an unknown MPI"
+        text = f"{launcher.path} is of {started}, mpi4py loads {' '.join(library)}"
+        cure = "load the module of the MPI that mpi4py was built with, or make setup MPI=system"
+        return Check(name, "fault", text, cure)
+    bound = "mpi4py, Horovod" if plugins else "mpi4py"
+    agreed = f"{bound} and {launcher.path} are all of {' '.join(library)}"
+    return _path_check(name, library, launcher, agreed)
+
+
+def _path_check(name: str, library: tuple[str, str], launcher: Launcher, agreed: str) -> Check:
+    """Judge what `mpirun`, and so horovodrun, finds in PATH, given that our own one is right."""
+    path, first = str(launcher.path), launcher.first_path
+    cure = f'export PATH="{Path(path).parent}:$PATH"'
+    if first is None:
+        text = f"{agreed}; but no mpirun is in PATH, where horovodrun looks for it"
+        return Check(name, "note", text, cure)
+    if Path(first).resolve() == Path(path).resolve():
+        return Check(name, "ok", agreed)
+    other = " ".join(identity(launcher.first_version)).strip() or "an unknown MPI"
+    text = f"{agreed}; but the first mpirun in PATH is {first} of {other}"
+    if belongs(launcher.first_version, library):
+        return Check(name, "note", text, cure)
+    return Check(name, "fault", f"{text}, which horovodrun would take", cure)
+
+
+def _short(library: str) -> str:
+    """The first words of MPI_Get_library_version, as `Open MPI v5.0.11`."""
+    return " ".join(re.split(r"[,\n]", library)[0].split())

@@ -1,0 +1,136 @@
+"""Run a program or a probe in a process of its own: it may fail, crash or hang, doctor may not."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+
+from hvdtrain.doctor.protocol import read_facts
+from hvdtrain.launch import without_launcher_banners
+
+# What a launcher leaves for its ranks; with it, a program started by doctor would try to join.
+LEFT_BY_A_LAUNCHER = ("OMPI_COMM_WORLD_", "PMIX_", "PRTE_", "PMI_")
+# A first import from a network file system is slow.
+PROBE_SECONDS = 90.0
+SECONDS_TO_END = 3.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a process: its exit code (None: ended after `seconds`), and what it wrote."""
+
+    code: int | None
+    output: str
+    errors: str
+    seconds: float
+
+    @property
+    def reason(self) -> str:
+        """Why it failed, in one line; empty if it did not."""
+        if self.code == 0:
+            return ""
+        if self.code is None:
+            return f"it hung and was ended after {self.seconds:.0f} s"
+        if self.code < 0:
+            return f"it was ended by {signal.Signals(-self.code).name}"
+        return failure(self.errors) or f"it ended with {self.code} and gave no reason"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The facts that a probe found, and why it ended before it had found them all."""
+
+    facts: dict[str, Any] = field(default_factory=dict)
+    reason: str = ""
+    errors: str = ""
+
+
+def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The user's environment, as it is for a program that no launcher has started."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(LEFT_BY_A_LAUNCHER)}
+    return kept | dict(extra or {})
+
+
+def run(command: Sequence[str], seconds: float, extra: Mapping[str, str] | None = None) -> Outcome:
+    """Run a program for at most `seconds`; it and all its children end with it."""
+    try:
+        process = subprocess.Popen(
+            command,
+            env=environment(extra),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        )
+    except OSError as error:
+        return Outcome(127, "", f"{command[0]}: {error.strerror}", seconds)
+    try:
+        output, errors = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        _end(process.pid)
+        output, errors = process.communicate()
+        return Outcome(None, output, errors, seconds)
+    return Outcome(process.returncode, output, errors, seconds)
+
+
+def words(command: Sequence[str]) -> str:
+    """What a program such as `mpirun --version` writes, in one line; empty if it fails."""
+    outcome = run(command, 10)
+    return " ".join(outcome.output.split()) if outcome.code == 0 else ""
+
+
+def first_line(command: Sequence[str]) -> str:
+    """The first line that a program such as `c++ --version` writes; empty if it fails."""
+    outcome = run(command, 10)
+    lines = outcome.output.strip().splitlines()
+    return lines[0] if outcome.code == 0 and lines else ""
+
+
+def probe(
+    *arguments: str,
+    launcher: Sequence[str] = (),
+    seconds: float = PROBE_SECONDS,
+    extra: Mapping[str, str] | None = None,
+) -> Answer:
+    """Run one probe of `hvdtrain.doctor.probe`, on ranks if there is a launcher."""
+    command = [*launcher, sys.executable, "-m", "hvdtrain.doctor.probe", *arguments]
+    if launcher:
+        allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        extra = {**allowed, **(extra or {})}
+    outcome = run(command, seconds, extra)
+    return Answer(read_facts(outcome.output), outcome.reason, outcome.errors)
+
+
+def failure(errors: str) -> str:
+    """The line of a program's standard error that says what went wrong.
+
+    The last exception if there is one, else a launcher's framed remark, else the last line.
+    """
+    banners: list[str] = []
+    said = [line.strip() for line in without_launcher_banners(errors.splitlines(), banners)]
+    said = [line for line in said if line]
+    raised = [line for line in said if re.match(r"[\w.]*(Error|Exception|hvdtrain)\b.*:", line)]
+    remark = " ".join(" ".join(banners).split())
+    text = (raised[-1:] or [remark] if remark or raised else said[-1:] or [""])[0]
+    return text if len(text) <= 300 else f"{text[:300]}..."
+
+
+def _end(number: int) -> None:
+    """End a process and all that it started: kindly, then by force."""
+    try:
+        parent = psutil.Process(number)
+        family = [*parent.children(recursive=True), parent]
+    except psutil.NoSuchProcess:
+        return
+    for end in (psutil.Process.terminate, psutil.Process.kill):
+        for member in family:
+            if member.is_running():
+                end(member)
+        _, family = psutil.wait_procs(family, SECONDS_TO_END)
