@@ -1,0 +1,1 @@
+"""The plan, its schedule, and what runs it: pure functions first, then the runtime."""

@@ -1,0 +1,41 @@
+"""Tests in this folder run under mpirun, each on all ranks at once, at any number of ranks.
+
+A test that fails on one rank would leave the others waiting in a collective call: the job ends
+at once, after that rank has printed its failure.
+"""
+
+import os
+import sys
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import pytest
+
+from hvdtrain import world
+
+
+@pytest.fixture(scope="session")
+def here() -> Iterator[world.World]:
+    yield world.start(threads=1)
+    world.stop()
+
+
+@pytest.fixture(scope="session")
+def horovod(here: world.World) -> Any:
+    return world.start_horovod(2**20) if here.size > 1 else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed:
+        launch = world.detect(os.environ)
+        text = f"\nrank {launch.rank}: {item.nodeid}\n{report.longreprtext}"
+        print(text, file=sys.__stderr__, flush=True)
+        if launch.size != 1:
+            from mpi4py import MPI
+
+            MPI.COMM_WORLD.Abort(1)
+    return report

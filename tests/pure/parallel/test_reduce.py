@@ -1,0 +1,19 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdtrain.parallel.reduce import group_by_bytes
+
+
+def test_a_small_model_is_one_bucket_and_a_large_one_several() -> None:
+    assert group_by_bytes([4, 4, 4], 100) == [[0, 1, 2]]
+    assert group_by_bytes([60, 60, 10, 200, 1], 100) == [[0, 1], [2, 3], [4]]
+
+
+@given(st.lists(st.integers(1, 50), min_size=1), st.integers(1, 120))
+def test_buckets_hold_everything_once_in_order_and_only_the_last_may_be_small(
+    sizes: list[int], limit: int
+) -> None:
+    groups = group_by_bytes(sizes, limit)
+    assert [index for group in groups for index in group] == list(range(len(sizes)))
+    assert all(sum(sizes[i] for i in group) >= limit for group in groups[:-1])
+    assert all(sum(sizes[i] for i in group[:-1]) < limit for group in groups)

@@ -1,0 +1,31 @@
+"""Runs tests/mpi under mpirun, once for each number of ranks."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from hvdtrain.launch import mpirun
+from tests.conftest import ROOT, program_environment
+
+PYTEST = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist")
+IMPORTS = ("-o", "addopts=--import-mode=importlib")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_everything_in_tests_mpi_passes_on_all_ranks(ranks: int) -> None:
+    done = subprocess.run(
+        [*mpirun(ranks), sys.executable, "-m", "pytest", *PYTEST, *IMPORTS, "tests/mpi"],
+        cwd=ROOT,
+        env=program_environment() | {"COLUMNS": "100", "NO_COLOR": "1"},
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
+    closings = re.findall(r"(\d+) passed(.*) in ", done.stdout)
+    assert len(closings) == ranks, done.stdout[-6000:]
+    assert len({count for count, _ in closings}) == 1
+    assert not any("skipped" in rest or "failed" in rest for _, rest in closings)
