@@ -1,0 +1,82 @@
+"""What rank 0 prints: a progress bar where there is a terminal, one line an epoch everywhere."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+COLUMNS = {
+    "epoch": "d",
+    "loss": ".4f",
+    "val loss": ".4f",
+    "val acc": ".4f",
+    "test loss": ".4f",
+    "test acc": ".4f",
+    "images/s": ",.0f",
+    "seconds": ",.1f",
+}
+
+
+class Console:
+    """Prints on rank 0, is silent elsewhere."""
+
+    def __init__(self, rank: int, launched: bool) -> None:
+        self.speaks = rank == 0
+        # mpirun gives each rank a terminal of its own: only our launcher knows of a real one.
+        columns = os.environ.get("HVDTRAIN_TERMINAL_COLUMNS")
+        terminal = self.speaks and (columns is not None if launched else sys.stdout.isatty())
+        width = int(columns) if columns else None
+        self.rich = RichConsole(force_terminal=terminal, width=width, highlight=False)
+        self.progress: Progress | None = None
+        if terminal:
+            self.progress = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("loss {task.fields[loss]:.4f}"),
+                TimeRemainingColumn(),
+                console=self.rich,
+                transient=True,
+            )
+        self.task: Any = None
+
+    def say(self, text: str) -> None:
+        """Print one line."""
+        if not self.speaks:
+            return
+        if self.progress is not None:
+            self.rich.print(text, soft_wrap=True)
+        else:
+            print(text, flush=True)
+
+    @contextmanager
+    def bar(self, title: str, steps: int) -> Iterator[None]:
+        """Show a bar of so many steps while inside."""
+        if self.progress is None:
+            yield
+            return
+        self.task = self.progress.add_task(title, total=steps, loss=float("nan"))
+        with self.progress:
+            yield
+        self.progress.remove_task(self.task)
+
+    def step(self, loss: float) -> None:
+        """One more step is done."""
+        if self.progress is not None:
+            self.progress.update(self.task, advance=1, loss=loss)
+
+    def header(self) -> None:
+        """The names of the columns that `row` fills."""
+        self.say("  ".join(f"{name:>9}" for name in COLUMNS))
+
+    def row(self, values: dict[str, Any]) -> None:
+        """One line of the epoch table; missing values are left blank."""
+        cells = [
+            "-" if values.get(name) is None else format(values[name], form)
+            for name, form in COLUMNS.items()
+        ]
+        self.say("  ".join(f"{cell:>9}" for cell in cells))

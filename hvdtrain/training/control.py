@@ -1,0 +1,128 @@
+"""How ranks agree while training: one small non-blocking all-reduce a step, read one step later.
+
+No other agreement between ranks exists inside an epoch: the wish to stop, a loss that is not
+finite and the loss that is logged all ride on it.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hvdtrain.errors import Interrupted, Preempted
+from hvdtrain.training.stop import StopRequest
+from hvdtrain.world import World
+
+INTERRUPT, PREEMPT, LOSS, SAMPLES, SECONDS = range(5)
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks know of one step.
+
+    Attributes:
+        stop: the exit code to leave with, or None to go on.
+        loss: mean loss over the samples of the step.
+        samples: samples of the step, over all ranks.
+        slowest: the rank whose step took longest, and its seconds.
+    """
+
+    stop: int | None
+    loss_sum: float
+    samples: int
+    slowest: tuple[int, float]
+
+    @property
+    def loss(self) -> float:
+        """Mean loss over the samples of the step."""
+        return self.loss_sum / max(1, self.samples)
+
+    @property
+    def finite(self) -> bool:
+        """Whether the loss is a number."""
+        return math.isfinite(self.loss_sum)
+
+
+class Control:
+    """Sends each step's vector and hands out the agreement of the step before.
+
+    On a GPU the loss is not waited for: it is copied beside the computation, and its step's
+    vector leaves one step later.
+    """
+
+    def __init__(self, world: World, device: torch.device) -> None:
+        self.world = world
+        self.delay = 1 if device.type == "cuda" else 0
+        self.waiting: deque[tuple[Callable[[], float], np.ndarray]] = deque()
+        self.in_flight: tuple[np.ndarray, Any] | None = None
+
+    def post(
+        self, loss_sum: Tensor | None, samples: int, seconds: float, stop: StopRequest
+    ) -> Agreed | None:
+        """Send this rank's part of a step; return the newest agreement that is not yet read."""
+        vector = np.zeros(SECONDS + self.world.size)
+        vector[INTERRUPT], vector[PREEMPT] = stop.interrupted, stop.preempted
+        vector[SAMPLES] = samples
+        vector[SECONDS + self.world.rank] = seconds
+        self.waiting.append((_read_later(loss_sum), vector))
+        agreed = self._receive()
+        if len(self.waiting) > self.delay:
+            self._send()
+        return agreed
+
+    def drain(self) -> list[Agreed]:
+        """The agreements of all steps still under way, oldest first."""
+        agreements = [self._receive()]
+        while self.waiting:
+            self._send()
+            agreements.append(self._receive())
+        return [agreed for agreed in agreements if agreed is not None]
+
+    def _send(self) -> None:
+        read_loss, vector = self.waiting.popleft()
+        vector[LOSS] = read_loss()
+        request = None
+        if self.world.communicator is not None:
+            total = np.empty_like(vector)
+            request = self.world.communicator.Iallreduce(vector, total)
+            self.in_flight = total, (request, vector)  # the vector must live as long as the send
+        else:
+            self.in_flight = vector, None
+
+    def _receive(self) -> Agreed | None:
+        if self.in_flight is None:
+            return None
+        total, sent = self.in_flight
+        if sent is not None:
+            sent[0].Wait()
+        self.in_flight = None
+        seconds = total[SECONDS:]
+        slowest = int(seconds.argmax())
+        stop = Interrupted.exit_code if total[INTERRUPT] else None
+        if total[PREEMPT] and stop is None:
+            stop = Preempted.exit_code
+        return Agreed(
+            stop, float(total[LOSS]), round(total[SAMPLES]), (slowest, float(seconds[slowest]))
+        )
+
+
+def _read_later(value: Tensor | None) -> Callable[[], float]:
+    if value is None:
+        return lambda: 0.0
+    if value.device.type == "cpu":
+        return lambda: float(value)
+    host = torch.empty((), dtype=value.dtype, pin_memory=True)
+    host.copy_(value, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def read() -> float:
+        copied.synchronize()
+        return float(host)
+
+    return read

@@ -1,0 +1,75 @@
+"""Evaluation: a forward-only schedule over a split, with exact counts at any number of ranks."""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvdtrain.data import order
+from hvdtrain.data.loader import Loader
+from hvdtrain.parallel import schedule
+from hvdtrain.parallel.runtime import Step
+from hvdtrain.training.run import Run
+from hvdtrain.training.setup import Session
+
+EVALUATION_IMAGES = 256  # a rank and a forward pass
+
+
+def evaluate(session: Session, split: str, rows: np.ndarray) -> tuple[float, float]:
+    """Mean loss and accuracy over `rows` of a split, each row counted once on one rank."""
+    replicas = len(session.stage.ranks)
+    slices = order.step_slices(len(rows), EVALUATION_IMAGES * replicas)
+    mine = [
+        (start + first, start + last)
+        for start, stop in slices
+        for first, last in [order.split(stop - start, [1] * replicas)[session.replica]]
+    ]
+    totals = torch.zeros(2, dtype=torch.float64, device=session.device)
+    actions = schedule.evaluation(1)
+    requests = (rows[first:last] for first, last in mine)
+    with Loader(session.splits[split], requests, None) as batches:
+        for batch in batches:
+            count = len(batch.labels)
+            step = session.runtime.evaluate(actions, Step(batch, [(0, count)], count))
+            if step.loss_sum is not None and step.correct is not None:
+                totals += torch.stack([step.loss_sum.double(), step.correct.double()])
+    loss_sum, correct = np.sum(session.world.gather(totals.cpu().numpy()), axis=0)
+    return float(loss_sum) / len(rows), round(correct) / len(rows)
+
+
+def evaluate_epoch(run: Run) -> None:
+    """Evaluate after an epoch (or after the last step), record it, and remember the best."""
+    session, progress = run.session, run.progress
+    final: dict[str, Any] = dict.fromkeys(("val_loss", "val_accuracy"))
+    final["train_loss"] = progress.epoch_loss_sum / max(1, progress.epoch_samples)
+    if len(session.held_rows):
+        final["val_loss"], final["val_accuracy"] = evaluate(session, "train", session.held_rows)
+    test_rows = np.arange(session.index.splits["test"].count)
+    final["test_loss"], final["test_accuracy"] = evaluate(session, "test", test_rows)
+    progress.final = final
+    progress.epoch_loss_sum, progress.epoch_samples = 0.0, 0
+    run.count_seconds()
+    epoch = math.ceil(progress.position / len(session.train_rows))
+    rate = progress.position / progress.train_seconds
+    if run.records is not None:
+        run.records.event(
+            "epoch",
+            step=progress.step,
+            epoch=epoch,
+            position=progress.position,
+            seconds=progress.seconds,
+            train_seconds=progress.train_seconds,
+            images_per_second=rate,
+            **final,
+        )
+    cells = {name.replace("_", " ").replace("accuracy", "acc"): final[name] for name in final}
+    run.console.row(
+        {**cells, "epoch": epoch, "loss": final["train_loss"], "images/s": rate}
+        | {"seconds": progress.seconds}
+    )
+    # Without a hold-out the training loss decides: never the test split.
+    metric, sign = ("val_accuracy", 1) if len(session.held_rows) else ("train_loss", -1)
+    best = progress.best
+    if best is None or sign * final[metric] > sign * best["value"]:
+        progress.best = {"metric": metric, "value": final[metric], "step": progress.step}

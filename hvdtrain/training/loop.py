@@ -1,0 +1,260 @@
+"""Training from the first step to the summary: the table of contents of a run."""
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+from hvdtrain import failure, world
+from hvdtrain.config import TrainConfig
+from hvdtrain.data import order
+from hvdtrain.data.augment import crop_flip
+from hvdtrain.data.loader import Loader
+from hvdtrain.data.shards import Batch
+from hvdtrain.errors import CheckFailed, Interrupted, Preempted
+from hvdtrain.parallel import schedule
+from hvdtrain.parallel.runtime import Step, part_offsets
+from hvdtrain.training.control import Agreed
+from hvdtrain.training.evaluate import evaluate_epoch
+from hvdtrain.training.optimizer import learning_rate, set_learning_rate
+from hvdtrain.training.run import Run, open_run, save
+from hvdtrain.training.setup import Session
+from hvdtrain.training.stop import StopRequest
+from hvdtrain.training.summary import summarise
+
+
+def train(config: TrainConfig, stop: StopRequest | None = None) -> dict[str, Any]:
+    """Train on the ranks of the launcher that started this process, and return the summary.
+
+    Args:
+        config: the run.
+        stop: signals that are watched already; by default they are from here to the end.
+
+    Raises:
+        UsageError, DataError: for whatever a user can get wrong.
+        CheckFailed: if the loss is no longer a number, or ranks end with different weights.
+        Interrupted, Preempted: if the run was asked to stop; its state is saved.
+    """
+    with nullcontext(stop) if stop else StopRequest() as stop:
+        here = world.start(config.allreduce, config.threads)
+        if here.size > 1:
+            failure.end_all_on_exception()
+        run = open_run(config, stop)
+        summary = _train(run)
+        run.session.close()
+        world.stop()
+    return summary
+
+
+def _train(run: Run) -> dict[str, Any]:
+    """Epochs, evaluations and checkpoints to the end of the run."""
+    _announce(run)
+    # Rank 0 opened the records meanwhile: no rank's first step shall be charged with that.
+    run.session.world.barrier()
+    run.startup_seconds = time.time() - psutil.Process().create_time()
+    run.clock = time.perf_counter()
+    while not run.complete:
+        code = None if run.evaluation_due else _train_epoch(run)
+        if code is not None:
+            _leave(run, code)
+        evaluate_epoch(run)
+        save(run)
+    run.count_seconds()
+    summary = summarise(run)
+    if run.records is not None:
+        run.records.close(summary)
+    run.console.say(
+        f"trained {summary['samples']:,} samples in {summary['train_seconds']:.1f} s "
+        f"({summary['images_per_second']:,.0f} images/s on {run.session.world.size} rank(s)); "
+        f"{run.folder.path}"
+    )
+    return summary
+
+
+def _announce(run: Run) -> None:
+    session, config = run.session, run.session.config
+    run.console.say(
+        f"{config.model}, {session.parameters:,} parameters, {config.precision}; "
+        f"{session.world.size} rank(s) x {session.world.threads} thread(s) on "
+        f"{session.device.type}; {len(session.train_rows):,} training samples, "
+        f"{math.ceil(len(session.train_rows) / config.batch_size):,} steps an epoch"
+    )
+    if run.progress.step:
+        run.console.say(f"resumed after step {run.progress.step:,}")
+    run.console.header()
+    if run.records is not None:
+        run.records.event("plan", step=run.progress.step, **session.plan.to_json())
+
+
+def _train_epoch(run: Run) -> int | None:
+    """Train to the end of the epoch; the exit code if all ranks agreed to stop before."""
+    session, progress, config = run.session, run.progress, run.session.config
+    length = len(session.train_rows)
+    epoch, offset = order.locate(progress.position, length)
+    began = time.perf_counter()
+    rows = order.epoch_order(
+        session.train_rows,
+        session.index.hash,
+        config.seed,
+        epoch,
+        session.index.splits["train"].chunk_rows,
+        order.window_rows(session.index),
+    )
+    last = config.total_samples(length) - epoch * length
+    slices = [
+        piece for piece in order.step_slices(length, config.batch_size, offset) if piece[0] < last
+    ]
+    log = _StepLog(run, epoch, length)
+    loader = Loader(
+        session.splits["train"], _requests(session, rows, slices), _augmentation(config, epoch)
+    )
+    epochs = math.ceil(config.total_samples(length) / length)
+    code = None
+    with run.console.bar(f"epoch {epoch + 1}/{epochs}", len(slices)), loader:
+        for (start, end), batch in zip(slices, loader, strict=True):
+            agreed = _step(run, batch, epoch, end - start)
+            code = log.add(agreed) if agreed else None
+            if code is not None:
+                break
+    for agreed in run.control.drain():
+        code = log.add(agreed) or code
+    log.flush()
+    progress.train_seconds += time.perf_counter() - began
+    return code
+
+
+def _step(run: Run, batch: Batch, epoch: int, batch_size: int) -> Agreed | None:
+    """One step of all ranks; the agreement on an earlier one."""
+    session, progress, config = run.session, run.progress, run.session.config
+    began = time.perf_counter()
+    cut = session.cut(batch_size)
+    set_learning_rate(
+        session.optimizer, learning_rate(config, len(session.train_rows), progress.position)
+    )
+    # Random layers draw from (seed, position, rank): nothing else has to be saved to resume.
+    _seed(session.device, _mix(config.seed, progress.position, session.world.rank))
+    step = Step(batch, list(part_offsets(cut.parts)), batch_size, cut.first)
+    session.runtime.run(schedule.training_step(len(cut.parts)), step)
+    progress.step += 1
+    progress.position += batch_size
+    progress.exposed_seconds += step.communication.exposed
+    progress.communication_seconds += step.communication.total
+    if config.ledger:
+        stem = f"{epoch + 1},{progress.step},{session.world.rank}"
+        run.ledger += [f"{stem},{sample}\n" for sample in batch.ids.tolist()]
+    seconds = time.perf_counter() - began
+    return run.control.post(step.loss_sum, cut.samples, seconds, run.stop)
+
+
+class _StepLog:
+    """Follows the agreements on the steps of an epoch: the loss, the bar, the step lines."""
+
+    def __init__(self, run: Run, epoch: int, epoch_length: int) -> None:
+        self.run, self.epoch, self.epoch_length = run, epoch, epoch_length
+        self.step, self.position = run.progress.step, run.progress.position
+        self.rate = 0.0
+        self.window: list[Agreed] = []
+        self.window_began = time.perf_counter()
+
+    def add(self, agreed: Agreed) -> int | None:
+        """Take one agreement; the exit code if the ranks agreed to stop.
+
+        Raises:
+            CheckFailed: on all ranks at the same step, if the loss is not a number.
+        """
+        run, config = self.run, self.run.session.config
+        rate = learning_rate(config, self.epoch_length, self.position)
+        self.step += 1
+        self.position += agreed.samples
+        if not agreed.finite:
+            raise CheckFailed(
+                f"the loss became {agreed.loss_sum} at step {self.step} (epoch {self.epoch + 1}): "
+                f"try a learning rate below {rate:g}, warm-up, or another precision"
+            )
+        run.progress.epoch_loss_sum += agreed.loss_sum
+        run.progress.epoch_samples += agreed.samples
+        run.console.step(agreed.loss)
+        self.window.append(agreed)
+        self.rate = rate
+        if len(self.window) == config.log_every:
+            self.flush()
+        return agreed.stop
+
+    def flush(self) -> None:
+        """Write a step line for the steps since the last one."""
+        if not self.window:
+            return
+        samples = sum(agreed.samples for agreed in self.window)
+        loss = sum(agreed.loss_sum for agreed in self.window) / samples
+        now = time.perf_counter()
+        rank, seconds = max((agreed.slowest for agreed in self.window), key=lambda slow: slow[1])
+        if self.run.records is not None:
+            self.run.records.event(
+                "step",
+                step=self.step,
+                epoch=self.epoch + 1,
+                position=self.position,
+                loss=loss,
+                lr=self.rate,
+                images_per_second=samples / (now - self.window_began),
+                slowest_rank=rank,
+                slowest_step_seconds=seconds,
+            )
+        self.window.clear()
+        self.window_began = now
+
+
+def _requests(
+    session: Session, rows: np.ndarray, slices: list[tuple[int, int]]
+) -> Iterator[np.ndarray]:
+    """The rows that this replica reads for each step."""
+    for start, stop in slices:
+        parts = session.cut(stop - start).parts
+        yield np.concatenate([rows[start + first : start + last] for first, last in parts])
+
+
+def _augmentation(config: TrainConfig, epoch: int) -> Callable[[Batch], Batch] | None:
+    if config.augment == "none":
+        return None
+
+    def augment(batch: Batch) -> Batch:
+        return Batch(
+            crop_flip(batch.images, batch.ids, config.seed, epoch), batch.labels, batch.ids
+        )
+
+    return augment
+
+
+def _leave(run: Run, code: int) -> None:
+    """Save, and end all ranks at the step they agreed on.
+
+    Raises:
+        Interrupted, Preempted: always.
+    """
+    step = run.progress.step
+    if run.records is not None:
+        run.records.event("fault", step=step, cause="asked to stop by a signal")
+    save(run)
+    if run.records is not None:
+        run.records.close(None)
+    world.stop()
+    kind = Interrupted if code == Interrupted.exit_code else Preempted
+    raise kind(f"stopped after step {step}, state saved; --resume --run {run.folder.path} goes on")
+
+
+def _seed(device: torch.device, seed: int) -> None:
+    """Seed the generators that a step can draw from; torch.manual_seed costs 0.5 ms for all."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+
+
+def _mix(*numbers: int) -> int:
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -1,0 +1,75 @@
+"""The optimizer and its learning rate as a function of the position in training."""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.config import TrainConfig
+
+
+def make_optimizer(
+    config: TrainConfig, parameters: Mapping[str, nn.Parameter]
+) -> torch.optim.Optimizer:
+    """The optimizer of a run, with torch's fused kernels."""
+    lr, decay = config.learning_rate(), config.weight_decay
+    values = list(parameters.values())
+    if config.optimizer == "sgd":
+        nesterov = config.momentum > 0
+        return torch.optim.SGD(values, lr, config.momentum, 0, decay, nesterov, fused=True)
+    kind = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
+    return kind(values, lr=lr, weight_decay=decay, fused=True)
+
+
+def learning_rate(config: TrainConfig, epoch_length: int, position: int) -> float:
+    """The learning rate of the step that starts at `position` (samples consumed so far).
+
+    Linear warm-up from zero (Goyal et al., arXiv 1706.02677), then constant, a cosine to zero
+    over the rest (Loshchilov and Hutter, arXiv 1608.03983), or a tenth at 50 % and at 75 %.
+    """
+    peak = config.learning_rate()
+    warmup = config.warmup_epochs * epoch_length
+    if position < warmup:
+        return peak * min(1.0, (position + config.batch_size) / warmup)
+    total = config.total_samples(epoch_length)
+    done = min(1.0, (position - warmup) / max(1.0, total - warmup))
+    if config.lr_schedule == "cosine":
+        return peak * 0.5 * (1 + math.cos(math.pi * done))
+    if config.lr_schedule == "step":
+        progress = position / total
+        return peak * (0.01 if progress >= 0.75 else 0.1 if progress >= 0.5 else 1.0)
+    return peak
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
+    """Use `value` from the next step on."""
+    for group in optimizer.param_groups:
+        group["lr"] = value
+
+
+def state_by_name(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
+) -> dict[str, dict[str, Tensor]]:
+    """The optimizer's tensors by parameter name and by their own; empty before the first step."""
+    return {
+        name: {key: torch.as_tensor(value) for key, value in optimizer.state[parameter].items()}
+        for name, parameter in parameters.items()
+        if optimizer.state.get(parameter)
+    }
+
+
+def restore_state(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    state: Mapping[str, Mapping[str, Tensor]],
+) -> None:
+    """Put saved tensors back, in the memory format of their parameters."""
+    for name, entries in state.items():
+        parameter = parameters[name]
+        for key, value in entries.items():
+            if value.shape == parameter.shape and value.dim() > 0:
+                restored = torch.empty_like(parameter, requires_grad=False).copy_(value)
+            else:
+                restored = value.to(parameter.device)
+            optimizer.state[parameter][key] = restored

@@ -1,0 +1,177 @@
+"""A run under way: what it consists of, how it is opened, resumed and saved."""
+
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from hvdtrain import world
+from hvdtrain.config import TrainConfig
+from hvdtrain.errors import DataError, UsageError
+from hvdtrain.training import checkpoint, metrics
+from hvdtrain.training.console import Console
+from hvdtrain.training.control import Control
+from hvdtrain.training.optimizer import restore_state, state_by_name
+from hvdtrain.training.setup import Session, open_session
+from hvdtrain.training.stop import StopRequest
+
+CHECKPOINTS_KEPT = 2
+
+
+@dataclass
+class Progress:
+    """Where training stands; all of it is saved with a checkpoint.
+
+    Attributes:
+        step: steps done. position: samples consumed, over all epochs and ranks.
+        epoch_loss_sum, epoch_samples: of the epoch under way.
+        seconds: since the first step, of all parts of the run. train_seconds: steps only.
+        exposed_seconds, communication_seconds: of this rank's reductions.
+        best: metric, value and checkpoint of the best epoch so far.
+        final: losses and accuracies of the last evaluation.
+    """
+
+    index_hash: str
+    step: int = 0
+    position: int = 0
+    epoch_loss_sum: float = 0.0
+    epoch_samples: int = 0
+    seconds: float = 0.0
+    train_seconds: float = 0.0
+    exposed_seconds: float = 0.0
+    communication_seconds: float = 0.0
+    best: dict[str, Any] | None = None
+    final: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Run:
+    """A session and what it is recorded with; `records` on rank 0 alone."""
+
+    session: Session
+    progress: Progress
+    console: Console
+    control: Control
+    stop: StopRequest
+    folder: metrics.RunFolder
+    records: metrics.Records | None
+    ledger: list[str] = field(default_factory=list)
+    startup_seconds: float = 0.0
+    clock: float = field(default_factory=time.perf_counter)
+
+    @property
+    def trained(self) -> bool:
+        """Whether the configured epochs or steps are over."""
+        length = len(self.session.train_rows)
+        return self.progress.position >= self.session.config.total_samples(length)
+
+    @property
+    def evaluation_due(self) -> bool:
+        """Whether an epoch, or the last part of one, is trained but not yet evaluated."""
+        epoch_over = self.progress.position % len(self.session.train_rows) == 0
+        return self.progress.epoch_samples > 0 and (epoch_over or self.trained)
+
+    @property
+    def complete(self) -> bool:
+        """Whether there is nothing left to do."""
+        return self.trained and not self.evaluation_due
+
+    def count_seconds(self) -> None:
+        """Add the time since the last count, or since the first step, to the run's."""
+        now = time.perf_counter()
+        self.progress.seconds += now - self.clock
+        self.clock = now
+
+
+def open_run(config: TrainConfig, stop: StopRequest) -> Run:
+    """Build the session, open or make the run folder, and restore what it holds."""
+    here = world.current()
+    session = open_session(config, here)
+    found = metrics.find_folder(config) if here.rank == 0 else None
+    folder = metrics.RunFolder(here.broadcast(found.path if found else None))
+    console = Console(here.rank, launched=here.size > 1)
+    saved = _restore(session, folder, console) if config.resume else None
+    kept = saved.progress if saved else {}
+    progress = Progress(session.index.hash)
+    if saved is not None:
+        progress = Progress(**{name: kept[name] for name in Progress.__dataclass_fields__})
+    _agree_on_weights(session)
+    records = metrics.Records(folder, config, kept) if here.rank == 0 else None
+    return Run(session, progress, console, Control(here, session.device), stop, folder, records)
+
+
+def save(run: Run) -> None:
+    """Bring ledger and records to the disk, then commit a checkpoint."""
+    ledgers: list[str] = []
+    if run.session.config.ledger:
+        ledgers = run.session.world.gather_on_first("".join(run.ledger))
+    run.ledger.clear()
+    run.count_seconds()
+    if run.records is not None:
+        run.records.write_ledger(ledgers)
+        _save_checkpoint(run, run.records)
+    run.session.world.barrier()
+
+
+def _save_checkpoint(run: Run, records: metrics.Records) -> None:
+    session, progress, folder = run.session, run.progress, run.folder.checkpoints
+    name = checkpoint.name_of(progress.step)
+    records.event("checkpoint", step=progress.step, path=name)
+    state = checkpoint.Checkpoint(
+        dict(session.model.tensors()),
+        state_by_name(session.optimizer, session.model.parameters()),
+        asdict(progress) | records.commit(),
+    )
+    checkpoint.save(folder, state)
+    if progress.best is not None and progress.best["step"] == progress.step:
+        checkpoint.mark_best(folder, name, progress.best["metric"], progress.best["value"])
+    checkpoint.prune(folder, CHECKPOINTS_KEPT)
+
+
+def _restore(
+    session: Session, folder: metrics.RunFolder, console: Console
+) -> checkpoint.Checkpoint | None:
+    """Put the newest checkpoint that verifies into model and optimizer, the same on all ranks.
+
+    Raises:
+        UsageError: if it is of another data set or another model.
+        DataError: if none verifies, or ranks read different ones.
+    """
+    here = session.world
+    saved, path = None, None
+    skipped: list[str] = []
+    if here.rank == 0:
+        saved, path, skipped = checkpoint.load_newest(folder.checkpoints)
+    for line in skipped:
+        console.say(f"skipped a checkpoint: {line}")
+    if skipped and path is None:
+        raise DataError(f"{folder.checkpoints} holds no checkpoint that verifies: {skipped[0]}")
+    path = here.broadcast(path)
+    if path is None:
+        return None
+    saved = saved or checkpoint.load(path)
+    if len(set(here.gather(checkpoint.identity(path)))) > 1:
+        raise DataError(f"{path} is not the same on all ranks: it must lie on a shared disk")
+    if saved.progress["index_hash"] != session.index.hash:
+        raise UsageError(f"{session.config.data} is not the data set that this run was trained on")
+    tensors = session.model.tensors()
+    if {name: value.shape for name, value in tensors.items()} != {
+        name: value.shape for name, value in saved.tensors.items()
+    }:
+        raise UsageError(f"{path} holds the parameters of another model")
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            tensor.copy_(saved.tensors[name])
+    restore_state(session.optimizer, session.model.parameters(), saved.optimizer)
+    return saved
+
+
+def _agree_on_weights(session: Session) -> None:
+    """Give all ranks rank 0's weights: components are seeded, but a user's may not be."""
+    digests = session.world.gather(session.model.sha256())
+    if len(set(digests)) == 1:
+        return
+    with torch.no_grad():
+        for tensor in session.model.tensors().values():
+            tensor.copy_(torch.from_numpy(session.world.broadcast(tensor.cpu().numpy())))

@@ -1,0 +1,59 @@
+"""The summary of a finished run."""
+
+import resource
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvdtrain.errors import CheckFailed
+from hvdtrain.training import metrics
+from hvdtrain.training.run import Run
+
+
+def summarise(run: Run) -> dict[str, Any]:
+    """The content of summary.json.
+
+    Raises:
+        CheckFailed: if ranks hold different weights.
+    """
+    session, progress = run.session, run.progress
+    digests = session.world.gather(session.model.sha256())
+    if wrong := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+        raise CheckFailed(
+            f"rank(s) {', '.join(map(str, wrong))} ended with other weights than rank 0: "
+            "the replicas did not stay together (hvdtrain doctor checks MPI and Horovod)"
+        )
+    # Each rank's share of its own time: ranks that wait for another one do so on their clocks.
+    own = max(progress.train_seconds, 1e-9)
+    exposed, total = np.mean(
+        session.world.gather([progress.exposed_seconds / own, progress.communication_seconds / own]),
+        axis=0,
+    )
+    return {
+        "model": session.config.model,
+        "parameters": session.parameters,
+        "ranks": session.world.size,
+        "plan": session.plan.to_json(),
+        "epochs": progress.position / len(session.train_rows),
+        "steps": progress.step,
+        "samples": progress.position,
+        "seconds": progress.seconds,
+        "startup_seconds": run.startup_seconds,
+        "train_seconds": progress.train_seconds,
+        "images_per_second": progress.position / max(progress.train_seconds, 1e-9),
+        "communication": {"exposed_fraction": exposed, "total_fraction": total},
+        "bubble_fraction": 0.0,
+        "peak_memory_bytes": session.world.gather(_peak_memory(session.device)),
+        "final": progress.final,
+        "best": progress.best,
+        "weights_sha256": digests[0],
+        "versions": metrics.versions(),
+    }
+
+
+def _peak_memory(device: torch.device) -> int:
+    """Bytes: the process's largest resident set, or the most the GPU had allocated."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,346 @@
+"""Whole runs of several ranks, as users start and end them. Nothing here is simulated."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from hvdtrain.launch import mpirun
+from tests.conftest import Program, program_environment
+
+LONG = ("--model", "cnn", "--batch-size", "10", "--epochs", "100000", "--log-every", "1")
+HORUN = ("horovodrun", "--mpi", "--binding-args=--bind-to none --map-by :OVERSUBSCRIBE")
+
+
+def summary_of(run: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((run / "summary.json").read_text())
+    return content
+
+
+@pytest.mark.parametrize("start", ["own", "mpirun", "horovodrun"])
+def test_every_launcher_trains_the_same_run(
+    hvdtrain: Program, small_set: Path, tmp_path: Path, start: str
+) -> None:
+    run, ledger = tmp_path / "run", tmp_path / "ledger.csv"
+    options = ["train", "--model", "cnn", "--epochs", 2, "--batch-size", 50, "--data", small_set]
+    options += ["--run", run, "--ledger", ledger]
+    ranks = 4 if start == "horovodrun" else 3
+    launcher: tuple[str, ...] = ()
+    if start == "own":
+        options += ["--ranks", ranks]
+    else:
+        launcher = tuple(mpirun(ranks)) if start == "mpirun" else (*HORUN, "-np", str(ranks))
+    done = hvdtrain(*options, launcher=launcher)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = summary_of(run)
+    assert summary["ranks"] == ranks
+    assert len(summary["peak_memory_bytes"]) == ranks
+    assert 0 < summary["communication"]["exposed_fraction"] < 1
+    assert done.stdout.count("test acc") == 1, "one rank prints"
+    rows = [line.split(",") for line in ledger.read_text().splitlines()[1:]]
+    assert {row[2] for row in rows} == {str(rank) for rank in range(ranks)}
+    for epoch in ("1", "2"):
+        assert len({row[3] for row in rows if row[0] == epoch}) == 601
+    assert len(rows) == 2 * 601
+
+
+def test_one_rank_and_three_see_the_same_samples_and_reach_the_same_loss(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    finals, steps = [], []
+    for ranks in (1, 3):
+        run, ledger = tmp_path / f"run{ranks}", tmp_path / f"ledger{ranks}.csv"
+        done = hvdtrain(
+            *("train", "--model", "cnn", "--epochs", 1, "--batch-size", 50, "--precision", "fp64"),
+            *("--data", small_set, "--augment", "crop-flip", "--ranks", ranks),
+            *("--run", run, "--ledger", ledger),
+        )
+        assert done.returncode == 0, done.stderr
+        finals.append(summary_of(run)["final"])
+        rows = [line.split(",") for line in ledger.read_text().splitlines()[1:]]
+        steps.append({(row[1], row[3]) for row in rows})
+    assert steps[0] == steps[1]
+    assert finals[0]["train_loss"] == pytest.approx(finals[1]["train_loss"], rel=1e-10)
+    assert finals[0]["test_loss"] == pytest.approx(finals[1]["test_loss"], rel=1e-10)
+    assert finals[0]["test_accuracy"] == finals[1]["test_accuracy"]
+
+
+def test_two_runs_on_the_same_ranks_end_in_the_same_bits_and_a_resumed_one_too(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    common = ["train", "--model", "resnet18", "--data", small_set, "--ranks", 2]
+    common += ["--batch-size", 101, "--epochs", 2]
+    digests = []
+    for name in ("first", "second"):
+        run = tmp_path / name
+        if name == "second":
+            done = hvdtrain(*common, "--run", run, "--max-steps", 4)
+            assert done.returncode == 0, done.stderr
+        done = hvdtrain(*common, "--run", run, *(["--resume"] if name == "second" else []))
+        assert done.returncode == 0, done.stderr
+        digests.append(summary_of(run)["weights_sha256"])
+    assert digests[0] == digests[1]
+
+
+def test_a_plan_file_gives_ranks_unequal_shares(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    plan, run, ledger = tmp_path / "plan.json", tmp_path / "run", tmp_path / "ledger.csv"
+    plan.write_text('{"stages": [{"ranks": [0, 1], "shares": [2, 1]}], "microbatches": 2}')
+    done = hvdtrain(
+        *("train", "--model", "cnn", "--data", small_set, "--epochs", 1, "--batch-size", 60),
+        *("--ranks", 2, "--plan", plan, "--run", run, "--ledger", ledger),
+    )
+    assert done.returncode == 0, done.stderr
+    assert summary_of(run)["plan"]["stages"][0]["shares"] == [2, 1]
+    ranks = [line.split(",")[2] for line in ledger.read_text().splitlines()[1:]]
+    # Ten steps of 60 and a tail of one sample.
+    assert (ranks.count("0"), ranks.count("1")) == (401, 200)
+
+
+@pytest.mark.parametrize("start", ["own", "mpirun"])
+@pytest.mark.parametrize("faulty", ["1", "0,1,2"])
+def test_a_rank_that_raises_ends_all_with_its_traceback_shown_once(
+    hvdtrain: Program, small_set: Path, tmp_path: Path, start: str, faulty: str
+) -> None:
+    options = ["train", "--model", "tests.single.training.models:raises", "--data", small_set]
+    options += ["--run", tmp_path / "run", *(["--ranks", 3] if start == "own" else [])]
+    launcher = tuple(mpirun(3)) if start == "mpirun" else ()
+    done = hvdtrain(*options, launcher=launcher, FAULTY_RANKS=faulty, timeout=60)
+    raised = float((tmp_path / "run" / "raised").read_text())
+    assert time.time() - raised < 10
+    assert done.returncode == 4
+    assert done.stderr.count("RuntimeError: this rank is at fault") == 1, done.stderr
+    assert done.stderr.count("Traceback") == 1
+    if start == "own":
+        assert "MPI_ABORT" not in done.stderr
+        assert "prterun" not in done.stderr
+    wait_for_end(tmp_path)
+
+
+def test_a_user_error_of_all_ranks_is_said_once(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    done = hvdtrain(
+        *("train", "--model", "vit_tiny", "--patch-size", 5, "--data", small_set, "--ranks", 3),
+        *("--run", tmp_path / "run"),
+    )
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert "do not divide into patches" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("--data", "{absent}"), 3, "no such folder"),
+        (("--model", "ccn"), 2, "did you mean cnn"),
+        (("--plan", "single"), 2, "--plan single runs on one rank"),
+    ],
+)
+def test_what_can_be_checked_is_checked_before_ranks_start(
+    small_set: Path, tmp_path: Path, arguments: tuple[str, str], code: int, message: str
+) -> None:
+    options = {"--model": "cnn", "--data": str(small_set), "--run": str(tmp_path / "run")}
+    options[arguments[0]] = arguments[1].format(absent=tmp_path / "absent")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hvdtrain", "train", "--ranks", "2"]
+        + [part for pair in options.items() for part in pair],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=program_environment(),
+    )
+    started = set()
+    while process.poll() is None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            started |= {child.name() for child in psutil.Process(process.pid).children()}
+        time.sleep(0.005)
+    assert process.stderr is not None
+    said = process.stderr.read()
+    assert (process.returncode, len(said.splitlines())) == (code, 1), said
+    assert message in said
+    assert not any("run" in name for name in started), started
+
+
+def test_ranks_that_disagree_with_the_launcher_are_refused(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    done = hvdtrain(
+        *("train", "--model", "cnn", "--data", small_set, "--ranks", 4),
+        launcher=tuple(mpirun(2)),
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("--ranks 4, but the launcher started 2") == 1
+
+
+def test_horovodrun_on_gloo_is_refused_in_one_line(hvdtrain: Program, small_set: Path) -> None:
+    done = hvdtrain(
+        *("train", "--model", "cnn", "--data", small_set),
+        launcher=("horovodrun", "--gloo", "-np", "2"),
+    )
+    assert done.returncode != 0
+    assert (done.stdout + done.stderr).count("hvdtrain needs MPI") == 1
+
+
+def test_a_launcher_of_another_mpi_gives_worlds_of_one_and_one_line(
+    hvdtrain: Program, small_set: Path
+) -> None:
+    """Two processes that each believe to be one of two, as under a foreign mpirun."""
+    done = hvdtrain(
+        *("train", "--model", "cnn", "--data", small_set),
+        OMPI_COMM_WORLD_RANK="0",
+        OMPI_COMM_WORLD_SIZE="2",
+    )
+    assert done.returncode == 2
+    assert "mpirun started 2 ranks, but MPI sees 1" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.fixture
+def long_run(small_set: Path, tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
+    """A run of two ranks that has taken its first steps."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hvdtrain", "train", *LONG, "--ranks", "2"]
+        + ["--data", str(small_set), "--run", str(tmp_path / "run")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env=program_environment(),
+    )
+    deadline = time.monotonic() + 60
+    while not has_steps(tmp_path / "run") and time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+    assert has_steps(tmp_path / "run")
+    yield process
+    if process.poll() is None:
+        process.kill()
+
+
+def has_steps(run: Path) -> bool:
+    metrics = run / "metrics.jsonl"
+    return metrics.exists() and '"event": "step"' in metrics.read_text()
+
+
+def alive(run: Path) -> list[int]:
+    """Processes, launchers included, that still work on this run."""
+    return [
+        process.pid
+        for process in psutil.process_iter(["cmdline"])
+        if str(run) in " ".join(process.info["cmdline"] or []) and process.pid != os.getpid()
+    ]
+
+
+def wait_for_end(run: Path) -> None:
+    deadline = time.monotonic() + 15
+    while alive(run) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not alive(run)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_a_signal_ends_all_ranks_with_their_state_saved(
+    long_run: "subprocess.Popen[str]", tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    long_run.send_signal(number)
+    _, said = long_run.communicate(timeout=20)
+    assert long_run.returncode == code
+    assert len(said.splitlines()) == 1, said
+    assert "state saved" in said
+    assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
+    wait_for_end(tmp_path)
+
+
+def test_ctrl_c_before_the_first_step_ends_all_ranks_too(small_set: Path, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hvdtrain", "train", *LONG, "--ranks", "2"]
+        + ["--data", str(small_set), "--run", str(tmp_path / "run")],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=program_environment(),
+    )
+    while len(ranks_of(process)) < 2:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    # The ranks remember the signal from their first moments on, and save after the first step.
+    assert len(said.splitlines()) == 1, said
+    assert "stopped after step" in said or "ended before training began" in said
+    wait_for_end(tmp_path)
+
+
+def test_a_second_ctrl_c_ends_at_once(long_run: "subprocess.Popen[str]", tmp_path: Path) -> None:
+    for rank in ranks_of(long_run):
+        rank.suspend()  # ranks that do not answer the first one
+    long_run.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert long_run.poll() is None
+    long_run.send_signal(signal.SIGINT)
+    _, said = long_run.communicate(timeout=20)
+    assert long_run.returncode == 130
+    assert said == "hvdtrain: ended at once; the last checkpoint is as it was\n"
+    wait_for_end(tmp_path)
+
+
+def test_a_rank_that_is_killed_ends_the_job_and_is_named(
+    long_run: "subprocess.Popen[str]", tmp_path: Path
+) -> None:
+    ranks = ranks_of(long_run)
+    assert len(ranks) == 2
+    ranks[0].send_signal(signal.SIGKILL)
+    _, said = long_run.communicate(timeout=20)
+    assert long_run.returncode == 4
+    assert "was ended by signal 9" in said
+    wait_for_end(tmp_path)
+
+
+def test_nothing_lives_on_when_the_launcher_is_killed(
+    long_run: "subprocess.Popen[str]", tmp_path: Path
+) -> None:
+    long_run.kill()
+    wait_for_end(tmp_path)
+
+
+def ranks_of(launcher: "subprocess.Popen[str]") -> list[psutil.Process]:
+    """The ranks that a launcher has started: its descendants with a rank of their own."""
+    found = []
+    with contextlib.suppress(psutil.Error):
+        for process in psutil.Process(launcher.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if "OMPI_COMM_WORLD_RANK" in process.environ():
+                    found.append(process)
+    return found
+
+
+def test_a_users_own_script_that_raises_on_one_rank_ends_on_all(tmp_path: Path) -> None:
+    script = tmp_path / "own.py"
+    script.write_text(
+        "from hvdtrain import failure, world\n"
+        "here = world.start()\n"
+        "failure.end_all_on_exception()\n"
+        "if here.rank == 1:\n"
+        "    raise ValueError('of my own')\n"
+        "here.barrier()\n"
+    )
+    done = subprocess.run(
+        [*mpirun(3), sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=60,
+        env=program_environment(),
+    )
+    assert done.returncode == 4
+    assert done.stderr.count("ValueError: of my own") == 1

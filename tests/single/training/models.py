@@ -1,0 +1,42 @@
+"""Models of a user who got something wrong."""
+
+import os
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from hvdtrain.models.component import Component
+
+
+def ten(classes: int, image_size: int) -> list[Component]:
+    """Ten logits, whatever the number of classes."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(3 * image_size**2, 10))
+
+    return [Component("all", build)]
+
+
+class Raises(nn.Module):
+    """Fails in the fifth training step, on the ranks in FAULTY_RANKS, and notes when."""
+
+    def __init__(self, image_size: int, classes: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3 * image_size**2, classes)
+        self.calls = 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.calls += self.training and not images.is_meta
+        if self.calls == 5 and os.environ["OMPI_COMM_WORLD_RANK"] in os.environ["FAULTY_RANKS"]:
+            run = Path(sys.argv[sys.argv.index("--run") + 1])
+            (run / "raised").write_text(str(time.time()))
+            raise RuntimeError("this rank is at fault")
+        logits: Tensor = self.linear(images.flatten(1))
+        return logits
+
+
+def raises(classes: int, image_size: int) -> list[Component]:
+    return [Component("all", partial(Raises, image_size, classes))]
