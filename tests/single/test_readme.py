@@ -1,0 +1,136 @@
+"""README.md is true: its examples run and print what it shows, its options exist, its links lead.
+
+A fenced block below a comment `<!-- test: exit N -->` is run here, in the order of the page and on
+a smaller data set. Its output must be that of the page, numbers aside; `...` stands for any lines.
+"""
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.config import TrainConfig
+from tests.conftest import ROOT, program_environment
+
+README = (ROOT / "README.md").read_text()
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "data/README.md")
+BLOCK = re.compile(r"<!-- test: exit (\d+) -->\n```(\w+)\n(.*?)```", re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+NUMBER = re.compile(r"\b\d[\d,.]*(?:nan)?")
+
+
+@dataclass(frozen=True)
+class Example:
+    """A command of a console block with the output that the page shows."""
+
+    command: str
+    output: str
+
+
+def examples(console: str) -> list[Example]:
+    """The commands of a console block: each starts at a `$ `; a here-document belongs to it."""
+    found = []
+    for part in re.split(r"^\$ ", console, flags=re.MULTILINE)[1:]:
+        end = part.index("\nEND\n") + 5 if "<<END" in part else part.index("\n") + 1
+        found.append(Example(part[:end], part[end:]))
+    return found
+
+
+def comparable(text: str) -> str:
+    """Output without its numbers and widths."""
+    return re.sub(r"\s+", " ", NUMBER.sub("0", text)).strip()
+
+
+def is_shown(shown: str, printed: str) -> bool:
+    """Whether the page's output is the printed one, numbers aside."""
+    pattern = ".*".join(re.escape(comparable(part)) for part in shown.split("..."))
+    return re.fullmatch(pattern, comparable(printed), re.DOTALL) is not None
+
+
+@pytest.fixture(scope="module")
+def tour(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which the page is followed from its top to its end."""
+    folder = tmp_path_factory.mktemp("tour")
+    (folder / "examples").symlink_to(ROOT / "examples")
+    program = folder / "bin" / "hvdtrain"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m hvdtrain "$@"\n')
+    program.chmod(0o755)
+    return folder
+
+
+def run(tour: Path, command: list[str]) -> subprocess.CompletedProcess[str]:
+    environment = program_environment()
+    environment["PATH"] = f"{tour / 'bin'}{os.pathsep}{environment['PATH']}"
+    return subprocess.run(
+        command,
+        cwd=tour,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        timeout=120,
+    )
+
+
+def test_the_examples_run_and_print_what_the_page_shows(tour: Path) -> None:
+    """One test, as each example goes on where the one before it ended."""
+    smaller = README.replace("--images 2000", "--images 200")
+    blocks = BLOCK.findall(smaller)
+    assert len(blocks) >= 8
+    for code, language, text in blocks:
+        if language == "python":
+            done = run(tour, [sys.executable, "-c", text])
+            assert done.returncode == int(code), done.stdout
+            continue
+        for example in examples(text):
+            done = run(tour, ["bash", "-c", example.command])
+            assert done.returncode == int(code), example.command + done.stdout
+            assert is_shown(example.output, done.stdout), example.command + done.stdout
+
+
+def test_output_that_is_not_the_page_s_is_told_from_it() -> None:
+    assert is_shown("loss 1.5\n...\nend 3\n", "loss  12,000.25\nmore\nend 7")
+    assert not is_shown("loss 1.5\n", "loss 1.5\nmore")
+    assert not is_shown("2 rank(s)\n", "2 ranks")
+
+
+def test_the_table_of_options_is_that_of_the_program() -> None:
+    rows = re.findall(r"^\| `--([a-z-]+)` \| (.*?) \|", README, flags=re.MULTILINE)
+    fields = dataclasses.fields(TrainConfig)
+    assert [name.replace("-", "_") for name, _ in rows] == ["config", *(f.name for f in fields)]
+    for field, (_, default) in zip(fields, rows[1:], strict=True):
+        assert default == shown_default(field.default), field.name
+
+
+def shown_default(default: object) -> str:
+    """How the table shows a default."""
+    if default is dataclasses.MISSING:
+        return "required"
+    if default is None or default is False:
+        return ""
+    return f"`{default}`"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    text = (ROOT / page).read_text()
+    for target in LINK.findall(text):
+        if target.startswith(("https://", "http://")):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (ROOT / page).parent / path if path else ROOT / page
+        assert linked.exists(), f"{page} links to {target}"
+        assert not anchor or anchor in anchors(linked.read_text()), f"{page} links to {target}"
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
