@@ -27,7 +27,9 @@ def summarise(run: Run) -> dict[str, Any]:
     # Each rank's share of its own time: ranks that wait for another one do so on their clocks.
     own = max(progress.train_seconds, 1e-9)
     exposed, total = np.mean(
-        session.world.gather([progress.exposed_seconds / own, progress.communication_seconds / own]),
+        session.world.gather(
+            [progress.exposed_seconds / own, progress.communication_seconds / own]
+        ),
         axis=0,
     )
     return {
