@@ -7,11 +7,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, Literal
 
-from hvdtrain import __version__, failure, launch, world
+from hvdtrain import __version__, failure, launch, models, world
 from hvdtrain.arguments import Parser, add_dataclass
 from hvdtrain.config import TrainConfig
-from hvdtrain.errors import DataError, Interrupted, Preempted
+from hvdtrain.errors import CheckFailed, DataError, Interrupted, Preempted
+from hvdtrain.planner.options import PlanConfig
 from hvdtrain.training.stop import StopRequest
+
+PLAN_COMMANDS = {
+    "show": "Stages, labels, parameters, memory and the timeline of a plan.",
+    "check": "One step under the plan against the serial step, gradient by gradient.",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -112,6 +118,38 @@ def train(arguments: Sequence[str], **values: Any) -> int:
     return 0
 
 
+def plan_show(arguments: Sequence[str], **values: Any) -> int:
+    """What a plan means for a model."""
+    from hvdtrain.training import plancommands
+
+    found = plancommands.show(PlanConfig(**values))
+    print(_as_json(found.as_json()) if values["json"] else found.as_text())
+    return 0
+
+
+def plan_check(arguments: Sequence[str], **values: Any) -> int:
+    """Does a plan compute the gradients of the serial step?"""
+    config = PlanConfig(**values)
+    started = world.detect(os.environ)
+    world.check_pmix(started, os.environ)
+    if started.size == 1 and config.ranks > 1:
+        models.check_name(config.model)
+        return launch.run(config.ranks, arguments)
+    from hvdtrain.training import plancommands
+
+    parity = plancommands.check(config)
+    if started.rank == 0:
+        names = plancommands.component_names(config)
+        as_json = config.json
+        print(
+            _as_json(plancommands.parity_as_json(parity, names))
+            if as_json
+            else plancommands.parity_as_text(parity, names),
+            flush=True,
+        )
+    return 0 if parity.is_within else CheckFailed.exit_code
+
+
 COMMANDS: dict[str, Callable[..., int]] = {
     "doctor": doctor,
     "data fetch": data_fetch,
@@ -120,6 +158,8 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "data verify": data_verify,
     "data info": data_info,
     "train": train,
+    "plan show": plan_show,
+    "plan check": plan_check,
 }
 
 
@@ -141,6 +181,9 @@ def _parser() -> Parser:
     training.add_argument("--config", action="config", help="YAML file with keys of these options")
     add_dataclass(training, TrainConfig)
     commands.add_subcommand("train", training, help="train a model")
+    plan = Parser(description="Look at a plan: which ranks hold what, and when they work.")
+    commands.add_subcommand("plan", plan, help="show, check, simulate")
+    _add_plan_commands(plan)
     return parser
 
 
@@ -172,13 +215,20 @@ def _add_data_commands(data: Parser) -> None:
     commands.add_subcommand("info", info, help="describe a data set")
 
 
+def _add_plan_commands(plan: Parser) -> None:
+    commands = plan.add_subcommands(dest="plan_command")
+    for name, text in PLAN_COMMANDS.items():
+        command = Parser(description=text)
+        add_dataclass(command, PlanConfig)
+        commands.add_subcommand(name, command, help=text)
+
+
 def _innermost(parsed: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """The full name of the command that was given, and its own values."""
     command = parsed["command"]
     values = parsed[command]
-    if command == "data":
-        command = f"data {values['data_command']}"
-        values = values[values["data_command"]]
+    if inner := values.get(f"{command}_command"):
+        command, values = f"{command} {inner}", values[inner]
     return command, values
 
 

@@ -18,12 +18,14 @@ DEFAULT_EPOCHS = 10
 # A run may be continued with other values of these: they say where and how long it runs,
 # not what a step computes.
 MAY_CHANGE_ON_RESUME = frozenset(
-    {"data", "plan", "ranks", "epochs", "max_steps", "microbatches", "device", "threads"}
-    | {"allreduce", "log_every", "ledger", "run", "resume"}
+    {"data", "plan", "ranks", "epochs", "max_steps", "microbatches", "schedule", "recompute"}
+    | {"device", "threads", "allreduce", "log_every", "ledger", "stall_timeout", "trace"}
+    | {"run", "resume"}
 )
 
 
-def _help(text: str) -> dict[str, str]:
+def about(text: str) -> dict[str, str]:
+    """The metadata of a field that is an option with this help."""
     return {"help": text}
 
 
@@ -36,100 +38,141 @@ class TrainConfig:
     """
 
     model: str = field(
-        metadata=_help("cnn, resnet18, vit_tiny, or package.module:function of your own")
+        metadata=about("cnn, resnet18, vit_tiny, or package.module:function of your own")
     )
     data: str = field(metadata={"help": "folder of a packed data set (hvdtrain data pack)"})
     plan: str | None = field(
         default=None,
-        metadata=_help("single, dp or a JSON file; default: single on one rank, dp on more"),
+        metadata=about(
+            "single, dp, mp, hp:SxR (S stages of R replicas) or a JSON file; "
+            "default: single on one rank, dp on more"
+        ),
     )
     ranks: int | None = field(
         default=None,
-        metadata=_help(
+        metadata=about(
             "start this many ranks on this machine; default: those of the launcher, else 1"
         ),
     )
     epochs: int | None = field(
         default=None,
-        metadata=_help("passes over the training set; default: 10, or as --max-steps says"),
+        metadata=about("passes over the training set; default: 10, or as --max-steps says"),
     )
-    max_steps: int | None = field(default=None, metadata=_help("end after this many steps"))
-    batch_size: int = field(default=64, metadata=_help("images a step, over all ranks together"))
-    microbatches: int = field(
-        default=1, metadata=_help("parts a step is cut into, one forward and backward each")
+    max_steps: int | None = field(default=None, metadata=about("end after this many steps"))
+    batch_size: int = field(default=64, metadata=about("images a step, over all ranks together"))
+    microbatches: int | None = field(
+        default=None,
+        metadata=about(
+            "parts a step is cut into, one forward and backward each; "
+            "default: as the plan file says, else 1, or 4 a stage where there are several"
+        ),
+    )
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] | None = field(
+        default=None,
+        metadata=about(
+            "order of forwards and backwards: gpipe, 1f1b, interleaved or zb-h1; "
+            "default: as the plan file says, else 1f1b"
+        ),
     )
     precision: Precision = field(
-        default="fp32", metadata=_help("fp32, bf16 (autocast, fp32 weights) or fp64")
+        default="fp32", metadata=about("fp32, bf16 (autocast, fp32 weights) or fp64")
     )
     optimizer: Literal["sgd", "adam", "adamw"] = field(
-        default="adam", metadata=_help("sgd, adam or adamw")
+        default="adam", metadata=about("sgd, adam or adamw")
     )
-    lr: float = field(default=0.001, metadata=_help("learning rate, used as given"))
+    lr: float = field(default=0.001, metadata=about("learning rate, used as given"))
     lr_base_batch: int | None = field(
         default=None,
-        metadata=_help(
+        metadata=about(
             "scale the learning rate by batch size / this (Goyal et al., arXiv 1706.02677)"
         ),
     )
     lr_schedule: Literal["constant", "cosine", "step"] = field(
         default="constant",
-        metadata=_help(
+        metadata=about(
             "constant; cosine to zero; or step: a tenth at 50 %% and at 75 %% of the run"
         ),
     )
-    warmup_epochs: float = field(default=0.0, metadata=_help("epochs of linear warm-up from zero"))
-    momentum: float = field(default=0.9, metadata=_help("momentum of sgd (Nesterov)"))
-    weight_decay: float = field(default=0.0, metadata=_help("weight decay"))
+    warmup_epochs: float = field(default=0.0, metadata=about("epochs of linear warm-up from zero"))
+    momentum: float = field(default=0.9, metadata=about("momentum of sgd (Nesterov)"))
+    weight_decay: float = field(default=0.0, metadata=about("weight decay"))
+    clip_norm: float | None = field(
+        default=None,
+        metadata=about("scale gradients down to this norm, taken over the whole model"),
+    )
+    batch_norm: Literal["local", "sync"] = field(
+        default="local",
+        metadata=about(
+            "local: over a replica's part of a micro-batch; sync: over the whole micro-batch"
+        ),
+    )
+    recompute: str | None = field(
+        default=None,
+        metadata=about(
+            "components that keep no activations and run forward again in backward: "
+            "names or patterns with commas between, such as 'layer1.*,layer2.*', or all"
+        ),
+    )
     holdout: float = field(
-        default=0.0, metadata=_help("part of the training set held out as validation, 0 to 0.9")
+        default=0.0,
+        metadata=about("part of the training set held out as validation, 0 to 0.9"),
     )
     augment: Literal["none", "crop-flip"] = field(
-        default="none", metadata=_help("none or crop-flip")
+        default="none", metadata=about("none or crop-flip")
     )
     normalise: Literal["meanstd", "unit"] = field(
         default="meanstd",
-        metadata=_help("meanstd: per channel, of the training set; unit: pixels / 255"),
+        metadata=about("meanstd: per channel, of the training set; unit: pixels / 255"),
     )
     image_size: int | None = field(
-        default=None, metadata=_help("image size of the model; default: that of the data")
+        default=None, metadata=about("image size of the model; default: that of the data")
     )
     patch_size: int | None = field(
-        default=None, metadata=_help("patch size of a vision transformer")
+        default=None, metadata=about("patch size of a vision transformer")
     )
     device: Device | None = field(
-        default=None, metadata=_help("cpu or cuda; default: cuda where there is one")
+        default=None, metadata=about("cpu or cuda; default: cuda where there is one")
     )
     threads: int | None = field(
-        default=None, metadata=_help("threads a rank; default: its share of the cores")
+        default=None, metadata=about("threads a rank; default: its share of the cores")
     )
     allreduce: Literal["ring", "auto"] = field(
         default="auto",
-        metadata=_help("ring: ask the MPI library for its ring algorithm; auto: let it choose"),
+        metadata=about("ring: ask the MPI library for its ring algorithm; auto: let it choose"),
     )
     seed: int = field(
         default=0,
-        metadata=_help("seed of the weights, the sample order, augmentation and hold-out"),
+        metadata=about("seed of the weights, the sample order, augmentation and hold-out"),
     )
     log_every: int = field(
-        default=20, metadata=_help("steps from one step line of metrics.jsonl to the next")
+        default=20, metadata=about("steps from one step line of metrics.jsonl to the next")
+    )
+    stall_timeout: float = field(
+        default=300.0,
+        metadata=about("end the job if an action of a step takes longer than this many seconds"),
+    )
+    trace: str | None = field(
+        default=None,
+        metadata=about("write what all ranks did in the first 20 steps as a Chrome trace"),
     )
     run: str | None = field(
-        default=None, metadata=_help("run folder; default: runs/ and a name of time and model")
+        default=None, metadata=about("run folder; default: runs/ and a name of time and model")
     )
     resume: bool = field(
         default=False,
-        metadata=_help("continue the run in the run folder from its last checkpoint"),
+        metadata=about("continue the run in the run folder from its last checkpoint"),
     )
     ledger: str | None = field(
         default=None,
-        metadata=_help("write a CSV line (epoch,step,rank,sample) for every sample trained on"),
+        metadata=about("write a CSV line (epoch,step,rank,sample) for every sample trained on"),
     )
 
     def check(self) -> "TrainConfig":
         """Return the configuration itself if every value is in range."""
-        positive = ("batch_size", "microbatches", "lr", "log_every")
+        positive = ("batch_size", "lr", "log_every", "stall_timeout")
         positive_or_none = ("epochs", "max_steps", "ranks", "threads", "lr_base_batch")
-        for name in (*positive, *positive_or_none, "image_size", "patch_size"):
+        also = ("microbatches", "clip_norm", "image_size", "patch_size")
+        for name in (*positive, *positive_or_none, *also):
             value = getattr(self, name)
             if value is None and name not in positive:
                 continue

@@ -12,12 +12,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from hvdtrain.activity import last_activity
 from hvdtrain.errors import Interrupted, Preempted, RankError, UsageError
 from hvdtrain.world import own_mpirun
 
@@ -43,9 +45,15 @@ def run(ranks: int, arguments: Sequence[str]) -> int:
         UsageError: if there is no MPI launcher.
     """
     command = [*mpirun(ranks), sys.executable, "-m", "hvdtrain", *arguments]
+    with tempfile.NamedTemporaryFile(prefix="hvdtrain-") as activity:
+        return _run(command, Path(activity.name))
+
+
+def _run(command: Sequence[str], activity: Path) -> int:
+    """Run a launcher whose ranks note in the file `activity` what they do."""
     process = subprocess.Popen(
         command,
-        env=_environment(),
+        env=_environment() | {"HVDTRAIN_ACTIVITY": str(activity)},
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -62,7 +70,7 @@ def run(ranks: int, arguments: Sequence[str]) -> int:
     reader.join(timeout=5)
     if code and sys.stdout.isatty():
         sys.stdout.write(SHOW_CURSOR)  # a rank that was ended could not take its bar away
-    code, reason = judge(code, banners, interruption.received)
+    code, reason = judge(code, banners, interruption.received, activity)
     if reason:
         print(f"hvdtrain: {reason}", file=sys.stderr, flush=True)
     return code
@@ -79,13 +87,16 @@ def _whole_lines(lines: Iterable[str]) -> Iterator[str]:
         yield line
 
 
-def judge(code: int, banners: Sequence[str], received: Sequence[int]) -> tuple[int, str | None]:
+def judge(
+    code: int, banners: Sequence[str], received: Sequence[int], activity: Path | None = None
+) -> tuple[int, str | None]:
     """The exit code of a job, and the line to print where no rank has said why it ended.
 
     Args:
         code: what mpirun ended with.
         banners: what mpirun said itself.
         received: the signals that asked this launcher to end, in order.
+        activity: where the ranks noted what they did.
     """
     by_user = signal.SIGINT in received
     spoken = code != 1 or any(remark in line for line in banners for remark in REMARKS_ON_A_RANK)
@@ -97,7 +108,7 @@ def judge(code: int, banners: Sequence[str], received: Sequence[int]) -> tuple[i
         return Interrupted.exit_code, "ended at once; the last checkpoint is as it was"
     if received and "User defined signal" in " ".join(banners):
         return Interrupted.exit_code, "ended before training began"
-    return RankError.exit_code, explain(code, banners)
+    return RankError.exit_code, explain(code, banners, activity)
 
 
 def mpirun(ranks: int) -> list[str]:
@@ -142,12 +153,17 @@ def without_launcher_banners(lines: Iterable[str], banners: list[str]) -> Iterat
     yield from frame
 
 
-def explain(code: int, banners: Sequence[str]) -> str:
+def explain(code: int, banners: Sequence[str], activity: Path | None = None) -> str:
     """One line from mpirun's remarks on a job that ended without a word from a rank."""
     text = " ".join(" ".join(banners).split())
     ended = re.search(r"process rank (\d+) with PID \d+ on node (\S+) exited on (.*?)\.", text)
     if ended:
-        return f"rank {ended[1]} on {ended[2]} was ended by {ended[3]}; the job was ended with it"
+        doing = last_activity(activity, int(ended[1])) if activity else ""
+        where = f" in {doing}" if doing else ""
+        return (
+            f"rank {ended[1]} on {ended[2]} was ended by {ended[3]}{where}; "
+            "the job was ended with it"
+        )
     return f"mpirun ended with {code}: {text or 'it gave no reason'}"
 
 

@@ -39,9 +39,9 @@ class World:
     threads: int
     communicator: "MPI.Comm | None" = None
 
-    def broadcast(self, value: Any) -> Any:
-        """Rank 0's `value` on all ranks."""
-        return self.communicator.bcast(value) if self.communicator else value
+    def broadcast(self, value: Any, root: int = 0) -> Any:
+        """The `value` of rank `root` on all ranks."""
+        return self.communicator.bcast(value, root) if self.communicator else value
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's `value`, in rank order, on all ranks."""
@@ -59,6 +59,7 @@ class World:
 
 _world: World | None = None
 _horovod: Any = None
+_process_sets: dict[tuple[int, ...], Any] = {}
 
 
 def current() -> World:
@@ -168,7 +169,7 @@ def check_sizes(launch: Launch, size: int, library: str) -> None:
 
 
 def start_horovod(parameter_bytes: int) -> Any:
-    """Start Horovod on the world's ranks and return its `horovod.torch` module.
+    """Start Horovod on the world's ranks, once, and return its `horovod.torch` module. Collective.
 
     Args:
         parameter_bytes: size of the model. Horovod's background thread wakes once a cycle: a
@@ -179,12 +180,15 @@ def start_horovod(parameter_bytes: int) -> Any:
         UsageError: if Horovod is missing or counts other ranks than MPI.
     """
     global _horovod
+    if _horovod is not None:
+        return _horovod
     world = current()
     cycle_milliseconds = 5 if parameter_bytes > 8 * 2**20 else 0.3
     os.environ.setdefault("HOROVOD_CYCLE_TIME", str(cycle_milliseconds))
     # Buckets are flat already: fusing them again would copy them, and in an order that timing
     # decides, so that the bits of the sum would change from run to run.
     os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
+    os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
     os.environ.setdefault("HOROVOD_LOG_LEVEL", "error")
     try:
         import horovod.torch as horovod
@@ -201,7 +205,19 @@ def start_horovod(parameter_bytes: int) -> Any:
             "against the same MPI (hvdtrain doctor shows which they use)"
         )
     _horovod = horovod
+    _process_sets[tuple(range(world.size))] = horovod.global_process_set
     return horovod
+
+
+def process_set(ranks: tuple[int, ...]) -> Any:
+    """Horovod's process set of these ranks, made once. Collective: all ranks, in the same order.
+
+    Horovod must be running. The set of all ranks is its global one: a second such set is refused.
+    """
+    key = tuple(sorted(ranks))
+    if key not in _process_sets:
+        _process_sets[key] = _horovod.add_process_set(list(key))
+    return _process_sets[key]
 
 
 def stop() -> None:
@@ -212,6 +228,13 @@ def stop() -> None:
     if _horovod is not None:
         _horovod.shutdown()
     _world, _horovod = None, None
+    _process_sets.clear()
+
+
+def activity_path() -> Path | None:
+    """The file in which the ranks of this machine note what they do, where a launcher reads it."""
+    path = os.environ.get("HVDTRAIN_ACTIVITY")
+    return Path(path) if path else None
 
 
 def own_mpirun() -> str | None:

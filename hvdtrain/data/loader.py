@@ -4,15 +4,21 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import Self
+from typing import Generic, Protocol, Self, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
-from hvdtrain.data.shards import Batch, Samples
 from hvdtrain.errors import UsageError
 
-Transform = Callable[[Batch], Batch]
+Request = TypeVar("Request")
+Item = TypeVar("Item")
+_Asked = TypeVar("_Asked", contravariant=True)
+_Made = TypeVar("_Made", covariant=True)
+
+
+class Source(Protocol[_Asked, _Made]):
+    """What batches come from; a `Samples` is one, its requests arrays of rows."""
+
+    def gather(self, request: _Asked, /) -> _Made:
+        """Read one batch."""
 
 
 class _End:
@@ -22,39 +28,39 @@ class _End:
         self.error = error
 
 
-class Loader:
+class Loader(Generic[Request, Item]):
     """Iterates over one batch a request, in the order of the requests.
 
-    Each request is an int64 array of rows (it may be empty); `transform` is applied to each batch
-    in the background thread. At most `prefetch` batches wait for their use. An error in the
-    thread is raised in the consumer, in place of the batch that failed. The thread ends with the
-    requests or with close(), whichever comes first; use it in a `with` statement.
+    Each request is what the source takes; `transform` is applied to each batch in the background
+    thread. At most `prefetch` batches wait for their use. An error in the thread is raised in the
+    consumer, in place of the batch that failed. The thread ends with the requests or with
+    close(), whichever comes first; use it in a `with` statement.
     """
 
     def __init__(
         self,
-        samples: Samples,
-        requests: Iterable[NDArray[np.int64]],
-        transform: Transform | None = None,
+        source: Source[Request, Item],
+        requests: Iterable[Request],
+        transform: Callable[[Item], Item] | None = None,
         prefetch: int = 2,
     ) -> None:
         if prefetch < 1:
             raise UsageError(f"prefetch is {prefetch}: it must be at least 1")
-        self._queue: queue.Queue[Batch | _End] = queue.Queue(prefetch)
+        self._queue: queue.Queue[Item | _End] = queue.Queue(prefetch)
         self._stop = threading.Event()
         self._ended = False
         self._thread = threading.Thread(
             target=_produce,
-            args=(samples, iter(requests), transform, self._queue, self._stop),
+            args=(source, iter(requests), transform, self._queue, self._stop),
             name="hvdtrain-loader",
             daemon=True,
         )
         self._thread.start()
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> Item:
         if self._ended:
             raise StopIteration
         item = self._queue.get()
@@ -88,16 +94,16 @@ class Loader:
 
 
 def _produce(
-    samples: Samples,
-    requests: Iterator[NDArray[np.int64]],
-    transform: Transform | None,
-    made: "queue.Queue[Batch | _End]",
+    source: Source[Request, Item],
+    requests: Iterator[Request],
+    transform: Callable[[Item], Item] | None,
+    made: "queue.Queue[Item | _End]",
     stop: threading.Event,
 ) -> None:
     error: BaseException | None = None
     try:
-        for rows in requests:
-            batch = samples.gather(rows)
+        for request in requests:
+            batch = source.gather(request)
             made.put(batch if transform is None else transform(batch))
             if stop.is_set():
                 return

@@ -103,8 +103,22 @@ def parameter_count(components: Sequence[Component]) -> int:
     return sum(
         parameter.numel()
         for component in components
-        for parameter in _build_on_meta(component).parameters()
+        for parameter in build_on_meta(component).parameters()
     )
+
+
+def tensor_shapes(components: Sequence[Component]) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter and buffer by its full name, `component.parameter`.
+
+    In the order of the components, parameters before buffers in each; what a component shares
+    with itself counts once. No weights are made.
+    """
+    shapes = {}
+    for component in components:
+        module = build_on_meta(component)
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            shapes[f"{component.name}.{name}"] = tuple(tensor.shape)
+    return shapes
 
 
 def boundaries(
@@ -127,16 +141,20 @@ def boundaries(
     activation = torch.empty(shape, dtype=dtype, device="meta")
     emitted = []
     for component in components:
-        activation = _forward(component, _build_on_meta(component).to(dtype=dtype), activation)
+        activation = run_on_meta(component, build_on_meta(component).to(dtype=dtype), activation)
         emitted.append(Boundary(tuple(activation.shape), activation.dtype))
-    last = emitted[-1].shape
-    if len(last) != 2 or classes not in (None, last[1]):
+    check_logits(components[-1], emitted[-1].shape, classes)
+    return emitted
+
+
+def check_logits(last: Component, shape: tuple[int, ...], classes: int | None) -> None:
+    """Raise UsageError unless `shape`, which the last component emits, is [batch, classes]."""
+    if len(shape) != 2 or classes not in (None, shape[1]):
         wanted = "classes" if classes is None else classes
         raise UsageError(
-            f"the last component, {components[-1].name!r}, emits shape {last}, "
-            f"not ({batch}, {wanted}): it must emit one logit for each class"
+            f"the last component, {last.name!r}, emits shape {shape}, "
+            f"not ({shape[0]}, {wanted}): it must emit one logit for each class"
         )
-    return emitted
 
 
 def one_line(error: BaseException) -> str:
@@ -159,7 +177,7 @@ def _isolated(seed: int, device: str) -> Iterator[None]:
             torch.set_default_dtype(dtype)
 
 
-def _build_on_meta(component: Component) -> nn.Module:
+def build_on_meta(component: Component) -> nn.Module:
     """Build without weights; UsageError for whatever a user's component can get wrong here."""
     try:
         with _isolated(0, "meta"):
@@ -190,11 +208,17 @@ def _build_on_meta(component: Component) -> nn.Module:
     return module
 
 
-def _forward(component: Component, module: nn.Module, given: Tensor) -> Tensor:
-    """Run one component on the meta device and check what it did."""
+def run_on_meta(
+    component: Component, module: nn.Module, given: Tensor, grad: bool = False
+) -> Tensor:
+    """Run one component on the meta device and check what it did.
+
+    `given` has the batch first; `grad` says whether autograd takes part. Raises UsageError where
+    the component fails, changes its input in place, or does not return one tensor of that batch.
+    """
     shape, version = tuple(given.shape), given._version
     try:
-        with torch.no_grad():
+        with torch.set_grad_enabled(grad):
             emitted: object = module(given)
     except Exception as error:
         raise UsageError(

@@ -1,20 +1,20 @@
 """The plan: which ranks hold which components, and how a step is cut.
 
-A plan is a value: it is parsed, checked, printed and saved without any process knowing of it.
-This version runs plans of one stage; `check` says so of all others.
+A plan is a value: it is made, checked, printed and saved without any process knowing of it.
 """
 
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from hvdtrain.arguments import nearest
-from hvdtrain.data import order
 from hvdtrain.errors import UsageError
 
-SHORT_FORMS = ("single", "dp")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
+DEFAULT_SCHEDULE = "1f1b"
+CHUNKS_A_RANK = 2  # of `mp` under the interleaved schedule
+MICROBATCHES_A_STAGE = 4  # where neither the user nor a file says: GPipe's rule of thumb
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,30 @@ class Stage:
 
 @dataclass(frozen=True)
 class Plan:
-    """Stages in the order of the model, and the micro-batches a step is cut into."""
+    """Stages in the order of the model, and the micro-batches a step is cut into.
+
+    Attributes:
+        microbatches: at most so many; a batch too small for them gets fewer.
+        schedule: one of SCHEDULES.
+    """
 
     stages: tuple[Stage, ...]
     microbatches: int = 1
-    schedule: str = "1f1b"
+    schedule: str = DEFAULT_SCHEDULE
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that hold something, ascending."""
+        return tuple(sorted({rank for stage in self.stages for rank in stage.ranks}))
+
+    @property
+    def last(self) -> int:
+        """The number of the last stage."""
+        return len(self.stages) - 1
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The numbers of the stages that `rank` holds, ascending."""
+        return tuple(i for i, stage in enumerate(self.stages) if rank in stage.ranks)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as it stands in a plan file."""
@@ -43,55 +62,98 @@ class Plan:
         return {"stages": stages, "microbatches": self.microbatches, "schedule": self.schedule}
 
 
-def parse(text: str | None, components: Sequence[str], ranks: int, microbatches: int) -> Plan:
-    """Make the plan that `--plan` names, for a model of these components on so many ranks.
+def labels(plan: Plan) -> dict[str, str]:
+    """How each component is parallel: DP on all ranks, MP on one, HP on some; or single."""
+    size = len(plan.ranks)
+
+    def label(stage: Stage) -> str:
+        if size == 1:
+            return "single"
+        return {size: "DP", 1: "MP"}.get(len(stage.ranks), "HP")
+
+    return {name: label(stage) for stage in plan.stages for name in stage.components}
+
+
+def replicated(
+    components: Sequence[str], ranks: int, microbatches: int | None, schedule: str | None
+) -> Plan:
+    """All components on all ranks: data parallelism, or a single rank."""
+    stage = Stage(tuple(components), tuple(range(ranks)), (1,) * ranks)
+    return Plan((stage,), microbatches or 1, schedule or DEFAULT_SCHEDULE)
+
+
+def pipeline(
+    components: Sequence[str],
+    costs: Sequence[float],
+    ranks: int,
+    stages: int,
+    replicas: int,
+    microbatches: int | None = None,
+    schedule: str | None = None,
+) -> Plan:
+    """`stages` stages of `replicas` ranks each, cut where the most costly one costs least.
+
+    Where there are more stages than groups of ranks, they go round the groups: rank 0 of 2 holds
+    stages 0 and 2 of 4.
 
     Args:
-        text: "single", "dp", the path of a JSON file, or None: single on one rank, dp on more.
+        costs: of each component, in any unit.
 
     Raises:
-        UsageError: if the plan is unknown, malformed, or does not fit the model or the ranks.
+        UsageError: if so many stages do not fit the model or the ranks.
     """
-    text = text or ("single" if ranks == 1 else "dp")
-    if text == "single" and ranks > 1:
-        raise UsageError(f"--plan single runs on one rank, not on {ranks}: use --plan dp")
-    if text in SHORT_FORMS:
-        stage = Stage(tuple(components), tuple(range(ranks)), (1,) * ranks)
-        return Plan((stage,), microbatches)
-    path = Path(text)
-    if path.suffix != ".json" and not path.exists():
-        raise UsageError(f"unknown plan {text}{nearest(text, (*SHORT_FORMS, 'FILE.json'))}")
-    plan = from_json(_read(path), text, components, microbatches)
-    check(plan, components, ranks)
-    return plan
+    name = f"hp:{stages}x{replicas}"
+    if stages > len(components):
+        raise UsageError(
+            f"{name} has {stages} stages, but the model has {len(components)} components"
+        )
+    groups, left = divmod(ranks, replicas)
+    if left or not groups or stages % groups:
+        raise UsageError(
+            f"{name} runs on {stages * replicas} ranks (or, its stages going round, on a whole "
+            f"part of them), not on {ranks}"
+        )
+    made, start = [], 0
+    for number, size in enumerate(balance(costs, stages)):
+        first = number % groups * replicas
+        held = tuple(range(first, first + replicas))
+        made.append(Stage(tuple(components[start : start + size]), held, (1,) * replicas))
+        start += size
+    default = MICROBATCHES_A_STAGE * stages if stages > 1 else 1
+    return Plan(tuple(made), microbatches or default, schedule or DEFAULT_SCHEDULE)
 
 
-def from_json(content: Any, source: str, components: Sequence[str], microbatches: int) -> Plan:
-    """Make a plan of the content of a plan file.
+def balance(costs: Sequence[float], parts: int) -> list[int]:
+    """Sizes of `parts` contiguous, non-empty parts of which the most costly costs least.
 
-    `components` may be left out where there is one stage; `shares` are equal where left out.
-
-    Raises:
-        UsageError: naming the file and the key.
+    The exact dynamic programme of linear partitioning (Skiena, The Algorithm Design Manual, 8.5).
     """
-    known = {"stages", "microbatches", "schedule"}
-    _check_keys(content, known, source)
-    stages = content.get("stages")
-    if not isinstance(stages, list) or not stages:
-        raise UsageError(f"{source}: stages must be a list of at least one stage")
-    schedule = content.get("schedule", "1f1b")
-    if schedule != "1f1b":
-        raise UsageError(f"{source}: unknown schedule {schedule}; this version knows 1f1b")
-    everything = list(components) if len(stages) == 1 else None
-    return Plan(
-        tuple(_stage(stage, f"{source}: stage {i}", everything) for i, stage in enumerate(stages)),
-        _count(content.get("microbatches", microbatches), f"{source}: microbatches"),
-        schedule,
-    )
+    sums = [0.0, *accumulate(costs)]
+    number = len(costs)
+    # best[i]: (cost, sizes) of the first i components in the parts so far
+    best: list[tuple[float, list[int]]] = [(sums[i], [i]) for i in range(number + 1)]
+    for part in range(2, parts + 1):
+        best = [
+            min(
+                (
+                    (max(best[j][0], sums[i] - sums[j]), [*best[j][1], i - j])
+                    for j in range(part - 1, i)
+                ),
+                key=lambda found: found[0],
+                default=(float("inf"), []),
+            )
+            for i in range(number + 1)
+        ]
+    return best[number][1]
 
 
-def check(plan: Plan, components: Sequence[str], ranks: int) -> None:
-    """Refuse a plan that does not fit the model and the ranks, or that this version cannot run.
+def check(
+    plan: Plan, components: Sequence[str], ranks: int, splits_backward: Callable[[], str] = str
+) -> None:
+    """Refuse a plan that does not fit the model and the ranks, or that the runtime cannot run.
+
+    Args:
+        splits_backward: what forbids a backward in halves, in words; empty if nothing does.
 
     Raises:
         UsageError: with the reason.
@@ -100,95 +162,31 @@ def check(plan: Plan, components: Sequence[str], ranks: int) -> None:
     for name in held:
         if name not in components:
             raise UsageError(f"the plan names a component {name}{nearest(name, components)}")
-    if held != list(components):
+    if held != list(components) or not all(stage.components for stage in plan.stages):
         raise UsageError(
             "the plan must hold every component once, in the order of the model: "
             + " ".join(components)
         )
-    used = {rank for stage in plan.stages for rank in stage.ranks}
+    used = set(plan.ranks)
     if beyond := sorted(used - set(range(ranks))):
         raise UsageError(f"the plan uses rank {beyond[0]}, but there are ranks 0 to {ranks - 1}")
     if idle := sorted(set(range(ranks)) - used):
         raise UsageError(f"the plan leaves rank {idle[0]} of {ranks} without a stage")
-    if len(plan.stages) > 1:
-        raise UsageError(
-            f"the plan has {len(plan.stages)} stages, and this version runs plans of one stage "
-            "(single, dp, or a file with one)"
-        )
+    check_schedule(plan.schedule)
+    if plan.schedule == "zb-h1" and len(plan.stages) > 1 and (reason := splits_backward()):
+        raise UsageError(f"zb-h1 splits the backward, which {reason} does not allow: use 1f1b")
 
 
-@dataclass(frozen=True)
-class Cut:
-    """What one replica does of a global batch of a given size.
-
-    Attributes:
-        parts: (start, stop) of each micro-batch's samples, relative to the batch's start.
-        first: whether it is the first replica that has samples.
-    """
-
-    parts: tuple[tuple[int, int], ...]
-    first: bool
-
-    @property
-    def samples(self) -> int:
-        """This replica's samples, over all micro-batches."""
-        return sum(stop - start for start, stop in self.parts)
+def check_schedule(schedule: str) -> None:
+    """Raise UsageError for a schedule that does not exist."""
+    if schedule not in SCHEDULES:
+        raise UsageError(f"unknown schedule {schedule}{nearest(schedule, SCHEDULES)}")
 
 
-def cut(stage: Stage, replica: int, batch_size: int, microbatches: int) -> Cut:
-    """Cut a global batch: micro-batch k is its k-th contiguous slice, replicas share each one.
-
-    A batch too small for its micro-batches and replicas gets fewer micro-batches.
-    """
-    number = order.microbatches(batch_size, microbatches, stage.shares)
-    parts = [
-        tuple(order.share_rows(0, batch_size, number, stage.shares, other))
-        for other in range(len(stage.ranks))
-    ]
-    with_samples = [i for i, mine in enumerate(parts) if any(b > a for a, b in mine)]
-    return Cut(parts[replica], first=replica == with_samples[0])
-
-
-def _stage(content: Any, source: str, everything: list[str] | None) -> Stage:
-    _check_keys(content, {"components", "ranks", "shares"}, source)
-    components = content.get("components", everything)
-    if not isinstance(components, list) or not all(isinstance(name, str) for name in components):
-        raise UsageError(f"{source}: components must be a list of names")
-    ranks = content.get("ranks")
-    if not isinstance(ranks, list) or not ranks or not all(_is_count(rank) for rank in ranks):
-        raise UsageError(f"{source}: ranks must be a list of rank numbers")
-    if len(set(ranks)) != len(ranks):
-        raise UsageError(f"{source}: a rank is named twice")
-    shares = content.get("shares", [1] * len(ranks))
-    if not isinstance(shares, list) or not all(_is_count(share) for share in shares):
-        raise UsageError(f"{source}: shares must be a list of whole numbers")
-    if len(shares) != len(ranks) or sum(shares) == 0:
-        raise UsageError(f"{source}: shares must give each of the {len(ranks)} ranks a part")
-    return Stage(tuple(components), tuple(ranks), tuple(shares))
-
-
-def _read(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text())
-    except OSError as error:
-        raise UsageError(f"the plan {path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise UsageError(f"the plan {path} is not JSON: {error}") from None
-
-
-def _check_keys(content: Any, known: set[str], source: str) -> None:
-    if not isinstance(content, dict):
-        raise UsageError(f"{source}: expected an object with the keys {', '.join(sorted(known))}")
-    for key in content:
-        if key not in known:
-            raise UsageError(f"{source}: unknown key {key}{nearest(key, known)}")
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _count(value: Any, source: str) -> int:
-    if not _is_count(value) or value == 0:
-        raise UsageError(f"{source} must be a whole number above 0, not {value!r}")
-    return int(value)
+def with_options(plan: Plan, microbatches: int | None, schedule: str | None) -> Plan:
+    """The plan with what the user has asked for besides; None leaves it as it is."""
+    return replace(
+        plan,
+        microbatches=microbatches or plan.microbatches,
+        schedule=schedule or plan.schedule,
+    )

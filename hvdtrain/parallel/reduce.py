@@ -14,24 +14,22 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from hvdtrain.parallel.cut import Share
+from hvdtrain.parallel.waiting import ReductionTime
+
 BUCKET_BYTES = 25 * 2**20
-
-
-@dataclass
-class Waiting:
-    """Seconds of communication of one step: in flight at all, and with nothing to compute."""
-
-    total: float = 0.0
-    exposed: float = 0.0
 
 
 class Gradients(Protocol):
     """What the runtime asks of a stage's gradients."""
 
-    def complete_with_next_backward(self, samples: int, first: bool, batch_size: int) -> None:
-        """Announce the last backward of a step, in which reductions may start early."""
+    def announce(self, share: Share) -> None:
+        """The next backward completes the gradients: reductions may start during it."""
 
-    def reduce(self) -> Waiting:
+    def start(self, share: Share) -> None:
+        """Start what is not started yet: every gradient is complete on this replica."""
+
+    def finish(self) -> ReductionTime:
         """Return once every gradient is the sum over all replicas."""
 
     def zero(self) -> None:
@@ -44,15 +42,18 @@ class SerialGradients:
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self.parameters = list(parameters.values())
 
-    def complete_with_next_backward(self, samples: int, first: bool, batch_size: int) -> None:
+    def announce(self, share: Share) -> None:
         """Nothing has to be announced to oneself."""
 
-    def reduce(self) -> Waiting:
-        """Nothing is in flight; what backward did not reach has the gradient zero, as on more."""
+    def start(self, share: Share) -> None:
+        """Nothing is sent; what backward did not reach has the gradient zero, as on more ranks."""
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        return Waiting()
+
+    def finish(self) -> ReductionTime:
+        """Nothing is in flight."""
+        return ReductionTime()
 
     def zero(self) -> None:
         """Drop the gradients: autograd then moves the next ones in without a sum."""
@@ -108,40 +109,42 @@ class ReplicatedGradients:
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(self._on_gradient(bucket))
 
-    def complete_with_next_backward(self, samples: int, first: bool, batch_size: int) -> None:
-        """Announce the last backward of a step.
-
-        Args:
-            samples: this replica's part of the batch.
-            first: whether it is the first replica with samples.
-            batch_size: samples of the whole batch, over all replicas.
-        """
+    def announce(self, share: Share) -> None:
+        """The next backward completes the gradients; the forwards of this stage are over."""
         self.announced = True
         for bucket in self.buckets:
             bucket.missing = len(bucket.parameters)
-        for view, value in zip(self.buckets[-1].tail, self.statistics, strict=True):
-            view.copy_(value)
-            view.mul_(samples / batch_size if value.is_floating_point() else float(first))
+        self._take_statistics(share)
 
-    def reduce(self) -> Waiting:
-        """Start what backward has not started, wait for all, and take the statistics over."""
+    def start(self, share: Share) -> None:
+        """Start the buckets that no backward has started."""
+        if not self.announced:
+            self._take_statistics(share)
+        self.announced = False
         for bucket in self.buckets:
             if bucket.handle is None:
                 self._start(bucket)
+
+    def finish(self) -> ReductionTime:
+        """Wait for all buckets and take the statistics over."""
         waiting_since = time.perf_counter()
         for bucket in self.buckets:
             self.wait(bucket.handle)
             bucket.handle = None
         for view, value in zip(self.buckets[-1].tail, self.statistics, strict=True):
             value.copy_(view if value.is_floating_point() else view.round())
-        self.announced = False
         now = time.perf_counter()
-        return Waiting(total=now - self.started_at, exposed=now - waiting_since)
+        return ReductionTime(total=now - self.started_at, exposed=now - waiting_since)
 
     def zero(self) -> None:
         """Set every gradient to zero, in place."""
         for bucket in self.buckets:
             bucket.flat.zero_()
+
+    def _take_statistics(self, share: Share) -> None:
+        for view, value in zip(self.buckets[-1].tail, self.statistics, strict=True):
+            view.copy_(value)
+            view.mul_(share.weight if value.is_floating_point() else float(share.first))
 
     def _tail(self, index: int, groups: Sequence[Sequence[int]]) -> list[Tensor]:
         # The last bucket is the last to be started: by then the forwards are over everywhere.
@@ -163,16 +166,28 @@ class ReplicatedGradients:
 
 
 def horovod_gradients(
-    parameters: Mapping[str, nn.Parameter], statistics: Mapping[str, Tensor], horovod: Any
-) -> ReplicatedGradients:
-    """The gradients of a stage on all ranks, summed by Horovod.
+    parameters: Mapping[str, nn.Parameter],
+    statistics: Mapping[str, Tensor],
+    horovod: Any,
+    process_set: Any,
+    name: str,
+) -> Gradients:
+    """The gradients of a stage on several ranks, summed by Horovod.
 
     This is the seam for other ways to agree (parameter server, local SGD, compression): all that
     they need to replace is the pair of functions given here.
-    """
 
-    def all_reduce(tensor: Tensor, name: str) -> Any:
-        return horovod.allreduce_async_(tensor, name=name, op=horovod.Sum)
+    Args:
+        horovod: the module, started. process_set: Horovod's, of the ranks of the stage.
+        name: the same on all ranks of the stage, and unlike that of any other stage.
+    """
+    if not parameters and not statistics:
+        return SerialGradients(parameters)
+
+    def all_reduce(tensor: Tensor, bucket: str) -> Any:
+        return horovod.allreduce_async_(
+            tensor, name=f"{name}.{bucket}", op=horovod.Sum, process_set=process_set
+        )
 
     return ReplicatedGradients(parameters, statistics, all_reduce, horovod.synchronize)
 
@@ -192,7 +207,7 @@ def group_by_bytes(sizes: Sequence[int], limit: int) -> list[list[int]]:
 
 def _make_bucket(name: str, parameters: list[nn.Parameter], statistics: list[Tensor]) -> Bucket:
     """Allocate a bucket and make each parameter's gradient a view into it."""
-    reference = parameters[0]
+    reference = [*parameters, *statistics][0]
     length = sum(tensor.numel() for tensor in (*parameters, *statistics))
     flat = torch.zeros(length, dtype=reference.dtype, device=reference.device)
     offset = 0

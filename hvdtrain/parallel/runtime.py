@@ -1,203 +1,262 @@
 """The interpreter of schedules: a table from the kind of an action to what is done.
 
 It knows no schedule by name and no strategy: what a rank does in a step is the list of actions
-that it is given.
+that it is given. Tensors wait in the `Step`, by (stage, micro-batch), and each is gone once the
+last action that needs it is done.
 """
 
-import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import replace
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _NormBase
 
-from hvdtrain.data.shards import Batch, Index
-from hvdtrain.parallel.reduce import Gradients, Waiting
-from hvdtrain.parallel.schedule import Action, last_backward
+from hvdtrain.activity import Activity
+from hvdtrain.parallel import halves
+from hvdtrain.parallel.actions import RECEIPTS, SENDS
+from hvdtrain.parallel.clip import clip_gradients
+from hvdtrain.parallel.exchange import Exchange
+from hvdtrain.parallel.handover import Handover
+from hvdtrain.parallel.part import Part
+from hvdtrain.parallel.program import Program, Task
+from hvdtrain.parallel.simulate import Event
+from hvdtrain.parallel.stage import Images
+from hvdtrain.parallel.step import Step
+from hvdtrain.parallel.waiting import WaitTime
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
-
-
-class StageModel:
-    """The components that a rank holds, in order, with names as they stand in checkpoints."""
-
-    def __init__(self, components: Mapping[str, nn.Module]) -> None:
-        self.components = dict(components)
-
-    def __call__(self, activations: Tensor) -> Tensor:
-        """Run the components one after another."""
-        for component in self.components.values():
-            activations = component(activations)
-        return activations
-
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """What is trained, by name: component, a dot, and the name inside the component."""
-        return {
-            f"{name}.{key}": parameter
-            for name, component in self.components.items()
-            for key, parameter in component.named_parameters()
-            if parameter.requires_grad
-        }
-
-    def statistics(self) -> dict[str, Tensor]:
-        """The running statistics of batch norms, by name, as the parameters."""
-        return {
-            f"{name}.{path}.{key}" if path else f"{name}.{key}": buffer
-            for name, component in self.components.items()
-            for path, module in component.named_modules()
-            if isinstance(module, _NormBase)
-            for key, buffer in module.named_buffers(recurse=False)
-        }
-
-    def tensors(self) -> dict[str, Tensor]:
-        """All parameters, frozen ones included, and all buffers, by name."""
-        return {
-            f"{name}.{key}": value
-            for name, component in self.components.items()
-            for key, value in (*component.named_parameters(), *component.named_buffers())
-        }
-
-    def train(self, mode: bool) -> None:
-        """Switch all components between training and evaluation."""
-        for component in self.components.values():
-            component.train(mode)
-
-    def sha256(self) -> str:
-        """Hex digest of all parameters and buffers: names, types, shapes and bits."""
-        digest = hashlib.sha256()
-        for name, tensor in sorted(self.tensors().items()):
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-        return digest.hexdigest()
-
-
-class Images:
-    """Turns images as stored into what the first component reads.
-
-    uint8 [n, H, W, C] becomes floating [n, C, H, W] in channels_last order, which is the same
-    memory: no transposition is ever made.
-    """
-
-    def __init__(self, index: Index, normalise: str, device: torch.device, precision: str) -> None:
-        self.device, self.dtype = device, DTYPES[precision]
-        mean, std = np.asarray(index.mean), np.asarray(index.std)
-        if normalise == "unit":
-            mean, std = np.zeros_like(mean), np.ones_like(std)
-        shape = (1, len(mean), 1, 1)
-        self.scale = self._constant(1 / (255 * std), shape)
-        self.shift = self._constant(-mean / std, shape)
-
-    def __call__(self, images: np.ndarray) -> Tensor:
-        """Normalise images uint8 [n, H, W, C]."""
-        stored = torch.from_numpy(images).to(self.device, non_blocking=True)
-        return stored.permute(0, 3, 1, 2).to(self.dtype).mul_(self.scale).add_(self.shift)
-
-    def _constant(self, values: np.ndarray, shape: tuple[int, ...]) -> Tensor:
-        return torch.tensor(values, dtype=self.dtype, device=self.device).view(shape)
-
-
-@dataclass
-class Step:
-    """What one step has of its own: input, and results as they come.
-
-    Attributes:
-        batch: this replica's samples of the step.
-        parts: (start, stop) of each micro-batch in `batch`.
-        batch_size: samples of the whole batch, over all replicas.
-        first: whether this is the first replica with samples.
-    """
-
-    batch: Batch
-    parts: Sequence[tuple[int, int]]
-    batch_size: int
-    first: bool = True
-    inputs: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    losses: dict[int, Tensor] = field(default_factory=dict)
-    loss_sum: Tensor | None = None  # over this replica's samples
-    correct: Tensor | None = None  # of this replica's samples, in evaluation
-    communication: Waiting = field(default_factory=Waiting)
+HANDED_ON = (*SENDS, *RECEIPTS, "REDUCE")
 
 
 class Runtime:
-    """Runs lists of actions on the components of this rank."""
+    """Runs programs on the parts of a model that this rank holds.
+
+    Args:
+        rank: this rank.
+        parts: by stage.
+        last: the number of the plan's last stage.
+        handover: of this rank's boundaries.
+        activity: where each action is noted before it is done.
+        clip_norm: the largest norm of all gradients together, None for any.
+        keep_events: whether to keep every action's times in `events`, for a trace.
+    """
 
     def __init__(
         self,
-        model: StageModel,
+        rank: int,
+        parts: Mapping[int, Part],
+        last: int,
         images: Images,
-        gradients: Gradients,
-        optimizer: torch.optim.Optimizer,
+        handover: Handover,
         precision: str,
+        activity: Activity | None = None,
+        clip_norm: float | None = None,
+        keep_events: bool = False,
     ) -> None:
-        self.model, self.images = model, images
-        self.gradients, self.optimizer = gradients, optimizer
+        self.rank, self.parts, self.last = rank, parts, last
+        self.images, self.handover = images, handover
+        self.exchange: Exchange | None = handover.exchange
         self.device = images.device
         self.bf16 = precision == "bf16"
-        self.last_backward: Action | None = None
-        self.do: dict[str, Callable[[Step, Action], None]] = {
+        self.activity, self.clip_norm = activity, clip_norm
+        self.events: list[Event] | None = [] if keep_events else None
+        self.program: Program
+        self.do: dict[str, Callable[[Step, Task], None]] = {
             "LOAD": self._load,
             "F": self._forward,
             "B": self._backward,
+            "I": self._backward_input,
+            "W": self._backward_weight,
+            "SEND_F": self._send_activations,
+            "SEND_B": self._send_gradients,
+            "RECV_F": self._post,
+            "RECV_B": self._post,
             "REDUCE": self._reduce,
             "STEP": self._update,
         }
 
-    def run(self, actions: Sequence[Action], step: Step) -> Step:
-        """Do the actions in order; the step carries the results."""
-        self.last_backward = last_backward(actions)
-        for action in actions:
-            self.do[action.kind](step, action)
+    def run(self, program: Program, step: Step) -> Step:
+        """Do a program's actions in order; the step carries the results."""
+        self.program = program
+        waited = self.exchange.waited if self.exchange else WaitTime()
+        clock, note = time.perf_counter, self.activity.note if self.activity else _ignore
+        bubble, transfer, task = waited.bubble, waited.transfer, None
+        try:
+            for task in program.tasks:
+                note(task.line)
+                began, before = clock(), waited.seconds + step.reduction.exposed
+                self.do[task.action.kind](step, task)
+                waiting = waited.seconds + step.reduction.exposed - before
+                step.seconds[task.action.kind] += clock() - began - waiting
+                if self.events is not None:
+                    self._keep_event(task, began, waiting)
+        except Exception as error:
+            error.add_note(f"rank {self.rank} was at {task.line if task else 'the first action'}")
+            raise
+        if self.activity:
+            self.activity.rest()
+        step.waited = WaitTime(waited.bubble - bubble, waited.transfer - transfer)
         return step
 
-    def evaluate(self, actions: Sequence[Action], step: Step) -> Step:
-        """Do a forward-only schedule with the model in evaluation mode."""
-        self.model.train(False)
+    def gradients(self, program: Program, step: Step) -> dict[str, Tensor]:
+        """Run a training program up to its updates: the reduced gradients, by name, copied."""
+        tasks = tuple(task for task in program.tasks if task.action.kind != "STEP")
+        self.run(replace(program, tasks=tasks), step)
+        if self.exchange:
+            self.exchange.flush()
+        found = {}
+        for part in self.parts.values():
+            part.gradients.finish()
+            for name, parameter in part.model.parameters().items():
+                assert parameter.grad is not None, f"{name} was never reduced"
+                found[name] = parameter.grad.clone()
+            part.gradients.zero()
+        return found
+
+    def evaluate(self, program: Program, step: Step) -> Step:
+        """Run a forward-only program with the model in evaluation mode."""
+        for part in self.parts.values():
+            part.model.train(False)
         with torch.inference_mode():
-            self.run(actions, step)
-        self.model.train(True)
+            self.run(program, step)
+        for part in self.parts.values():
+            part.model.train(True)
         return step
 
-    def _load(self, step: Step, action: Action) -> None:
-        start, stop = step.parts[_microbatch(action)]
-        if start == stop:
+    def _load(self, step: Step, task: Task) -> None:
+        (stage, k), program = task.key, self.program
+        if task.rows == 0 and not self.parts[stage].synchronised:
             return
-        labels = torch.from_numpy(step.batch.labels[start:stop]).to(self.device)
-        images = self.images(step.batch.images[start:stop])
-        step.inputs[_microbatch(action)] = images, labels
+        if stage == 0:
+            step.inputs[task.key] = self.images(step.images[slice(*program.images[k])])
+        if stage == self.last:
+            labels = torch.from_numpy(step.labels[slice(*program.labels[k])])
+            step.targets[task.key] = labels.to(self.device)
 
-    def _forward(self, step: Step, action: Action) -> None:
-        inputs = step.inputs.pop(_microbatch(action), None)
-        if inputs is None:
+    def _forward(self, step: Step, task: Task) -> None:
+        (stage, k), part = task.key, self.parts[task.key[0]]
+        if task.rows == 0 and not part.synchronised:
             return
-        images, labels = inputs
+        if stage > 0:
+            has_own = any(lane.peer == self.rank for lane in task.lanes)
+            made = step.outputs.use((stage - 1, k)) if has_own else None
+            given = self.handover.collect(task, is_gradient=False, local=made)
+            step.inputs[task.key] = given.requires_grad_(torch.is_grad_enabled())
         with self._autocast():
-            logits = self.model(images)
+            output = part.model(step.inputs[task.key])
+        if stage == self.last:
+            self._finish_forward(step, task, output)
+        else:
+            step.outputs.put(task.key, output, self.program.output_uses[task.key])
+        if not torch.is_grad_enabled():
+            self._forget(step, task)
+
+    def _finish_forward(self, step: Step, task: Task, logits: Tensor) -> None:
+        labels = step.targets.pop(task.key)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         loss_sum = functional.cross_entropy(logits, labels, reduction="sum")
         step.loss_sum = _add(step.loss_sum, loss_sum.detach())
         if torch.is_grad_enabled():
-            step.losses[_microbatch(action)] = loss_sum / step.batch_size
+            loss = loss_sum / self.program.cut.batch_size
+            step.outputs.put(task.key, loss, self.program.output_uses[task.key])
         else:
             step.correct = _add(step.correct, (logits.argmax(1) == labels).sum())
 
-    def _backward(self, step: Step, action: Action) -> None:
-        if action == self.last_backward:
-            samples = len(step.batch.labels)
-            self.gradients.complete_with_next_backward(samples, step.first, step.batch_size)
-        loss = step.losses.pop(_microbatch(action), None)
-        if loss is not None:
-            loss.backward()
+    def _backward(self, step: Step, task: Task) -> None:
+        stage, part = task.key[0], self.parts[task.key[0]]
+        if task.action in self.program.completing:
+            part.gradients.announce(self.program.shares[stage])
+        if task.rows == 0 and not part.synchronised:
+            return
+        gradient = self._output_gradient(step, task)
+        output = step.outputs.use(task.key)
+        if output.requires_grad:
+            torch.autograd.backward(output, gradient)
+        self._take_input_gradient(step, task)
+        self._forget(step, task)
 
-    def _reduce(self, step: Step, action: Action) -> None:
-        step.communication = self.gradients.reduce()
+    def _backward_input(self, step: Step, task: Task) -> None:
+        if task.rows == 0:
+            return
+        gradient = self._output_gradient(step, task)
+        output = halves.detachable(step.outputs.use(task.key))
+        step.pending_weights[task.key] = halves.backward_input(
+            output, gradient, step.inputs[task.key], self.parts[task.key[0]].parameters
+        )
+        self._take_input_gradient(step, task)
 
-    def _update(self, step: Step, action: Action) -> None:
-        self.optimizer.step()
-        self.gradients.zero()
+    def _backward_weight(self, step: Step, task: Task) -> None:
+        if task.rows == 0:
+            return
+        halves.backward_weight(
+            step.pending_weights.pop(task.key), self.parts[task.key[0]].parameters
+        )
+        self._forget(step, task)
+
+    def _output_gradient(self, step: Step, task: Task) -> Tensor | None:
+        """The gradient of a stage's output; None for the last, whose output is the loss."""
+        stage, k = task.key
+        if stage == self.last:
+            return None
+        has_own = any(lane.peer == self.rank for lane in task.lanes)
+        local = step.input_gradients.use((stage + 1, k)) if has_own else None
+        return self.handover.collect(task, is_gradient=True, local=local)
+
+    def _take_input_gradient(self, step: Step, task: Task) -> None:
+        given = step.inputs[task.key]
+        if task.key[0] == 0:
+            return
+        gradient = torch.zeros_like(given) if given.grad is None else given.grad
+        given.grad = None
+        if self.handover.is_pooled(task.key, gradient):
+            gradient = gradient.clone(memory_format=torch.preserve_format)
+        step.input_gradients.put(task.key, gradient, self.program.gradient_uses[task.key])
+
+    def _forget(self, step: Step, task: Task) -> None:
+        step.inputs.pop(task.key)
+        self.handover.release(task.key)
+
+    def _send_activations(self, step: Step, task: Task) -> None:
+        self.handover.send(task, step.outputs.use(task.key).detach())
+
+    def _send_gradients(self, step: Step, task: Task) -> None:
+        self.handover.send(task, step.input_gradients.use(task.key))
+
+    def _post(self, step: Step, task: Task) -> None:
+        self.handover.post(task)
+
+    def _reduce(self, step: Step, task: Task) -> None:
+        stage = task.key[0]
+        self.parts[stage].gradients.start(self.program.shares[stage])
+
+    def _update(self, step: Step, task: Task) -> None:
+        part = self.parts[task.key[0]]
+        if self.exchange:
+            self.exchange.flush()
+        if self.clip_norm is None:
+            step.reduction.add(part.gradients.finish())
+        elif not step.is_finished:
+            for each in self.parts.values():
+                step.reduction.add(each.gradients.finish())
+            clip_gradients(self.clip_norm, self.parts, self.exchange)
+            step.is_finished = True
+        if part.optimizer is not None:
+            part.optimizer.step()
+        part.gradients.zero()
+
+    def _keep_event(self, task: Task, began: float, waiting: float) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        if waiting > 0:
+            self._add_event(task, began, began + waiting, "wait")
+        kind = "communication" if task.action.kind in HANDED_ON else "compute"
+        self._add_event(task, began + waiting, time.perf_counter(), kind)
+
+    def _add_event(self, task: Task, start: float, end: float, kind: str) -> None:
+        assert self.events is not None
+        self.events.append(Event(self.rank, task.action, start, end, kind))
 
     def _autocast(self) -> AbstractContextManager[object]:
         if self.bf16:
@@ -205,17 +264,8 @@ class Runtime:
         return nullcontext()
 
 
-def part_offsets(parts: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Where each of `parts`, ranges of the whole batch, lies in this replica's own samples."""
-    offset = 0
-    for start, stop in parts:
-        yield offset, offset + stop - start
-        offset += stop - start
-
-
-def _microbatch(action: Action) -> int:
-    assert action.microbatch is not None, f"{action} needs a micro-batch"
-    return action.microbatch
+def _ignore(line: str) -> None:
+    """Where nobody watches."""
 
 
 def _add(total: Tensor | None, value: Tensor) -> Tensor:

@@ -1,62 +1,214 @@
 """A schedule is data: for each rank, the list of actions that make up one step.
 
-The printed form of an action is its file form: `0F2` is the forward of micro-batch 2 on stage 0,
-`0REDUCE` the reduction of stage 0's gradients. Nothing here knows of processes or tensors.
+One list-scheduling generator makes all compute orders. It plays a step through in discrete time
+with unit costs and starts, whenever ranks are free, what a policy prefers; an action of a stage
+occupies all its ranks, so that all replicas run a stage's actions in the same order. Passes then
+add what is not computing. Nothing here knows of processes or tensors.
 """
 
-import re
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from hvdtrain.errors import UsageError
+from hvdtrain.parallel import passes
+from hvdtrain.parallel.actions import (
+    Action,
+    Schedule,
+    ScheduleError,
+    from_csv,
+    from_text,
+    last_backward,
+    parse_action,
+    peers,
+    tag,
+    to_csv,
+    to_text,
+)
+from hvdtrain.parallel.cut import Cut
+from hvdtrain.parallel.passes import UNITS
+from hvdtrain.parallel.plan import Plan
+from hvdtrain.parallel.policies import FORWARD_ONLY, Key, Pipeline, Policy, as_pipeline, choose
 
-# Kinds that work on one micro-batch, then kinds that work on a stage as a whole.
-PER_MICROBATCH = ("LOAD", "F", "B")
-PER_STAGE = ("REDUCE", "STEP")
-
-
-class Action(NamedTuple):
-    """One thing a rank does: `kind` on `stage`, for one micro-batch or (None) for all."""
-
-    stage: int
-    kind: str
-    microbatch: int | None = None
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{'' if self.microbatch is None else self.microbatch}"
-
-
-def parse_action(text: str) -> Action:
-    """The reverse of `str(action)`.
-
-    Raises:
-        UsageError: if the text is no action.
-    """
-    kinds = "|".join((*PER_MICROBATCH, *PER_STAGE))
-    match = re.fullmatch(rf"(\d+)({kinds})(\d+)?", text)
-    if not match or (match[2] in PER_MICROBATCH) != (match[3] is not None):
-        raise UsageError(f"{text!r} is no action: expected a form like 0F2 or 0REDUCE")
-    return Action(int(match[1]), match[2], None if match[3] is None else int(match[3]))
-
-
-def training_step(microbatches: int) -> list[Action]:
-    """One step of a plan of one stage: each micro-batch forward and backward, then the update.
-
-    With one stage there is nothing to wait for, so a micro-batch's backward follows its forward
-    and its activations are gone before the next one is loaded.
-    """
-    actions = []
-    for k in range(microbatches):
-        actions += [Action(0, "LOAD", k), Action(0, "F", k), Action(0, "B", k)]
-    return [*actions, Action(0, "REDUCE"), Action(0, "STEP")]
+__all__ = [
+    "Action",
+    "Schedule",
+    "ScheduleError",
+    "compute_order",
+    "evaluation",
+    "from_csv",
+    "from_text",
+    "last_backward",
+    "parse_action",
+    "peers",
+    "tag",
+    "to_csv",
+    "to_text",
+    "training_step",
+]
 
 
-def evaluation(microbatches: int) -> list[Action]:
+def training_step(plan: Plan, cut: Cut) -> Schedule:
+    """One step of a plan on a batch: each micro-batch forward and backward, then the update."""
+    schedule = passes.merge_halves(compute_order(plan, cut.microbatches), plan)
+    schedule = passes.add_exchange(schedule, plan, cut)
+    schedule = passes.add_loads(schedule, plan)
+    return passes.add_steps(passes.add_reductions(schedule))
+
+
+def evaluation(plan: Plan, cut: Cut) -> Schedule:
     """A forward-only schedule."""
-    return [Action(0, kind, k) for k in range(microbatches) for kind in ("LOAD", "F")]
+    schedule = _by_rank(
+        plan, _list_schedule(plan, as_pipeline(plan, cut.microbatches), FORWARD_ONLY)
+    )
+    return passes.add_loads(passes.add_exchange(schedule, plan, cut), plan)
 
 
-def last_backward(actions: Sequence[Action]) -> Action | None:
-    """The backward after which a stage's gradients are complete."""
-    backwards = [action for action in actions if action.kind == "B"]
-    return backwards[-1] if backwards else None
+def compute_order(plan: Plan, microbatches: int) -> Schedule:
+    """The forwards and backwards of a training step under the plan's schedule, nothing else."""
+    pipeline = as_pipeline(plan, microbatches)
+    return _by_rank(plan, _list_schedule(plan, pipeline, choose(plan.schedule, pipeline)))
+
+
+def _by_rank(plan: Plan, actions: list[Action]) -> Schedule:
+    return {
+        rank: [action for action in actions if rank in plan.stages[action.stage].ranks]
+        for rank in plan.ranks
+    }
+
+
+@dataclass
+class _Progress:
+    """A step that is being played through.
+
+    The micro-batches of a stage pass each kind in order, so that the next one is a count. A whole
+    backward counts as its two halves.
+    """
+
+    plan: Plan
+    pipeline: Pipeline
+    policy: Policy
+    ends: dict[str, list[list[int]]]  # of F, I, W and each stage: when its micro-batches end
+    busy: dict[int, int]  # rank -> the time from which it is free
+
+    def next(self, kind: str, stage: int) -> int:
+        """The micro-batch whose turn it is."""
+        return len(self.ends["I" if kind == "B" else kind][stage])
+
+    def has_ended(self, kind: str, stage: int, microbatch: int, now: int) -> bool:
+        """Whether an action is over."""
+        ends = self.ends[kind][stage]
+        return microbatch < len(ends) and ends[microbatch] <= now
+
+    def is_free(self, stage: int, now: int) -> bool:
+        """Whether all ranks of a stage are."""
+        return all(self.busy[rank] <= now for rank in self.plan.stages[stage].ranks)
+
+    def start(self, action: Action, now: int) -> None:
+        """Keep all ranks of the stage busy."""
+        end = now + UNITS[action.kind]
+        for kind in "IW" if action.kind == "B" else action.kind:
+            self.ends[kind][action.stage].append(end)
+        for rank in self.plan.stages[action.stage].ranks:
+            self.busy[rank] = end
+
+
+def _list_schedule(plan: Plan, pipeline: Pipeline, policy: Policy) -> list[Action]:
+    """All actions by start, which is an order that all ranks can keep at once."""
+    stages = range(pipeline.stages)
+    progress = _Progress(
+        *(plan, pipeline, policy),
+        ends={kind: [[] for _ in stages] for kind in "FIW"},
+        busy=dict.fromkeys(plan.ranks, 0),
+    )
+    kinds_of_stages = sum(len(_kinds(plan, policy, stage)) for stage in stages)
+    order: list[Action] = []
+    now = 0
+    while len(order) < pipeline.microbatches * kinds_of_stages:
+        startable = _startable(progress, now)
+        for action in sorted(startable, key=lambda action: _preference(progress, action)):
+            if progress.is_free(action.stage, now):
+                progress.start(action, now)
+                order.append(action)
+        # Some rank is always at work: no cap holds up what would empty it.
+        now = min(end for end in progress.busy.values() if end > now)
+    return order
+
+
+def _kinds(plan: Plan, policy: Policy, stage: int) -> list[str]:
+    """What a stage does with each micro-batch.
+
+    A backward is split only where other ranks can be waiting for its input gradients.
+    """
+    held = {plan.stages[number].ranks for number in range(stage + 1)}
+    kinds = "FIW" if policy.splits and len(held) > 1 else "FB"
+    return [kind for kind in kinds if kind in policy.priorities]
+
+
+def _preference(progress: _Progress, action: Action) -> Key:
+    policy = progress.policy
+    kind = policy.priorities.index(action.kind)
+    return kind, *policy.order(progress.pipeline, action)
+
+
+def _startable(progress: _Progress, now: int) -> Iterator[Action]:
+    """What could start now."""
+    for stage in range(progress.pipeline.stages):
+        if not progress.is_free(stage, now):
+            continue
+        for kind in _kinds(progress.plan, progress.policy, stage):
+            action = Action(stage, kind, progress.next(kind, stage))
+            has_room = kind != "F" or _has_room(progress, stage)
+            if has_room and _is_ready(progress, action, now) and _has_turn(progress, action):
+                yield action
+
+
+def _is_ready(progress: _Progress, action: Action, now: int) -> bool:
+    """Whether its inputs are there."""
+    stage, kind, k = action
+    if k is None or k >= progress.pipeline.microbatches:
+        return False
+    if kind == "F":
+        return stage == 0 or progress.has_ended("F", stage - 1, k, now)
+    if kind == "W":
+        return progress.has_ended("I", stage, k, now)
+    if progress.policy.forwards_first and not _did_all_forwards(progress, stage):
+        return False
+    is_last = stage == progress.plan.last
+    return progress.has_ended("F", stage, k, now) and (
+        is_last or progress.has_ended("I", stage + 1, k, now)
+    )
+
+
+def _did_all_forwards(progress: _Progress, stage: int) -> bool:
+    """Whether every rank of a stage has done the forwards of all of its stages."""
+    ranks = set(progress.plan.stages[stage].ranks)
+    return all(
+        progress.next("F", other) == progress.pipeline.microbatches
+        for other, held in enumerate(progress.plan.stages)
+        if ranks & set(held.ranks)
+    )
+
+
+def _has_room(progress: _Progress, stage: int) -> bool:
+    """Whether the caps allow one more forward."""
+    policy, pipeline = progress.policy, progress.pipeline
+    in_flight = sum(
+        progress.next("F", other) - progress.next("I", other)
+        for other in (pipeline.sharing(stage) if policy.is_grouped else [stage])
+    )
+    unfinished = progress.next("F", stage) - progress.next("W", stage)
+    return in_flight < policy.cap(pipeline, stage) and unfinished < policy.unfinished(pipeline)
+
+
+def _has_turn(progress: _Progress, action: Action) -> bool:
+    """Whether no other stage of the group comes first in an order that the group keeps."""
+    if not progress.policy.is_grouped:
+        return True
+    others = (
+        Action(stage, action.kind, progress.next(action.kind, stage))
+        for stage in progress.pipeline.sharing(action.stage)
+    )
+    return all(
+        other.microbatch == progress.pipeline.microbatches
+        or _preference(progress, action) <= _preference(progress, other)
+        for other in others
+    )

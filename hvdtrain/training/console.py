@@ -9,6 +9,8 @@ from typing import Any
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from hvdtrain.parallel.plan import Plan
+
 COLUMNS = {
     "epoch": "d",
     "loss": ".4f",
@@ -52,6 +54,16 @@ class Console:
             self.rich.print(text, soft_wrap=True)
         else:
             print(text, flush=True)
+
+    def say_plan(self, plan: Plan) -> None:
+        """One line a stage, where there are several."""
+        if len(plan.stages) == 1:
+            return
+        self.say(f"{plan.schedule}, up to {plan.microbatches} micro-batches")
+        for number, stage in enumerate(plan.stages):
+            names = stage.components
+            held = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+            self.say(f"stage {number} on rank {', '.join(map(str, stage.ranks))}: {held}")
 
     @contextmanager
     def bar(self, title: str, steps: int) -> Iterator[None]:

@@ -8,30 +8,25 @@ import torch
 
 from hvdtrain.data import order
 from hvdtrain.data.loader import Loader
-from hvdtrain.parallel import schedule
-from hvdtrain.parallel.runtime import Step
+from hvdtrain.parallel.step import Step
+from hvdtrain.training.feed import Feeder, requests
 from hvdtrain.training.run import Run
-from hvdtrain.training.setup import Session
+from hvdtrain.training.setup import Session, evaluation_plan
 
-EVALUATION_IMAGES = 256  # a rank and a forward pass
+EVALUATION_IMAGES = 256  # a replica and a forward pass
 
 
 def evaluate(session: Session, split: str, rows: np.ndarray) -> tuple[float, float]:
     """Mean loss and accuracy over `rows` of a split, each row counted once on one rank."""
-    replicas = len(session.stage.ranks)
-    slices = order.step_slices(len(rows), EVALUATION_IMAGES * replicas)
-    mine = [
-        (start + first, start + last)
-        for start, stop in slices
-        for first, last in [order.split(stop - start, [1] * replicas)[session.replica]]
-    ]
+    plan = evaluation_plan(session.plan)
+    replicas = max(len(stage.ranks) for stage in plan.stages)
+    slices = order.step_slices(len(rows), EVALUATION_IMAGES * replicas * plan.microbatches)
     totals = torch.zeros(2, dtype=torch.float64, device=session.device)
-    actions = schedule.evaluation(1)
-    requests = (rows[first:last] for first, last in mine)
-    with Loader(session.splits[split], requests, None) as batches:
-        for batch in batches:
-            count = len(batch.labels)
-            step = session.runtime.evaluate(actions, Step(batch, [(0, count)], count))
+    feeder = Feeder(session.splits[split])
+    with Loader(feeder, requests(session, rows, slices, is_training=False)) as feeds:
+        for (start, stop), feed in zip(slices, feeds, strict=True):
+            program = session.program(stop - start, is_training=False)
+            step = session.runtime.evaluate(program, Step(feed.images, feed.labels))
             if step.loss_sum is not None and step.correct is not None:
                 totals += torch.stack([step.loss_sum.double(), step.correct.double()])
     loss_sum, correct = np.sum(session.world.gather(totals.cpu().numpy()), axis=0)

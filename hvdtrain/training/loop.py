@@ -3,11 +3,10 @@
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
 import psutil
 import torch
 
@@ -18,15 +17,15 @@ from hvdtrain.data.augment import crop_flip
 from hvdtrain.data.loader import Loader
 from hvdtrain.data.shards import Batch
 from hvdtrain.errors import CheckFailed, Interrupted, Preempted
-from hvdtrain.parallel import schedule
-from hvdtrain.parallel.runtime import Step, part_offsets
+from hvdtrain.parallel.step import Step
 from hvdtrain.training.control import Agreed
 from hvdtrain.training.evaluate import evaluate_epoch
-from hvdtrain.training.optimizer import learning_rate, set_learning_rate
+from hvdtrain.training.feed import Feed, Feeder, requests
+from hvdtrain.training.optimizer import learning_rate
 from hvdtrain.training.run import Run, open_run, save
-from hvdtrain.training.setup import Session
 from hvdtrain.training.stop import StopRequest
 from hvdtrain.training.summary import summarise
+from hvdtrain.training.tracing import TRACED_STEPS, write_trace
 
 
 def train(config: TrainConfig, stop: StopRequest | None = None) -> dict[str, Any]:
@@ -66,6 +65,8 @@ def _train(run: Run) -> dict[str, Any]:
         evaluate_epoch(run)
         save(run)
     run.count_seconds()
+    if run.session.runtime.events:
+        write_trace(run)
     summary = summarise(run)
     if run.records is not None:
         run.records.close(summary)
@@ -85,6 +86,7 @@ def _announce(run: Run) -> None:
         f"{session.device.type}; {len(session.train_rows):,} training samples, "
         f"{math.ceil(len(session.train_rows) / config.batch_size):,} steps an epoch"
     )
+    run.console.say_plan(session.plan)
     if run.progress.step:
         run.console.say(f"resumed after step {run.progress.step:,}")
     run.console.header()
@@ -96,6 +98,8 @@ def _train_epoch(run: Run) -> int | None:
     """Train to the end of the epoch; the exit code if all ranks agreed to stop before."""
     session, progress, config = run.session, run.progress, run.session.config
     length = len(session.train_rows)
+    if session.runtime.exchange is not None:
+        session.runtime.exchange.align_clocks()
     epoch, offset = order.locate(progress.position, length)
     began = time.perf_counter()
     rows = order.epoch_order(
@@ -111,14 +115,13 @@ def _train_epoch(run: Run) -> int | None:
         piece for piece in order.step_slices(length, config.batch_size, offset) if piece[0] < last
     ]
     log = _StepLog(run, epoch, length)
-    loader = Loader(
-        session.splits["train"], _requests(session, rows, slices), _augmentation(config, epoch)
-    )
+    feeder = Feeder(session.splits["train"], _augmentation(config, epoch))
+    loader = Loader(feeder, requests(session, rows, slices, is_training=True))
     epochs = math.ceil(config.total_samples(length) / length)
     code = None
     with run.console.bar(f"epoch {epoch + 1}/{epochs}", len(slices)), loader:
-        for (start, end), batch in zip(slices, loader, strict=True):
-            agreed = _step(run, batch, epoch, end - start)
+        for (start, end), feed in zip(slices, loader, strict=True):
+            agreed = _step(run, feed, epoch, end - start)
             code = log.add(agreed) if agreed else None
             if code is not None:
                 break
@@ -129,27 +132,29 @@ def _train_epoch(run: Run) -> int | None:
     return code
 
 
-def _step(run: Run, batch: Batch, epoch: int, batch_size: int) -> Agreed | None:
+def _step(run: Run, feed: Feed, epoch: int, batch_size: int) -> Agreed | None:
     """One step of all ranks; the agreement on an earlier one."""
     session, progress, config = run.session, run.progress, run.session.config
+    runtime = session.runtime
     began = time.perf_counter()
-    cut = session.cut(batch_size)
-    set_learning_rate(
-        session.optimizer, learning_rate(config, len(session.train_rows), progress.position)
-    )
+    session.set_learning_rate(learning_rate(config, len(session.train_rows), progress.position))
     # Random layers draw from (seed, position, rank): nothing else has to be saved to resume.
     _seed(session.device, _mix(config.seed, progress.position, session.world.rank))
-    step = Step(batch, list(part_offsets(cut.parts)), batch_size, cut.first)
-    session.runtime.run(schedule.training_step(len(cut.parts)), step)
     progress.step += 1
     progress.position += batch_size
-    progress.exposed_seconds += step.communication.exposed
-    progress.communication_seconds += step.communication.total
+    run.activity.step(progress.step)
+    program = session.program(batch_size, is_training=True)
+    step = runtime.run(program, Step(feed.images, feed.labels))
+    progress.count(step)
     if config.ledger:
         stem = f"{epoch + 1},{progress.step},{session.world.rank}"
-        run.ledger += [f"{stem},{sample}\n" for sample in batch.ids.tolist()]
+        run.ledger += [f"{stem},{sample}\n" for sample in feed.ids.tolist()]
+    if runtime.events is not None and progress.step - run.first_step == TRACED_STEPS:
+        write_trace(run)
     seconds = time.perf_counter() - began
-    return run.control.post(step.loss_sum, cut.samples, seconds, run.stop)
+    samples = program.cut.samples(session.plan.last, session.world.rank)
+    with run.activity.doing("agreeing with all ranks on the step before"):
+        return run.control.post(step.loss_sum, samples, seconds, run.stop)
 
 
 class _StepLog:
@@ -208,15 +213,6 @@ class _StepLog:
             )
         self.window.clear()
         self.window_began = now
-
-
-def _requests(
-    session: Session, rows: np.ndarray, slices: list[tuple[int, int]]
-) -> Iterator[np.ndarray]:
-    """The rows that this replica reads for each step."""
-    for start, stop in slices:
-        parts = session.cut(stop - start).parts
-        yield np.concatenate([rows[start + first : start + last] for first, last in parts])
 
 
 def _augmentation(config: TrainConfig, epoch: int) -> Callable[[Batch], Batch] | None:

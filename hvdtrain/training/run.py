@@ -4,15 +4,17 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from hvdtrain import world
+from hvdtrain.activity import Activity
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError, UsageError
+from hvdtrain.parallel.step import Step
 from hvdtrain.training import checkpoint, metrics
 from hvdtrain.training.console import Console
 from hvdtrain.training.control import Control
-from hvdtrain.training.optimizer import restore_state, state_by_name
+from hvdtrain.training.layout import agree_on_weights, gather_state, put_state
 from hvdtrain.training.setup import Session, open_session
 from hvdtrain.training.stop import StopRequest
 
@@ -27,7 +29,8 @@ class Progress:
         step: steps done. position: samples consumed, over all epochs and ranks.
         epoch_loss_sum, epoch_samples: of the epoch under way.
         seconds: since the first step, of all parts of the run. train_seconds: steps only.
-        exposed_seconds, communication_seconds: of this rank's reductions.
+        exposed_seconds, communication_seconds: of this rank's reductions and exchanges.
+        bubble_seconds: in which this rank waited for the work of other stages.
         best: metric, value and checkpoint of the best epoch so far.
         final: losses and accuracies of the last evaluation.
     """
@@ -41,8 +44,15 @@ class Progress:
     train_seconds: float = 0.0
     exposed_seconds: float = 0.0
     communication_seconds: float = 0.0
+    bubble_seconds: float = 0.0
     best: dict[str, Any] | None = None
     final: dict[str, Any] = field(default_factory=dict)
+
+    def count(self, step: Step) -> None:
+        """Add what a step waited for."""
+        self.exposed_seconds += step.reduction.exposed + step.waited.transfer
+        self.communication_seconds += step.reduction.total + step.waited.transfer
+        self.bubble_seconds += step.waited.bubble
 
 
 @dataclass
@@ -59,6 +69,13 @@ class Run:
     ledger: list[str] = field(default_factory=list)
     startup_seconds: float = 0.0
     clock: float = field(default_factory=time.perf_counter)
+    first_step: int = 0  # steps done when this process began
+
+    @property
+    def activity(self) -> Activity:
+        """Where this rank notes what it does."""
+        assert self.session.runtime.activity is not None
+        return self.session.runtime.activity
 
     @property
     def trained(self) -> bool:
@@ -96,9 +113,12 @@ def open_run(config: TrainConfig, stop: StopRequest) -> Run:
     progress = Progress(session.index.hash)
     if saved is not None:
         progress = Progress(**{name: kept[name] for name in Progress.__dataclass_fields__})
-    _agree_on_weights(session)
+    agree_on_weights(session)
     records = metrics.Records(folder, config, kept) if here.rank == 0 else None
-    return Run(session, progress, console, Control(here, session.device), stop, folder, records)
+    control = Control(here, session.device)
+    return Run(
+        *(session, progress, console, control, stop, folder, records), first_step=progress.step
+    )
 
 
 def save(run: Run) -> None:
@@ -108,21 +128,24 @@ def save(run: Run) -> None:
         ledgers = run.session.world.gather_on_first("".join(run.ledger))
     run.ledger.clear()
     run.count_seconds()
+    session = run.session
+    tensors, optimizer = gather_state(session.plan, session.parts, session.world)
     if run.records is not None:
         run.records.write_ledger(ledgers)
-        _save_checkpoint(run, run.records)
+        _save_checkpoint(run, run.records, tensors, optimizer)
     run.session.world.barrier()
 
 
-def _save_checkpoint(run: Run, records: metrics.Records) -> None:
-    session, progress, folder = run.session, run.progress, run.folder.checkpoints
+def _save_checkpoint(
+    run: Run,
+    records: metrics.Records,
+    tensors: dict[str, Tensor],
+    optimizer: dict[str, dict[str, Tensor]],
+) -> None:
+    progress, folder = run.progress, run.folder.checkpoints
     name = checkpoint.name_of(progress.step)
     records.event("checkpoint", step=progress.step, path=name)
-    state = checkpoint.Checkpoint(
-        dict(session.model.tensors()),
-        state_by_name(session.optimizer, session.model.parameters()),
-        asdict(progress) | records.commit(),
-    )
+    state = checkpoint.Checkpoint(tensors, optimizer, asdict(progress) | records.commit())
     checkpoint.save(folder, state)
     if progress.best is not None and progress.best["step"] == progress.step:
         checkpoint.mark_best(folder, name, progress.best["metric"], progress.best["value"])
@@ -155,23 +178,7 @@ def _restore(
         raise DataError(f"{path} is not the same on all ranks: it must lie on a shared disk")
     if saved.progress["index_hash"] != session.index.hash:
         raise UsageError(f"{session.config.data} is not the data set that this run was trained on")
-    tensors = session.model.tensors()
-    if {name: value.shape for name, value in tensors.items()} != {
-        name: value.shape for name, value in saved.tensors.items()
-    }:
+    if session.shapes != {name: tuple(value.shape) for name, value in saved.tensors.items()}:
         raise UsageError(f"{path} holds the parameters of another model")
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            tensor.copy_(saved.tensors[name])
-    restore_state(session.optimizer, session.model.parameters(), saved.optimizer)
+    put_state(session, saved.tensors, saved.optimizer)
     return saved
-
-
-def _agree_on_weights(session: Session) -> None:
-    """Give all ranks rank 0's weights: components are seeded, but a user's may not be."""
-    digests = session.world.gather(session.model.sha256())
-    if len(set(digests)) == 1:
-        return
-    with torch.no_grad():
-        for tensor in session.model.tensors().values():
-            tensor.copy_(torch.from_numpy(session.world.broadcast(tensor.cpu().numpy())))

@@ -1,22 +1,36 @@
 """From a configuration to everything that a rank needs to run its first step."""
 
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from hvdtrain import models, world
+from hvdtrain import failure, models, world
+from hvdtrain.activity import Activity
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
 from hvdtrain.data.shards import Index, Samples, open_split, read_index
-from hvdtrain.errors import UsageError
-from hvdtrain.models.component import Component, boundaries, build_component, parameter_count
+from hvdtrain.errors import RankError, UsageError
+from hvdtrain.models.component import Component, boundaries, parameter_count, tensor_shapes
+from hvdtrain.models.costs import component_costs
 from hvdtrain.parallel import plan as plans
-from hvdtrain.parallel.plan import Cut, Plan, Stage
-from hvdtrain.parallel.reduce import Gradients, SerialGradients, horovod_gradients
-from hvdtrain.parallel.runtime import DTYPES, Images, Runtime, StageModel
-from hvdtrain.training.optimizer import make_optimizer
+from hvdtrain.parallel import planfile, schedule
+from hvdtrain.parallel.cut import Cut, cut
+from hvdtrain.parallel.exchange import Exchange
+from hvdtrain.parallel.handover import Handover
+from hvdtrain.parallel.part import Part
+from hvdtrain.parallel.plan import Plan
+from hvdtrain.parallel.program import Program, program
+from hvdtrain.parallel.runtime import Runtime
+from hvdtrain.parallel.stage import DTYPES, Images
+from hvdtrain.parallel.validate import validate
+from hvdtrain.training.optimizer import set_learning_rate
+from hvdtrain.training.parts import build_parts, probe_forms, recomputed_components
 from hvdtrain.world import World
 
 # For each split: shared among the ranks of a node, but twice the window of the shuffle at least.
@@ -33,36 +47,59 @@ class Session:
     index: Index
     plan: Plan
     device: torch.device
+    shapes: dict[str, tuple[int, ...]]  # of all parameters and buffers of the model, by name
     parameters: int
-    model: StageModel
-    optimizer: torch.optim.Optimizer
     runtime: Runtime
     train_rows: np.ndarray
     held_rows: np.ndarray
     splits: dict[str, Samples]
 
     @property
-    def stage(self) -> Stage:
-        """The stage that this rank holds."""
-        return self.plan.stages[0]
+    def parts(self) -> Mapping[int, Part]:
+        """What this rank holds, by stage."""
+        return self.runtime.parts
 
-    @cached_property
-    def replica(self) -> int:
-        """This rank's place among the replicas of its stage."""
-        return self.stage.ranks.index(self.world.rank)
+    def cut(self, batch_size: int, is_training: bool) -> Cut:
+        """How a global batch of this size is cut."""
+        return cut(self.plan if is_training else evaluation_plan(self.plan), batch_size)
 
-    def cut(self, batch_size: int) -> Cut:
-        """This replica's part of a global batch of this size."""
-        return _cut(self.stage, self.replica, batch_size, self.plan.microbatches)
+    def program(self, batch_size: int, is_training: bool) -> Program:
+        """What this rank does for it."""
+        plan = self.plan if is_training else evaluation_plan(self.plan)
+        return _program(plan, batch_size, self.world.rank, is_training)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The parameters and buffers that this rank holds, by name."""
+        return {
+            name: tensor
+            for part in self.parts.values()
+            for name, tensor in part.model.tensors().items()
+        }
+
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of each of these."""
+        return {
+            name: digest
+            for part in self.parts.values()
+            for name, digest in part.model.digests().items()
+        }
+
+    def set_learning_rate(self, value: float) -> None:
+        """Use `value` from the next step on."""
+        for part in self.parts.values():
+            if part.optimizer is not None:
+                set_learning_rate(part.optimizer, value)
 
     def close(self) -> None:
         """Let the data set's memory and files go."""
+        if self.runtime.activity is not None:
+            self.runtime.activity.close()
         for samples in self.splits.values():
             samples.close()
 
 
 def open_session(config: TrainConfig, here: World) -> Session:
-    """Check everything that can be checked before the first step, then build it.
+    """Check everything that can be checked before the first step, then build it. Collective.
 
     Raises:
         UsageError, DataError: for whatever a user can get wrong.
@@ -73,34 +110,125 @@ def open_session(config: TrainConfig, here: World) -> Session:
         )
     index = read_index(config.data)
     components = model_components(config, index)
-    plan = plans.parse(
-        config.plan, [part.name for part in components], here.size, config.microbatches
-    )
+    size = index.image_shape[0]
+    plan = make_plan(config, components, size, index.classes, here.size)
     train_rows, held_rows = order.holdout(
         index.splits["train"].count, config.holdout, index.hash, config.seed
     )
+    if here.rank == 0:
+        _prove(config, plan)
     device = choose_device(config, here)
     torch.set_num_threads(here.threads)
-    model = build_model(components, config, device)
-    if not model.parameters():
-        raise UsageError(f"model {config.model} has no parameters that are trained")
+    mean, std = (
+        (index.mean, index.std) if config.normalise == "meanstd" else ([0.0] * 3, [1.0] * 3)
+    )
+    images = Images(mean, std, device, config.precision)
     splits = _open_splits(index, here)
-    gradients = _gradients(model, here, device)
-    optimizer = make_optimizer(config, model.parameters())
-    images = Images(index, config.normalise, device, config.precision)
     return Session(
         config=config,
         world=here,
         index=index,
         plan=plan,
         device=device,
+        shapes=tensor_shapes(components),
         parameters=parameter_count(components),
-        model=model,
-        optimizer=optimizer,
-        runtime=Runtime(model, images, gradients, optimizer, config.precision),
+        runtime=build_runtime(config, plan, components, images, size, here),
         train_rows=train_rows,
         held_rows=held_rows,
         splits=splits,
+    )
+
+
+def make_plan(
+    config: TrainConfig,
+    components: Sequence[Component],
+    image_size: int,
+    classes: int,
+    ranks: int,
+) -> Plan:
+    """The plan of a run, checked against model and ranks.
+
+    Raises:
+        UsageError: if it does not fit, or the runtime cannot run it.
+    """
+    names = [part.name for part in components]
+
+    def costs() -> list[float]:
+        found = component_costs(components, image_size, classes=classes)
+        return [cost.forward_flops for cost in found]
+
+    def splits_backward() -> str:
+        if recomputed_components(config.recompute, names):
+            return "--recompute"
+        return "--batch-norm sync" if config.batch_norm == "sync" else ""
+
+    plan = planfile.parse(config.plan, names, ranks, config.microbatches, config.schedule, costs)
+    plans.check(plan, names, ranks, splits_backward)
+    return plan
+
+
+def _prove(config: TrainConfig, plan: Plan) -> None:
+    """Refuse what would fail in the first step, or after it.
+
+    Raises:
+        UsageError: if the schedule were no correct step of the plan, or a trace has no folder.
+    """
+    pieces = cut(plan, config.batch_size)
+    replicated = {i for i, stage in enumerate(plan.stages) if len(stage.ranks) > 1}
+    synchronised = frozenset(replicated if config.batch_norm == "sync" else ())
+    validate(schedule.training_step(plan, pieces), plan, pieces, synchronised=synchronised)
+    if config.trace is not None and not Path(config.trace).absolute().parent.is_dir():
+        raise UsageError(f"--trace {config.trace}: there is no such folder; make it first")
+
+
+def build_runtime(
+    config: TrainConfig,
+    plan: Plan,
+    components: Sequence[Component],
+    images: Images,
+    image_size: int,
+    here: World,
+    synchronous: bool = False,
+) -> Runtime:
+    """The interpreter of a plan on this rank. Collective.
+
+    Args:
+        synchronous: as in `Exchange`.
+    """
+    device = images.device
+    exchange = Exchange(here.communicator, device, synchronous) if here.communicator else None
+    parts = build_parts(config, plan, components, here, exchange, device)
+    if not any(here.gather(any(part.parameters for part in parts.values()))):
+        raise UsageError(f"model {config.model} has no parameters that are trained")
+    forms = probe_forms(plan, parts, image_size, config, here, device)
+    return Runtime(
+        here.rank,
+        parts,
+        plan.last,
+        images,
+        Handover(here.rank, forms, exchange, device),
+        config.precision,
+        activity=Activity(world.activity_path(), here.rank, config.stall_timeout, _stalled),
+        clip_norm=config.clip_norm,
+        keep_events=config.trace is not None,
+    )
+
+
+@lru_cache(maxsize=8)
+def evaluation_plan(plan: Plan) -> Plan:
+    """The plan as it evaluates: enough micro-batches to keep the stages of a pipeline busy."""
+    stages = len(plan.stages)
+    return replace(plan, microbatches=2 * stages if stages > 1 else 1)
+
+
+def _stalled(line: str) -> None:
+    """End the job from the watchdog's thread."""
+    rank, host = world.current().rank, socket.gethostname()
+    failure.fail(
+        RankError(
+            f"rank {rank} on {host} has been stuck for longer than --stall-timeout allows, in "
+            f"{line}: look at the ranks it names, or allow more"
+        )
     )
 
 
@@ -141,17 +269,6 @@ def choose_device(config: TrainConfig, here: World) -> torch.device:
     return device
 
 
-def build_model(
-    components: list[Component], config: TrainConfig, device: torch.device
-) -> StageModel:
-    """Build the components with their weights in channels_last order."""
-    dtype = DTYPES[config.precision]
-    built = {part.name: build_component(part, config.seed, device, dtype) for part in components}
-    for module in built.values():
-        module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return StageModel(built)
-
-
 def _open_splits(index: Index, here: World) -> dict[str, Samples]:
     """Both splits, in memory already where they fit: reading them is not a part of any step."""
     memory = max(SMALLEST_CACHE_BYTES, CACHE_BYTES_A_NODE // here.local_size)
@@ -161,14 +278,10 @@ def _open_splits(index: Index, here: World) -> dict[str, Samples]:
     return splits
 
 
-def _gradients(model: StageModel, here: World, device: torch.device) -> Gradients:
-    parameters = model.parameters()
-    if here.size == 1:
-        return SerialGradients(parameters)
-    size = sum(value.numel() * value.element_size() for value in parameters.values())
-    return horovod_gradients(parameters, model.statistics(), world.start_horovod(size))
-
-
 @lru_cache(maxsize=64)
-def _cut(stage: Stage, replica: int, batch_size: int, microbatches: int) -> Cut:
-    return plans.cut(stage, replica, batch_size, microbatches)
+def _program(plan: Plan, batch_size: int, rank: int, is_training: bool) -> Program:
+    pieces = cut(plan, batch_size)
+    made = (
+        schedule.training_step(plan, pieces) if is_training else schedule.evaluation(plan, pieces)
+    )
+    return program(plan, pieces, made[rank], rank)

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdtrain.errors import CheckFailed
 from hvdtrain.training import metrics
+from hvdtrain.training.layout import weights_sha256
 from hvdtrain.training.run import Run
 
 
@@ -18,19 +18,12 @@ def summarise(run: Run) -> dict[str, Any]:
         CheckFailed: if ranks hold different weights.
     """
     session, progress = run.session, run.progress
-    digests = session.world.gather(session.model.sha256())
-    if wrong := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
-        raise CheckFailed(
-            f"rank(s) {', '.join(map(str, wrong))} ended with other weights than rank 0: "
-            "the replicas did not stay together (hvdtrain doctor checks MPI and Horovod)"
-        )
+    digest = weights_sha256(session)
     # Each rank's share of its own time: ranks that wait for another one do so on their clocks.
     own = max(progress.train_seconds, 1e-9)
-    exposed, total = np.mean(
-        session.world.gather(
-            [progress.exposed_seconds / own, progress.communication_seconds / own]
-        ),
-        axis=0,
+    waits = (progress.exposed_seconds, progress.communication_seconds, progress.bubble_seconds)
+    exposed, total, bubble = np.mean(
+        session.world.gather([seconds / own for seconds in waits]), axis=0
     )
     return {
         "model": session.config.model,
@@ -45,11 +38,11 @@ def summarise(run: Run) -> dict[str, Any]:
         "train_seconds": progress.train_seconds,
         "images_per_second": progress.position / max(progress.train_seconds, 1e-9),
         "communication": {"exposed_fraction": exposed, "total_fraction": total},
-        "bubble_fraction": 0.0,
+        "bubble_fraction": bubble,
         "peak_memory_bytes": session.world.gather(_peak_memory(session.device)),
         "final": progress.final,
         "best": progress.best,
-        "weights_sha256": digests[0],
+        "weights_sha256": digest,
         "versions": metrics.versions(),
     }
 

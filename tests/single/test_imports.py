@@ -21,12 +21,12 @@ FLOORS = (
     {"cli"},
     {"jobs", "study", "training", "tf", "doctor"},
     {"planner", "parallel", "data", "models", "launch", "failure"},
-    {"world", "config", "errors", "arguments", "__version__"},
+    {"world", "config", "errors", "arguments", "activity", "__version__"},
 )
 # Who may import a library that is slow, missing on some machines, or not to be mixed with another.
 OWNERS = {
     "horovod": {"world"},
-    "mpi4py": {"world", "doctor"},
+    "mpi4py": {"world", "doctor", "parallel.exchange"},
     "h5py": {"data", "training.checkpoint"},
     "tensorflow": {"doctor"},
     "keras": {"doctor"},

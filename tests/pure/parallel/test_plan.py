@@ -1,4 +1,5 @@
 import json
+from itertools import accumulate, combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.errors import UsageError
-from hvdtrain.parallel import plan
+from hvdtrain.parallel import plan, planfile
+from hvdtrain.parallel.cut import cut
 from hvdtrain.parallel.plan import Plan, Stage
 
 PARTS = ["stem", "body", "head"]
@@ -19,20 +21,27 @@ def write(folder: Path, content: Any) -> str:
     return str(path)
 
 
+def parse(text: str | None, ranks: int, *options: Any) -> Plan:
+    made = planfile.parse(text, PARTS, ranks, *options)
+    plan.check(made, PARTS, ranks)
+    return made
+
+
 def test_the_default_is_single_on_one_rank_and_dp_on_more() -> None:
-    assert plan.parse(None, PARTS, 1, 2) == plan.parse("single", PARTS, 1, 2)
-    assert plan.parse(None, PARTS, 3, 2) == Plan(
+    assert parse(None, 1, 2) == parse("single", 1, 2)
+    assert parse(None, 3, 2) == Plan(
         (Stage(("stem", "body", "head"), (0, 1, 2), (1, 1, 1)),), microbatches=2
     )
 
 
 def test_a_plan_file_gives_unequal_shares_and_reads_back(tmp_path: Path) -> None:
     text = write(tmp_path, {"stages": [{"ranks": [0, 1], "shares": [2, 1]}], "microbatches": 4})
-    made = plan.parse(text, PARTS, 2, 1)
+    made = parse(text, 2)
     assert made.stages[0].shares == (2, 1)
     assert made.microbatches == 4
+    assert parse(text, 2, 3, "gpipe") == Plan(made.stages, 3, "gpipe"), "options win"
     again = write(tmp_path, made.to_json())
-    assert plan.parse(again, PARTS, 2, 1) == made
+    assert parse(again, 2, 1) == made
 
 
 @pytest.mark.parametrize(
@@ -59,45 +68,123 @@ def test_a_plan_file_gives_unequal_shares_and_reads_back(tmp_path: Path) -> None
             {"stages": [{"ranks": [0], "components": ["stem"]}, {"ranks": [1], "components": []}]},
             "every component once",
         ),
-        (
-            {
-                "stages": [
-                    {"ranks": [0], "components": ["stem"]},
-                    {"ranks": [1], "components": ["body", "head"]},
-                ]
-            },
-            "this version runs plans of one stage",
-        ),
     ],
 )
 def test_a_plan_that_does_not_fit_is_refused_with_the_reason(
     tmp_path: Path, content: Any, message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):
-        plan.parse(write(tmp_path, content), PARTS, 2, 1)
+        parse(write(tmp_path, content), 2)
 
 
 def test_an_unknown_plan_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(UsageError, match="unknown plan dpp; did you mean dp"):
-        plan.parse("dpp", PARTS, 2, 1)
+        parse("dpp", 2, 1)
     with pytest.raises(UsageError, match="single runs on one rank, not on 2"):
-        plan.parse("single", PARTS, 2, 1)
+        parse("single", 2, 1)
     with pytest.raises(UsageError, match="cannot be read: No such file"):
-        plan.parse("absent.json", PARTS, 2, 1)
+        parse("absent.json", 2, 1)
 
 
-@given(
-    st.lists(st.integers(0, 5), min_size=1, max_size=6).filter(any),
-    st.integers(1, 70),
-    st.integers(1, 9),
+def staged(*stages: tuple[list[str], list[int]], **settings: Any) -> Plan:
+    made = (Stage(tuple(names), tuple(ranks), (1,) * len(ranks)) for names, ranks in stages)
+    return Plan(tuple(made), **settings)
+
+
+def test_short_forms_cut_where_the_most_costly_stage_costs_least() -> None:
+    assert planfile.parse("mp", PARTS, 2, None, None, lambda: [5.0, 1.0, 1.0]) == staged(
+        (["stem"], [0]), (["body", "head"], [1]), microbatches=8
+    )
+    assert planfile.parse("hp:2x2", PARTS, 4, 3, "gpipe", lambda: [1.0, 1.0, 5.0]) == staged(
+        (["stem", "body"], [0, 1]), (["head"], [2, 3]), microbatches=3, schedule="gpipe"
+    )
+    assert parse("mp", 1) == parse("single", 1)
+
+
+def test_more_stages_than_ranks_go_round_them() -> None:
+    parts = list("abcdefgh")
+    found = planfile.parse("mp", parts, 2, 4, "interleaved")
+    assert [stage.ranks for stage in found.stages] == [(0,), (1,), (0,), (1,)]
+    found = planfile.parse("hp:4x2", parts, 4, 4)
+    assert [stage.ranks for stage in found.stages] == [(0, 1), (2, 3), (0, 1), (2, 3)]
+    assert found.stages_of(1) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "message"),
+    [
+        ("hp:2x2", 3, "hp:2x2 runs on 4 ranks"),
+        ("hp:3x1", 2, "hp:3x1 runs on 3 ranks"),
+        ("hp:4x1", 4, "has 4 stages, but the model has 3 components"),
+        ("mp", 4, "has 4 stages, but the model has 3 components"),
+        ("hp:2", 2, "hp:SxR is S stages of R replicas each"),
+        ("hp:0x2", 2, "hp:SxR is S stages of R replicas each"),
+    ],
 )
-def test_replicas_cut_every_batch_into_each_sample_once(
-    shares: list[int], batch_size: int, microbatches: int
+def test_a_short_form_that_does_not_fit_is_refused(text: str, ranks: int, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        parse(text, ranks)
+
+
+def test_a_schedule_that_splits_backward_is_refused_where_that_is_not_exact() -> None:
+    made = planfile.parse("mp", PARTS, 2, 4, "zb-h1")
+    plan.check(made, PARTS, 2)
+    with pytest.raises(UsageError, match="zb-h1 splits the backward, which --recompute does not"):
+        plan.check(made, PARTS, 2, lambda: "--recompute")
+
+
+def test_labels_say_how_each_component_is_parallel() -> None:
+    made = staged((["a"], [0, 1, 2]), (["b"], [0, 2]), (["c", "d"], [1]))
+    assert plan.labels(made) == {"a": "DP", "b": "HP", "c": "MP", "d": "MP"}
+    assert plan.labels(staged((["a"], [0]))) == {"a": "single"}
+
+
+def test_a_saved_plan_reads_back(tmp_path: Path) -> None:
+    made = planfile.parse("hp:2x1", PARTS, 2, 4, "zb-h1")
+    planfile.save(made, tmp_path / "plan.json")
+    assert parse(str(tmp_path / "plan.json"), 2) == made
+    with pytest.raises(UsageError, match="cannot be written"):
+        planfile.save(made, tmp_path / "absent" / "plan.json")
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=9), st.data())
+def test_no_contiguous_cut_is_better_balanced(costs: list[int], data: st.DataObject) -> None:
+    parts = data.draw(st.integers(1, len(costs)))
+    sizes = plan.balance(costs, parts)
+    assert sum(sizes) == len(costs)
+    assert min(sizes) > 0
+
+    def cost_of(bounds: tuple[int, ...]) -> int:
+        edges = [0, *bounds, len(costs)]
+        return max(sum(costs[a:b]) for a, b in pairwise(edges))
+
+    best = min(cost_of(bounds) for bounds in combinations(range(1, len(costs)), parts - 1))
+    assert cost_of(tuple(accumulate(sizes))[:-1]) == best
+
+
+shares = st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(any)
+
+
+@given(st.lists(shares, min_size=1, max_size=4), st.integers(1, 70), st.integers(1, 9))
+def test_every_stage_cuts_every_batch_into_each_sample_once(
+    stages: list[list[int]], batch_size: int, microbatches: int
 ) -> None:
-    stage = Stage(("all",), tuple(range(len(shares))), tuple(shares))
-    cuts = [plan.cut(stage, i, batch_size, microbatches) for i in range(len(shares))]
-    seen = [row for cut in cuts for start, stop in cut.parts for row in range(start, stop)]
-    assert sorted(seen) == list(range(batch_size))
-    assert len({len(cut.parts) for cut in cuts}) == 1
-    assert [cut.first for cut in cuts].count(True) == 1
-    assert next(cut for cut in cuts if cut.samples).first
+    made = Plan(
+        tuple(Stage((f"{i}",), tuple(range(len(s))), tuple(s)) for i, s in enumerate(stages)),
+        microbatches,
+    )
+    found = cut(made, batch_size)
+    for stage, parts in enumerate(found.parts):
+        seen = [row for mine in parts.values() for part in mine for row in range(*part)]
+        assert sorted(seen) == list(range(batch_size))
+        given = [found.share(stage, rank) for rank in parts]
+        assert [share.first for share in given].count(True) == 1
+        assert sum(share.weight for share in given) == pytest.approx(1)
+        assert next(share for share in given if share.weight).first
+    for (stage, k), pieces in found.pieces.items():
+        for piece in pieces:
+            sent = found.parts[stage][piece.sender][k][0] + piece.sent[0]
+            assert sent == found.parts[stage + 1][piece.receiver][k][0] + piece.received[0]
+            assert piece.sent[1] - piece.sent[0] == piece.received[1] - piece.received[0] > 0
+        handed_on = sum(piece.sent[1] - piece.sent[0] for piece in pieces)
+        assert handed_on == sum(found.rows(stage, rank, k) for rank in found.parts[stage])

@@ -1,0 +1,154 @@
+"""What each component costs, counted on torch's meta device: no weights, no arithmetic.
+
+Arithmetic and memory of one sample are the difference between batches of four and of two, halved,
+so that what does not grow with the batch (weights, statistics of batch norms) does not count.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from hvdtrain.models.component import (
+    IMAGE_CHANNELS,
+    Component,
+    build_on_meta,
+    check_logits,
+    run_on_meta,
+)
+
+BATCHES = (2, 4)
+
+
+@dataclass(frozen=True)
+class ComponentCost:
+    """What one component costs; all but parameters and buffers for one sample.
+
+    Attributes:
+        name: the component's name.
+        parameters: number of parameters; one that the component uses twice counts once.
+        parameter_bytes: memory of the parameters; as much again for their gradients.
+        buffer_bytes: memory of the buffers, such as running statistics.
+        forward_flops: operations of the forward pass, a multiply-add as two, and one for each
+            element made or saved, so that components without matrix products cost something too.
+        output_shape: shape of what is handed to the next component, without the batch.
+        output_bytes: memory of the same.
+        saved_bytes: activations that autograd keeps for backward, without the component's input:
+            that is in the predecessor's `saved_bytes` or is its output. Activations of a chain
+            are at most the sum of `saved_bytes` and `output_bytes`.
+    """
+
+    name: str
+    parameters: int
+    parameter_bytes: int
+    buffer_bytes: int
+    forward_flops: float
+    output_shape: tuple[int, ...]
+    output_bytes: int
+    saved_bytes: int
+
+
+def component_costs(
+    components: Sequence[Component],
+    image_size: int,
+    *,
+    classes: int | None,
+    dtype: torch.dtype = torch.float32,
+) -> list[ComponentCost]:
+    """Return what each component costs for images [n, 3, image_size, image_size].
+
+    `dtype` is that of images and weights. Raises UsageError for the same reasons as `boundaries`.
+    """
+    shape = (IMAGE_CHANNELS, image_size, image_size)
+    costs = []
+    # Whatever the caller does, autograd takes part here.
+    with torch.inference_mode(False), torch.enable_grad():
+        given = [torch.empty(batch, *shape, dtype=dtype, device="meta") for batch in BATCHES]
+        for component in components:
+            module = build_on_meta(component).to(dtype=dtype)
+            small, large = (_run(component, module, batch) for batch in given)
+            costs.append(_cost(component, module, small, large))
+            given = [small.emitted, large.emitted]
+    check_logits(components[-1], tuple(given[0].shape), classes)
+    return costs
+
+
+@dataclass
+class _Run:
+    """One forward pass: what it emitted, its operations, and the tensors that autograd saved.
+
+    `saved` holds one tensor of each storage, so that no storage's address is used again.
+    """
+
+    emitted: Tensor
+    flops: int
+    saved: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def saved_bytes(self) -> int:
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.saved.values())
+
+    @property
+    def elements(self) -> int:
+        saved = self.saved.values()
+        return self.emitted.numel() + sum(
+            tensor.untyped_storage().nbytes() // tensor.element_size() for tensor in saved
+        )
+
+
+def _run(component: Component, module: nn.Module, given: Tensor) -> _Run:
+    saved: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.setdefault(_storage(tensor), tensor)
+        return tensor
+
+    counter = FlopCounterMode(display=False)
+    with saved_tensors_hooks(keep, lambda tensor: tensor), counter, _FusedAttention():
+        emitted = run_on_meta(component, module, given, grad=True)
+    saved.pop(_storage(given), None)
+    # Not a leaf: a component that changes its input in place gets the message made for that.
+    next_input = torch.empty_like(emitted, requires_grad=emitted.is_floating_point()).clone()
+    return _Run(next_input, counter.get_total_flops(), saved)
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Plain attention as CPUs and GPUs compute it: its weights [tokens, tokens] are not saved.
+
+    The meta device has no choice of kernels and would take the one that saves them.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func is functional.scaled_dot_product_attention and len(args) == 3 and not kwargs:
+            return torch.ops.aten._scaled_dot_product_flash_attention(*args)[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _storage(tensor: Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata  # data pointers are all 0 on the meta device
+    return address
+
+
+def _cost(component: Component, module: nn.Module, small: _Run, large: _Run) -> ComponentCost:
+    samples = BATCHES[1] - BATCHES[0]
+    output_shape = tuple(small.emitted.shape[1:])
+    operations = large.flops + large.elements - small.flops - small.elements
+    return ComponentCost(
+        name=component.name,
+        parameters=sum(parameter.numel() for parameter in module.parameters()),
+        parameter_bytes=sum(parameter.nbytes for parameter in module.parameters()),
+        buffer_bytes=sum(buffer.nbytes for buffer in module.buffers()),
+        forward_flops=operations / samples,
+        output_shape=output_shape,
+        output_bytes=prod(output_shape) * small.emitted.element_size(),
+        saved_bytes=(large.saved_bytes - small.saved_bytes) // samples,
+    )

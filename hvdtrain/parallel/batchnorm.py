@@ -1,0 +1,253 @@
+"""Batch norm over a whole micro-batch that several replicas share.
+
+Each replica reduces its rows to count, mean and sum of squared deviations (M2) of each channel;
+one all-gather later all of them know the moments of all rows, combined as in Chan, Golub and
+LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979.
+Backward takes one more all-gather. Everything gathered is added up in the order of the replicas,
+so that all of them hold the same bits. A replica without rows takes part in both.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hvdtrain.errors import UsageError
+
+AllGather = Callable[[Tensor], Tensor]  # [k] -> [replicas, k], of the same type and device
+
+
+@dataclass(frozen=True)
+class Moments:
+    """What a micro-batch is normalised with.
+
+    Attributes:
+        count: values of each channel, over all replicas.
+        mean: [channels], in fp32, or fp64 where the input is.
+        variance: [channels], biased, of the same type.
+    """
+
+    count: float
+    mean: Tensor
+    variance: Tensor
+
+
+class SynchronisedBatchNorm(_BatchNorm):
+    """A batch norm that in training normalises over the rows of all replicas.
+
+    All replicas must run the same layers in the same order, forward and backward, those without
+    rows included. Gradients of weight and bias are those of this replica's rows; their sum over
+    the replicas is the whole gradient.
+
+    Attributes:
+        all_gather: blocks until every replica of the stage has called it.
+        record: where given, the moments of each forward are appended to it.
+        replay: where given, the moments are taken from it, and nothing is gathered in forward.
+    """
+
+    all_gather: AllGather
+    record: list[Moments] | None = None
+    replay: Iterator[Moments] | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise [n, channels, ...]; n may be 0 in training.
+
+        Raises ValueError where all replicas together have one value per channel.
+        """
+        if not self.training:
+            return super().forward(input)
+        self._check_input_dim(input)
+        moments = self._moments(input)
+        if self.track_running_stats:
+            self._track(moments)
+        normalised: Tensor = _Normalise.apply(
+            *(input, self.weight, self.bias, moments.mean, moments.variance),
+            *(moments.count, self.eps, self.all_gather),
+        )
+        return normalised
+
+    def _moments(self, input: Tensor) -> Moments:
+        if self.replay is not None:
+            return next(self.replay)
+        moments = gather_moments(input.detach(), self.all_gather)
+        if moments.count == 1:
+            raise ValueError(
+                "Expected more than 1 value per channel when training, got input size "
+                f"{tuple(input.shape)} on this replica and one value over all of them"
+            )
+        if self.record is not None:
+            self.record.append(moments)
+        return moments
+
+    @torch.no_grad()
+    def _track(self, moments: Moments) -> None:
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        if self.running_mean is None or self.running_var is None or moments.count == 0:
+            return
+        factor = self.momentum
+        if factor is None:
+            tracked = self.num_batches_tracked
+            factor = 0.0 if tracked is None else 1 / float(tracked)
+        unbiased = moments.variance * (moments.count / (moments.count - 1))
+        self.running_mean.mul_(1 - factor).add_(moments.mean, alpha=factor)
+        self.running_var.mul_(1 - factor).add_(unbiased, alpha=factor)
+
+
+class SynchronisedBatchNorm1d(SynchronisedBatchNorm, nn.BatchNorm1d):
+    """For [n, channels] and [n, channels, length]."""
+
+
+class SynchronisedBatchNorm2d(SynchronisedBatchNorm, nn.BatchNorm2d):
+    """For [n, channels, height, width]."""
+
+
+class SynchronisedBatchNorm3d(SynchronisedBatchNorm, nn.BatchNorm3d):
+    """For [n, channels, depth, height, width]."""
+
+
+SYNCHRONISED: dict[type[nn.Module], type[SynchronisedBatchNorm]] = {
+    nn.BatchNorm1d: SynchronisedBatchNorm1d,
+    nn.BatchNorm2d: SynchronisedBatchNorm2d,
+    nn.BatchNorm3d: SynchronisedBatchNorm3d,
+}
+
+
+def synchronise(module: nn.Module, all_gather: AllGather) -> int:
+    """Make every batch norm in `module` normalise over the rows of all replicas.
+
+    In place: parameters and buffers stay the same objects under the same names. Batch norms that
+    are synchronised already get the new `all_gather`.
+
+    Args:
+        module: a component, or a batch norm itself.
+        all_gather: [k] -> [replicas, k], rows in the same order on all replicas; called once in
+            each forward and once in each backward whose input needs a gradient.
+
+    Returns:
+        How many batch norms there are.
+
+    Raises:
+        UsageError: a layer is a batch norm of another class, whose forward is not known.
+    """
+    layers = [
+        (name, layer) for name, layer in module.named_modules() if isinstance(layer, _BatchNorm)
+    ]
+    for name, layer in layers:
+        if not isinstance(layer, SynchronisedBatchNorm) and type(layer) not in SYNCHRONISED:
+            raise UsageError(
+                f"layer {name!r} is a {type(layer).__name__}, which cannot be synchronised: use "
+                "torch.nn.BatchNorm1d, 2d or 3d, or --batch-norm local"
+            )
+    for _, layer in layers:
+        # The layer itself stays: others, such as a block that uses it twice, may refer to it.
+        layer.__class__ = SYNCHRONISED.get(type(layer), type(layer))
+        assert isinstance(layer, SynchronisedBatchNorm)
+        layer.all_gather = all_gather
+    return len(layers)
+
+
+def gather_moments(input: Tensor, all_gather: AllGather) -> Moments:
+    """Return the moments of [n, channels, ...] over the rows of all replicas."""
+    channels, dtype = input.size(1), torch.promote_types(input.dtype, torch.float32)
+    # fp64 on the wire: fp32 cannot count beyond 2**24 values. The message is small either way.
+    local = torch.zeros(1 + 2 * channels, dtype=torch.float64, device=input.device)
+    if input.numel() > 0:
+        count = input.numel() // channels
+        mean, variance = _local_moments(input, dtype)
+        local[0] = count
+        local[1 : 1 + channels] = mean
+        local[1 + channels :] = variance.double() * count
+    gathered = all_gather(local)
+    counts, means, m2 = gathered.split([1, channels, channels], dim=1)
+    total = sum(counts.flatten().tolist())
+    divisor = max(total, 1)
+    mean = _sum_in_order(counts * means) / divisor
+    variance = _sum_in_order(m2 + counts * (means - mean).square()) / divisor
+    return Moments(total, mean.to(dtype), variance.to(dtype))
+
+
+def _local_moments(input: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    # The kernel of torch's own batch norm, many times as fast as torch.var_mean on CPUs. It
+    # returns the type of the running statistics, which are of no use here.
+    unused = torch.zeros(2, input.size(1), dtype=dtype, device=input.device)
+    mean, variance = torch.batch_norm_update_stats(input, unused[0], unused[1], 0.0)
+    return mean, variance
+
+
+class _Normalise(torch.autograd.Function):
+    """(input - mean) / sqrt(variance + eps) * weight + bias, mean and variance depending on input.
+
+    Ioffe and Szegedy, "Batch Normalization", ICML 2015; with xhat the normalised input, dy the
+    gradient of the output and n the count, the gradient of the input is
+    weight / sqrt(variance + eps) * (dy - sum(dy) / n - xhat * sum(dy * xhat) / n).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        variance: Tensor,
+        count: float,
+        eps: float,
+        all_gather: AllGather,
+    ) -> Tensor:
+        ctx.save_for_backward(input, weight, mean, variance)
+        ctx.constants = count, eps, all_gather
+        return functional.batch_norm(input, mean, variance, weight, bias, eps=eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight, mean, variance = ctx.saved_tensors
+        count, eps, all_gather = ctx.constants
+        sums = _gradient_sums(gradient, input, mean, variance, eps)
+        of_input = None
+        if ctx.needs_input_grad[0]:
+            totals = _sum_in_order(all_gather(sums.flatten())).view_as(sums)
+            scale = (variance + eps).rsqrt() * (1 if weight is None else weight)
+            of_mean, of_variance = -scale * totals / max(count, 1)
+            # A batch norm once more: xhat * of_variance + of_mean.
+            of_input = functional.batch_norm(
+                input.to(mean.dtype), mean, variance, of_variance, of_mean, eps=eps
+            )
+            of_input.addcmul_(gradient.to(mean.dtype), _per_channel(scale, input))
+            of_input = of_input.to(input.dtype)
+        of_bias, of_weight = sums
+        return (
+            of_input,
+            of_weight if ctx.needs_input_grad[1] else None,
+            of_bias if ctx.needs_input_grad[2] else None,
+            *(None,) * 5,
+        )
+
+
+def _gradient_sums(
+    gradient: Tensor, input: Tensor, mean: Tensor, variance: Tensor, eps: float
+) -> Tensor:
+    """Return sum(dy) and sum(dy * xhat) over this replica's rows, [2, channels]."""
+    if input.numel() == 0:
+        return torch.zeros(2, len(mean), dtype=mean.dtype, device=mean.device)
+    # The kernel of torch's batch norm with given statistics: its gradients of weight and bias.
+    _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
+        gradient, input, None, mean, variance, None, None, False, eps, [False, True, True]
+    )
+    return torch.stack([of_bias, of_weight]).to(mean.dtype)
+
+
+def _sum_in_order(rows: Tensor) -> Tensor:
+    """Add up [replicas, k] row by row: torch.sum does not promise an order."""
+    return reduce(torch.add, rows.unbind())
+
+
+def _per_channel(values: Tensor, input: Tensor) -> Tensor:
+    return values.view(1, -1, *[1] * (input.dim() - 2))

@@ -1,0 +1,105 @@
+"""What crosses the boundaries between stages: assembled from, and sent to, one or several ranks.
+
+Rows that come from another rank arrive in the buffer in which they are used; rows of the same
+rank's other stage are taken as they are. A buffer goes back to its pool once nothing reads it.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hvdtrain.parallel.actions import boundary
+from hvdtrain.parallel.exchange import Exchange, Receipt
+from hvdtrain.parallel.form import Form
+from hvdtrain.parallel.program import Task
+
+
+class Handover:
+    """One rank's side of all boundaries.
+
+    Args:
+        rank: this rank.
+        forms: what crosses each boundary; boundary s lies between stages s and s + 1.
+        exchange: None where this rank has no other to exchange with.
+    """
+
+    def __init__(
+        self, rank: int, forms: Sequence[Form], exchange: Exchange | None, device: torch.device
+    ) -> None:
+        self.rank, self.forms, self.exchange, self.device = rank, forms, exchange, device
+        self._posted: dict[tuple[bool, tuple[int, int]], tuple[Tensor, list[Receipt]]] = {}
+        self._pool: dict[tuple[Form, int], list[Tensor]] = defaultdict(list)
+        self._in_use: dict[tuple[int, int], list[tuple[tuple[Form, int], Tensor]]] = {}
+
+    def post(self, task: Task) -> None:
+        """Post the receipt of what other ranks send: RECV."""
+        assert self.exchange is not None, "one rank receives nothing"
+        is_gradient = task.action.kind == "RECV_B"
+        buffer = self._acquire(task, is_gradient)
+        receipts = [
+            self.exchange.receive(buffer[slice(*lane.here)], lane.peer, task.tag)
+            for lane in task.lanes
+        ]
+        self._posted[is_gradient, task.key] = buffer, receipts
+
+    def collect(self, task: Task, is_gradient: bool, local: Tensor | None) -> Tensor:
+        """All rows that `task` needs: activations, or gradients of its output.
+
+        Args:
+            local: what this rank's neighbouring stage made, if it has a part in it.
+        """
+        own = [lane for lane in task.lanes if lane.peer == self.rank]
+        if own and len(task.lanes) == 1 and _is_all(own[0].there, local):
+            assert local is not None
+            return local.detach()
+        buffer, receipts = self._posted.pop((is_gradient, task.key), (None, []))
+        if buffer is None:
+            buffer = self._acquire(task, is_gradient)
+        for lane in own:
+            assert local is not None, f"{task.line}: its own part is missing"
+            buffer[slice(*lane.here)].copy_(local[slice(*lane.there)])
+        if receipts:
+            assert self.exchange is not None
+            self.exchange.wait(receipts)
+        return buffer.detach()
+
+    def send(self, task: Task, made: Tensor) -> None:
+        """Start to send rows of what this rank made: SEND."""
+        assert self.exchange is not None, "one rank sends nothing"
+        arranged = self._form(task).arranged(made)
+        for lane in task.lanes:
+            self.exchange.send(arranged[slice(*lane.here)], lane.peer, task.tag)
+
+    def release(self, key: tuple[int, int]) -> None:
+        """The buffers of this (stage, micro-batch) are read no more."""
+        for kind, buffer in self._in_use.pop(key, ()):
+            self._pool[kind].append(buffer)
+
+    def is_pooled(self, key: tuple[int, int], tensor: Tensor) -> bool:
+        """Whether `tensor` lies in a buffer that `release` would give to others."""
+        storage = tensor.untyped_storage().data_ptr()
+        return any(
+            buffer.untyped_storage().data_ptr() == storage
+            for _, buffer in self._in_use.get(key, ())
+        )
+
+    def clear(self) -> None:
+        """Forget buffers; a plan with other boundaries needs others."""
+        assert not self._posted and not self._in_use, "a step left something behind"
+        self._pool.clear()
+
+    def _form(self, task: Task) -> Form:
+        return self.forms[boundary(task.action.stage, task.action.kind)]
+
+    def _acquire(self, task: Task, is_gradient: bool) -> Tensor:
+        kind = self.forms[task.key[0] - (not is_gradient)], task.rows
+        pool = self._pool[kind]
+        buffer = pool.pop() if pool else kind[0].empty(task.rows, self.device)
+        self._in_use.setdefault(task.key, []).append((kind, buffer))
+        return buffer
+
+
+def _is_all(rows: tuple[int, int], tensor: Tensor | None) -> bool:
+    return tensor is not None and rows == (0, len(tensor))

@@ -1,0 +1,154 @@
+"""What `--plan` may be: a short form, or a JSON file; and plans as files."""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.arguments import nearest
+from hvdtrain.errors import UsageError
+from hvdtrain.parallel.plan import (
+    CHUNKS_A_RANK,
+    DEFAULT_SCHEDULE,
+    Plan,
+    Stage,
+    check_schedule,
+    pipeline,
+    replicated,
+    with_options,
+)
+
+SHORT_FORMS = ("single", "dp", "mp", "hp:SxR")
+
+
+def parse(
+    text: str | None,
+    components: Sequence[str],
+    ranks: int,
+    microbatches: int | None = None,
+    schedule: str | None = None,
+    costs: Callable[[], Sequence[float]] | None = None,
+) -> Plan:
+    """Make the plan that `--plan` names, for a model of these components on so many ranks.
+
+    Args:
+        text: "single", "dp", "mp", "hp:SxR", the path of a JSON file, or None: single on one
+            rank, dp on more.
+        microbatches, schedule: win over what the file says.
+        costs: of each component, asked for only where a pipeline is to be cut; default: equal.
+
+    Raises:
+        UsageError: if the plan is unknown, malformed, or does not fit the model or the ranks.
+    """
+    text = text or ("single" if ranks == 1 else "dp")
+    if schedule is not None:
+        check_schedule(schedule)
+    if text == "single" and ranks > 1:
+        raise UsageError(f"--plan single runs on one rank, not on {ranks}: use --plan dp")
+    if text in ("single", "dp"):
+        return replicated(components, ranks, microbatches, schedule)
+    if shape := _pipeline_shape(text, ranks, schedule):
+        weights = costs() if costs else [1.0] * len(components)
+        return pipeline(components, weights, ranks, *shape, microbatches, schedule)
+    path = Path(text)
+    if path.suffix != ".json" and not path.exists():
+        raise UsageError(f"unknown plan {text}{nearest(text, (*SHORT_FORMS, 'FILE.json'))}")
+    plan = from_json(_read(path), text, components)
+    return with_options(plan, microbatches, schedule)
+
+
+def _pipeline_shape(text: str, ranks: int, schedule: str | None) -> tuple[int, int] | None:
+    """(stages, replicas) of a short form, None for any other text."""
+    if text == "mp":
+        return ranks * (CHUNKS_A_RANK if schedule == "interleaved" and ranks > 1 else 1), 1
+    if not text.startswith("hp:"):
+        return None
+    found = re.fullmatch(r"hp:(\d+)x(\d+)", text)
+    if not found or not int(found[1]) or not int(found[2]):
+        raise UsageError(
+            f"{text} is no plan: hp:SxR is S stages of R replicas each, such as hp:2x2"
+        )
+    return int(found[1]), int(found[2])
+
+
+def from_json(content: Any, source: str, components: Sequence[str]) -> Plan:
+    """Make a plan of the content of a plan file.
+
+    `components` may be left out where there is one stage; `shares` are equal where left out.
+
+    Raises:
+        UsageError: naming the file and the key.
+    """
+    known = {"stages", "microbatches", "schedule"}
+    _check_keys(content, known, source)
+    stages = content.get("stages")
+    if not isinstance(stages, list) or not stages:
+        raise UsageError(f"{source}: stages must be a list of at least one stage")
+    schedule = content.get("schedule", DEFAULT_SCHEDULE)
+    if not isinstance(schedule, str):
+        raise UsageError(f"{source}: schedule must be a name, not {schedule!r}")
+    check_schedule(schedule)
+    everything = list(components) if len(stages) == 1 else None
+    return Plan(
+        tuple(_stage(stage, f"{source}: stage {i}", everything) for i, stage in enumerate(stages)),
+        _count(content.get("microbatches", 1), f"{source}: microbatches"),
+        schedule,
+    )
+
+
+def save(plan: Plan, path: Path) -> None:
+    """Write a plan as a file that `--plan` reads.
+
+    Raises:
+        UsageError: if it cannot be written.
+    """
+    try:
+        path.write_text(json.dumps(plan.to_json(), indent=1) + "\n")
+    except OSError as error:
+        raise UsageError(f"the plan {path} cannot be written: {error.strerror}") from None
+
+
+def _stage(content: Any, source: str, everything: list[str] | None) -> Stage:
+    _check_keys(content, {"components", "ranks", "shares"}, source)
+    components = content.get("components", everything)
+    if not isinstance(components, list) or not all(isinstance(name, str) for name in components):
+        raise UsageError(f"{source}: components must be a list of names")
+    ranks = content.get("ranks")
+    if not isinstance(ranks, list) or not ranks or not all(_is_count(rank) for rank in ranks):
+        raise UsageError(f"{source}: ranks must be a list of rank numbers")
+    if len(set(ranks)) != len(ranks):
+        raise UsageError(f"{source}: a rank is named twice")
+    shares = content.get("shares", [1] * len(ranks))
+    if not isinstance(shares, list) or not all(_is_count(share) for share in shares):
+        raise UsageError(f"{source}: shares must be a list of whole numbers")
+    if len(shares) != len(ranks) or sum(shares) == 0:
+        raise UsageError(f"{source}: shares must give each of the {len(ranks)} ranks a part")
+    return Stage(tuple(components), tuple(ranks), tuple(shares))
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except OSError as error:
+        raise UsageError(f"the plan {path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"the plan {path} is not JSON: {error}") from None
+
+
+def _check_keys(content: Any, known: set[str], source: str) -> None:
+    if not isinstance(content, dict):
+        raise UsageError(f"{source}: expected an object with the keys {', '.join(sorted(known))}")
+    for key in content:
+        if key not in known:
+            raise UsageError(f"{source}: unknown key {key}{nearest(key, known)}")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _count(value: Any, source: str) -> int:
+    if not _is_count(value) or value == 0:
+        raise UsageError(f"{source} must be a whole number above 0, not {value!r}")
+    return int(value)

@@ -1,0 +1,153 @@
+"""A schedule made ready for one rank: each action with the rows and the peers that it concerns."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hvdtrain.parallel.actions import RECEIPTS, SENDS, Action, last_backward, tag
+from hvdtrain.parallel.cut import Cut, Range, Share, offsets
+from hvdtrain.parallel.plan import Plan
+
+SPOKEN = {
+    "LOAD": "loading",
+    "F": "forward",
+    "B": "backward",
+    "I": "backward of the input",
+    "W": "backward of the weights",
+    "SEND_F": "sending activations",
+    "RECV_F": "receiving activations",
+    "SEND_B": "sending gradients",
+    "RECV_B": "receiving gradients",
+    "REDUCE": "starting the reduction",
+    "STEP": "waiting for the reduction, and updating",
+}
+
+
+Key = tuple[int, int]  # (stage, micro-batch)
+
+
+class Lane(NamedTuple):
+    """Rows that this rank (`here`) and `peer` (`there`) have in common at a boundary."""
+
+    peer: int
+    here: Range
+    there: Range
+
+
+class Task(NamedTuple):
+    """An action and all that a rank has to know for it.
+
+    Attributes:
+        line: the action in words.
+        key: of its tensors.
+        rows: this rank's samples of the micro-batch in the stage.
+        lanes: where rows come from, for RECV and for what consumes them; where they go, for SEND.
+        tag: of the messages.
+    """
+
+    action: Action
+    line: str
+    key: Key
+    rows: int
+    lanes: tuple[Lane, ...]
+    tag: int
+
+
+@dataclass(frozen=True)
+class Program:
+    """What one rank does for a batch of one size.
+
+    Attributes:
+        completing: the last backward of each stage.
+        shares: this rank's part of the batch, by stage.
+        images, labels: where each micro-batch lies in this rank's images and in its labels.
+        output_uses, gradient_uses: how often a stage's output, and the gradient of its input,
+            are used by actions of this rank, by (stage, micro-batch).
+    """
+
+    cut: Cut
+    tasks: tuple[Task, ...]
+    completing: frozenset[Action]
+    shares: dict[int, Share]
+    images: tuple[Range, ...]
+    labels: tuple[Range, ...]
+    output_uses: Counter[Key]
+    gradient_uses: Counter[Key]
+
+
+def program(plan: Plan, cut: Cut, actions: Sequence[Action], rank: int) -> Program:
+    """Make a rank's list of actions ready to run."""
+    held = plan.stages_of(rank)
+    ends = {last_backward(actions, stage) for stage in held}
+    tasks = tuple(_task(plan, cut, action, rank) for action in actions)
+    return Program(
+        cut,
+        tasks,
+        frozenset(action for action in ends if action is not None),
+        {stage: cut.share(stage, rank) for stage in held},
+        tuple(offsets(cut.parts[0].get(rank, ()))),
+        tuple(offsets(cut.parts[plan.last].get(rank, ()))),
+        *_uses(tasks, rank),
+    )
+
+
+def _uses(tasks: Sequence[Task], rank: int) -> tuple[Counter[Key], Counter[Key]]:
+    outputs, gradients = Counter[Key](), Counter[Key]()
+    for task in tasks:
+        (stage, k), kind = task.key, task.action.kind
+        has_own_lane = any(lane.peer == rank for lane in task.lanes)
+        if kind in ("B", "I", "SEND_F"):
+            outputs[task.key] += 1
+        if kind == "F" and has_own_lane:
+            outputs[stage - 1, k] += 1
+        if kind == "SEND_B":
+            gradients[task.key] += 1
+        if kind in ("B", "I") and has_own_lane:
+            gradients[stage + 1, k] += 1
+    return outputs, gradients
+
+
+def _task(plan: Plan, cut: Cut, action: Action, rank: int) -> Task:
+    stage, kind, k = action
+    if k is None:
+        return Task(action, _line(plan, action, rank, ()), (stage, -1), 0, (), 0)
+    lanes = {
+        "F": lambda: _downstream(cut, stage - 1, k, rank),
+        "RECV_F": lambda: _remote(_downstream(cut, stage - 1, k, rank), rank),
+        "SEND_F": lambda: _remote(_upstream(cut, stage, k, rank), rank),
+        "B": lambda: _upstream(cut, stage, k, rank),
+        "I": lambda: _upstream(cut, stage, k, rank),
+        "RECV_B": lambda: _remote(_upstream(cut, stage, k, rank), rank),
+        "SEND_B": lambda: _remote(_downstream(cut, stage - 1, k, rank), rank),
+    }.get(kind, tuple)()
+    number = tag(stage, kind, k, cut.microbatches) if kind in (*SENDS, *RECEIPTS) else 0
+    rows = cut.rows(stage, rank, k)
+    return Task(action, _line(plan, action, rank, lanes), (stage, k), rows, lanes, number)
+
+
+def _downstream(cut: Cut, boundary: int, k: int, rank: int) -> tuple[Lane, ...]:
+    """Lanes of a rank that stands behind a boundary."""
+    pieces = cut.pieces.get((boundary, k), ())
+    return tuple(Lane(p.sender, p.received, p.sent) for p in pieces if p.receiver == rank)
+
+
+def _upstream(cut: Cut, boundary: int, k: int, rank: int) -> tuple[Lane, ...]:
+    """Lanes of a rank that stands before a boundary."""
+    pieces = cut.pieces.get((boundary, k), ())
+    return tuple(Lane(p.receiver, p.sent, p.received) for p in pieces if p.sender == rank)
+
+
+def _remote(lanes: tuple[Lane, ...], rank: int) -> tuple[Lane, ...]:
+    return tuple(lane for lane in lanes if lane.peer != rank)
+
+
+def _line(plan: Plan, action: Action, rank: int, lanes: tuple[Lane, ...]) -> str:
+    where = f"stage {action.stage}"
+    if action.microbatch is not None:
+        where += f", micro-batch {action.microbatch}"
+    peers = sorted({lane.peer for lane in lanes} - {rank})
+    if action.kind in ("REDUCE", "STEP"):
+        peers = [other for other in plan.stages[action.stage].ranks if other != rank]
+    with_whom = f", with rank {' and '.join(map(str, peers))}" if peers else ""
+    return f"{action}: {SPOKEN[action.kind]} ({where}{with_whom})"

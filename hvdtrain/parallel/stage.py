@@ -1,0 +1,109 @@
+"""The components of a stage as a rank holds them, and how images become their first input."""
+
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from hvdtrain.parallel.recompute import forward_recomputed
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
+
+
+class StageModel:
+    """Components in order, with names as they stand in checkpoints.
+
+    Args:
+        components: the modules by name.
+        recomputed: names of those that keep no activations and run again in backward.
+    """
+
+    def __init__(
+        self, components: Mapping[str, nn.Module], recomputed: Collection[str] = ()
+    ) -> None:
+        self.components = dict(components)
+        self._chain = [(part, name in recomputed) for name, part in self.components.items()]
+
+    def __call__(self, activations: Tensor) -> Tensor:
+        """Run the components one after another."""
+        for component, is_recomputed in self._chain:
+            if is_recomputed:
+                activations = forward_recomputed(component, activations)
+            else:
+                activations = component(activations)
+        return activations
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """What is trained, by name: component, a dot, and the name inside the component."""
+        return {
+            f"{name}.{key}": parameter
+            for name, component in self.components.items()
+            for key, parameter in component.named_parameters()
+            if parameter.requires_grad
+        }
+
+    def statistics(self) -> dict[str, Tensor]:
+        """The running statistics of batch norms, by name, as the parameters."""
+        return {
+            f"{name}.{path}.{key}" if path else f"{name}.{key}": buffer
+            for name, component in self.components.items()
+            for path, module in component.named_modules()
+            if isinstance(module, _NormBase)
+            for key, buffer in module.named_buffers(recurse=False)
+        }
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All parameters, frozen ones included, and all buffers, by name."""
+        return {
+            f"{name}.{key}": value
+            for name, component in self.components.items()
+            for key, value in (*component.named_parameters(), *component.named_buffers())
+        }
+
+    def train(self, mode: bool) -> None:
+        """Switch all components between training and evaluation."""
+        for component in self.components.values():
+            component.train(mode)
+
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of every parameter and buffer by name: type, shape and bits."""
+        return {name: _digest(tensor) for name, tensor in self.tensors().items()}
+
+
+def sha256_of(digests: Mapping[str, str]) -> str:
+    """One digest of all tensors of a model, wherever each of them was held."""
+    lines = "".join(f"{name} {digest}\n" for name, digest in sorted(digests.items()))
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def _digest(tensor: Tensor) -> str:
+    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+class Images:
+    """Turns images as stored into what the first component reads.
+
+    uint8 [n, H, W, C] becomes floating [n, C, H, W] in channels_last order, which is the same
+    memory: no transposition is ever made. `mean` and `std` are of pixels / 255, by channel.
+    """
+
+    def __init__(
+        self, mean: Sequence[float], std: Sequence[float], device: torch.device, precision: str
+    ) -> None:
+        self.device, self.dtype = device, DTYPES[precision]
+        shape = (1, len(mean), 1, 1)
+        self.scale = self._constant(1 / (255 * np.asarray(std)), shape)
+        self.shift = self._constant(-np.asarray(mean) / np.asarray(std), shape)
+
+    def __call__(self, images: np.ndarray) -> Tensor:
+        """Normalise images uint8 [n, H, W, C]."""
+        stored = torch.from_numpy(images).to(self.device, non_blocking=True)
+        return stored.permute(0, 3, 1, 2).to(self.dtype).mul_(self.scale).add_(self.shift)
+
+    def _constant(self, values: np.ndarray, shape: tuple[int, ...]) -> Tensor:
+        return torch.tensor(values, dtype=self.dtype, device=self.device).view(shape)

@@ -1,0 +1,114 @@
+"""Shows what ranks did, simulated or measured alike: as a Chrome trace, or as text.
+
+A Chrome trace opens in https://ui.perfetto.dev and in chrome://tracing.
+"""
+
+import json
+import os
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.errors import UsageError
+from hvdtrain.parallel.simulate import Event
+
+LEGEND = "0-9: forward, a-z: backward or its input half, A-Z: weight half"
+FIRST_SIGN = {"F": "0", "B": "a", "I": "a", "W": "A"}  # of micro-batch 0
+OTHER, IDLE = "-", "."
+
+
+def chrome_trace(
+    events: Iterable[Event], names: Mapping[int, str] | None = None
+) -> dict[str, Any]:
+    """The events as a JSON object in Chrome's trace event format; time starts at the first one.
+
+    Args:
+        names: of ranks, where they are not just `rank N`.
+    """
+    ordered = sorted(events, key=lambda event: (event.rank, event.start))
+    origin = min((event.start for event in ordered), default=0.0)
+    threads = [
+        {
+            "name": "thread_name",
+            "ph": "M",
+            "pid": 0,
+            "tid": rank,
+            "args": {"name": (names or {}).get(rank, f"rank {rank}")},
+        }
+        for rank in sorted({event.rank for event in ordered})
+    ]
+    spans = [
+        {
+            "name": str(event.action),
+            "cat": event.kind,
+            "ph": "X",
+            "pid": 0,
+            "tid": event.rank,
+            "ts": 1e6 * (event.start - origin),
+            "dur": 1e6 * (event.end - event.start),
+            "args": {"stage": event.action.stage, "microbatch": event.action.microbatch},
+        }
+        for event in ordered
+    ]
+    return {"traceEvents": threads + spans, "displayTimeUnit": "ms"}
+
+
+def write_trace(
+    path: Path, events: Iterable[Event], names: Mapping[int, str] | None = None
+) -> None:
+    """Write `chrome_trace` to a file.
+
+    Raises:
+        UsageError: if it cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("w") as file:
+            json.dump(chrome_trace(events, names), file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
+        raise UsageError(f"the trace {path} cannot be written: {error.strerror}") from None
+
+
+def draw(events: Iterable[Event], ranks: Sequence[int], width: int = 100, unit: str = "s") -> str:
+    """The events as text: a line a rank, a sign for what it computes in the middle of each slice.
+
+    Micro-batch 0 is `0`, `a` or `A`; they count on modulo 10 or 26.
+    """
+    computed = [event for event in events if event.kind == "compute" and event.end > event.start]
+    start = min((event.start for event in computed), default=0.0)
+    slice_seconds = (max((event.end for event in computed), default=0.0) - start) / width
+    times = [start + (column + 0.5) * slice_seconds for column in range(width)]
+    margin = max((len(str(rank)) for rank in ranks), default=1)
+    lines = [
+        f"{rank:>{margin}} {_line([event for event in computed if event.rank == rank], times)}"
+        for rank in ranks
+    ]
+    scale = f"{LEGEND}; {OTHER}: other work, {IDLE}: idle; a sign is {slice_seconds:.3g} {unit}"
+    return "\n".join([*lines, scale])
+
+
+def _line(events: Sequence[Event], times: Sequence[float]) -> str:
+    """The sign of what goes on at each of `times`."""
+    ordered = sorted(events, key=lambda event: event.start)
+    starts = [event.start for event in ordered]
+    signs = []
+    for time in times:
+        index = bisect_right(starts, time) - 1
+        going_on = index >= 0 and ordered[index].end > time
+        signs.append(_sign(ordered[index]) if going_on else IDLE)
+    return "".join(signs)
+
+
+def _sign(event: Event) -> str:
+    """A digit or a letter for the micro-batch."""
+    first = FIRST_SIGN.get(event.action.kind)
+    if first is None or event.action.microbatch is None:
+        return OTHER
+    return chr(ord(first) + event.action.microbatch % (10 if first == "0" else 26))

@@ -1,0 +1,208 @@
+"""Proves that a schedule is a correct step of its plan, whoever made it.
+
+Complete, in order, its message tags unique and within the library's limit, and free of deadlocks
+however eagerly the library sends. An error shows the place as a grid of ranks and steps.
+"""
+
+from collections.abc import Iterator, Set
+
+from hvdtrain.parallel.actions import (
+    RECEIPTS,
+    SENDS,
+    Action,
+    Schedule,
+    ScheduleError,
+    peers,
+    tag,
+)
+from hvdtrain.parallel.cut import Cut
+from hvdtrain.parallel.plan import Plan
+from hvdtrain.parallel.simulate import Deadlock, simulate, unit_costs
+
+TAG_LIMIT = 32767  # the largest tag that every MPI library allows (MPI 4.1, 9.1.2)
+WINDOW = 4  # steps that a grid shows on each side of a mark
+
+# What comes before what: of one stage and micro-batch,
+ORDER = (
+    *(("LOAD", "F"), ("RECV_F", "F"), ("F", "SEND_F"), ("F", "B"), ("F", "I"), ("I", "W")),
+    *(("RECV_B", "B"), ("RECV_B", "I"), ("B", "SEND_B"), ("I", "SEND_B")),
+)
+# and of one stage.
+ORDER_OF_STAGE = (
+    *(("B", "REDUCE"), ("W", "REDUCE"), ("REDUCE", "STEP")),
+    *(("SEND_F", "STEP"), ("SEND_B", "STEP")),
+)
+
+Place = tuple[int, int]  # rank, index in its list
+
+
+def validate(
+    schedule: Schedule,
+    plan: Plan,
+    cut: Cut,
+    *,
+    synchronised: Set[int] = frozenset(),
+    tag_limit: int = TAG_LIMIT,
+) -> None:
+    """Check a training step.
+
+    Args:
+        synchronised: stages whose replicas start each forward and backward together; whether or
+            not they do, there must be no deadlock.
+        tag_limit: the largest message tag that the MPI library allows.
+
+    Raises:
+        ScheduleError: its first line says what is wrong; a grid that shows where follows.
+    """
+    if odd := sorted(set(schedule) ^ set(plan.ranks)):
+        raise ScheduleError(
+            f"the schedule is for ranks {sorted(schedule)}, the plan for {list(plan.ranks)}: "
+            f"rank {odd[0]} is in one of them only\n{grid(schedule)}"
+        )
+    for rank in plan.ranks:
+        _check_tags(schedule, cut, rank, tag_limit)
+    for rank in plan.ranks:
+        _check_complete(schedule, plan, cut, rank)
+    for rank in plan.ranks:
+        _check_order(schedule, rank)
+    _check_deadlocks(schedule, plan, cut, synchronised)
+
+
+def grid(schedule: Schedule, mark: Place | None = None) -> str:
+    """Steps as columns, ranks as rows; with an arrow at the mark and only steps about it."""
+    longest = max(map(len, schedule.values()), default=0)
+    first, last = 0, longest
+    if mark:
+        first, last = max(0, mark[1] - WINDOW), min(longest, mark[1] + WINDOW + 1)
+    rows = [["step", *map(str, range(first, last))]]
+    for rank in sorted(schedule):
+        cells = [str(action) for action in schedule[rank][first:last]]
+        if mark and mark[0] == rank and cells:
+            cells[mark[1] - first] = f"-> {cells[mark[1] - first]}"
+        rows.append([f"rank {rank}", *cells, *[""] * (last - first - len(cells))])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _fail(message: str, schedule: Schedule, rank: int, index: int) -> ScheduleError:
+    return ScheduleError(f"{message}\n{grid(schedule, (rank, index))}")
+
+
+def _check_tags(schedule: Schedule, cut: Cut, rank: int, limit: int) -> None:
+    """Each message to or from a peer has a tag of its own."""
+    seen: dict[tuple[int, bool, int], Action] = {}
+    for index, action in enumerate(schedule[rank]):
+        stage, kind, k = action
+        if kind not in (*SENDS, *RECEIPTS) or k is None:
+            continue
+        number = tag(stage, kind, k, cut.microbatches)
+        for peer in peers(cut, rank, action):
+            if number > limit:
+                raise _fail(
+                    f"rank {rank}: the tag {number} of {action} is above the MPI library's limit "
+                    f"of {limit}: use fewer micro-batches or stages",
+                    *(schedule, rank, index),
+                )
+            key = peer, kind in SENDS, number
+            if key in seen:
+                raise _fail(
+                    f"rank {rank}: {action} uses the tag {number} of {seen[key]} with rank "
+                    f"{peer} again",
+                    *(schedule, rank, index),
+                )
+            seen[key] = action
+
+
+def _expected(plan: Plan, cut: Cut, rank: int) -> Iterator[Action]:
+    """All that a rank has to do, but for the backward, which may be whole or split."""
+    for stage in plan.stages_of(rank):
+        for k in range(cut.microbatches):
+            if stage in (0, plan.last):
+                yield Action(stage, "LOAD", k)
+            yield Action(stage, "F", k)
+            for kind in (*SENDS, *RECEIPTS):
+                if peers(cut, rank, Action(stage, kind, k)):
+                    yield Action(stage, kind, k)
+        yield Action(stage, "REDUCE")
+        yield Action(stage, "STEP")
+
+
+def _check_complete(schedule: Schedule, plan: Plan, cut: Cut, rank: int) -> None:
+    """Each action that is due is there, once, and no other is."""
+    actions, held = schedule[rank], plan.stages_of(rank)
+    due = set(_expected(plan, cut, rank))
+    seen: set[Action] = set()
+    for index, action in enumerate(actions):
+        fault = f"does {action} twice" if action in seen else ""
+        if action.stage not in held:
+            fault = f"does {action}, but does not hold stage {action.stage}"
+        elif (action.microbatch or 0) >= cut.microbatches:
+            fault = f"does {action}, but the micro-batches are 0 to {cut.microbatches - 1}"
+        elif action.kind in ("B", "I", "W"):
+            fault = fault or _backward_fault(action, seen)
+        elif action not in due:
+            fault = f"does {action}, but there is nothing to {action.kind.split('_')[0].lower()}"
+        if fault:
+            raise _fail(f"rank {rank} {fault}", schedule, rank, index)
+        seen.add(action)
+    for forward in [action for action in due if action.kind == "F"]:
+        halves = {forward._replace(kind="I"), forward._replace(kind="W")}
+        due |= halves if seen & halves else {forward._replace(kind="B")}
+    if missing := sorted(due - seen, key=lambda a: (a.stage, a.microbatch or 0, a.kind)):
+        raise _fail(f"rank {rank} lacks {missing[0]}", schedule, rank, _place(actions, missing[0]))
+
+
+def _backward_fault(action: Action, seen: Set[Action]) -> str:
+    """What is wrong with a backward or a half of one after what has been seen; or nothing."""
+    if action.stage == 0 and action.kind != "B":
+        return f"does {action}, but stage 0 runs whole backward"
+    others = "IW" if action.kind == "B" else "B"
+    besides = [other for kind in others if (other := action._replace(kind=kind)) in seen]
+    return f"does {action} besides {besides[0]}, which is (a part of) the same" if besides else ""
+
+
+def _place(actions: list[Action], missing: Action) -> int:
+    """Where in a list an action is missing."""
+    for index, action in enumerate(actions):
+        pairs = (missing.kind, action.kind), (action.kind, missing.kind)
+        if action[::2] == missing[::2] and (pairs[0] in ORDER or pairs[1] in ORDER):
+            return index
+    of_stage = [index for index, action in enumerate(actions) if action.stage == missing.stage]
+    return (of_stage or [len(actions) - 1])[-1]
+
+
+def _check_order(schedule: Schedule, rank: int) -> None:
+    """What comes before what, wherever both are there."""
+    places = {action: index for index, action in enumerate(schedule[rank])}
+    for action, index in places.items():
+        later = [action._replace(kind=after) for kind, after in ORDER if kind == action.kind]
+        later += [
+            Action(action.stage, after) for kind, after in ORDER_OF_STAGE if kind == action.kind
+        ]
+        for after in later:
+            if (place := places.get(after, index)) < index:
+                raise _fail(f"rank {rank} does {after} before {action}", schedule, rank, place)
+
+
+def _check_deadlocks(schedule: Schedule, plan: Plan, cut: Cut, synchronised: Set[int]) -> None:
+    """Whether sends are buffered or block, and batch norm is local or synchronised."""
+    for together in (frozenset[int](), synchronised) if synchronised else (frozenset[int](),):
+        for rendezvous in (False, True):
+            try:
+                simulate(
+                    *(schedule, plan, cut, unit_costs()),
+                    rendezvous=rendezvous,
+                    synchronised=together,
+                )
+            except Deadlock as error:
+                rank, (action, _) = next(iter(error.stuck.items()))
+                sends = "rendezvous" if rendezvous else "eager"
+                also = " and synchronised batch norm" if together else ""
+                raise _fail(
+                    f"{error}, under {sends} sends{also}",
+                    *(schedule, rank, schedule[rank].index(action)),
+                ) from None

@@ -1,0 +1,61 @@
+"""What the commands that look at a plan are asked: a dataclass, as the configuration of a run."""
+
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+from hvdtrain.config import Precision, TrainConfig, about
+from hvdtrain.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """What `plan show`, `plan check` and `plan simulate` look at: no data, only shapes."""
+
+    model: str = field(
+        metadata=about("cnn, resnet18, vit_tiny, or package.module:function of your own")
+    )
+    ranks: int = field(metadata=about("ranks of the plan"))
+    plan: str | None = field(
+        default=None, metadata=about("single, dp, mp, hp:SxR or a JSON file; as of train")
+    )
+    batch_size: int = field(default=64, metadata=about("images a step, over all ranks together"))
+    microbatches: int | None = field(default=None, metadata=about("as of train"))
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] | None = field(
+        default=None, metadata=about("gpipe, 1f1b, interleaved or zb-h1; as of train")
+    )
+    precision: Precision | None = field(
+        default=None, metadata=about("fp32, bf16 or fp64; default: fp64 for check, else fp32")
+    )
+    optimizer: Literal["sgd", "adam", "adamw"] = field(
+        default="adam", metadata=about("sgd, adam or adamw, for the memory it takes")
+    )
+    batch_norm: Literal["local", "sync"] = field(
+        default="local", metadata=about("local or sync; as of train")
+    )
+    recompute: str | None = field(default=None, metadata=about("components; as of train"))
+    image_size: int = field(default=32, metadata=about("height and width of the images"))
+    classes: int = field(default=10, metadata=about("classes"))
+    patch_size: int | None = field(
+        default=None, metadata=about("patch size of a vision transformer")
+    )
+    seed: int = field(default=0, metadata=about("seed of weights and images"))
+    save: str | None = field(
+        default=None, metadata=about("write the plan as a JSON file, which --plan reads")
+    )
+    trace: str | None = field(
+        default=None, metadata=about("write the simulated step as a Chrome trace")
+    )
+    json: bool = field(default=False, metadata=about("print one JSON object"))
+
+    def training(self, precision: Precision) -> TrainConfig:
+        """The training run that the plan is looked at for.
+
+        Raises:
+            UsageError: if a value is out of range.
+        """
+        if self.classes < 1:
+            raise UsageError(f"--classes must be above 0, not {self.classes}")
+        shared = {item.name for item in fields(TrainConfig)} - {"precision", "trace", "data"}
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        kept = {name: value for name, value in values.items() if name in shared}
+        return TrainConfig(data="", precision=self.precision or precision, **kept).check()

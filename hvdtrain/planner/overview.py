@@ -1,0 +1,189 @@
+"""What a plan means, in numbers and as a picture: stages, labels, memory and the timeline."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from hvdtrain.models.costs import ComponentCost
+from hvdtrain.parallel import schedule
+from hvdtrain.parallel.actions import Action
+from hvdtrain.parallel.cut import Cut, cut
+from hvdtrain.parallel.plan import Plan, labels
+from hvdtrain.parallel.simulate import Costs, Timeline, simulate
+from hvdtrain.parallel.trace import draw
+from hvdtrain.parallel.validate import validate
+
+OPTIMIZER_COPIES = {"sgd": 1, "adam": 2, "adamw": 2}  # of the parameters
+BACKWARD_FLOPS = 2  # of a forward: gradients of the input, and of the weights
+MIB = 2**20
+LONGEST_NAMES = 44
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a rank holds, in bytes; activations at their peak."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.parameters + self.gradients + self.optimizer + self.activations
+
+
+@dataclass(frozen=True)
+class Overview:
+    """A plan for a model and a batch size, and a simulated step of it."""
+
+    plan: Plan
+    cut: Cut
+    costs: dict[str, ComponentCost]
+    optimizer: str
+    recomputed: Collection[str]
+    timeline: Timeline
+    unit: str  # of the timeline's times
+
+    @cached_property
+    def memory(self) -> dict[int, Memory]:
+        """By rank."""
+        peaks = self.timeline.peak(self._activation_bytes)
+        return {rank: self._memory(rank, round(peaks[rank])) for rank in self.plan.ranks}
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, as one JSON object."""
+        return {
+            "plan": self.plan.to_json(),
+            "batch_size": self.cut.batch_size,
+            "microbatches": self.cut.microbatches,
+            "labels": labels(self.plan),
+            "stages": [self._stage(number) for number in range(len(self.plan.stages))],
+            "memory_bytes": {
+                rank: vars(found) | {"total": found.total} for rank, found in self.memory.items()
+            },
+            "bubble_fraction": self.timeline.bubble_fraction,
+            "step": {"duration": self.timeline.seconds, "unit": self.unit},
+        }
+
+    def as_text(self, width: int = 100) -> str:
+        """The same as tables, and the timeline as a picture."""
+        return "\n".join(
+            [*self._stage_table(), "", *self._memory_table(), "", *self._picture(width)]
+        )
+
+    def _stage_table(self) -> list[str]:
+        stages = [self._stage(number) for number in range(len(self.plan.stages))]
+        flops = sum(stage["forward_flops"] for stage in stages)
+        heads = f"{'ranks':<12} {'shares':<12} {'label':<6} {'parameters':>12} {'compute':>8}"
+        lines = [f"stage  {heads}  components"]
+        for number, stage in enumerate(stages):
+            lines.append(
+                f"{number:>5}  {_joined(stage['ranks']):<12} {_joined(stage['shares']):<12} "
+                f"{stage['label']:<6} {stage['parameters']:>12,} "
+                f"{stage['forward_flops'] / flops:>8.1%}  {_names(stage['components'])}"
+            )
+        return lines
+
+    def _memory_table(self) -> list[str]:
+        heads = (*Memory.__dataclass_fields__, "MiB together")
+        lines = ["rank " + "".join(f"{name:>14}" for name in heads)]
+        for rank, memory in self.memory.items():
+            sizes = (*vars(memory).values(), memory.total)
+            lines.append(f"{rank:>4} " + "".join(f"{size / MIB:>14,.1f}" for size in sizes))
+        return lines
+
+    def _picture(self, width: int) -> list[str]:
+        timeline = self.timeline
+        return [
+            f"{self.plan.schedule}, {self.cut.batch_size} images in {self.cut.microbatches} "
+            f"micro-batch(es); a step takes {timeline.seconds:.4g} {self.unit}, "
+            f"{timeline.bubble_fraction:.1%} of it bubble",
+            draw(timeline.events, self.plan.ranks, width, self.unit),
+        ]
+
+    def _stage(self, number: int) -> dict[str, Any]:
+        stage = self.plan.stages[number]
+        found = [self.costs[name] for name in stage.components]
+        return {
+            "components": list(stage.components),
+            "ranks": list(stage.ranks),
+            "shares": list(stage.shares),
+            "label": labels(self.plan)[stage.components[0]],
+            "parameters": sum(cost.parameters for cost in found),
+            "forward_flops": sum(cost.forward_flops for cost in found),
+            "output_bytes": found[-1].output_bytes,
+        }
+
+    def _memory(self, rank: int, activations: int) -> Memory:
+        names = [n for s in self.plan.stages_of(rank) for n in self.plan.stages[s].components]
+        weights = sum(self.costs[name].parameter_bytes for name in names)
+        buffers = sum(self.costs[name].buffer_bytes for name in names)
+        copies = OPTIMIZER_COPIES[self.optimizer]
+        return Memory(weights + buffers, weights, copies * weights, activations)
+
+    def _activation_bytes(self, rank: int, action: Action) -> float:
+        """What a forward leaves for its backward: components that recompute keep their input."""
+        assert action.microbatch is not None
+        stage = self.plan.stages[action.stage]
+        saved = sum(
+            self.costs[name].output_bytes
+            + (0 if name in self.recomputed else self.costs[name].saved_bytes)
+            for name in stage.components
+        )
+        return float(saved * self.cut.rows(action.stage, rank, action.microbatch))
+
+
+def overview(
+    plan: Plan,
+    costs: Sequence[ComponentCost],
+    batch_size: int,
+    optimizer: str,
+    recomputed: Collection[str] = (),
+    measured: Costs | None = None,
+    synchronised: Collection[int] = (),
+) -> Overview:
+    """Cut a batch, make the schedule, prove it, and play it through.
+
+    Args:
+        measured: seconds of actions; without them a step is played through in counted operations.
+        synchronised: stages whose batch norms communicate.
+
+    Raises:
+        ScheduleError: if the schedule were not a correct step of the plan.
+    """
+    pieces = cut(plan, batch_size)
+    made = schedule.training_step(plan, pieces)
+    validate(made, plan, pieces, synchronised=frozenset(synchronised))
+    by_name = {cost.name: cost for cost in costs}
+    played = measured or counted_costs(plan, pieces, by_name)
+    timeline = simulate(made, plan, pieces, played, synchronised=frozenset(synchronised))
+    unit = "GFLOP" if measured is None else "s"
+    return Overview(plan, pieces, by_name, optimizer, recomputed, timeline, unit)
+
+
+def counted_costs(plan: Plan, pieces: Cut, costs: Mapping[str, ComponentCost]) -> Costs:
+    """Costs of actions in GFLOP, backward two forwards, and communication free."""
+    of_stage = [sum(costs[name].forward_flops for name in s.components) for s in plan.stages]
+    factors = {"F": 1, "B": BACKWARD_FLOPS, "I": 1, "W": 1}
+
+    def compute(rank: int, action: Action) -> float:
+        if action.kind not in factors or action.microbatch is None:
+            return 0.0
+        rows = pieces.rows(action.stage, rank, action.microbatch)
+        return factors[action.kind] * of_stage[action.stage] * rows / 1e9
+
+    return Costs(compute, lambda sender, receiver, action: 0.0, lambda stage: 0.0)
+
+
+def _joined(numbers: Sequence[int]) -> str:
+    return ",".join(map(str, numbers))
+
+
+def _names(components: Sequence[str]) -> str:
+    text = " ".join(components)
+    if len(text) <= LONGEST_NAMES:
+        return text
+    return f"{components[0]} ... {components[-1]} ({len(components)})"

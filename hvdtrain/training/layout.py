@@ -1,0 +1,104 @@
+"""A model's state between its names and the ranks that hold it under a plan."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from hvdtrain.errors import CheckFailed
+from hvdtrain.parallel.part import Part
+from hvdtrain.parallel.plan import Plan
+from hvdtrain.parallel.stage import sha256_of
+from hvdtrain.training.optimizer import restore_state, state_by_name
+from hvdtrain.training.setup import Session
+from hvdtrain.world import World
+
+State = tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]
+STATE_TAG = 1
+
+
+def gather_state(plan: Plan, parts: Mapping[int, Part], here: World) -> State:
+    """Tensors, and the optimizers' tensors, by name: all of them on rank 0, none elsewhere.
+
+    The first replica of each stage sends what it holds, one stage after another. Collective.
+    """
+    tensors: dict[str, Tensor] = {}
+    optimizer: dict[str, dict[str, Tensor]] = {}
+    for number, stage in enumerate(plan.stages):
+        owner, state = stage.ranks[0], None
+        if here.rank == owner:
+            state = _state_of(parts[number])
+        if owner != 0 and here.communicator is not None:
+            if here.rank == owner:
+                here.communicator.send(state, 0, STATE_TAG)
+                state = None
+            elif here.rank == 0:
+                state = here.communicator.recv(source=owner, tag=STATE_TAG)
+        if here.rank == 0 and state is not None:
+            tensors |= state[0]
+            optimizer |= state[1]
+    return tensors, optimizer
+
+
+def put_state(
+    session: Session,
+    tensors: Mapping[str, Tensor],
+    optimizer: Mapping[str, Mapping[str, Tensor]],
+) -> None:
+    """Copy this rank's part of a whole state into its model and optimizers."""
+    with torch.no_grad():
+        for name, tensor in session.tensors().items():
+            tensor.copy_(tensors[name])
+    for part in session.parts.values():
+        if part.optimizer is None:
+            continue
+        parameters = part.model.parameters()
+        own = {name: optimizer[name] for name in parameters if name in optimizer}
+        restore_state(part.optimizer, parameters, own)
+
+
+def agree_on_weights(session: Session) -> None:
+    """Give replicas their first one's weights: components are seeded, a user's may not be."""
+    here = session.world
+    digests = here.gather(session.digests())
+    for number, stage in enumerate(session.plan.stages):
+        owner = stage.ranks[0]
+        if all(
+            digests[rank].get(name) == digest
+            for rank in stage.ranks
+            for name, digest in digests[owner].items()
+            if name.startswith(tuple(f"{part}." for part in stage.components))
+        ):
+            continue
+        held = session.parts.get(number)
+        state = here.broadcast(_state_of(held)[0] if held and here.rank == owner else None, owner)
+        if held is not None:
+            with torch.no_grad():
+                for name, tensor in held.model.tensors().items():
+                    tensor.copy_(state[name])
+
+
+def weights_sha256(session: Session) -> str:
+    """The digest of all parameters and buffers, the same for any plan. Collective.
+
+    Raises:
+        CheckFailed: if replicas hold different weights.
+    """
+    whole: dict[str, str] = {}
+    owner: dict[str, int] = {}
+    for rank, digests in enumerate(session.world.gather(session.digests())):
+        for name, digest in digests.items():
+            if whole.setdefault(name, digest) != digest:
+                raise CheckFailed(
+                    f"rank {rank} ended with another {name} than rank {owner[name]}: "
+                    "the replicas did not stay together (hvdtrain doctor checks MPI and Horovod)"
+                )
+            owner.setdefault(name, rank)
+    return sha256_of(whole)
+
+
+def _state_of(part: Part) -> State:
+    tensors = {name: value.detach().cpu() for name, value in part.model.tensors().items()}
+    if part.optimizer is None:
+        return tensors, {}
+    return tensors, state_by_name(part.optimizer, part.model.parameters())

@@ -1,0 +1,123 @@
+"""The commands that look at a plan: show, simulate and check."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hvdtrain import models, world
+from hvdtrain.config import TrainConfig
+from hvdtrain.errors import UsageError
+from hvdtrain.models.component import Component, boundaries
+from hvdtrain.models.costs import component_costs
+from hvdtrain.parallel import planfile
+from hvdtrain.parallel.plan import Plan
+from hvdtrain.parallel.stage import DTYPES
+from hvdtrain.parallel.trace import write_trace
+from hvdtrain.planner.options import PlanConfig
+from hvdtrain.planner.overview import Overview, overview
+from hvdtrain.training.parts import recomputed_components
+from hvdtrain.training.plancheck import Parity, check_plan
+from hvdtrain.training.setup import make_plan
+
+
+def show(config: PlanConfig) -> Overview:
+    """What a plan means for a model: stages, labels, memory, and a step in counted operations.
+
+    Writes the plan to `config.save` and the step to `config.trace` if they are given.
+
+    Raises:
+        UsageError: for whatever a user can get wrong.
+    """
+    training = config.training("fp32")
+    components = _components(config, training)
+    plan = make_plan(training, components, config.image_size, config.classes, config.ranks)
+    return _finish(config, training, components, plan, None)
+
+
+def check(config: PlanConfig) -> Parity:
+    """One step under the plan and one serial step, from the same weights and batch. Collective.
+
+    Raises:
+        UsageError: for whatever a user can get wrong.
+    """
+    training = config.training("fp64")
+    here = world.start()
+    if here.size != config.ranks:
+        raise UsageError(
+            f"--ranks {config.ranks}, but the launcher started {here.size}: give that number"
+        )
+    torch.set_num_threads(here.threads)
+    components = _components(config, training)
+    parity = check_plan(training, components, config.image_size, config.classes, here)
+    world.stop()
+    return parity
+
+
+def parity_as_json(parity: Parity, components: Sequence[str]) -> dict[str, Any]:
+    """What `plan check --json` prints."""
+    return {
+        "within_tolerance": parity.is_within,
+        "tolerance": parity.tolerance,
+        "largest": parity.largest,
+        "components": parity.by_component(components),
+        "statistics": parity.statistics,
+        "loss": parity.loss,
+    }
+
+
+def parity_as_text(parity: Parity, components: Sequence[str]) -> str:
+    """What `plan check` prints."""
+    errors = parity.by_component(components)
+    width = max(len(name) for name in (*errors, "running statistics"))
+    lines = [f"{'component':<{width}}  largest relative error of a gradient"]
+    lines += [f"{name:<{width}}  {error:.2e}" for name, error in errors.items()]
+    lines += [f"{'running statistics':<{width}}  {parity.statistics:.2e}"]
+    lines += [f"{'loss':<{width}}  {parity.loss:.2e}"]
+    verdict = "within" if parity.is_within else "NOT within"
+    lines.append(f"{verdict} the tolerance of {parity.tolerance:g}")
+    return "\n".join(lines)
+
+
+def component_names(config: PlanConfig) -> list[str]:
+    """The names of the model's components."""
+    return [part.name for part in _components(config, config.training("fp32"))]
+
+
+def _components(config: PlanConfig, training: TrainConfig) -> list[Component]:
+    components = models.components(
+        config.model, config.classes, config.image_size, config.patch_size
+    )
+    dtype = DTYPES[training.precision]
+    boundaries(components, config.image_size, classes=config.classes, dtype=dtype)
+    return components
+
+
+def _finish(
+    config: PlanConfig,
+    training: TrainConfig,
+    components: Sequence[Component],
+    plan: Plan,
+    measured: Any,
+) -> Overview:
+    names = [part.name for part in components]
+    dtype = DTYPES[training.precision]
+    costs = component_costs(components, config.image_size, classes=config.classes, dtype=dtype)
+    is_synchronised = config.batch_norm == "sync"
+    synchronised = [
+        number
+        for number, stage in enumerate(plan.stages)
+        if is_synchronised and len(stage.ranks) > 1
+    ]
+    found = overview(
+        *(plan, costs, config.batch_size, config.optimizer),
+        recomputed_components(config.recompute, names),
+        measured,
+        synchronised,
+    )
+    if config.save:
+        planfile.save(plan, Path(config.save))
+    if config.trace:
+        write_trace(Path(config.trace), found.timeline.events)
+    return found

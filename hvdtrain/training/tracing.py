@@ -1,0 +1,28 @@
+"""What all ranks did in the first steps of a run, as one Chrome trace on rank 0's clock."""
+
+from pathlib import Path
+
+from hvdtrain.parallel import trace
+from hvdtrain.training.run import Run
+
+TRACED_STEPS = 20
+
+
+def write_trace(run: Run) -> None:
+    """Gather the events of all ranks, write them on rank 0, and keep no more. Collective.
+
+    Raises:
+        UsageError: if the file cannot be written.
+    """
+    session, runtime = run.session, run.session.runtime
+    offset = runtime.exchange.to_first_clock() if runtime.exchange else 0.0
+    mine = [
+        event._replace(start=event.start + offset, end=event.end + offset)
+        for event in runtime.events or []
+    ]
+    runtime.events = None
+    found = session.world.gather_on_first(mine)
+    if session.world.rank == 0:
+        trace.write_trace(
+            Path(session.config.trace or ""), [event for rank in found for event in rank]
+        )

@@ -1,0 +1,99 @@
+"""Every plan computes the gradients of the serial step, parameter by parameter.
+
+The measure is the design's: per tensor, the largest difference over the largest reference value
+(or a millionth of the largest gradient anywhere): at most 1e-12 in fp64 and 1e-4 in fp32. Replicas
+must agree to the bit.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hvdtrain import models
+from hvdtrain.config import Precision, TrainConfig
+from hvdtrain.training.plancheck import Parity, check_plan
+from hvdtrain.world import World
+from tests.mpi.plans import PLANS
+
+CLASSES = 7
+SIZES = {"cnn": 16, "vit_tiny": 16, "resnet18": 8}
+# Batch norm needs more than one value a channel, and resnet18 ends in 1 x 1 pixels here.
+BATCH_NORM: dict[str, Any] = {"batch_size": 26, "microbatches": 2}
+
+
+def parity_of(here: World, plan: str, model: str, **settings: Any) -> Parity:
+    synchronous, microbatches = settings.pop("synchronous", False), settings.pop("microbatches", 0)
+    components = models.components(model, CLASSES, SIZES[model])
+    made = PLANS[here.size][plan]([part.name for part in components])
+    made = replace(made, microbatches=microbatches or made.microbatches)
+    options: dict[str, Any] = {"precision": "fp64", "batch_size": 13, "seed": 3} | settings
+    config = TrainConfig(model=model, data="", **options)
+    return check_plan(
+        config, components, SIZES[model], CLASSES, here, made, synchronous=synchronous
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """All plans of this number of ranks; `whole_plan` are those that leave backward whole."""
+    from mpi4py import MPI
+
+    names = list(PLANS[MPI.COMM_WORLD.size])
+    if "plan" in metafunc.fixturenames:
+        metafunc.parametrize("plan", names)
+    if "whole_plan" in metafunc.fixturenames:
+        metafunc.parametrize("whole_plan", [name for name in names if "zb-h1" not in name])
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32"])
+@pytest.mark.parametrize("batch", [13, 8, 1])
+def test_cnn(here: World, plan: str, precision: Precision, batch: int) -> None:
+    parity = parity_of(here, plan, "cnn", precision=precision, batch_size=batch)
+    assert parity.is_within, parity
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32"])
+def test_vit(here: World, plan: str, precision: Precision) -> None:
+    parity = parity_of(here, plan, "vit_tiny", precision=precision)
+    assert parity.is_within, parity
+
+
+def test_resnet_with_local_batch_norm(here: World, plan: str) -> None:
+    parity = parity_of(here, plan, "resnet18", **BATCH_NORM)
+    assert parity.is_within, parity
+
+
+def test_resnet_with_synchronised_batch_norm(here: World, whole_plan: str) -> None:
+    parity = parity_of(here, whole_plan, "resnet18", batch_norm="sync", **BATCH_NORM)
+    assert parity.is_within, parity
+
+
+@pytest.mark.parametrize("batch_norm", ["local", "sync"])
+def test_resnet_in_single_precision(here: World, whole_plan: str, batch_norm: str) -> None:
+    parity = parity_of(
+        here, whole_plan, "resnet18", precision="fp32", batch_norm=batch_norm, **BATCH_NORM
+    )
+    assert parity.is_within, parity
+
+
+@pytest.mark.parametrize("model", ["resnet18", "vit_tiny"])
+def test_recompute_changes_nothing(here: World, whole_plan: str, model: str) -> None:
+    settings: dict[str, Any] = BATCH_NORM if model == "resnet18" else {}
+    parity = parity_of(
+        *(here, whole_plan, model),
+        batch_norm="sync",
+        recompute="*.mlp,embed" if model == "vit_tiny" else "layer*.0,stem",
+        precision="fp32" if model == "resnet18" else "fp64",
+        **settings,
+    )
+    assert parity.is_within, parity
+
+
+def test_brain_floats_cross_boundaries(here: World, plan: str) -> None:
+    parity = parity_of(here, plan, "vit_tiny", precision="bf16")
+    assert parity.is_within, parity
+
+
+def test_no_plan_leans_on_the_buffers_of_mpi(here: World, plan: str) -> None:
+    parity = parity_of(here, plan, "cnn", synchronous=True)
+    assert parity.is_within, parity

@@ -1,0 +1,125 @@
+"""Many steps under a plan end where the serial run ends."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from hvdtrain import models
+from hvdtrain.config import TrainConfig
+from hvdtrain.models.component import Component
+from hvdtrain.parallel.plan import Plan, replicated
+from hvdtrain.world import World
+from tests.mpi.common import CLASSES, SIZES, names, run_step, runtime_of, whole_state
+from tests.mpi.plans import PLANS
+
+STEP_SIZES = [13, 13, 13, 13, 13, 2, 13, 13, 13, 1]  # uneven tails in between
+ALONE = World("none", 0, 1, 0, 1, 1)
+FOUR_PLANS = ("mp", "hp:2x2, zb-h1", "1+3", "all, two, one")
+
+
+def train(
+    config: TrainConfig,
+    plan: Plan,
+    components: list[Component],
+    here: World,
+    steps: int,
+) -> dict[str, np.ndarray]:
+    size = SIZES.get(config.model, 8)
+    runtime = runtime_of(config, plan, components, size, here)
+    for seed in range(steps):
+        run_step(runtime, plan, here, size, STEP_SIZES[seed % len(STEP_SIZES)], seed)
+    assert runtime.activity is not None
+    runtime.activity.close()
+    return whole_state(plan, runtime, here)
+
+
+def assert_close(found: dict[str, Any], reference: dict[str, Any], bound: float) -> None:
+    assert found.keys() == reference.keys()
+    for name, value in reference.items():
+        largest = max(float(np.abs(value).max()), 1e-6)
+        assert np.abs(found[name] - value).max() / largest <= bound, name
+
+
+def test_fifty_steps_of_a_transformer_end_in_the_weights_of_the_serial_run(here: World) -> None:
+    components = models.components("vit_tiny", CLASSES, SIZES["vit_tiny"])
+    config = TrainConfig(
+        model="vit_tiny", data="", precision="fp64", optimizer="sgd", lr=0.05, clip_norm=1.0
+    )
+    single = replicated(names(components), 1, 4, None)
+    steps = 50 if here.size == 4 else 3
+    expected = train(config, single, components, ALONE, steps)
+    chosen = FOUR_PLANS if here.size == 4 else list(PLANS[here.size])[:2]
+    for plan in chosen:
+        made = PLANS[here.size][plan](names(components))
+        assert_close(train(config, made, components, here, steps), expected, 1e-10)
+
+
+def test_clipping_scales_the_gradients_of_the_whole_model(here: World) -> None:
+    # Without clipping these steps end elsewhere: the bound is felt.
+    components = models.components("cnn", CLASSES, SIZES["cnn"])
+    config = TrainConfig(model="cnn", data="", precision="fp64", optimizer="sgd", clip_norm=0.1)
+    plan = list(PLANS[here.size].values())[-1](names(components))
+    single = replicated(names(components), 1, 1, None)
+    expected = train(config, single, components, ALONE, 3)
+    clipped = train(config, plan, components, here, 3)
+    assert_close(clipped, expected, 1e-10)
+    free = train(replace(config, clip_norm=None), plan, components, here, 3)
+    with pytest.raises(AssertionError):
+        assert_close(free, expected, 1e-6)
+
+
+@pytest.mark.parametrize("batch_norm", ["local", "sync"])
+def test_replicas_with_batch_norm_stay_equal_to_the_bit(
+    here: World, monkeypatch: pytest.MonkeyPatch, batch_norm: str
+) -> None:
+    # Weights of a serial run cannot be followed far here: batch norm over few values multiplies
+    # rounding errors a hundredfold a step. whole_state compares the replicas.
+    components = models.components("resnet18", CLASSES, SIZES["resnet18"])
+    config = TrainConfig(model="resnet18", data="", batch_norm=batch_norm)  # type: ignore[arg-type]
+    monkeypatch.setattr("tests.mpi.test_training.STEP_SIZES", [26, 26, 25])
+    for plan in list(PLANS[here.size])[:1] + list(PLANS[here.size])[-1:]:
+        made = PLANS[here.size][plan](names(components))
+        made = replace(made, microbatches=2, schedule="1f1b")
+        train(config, made, components, here, 3)
+
+
+class Odd(nn.Module):
+    """What users' models have: a frozen layer, one that is never used, buffers of any kind."""
+
+    mask: torch.Tensor
+    large: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3 * 8 * 8, CLASSES)
+        self.frozen = nn.Linear(3 * 8 * 8, CLASSES).requires_grad_(False)
+        self.unused = nn.Linear(4, 4)
+        self.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
+        self.register_buffer("large", torch.tensor(2**40 + 1))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        flat = images.flatten(1)
+        logits: torch.Tensor = self.linear(flat) + self.frozen(flat)
+        return logits
+
+
+def test_frozen_and_unused_layers_and_odd_buffers_train_as_on_one_rank(here: World) -> None:
+    # Stages without a parameter stand before and behind.
+    empty = [Component(f"empty{i}", nn.Identity) for i in range(7)]
+    components = [*empty[:4], Component("odd", Odd), *empty[4:]]
+    config = TrainConfig(
+        model="odd", data="", precision="fp64", optimizer="adamw", weight_decay=0.1
+    )
+    single = replicated(names(components), 1, 1, None)
+    expected = train(config, single, components, ALONE, len(STEP_SIZES))
+    for plan in PLANS[here.size].values():
+        made = plan(names(components))
+        found = train(config, made, components, here, len(STEP_SIZES))
+        assert found["odd.mask"].tobytes() == expected["odd.mask"].tobytes()
+        assert found["odd.large"] == 2**40 + 1
+        finite = expected.keys() - {"odd.mask"}
+        assert_close({k: found[k] for k in finite}, {k: expected[k] for k in finite}, 1e-9)

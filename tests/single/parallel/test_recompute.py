@@ -1,0 +1,170 @@
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hvdtrain.parallel.batchnorm import synchronise
+from hvdtrain.parallel.recompute import forward_recomputed
+
+Forward = Callable[[nn.Module, Tensor], Tensor]
+
+
+class Counted(nn.Module):
+    """Counts its forwards in `calls` and, like a batch norm of a user's own, in a buffer."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen += len(x)
+        return x
+
+
+def plainly(module: nn.Module, x: Tensor) -> Tensor:
+    output: Tensor = module(x)
+    return output
+
+
+def component() -> nn.Module:
+    """Everything that a recomputation could get wrong, behind a convolution."""
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(inplace=True),
+        nn.Dropout(0.3),
+        nn.InstanceNorm2d(8, track_running_stats=True),
+        Counted(),
+        nn.Conv2d(8, 4, 3),
+        nn.BatchNorm2d(4, momentum=None),
+        nn.BatchNorm2d(4).eval(),  # frozen
+        nn.GELU(),
+    )
+
+
+def images(seed: int = 0) -> Tensor:
+    drawn = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(seed)) + seed
+    return drawn.contiguous(memory_format=torch.channels_last)
+
+
+def train(
+    module: nn.Module, forward: Forward, backwards: Sequence[int] = (0,), bf16: bool = False
+) -> dict[str, Tensor]:
+    """Forwards of several micro-batches, then their backwards in the order given."""
+    torch.manual_seed(11)
+    inputs = {seed: images(seed).requires_grad_(seed > 0) for seed in range(len(backwards))}
+    with torch.autocast("cpu", torch.bfloat16) if bf16 else nullcontext():
+        outputs = {seed: forward(module, x) for seed, x in inputs.items()}
+    torch.manual_seed(12)  # in the meantime others drew random numbers
+    for seed in backwards:
+        outputs[seed].float().sin().sum().backward()
+    tensors = {f"output {seed}": output.detach() for seed, output in outputs.items()}
+    tensors |= {f"input {seed}": x.grad for seed, x in inputs.items() if x.grad is not None}
+    for name, value in module.named_parameters():
+        if value.grad is not None:
+            tensors[name] = value.grad
+    return tensors | dict(module.named_buffers()) | {"random": torch.get_rng_state()}
+
+
+def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+
+
+def mirrored(calls: list[str]) -> Callable[[Tensor], Tensor]:
+    """Gather from two replicas with the same rows, and note what was gathered."""
+
+    def all_gather(tensor: Tensor) -> Tensor:
+        calls.append("moments" if len(tensor) % 2 else "gradients")
+        return torch.stack([tensor, tensor])
+
+    return all_gather
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("backwards", [(0,), (0, 1, 2), (2, 0, 1)])
+def test_recomputation_changes_no_bit(backwards: Sequence[int], bf16: bool) -> None:
+    module = component()
+    expected = train(deepcopy(module), plainly, backwards, bf16)
+    assert_same_bits(train(module, forward_recomputed, backwards, bf16), expected)
+
+
+def test_torchs_checkpoint_alone_would_count_everything_twice() -> None:
+    def alone(module: nn.Module, x: Tensor) -> Tensor:
+        output: Tensor = checkpoint(module, x, use_reentrant=False)
+        return output
+
+    module = component()
+    expected, found = train(deepcopy(module), plainly), train(module, alone)
+    different = {name for name in found if not torch.equal(found[name], expected[name])}
+    assert {"1.running_mean", "1.num_batches_tracked", "4.running_var", "5.seen"} <= different
+
+
+@pytest.mark.parametrize("backwards", [(0,), (0, 1, 2), (1, 2, 0)])
+def test_synchronised_batch_norms_gather_once(backwards: Sequence[int]) -> None:
+    plain_calls: list[str] = []
+    calls: list[str] = []
+    plain, module = component(), component()
+    assert synchronise(plain, mirrored(plain_calls)) == 3
+    assert synchronise(module, mirrored(calls)) == 3
+    expected = train(plain, plainly, backwards)
+    assert_same_bits(train(module, forward_recomputed, backwards), expected)
+    # Two of the three batch norms train.
+    assert calls == plain_calls
+    assert calls == ["moments", "moments"] * len(backwards) + ["gradients"] * 2 * len(backwards)
+
+
+def test_a_retained_graph_is_recomputed_again() -> None:
+    def gradients(forward: Forward) -> dict[str, Tensor]:
+        module = component()
+        synchronise(module, mirrored([]))
+        loss = forward(module, images()).sin().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return {
+            name: value.grad for name, value in module.named_parameters() if value.grad is not None
+        }
+
+    assert_same_bits(gradients(forward_recomputed), gradients(plainly))
+
+
+def test_activations_are_not_kept() -> None:
+    def kept(forward: Forward) -> bool:
+        module = component()
+        activations: list[weakref.ref[Tensor]] = []
+        module[0].register_forward_hook(lambda *given: activations.append(weakref.ref(given[2])))  # type: ignore[index]
+        output = forward(module, images())
+        assert output.requires_grad
+        return activations[0]() is not None
+
+    assert kept(plainly)
+    assert not kept(forward_recomputed)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_it_is_a_plain_call(mode: type[torch.no_grad]) -> None:
+    module = component().eval()
+    with mode():
+        assert torch.equal(forward_recomputed(module, images()), module(images()))
+    assert module[5].calls == 2  # type: ignore[index]
+
+
+def test_a_component_runs_twice_and_is_left_as_it_was() -> None:
+    module = component()
+    synchronise(module, mirrored([]))
+    buffers = {name: id(value) for name, value in module.named_buffers()}
+    train(module, forward_recomputed)
+    assert module[5].calls == 2  # type: ignore[index]
+    assert {name: id(value) for name, value in module.named_buffers()} == buffers
+    assert module[1].record is None  # type: ignore[index]
+    assert module[1].replay is None  # type: ignore[index]
