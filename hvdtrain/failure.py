@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from hvdtrain.errors import EXIT_INTERNAL, HvdtrainError, Interrupted, RankError, UsageError
-from hvdtrain.world import Launch, detect, import_mpi
+from hvdtrain.world import Launch, activity_path, detect, import_mpi
 
 # A rank that is not the first to fail keeps quiet this long, so that the first one's message is
 # out before the job ends.
@@ -102,11 +102,21 @@ def _join_to_end(launch: Launch) -> None:
 
 
 def _is_first_to_fail(job: str) -> bool:
-    """True for one rank of the node only: a name in the abstract socket namespace has one owner.
+    """True for one rank of the node only.
 
-    The name lives as long as the process, so nothing is left behind.
+    Our own launcher has a folder for the job, in which a file can be made once. Elsewhere a name
+    in the abstract socket namespace has one owner; it lives as long as the process, so nothing
+    is left behind, but a rank that fails after that one has gone is heard too.
     """
     global _first_failure
+    if activity := activity_path():
+        try:
+            activity.with_name("failed").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        except OSError:
+            return True  # better heard twice than not at all
+        return True
     _first_failure = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
         _first_failure.bind(f"\0hvdtrain-failed-{os.getuid()}-{job}")

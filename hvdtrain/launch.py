@@ -45,8 +45,8 @@ def run(ranks: int, arguments: Sequence[str]) -> int:
         UsageError: if there is no MPI launcher.
     """
     command = [*mpirun(ranks), sys.executable, "-m", "hvdtrain", *arguments]
-    with tempfile.NamedTemporaryFile(prefix="hvdtrain-") as activity:
-        return _run(command, Path(activity.name))
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-", ignore_cleanup_errors=True) as folder:
+        return _run(command, Path(folder) / "activity")
 
 
 def _run(command: Sequence[str], activity: Path) -> int:

@@ -1,0 +1,1 @@
+"""Chooses a plan: measures what ranks and network take, predicts a step, picks the shortest."""
