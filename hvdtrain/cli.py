@@ -16,6 +16,7 @@ from hvdtrain.training.stop import StopRequest
 
 PLAN_COMMANDS = {
     "show": "Stages, labels, parameters, memory and the timeline of a plan.",
+    "simulate": "The same with times: each rank's work is timed here, the step played through.",
     "check": "One step under the plan against the serial step, gradient by gradient.",
 }
 
@@ -127,6 +128,15 @@ def plan_show(arguments: Sequence[str], **values: Any) -> int:
     return 0
 
 
+def plan_simulate(arguments: Sequence[str], **values: Any) -> int:
+    """What a plan means for a model, with times measured here."""
+    from hvdtrain.training import plancommands
+
+    found = plancommands.simulate(PlanConfig(**values))
+    print(_as_json(found.as_json()) if values["json"] else found.as_text())
+    return 0
+
+
 def plan_check(arguments: Sequence[str], **values: Any) -> int:
     """Does a plan compute the gradients of the serial step?"""
     config = PlanConfig(**values)
@@ -159,6 +169,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "data info": data_info,
     "train": train,
     "plan show": plan_show,
+    "plan simulate": plan_simulate,
     "plan check": plan_check,
 }
 

@@ -105,6 +105,8 @@ class Samples:
         """Labels at these rows, in this order; as `gather`, without a copy of the images."""
         if len(rows) and not (rows.min() >= 0 and rows.max() < self.split.count):
             raise IndexError(f"a row outside 0..{self.split.count - 1} of {self.split.name}")
+        if not len(rows):
+            return rows
         self.load()
         if self._whole is not None:
             return self._whole.labels[rows]

@@ -33,28 +33,55 @@ def build_parts(
     device: torch.device,
 ) -> dict[int, Part]:
     """What this rank holds, by stage. Collective."""
-    recomputed = recomputed_components(config.recompute, [part.name for part in components])
-    by_name = {part.name: part for part in components}
-    models = {
-        number: build_model(
-            [by_name[name] for name in plan.stages[number].components], config, device, recomputed
-        )
-        for number in plan.stages_of(here.rank)
-    }
+    models = _models(config, plan, components, here.rank, device)
     synchronised = _synchronise(config, plan, models, exchange)
     gradients = _gradients(plan, models, here)
-    parts = {}
-    for number, model in models.items():
-        optimizer = make_optimizer(config, model.parameters()) if model.parameters() else None
-        parts[number] = Part(
+    return {
+        number: Part(
             number,
             model,
             gradients[number],
-            optimizer,
+            _optimizer(config, model),
             is_first_replica=here.rank == plan.stages[number].ranks[0],
             synchronised=number in synchronised,
         )
-    return parts
+        for number, model in models.items()
+    }
+
+
+def build_parts_alone(
+    config: TrainConfig,
+    plan: Plan,
+    components: Sequence[Component],
+    rank: int,
+    device: torch.device,
+) -> dict[int, Part]:
+    """What `rank` would hold, by stage, in a process that agrees with no other."""
+    return {
+        number: Part(number, model, SerialGradients(model.parameters()), _optimizer(config, model))
+        for number, model in _models(config, plan, components, rank, device).items()
+    }
+
+
+def _models(
+    config: TrainConfig,
+    plan: Plan,
+    components: Sequence[Component],
+    rank: int,
+    device: torch.device,
+) -> dict[int, StageModel]:
+    recomputed = recomputed_components(config.recompute, [part.name for part in components])
+    by_name = {part.name: part for part in components}
+    return {
+        number: build_model(
+            [by_name[name] for name in plan.stages[number].components], config, device, recomputed
+        )
+        for number in plan.stages_of(rank)
+    }
+
+
+def _optimizer(config: TrainConfig, model: StageModel) -> torch.optim.Optimizer | None:
+    return make_optimizer(config, model.parameters()) if model.parameters() else None
 
 
 def build_model(

@@ -1,6 +1,7 @@
 """The commands that look at a plan: show, simulate and check."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,23 @@ from hvdtrain.errors import UsageError
 from hvdtrain.models.component import Component, boundaries
 from hvdtrain.models.costs import component_costs
 from hvdtrain.parallel import planfile
+from hvdtrain.parallel.cut import cut
+from hvdtrain.parallel.handover import Handover
 from hvdtrain.parallel.plan import Plan
-from hvdtrain.parallel.stage import DTYPES
+from hvdtrain.parallel.runtime import Runtime
+from hvdtrain.parallel.simulate import Costs
+from hvdtrain.parallel.stage import DTYPES, Images
 from hvdtrain.parallel.trace import write_trace
 from hvdtrain.planner.options import PlanConfig
 from hvdtrain.planner.overview import Overview, overview
-from hvdtrain.training.parts import recomputed_components
-from hvdtrain.training.plancheck import Parity, check_plan
+from hvdtrain.planner.profile import Table, measured_costs, profile_parts
+from hvdtrain.training.parts import build_parts_alone, probe_forms, recomputed_components
+from hvdtrain.training.plancheck import MEAN, STD, Parity, check_plan
 from hvdtrain.training.setup import make_plan
+
+# A hand-over between ranks of one machine; a cluster's own has to be measured on it.
+HAND_OVER_SECONDS = 20e-6
+SECONDS_A_BYTE = 1 / 4e9
 
 
 def show(config: PlanConfig) -> Overview:
@@ -34,6 +44,47 @@ def show(config: PlanConfig) -> Overview:
     components = _components(config, training)
     plan = make_plan(training, components, config.image_size, config.classes, config.ranks)
     return _finish(config, training, components, plan, None)
+
+
+def simulate(config: PlanConfig) -> Overview:
+    """As `show`, with times: what each rank holds is run here, alone, one rank after another.
+
+    Raises:
+        UsageError: for whatever a user can get wrong.
+    """
+    training = config.training("fp32")
+    here = world.start()
+    torch.set_num_threads(here.threads)
+    components = _components(config, training)
+    plan = make_plan(training, components, config.image_size, config.classes, config.ranks)
+    return _finish(
+        config, training, components, plan, _measure(config, training, components, plan)
+    )
+
+
+def _measure(
+    config: PlanConfig, training: TrainConfig, components: Sequence[Component], plan: Plan
+) -> Costs:
+    pieces, device = cut(plan, config.batch_size), torch.device("cpu")
+    images = Images(MEAN, STD, device, training.precision)
+    alone = world.World("none", 0, 1, 0, 1, 1)
+    everything = replace(
+        plan, stages=tuple(replace(s, ranks=(0,), shares=(1,)) for s in plan.stages)
+    )
+    whole = build_parts_alone(training, everything, components, 0, device)
+    forms = probe_forms(everything, whole, config.image_size, training, alone, device)
+    tables: dict[int, Table] = {}
+    alike: dict[object, Table] = {}
+    for rank in plan.ranks:
+        held = plan.stages_of(rank)
+        work = tuple((stage, tuple(b - a for a, b in pieces.parts[stage][rank])) for stage in held)
+        if work not in alike:
+            parts = build_parts_alone(training, plan, components, rank, device)
+            handover = Handover(rank, forms, None, device)
+            runtime = Runtime(rank, parts, plan.last, images, handover, training.precision)
+            alike[work] = profile_parts(runtime, plan, pieces, config.image_size)
+        tables[rank] = alike[work]
+    return measured_costs(plan, pieces, forms, tables, HAND_OVER_SECONDS, SECONDS_A_BYTE)
 
 
 def check(config: PlanConfig) -> Parity:
@@ -99,7 +150,7 @@ def _finish(
     training: TrainConfig,
     components: Sequence[Component],
     plan: Plan,
-    measured: Any,
+    measured: Costs | None,
 ) -> Overview:
     names = [part.name for part in components]
     dtype = DTYPES[training.precision]

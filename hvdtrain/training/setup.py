@@ -123,7 +123,7 @@ def open_session(config: TrainConfig, here: World) -> Session:
         (index.mean, index.std) if config.normalise == "meanstd" else ([0.0] * 3, [1.0] * 3)
     )
     images = Images(mean, std, device, config.precision)
-    splits = _open_splits(index, here)
+    splits = _open_splits(index, plan, here)
     return Session(
         config=config,
         world=here,
@@ -269,12 +269,16 @@ def choose_device(config: TrainConfig, here: World) -> torch.device:
     return device
 
 
-def _open_splits(index: Index, here: World) -> dict[str, Samples]:
-    """Both splits, in memory already where they fit: reading them is not a part of any step."""
+def _open_splits(index: Index, plan: Plan, here: World) -> dict[str, Samples]:
+    """Both splits, in memory already where they fit: reading them is not a part of any step.
+
+    Ranks that hold neither the first stage nor the last read nothing.
+    """
     memory = max(SMALLEST_CACHE_BYTES, CACHE_BYTES_A_NODE // here.local_size)
     splits = {name: open_split(index, name, memory) for name in index.splits}
-    for samples in splits.values():
-        samples.load()
+    if {0, plan.last} & set(plan.stages_of(here.rank)):
+        for samples in splits.values():
+            samples.load()
     return splits
 
 

@@ -40,6 +40,17 @@ def place_of_chunk(path: Path, name: str, chunk: int) -> int:
         return int(file[name].id.get_chunk_info(chunk).byte_offset)
 
 
+@pytest.mark.parametrize("memory", [0, 2**30])
+def test_labels_come_alone_in_any_order_and_memory(packed: Path, memory: int) -> None:
+    plain = read_plainly(packed, "train")
+    with open_split(read_index(packed), "train", memory) as samples:
+        rows = np.random.default_rng(0).permutation(len(samples))
+        assert np.array_equal(samples.labels(rows), plain.labels[rows])
+        assert len(samples.labels(rows[:0])) == 0
+        with pytest.raises(IndexError, match="a row outside"):
+            samples.labels(np.array([len(samples)]))
+
+
 @pytest.mark.parametrize("memory", [2**30, LITTLE, 1])
 def test_rows_are_gathered_in_any_order_and_memory(packed: Path, memory: int) -> None:
     index = read_index(packed)
