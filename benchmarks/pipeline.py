@@ -10,9 +10,9 @@ normalising included. PyTorch's side is its documented loop. Gloo sends no chann
 so its stages hand on NHWC views of the same memory, which costs nothing. The ratio is above 1
 where hvdtrain is faster; the losses of the first step show that both compute the same.
 
-hvdtrain's jobs also profile their stages before, between and after the steps, simulate the schedule
-with these costs, and say how far the prediction is from the measured step; and they say how much
-of a step the interpreter's own loop takes, with actions that do nothing.
+hvdtrain's jobs also profile their stages after the warm-up, between the steps and after them,
+simulate the schedule with these costs, and say how far the prediction is from the measured step;
+and how much of a step the interpreter's own loop takes, with actions that do nothing.
 """
 
 import argparse
@@ -22,16 +22,42 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed import pipelining
+from torch.nn import functional
 
 from hvdtrain import launch, models, world
 from hvdtrain.config import TrainConfig
+from hvdtrain.models.component import Component
+from hvdtrain.parallel import schedule
+from hvdtrain.parallel.cut import cut
+from hvdtrain.parallel.plan import Plan
+from hvdtrain.parallel.program import Program, program
+from hvdtrain.parallel.runtime import Runtime, Step
+from hvdtrain.parallel.simulate import Timeline, simulate
+from hvdtrain.parallel.stage import Images
+from hvdtrain.planner.profile import Table, measured_costs, profile_parts
+from hvdtrain.training.parts import build_model
+from hvdtrain.training.plancheck import MEAN, STD, my_step, random_batch
+from hvdtrain.training.setup import build_runtime, make_plan
+from hvdtrain.world import World
 
 RANKS, CLASSES, SIZE, SEED = 2, 10, 32, 0
 WARM_UP = 2  # steps that no job counts
-EMPTY_LOOPS = 50
+PROFILED = 3  # repeats of each of the profiles of a job
+EMPTY_STEPS, TRIPS = 50, 20
+CPU = torch.device("cpu")
+PEERS: dict[str, Any] = {
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "zb-h1": pipelining.ScheduleInterleavedZeroBubble,  # ZB1P; of one stage a rank
+}
 
 
 def main() -> None:
@@ -43,8 +69,8 @@ def main() -> None:
         _theirs(options)
     else:
         for model in options.model.split(","):
-            for schedule in options.schedule.split(","):
-                _compare(options, model, schedule)
+            for kind in options.schedule.split(","):
+                _compare(options, model, kind)
 
 
 def _options() -> argparse.Namespace:
@@ -62,20 +88,17 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _compare(options: argparse.Namespace, model: str, schedule: str) -> None:
+def _compare(options: argparse.Namespace, model: str, kind: str) -> None:
     """All rounds of one model under one schedule."""
     names = ("images", "microbatches", "precision", "steps")
-    own = [sys.executable, __file__, "--model", model, "--schedule", schedule]
+    own = [sys.executable, __file__, "--model", model, "--schedule", kind]
     own += [f"--{name}={getattr(options, name)}" for name in names]
-    ours, theirs = [], []
+    found: tuple[list[Any], list[Any]] = ([], [])
     for number in range(options.rounds):
-        jobs = [
-            lambda: ours.append(_run([[*launch.mpirun(RANKS), *own, "--job", "ours"]])),
-            lambda: theirs.append(_run(_peers(own))),
-        ]
-        for job in jobs[:: 1 if number % 2 == 0 else -1]:
-            job()
-    _print(options, model, schedule, ours, theirs)
+        for side in (number % 2, 1 - number % 2):  # they take turns to be first
+            job = [[*launch.mpirun(RANKS), *own, "--job", "ours"]] if side == 0 else _peers(own)
+            found[side].append(_run(job))
+    _print(options, model, kind, *found)
 
 
 def _peers(own: list[str]) -> list[list[str]]:
@@ -89,12 +112,15 @@ def _peers(own: list[str]) -> list[list[str]]:
 def _run(commands: list[list[str]]) -> dict[str, Any]:
     """Run commands side by side; the JSON object that the first printed."""
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    environment = os.environ | root | {"OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-        for command in commands
-    ]
-    printed = [process.communicate()[0] for process in processes]
+    with tempfile.NamedTemporaryFile() as activity:  # noted there as under our own launcher
+        own = {"OMP_NUM_THREADS": "1", "HVDTRAIN_ACTIVITY": activity.name}
+        processes = [
+            subprocess.Popen(
+                command, stdout=subprocess.PIPE, text=True, env=os.environ | root | own
+            )
+            for command in commands
+        ]
+        printed = [process.communicate()[0] for process in processes]
     if any(process.returncode for process in processes):
         sys.exit(f"failed: {' '.join(commands[0])}")
     found: dict[str, Any] = json.loads(printed[0])
@@ -102,13 +128,13 @@ def _run(commands: list[list[str]]) -> dict[str, Any]:
 
 
 def _print(
-    options: argparse.Namespace, model: str, schedule: str, ours: list[Any], theirs: list[Any]
+    options: argparse.Namespace, model: str, kind: str, ours: list[Any], theirs: list[Any]
 ) -> None:
     def median(name: str, jobs: list[Any] = ours) -> float:
-        return statistics.median(job[name] for job in jobs)
+        return float(statistics.median(job[name] for job in jobs))
 
     print(
-        f"{model}, {schedule}, {options.precision}, {RANKS} ranks x 1 thread, "
+        f"{model}, {kind}, {options.precision}, {RANKS} ranks x 1 thread, "
         f"{options.images} images in {options.microbatches} micro-batches"
     )
     for name, jobs in (("hvdtrain", ours), ("PyTorch", theirs)):
@@ -117,9 +143,12 @@ def _print(
             f"  {name:>9}: {statistics.median(seconds):.4f} s a step "
             f"({min(seconds):.4f} to {max(seconds):.4f}), first loss {jobs[0]['loss']:.7f}"
         )
-    ratios = sorted(other["seconds"] / own["seconds"] for own, other in zip(ours, theirs))
+    ratios = sorted(
+        other["seconds"] / own["seconds"] for own, other in zip(ours, theirs, strict=True)
+    )
     each = ", ".join(f"{ratio:.3f}" for ratio in ratios)
-    print(f"      ratio: {statistics.median(ratios):.3f} (rounds: {each}); {theirs[0]['peer']}")
+    peer = PEERS[kind].__name__
+    print(f"      ratio: {statistics.median(ratios):.3f} (rounds: {each}), against {peer}")
     print(
         f"   exchange: {median('transfer'):.2%} of a step exposed; bubble {median('bubble'):.2%}, "
         f"idle in all {median('idle'):.2%}, simulated {median('simulated_idle'):.2%}"
@@ -130,3 +159,171 @@ def _print(
         f"the measured one (rounds: {', '.join(f'{error:+.1%}' for error in errors)})"
     )
     print(f"       loop: {1e6 * median('loop'):.0f} us a step, {median('overhead'):.3%} of it")
+
+
+def _setting(options: argparse.Namespace) -> tuple[TrainConfig, list[Component], Plan]:
+    """What both sides share."""
+    torch.set_num_threads(1)
+    config = TrainConfig(
+        data="",
+        model=options.model,
+        plan="mp",
+        schedule=options.schedule,
+        lr=0.01,
+        optimizer="sgd",
+        batch_size=options.images,
+        microbatches=options.microbatches,
+        precision=options.precision,
+        seed=SEED,
+    )
+    components = models.components(options.model, CLASSES, SIZE)
+    return config, components, make_plan(config, components, SIZE, CLASSES, RANKS)
+
+
+def _ours(options: argparse.Namespace) -> None:
+    """One rank of hvdtrain's side."""
+    here = world.start(threads=1)
+    config, components, plan = _setting(options)
+    images = Images(MEAN, STD, CPU, config.precision)
+    runtime = build_runtime(config, plan, components, images, SIZE, here)
+    pieces = cut(plan, options.images)
+    actions = schedule.training_step(plan, pieces)
+    ready = program(plan, pieces, actions[here.rank], here.rank)
+    mine = my_step(plan, pieces, here.rank, *random_batch(options.images, SIZE, CLASSES, SEED))
+    steps, profiles = [], []
+    for count in (WARM_UP, options.steps // 2, options.steps - options.steps // 2):
+        steps += [_timed_step(runtime, ready, mine, here) for _ in range(count)]
+        profiles.append(profile_parts(runtime, plan, pieces, SIZE, PROFILED, here))
+    alpha, beta = _hand_over_seconds(runtime, options.images // options.microbatches, here)
+    tables = dict(enumerate(here.gather(_medians(profiles))))
+    costs = measured_costs(plan, pieces, runtime.handover.forms, tables, alpha, beta)
+    found = _summary(here.gather(steps), simulate(actions, plan, pieces, costs))
+    found["loop"] = _loop_seconds(runtime, ready, mine)
+    found["overhead"] = found["loop"] / found["seconds"]
+    if here.rank == 0:
+        print(json.dumps(found))
+    if runtime.activity is not None:
+        runtime.activity.close()
+    world.stop()
+
+
+def _timed_step(runtime: Runtime, ready: Program, mine: Step, here: World) -> dict[str, float]:
+    """One step of this rank: all of it, and what it waited for."""
+    here.barrier()
+    began = time.perf_counter()
+    step = runtime.run(ready, Step(mine.images, mine.labels))
+    seconds = time.perf_counter() - began
+    loss = 0.0 if step.loss_sum is None else float(step.loss_sum) / ready.cut.batch_size
+    return {"seconds": seconds, "loss": loss} | vars(step.waited)
+
+
+def _summary(steps: list[list[dict[str, float]]], timeline: Timeline) -> dict[str, float]:
+    """From what each rank measured in each step, and what was simulated."""
+    found = []
+    for ranks in list(zip(*steps, strict=True))[WARM_UP:]:
+        longest = max(rank["seconds"] for rank in ranks)
+        bubble, transfer = (sum(rank[kind] for rank in ranks) for kind in ("bubble", "transfer"))
+        bubble += sum(longest - rank["seconds"] for rank in ranks)  # done before the slowest
+        whole = RANKS * longest
+        idle = {"bubble": bubble / whole, "transfer": transfer / whole}
+        found.append({"seconds": longest, "idle": sum(idle.values())} | idle)
+    medians = {name: statistics.median(step[name] for step in found) for name in found[0]}
+    simulated = {"predicted": timeline.seconds, "simulated_idle": timeline.bubble_fraction}
+    return medians | simulated | {"loss": sum(rank[0]["loss"] for rank in steps)}
+
+
+def _medians(profiles: list[Table]) -> Table:
+    return {key: statistics.median(each[key] for each in profiles) for key in profiles[0]}
+
+
+def _hand_over_seconds(runtime: Runtime, rows: int, here: World) -> tuple[float, float]:
+    """Latency, and seconds a byte, of handing a micro-batch on: half of a round trip."""
+    exchange, peer = runtime.exchange, 1 - here.rank
+    assert exchange is not None
+    medians = []
+    for size in (8, rows * runtime.handover.forms[0].row_bytes):
+        sent, target = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+        trips = []
+        for _ in range(TRIPS):
+            here.barrier()
+            began = time.perf_counter()
+            receipt = exchange.receive(target, peer, 0)
+            if here.rank == 0:
+                exchange.send(sent, peer, 0)
+            exchange.wait([receipt])
+            if here.rank == 1:
+                exchange.send(sent, peer, 0)
+            exchange.flush()
+            trips.append((time.perf_counter() - began) / 2)
+        medians.append(here.broadcast(statistics.median(trips)))
+    return medians[0], max(0.0, medians[1] - medians[0]) / size
+
+
+def _loop_seconds(runtime: Runtime, ready: Program, mine: Step) -> float:
+    """What a step takes whose actions do nothing."""
+    runtime.do = dict.fromkeys(runtime.do, lambda step, task: None)
+    began = time.perf_counter()
+    for _ in range(EMPTY_STEPS):
+        runtime.run(ready, Step(mine.images, mine.labels))
+    return (time.perf_counter() - began) / EMPTY_STEPS
+
+
+class _PeerStage(nn.Module):
+    """A stage of PyTorch's side, which hands images on as NHWC: gloo sends no other order."""
+
+    def __init__(self, parts: list[nn.Module], is_first: bool, is_last: bool) -> None:
+        super().__init__()
+        self.parts, self.is_first, self.is_last = nn.Sequential(*parts), is_first, is_last
+
+    def forward(self, given: Tensor) -> Tensor:
+        if given.dim() == 4 and not self.is_first:
+            given = given.permute(0, 3, 1, 2)
+        made: Tensor = self.parts(given)
+        return made.permute(0, 2, 3, 1) if made.dim() == 4 and not self.is_last else made
+
+
+def _theirs(options: argparse.Namespace) -> None:
+    """One rank of PyTorch's side."""
+    config, components, plan = _setting(options)
+    rank, address = options.rank, f"tcp://127.0.0.1:{options.port}"
+    distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS)
+    held = [part for part in components if part.name in plan.stages[rank].components]
+    parts = list(build_model(held, config, CPU).components.values())
+    module = _PeerStage(parts, is_first=rank == 0, is_last=rank == plan.last)
+    stage = pipelining.PipelineStage(module, rank, RANKS, CPU)
+    several = options.schedule == "zb-h1"
+    pipeline = PEERS[options.schedule](
+        [stage] if several else stage, options.microbatches, functional.cross_entropy
+    )
+    optimizer = torch.optim.SGD(module.parameters(), 0.01, 0.9, nesterov=True, fused=True)
+    images, labels = random_batch(options.images, SIZE, CLASSES, SEED)
+    normalise = Images(MEAN, STD, CPU, config.precision)
+    steps = []
+    for _ in range(WARM_UP + options.steps):
+        distributed.barrier()
+        began = time.perf_counter()
+        losses: list[Tensor] = []
+        with _autocast(options.precision):
+            if rank == 0:
+                pipeline.step(normalise(images))
+            else:
+                target = torch.from_numpy(labels)
+                pipeline.step(target=target, losses=losses, return_outputs=False)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = torch.stack(losses).detach().mean().item() if losses else 0.0
+        steps.append((time.perf_counter() - began, loss))
+    everyone: list[Any] = [None] * RANKS
+    distributed.all_gather_object(everyone, steps)
+    seconds = [max(rank[0] for rank in ranks) for ranks in zip(*everyone, strict=True)]
+    loss = sum(rank[0][1] for rank in everyone)
+    print(json.dumps({"seconds": statistics.median(seconds[WARM_UP:]), "loss": loss}))
+    distributed.destroy_process_group()
+
+
+def _autocast(precision: str) -> AbstractContextManager[object]:
+    return torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else nullcontext()
+
+
+if __name__ == "__main__":
+    main()

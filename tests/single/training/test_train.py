@@ -203,7 +203,7 @@ def test_tensorflow_is_never_loaded_beside_torch(small_set: Path, tmp_path: Path
         (("--model", "resnet"), 2, "did you mean resnet18"),
         (("--model", "tests.single.training.models:ten"), 2, "one logit for each class"),
         (("--data", "{new}"), 3, "no such folder"),
-        (("--plan", "mp"), 2, "unknown plan mp"),
+        (("--plan", "mq"), 2, "unknown plan mq"),
         (("--ledger", "{ledger}"), 2, "exists already"),
         (("--lr", "1e30"), 1, "the loss became"),
     ],
