@@ -1,7 +1,8 @@
 """README.md is true: its examples run and print what it shows, its options exist, its links lead.
 
 A fenced block below a comment `<!-- test: exit N -->` is run here, in the order of the page and on
-a smaller data set. Its output must be that of the page, numbers aside; `...` stands for any lines.
+a smaller data set. Its output must be that of the page, numbers aside; a line `...` stands for any
+lines.
 """
 
 import dataclasses
@@ -48,7 +49,8 @@ def comparable(text: str) -> str:
 
 def is_shown(shown: str, printed: str) -> bool:
     """Whether the page's output is the printed one, numbers aside."""
-    pattern = ".*".join(re.escape(comparable(part)) for part in shown.split("..."))
+    parts = re.split(r"^\.\.\.$", shown, flags=re.MULTILINE)
+    pattern = ".*".join(re.escape(comparable(part)) for part in parts)
     return re.fullmatch(pattern, comparable(printed), re.DOTALL) is not None
 
 
