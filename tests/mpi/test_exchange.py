@@ -99,7 +99,10 @@ def test_the_sum_of_gradients_is_its_own_adjoint(here: World, horovod: Any) -> N
         return  # one rank sums nothing
     random = np.random.default_rng(here.rank)
     x, y = (torch.from_numpy(random.normal(size=100)) for _ in range(2))
-    summed = [horovod.allreduce(value, op=horovod.Sum) for value in (x, y)]
+    # Named: the names that Horovod makes up count the operations of a rank, and those differ.
+    summed = [
+        horovod.allreduce(value, op=horovod.Sum, name=name) for name, value in (("x", x), ("y", y))
+    ]
     left, right = np.sum(here.gather([float(summed[0] @ y), float(x @ summed[1])]), axis=0)
     assert left == pytest.approx(right, rel=1e-12)
 
