@@ -26,6 +26,7 @@ from hvdtrain.launch import mpirun
 SIZES = tuple(2**power for power in (3, 6, 9, 12, 14, 16, 18, 20, 22, 24, 26))
 BYTES_A_ROUND, LONGEST_ROUND = 64 * 2**20, 100  # of each side: so much, in at most so many trips
 RANKS = 2
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 def main() -> None:
@@ -40,9 +41,8 @@ def main() -> None:
         return
     own = [sys.executable, __file__, "--is-rank"]
     own += ["--rounds", str(options.rounds), "--largest", str(options.largest)]
-    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     done = subprocess.run(
-        [*mpirun(RANKS), *own], stdout=subprocess.PIPE, text=True, env=os.environ | root
+        [*mpirun(RANKS), *own], stdout=subprocess.PIPE, text=True, env=os.environ | AS_ROOT
     )
     if done.returncode:
         sys.exit(f"failed: {' '.join(own)}")
@@ -52,11 +52,11 @@ def main() -> None:
 def _print_table(found: dict[str, list[list[float]]]) -> None:
     print(f"{'bytes':>10} {'ours us':>10} {'mpi4py us':>10} {'ratio':>6} {'best':>6} {'GB/s':>6}")
     for size, rounds in found.items():
-        ours, theirs = ([times[side] for times in rounds] for side in (0, 1))
-        own, other = statistics.median(ours), statistics.median(theirs)
+        sides = [[times[side] for times in rounds] for side in (0, 1)]
+        own, other = map(statistics.median, sides)
         print(
             f"{int(size):>10} {1e6 * own:>10.1f} {1e6 * other:>10.1f} {other / own:>6.3f} "
-            f"{min(theirs) / min(ours):>6.3f} {int(size) / own / 1e9:>6.2f}"
+            f"{min(sides[1]) / min(sides[0]):>6.3f} {int(size) / own / 1e9:>6.2f}"
         )
 
 
@@ -75,15 +75,15 @@ def _rank(options: argparse.Namespace) -> None:
         # The same memory for both: NumPy would ask for huge pages, which PyTorch does not.
         sent, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
         sides = (
-            _ours(exchange, 1 - here.rank, sent, target),
-            _theirs(here.communicator, 1 - here.rank, sent.numpy(), target.numpy()),
+            ours(exchange, 1 - here.rank, sent, target),
+            theirs(here.communicator, 1 - here.rank, sent.numpy(), target.numpy()),
         )
         for side in sides:
-            _seconds(side, here, 2)  # memory is mapped and connections are made at first use
+            seconds_of(side, here, 2)  # memory is mapped and connections are made at first use
         rounds = []
         for number in range(options.rounds):
             first = number % 2
-            times = {k: _seconds(sides[k], here, trips) for k in (first, 1 - first)}
+            times = {k: seconds_of(sides[k], here, trips) for k in (first, 1 - first)}
             rounds.append([times[0], times[1]])
         found[str(size)] = rounds
     if here.rank == 0:
@@ -91,7 +91,7 @@ def _rank(options: argparse.Namespace) -> None:
     world.stop()
 
 
-def _seconds(trip: Callable[[], None], here: world.World, trips: int) -> float:
+def seconds_of(trip: Callable[[], None], here: world.World, trips: int) -> float:
     """Half of the mean round trip."""
     here.barrier()
     began = time.perf_counter()
@@ -100,7 +100,9 @@ def _seconds(trip: Callable[[], None], here: world.World, trips: int) -> float:
     return (time.perf_counter() - began) / trips / 2
 
 
-def _ours(exchange: Any, peer: int, sent: Any, target: Any) -> Callable[[], None]:
+def ours(exchange: Any, peer: int, sent: Any, target: Any) -> Callable[[], None]:
+    """One trip there and back of a tensor through an `Exchange`."""
+
     def trip() -> None:
         receipt = exchange.receive(target, peer, 1)
         if peer == 1:
@@ -112,7 +114,9 @@ def _ours(exchange: Any, peer: int, sent: Any, target: Any) -> Callable[[], None
     return trip
 
 
-def _theirs(communicator: Any, peer: int, sent: Any, target: Any) -> Callable[[], None]:
+def theirs(communicator: Any, peer: int, sent: Any, target: Any) -> Callable[[], None]:
+    """The same of a NumPy array through mpi4py."""
+
     def trip() -> None:
         receipt = communicator.Irecv(target, peer, 2)
         if peer == 1:

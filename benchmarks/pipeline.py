@@ -1,18 +1,19 @@
 """hvdtrain against torch.distributed.pipelining (gloo): the step time of a pipeline.
 
-    python benchmarks/pipeline.py [--model resnet18] [--schedule 1f1b] [--images 64]
-        [--microbatches 8] [--precision fp32] [--steps 8] [--rounds 5]
+    python benchmarks/pipeline.py [--model resnet18,vit_tiny] [--schedule gpipe,1f1b,zb-h1]
+        [--images 64] [--microbatches 8] [--precision fp32] [--steps 8] [--rounds 5]
 
 Both sides train the same two stages on two ranks with one thread each: the same components from
 the same seed, cut at the same place, on the same images, in channels_last, with fused SGD. A round
 is one job of each side, in turn; a step is timed from a barrier to the end on the slowest rank,
 normalising included. PyTorch's side is its documented loop. Gloo sends no channels_last tensors,
-so its stages hand on NHWC views of the same memory, which costs nothing. The ratio is above 1
-where hvdtrain is faster; the losses of the first step show that both compute the same.
+so its stages hand on NHWC views of the same memory, which costs nothing. Whether glibc hands freed
+memory back, to take it again page by page, is chance and up to a tenth of a step: both sides are
+told to keep it. The ratio is above 1 where hvdtrain is faster; the losses of the first step show
+that both compute the same.
 
-hvdtrain's jobs also profile their stages after the warm-up, between the steps and after them,
-simulate the schedule with these costs, and say how far the prediction is from the measured step;
-and how much of a step the interpreter's own loop takes, with actions that do nothing.
+hvdtrain's jobs also profile their stages before, between and after the steps, and say how far a
+simulation with these costs is from the measured step, and what the interpreter's own loop takes.
 """
 
 import argparse
@@ -24,9 +25,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import exchange
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed import pipelining
@@ -52,7 +53,9 @@ RANKS, CLASSES, SIZE, SEED = 2, 10, 32, 0
 WARM_UP = 2  # steps that no job counts
 PROFILED = 3  # repeats of each of the profiles of a job
 EMPTY_STEPS, TRIPS = 50, 20
+NAMES = ("model", "schedule", "microbatches", "precision")  # options that a TrainConfig has too
 CPU = torch.device("cpu")
+KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_THRESHOLD_": str(2**30)}
 PEERS: dict[str, Any] = {
     "gpipe": pipelining.ScheduleGPipe,
     "1f1b": pipelining.Schedule1F1B,
@@ -79,7 +82,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--schedule", default="gpipe,1f1b,zb-h1", help="one, or several")
     parser.add_argument("--images", type=int, default=64, help="images a step")
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--precision", choices=("fp32", "fp64"), default="fp32")
     parser.add_argument("--steps", type=int, default=8, help="steps of a job")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--job", choices=("ours", "theirs"), help=argparse.SUPPRESS)
@@ -90,9 +93,9 @@ def _options() -> argparse.Namespace:
 
 def _compare(options: argparse.Namespace, model: str, kind: str) -> None:
     """All rounds of one model under one schedule."""
-    names = ("images", "microbatches", "precision", "steps")
-    own = [sys.executable, __file__, "--model", model, "--schedule", kind]
-    own += [f"--{name}={getattr(options, name)}" for name in names]
+    setting = vars(options) | {"model": model, "schedule": kind}
+    own = [sys.executable, __file__]
+    own += [f"--{name}={setting[name]}" for name in ("images", "steps", *NAMES)]
     found: tuple[list[Any], list[Any]] = ([], [])
     for number in range(options.rounds):
         for side in (number % 2, 1 - number % 2):  # they take turns to be first
@@ -111,27 +114,24 @@ def _peers(own: list[str]) -> list[list[str]]:
 
 def _run(commands: list[list[str]]) -> dict[str, Any]:
     """Run commands side by side; the JSON object that the first printed."""
-    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     with tempfile.NamedTemporaryFile() as activity:  # noted there as under our own launcher
         own = {"OMP_NUM_THREADS": "1", "HVDTRAIN_ACTIVITY": activity.name}
+        environment = os.environ | exchange.AS_ROOT | KEEP_MEMORY | own
         processes = [
-            subprocess.Popen(
-                command, stdout=subprocess.PIPE, text=True, env=os.environ | root | own
-            )
+            subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
             for command in commands
         ]
         printed = [process.communicate()[0] for process in processes]
     if any(process.returncode for process in processes):
         sys.exit(f"failed: {' '.join(commands[0])}")
-    found: dict[str, Any] = json.loads(printed[0])
-    return found
+    return dict(json.loads(printed[0]))
 
 
 def _print(
     options: argparse.Namespace, model: str, kind: str, ours: list[Any], theirs: list[Any]
 ) -> None:
-    def median(name: str, jobs: list[Any] = ours) -> float:
-        return float(statistics.median(job[name] for job in jobs))
+    def median(name: str) -> float:
+        return float(statistics.median(job[name] for job in ours))
 
     print(
         f"{model}, {kind}, {options.precision}, {RANKS} ranks x 1 thread, "
@@ -143,10 +143,8 @@ def _print(
             f"  {name:>9}: {statistics.median(seconds):.4f} s a step "
             f"({min(seconds):.4f} to {max(seconds):.4f}), first loss {jobs[0]['loss']:.7f}"
         )
-    ratios = sorted(
-        other["seconds"] / own["seconds"] for own, other in zip(ours, theirs, strict=True)
-    )
-    each = ", ".join(f"{ratio:.3f}" for ratio in ratios)
+    ratios = [b["seconds"] / a["seconds"] for a, b in zip(ours, theirs, strict=True)]
+    each = ", ".join(f"{ratio:.3f}" for ratio in sorted(ratios))
     peer = PEERS[kind].__name__
     print(f"      ratio: {statistics.median(ratios):.3f} (rounds: {each}), against {peer}")
     print(
@@ -164,18 +162,9 @@ def _print(
 def _setting(options: argparse.Namespace) -> tuple[TrainConfig, list[Component], Plan]:
     """What both sides share."""
     torch.set_num_threads(1)
-    config = TrainConfig(
-        data="",
-        model=options.model,
-        plan="mp",
-        schedule=options.schedule,
-        lr=0.01,
-        optimizer="sgd",
-        batch_size=options.images,
-        microbatches=options.microbatches,
-        precision=options.precision,
-        seed=SEED,
-    )
+    named = {name: getattr(options, name) for name in NAMES}
+    named |= {"optimizer": "sgd", "lr": 0.01, "batch_size": options.images}
+    config = TrainConfig(data="", plan="mp", seed=SEED, **named)
     components = models.components(options.model, CLASSES, SIZE)
     return config, components, make_plan(config, components, SIZE, CLASSES, RANKS)
 
@@ -237,25 +226,13 @@ def _medians(profiles: list[Table]) -> Table:
 
 
 def _hand_over_seconds(runtime: Runtime, rows: int, here: World) -> tuple[float, float]:
-    """Latency, and seconds a byte, of handing a micro-batch on: half of a round trip."""
-    exchange, peer = runtime.exchange, 1 - here.rank
-    assert exchange is not None
+    """Latency, and seconds a byte, of handing a micro-batch on."""
     medians = []
     for size in (8, rows * runtime.handover.forms[0].row_bytes):
-        sent, target = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
-        trips = []
-        for _ in range(TRIPS):
-            here.barrier()
-            began = time.perf_counter()
-            receipt = exchange.receive(target, peer, 0)
-            if here.rank == 0:
-                exchange.send(sent, peer, 0)
-            exchange.wait([receipt])
-            if here.rank == 1:
-                exchange.send(sent, peer, 0)
-            exchange.flush()
-            trips.append((time.perf_counter() - began) / 2)
-        medians.append(here.broadcast(statistics.median(trips)))
+        sent, target = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
+        trip = exchange.ours(runtime.exchange, 1 - here.rank, sent, target)
+        found = statistics.median(exchange.seconds_of(trip, here, 1) for _ in range(TRIPS))
+        medians.append(here.broadcast(found))
     return medians[0], max(0.0, medians[1] - medians[0]) / size
 
 
@@ -291,10 +268,8 @@ def _theirs(options: argparse.Namespace) -> None:
     parts = list(build_model(held, config, CPU).components.values())
     module = _PeerStage(parts, is_first=rank == 0, is_last=rank == plan.last)
     stage = pipelining.PipelineStage(module, rank, RANKS, CPU)
-    several = options.schedule == "zb-h1"
-    pipeline = PEERS[options.schedule](
-        [stage] if several else stage, options.microbatches, functional.cross_entropy
-    )
+    held_stages = [stage] if options.schedule == "zb-h1" else stage
+    pipeline = PEERS[options.schedule](held_stages, plan.microbatches, functional.cross_entropy)
     optimizer = torch.optim.SGD(module.parameters(), 0.01, 0.9, nesterov=True, fused=True)
     images, labels = random_batch(options.images, SIZE, CLASSES, SEED)
     normalise = Images(MEAN, STD, CPU, config.precision)
@@ -303,12 +278,10 @@ def _theirs(options: argparse.Namespace) -> None:
         distributed.barrier()
         began = time.perf_counter()
         losses: list[Tensor] = []
-        with _autocast(options.precision):
-            if rank == 0:
-                pipeline.step(normalise(images))
-            else:
-                target = torch.from_numpy(labels)
-                pipeline.step(target=target, losses=losses, return_outputs=False)
+        if rank == 0:
+            pipeline.step(normalise(images))
+        else:
+            pipeline.step(target=torch.from_numpy(labels), losses=losses, return_outputs=False)
         optimizer.step()
         optimizer.zero_grad()
         loss = torch.stack(losses).detach().mean().item() if losses else 0.0
@@ -319,10 +292,6 @@ def _theirs(options: argparse.Namespace) -> None:
     loss = sum(rank[0][1] for rank in everyone)
     print(json.dumps({"seconds": statistics.median(seconds[WARM_UP:]), "loss": loss}))
     distributed.destroy_process_group()
-
-
-def _autocast(precision: str) -> AbstractContextManager[object]:
-    return torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else nullcontext()
 
 
 if __name__ == "__main__":

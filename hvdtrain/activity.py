@@ -46,7 +46,8 @@ class Activity:
 
     def note(self, line: str) -> None:
         """From now on this rank does what `line` says."""
-        self._line, self._since = line, time.monotonic()
+        self._since = time.monotonic()  # first: the watchdog reads both
+        self._line = line
         if self._map is not None:
             text = f"{self._prefix}{line}".encode()[:LINE_BYTES].ljust(LINE_BYTES)
             self._map[self._start : self._start + LINE_BYTES] = text
@@ -59,8 +60,10 @@ class Activity:
     def doing(self, line: str) -> Iterator[None]:
         """Do what `line` says, and then rest."""
         self.note(line)
-        yield
-        self.rest()
+        try:
+            yield
+        finally:
+            self.rest()
 
     def close(self) -> None:
         """Watch no more."""
@@ -68,7 +71,7 @@ class Activity:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._closed.wait(self.limit / _LOOKS):
+        while not self._closed.wait(min(self.limit / _LOOKS, threading.TIMEOUT_MAX)):
             line = self._line
             if line is not None and time.monotonic() - self._since > self.limit:
                 self.on_stall(f"{self._prefix}{line}")

@@ -15,8 +15,8 @@ Precision = Literal["fp32", "bf16", "fp64"]
 Device = Literal["cpu", "cuda"]
 DEFAULT_EPOCHS = 10
 
-# A run may be continued with other values of these: they say where and how long it runs,
-# not what a step computes.
+# A run may be continued with other values of these: they say where, how and how long it runs. Of
+# what a step computes they change rounding, and which samples local batch norm sees together.
 MAY_CHANGE_ON_RESUME = frozenset(
     {"data", "plan", "ranks", "epochs", "max_steps", "microbatches", "schedule", "recompute"}
     | {"device", "threads", "allreduce", "log_every", "ledger", "stall_timeout", "trace"}

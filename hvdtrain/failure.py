@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from types import TracebackType
@@ -57,6 +58,8 @@ def fail(error: BaseException) -> NoReturn:
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
     if launch.size == 1:
+        if threading.current_thread() is not threading.main_thread():
+            os._exit(code)  # a watchdog's exit would end its thread alone
         sys.exit(code)
     if launch.launcher == "srun" and not _is_mpi_running():
         _join_to_end(launch)

@@ -90,6 +90,7 @@ def pipeline(
     replicas: int,
     microbatches: int | None = None,
     schedule: str | None = None,
+    name: str | None = None,
 ) -> Plan:
     """`stages` stages of `replicas` ranks each, cut where the most costly one costs least.
 
@@ -98,14 +99,15 @@ def pipeline(
 
     Args:
         costs: of each component, in any unit.
+        name: how the user has called it.
 
     Raises:
         UsageError: if so many stages do not fit the model or the ranks.
     """
-    name = f"hp:{stages}x{replicas}"
+    name = name or f"hp:{stages}x{replicas}"
     if stages > len(components):
         raise UsageError(
-            f"{name} has {stages} stages, but the model has {len(components)} components"
+            f"{name} has {stages} stages, but the model has {len(components)} component(s)"
         )
     groups, left = divmod(ranks, replicas)
     if left or not groups or stages % groups:
@@ -161,7 +163,8 @@ def check(
     held = [name for stage in plan.stages for name in stage.components]
     for name in held:
         if name not in components:
-            raise UsageError(f"the plan names a component {name}{nearest(name, components)}")
+            shown = " ".join(name.split())
+            raise UsageError(f"the plan names a component {shown}{nearest(name, components)}")
     if held != list(components) or not all(stage.components for stage in plan.stages):
         raise UsageError(
             "the plan must hold every component once, in the order of the model: "
@@ -173,6 +176,12 @@ def check(
     if idle := sorted(set(range(ranks)) - used):
         raise UsageError(f"the plan leaves rank {idle[0]} of {ranks} without a stage")
     check_schedule(plan.schedule)
+    several = any(len(plan.stages_of(rank)) > 1 for rank in plan.ranks)
+    if plan.schedule == "interleaved" and len(plan.stages) > 1 and not several:
+        raise UsageError(
+            "the interleaved schedule is for ranks that hold several stages, and each holds one "
+            "here: use 1f1b, mp, or more stages"
+        )
     if plan.schedule == "zb-h1" and len(plan.stages) > 1 and (reason := splits_backward()):
         raise UsageError(f"zb-h1 splits the backward, which {reason} does not allow: use 1f1b")
 

@@ -1,6 +1,7 @@
 """What `--plan` may be: a short form, or a JSON file; and plans as files."""
 
 import json
+import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.parallel.plan import (
     CHUNKS_A_RANK,
     DEFAULT_SCHEDULE,
+    MICROBATCHES_A_STAGE,
     Plan,
     Stage,
     check_schedule,
@@ -50,9 +52,10 @@ def parse(
         return replicated(components, ranks, microbatches, schedule)
     if shape := _pipeline_shape(text, ranks, schedule):
         weights = costs() if costs else [1.0] * len(components)
-        return pipeline(components, weights, ranks, *shape, microbatches, schedule)
+        return pipeline(components, weights, ranks, *shape, microbatches, schedule, text)
     path = Path(text)
-    if path.suffix != ".json" and not path.exists():
+    # os's answer to a text that no path can be is no, pathlib's an exception.
+    if path.suffix != ".json" and not os.path.exists(path):  # noqa: PTH110
         raise UsageError(f"unknown plan {text}{nearest(text, (*SHORT_FORMS, 'FILE.json'))}")
     plan = from_json(_read(path), text, components)
     return with_options(plan, microbatches, schedule)
@@ -64,7 +67,7 @@ def _pipeline_shape(text: str, ranks: int, schedule: str | None) -> tuple[int, i
         return ranks * (CHUNKS_A_RANK if schedule == "interleaved" and ranks > 1 else 1), 1
     if not text.startswith("hp:"):
         return None
-    found = re.fullmatch(r"hp:(\d+)x(\d+)", text)
+    found = re.fullmatch(r"hp:(\d{1,6})x(\d{1,6})", text)
     if not found or not int(found[1]) or not int(found[2]):
         raise UsageError(
             f"{text} is no plan: hp:SxR is S stages of R replicas each, such as hp:2x2"
@@ -90,9 +93,10 @@ def from_json(content: Any, source: str, components: Sequence[str]) -> Plan:
         raise UsageError(f"{source}: schedule must be a name, not {schedule!r}")
     check_schedule(schedule)
     everything = list(components) if len(stages) == 1 else None
+    default = MICROBATCHES_A_STAGE * len(stages) if len(stages) > 1 else 1
     return Plan(
         tuple(_stage(stage, f"{source}: stage {i}", everything) for i, stage in enumerate(stages)),
-        _count(content.get("microbatches", 1), f"{source}: microbatches"),
+        _count(content.get("microbatches", default), f"{source}: microbatches"),
         schedule,
     )
 
@@ -129,11 +133,18 @@ def _stage(content: Any, source: str, everything: list[str] | None) -> Stage:
 
 def _read(path: Path) -> Any:
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(), object_pairs_hook=_without_repetition)
     except OSError as error:
         raise UsageError(f"the plan {path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise UsageError(f"the plan {path} is not JSON: {error}") from None
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"the key {repeated[0]!r} is given twice")
+    return dict(pairs)
 
 
 def _check_keys(content: Any, known: set[str], source: str) -> None:
@@ -141,7 +152,8 @@ def _check_keys(content: Any, known: set[str], source: str) -> None:
         raise UsageError(f"{source}: expected an object with the keys {', '.join(sorted(known))}")
     for key in content:
         if key not in known:
-            raise UsageError(f"{source}: unknown key {key}{nearest(key, known)}")
+            shown = " ".join(key.split())
+            raise UsageError(f"{source}: unknown key {shown}{nearest(key, known)}")
 
 
 def _is_count(value: Any) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hvdtrain.activity import Activity
+from hvdtrain.errors import UsageError
 from hvdtrain.parallel import halves
 from hvdtrain.parallel.actions import RECEIPTS, SENDS
 from hvdtrain.parallel.clip import clip_gradients
@@ -93,6 +94,8 @@ class Runtime:
                 if self.events is not None:
                     self._keep_event(task, began, waiting)
         except Exception as error:
+            if task is not None and "Expected more than 1 value per channel" in str(error):
+                raise _too_few_values(task) from error
             error.add_note(f"rank {self.rank} was at {task.line if task else 'the first action'}")
             raise
         if self.activity:
@@ -121,6 +124,8 @@ class Runtime:
             part.model.train(False)
         with torch.inference_mode():
             self.run(program, step)
+        if self.exchange:
+            self.exchange.flush()  # no STEP does, and outputs are kept until they are sent
         for part in self.parts.values():
             part.model.train(True)
         return step
@@ -149,6 +154,9 @@ class Runtime:
         if stage == self.last:
             self._finish_forward(step, task, output)
         else:
+            if not torch.is_grad_enabled() and self.handover.is_pooled(task.key, output):
+                # A stage that only passes on: its buffer is reused before the output is sent.
+                output = output.clone(memory_format=torch.preserve_format)
             step.outputs.put(task.key, output, self.program.output_uses[task.key])
         if not torch.is_grad_enabled():
             self._forget(step, task)
@@ -262,6 +270,14 @@ class Runtime:
         if self.bf16:
             return torch.autocast(self.device.type, dtype=torch.bfloat16)
         return nullcontext()
+
+
+def _too_few_values(task: Task) -> UsageError:
+    stage, k = task.key
+    return UsageError(
+        f"batch norm in stage {stage} has one value a channel in the {task.rows} sample(s) of "
+        f"micro-batch {k}: use fewer --microbatches, a larger --batch-size, or --batch-norm sync"
+    )
 
 
 def _ignore(line: str) -> None:

@@ -55,6 +55,21 @@ def chrome_trace(
     return {"traceEvents": threads + spans, "displayTimeUnit": "ms"}
 
 
+def check_target(path: str, option: str) -> None:
+    """Refuse, before the work, a file that could not be written after it.
+
+    Raises:
+        UsageError: naming the option.
+    """
+    target = Path(path)
+    if not path or (target.exists() and not target.is_file()):
+        raise UsageError(f"{option} {path!r} is not a file: give the name of one")
+    if not target.absolute().parent.is_dir():
+        raise UsageError(f"{option} {path}: there is no such folder; make it first")
+    if not os.access(target.absolute().parent, os.W_OK):
+        raise UsageError(f"{option} {path}: the folder cannot be written to")
+
+
 def write_trace(
     path: Path, events: Iterable[Event], names: Mapping[int, str] | None = None
 ) -> None:

@@ -46,6 +46,7 @@ class Overview:
     recomputed: Collection[str]
     timeline: Timeline
     unit: str  # of the timeline's times
+    remarks: tuple[str, ...] = ()
 
     @cached_property
     def memory(self) -> dict[int, Memory]:
@@ -102,6 +103,7 @@ class Overview:
             f"micro-batch(es); a step takes {timeline.seconds:.4g} {self.unit}, "
             f"{timeline.bubble_fraction:.1%} of it bubble",
             draw(timeline.events, self.plan.ranks, width, self.unit),
+            *self.remarks,
         ]
 
     def _stage(self, number: int) -> dict[str, Any]:
@@ -160,8 +162,12 @@ def overview(
     by_name = {cost.name: cost for cost in costs}
     played = measured or counted_costs(plan, pieces, by_name)
     timeline = simulate(made, plan, pieces, played, synchronised=frozenset(synchronised))
-    unit = "GFLOP" if measured is None else "s"
-    return Overview(plan, pieces, by_name, optimizer, recomputed, timeline, unit)
+    counted = measured is None
+    remarks = ("Computing alone is counted: handing over and reducing are free here.",)
+    if not counted:
+        remarks = ("Each rank was timed alone; reductions between replicas are free here.",)
+    unit = "GFLOP" if counted else "s"
+    return Overview(plan, pieces, by_name, optimizer, recomputed, timeline, unit, remarks)
 
 
 def counted_costs(plan: Plan, pieces: Cut, costs: Mapping[str, ComponentCost]) -> Costs:

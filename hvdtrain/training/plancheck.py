@@ -156,9 +156,14 @@ def _compare(
     return Parity(
         largest_errors(found, {name: value.cpu() for name, value in serial.gradients.items()}),
         max(statistics.values(), default=0.0),
-        abs(loss - serial.loss) / max(abs(serial.loss), 1e-30),
+        _relative(loss, serial.loss),
         LOOSER.get((config.precision, config.model), TOLERANCES[config.precision]),
     )
+
+
+def _relative(found: float, reference: float) -> float:
+    error = abs(found - reference) / max(abs(reference), 1e-30)
+    return error if error == error else float("inf")  # not a number is no match
 
 
 def _gather(

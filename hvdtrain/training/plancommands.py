@@ -19,7 +19,7 @@ from hvdtrain.parallel.plan import Plan
 from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.simulate import Costs
 from hvdtrain.parallel.stage import DTYPES, Images
-from hvdtrain.parallel.trace import write_trace
+from hvdtrain.parallel.trace import check_target, write_trace
 from hvdtrain.planner.options import PlanConfig
 from hvdtrain.planner.overview import Overview, overview
 from hvdtrain.planner.profile import Table, measured_costs, profile_parts
@@ -40,7 +40,7 @@ def show(config: PlanConfig) -> Overview:
     Raises:
         UsageError: for whatever a user can get wrong.
     """
-    training = config.training("fp32")
+    training = _checked(config)
     components = _components(config, training)
     plan = make_plan(training, components, config.image_size, config.classes, config.ranks)
     return _finish(config, training, components, plan, None)
@@ -52,7 +52,7 @@ def simulate(config: PlanConfig) -> Overview:
     Raises:
         UsageError: for whatever a user can get wrong.
     """
-    training = config.training("fp32")
+    training = _checked(config)
     here = world.start()
     torch.set_num_threads(here.threads)
     components = _components(config, training)
@@ -60,6 +60,13 @@ def simulate(config: PlanConfig) -> Overview:
     return _finish(
         config, training, components, plan, _measure(config, training, components, plan)
     )
+
+
+def _checked(config: PlanConfig) -> TrainConfig:
+    for option, path in (("--trace", config.trace), ("--save", config.save)):
+        if path is not None:
+            check_target(path, option)
+    return config.training("fp32")
 
 
 def _measure(
@@ -94,6 +101,8 @@ def check(config: PlanConfig) -> Parity:
         UsageError: for whatever a user can get wrong.
     """
     training = config.training("fp64")
+    if config.trace is not None or config.save is not None:
+        raise UsageError("plan check writes neither --trace nor --save: plan show does")
     here = world.start()
     if here.size != config.ranks:
         raise UsageError(

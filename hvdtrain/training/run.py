@@ -10,6 +10,7 @@ from hvdtrain import world
 from hvdtrain.activity import Activity
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError, UsageError
+from hvdtrain.parallel.actions import COMPUTE
 from hvdtrain.parallel.step import Step
 from hvdtrain.training import checkpoint, metrics
 from hvdtrain.training.console import Console
@@ -30,6 +31,7 @@ class Progress:
         epoch_loss_sum, epoch_samples: of the epoch under way.
         seconds: since the first step, of all parts of the run. train_seconds: steps only.
         exposed_seconds, communication_seconds: of this rank's reductions and exchanges.
+        compute_seconds: of this rank's forwards and backwards.
         bubble_seconds: in which this rank waited for the work of other stages.
         best: metric, value and checkpoint of the best epoch so far.
         final: losses and accuracies of the last evaluation.
@@ -45,6 +47,7 @@ class Progress:
     exposed_seconds: float = 0.0
     communication_seconds: float = 0.0
     bubble_seconds: float = 0.0
+    compute_seconds: float = 0.0
     best: dict[str, Any] | None = None
     final: dict[str, Any] = field(default_factory=dict)
 
@@ -53,6 +56,7 @@ class Progress:
         self.exposed_seconds += step.reduction.exposed + step.waited.transfer
         self.communication_seconds += step.reduction.total + step.waited.transfer
         self.bubble_seconds += step.waited.bubble
+        self.compute_seconds += sum(step.seconds[kind] for kind in COMPUTE)
 
 
 @dataclass

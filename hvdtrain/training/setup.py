@@ -4,7 +4,6 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -28,6 +27,7 @@ from hvdtrain.parallel.plan import Plan
 from hvdtrain.parallel.program import Program, program
 from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.stage import DTYPES, Images
+from hvdtrain.parallel.trace import check_target
 from hvdtrain.parallel.validate import validate
 from hvdtrain.training.optimizer import set_learning_rate
 from hvdtrain.training.parts import build_parts, probe_forms, recomputed_components
@@ -177,8 +177,8 @@ def _prove(config: TrainConfig, plan: Plan) -> None:
     replicated = {i for i, stage in enumerate(plan.stages) if len(stage.ranks) > 1}
     synchronised = frozenset(replicated if config.batch_norm == "sync" else ())
     validate(schedule.training_step(plan, pieces), plan, pieces, synchronised=synchronised)
-    if config.trace is not None and not Path(config.trace).absolute().parent.is_dir():
-        raise UsageError(f"--trace {config.trace}: there is no such folder; make it first")
+    if config.trace is not None:
+        check_target(config.trace, "--trace")
 
 
 def build_runtime(

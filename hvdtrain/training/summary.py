@@ -21,9 +21,12 @@ def summarise(run: Run) -> dict[str, Any]:
     digest = weights_sha256(session)
     # Each rank's share of its own time: ranks that wait for another one do so on their clocks.
     own = max(progress.train_seconds, 1e-9)
-    waits = (progress.exposed_seconds, progress.communication_seconds, progress.bubble_seconds)
-    exposed, total, bubble = np.mean(
-        session.world.gather([seconds / own for seconds in waits]), axis=0
+    spent = [
+        *(progress.exposed_seconds, progress.communication_seconds),
+        *(progress.bubble_seconds, progress.compute_seconds),
+    ]
+    exposed, total, bubble, compute = np.mean(
+        session.world.gather([seconds / own for seconds in spent]), axis=0
     )
     return {
         "model": session.config.model,
@@ -39,6 +42,7 @@ def summarise(run: Run) -> dict[str, Any]:
         "images_per_second": progress.position / max(progress.train_seconds, 1e-9),
         "communication": {"exposed_fraction": exposed, "total_fraction": total},
         "bubble_fraction": bubble,
+        "compute_fraction": compute,
         "peak_memory_bytes": session.world.gather(_peak_memory(session.device)),
         "final": progress.final,
         "best": progress.best,

@@ -62,7 +62,7 @@ PLANS: dict[int, dict[str, Maker]] = {
         "dp": dp(3),
         "mp": hp(3, 3, 1),
         "mp, zb-h1": hp(3, 3, 1, "zb-h1"),
-        "interleaved": hp(3, 4 - 1, 1, "interleaved"),
+        "round to the first": staged(([0], [1]), ([1], [1]), ([2], [1]), ([0], [1])),
         "2+1": staged(([0, 1], [1, 1]), ([2], [1])),
         "1+2, shares 2:1": staged(([0], [1]), ([1, 2], [2, 1])),
         "2+1, zb-h1": staged(([0, 1], [1, 1]), ([2], [1]), schedule="zb-h1"),

@@ -11,7 +11,12 @@ from torch import nn
 from hvdtrain import models
 from hvdtrain.config import TrainConfig
 from hvdtrain.models.component import Component
+from hvdtrain.parallel import schedule
+from hvdtrain.parallel.cut import cut
 from hvdtrain.parallel.plan import Plan, replicated
+from hvdtrain.parallel.program import program
+from hvdtrain.parallel.runtime import Runtime
+from hvdtrain.training.plancheck import my_step, random_batch
 from hvdtrain.world import World
 from tests.mpi.common import CLASSES, SIZES, names, run_step, runtime_of, whole_state
 from tests.mpi.plans import PLANS
@@ -123,3 +128,39 @@ def test_frozen_and_unused_layers_and_odd_buffers_train_as_on_one_rank(here: Wor
         assert found["odd.large"] == 2**40 + 1
         finite = expected.keys() - {"odd.mask"}
         assert_close({k: found[k] for k in finite}, {k: expected[k] for k in finite}, 1e-9)
+
+
+def evaluated(plan: Plan, runtime: Runtime, here: World, batch_size: int) -> tuple[float, int]:
+    """Loss and correct answers over three batches, all ranks together."""
+    pieces = cut(plan, batch_size)
+    actions = schedule.evaluation(plan, pieces)[here.rank]
+    ready = program(plan, pieces, actions, here.rank)
+    loss, correct = 0.0, 0
+    for seed in range(3):
+        step = my_step(plan, pieces, here.rank, *random_batch(batch_size, 8, CLASSES, seed))
+        runtime.evaluate(ready, step)
+        if step.loss_sum is not None and step.correct is not None:
+            loss, correct = loss + float(step.loss_sum), correct + int(step.correct)
+    if runtime.exchange is not None:
+        assert not runtime.exchange._sending, "evaluation keeps what it has sent"
+    found = here.gather((loss, correct))
+    return sum(loss for loss, _ in found), sum(correct for _, correct in found)
+
+
+@pytest.mark.parametrize("model", ["cnn", "passes on"])
+def test_evaluation_counts_the_same_under_every_plan(here: World, model: str) -> None:
+    # A stage that only passes on what it gets hands out the buffer in which that arrived.
+    empty = [Component(f"empty{i}", nn.Identity) for i in range(7)]
+    components = [*empty[:1], Component("odd", Odd), *empty[1:]]
+    if model == "cnn":
+        components = models.components(model, CLASSES, 8)
+    config = TrainConfig(model=model, data="", precision="fp64")
+    single = replicated(names(components), 1, 4, None)
+    serial = runtime_of(config, single, components, 8, ALONE)
+    loss, correct = evaluated(single, serial, ALONE, 40)
+    for plan in PLANS[here.size].values():
+        made = replace(plan(names(components)), microbatches=8, schedule="1f1b")
+        runtime = runtime_of(config, made, components, 8, here)
+        found = evaluated(made, runtime, here, 40)
+        assert found[0] == pytest.approx(loss, rel=1e-12)
+        assert found[1] == correct

@@ -48,6 +48,7 @@ def test_a_plan_file_gives_unequal_shares_and_reads_back(tmp_path: Path) -> None
     ("content", "message"),
     [
         ("{", "is not JSON"),
+        ('{"stages": 1, "stages": 2}', "the key 'stages' is given twice"),
         ([], "expected an object"),
         ({}, "stages must be a list"),
         ({"stage": []}, "unknown key stage; did you mean stages"),
@@ -115,8 +116,8 @@ def test_more_stages_than_ranks_go_round_them() -> None:
     [
         ("hp:2x2", 3, "hp:2x2 runs on 4 ranks"),
         ("hp:3x1", 2, "hp:3x1 runs on 3 ranks"),
-        ("hp:4x1", 4, "has 4 stages, but the model has 3 components"),
-        ("mp", 4, "has 4 stages, but the model has 3 components"),
+        ("hp:4x1", 4, "has 4 stages, but the model has 3 component"),
+        ("mp", 4, "has 4 stages, but the model has 3 component"),
         ("hp:2", 2, "hp:SxR is S stages of R replicas each"),
         ("hp:0x2", 2, "hp:SxR is S stages of R replicas each"),
     ],
@@ -131,6 +132,16 @@ def test_a_schedule_that_splits_backward_is_refused_where_that_is_not_exact() ->
     plan.check(made, PARTS, 2)
     with pytest.raises(UsageError, match="zb-h1 splits the backward, which --recompute does not"):
         plan.check(made, PARTS, 2, lambda: "--recompute")
+
+
+def test_interleaving_needs_several_stages_a_rank() -> None:
+    with pytest.raises(UsageError, match="each holds one here"):
+        parse("hp:2x1", 2, 4, "interleaved")
+
+
+def test_a_file_of_several_stages_has_four_microbatches_a_stage(tmp_path: Path) -> None:
+    stages = [{"ranks": [i], "components": [name]} for i, name in enumerate(PARTS)]
+    assert parse(write(tmp_path, {"stages": stages}), 3).microbatches == 12
 
 
 def test_labels_say_how_each_component_is_parallel() -> None:

@@ -155,7 +155,7 @@ def test_measured_and_simulated_traces_have_one_form(
     ("options", "message"),
     [
         (("--plan", "hp:3x1", "--ranks", 2), "hp:3x1 runs on 3 ranks"),
-        (("--plan", "hp:5x1", "--ranks", 5), "has 5 stages, but the model has 4 components"),
+        (("--plan", "hp:5x1", "--ranks", 5), "has 5 stages, but the model has 4 component"),
         (("--plan", "mp", "--ranks", 2, "--schedule", "zb"), "--schedule zb is not known"),
         (
             ("--plan", "mp", "--ranks", 2, "--schedule", "zb-h1", "--recompute", "all"),
@@ -163,6 +163,13 @@ def test_measured_and_simulated_traces_have_one_form(
         ),
         (("--recompute", "conv3"), "names no component of the model; did you mean conv"),
         (("--trace", "absent/trace.json"), "there is no such folder"),
+        (("--trace", "."), "--trace '.' is not a file"),
+        (("--trace", "/dev/null"), "--trace '/dev/null' is not a file"),
+        (("--plan", "x" * 300), "unknown plan xxx"),
+        (
+            ("--plan", "mp", "--ranks", 2, "--schedule", "interleaved", "--plan", "hp:2x1"),
+            "the interleaved schedule is for ranks that hold several stages",
+        ),
         (("--clip-norm", 0), "--clip-norm must be above 0"),
     ],
 )
@@ -233,6 +240,19 @@ def test_a_rank_that_dies_or_stops_is_named_with_its_action(
         assert "signal 9" in errors
     else:
         assert "stuck for longer" in errors
+
+
+def test_a_single_rank_that_hangs_ends_too(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    done = hvdtrain(
+        *("train", "--model", f"{HERE}:hangs", "--data", small_set, "--run", tmp_path / "run"),
+        *("--stall-timeout", 2),
+        HANG_AFTER=str(tmp_path / "hung"),
+        timeout=60,
+    )
+    assert done.returncode == 4, done.stderr
+    assert "step 5, 0F0: forward (stage 0, micro-batch 0)" in done.stderr
 
 
 def test_plan_check_tells_a_right_plan_from_a_wrong_result(hvdtrain: Program) -> None:
