@@ -6,7 +6,7 @@ process that no launcher started is a world of one and loads neither MPI nor Hor
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -168,10 +168,13 @@ def check_sizes(launch: Launch, size: int, library: str) -> None:
     raise UsageError(f"{found}: use the launcher of this MPI ({name}), {own_mpirun() or 'mpirun'}")
 
 
-def start_horovod(parameter_bytes: int) -> Any:
+def start_horovod(parameter_bytes: int, groups: Sequence[tuple[int, ...]] = ()) -> Any:
     """Start Horovod on the world's ranks, once, and return its `horovod.torch` module. Collective.
 
     Args:
+        groups: the ranks of each process set that will be asked for, the same on all ranks.
+            Sets that are added later need HOROVOD_DYNAMIC_PROCESS_SETS=1, under which Horovod's
+            thread talks to all ranks in every cycle.
         parameter_bytes: size of the model. Horovod's background thread wakes once a cycle: a
             long cycle leaves the core to a large model's compute, a short one does not keep a
             small model's step waiting.
@@ -188,7 +191,6 @@ def start_horovod(parameter_bytes: int) -> Any:
     # Buckets are flat already: fusing them again would copy them, and in an order that timing
     # decides, so that the bits of the sum would change from run to run.
     os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
-    os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
     os.environ.setdefault("HOROVOD_LOG_LEVEL", "error")
     try:
         import horovod.torch as horovod
@@ -198,14 +200,18 @@ def start_horovod(parameter_bytes: int) -> Any:
             f"Horovod cannot be loaded ({reason}), and {world.size} ranks need it: "
             "run make setup, or python tools/build_horovod.py --install"
         ) from None
-    horovod.init()
+    everybody = tuple(range(world.size))
+    partial = {tuple(sorted(group)) for group in groups} - {everybody}
+    sets = {ranks: horovod.ProcessSet(list(ranks)) for ranks in sorted(partial)}
+    horovod.init(process_sets=list(sets.values()))
     if horovod.size() != world.size:
         raise UsageError(
             f"Horovod sees {horovod.size()} ranks and mpi4py {world.size}: both must be built "
             "against the same MPI (hvdtrain doctor shows which they use)"
         )
     _horovod = horovod
-    _process_sets[tuple(range(world.size))] = horovod.global_process_set
+    _process_sets.update(sets)
+    _process_sets[everybody] = horovod.global_process_set
     return horovod
 
 

@@ -179,7 +179,8 @@ def _gradients(plan: Plan, models: Mapping[int, StageModel], here: World) -> dic
         return {number: SerialGradients(model.parameters()) for number, model in models.items()}
     own = [value for model in models.values() for value in model.parameters().values()]
     largest = max(here.gather(sum(value.numel() * value.element_size() for value in own)))
-    horovod = world.start_horovod(largest)
+    groups = [stage.ranks for stage in plan.stages if len(stage.ranks) > 1]
+    horovod = world.start_horovod(largest, groups)
     for number, stage in enumerate(plan.stages):
         process_set = world.process_set(stage.ranks) if len(stage.ranks) > 1 else None
         if number not in models:

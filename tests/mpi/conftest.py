@@ -16,6 +16,7 @@ from hvdtrain import world
 
 @pytest.fixture(scope="session")
 def here() -> Iterator[world.World]:
+    os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"  # many plans in one process
     yield world.start(threads=1)
     world.stop()
 
