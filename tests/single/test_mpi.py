@@ -22,7 +22,7 @@ def test_everything_in_tests_mpi_passes_on_all_ranks(ranks: int) -> None:
         capture_output=True,
         text=True,
         errors="replace",
-        timeout=600,
+        timeout=1200,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
     closings = re.findall(r"(\d+) passed(.*) in ", done.stdout)
