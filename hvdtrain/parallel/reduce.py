@@ -7,6 +7,7 @@ backward as soon as its gradients are complete; nothing depends on it but time.
 """
 
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -105,9 +106,10 @@ class ReplicatedGradients:
         ]
         self.announced = False
         self.started_at = 0.0
-        for bucket in self.buckets:
+        for index, bucket in enumerate(self.buckets):
+            hook = _counting_hook(weakref.ref(self), index)
             for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(self._on_gradient(bucket))
+                parameter.register_post_accumulate_grad_hook(hook)
 
     def announce(self, share: Share) -> None:
         """The next backward completes the gradients; the forwards of this stage are over."""
@@ -150,19 +152,31 @@ class ReplicatedGradients:
         # The last bucket is the last to be started: by then the forwards are over everywhere.
         return self.statistics if index == len(groups) - 1 else []
 
-    def _on_gradient(self, bucket: Bucket) -> Callable[[Tensor], None]:
-        def hook(_: Tensor) -> None:
-            if self.announced:
-                bucket.missing -= 1
-                if bucket.missing == 0:
-                    self._start(bucket)
-
-        return hook
+    def count(self, index: int) -> None:
+        """One more gradient of a bucket is complete, if the backward is an announced one."""
+        bucket = self.buckets[index]
+        if self.announced:
+            bucket.missing -= 1
+            if bucket.missing == 0:
+                self._start(bucket)
 
     def _start(self, bucket: Bucket) -> None:
         if all(other.handle is None for other in self.buckets):
             self.started_at = time.perf_counter()
         bucket.handle = self.all_reduce(bucket.flat, bucket.name)
+
+
+def _counting_hook(
+    gradients: "weakref.ref[ReplicatedGradients]", index: int
+) -> Callable[[Tensor], None]:
+    # The parameter keeps its hooks where Python's collector does not see them: a hook that kept
+    # the gradients alive would keep them, and so the parameter, for ever.
+    def hook(_: Tensor) -> None:
+        found = gradients()
+        if found is not None:
+            found.count(index)
+
+    return hook
 
 
 def horovod_gradients(
