@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, Literal
 
-from hvdtrain import __version__, failure, launch, models, world
+from hvdtrain import __version__, failure, launch, launchers, models
 from hvdtrain.arguments import Parser, add_dataclass
 from hvdtrain.config import TrainConfig
-from hvdtrain.errors import CheckFailed, DataError, Interrupted, Preempted
+from hvdtrain.errors import CheckFailed, DataError, Interrupted, Preempted, UsageError
 from hvdtrain.planner.options import PlanConfig
 from hvdtrain.training.stop import StopRequest
 
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(run(sys.argv[1:] if arguments is None else arguments))
     except (Interrupted, Preempted) as stopped:
         # All ranks leave with it in good order, after world.stop().
-        if world.detect(os.environ).rank == 0:
+        if launchers.detect(os.environ).rank == 0:
             print(f"hvdtrain: {stopped}", file=sys.stderr, flush=True)
         sys.exit(stopped.exit_code)
     except (Exception, KeyboardInterrupt) as error:
@@ -104,8 +104,8 @@ def train(arguments: Sequence[str], **values: Any) -> int:
     """Train on the ranks of the launcher, or start --ranks of them here."""
     settings = TrainConfig(**{item.name: values[item.name] for item in fields(TrainConfig)})
     settings.check()
-    started = world.detect(os.environ)
-    world.check_pmix(started, os.environ)
+    started = launchers.detect(os.environ)
+    launchers.check_pmix(started, os.environ)
     if started.size == 1 and (settings.ranks or 1) > 1:
         from hvdtrain.training.precheck import check_before_launch
 
@@ -121,6 +121,7 @@ def train(arguments: Sequence[str], **values: Any) -> int:
 
 def plan_show(arguments: Sequence[str], **values: Any) -> int:
     """What a plan means for a model."""
+    _in_one_process("plan show")
     from hvdtrain.training import plancommands
 
     found = plancommands.show(PlanConfig(**values))
@@ -130,6 +131,7 @@ def plan_show(arguments: Sequence[str], **values: Any) -> int:
 
 def plan_simulate(arguments: Sequence[str], **values: Any) -> int:
     """What a plan means for a model, with times measured here."""
+    _in_one_process("plan simulate")
     from hvdtrain.training import plancommands
 
     found = plancommands.simulate(PlanConfig(**values))
@@ -140,8 +142,8 @@ def plan_simulate(arguments: Sequence[str], **values: Any) -> int:
 def plan_check(arguments: Sequence[str], **values: Any) -> int:
     """Does a plan compute the gradients of the serial step?"""
     config = PlanConfig(**values)
-    started = world.detect(os.environ)
-    world.check_pmix(started, os.environ)
+    started = launchers.detect(os.environ)
+    launchers.check_pmix(started, os.environ)
     if started.size == 1 and config.ranks > 1:
         models.check_name(config.model)
         return launch.run(config.ranks, arguments)
@@ -241,6 +243,13 @@ def _innermost(parsed: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     if inner := values.get(f"{command}_command"):
         command, values = f"{command} {inner}", values[inner]
     return command, values
+
+
+def _in_one_process(command: str) -> None:
+    if launchers.detect(os.environ).size != 1:
+        raise UsageError(
+            f"{command} runs in one process: leave the launcher out; --ranks is the plan's"
+        )
 
 
 def _say_index(index: Any) -> int:

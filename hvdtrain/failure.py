@@ -12,7 +12,8 @@ from types import TracebackType
 from typing import NoReturn
 
 from hvdtrain.errors import EXIT_INTERNAL, HvdtrainError, Interrupted, RankError, UsageError
-from hvdtrain.world import Launch, activity_path, detect, import_mpi
+from hvdtrain.launchers import Launch, detect
+from hvdtrain.world import activity_path, import_mpi
 
 # A rank that is not the first to fail keeps quiet this long, so that the first one's message is
 # out before the job ends.

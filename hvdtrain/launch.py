@@ -21,7 +21,7 @@ from typing import IO
 
 from hvdtrain.activity import last_activity
 from hvdtrain.errors import Interrupted, Preempted, RankError, UsageError
-from hvdtrain.world import own_mpirun
+from hvdtrain.launchers import own_mpirun
 
 # What a rank ends with on purpose, having said why itself. mpirun ends with 1 too where it could
 # not start the ranks, and then says so in a remark that speaks of no process that exited.

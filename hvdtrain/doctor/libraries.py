@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import hvdtrain
-from hvdtrain import world
+from hvdtrain import launchers
 from hvdtrain.doctor.check import Check
 from hvdtrain.doctor.process import Answer, first_line, words
 
@@ -35,7 +35,7 @@ class Launcher:
 def find_launcher() -> Launcher:
     """Look for mpirun beside this Python and in PATH."""
     first = shutil.which("mpirun") or shutil.which("mpiexec")
-    path = world.own_mpirun() or first
+    path = launchers.own_mpirun() or first
     version = words([path, "--version"]) if path else ""
     first_version = words([first, "--version"]) if first else ""
     return Launcher(path, version, first, first_version)

@@ -18,7 +18,6 @@ class Part:
         synchronised: whether forward and backward communicate, so that all replicas take part.
     """
 
-    stage: int
     model: StageModel
     gradients: Gradients
     optimizer: torch.optim.Optimizer | None

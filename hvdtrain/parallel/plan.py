@@ -53,6 +53,12 @@ class Plan:
         """The numbers of the stages that `rank` holds, ascending."""
         return tuple(i for i, stage in enumerate(self.stages) if rank in stage.ranks)
 
+    def goes_round(self) -> bool:
+        """Whether the stages go round the ranks several times, each time in the same order."""
+        held = [stage.ranks for stage in self.stages]
+        once = list(dict.fromkeys(held))
+        return len(held) > len(once) and held == once * (len(held) // len(once))
+
     def to_json(self) -> dict[str, Any]:
         """The plan as it stands in a plan file."""
         stages = [
@@ -176,11 +182,10 @@ def check(
     if idle := sorted(set(range(ranks)) - used):
         raise UsageError(f"the plan leaves rank {idle[0]} of {ranks} without a stage")
     check_schedule(plan.schedule)
-    several = any(len(plan.stages_of(rank)) > 1 for rank in plan.ranks)
-    if plan.schedule == "interleaved" and len(plan.stages) > 1 and not several:
+    if plan.schedule == "interleaved" and len(plan.stages) > 1 and not plan.goes_round():
         raise UsageError(
-            "the interleaved schedule is for ranks that hold several stages, and each holds one "
-            "here: use 1f1b, mp, or more stages"
+            "the interleaved schedule is for ranks that hold several stages each, which go round "
+            "them several times in the same order: use 1f1b, mp, or more stages"
         )
     if plan.schedule == "zb-h1" and len(plan.stages) > 1 and (reason := splits_backward()):
         raise UsageError(f"zb-h1 splits the backward, which {reason} does not allow: use 1f1b")

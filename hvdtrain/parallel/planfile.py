@@ -9,6 +9,7 @@ from typing import Any
 
 from hvdtrain.arguments import nearest
 from hvdtrain.errors import UsageError
+from hvdtrain.files import write_text
 from hvdtrain.parallel.plan import (
     CHUNKS_A_RANK,
     DEFAULT_SCHEDULE,
@@ -107,10 +108,7 @@ def save(plan: Plan, path: Path) -> None:
     Raises:
         UsageError: if it cannot be written.
     """
-    try:
-        path.write_text(json.dumps(plan.to_json(), indent=1) + "\n")
-    except OSError as error:
-        raise UsageError(f"the plan {path} cannot be written: {error.strerror}") from None
+    write_text(path, json.dumps(plan.to_json(), indent=1) + "\n", "the plan")
 
 
 def _stage(content: Any, source: str, everything: list[str] | None) -> Stage:

@@ -27,11 +27,6 @@ class Pipeline:
         """The stages of a stage's group, itself included."""
         return [other for other in range(self.stages) if self.group[other] == self.group[stage]]
 
-    def goes_round(self) -> bool:
-        """Whether the stages go round the groups, several times in full."""
-        rounds, left = divmod(self.stages, self.groups)
-        return not left and rounds > 1 and self.group == tuple(range(self.groups)) * rounds
-
 
 def as_pipeline(plan: Plan, microbatches: int) -> Pipeline:
     """How the stages of a plan lie on groups of ranks."""
@@ -124,13 +119,13 @@ POLICIES = {
 FORWARD_ONLY = Policy(no_cap, "F", later_stage_first)
 
 
-def choose(schedule: str, pipeline: Pipeline) -> Policy:
-    """The policy of a schedule; 1F1B's where the stages do not lie as the schedule needs them.
+def choose(plan: Plan, pipeline: Pipeline) -> Policy:
+    """The policy of a plan's schedule; 1F1B's where the stages do not lie as it needs them.
 
     One group has no wait to fill, and interleaving is for stages that go round their groups.
     """
-    if schedule != "gpipe" and pipeline.groups == 1:
+    if plan.schedule != "gpipe" and pipeline.groups == 1:
         return ONE_F_ONE_B
-    if schedule == "interleaved" and not pipeline.goes_round():
+    if plan.schedule == "interleaved" and not plan.goes_round():
         return ONE_F_ONE_B
-    return POLICIES[schedule]
+    return POLICIES[plan.schedule]

@@ -65,7 +65,7 @@ def evaluation(plan: Plan, cut: Cut) -> Schedule:
 def compute_order(plan: Plan, microbatches: int) -> Schedule:
     """The forwards and backwards of a training step under the plan's schedule, nothing else."""
     pipeline = as_pipeline(plan, microbatches)
-    return _by_rank(plan, _list_schedule(plan, pipeline, choose(plan.schedule, pipeline)))
+    return _by_rank(plan, _list_schedule(plan, pipeline, choose(plan, pipeline)))
 
 
 def _by_rank(plan: Plan, actions: list[Action]) -> Schedule:

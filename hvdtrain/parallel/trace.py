@@ -4,14 +4,12 @@ A Chrome trace opens in https://ui.perfetto.dev and in chrome://tracing.
 """
 
 import json
-import os
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.errors import UsageError
+from hvdtrain.files import write_text
 from hvdtrain.parallel.simulate import Event
 
 LEGEND = "0-9: forward, a-z: backward or its input half, A-Z: weight half"
@@ -19,13 +17,11 @@ FIRST_SIGN = {"F": "0", "B": "a", "I": "a", "W": "A"}  # of micro-batch 0
 OTHER, IDLE = "-", "."
 
 
-def chrome_trace(
-    events: Iterable[Event], names: Mapping[int, str] | None = None
-) -> dict[str, Any]:
+def chrome_trace(events: Iterable[Event], unit: str = "s") -> dict[str, Any]:
     """The events as a JSON object in Chrome's trace event format; time starts at the first one.
 
     Args:
-        names: of ranks, where they are not just `rank N`.
+        unit: of the events' times. Viewers know seconds only: one of any other is shown as one.
     """
     ordered = sorted(events, key=lambda event: (event.rank, event.start))
     origin = min((event.start for event in ordered), default=0.0)
@@ -35,7 +31,7 @@ def chrome_trace(
             "ph": "M",
             "pid": 0,
             "tid": rank,
-            "args": {"name": (names or {}).get(rank, f"rank {rank}")},
+            "args": {"name": f"rank {rank}"},
         }
         for rank in sorted({event.rank for event in ordered})
     ]
@@ -52,43 +48,20 @@ def chrome_trace(
         }
         for event in ordered
     ]
-    return {"traceEvents": threads + spans, "displayTimeUnit": "ms"}
+    return {
+        "traceEvents": threads + spans,
+        "displayTimeUnit": "ms",
+        "otherData": {"a second shown is": f"1 {unit}"},
+    }
 
 
-def check_target(path: str, option: str) -> None:
-    """Refuse, before the work, a file that could not be written after it.
-
-    Raises:
-        UsageError: naming the option.
-    """
-    target = Path(path)
-    if not path or (target.exists() and not target.is_file()):
-        raise UsageError(f"{option} {path!r} is not a file: give the name of one")
-    if not target.absolute().parent.is_dir():
-        raise UsageError(f"{option} {path}: there is no such folder; make it first")
-    if not os.access(target.absolute().parent, os.W_OK):
-        raise UsageError(f"{option} {path}: the folder cannot be written to")
-
-
-def write_trace(
-    path: Path, events: Iterable[Event], names: Mapping[int, str] | None = None
-) -> None:
+def write_trace(path: Path, events: Iterable[Event], unit: str = "s") -> None:
     """Write `chrome_trace` to a file.
 
     Raises:
         UsageError: if it cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("w") as file:
-            json.dump(chrome_trace(events, names), file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
-        raise UsageError(f"the trace {path} cannot be written: {error.strerror}") from None
+    write_text(path, json.dumps(chrome_trace(events, unit)), "the trace")
 
 
 def draw(events: Iterable[Event], ranks: Sequence[int], width: int = 100, unit: str = "s") -> str:

@@ -102,10 +102,10 @@ def _check_tags(schedule: Schedule, cut: Cut, rank: int, limit: int) -> None:
         number = tag(stage, kind, k, cut.microbatches)
         for peer in peers(cut, rank, action):
             if number > limit:
-                raise _fail(
+                # What a user can bring about: one line, and the place says nothing more.
+                raise ScheduleError(
                     f"rank {rank}: the tag {number} of {action} is above the MPI library's limit "
-                    f"of {limit}: use fewer micro-batches or stages",
-                    *(schedule, rank, index),
+                    f"of {limit}: use fewer micro-batches or stages"
                 )
             key = peer, kind in SENDS, number
             if key in seen:

@@ -45,6 +45,9 @@ class PlanConfig:
     trace: str | None = field(
         default=None, metadata=about("write the simulated step as a Chrome trace")
     )
+    actions: str | None = field(
+        default=None, metadata=about("write what each rank does, in order, as CSV: a row a rank")
+    )
     json: bool = field(default=False, metadata=about("print one JSON object"))
 
     def training(self, precision: Precision) -> TrainConfig:

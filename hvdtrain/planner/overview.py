@@ -7,7 +7,7 @@ from typing import Any
 
 from hvdtrain.models.costs import ComponentCost
 from hvdtrain.parallel import schedule
-from hvdtrain.parallel.actions import Action
+from hvdtrain.parallel.actions import Action, Schedule
 from hvdtrain.parallel.cut import Cut, cut
 from hvdtrain.parallel.plan import Plan, labels
 from hvdtrain.parallel.simulate import Costs, Timeline, simulate
@@ -44,6 +44,7 @@ class Overview:
     costs: dict[str, ComponentCost]
     optimizer: str
     recomputed: Collection[str]
+    schedule: Schedule
     timeline: Timeline
     unit: str  # of the timeline's times
     remarks: tuple[str, ...] = ()
@@ -167,7 +168,7 @@ def overview(
     if not counted:
         remarks = ("Each rank was timed alone; reductions between replicas are free here.",)
     unit = "GFLOP" if counted else "s"
-    return Overview(plan, pieces, by_name, optimizer, recomputed, timeline, unit, remarks)
+    return Overview(*(plan, pieces, by_name, optimizer, recomputed, made, timeline, unit, remarks))
 
 
 def counted_costs(plan: Plan, pieces: Cut, costs: Mapping[str, ComponentCost]) -> Costs:

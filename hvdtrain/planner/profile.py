@@ -92,15 +92,13 @@ def measured_costs(
     tables: Mapping[int, Table],
     latency: float,
     seconds_a_byte: float,
-    reduce_seconds: Mapping[int, float] | None = None,
 ) -> Costs:
-    """What a simulation of the plan needs.
+    """What a simulation of the plan needs; reductions are free.
 
     Args:
         forms: what crosses each boundary.
         tables: of all ranks, from `profile_parts` under the same schedule.
         latency, seconds_a_byte: of a hand-over: alpha and beta.
-        reduce_seconds: by stage; none by default.
     """
 
     def compute(rank: int, action: Action) -> float:
@@ -118,7 +116,7 @@ def measured_costs(
         )
         return latency + rows * forms[crossed].row_bytes * seconds_a_byte
 
-    return Costs(compute, hand_over, lambda stage: (reduce_seconds or {}).get(stage, 0.0))
+    return Costs(compute, hand_over, lambda stage: 0.0)
 
 
 @dataclass

@@ -54,10 +54,10 @@ def requests(
     """What this rank reads for each global batch, a range of `rows`."""
     rank, last = session.world.rank, session.plan.last
     for start, stop in slices:
-        cut = session.cut(stop - start, is_training)
-        yield _taken(rows, start, cut.parts[0], rank), _taken(rows, start, cut.parts[last], rank)
+        parts, batch = session.cut(stop - start, is_training).parts, rows[start:stop]
+        yield taken(batch, parts[0].get(rank, ())), taken(batch, parts[last].get(rank, ()))
 
 
-def _taken(rows: Rows, start: int, parts: dict[int, tuple[Range, ...]], rank: int) -> Rows:
-    ranges = [rows[start + first : start + last] for first, last in parts.get(rank, ())]
-    return np.concatenate([rows[:0], *ranges])
+def taken(batch: np.ndarray, ranges: Iterable[Range]) -> np.ndarray:
+    """The samples of a batch that lie in `ranges`, which may be none."""
+    return np.concatenate([batch[:0], *(batch[first:last] for first, last in ranges)])

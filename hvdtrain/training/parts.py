@@ -38,7 +38,6 @@ def build_parts(
     gradients = _gradients(plan, models, here)
     return {
         number: Part(
-            number,
             model,
             gradients[number],
             _optimizer(config, model),
@@ -58,7 +57,7 @@ def build_parts_alone(
 ) -> dict[int, Part]:
     """What `rank` would hold, by stage, in a process that agrees with no other."""
     return {
-        number: Part(number, model, SerialGradients(model.parameters()), _optimizer(config, model))
+        number: Part(model, SerialGradients(model.parameters()), _optimizer(config, model))
         for number, model in _models(config, plan, components, rank, device).items()
     }
 

@@ -18,6 +18,7 @@ from hvdtrain.parallel.reference import Serial, largest_errors, serial_step
 from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.stage import Images
 from hvdtrain.parallel.step import Step
+from hvdtrain.training.feed import taken
 from hvdtrain.training.layout import State, gather_state
 from hvdtrain.training.parts import build_model
 from hvdtrain.training.setup import build_runtime, make_plan
@@ -116,13 +117,8 @@ def random_batch(
 
 def my_step(plan: Plan, pieces: Cut, rank: int, images: np.ndarray, labels: np.ndarray) -> Step:
     """This rank's part of a whole batch."""
-    rows = [
-        np.concatenate(
-            [np.arange(0), *(np.arange(*part) for part in pieces.parts[stage].get(rank, ()))]
-        )
-        for stage in (0, plan.last)
-    ]
-    return Step(images[rows[0]], labels[rows[1]])
+    first, last = pieces.parts[0], pieces.parts[plan.last]
+    return Step(taken(images, first.get(rank, ())), taken(labels, last.get(rank, ())))
 
 
 def _serial(

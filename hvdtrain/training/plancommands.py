@@ -10,16 +10,18 @@ import torch
 from hvdtrain import models, world
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
+from hvdtrain.files import check_target, write_text
 from hvdtrain.models.component import Component, boundaries
 from hvdtrain.models.costs import component_costs
 from hvdtrain.parallel import planfile
+from hvdtrain.parallel.actions import to_csv
 from hvdtrain.parallel.cut import cut
 from hvdtrain.parallel.handover import Handover
 from hvdtrain.parallel.plan import Plan
 from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.simulate import Costs
 from hvdtrain.parallel.stage import DTYPES, Images
-from hvdtrain.parallel.trace import check_target, write_trace
+from hvdtrain.parallel.trace import write_trace
 from hvdtrain.planner.options import PlanConfig
 from hvdtrain.planner.overview import Overview, overview
 from hvdtrain.planner.profile import Table, measured_costs, profile_parts
@@ -63,7 +65,9 @@ def simulate(config: PlanConfig) -> Overview:
 
 
 def _checked(config: PlanConfig) -> TrainConfig:
-    for option, path in (("--trace", config.trace), ("--save", config.save)):
+    for option, path in (
+        *(("--trace", config.trace), ("--save", config.save), ("--actions", config.actions)),
+    ):
         if path is not None:
             check_target(path, option)
     return config.training("fp32")
@@ -101,8 +105,8 @@ def check(config: PlanConfig) -> Parity:
         UsageError: for whatever a user can get wrong.
     """
     training = config.training("fp64")
-    if config.trace is not None or config.save is not None:
-        raise UsageError("plan check writes neither --trace nor --save: plan show does")
+    if any(path is not None for path in (config.trace, config.save, config.actions)):
+        raise UsageError("plan check writes no --trace, --save or --actions: plan show does")
     here = world.start()
     if here.size != config.ranks:
         raise UsageError(
@@ -178,6 +182,8 @@ def _finish(
     )
     if config.save:
         planfile.save(plan, Path(config.save))
+    if config.actions:
+        write_text(Path(config.actions), to_csv(found.schedule), "the actions")
     if config.trace:
-        write_trace(Path(config.trace), found.timeline.events)
+        write_trace(Path(config.trace), found.timeline.events, found.unit)
     return found

@@ -15,6 +15,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
 from hvdtrain.data.shards import Index, Samples, open_split, read_index
 from hvdtrain.errors import RankError, UsageError
+from hvdtrain.files import check_target
 from hvdtrain.models.component import Component, boundaries, parameter_count, tensor_shapes
 from hvdtrain.models.costs import component_costs
 from hvdtrain.parallel import plan as plans
@@ -27,7 +28,6 @@ from hvdtrain.parallel.plan import Plan
 from hvdtrain.parallel.program import Program, program
 from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.stage import DTYPES, Images
-from hvdtrain.parallel.trace import check_target
 from hvdtrain.parallel.validate import validate
 from hvdtrain.training.optimizer import set_learning_rate
 from hvdtrain.training.parts import build_parts, probe_forms, recomputed_components

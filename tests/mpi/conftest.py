@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain import world
+from hvdtrain import launchers, world
 
 
 @pytest.fixture(scope="session")
@@ -32,7 +32,7 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if report.failed:
-        launch = world.detect(os.environ)
+        launch = launchers.detect(os.environ)
         text = f"\nrank {launch.rank}: {item.nodeid}\n{report.longreprtext}"
         print(text, file=sys.__stderr__, flush=True)
         if launch.size != 1:

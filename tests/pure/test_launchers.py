@@ -1,7 +1,7 @@
 import pytest
 
 from hvdtrain.errors import UsageError
-from hvdtrain.world import Launch, check_sizes, detect
+from hvdtrain.launchers import Launch, check_sizes, detect
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ FLOORS = (
     {"cli"},
     {"jobs", "study", "training", "tf", "doctor"},
     {"planner", "parallel", "data", "models", "launch", "failure"},
-    {"world", "config", "errors", "arguments", "activity", "__version__"},
+    {"world", "launchers", "files", "config", "errors", "arguments", "activity", "__version__"},
 )
 # Who may import a library that is slow, missing on some machines, or not to be mixed with another.
 OWNERS = {

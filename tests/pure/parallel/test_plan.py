@@ -135,8 +135,21 @@ def test_a_schedule_that_splits_backward_is_refused_where_that_is_not_exact() ->
 
 
 def test_interleaving_needs_several_stages_a_rank() -> None:
-    with pytest.raises(UsageError, match="each holds one here"):
+    with pytest.raises(UsageError, match="several stages each, which go round them"):
         parse("hp:2x1", 2, 4, "interleaved")
+
+
+def test_interleaving_needs_stages_that_go_round_the_ranks_in_full(tmp_path: Path) -> None:
+    four = ["a", "b", "c", "d"]
+    plan.check(planfile.parse("hp:4x1", four, 2, 4, "interleaved"), four, 2)
+    there_and_back = [[0], [1], [0]]
+    stages = [
+        {"ranks": ranks, "components": [name]}
+        for ranks, name in zip(there_and_back, PARTS, strict=True)
+    ]
+    path = write(tmp_path, {"stages": stages, "schedule": "interleaved"})
+    with pytest.raises(UsageError, match="go round them several times in the same order"):
+        parse(path, 2)
 
 
 def test_a_file_of_several_stages_has_four_microbatches_a_stage(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
+from hvdtrain.launch import mpirun
+from hvdtrain.parallel.actions import from_csv
 from hvdtrain.training import checkpoint
 from tests.conftest import Program, program_environment
 
@@ -151,6 +153,30 @@ def test_measured_and_simulated_traces_have_one_form(
     assert {"0F0", "1B0", "1STEP"} <= kinds[0]
 
 
+def test_the_actions_of_a_plan_are_a_file_that_reads_back(
+    hvdtrain: Program, tmp_path: Path
+) -> None:
+    path = tmp_path / "actions.csv"
+    done = hvdtrain(
+        *("plan", "show", "--model", "cnn", "--plan", "mp", "--ranks", 2),
+        *("--microbatches", 2, "--batch-size", 8, "--actions", path),
+    )
+    assert done.returncode == 0, done.stderr
+    actions = from_csv(path.read_text())
+    assert sorted(actions) == [0, 1]
+    assert [str(action) for action in actions[1] if action.kind in "FB"] == [
+        *("1F0", "1B0", "1F1", "1B1")
+    ]
+
+
+def test_what_needs_one_process_says_so_to_several(hvdtrain: Program) -> None:
+    options = ("plan", "show", "--model", "cnn", "--ranks", 2)
+    done = hvdtrain(*options, launcher=tuple(mpirun(2)), timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.count("plan show runs in one process: leave the launcher out") == 1
+    assert not done.stdout
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -168,7 +194,7 @@ def test_measured_and_simulated_traces_have_one_form(
         (("--plan", "x" * 300), "unknown plan xxx"),
         (
             ("--plan", "mp", "--ranks", 2, "--schedule", "interleaved", "--plan", "hp:2x1"),
-            "the interleaved schedule is for ranks that hold several stages",
+            "the interleaved schedule is for ranks that hold several stages each",
         ),
         (("--clip-norm", 0), "--clip-norm must be above 0"),
     ],

@@ -1,0 +1,44 @@
+"""Files that a user asks for by name: refused before the work, and written whole or not at all."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from hvdtrain.errors import UsageError
+
+
+def check_target(path: str, option: str) -> None:
+    """Refuse, before the work, a file that could not be written after it.
+
+    Raises:
+        UsageError: naming the option.
+    """
+    target = Path(path)
+    if not path or (target.exists() and not target.is_file()):
+        raise UsageError(f"{option} {path!r} is not a file: give the name of one")
+    if not target.absolute().parent.is_dir():
+        raise UsageError(f"{option} {path}: there is no such folder; make it first")
+    if not os.access(target.absolute().parent, os.W_OK):
+        raise UsageError(f"{option} {path}: the folder cannot be written to")
+
+
+def write_text(path: Path, text: str, what: str) -> None:
+    """Write a file, which is there whole or as it was before.
+
+    Args:
+        what: what the file holds, for an error.
+
+    Raises:
+        UsageError: if it cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
+        raise UsageError(f"{what} {path} cannot be written: {error.strerror}") from None

