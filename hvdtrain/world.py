@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdtrain.errors import UsageError
 from hvdtrain.launchers import Launch, check_sizes, detect, own_mpirun
+from hvdtrain.memory import keep_freed_memory
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -72,6 +73,7 @@ def start(allreduce: str = "auto", threads: int | None = None) -> World:
             than the launcher started.
     """
     global _world
+    keep_freed_memory()
     launch = detect(os.environ)
     if launch.size == 1:
         _world = World("none", 0, 1, 0, 1, threads or _own_threads(1))
