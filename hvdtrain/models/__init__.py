@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 REGISTRY = {
     "cnn": "hvdtrain.models.cnn:cnn",
     "resnet18": "hvdtrain.models.resnet:resnet18",
+    "resnet50": "hvdtrain.models.resnet:resnet50",
     "vit_tiny": "hvdtrain.models.vit:vit_tiny",
+    "vit_b16": "hvdtrain.models.vit:vit_b16",
 }
 MODEL_NAMES = tuple(REGISTRY)
 

@@ -40,6 +40,15 @@ def vit_tiny(classes: int, image_size: int, patch_size: int | None = None) -> li
     return _vit(Shape(width=192, depth=12, heads=3, hidden=768), classes, image_size, patch_size)
 
 
+def vit_b16(classes: int, image_size: int, patch_size: int | None = None) -> list[Component]:
+    """ViT-Base, components and arguments as of `vit_tiny`; tokens [n, tokens, 768].
+
+    86,567,656 parameters for 1000 classes and 224x224; 85,152,010 for 10 classes and 32x32, where
+    patches of 4 x 4 pixels give 64 tokens, and patches of 16 x 16 would give 4.
+    """
+    return _vit(Shape(width=768, depth=12, heads=12, hidden=3072), classes, image_size, patch_size)
+
+
 class Embedding(nn.Module):
     """Images [n, 3, size, size] to tokens [n, 1 + patches, width], the class token first."""
 

@@ -78,18 +78,20 @@ def prune(folder: Path, keep_last: int) -> None:
     for path in folder.glob(f"{UNFINISHED}*"):
         shutil.rmtree(path, ignore_errors=True)
     kept = {path.name for path in stored(folder)[-keep_last:]}
-    if (folder / BEST).exists():
-        kept.add(_best_name(folder / BEST))
+    if (marked := best(folder)) is not None:
+        kept.add(marked.name)
     for path in stored(folder):
         if path.name not in kept:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _best_name(path: Path) -> str:
+def best(folder: Path) -> Path | None:
+    """The checkpoint that `best.json` points at, None where it points at none."""
     try:
-        return str(json.loads(path.read_text())["checkpoint"])
+        name = str(json.loads((folder / BEST).read_text())["checkpoint"])
     except (OSError, ValueError, KeyError, TypeError):
-        return ""
+        return None
+    return folder / name if NAME.fullmatch(name) and (folder / name).is_dir() else None
 
 
 def stored(folder: Path) -> list[Path]:

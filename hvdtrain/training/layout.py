@@ -46,15 +46,21 @@ def put_state(
     optimizer: Mapping[str, Mapping[str, Tensor]],
 ) -> None:
     """Copy this rank's part of a whole state into its model and optimizers."""
-    with torch.no_grad():
-        for name, tensor in session.tensors().items():
-            tensor.copy_(tensors[name])
+    put_tensors(session, tensors)
     for part in session.parts.values():
         if part.optimizer is None:
             continue
         parameters = part.model.parameters()
         own = {name: optimizer[name] for name in parameters if name in optimizer}
         restore_state(part.optimizer, parameters, own)
+
+
+@torch.no_grad()
+def put_tensors(session: Session, tensors: Mapping[str, Tensor]) -> None:
+    """Copy what this rank holds of `tensors` into its model."""
+    for name, tensor in session.tensors().items():
+        if name in tensors:
+            tensor.copy_(tensors[name])
 
 
 def agree_on_weights(session: Session) -> None:

@@ -28,6 +28,8 @@ def flops(model: str, image_size: int, classes: int = 10) -> float:
     [
         ("resnet18", 32, 2 * 0.56e9),  # kuangliu/pytorch-cifar's ResNet-18: 0.56 GMAC
         ("resnet18", 224, 2 * 1.814e9),  # torchvision's model card: 1.814 GMAC
+        ("resnet50", 224, 2 * 4.089e9),  # torchvision's model card: 4.089 GMAC
+        ("vit_b16", 224, 2 * 17.564e9),  # torchvision's model card: 17.564 GMAC
         ("vit_tiny", 224, 2 * 1.26e9),  # timm's vit_tiny_patch16_224: 1.26 GMAC
     ],
 )

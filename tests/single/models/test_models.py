@@ -16,6 +16,8 @@ SIZES = [
     ("resnet18", 28, 33, None),
     ("resnet18", 64, 2, None),
     ("resnet18", 67, 3, None),
+    ("resnet50", 28, 3, None),
+    ("vit_b16", 8, 3, None),
     ("vit_tiny", 28, 33, None),
     ("vit_tiny", 64, 2, 16),
     ("vit_tiny", 21, 3, 7),
