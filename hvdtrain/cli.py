@@ -1,23 +1,26 @@
-"""The command line: one short function a command, in the order of a user's day."""
+"""The command line: what it accepts, and how it ends."""
 
-import json
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
 from typing import Any, Literal
 
-from hvdtrain import __version__, failure, launch, launchers, models
+from hvdtrain import __version__, failure, launchers
 from hvdtrain.arguments import Parser, add_dataclass
+from hvdtrain.bench.options import LoaderConfig, StepConfig
+from hvdtrain.commands import COMMANDS
 from hvdtrain.config import TrainConfig
-from hvdtrain.errors import CheckFailed, DataError, Interrupted, Preempted, UsageError
+from hvdtrain.errors import Interrupted, Preempted
 from hvdtrain.planner.options import PlanConfig
-from hvdtrain.training.stop import StopRequest
 
 PLAN_COMMANDS = {
     "show": "Stages, labels, parameters, memory and the timeline of a plan.",
     "simulate": "The same with times: each rank's work is timed here, the step played through.",
     "check": "One step under the plan against the serial step, gradient by gradient.",
+}
+BENCH_COMMANDS: dict[str, tuple[type, str]] = {
+    "step": (StepConfig, "Images/s, part of the machine's matrix rate, where a step's time goes."),
+    "loader": (LoaderConfig, "Images/s that a data set can be fed with."),
 }
 
 
@@ -41,141 +44,6 @@ def run(arguments: Sequence[str]) -> int:
     return COMMANDS[name](arguments, **values)
 
 
-def doctor(arguments: Sequence[str], json: bool) -> int:
-    """Is this machine fit?"""
-    from hvdtrain.doctor import doctor as examine
-
-    return int(examine(as_json=json))
-
-
-def data_fetch(arguments: Sequence[str], name: str, to: str) -> int:
-    """Download an official archive."""
-    from hvdtrain import data
-
-    print(data.fetch(name, to))
-    return 0
-
-
-def data_pack(arguments: Sequence[str], source: str, destination: str, shard_mb: int) -> int:
-    """Turn official binary files into shards."""
-    from hvdtrain import data
-
-    return _say_index(data.pack(source, destination, shard_mb=shard_mb))
-
-
-def data_synth(
-    arguments: Sequence[str],
-    destination: str,
-    images: int,
-    classes: int,
-    size: int,
-    seed: int,
-    shard_mb: int,
-) -> int:
-    """Make a learnable set from a seed."""
-    from hvdtrain import data
-
-    index = data.synth(destination, images, classes, size=size, seed=seed, shard_mb=shard_mb)
-    return _say_index(index)
-
-
-def data_verify(arguments: Sequence[str], destination: str) -> int:
-    """Name every bad shard and chunk."""
-    from hvdtrain import data
-
-    faults = data.verify(destination)
-    for fault in faults:
-        print(fault, file=sys.stderr)
-    if not faults:
-        print(f"{destination}: every shard is good")
-    return DataError.exit_code if faults else 0
-
-
-def data_info(arguments: Sequence[str], destination: str, json: bool) -> int:
-    """What a data set holds."""
-    from hvdtrain import data
-
-    content = data.info(destination)
-    print(_as_json(content) if json else _as_lines(content))
-    return 0
-
-
-def train(arguments: Sequence[str], **values: Any) -> int:
-    """Train on the ranks of the launcher, or start --ranks of them here."""
-    settings = TrainConfig(**{item.name: values[item.name] for item in fields(TrainConfig)})
-    settings.check()
-    started = launchers.detect(os.environ)
-    launchers.check_pmix(started, os.environ)
-    if started.size == 1 and (settings.ranks or 1) > 1:
-        from hvdtrain.training.precheck import check_before_launch
-
-        check_before_launch(settings)
-        return launch.run(settings.ranks or 1, arguments)
-    # Before the seconds in which torch and MPI start: a signal is remembered from here on.
-    with StopRequest() as stop:
-        from hvdtrain.training.loop import train as run_training
-
-        run_training(settings, stop)
-    return 0
-
-
-def plan_show(arguments: Sequence[str], **values: Any) -> int:
-    """What a plan means for a model."""
-    _in_one_process("plan show")
-    from hvdtrain.training import plancommands
-
-    found = plancommands.show(PlanConfig(**values))
-    print(_as_json(found.as_json()) if values["json"] else found.as_text())
-    return 0
-
-
-def plan_simulate(arguments: Sequence[str], **values: Any) -> int:
-    """What a plan means for a model, with times measured here."""
-    _in_one_process("plan simulate")
-    from hvdtrain.training import plancommands
-
-    found = plancommands.simulate(PlanConfig(**values))
-    print(_as_json(found.as_json()) if values["json"] else found.as_text())
-    return 0
-
-
-def plan_check(arguments: Sequence[str], **values: Any) -> int:
-    """Does a plan compute the gradients of the serial step?"""
-    config = PlanConfig(**values)
-    started = launchers.detect(os.environ)
-    launchers.check_pmix(started, os.environ)
-    if started.size == 1 and config.ranks > 1:
-        models.check_name(config.model)
-        return launch.run(config.ranks, arguments)
-    from hvdtrain.training import plancommands
-
-    parity = plancommands.check(config)
-    if started.rank == 0:
-        names = plancommands.component_names(config)
-        as_json = config.json
-        print(
-            _as_json(plancommands.parity_as_json(parity, names))
-            if as_json
-            else plancommands.parity_as_text(parity, names),
-            flush=True,
-        )
-    return 0 if parity.is_within else CheckFailed.exit_code
-
-
-COMMANDS: dict[str, Callable[..., int]] = {
-    "doctor": doctor,
-    "data fetch": data_fetch,
-    "data pack": data_pack,
-    "data synth": data_synth,
-    "data verify": data_verify,
-    "data info": data_info,
-    "train": train,
-    "plan show": plan_show,
-    "plan simulate": plan_simulate,
-    "plan check": plan_check,
-}
-
-
 def _parser() -> Parser:
     parser = Parser(
         prog="hvdtrain",
@@ -194,9 +62,19 @@ def _parser() -> Parser:
     training.add_argument("--config", action="config", help="YAML file with keys of these options")
     add_dataclass(training, TrainConfig)
     commands.add_subcommand("train", training, help="train a model")
+    exporting = Parser(description="Write a run's weights under torchvision's names.")
+    exporting.add_argument("run", type=str, help="run folder")
+    exporting.add_argument("file", type=str, help="file to write, such as resnet50.pth")
+    exporting.add_argument(
+        "--which", type=Literal["best", "last"], default="best", help="which checkpoint"
+    )
+    commands.add_subcommand("export", exporting, help="write a run's weights as a file")
     plan = Parser(description="Look at a plan: which ranks hold what, and when they work.")
     commands.add_subcommand("plan", plan, help="show, check, simulate")
-    _add_plan_commands(plan)
+    _add_commands(plan, "plan", {name: (PlanConfig, text) for name, text in PLAN_COMMANDS.items()})
+    bench = Parser(description="Measure what a step costs here, and where its time goes.")
+    commands.add_subcommand("bench", bench, help="step, loader")
+    _add_commands(bench, "bench", BENCH_COMMANDS)
     return parser
 
 
@@ -228,11 +106,12 @@ def _add_data_commands(data: Parser) -> None:
     commands.add_subcommand("info", info, help="describe a data set")
 
 
-def _add_plan_commands(plan: Parser) -> None:
-    commands = plan.add_subcommands(dest="plan_command")
-    for name, text in PLAN_COMMANDS.items():
+def _add_commands(owner: Parser, name: str, options: dict[str, tuple[type, str]]) -> None:
+    """Commands of a command, each with the options of a dataclass."""
+    commands = owner.add_subcommands(dest=f"{name}_command")
+    for name, (config, text) in options.items():
         command = Parser(description=text)
-        add_dataclass(command, PlanConfig)
+        add_dataclass(command, config)
         commands.add_subcommand(name, command, help=text)
 
 
@@ -243,27 +122,3 @@ def _innermost(parsed: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     if inner := values.get(f"{command}_command"):
         command, values = f"{command} {inner}", values[inner]
     return command, values
-
-
-def _in_one_process(command: str) -> None:
-    if launchers.detect(os.environ).size != 1:
-        raise UsageError(
-            f"{command} runs in one process: leave the launcher out; --ranks is the plan's"
-        )
-
-
-def _say_index(index: Any) -> int:
-    counts = ", ".join(f"{split.count:,} {name}" for name, split in index.splits.items())
-    height, width, _ = index.image_shape
-    print(f"{index.folder}: {counts}, {index.classes} classes, {height}x{width} pixels")
-    for note in index.notes:
-        print(f"note: {note}")
-    return 0
-
-
-def _as_json(content: Any) -> str:
-    return json.dumps(content, indent=1)
-
-
-def _as_lines(content: dict[str, Any]) -> str:
-    return "\n".join(f"{name}: {value}" for name, value in content.items())

@@ -19,9 +19,21 @@ BUDGET_SECONDS = 0.3
 FLOORS = (
     {"__main__"},
     {"cli"},
+    {"commands"},
+    {"bench"},
     {"jobs", "study", "training", "tf", "doctor"},
     {"planner", "parallel", "data", "models", "launch", "failure"},
-    {"world", "launchers", "files", "config", "errors", "arguments", "activity", "__version__"},
+    {
+        "world",
+        "launchers",
+        "files",
+        "memory",
+        "config",
+        "errors",
+        "arguments",
+        "activity",
+        "__version__",
+    },
 )
 # Who may import a library that is slow, missing on some machines, or not to be mixed with another.
 OWNERS = {

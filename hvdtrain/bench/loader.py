@@ -1,0 +1,87 @@
+"""`bench loader`: how fast a data set can be fed, and what that is made of."""
+
+import time
+from collections.abc import Callable
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.bench.options import LoaderConfig
+from hvdtrain.config import TrainConfig
+from hvdtrain.data import order
+from hvdtrain.data.loader import Loader
+from hvdtrain.data.shards import open_split, read_index
+from hvdtrain.training.feed import augmentation
+
+WARM_UP = 3  # batches
+
+
+def bench_loader(config: LoaderConfig) -> dict[str, Any]:
+    """Images a second of the loader, of reading alone, of augmentation alone, and of a copy.
+
+    Raises:
+        UsageError, DataError: for whatever a user can get wrong.
+    """
+    index = read_index(config.data)
+    training = TrainConfig(model="", data="", augment=config.augment, cutout=config.cutout)
+    augment = augmentation(training, index, 0)
+    with open_split(index, "train", config.memory_mb * 2**20) as samples:
+        rows = order.epoch_order(
+            *(np.arange(len(samples)), index.hash, 0, 0),
+            *(samples.split.chunk_rows, order.window_rows(index)),
+        )
+        size = min(config.batch_size, len(rows))
+        batches = [rows[start : start + size] for start in range(0, len(rows) - size + 1, size)]
+        seconds = config.seconds / 4
+
+        def requests() -> Any:
+            return cycle(batches)
+
+        with Loader(samples, requests(), augment) as loader:
+            whole = _rate(lambda: next(loader), size, seconds)
+        asked = requests()
+        reading = _rate(lambda: samples.gather(next(asked)), size, seconds)
+        batch = samples.gather(batches[0])
+        augmenting = _rate(lambda: augment(batch), size, seconds) if augment else None
+        copying = _rate(lambda: batch.images.copy(), size, seconds)
+        return {
+            "images": len(samples),
+            "image_bytes": index.image_bytes,
+            "batch_size": size,
+            "in_memory": samples.in_memory,
+            "images_per_second": whole,
+            "reading": reading,
+            "augmenting": augmenting,
+            "copying": copying,
+        }
+
+
+def as_text(found: dict[str, Any]) -> str:
+    """What `bench loader` prints."""
+    where = "memory" if found["in_memory"] else "shards, in windows"
+    lines = [
+        f"{found['images']:,} images of {found['image_bytes']:,} bytes from {where}, "
+        f"{found['batch_size']} a batch; images/s:"
+    ]
+    for name, key in (
+        ("the loader", "images_per_second"),
+        ("reading alone", "reading"),
+        ("augmenting alone", "augmenting"),
+        ("copying a batch in memory", "copying"),
+    ):
+        if found[key] is not None:
+            lines.append(f"  {name:<26} {found[key]:>12,.0f}")
+    return "\n".join(lines)
+
+
+def _rate(make: Callable[[], Any], images: int, seconds: float) -> float:
+    """Images a second of a function that makes a batch."""
+    for _ in range(WARM_UP):
+        make()
+    began = time.perf_counter()
+    count = 0
+    while (now := time.perf_counter()) < began + seconds:
+        make()
+        count += 1
+    return count * images / (now - began)

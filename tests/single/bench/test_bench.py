@@ -1,0 +1,73 @@
+"""`hvdtrain bench` as users start it: every second is accounted for."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Program
+
+PARTS = {"compute", "communication", "bubble", "data", "rest"}
+
+
+@pytest.mark.parametrize("plan", [(), ("--plan", "mp", "--ranks", 2)])
+def test_a_step_is_split_into_what_it_is_spent_on(
+    hvdtrain: Program, plan: tuple[object, ...]
+) -> None:
+    options = ("--model", "cnn", "--batch-size", 16, "--steps", 5, "--json", *plan)
+    done = hvdtrain("bench", "step", *options, timeout=200)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    seconds = found["seconds"]
+    assert seconds.keys() == PARTS | {"step"}
+    assert all(value >= 0 for value in seconds.values())
+    assert seconds["compute"] > 0
+    assert found["images_per_second"] == pytest.approx(16 / seconds["step"])
+    assert list(found["components"]) == ["conv1", "conv2", "dense", "head"]
+    assert all(value["forward"] > 0 for value in found["components"].values())
+    assert len(found["matrix_flops_per_second"]) == (2 if plan else 1)
+    assert 0 < found["matrix_share"] < 1
+    assert (seconds["bubble"] > 0) == bool(plan)
+
+
+def test_the_same_in_words(hvdtrain: Program, small_set: Path) -> None:
+    done = hvdtrain(
+        *("bench", "step", "--model", "cnn", "--data", small_set, "--steps", 2),
+        *("--batch-size", 8, "--augment", "crop-flip", "--precision", "bf16"),
+    )
+    assert done.returncode == 0, done.stderr
+    for word in ("images/s", "GFLOP/s", "compute", "component", "dense"):
+        assert word in done.stdout
+    assert done.stderr == ""
+
+
+def test_a_loader_is_measured_and_its_parts(hvdtrain: Program, small_set: Path) -> None:
+    options = ("bench", "loader", "--data", small_set, "--seconds", 0.4, "--batch-size", 32)
+    found = json.loads(hvdtrain(*options, "--cutout", 4, "--json").stdout)
+    assert found["in_memory"]
+    rates = ("images_per_second", "reading", "augmenting", "copying")
+    assert all(found[name] > 0 for name in rates)
+    assert found["images_per_second"] < found["copying"]
+    text = hvdtrain(*options, "--augment", "none").stdout
+    assert "augmenting" not in text
+    assert "the loader" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("step", "--model", "cnn", "--steps", 0), "--steps must be above 0"),
+        (("step", "--model", "cnm"), "unknown model 'cnm': did you mean cnn?"),
+        (("step", "--model", "cnn", "--batch-size", 0), "--batch-size must be above 0"),
+        (("loader", "--data", "absent"), "absent"),
+        (("loader", "--data", "absent", "--seconds", 0), "--seconds must be above 0"),
+        (("stepp",), "unknown command stepp; did you mean step"),
+    ],
+)
+def test_what_is_wrong_is_one_line(
+    hvdtrain: Program, arguments: tuple[object, ...], message: str
+) -> None:
+    done = hvdtrain("bench", *arguments, timeout=60)
+    assert done.returncode in (2, 3), done.stderr
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
