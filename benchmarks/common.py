@@ -1,0 +1,108 @@
+"""What the benchmarks of whole training jobs share: jobs of hvdtrain, and a plain PyTorch loop."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+CLASSES, SIZE = 10, 32
+
+
+def training(arguments: str, data: Path, run: Path) -> list[str]:
+    """The command of a training job that writes a line a step (or a `--log-every`)."""
+    command = f"train {arguments} --optimizer sgd --lr 0.01 --data {data} --run {run}"
+    return [sys.executable, "-m", "hvdtrain", *command.split()]
+
+
+def step_seconds(run: Path, batch_size: int) -> list[float]:
+    """Seconds a step, of each line that a job has written."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [batch_size / line["images_per_second"] for line in lines if line["event"] == "step"]
+
+
+def run_all(commands: Sequence[Sequence[str]], threads: int) -> str:
+    """Run commands side by side, and end if one fails; what the first printed."""
+    environment = os.environ | AS_ROOT | {"OMP_NUM_THREADS": str(threads)}
+    processes = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        for command in commands
+    ]
+    printed = [process.communicate()[0] for process in processes]
+    if any(process.returncode for process in processes):
+        sys.exit(f"failed: {' '.join(commands[0])}")
+    return printed[0]
+
+
+def rounds(count: int, sides: Sequence[Callable[[int], float]]) -> list[list[float]]:
+    """Run all sides once a round, each round beginning with another; the figures of each side."""
+    found: list[list[float]] = [[] for _ in sides]
+    for number in range(count):
+        for turn in range(len(sides)):
+            side = (number + turn) % len(sides)
+            found[side].append(sides[side](number))
+    return found
+
+
+def spread(values: Sequence[float], form: str = ".3f") -> str:
+    """The median, and all values in order."""
+    each = ", ".join(f"{value:{form}}" for value in sorted(values))
+    return f"{statistics.median(values):{form}} (rounds: {each})"
+
+
+class PlainLoop:
+    """A hand-written PyTorch training loop: the images in memory, channels_last, fused SGD."""
+
+    def __init__(self, model: str, data: str, precision: str, channels_last: bool = True) -> None:
+        import numpy as np
+        import torch
+        from torch import nn
+
+        from hvdtrain import models
+        from hvdtrain.data import open_split, read_index
+        from hvdtrain.models.component import build_component
+
+        index = read_index(Path(data))
+        with open_split(index, "train") as samples:
+            everything = samples.gather(np.arange(len(samples)))
+        self.images, self.labels = everything.images, everything.labels
+        self.order = np.random.default_rng(0).permutation(len(self.labels))
+        self.mean, self.std = (
+            torch.tensor(values).float().view(1, 3, 1, 1) for values in (index.mean, index.std)
+        )
+        components = models.components(model, index.classes, index.image_shape[0])
+        self.module: Any = nn.Sequential(*(build_component(part, 0) for part in components))
+        if channels_last:
+            self.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.precision = precision
+        self.optimizer: Any = torch.optim.SGD(
+            self.module.parameters(), 0.01, 0.9, nesterov=True, fused=True
+        )
+
+    def step(self, start: int, images: int) -> float:
+        """One step on the images from `start` on in the shuffled order; the loss."""
+        import torch
+        from torch.nn import functional
+
+        rows = self.order[start % len(self.order) :][:images]
+        pixels = torch.from_numpy(self.images[rows]).permute(0, 3, 1, 2).float()
+        pixels = pixels.div_(255).sub_(self.mean).div_(self.std)
+        labels = torch.from_numpy(self.labels[rows])
+        with _autocast(self.precision):
+            logits = self.module(pixels)
+        loss = functional.cross_entropy(logits.float(), labels)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+
+def _autocast(precision: str) -> AbstractContextManager[object]:
+    import torch
+
+    return torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else nullcontext()

@@ -1,0 +1,99 @@
+"""What hvdtrain costs on one rank, against a hand-written PyTorch loop on the same data.
+
+    python benchmarks/overhead.py [--model cnn] [--images 64] [--precision bf16] [--threads N]
+
+Both train the same model from the same seed on the same images in channels_last with fused SGD;
+the loop has the images in memory, normalises them, and reads the loss of every step. A round is
+one job of each, in turn; a figure is the median over windows of steps, the first windows left out.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import common
+
+WARM_UP = 2  # windows that no job counts
+
+
+def main() -> None:
+    """Run the rounds and print both medians and the ratio."""
+    options = _options()
+    if options.data is not None:
+        _loop(options)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder) / "data"
+        from hvdtrain.data import synth
+
+        synth(data, options.images * options.steps, common.CLASSES, size=common.SIZE)
+        ours, theirs = common.rounds(
+            options.rounds,
+            [
+                lambda number: _ours(options, data, Path(folder) / f"run{number}"),
+                lambda number: _theirs(options, data),
+            ],
+        )
+    print(
+        f"{options.model}, {options.precision}, one rank x {options.threads} thread(s), "
+        f"{options.images} images a step"
+    )
+    for name, medians in (("hvdtrain", ours), ("plain loop", theirs)):
+        seconds = statistics.median(medians)
+        print(
+            f"{name:>10}: {1e3 * seconds:.3f} ms a step ({1e3 * min(medians):.3f} to "
+            f"{1e3 * max(medians):.3f}), {options.images / seconds:,.1f} images/s"
+        )
+    costs = [own / other - 1 for own, other in zip(ours, theirs, strict=True)]
+    print(f"      cost: {common.spread(costs, '+.1%')}")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="cnn")
+    parser.add_argument("--images", type=int, default=64, help="images a step")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--steps", type=int, default=400, help="steps of a job")
+    parser.add_argument("--window", type=int, default=20, help="steps that are timed as one")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--data", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def _ours(options: argparse.Namespace, data: Path, run: Path) -> float:
+    arguments = f"--model {options.model} --precision {options.precision}"
+    arguments += f" --threads {options.threads} --batch-size {options.images}"
+    arguments += f" --max-steps {options.steps} --log-every {options.window}"
+    common.run_all([common.training(arguments, data, run)], options.threads)
+    return statistics.median(common.step_seconds(run, options.images)[WARM_UP:])
+
+
+def _theirs(options: argparse.Namespace, data: Path) -> float:
+    own = [sys.executable, __file__, "--data", str(data)]
+    for name in ("model", "images", "precision", "threads", "steps", "window"):
+        own += [f"--{name}", str(getattr(options, name))]
+    return float(json.loads(common.run_all([own], options.threads)))
+
+
+def _loop(options: argparse.Namespace) -> None:
+    import torch
+
+    torch.set_num_threads(options.threads)
+    loop = common.PlainLoop(options.model, options.data, options.precision)
+    windows = []
+    for first in range(0, options.steps, options.window):
+        began = time.perf_counter()
+        for step in range(first, first + options.window):
+            loop.step(step * options.images, options.images)
+        windows.append((time.perf_counter() - began) / options.window)
+    print(statistics.median(windows[WARM_UP:]))
+
+
+if __name__ == "__main__":
+    main()

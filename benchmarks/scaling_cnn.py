@@ -1,0 +1,74 @@
+"""Two ranks against one process on the CIFAR-10 CNN at a fixed global batch: what is gained.
+
+    python benchmarks/scaling_cnn.py --data DIR [--images 64] [--precision bf16] [--rounds 5]
+
+Strong scaling on two cores, as in Ajayi et al. (AJEST 2026), which reports 1.24 times the speed:
+one process with two threads; two ranks with one thread each, half of the batch on each; and the
+bound of the same round, two processes beside each other that train half of the batch each and do
+not communicate. All three are `hvdtrain train`.
+"""
+
+import argparse
+import statistics
+import tempfile
+from pathlib import Path
+
+import common
+
+WARM_UP = 2  # windows that no job counts
+PAPER_A = 1.24
+
+
+def main() -> None:
+    """Run the rounds and print all three rates and their ratios."""
+    options = _options()
+    half = options.images // 2
+    with tempfile.TemporaryDirectory() as folder:
+
+        def rate(name: str, arguments: str, images: int, threads: int, jobs: int = 1) -> float:
+            runs = [Path(folder) / f"{name}-{job}" for job in range(jobs)]
+            arguments += f" --model cnn --precision {options.precision} --threads {threads}"
+            arguments += f" --max-steps {options.steps} --log-every {options.window}"
+            arguments += f" --batch-size {images}"
+            common.run_all(
+                [common.training(arguments, options.data, run) for run in runs], threads
+            )
+            return sum(
+                images / statistics.median(common.step_seconds(run, images)[WARM_UP:])
+                for run in runs
+            )
+
+        single, ranks, bound = common.rounds(
+            options.rounds,
+            [
+                lambda number: rate(f"single{number}", "", options.images, 2),
+                lambda number: rate(f"ranks{number}", "--ranks 2", options.images, 1),
+                lambda number: rate(f"bound{number}", "", half, 1, jobs=2),
+            ],
+        )
+    print(f"cnn, {options.precision}, global batch {options.images}; images/s:")
+    for name, rates in (
+        ("one process x 2 threads", single),
+        ("2 ranks x 1 thread", ranks),
+        ("bound: no communication", bound),
+    ):
+        print(f"{name:>24}: {common.spread(rates, ',.0f')}")
+    gained = [own / alone for own, alone in zip(ranks, single, strict=True)]
+    reached = [own / most for own, most in zip(ranks, bound, strict=True)]
+    print(f"{'2 ranks : 1 process':>24}: {common.spread(gained)}; the paper's is {PAPER_A}")
+    print(f"{'part of the bound':>24}: {common.spread(reached)}")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True, help="packed CIFAR-10")
+    parser.add_argument("--images", type=int, default=64, help="images a step, over all ranks")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")
+    parser.add_argument("--steps", type=int, default=700, help="steps of a job")
+    parser.add_argument("--window", type=int, default=20, help="steps that are timed as one")
+    parser.add_argument("--rounds", type=int, default=5)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
