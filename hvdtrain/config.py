@@ -19,8 +19,8 @@ DEFAULT_EPOCHS = 10
 # what a step computes they change rounding, and which samples local batch norm sees together.
 MAY_CHANGE_ON_RESUME = frozenset(
     {"data", "plan", "ranks", "epochs", "max_steps", "microbatches", "schedule", "recompute"}
-    | {"device", "threads", "allreduce", "log_every", "ledger", "stall_timeout", "trace"}
-    | {"run", "resume"}
+    | {"device", "threads", "compile", "allreduce", "log_every", "ledger", "stall_timeout"}
+    | {"trace", "run", "resume"}
 )
 
 
@@ -38,7 +38,9 @@ class TrainConfig:
     """
 
     model: str = field(
-        metadata=about("cnn, resnet18, vit_tiny, or package.module:function of your own")
+        metadata=about(
+            "cnn, resnet18, resnet50, vit_tiny, vit_b16, or package.module:function of your own"
+        )
     )
     data: str = field(metadata={"help": "folder of a packed data set (hvdtrain data pack)"})
     plan: str | None = field(
@@ -96,6 +98,10 @@ class TrainConfig:
     warmup_epochs: float = field(default=0.0, metadata=about("epochs of linear warm-up from zero"))
     momentum: float = field(default=0.9, metadata=about("momentum of sgd (Nesterov)"))
     weight_decay: float = field(default=0.0, metadata=about("weight decay"))
+    label_smoothing: float = field(
+        default=0.0,
+        metadata=about("part of each target that is spread over all classes, 0 to below 1"),
+    )
     clip_norm: float | None = field(
         default=None,
         metadata=about("scale gradients down to this norm, taken over the whole model"),
@@ -120,6 +126,10 @@ class TrainConfig:
     augment: Literal["none", "crop-flip"] = field(
         default="none", metadata=about("none or crop-flip")
     )
+    cutout: int | None = field(
+        default=None,
+        metadata=about("side in pixels of a square of each image that is blanked in training"),
+    )
     normalise: Literal["meanstd", "unit"] = field(
         default="meanstd",
         metadata=about("meanstd: per channel, of the training set; unit: pixels / 255"),
@@ -129,6 +139,17 @@ class TrainConfig:
     )
     patch_size: int | None = field(
         default=None, metadata=about("patch size of a vision transformer")
+    )
+    weights: str | None = field(
+        default=None,
+        metadata=about(
+            "start from the weights of this file (torchvision's names; hvdtrain export writes "
+            "one); a last layer of other classes starts anew"
+        ),
+    )
+    compile: bool = field(
+        default=False,
+        metadata=about("compile each component with torch.compile (minutes at the start)"),
     )
     device: Device | None = field(
         default=None, metadata=about("cpu or cuda; default: cuda where there is one")
@@ -171,7 +192,7 @@ class TrainConfig:
         """Return the configuration itself if every value is in range."""
         positive = ("batch_size", "lr", "log_every", "stall_timeout")
         positive_or_none = ("epochs", "max_steps", "ranks", "threads", "lr_base_batch")
-        also = ("microbatches", "clip_norm", "image_size", "patch_size")
+        also = ("microbatches", "clip_norm", "cutout", "image_size", "patch_size")
         for name in (*positive, *positive_or_none, *also):
             value = getattr(self, name)
             if value is None and name not in positive:
@@ -183,6 +204,10 @@ class TrainConfig:
                 raise UsageError(f"{_flag(name)} must be 0 or more, not {getattr(self, name)}")
         if not 0 <= self.holdout <= 0.9:
             raise UsageError(f"--holdout must be between 0 and 0.9, not {self.holdout}")
+        if not 0 <= self.label_smoothing < 1:
+            raise UsageError(
+                f"--label-smoothing must be 0 or more and below 1, not {self.label_smoothing}"
+            )
         if self.epochs is not None and self.warmup_epochs > self.epochs:
             raise UsageError(
                 f"--warmup-epochs {self.warmup_epochs} is more than --epochs {self.epochs}"

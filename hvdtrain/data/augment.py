@@ -63,6 +63,32 @@ def crop_flip(
     return result
 
 
+def cutout(
+    images: NDArray[np.uint8],
+    ids: NDArray[np.int64],
+    seed: int,
+    epoch: int,
+    side: int,
+    fill: NDArray[np.uint8],
+) -> None:
+    """Blank a square of each image, in place: DeVries and Taylor, arXiv 1708.04552.
+
+    Its centre is any pixel, so that the square may lie partly outside.
+
+    Args:
+        images: [n, height, width, channels]. side: of the square, in pixels.
+        fill: [channels], what blank is: the mean pixel where images are normalised by it.
+    """
+    _, height, width, _ = images.shape
+    bits = splitmix64(sample_hash(seed, epoch, ids))
+    top = _below(height, bits & np.uint64(0xFFFFFF)) - side // 2
+    left = _below(width, (bits >> np.uint64(24)) & np.uint64(0xFFFFFF)) - side // 2
+    rows, columns = np.arange(height), np.arange(width)
+    in_rows = (rows >= top[:, None]) & (rows < top[:, None] + side)
+    in_columns = (columns >= left[:, None]) & (columns < left[:, None] + side)
+    images[in_rows[:, :, None] & in_columns[:, None, :]] = fill
+
+
 def _below(limit: int, bits: NDArray[np.uint64]) -> NDArray[np.intp]:
     """Numbers from 0 to limit - 1, all as likely, from 24 random bits."""
     return ((bits * np.uint64(limit)) >> np.uint64(24)).astype(np.intp)

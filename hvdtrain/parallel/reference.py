@@ -35,6 +35,7 @@ def serial_step(
     *,
     batch_norm: str = "local",
     bf16: bool = False,
+    label_smoothing: float = 0.0,
 ) -> Serial:
     """Run forward and backward of a whole batch, and leave the statistics as the plan does.
 
@@ -54,7 +55,9 @@ def serial_step(
             for stage in stages:
                 activations = stage.forward(activations, k, start)
         logits = activations if activations.dtype == torch.float64 else activations.float()
-        loss = functional.cross_entropy(logits, labels[start:stop], reduction="sum")
+        loss = functional.cross_entropy(
+            logits, labels[start:stop], reduction="sum", label_smoothing=label_smoothing
+        )
         (loss / cut.batch_size).backward()
         total += float(loss.detach())
     gradients: dict[str, Tensor] = {}

@@ -41,6 +41,8 @@ class Runtime:
         handover: of this rank's boundaries.
         activity: where each action is noted before it is done.
         clip_norm: the largest norm of all gradients together, None for any.
+        label_smoothing: in training; Szegedy et al., "Rethinking the Inception Architecture for
+            Computer Vision", CVPR 2016, section 7.
         keep_events: whether to keep every action's times in `events`, for a trace.
     """
 
@@ -54,6 +56,7 @@ class Runtime:
         precision: str,
         activity: Activity | None = None,
         clip_norm: float | None = None,
+        label_smoothing: float = 0.0,
         keep_events: bool = False,
     ) -> None:
         self.rank, self.parts, self.last = rank, parts, last
@@ -62,6 +65,7 @@ class Runtime:
         self.device = images.device
         self.bf16 = precision == "bf16"
         self.activity, self.clip_norm = activity, clip_norm
+        self.label_smoothing = label_smoothing
         self.events: list[Event] | None = [] if keep_events else None
         self.program: Program
         self.do: dict[str, Callable[[Step, Task], None]] = {
@@ -164,7 +168,10 @@ class Runtime:
     def _finish_forward(self, step: Step, task: Task, logits: Tensor) -> None:
         labels = step.targets.pop(task.key)
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        loss_sum = functional.cross_entropy(logits, labels, reduction="sum")
+        smoothing = self.label_smoothing if torch.is_grad_enabled() else 0.0
+        loss_sum = functional.cross_entropy(
+            logits, labels, reduction="sum", label_smoothing=smoothing
+        )
         step.loss_sum = _add(step.loss_sum, loss_sum.detach())
         if torch.is_grad_enabled():
             loss = loss_sum / self.program.cut.batch_size

@@ -12,7 +12,9 @@ class PlanConfig:
     """What `plan show`, `plan check` and `plan simulate` look at: no data, only shapes."""
 
     model: str = field(
-        metadata=about("cnn, resnet18, vit_tiny, or package.module:function of your own")
+        metadata=about(
+            "cnn, resnet18, resnet50, vit_tiny, vit_b16, or package.module:function of your own"
+        )
     )
     ranks: int = field(metadata=about("ranks of the plan"))
     plan: str | None = field(

@@ -151,6 +151,7 @@ def _runtime_alone(runtime: Runtime) -> Runtime:
         *(runtime.rank, parts, runtime.last, runtime.images, handover),
         precision="bf16" if runtime.bf16 else "fp32",  # to a runtime all others are the same
         clip_norm=runtime.clip_norm,
+        label_smoothing=runtime.label_smoothing,
         keep_events=True,
     )
 

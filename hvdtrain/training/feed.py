@@ -6,7 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.data.shards import Batch, Samples
+from hvdtrain.config import TrainConfig
+from hvdtrain.data.augment import crop_flip, cutout
+from hvdtrain.data.shards import Batch, Index, Samples
 from hvdtrain.parallel.cut import Range
 from hvdtrain.training.setup import Session
 
@@ -46,6 +48,24 @@ class Feeder:
         is_same = np.array_equal(for_images, for_labels)
         labels = batch.labels if is_same else self.samples.labels(for_labels)
         return Feed(batch.images, batch.ids, labels)
+
+
+def augmentation(config: TrainConfig, index: Index, epoch: int) -> Callable[[Batch], Batch] | None:
+    """What an epoch's batches go through, if anything."""
+    if config.augment == "none" and config.cutout is None:
+        return None
+    blank = index.mean if config.normalise == "meanstd" else (0.0,) * 3
+    fill = np.round(255 * np.asarray(blank)).astype(np.uint8)
+
+    def augment(batch: Batch) -> Batch:
+        images = batch.images
+        if config.augment == "crop-flip":
+            images = crop_flip(images, batch.ids, config.seed, epoch)
+        if config.cutout is not None:
+            cutout(images, batch.ids, config.seed, epoch, config.cutout, fill)
+        return Batch(images, batch.labels, batch.ids)
+
+    return augment
 
 
 def requests(

@@ -3,7 +3,6 @@
 import hashlib
 import math
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,14 +12,12 @@ import torch
 from hvdtrain import failure, world
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
-from hvdtrain.data.augment import crop_flip
 from hvdtrain.data.loader import Loader
-from hvdtrain.data.shards import Batch
 from hvdtrain.errors import CheckFailed, Interrupted, Preempted
 from hvdtrain.parallel.step import Step
 from hvdtrain.training.control import Agreed
 from hvdtrain.training.evaluate import evaluate_epoch
-from hvdtrain.training.feed import Feed, Feeder, requests
+from hvdtrain.training.feed import Feed, Feeder, augmentation, requests
 from hvdtrain.training.optimizer import learning_rate
 from hvdtrain.training.run import Run, open_run, save
 from hvdtrain.training.stop import StopRequest
@@ -115,7 +112,7 @@ def _train_epoch(run: Run) -> int | None:
         piece for piece in order.step_slices(length, config.batch_size, offset) if piece[0] < last
     ]
     log = _StepLog(run, epoch, length)
-    feeder = Feeder(session.splits["train"], _augmentation(config, epoch))
+    feeder = Feeder(session.splits["train"], augmentation(config, session.index, epoch))
     loader = Loader(feeder, requests(session, rows, slices, is_training=True))
     epochs = math.ceil(config.total_samples(length) / length)
     code = None
@@ -213,18 +210,6 @@ class _StepLog:
             )
         self.window.clear()
         self.window_began = now
-
-
-def _augmentation(config: TrainConfig, epoch: int) -> Callable[[Batch], Batch] | None:
-    if config.augment == "none":
-        return None
-
-    def augment(batch: Batch) -> Batch:
-        return Batch(
-            crop_flip(batch.images, batch.ids, config.seed, epoch), batch.labels, batch.ids
-        )
-
-    return augment
 
 
 def _leave(run: Run, code: int) -> None:

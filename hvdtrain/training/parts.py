@@ -89,11 +89,13 @@ def build_model(
     device: torch.device,
     recomputed: Collection[str] = (),
 ) -> StageModel:
-    """Build the components with their weights in channels_last order."""
+    """Build the components with their weights in channels_last order, compiled if asked for."""
     dtype = DTYPES[config.precision]
     built = {part.name: build_component(part, config.seed, device, dtype) for part in components}
     for module in built.values():
         module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if config.compile:
+            module.compile()
     return StageModel(built, recomputed)
 
 

@@ -139,6 +139,7 @@ def _serial(
         *(plan, pieces, images(batch[0]), torch.from_numpy(batch[1]).to(images.device)),
         batch_norm=config.batch_norm,
         bf16=config.precision == "bf16",
+        label_smoothing=config.label_smoothing,
     )
 
 

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -10,12 +11,13 @@ from hvdtrain import world
 from hvdtrain.activity import Activity
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError, UsageError
+from hvdtrain.models import weights
 from hvdtrain.parallel.actions import COMPUTE
 from hvdtrain.parallel.step import Step
 from hvdtrain.training import checkpoint, metrics
 from hvdtrain.training.console import Console
 from hvdtrain.training.control import Control
-from hvdtrain.training.layout import agree_on_weights, gather_state, put_state
+from hvdtrain.training.layout import agree_on_weights, gather_state, put_state, put_tensors
 from hvdtrain.training.setup import Session, open_session
 from hvdtrain.training.stop import StopRequest
 
@@ -117,6 +119,8 @@ def open_run(config: TrainConfig, stop: StopRequest) -> Run:
     progress = Progress(session.index.hash)
     if saved is not None:
         progress = Progress(**{name: kept[name] for name in Progress.__dataclass_fields__})
+    if saved is None and config.weights is not None:
+        _start_from(session, Path(config.weights), console)
     agree_on_weights(session)
     records = metrics.Records(folder, config, kept) if here.rank == 0 else None
     control = Control(here, session.device)
@@ -154,6 +158,18 @@ def _save_checkpoint(
     if progress.best is not None and progress.best["step"] == progress.step:
         checkpoint.mark_best(folder, name, progress.best["metric"], progress.best["value"])
     checkpoint.prune(folder, CHECKPOINTS_KEPT)
+
+
+def _start_from(session: Session, path: Path, console: Console) -> None:
+    """Put the weights of a file into the model, on each rank what it holds.
+
+    Raises:
+        UsageError, DataError: if the file is not there, or not of this model.
+    """
+    last = session.plan.stages[-1].components[-1]
+    found, other = weights.read(path, session.config.model, session.shapes, last)
+    put_tensors(session, found)
+    console.say(f"started from {path}" + (f"; {last} starts anew" if other else ""))
 
 
 def _restore(

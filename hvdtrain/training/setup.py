@@ -158,6 +158,8 @@ def make_plan(
         return [cost.forward_flops for cost in found]
 
     def splits_backward() -> str:
+        if config.compile:
+            return "--compile"
         if recomputed_components(config.recompute, names):
             return "--recompute"
         return "--batch-norm sync" if config.batch_norm == "sync" else ""
@@ -210,6 +212,7 @@ def build_runtime(
         config.precision,
         activity=Activity(world.activity_path(), here.rank, config.stall_timeout, _stalled),
         clip_norm=config.clip_norm,
+        label_smoothing=config.label_smoothing,
         keep_events=config.trace is not None,
     )
 

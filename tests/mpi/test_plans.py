@@ -17,7 +17,7 @@ from hvdtrain.world import World
 from tests.mpi.plans import PLANS
 
 CLASSES = 7
-SIZES = {"cnn": 16, "vit_tiny": 16, "resnet18": 8}
+SIZES = {"cnn": 16, "vit_tiny": 16, "resnet18": 8, "resnet50": 16, "vit_b16": 16}
 # Batch norm needs more than one value a channel, and resnet18 ends in 1 x 1 pixels here.
 BATCH_NORM: dict[str, Any] = {"batch_size": 26, "microbatches": 2}
 
@@ -65,6 +65,21 @@ def test_vit(here: World, plan: str, precision: Precision) -> None:
 
 def test_resnet_with_local_batch_norm(here: World, plan: str) -> None:
     parity = parity_of(here, plan, "resnet18", **BATCH_NORM)
+    assert parity.is_within, parity
+
+
+@pytest.mark.parametrize("model", ["resnet50", "vit_b16"])
+@pytest.mark.parametrize("of_two", ["dp", "mp"])
+def test_the_large_models_on_two_ranks(here: World, model: str, of_two: str) -> None:
+    if of_two not in PLANS[here.size]:
+        return  # other numbers of ranks have other plans
+    parity = parity_of(here, of_two, model, batch_size=8, microbatches=2)
+    assert parity.is_within, parity
+    assert parity.tolerance == {"resnet50": 1e-11, "vit_b16": 1e-12}[model]
+
+
+def test_label_smoothing_is_the_serial_steps(here: World, plan: str) -> None:
+    parity = parity_of(here, plan, "cnn", label_smoothing=0.1)
     assert parity.is_within, parity
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from hvdtrain.data.augment import crop_flip, sample_hash, splitmix64
+from hvdtrain.data.augment import crop_flip, cutout, sample_hash, splitmix64
 
 Images = NDArray[np.uint8]
 
@@ -102,3 +102,47 @@ def test_a_layout_that_is_not_contiguous_makes_no_difference(padding: int) -> No
     strange = np.asfortranarray(images)
     expected = crop_flip(images, ids, 0, 0, padding)
     np.testing.assert_array_equal(crop_flip(strange, ids, 0, 0, padding), expected)
+
+
+def naive_cutout(
+    images: Images, ids: NDArray[np.int64], seed: int, epoch: int, side: int, fill: Images
+) -> Images:
+    result = images.copy()
+    _, height, width, _ = images.shape
+    for i, bits in enumerate(splitmix64(sample_hash(seed, epoch, ids)).tolist()):
+        top = (((bits & 0xFFFFFF) * height) >> 24) - side // 2
+        left = (((bits >> 24 & 0xFFFFFF) * width) >> 24) - side // 2
+        for y in range(max(0, top), min(height, top + side)):
+            for x in range(max(0, left), min(width, left + side)):
+                result[i, y, x] = fill
+    return result
+
+
+@given(
+    count=st.integers(0, 5),
+    height=st.integers(1, 9),
+    width=st.integers(1, 9),
+    side=st.integers(1, 12),
+    seed=st.integers(0, 2**40),
+)
+def test_cutout_is_the_obvious_loop(
+    count: int, height: int, width: int, side: int, seed: int
+) -> None:
+    images, ids = some_images(count, height, width), np.arange(count, dtype=np.int64) * 7919
+    fill = np.array([7, 8, 9], np.uint8)
+    expected = naive_cutout(images, ids, seed, 3, side, fill)
+    cutout(images, ids, seed, 3, side, fill)
+    np.testing.assert_array_equal(images, expected)
+
+
+def test_the_centre_of_a_cutout_is_any_pixel_and_not_that_of_the_crop() -> None:
+    count = 20_000
+    ids = np.arange(count, dtype=np.int64)
+    images = np.zeros((count, 6, 5, 1), np.uint8)
+    cutout(images, ids, 0, 0, 1, np.array([255], np.uint8))
+    places = images.reshape(count, -1).argmax(axis=1)
+    counts = np.bincount(places, minlength=30)
+    assert counts.min() > 560, "667 each are expected, standard deviation 25"
+    assert counts.max() < 780
+    shifts = crop_flip(np.full((count, 6, 5, 1), 1, np.uint8), ids, 0, 0)[:, 0].any(axis=(1, 2))
+    assert abs(np.corrcoef(shifts, places // 5)[0, 1]) < 0.03

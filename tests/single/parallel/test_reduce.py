@@ -43,7 +43,8 @@ def test_a_bucket_starts_in_the_announced_backward_once_it_is_complete() -> None
 def test_gradients_that_nobody_holds_free_their_parameters() -> None:
     model = two_layers()
     gradients = gradients_of(model, [])
-    watched = [weakref.ref(gradients), *(weakref.ref(p) for p in model.parameters())]
+    watched: list[weakref.ref[Any]] = [weakref.ref(gradients)]
+    watched += [weakref.ref(parameter) for parameter in model.parameters()]
     del model, gradients
     gc.collect()
     assert [each() for each in watched] == [None] * len(watched)

@@ -1,0 +1,93 @@
+"""Options of a good recipe, in whole runs of one process."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdtrain.config import TrainConfig
+from hvdtrain.data.shards import Batch, read_index
+from hvdtrain.errors import UsageError
+from hvdtrain.training.feed import augmentation
+from tests.conftest import Program
+
+
+def run_of(hvdtrain: Program, data: Path, run: Path, *options: Any, **settings: Any) -> Any:
+    done = hvdtrain(
+        *("train", "--model", "cnn", "--data", data, "--run", run, "--batch-size", 50),
+        *("--max-steps", 3, "--log-every", 1, *options),
+        **settings,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    losses = [line["loss"] for line in lines if line["event"] == "step"]
+    return losses, json.loads((run / "summary.json").read_text())["final"]
+
+
+def test_label_smoothing_raises_the_training_loss_and_not_the_tests(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    still = ("--lr", 1e-30, "--optimizer", "sgd")
+    plain, end = run_of(hvdtrain, small_set, tmp_path / "plain", *still)
+    smooth, smooth_end = run_of(
+        *(hvdtrain, small_set, tmp_path / "smooth", *still, "--label-smoothing", 0.3)
+    )
+    assert all(a != b for a, b in zip(plain, smooth, strict=True))
+    assert end["test_loss"] == pytest.approx(smooth_end["test_loss"], rel=1e-6)
+
+
+def test_a_compiled_model_learns_the_same(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    plain, _ = run_of(hvdtrain, small_set, tmp_path / "plain")
+    compiled, end = run_of(hvdtrain, small_set, tmp_path / "compiled", "--compile", timeout=300)
+    assert compiled == pytest.approx(plain, rel=1e-4)
+    assert end["test_loss"] > 0
+
+
+def test_an_epoch_is_augmented_as_its_options_say(small_set: Path) -> None:
+    index = read_index(small_set)
+    images = np.full((30, *index.image_shape), 255, np.uint8)
+    ids = np.arange(30, dtype=np.int64)
+    batch = Batch(images, ids, ids)
+    assert augmentation(TrainConfig(model="cnn", data=""), index, 0) is None
+    blanked = augmentation(TrainConfig(model="cnn", data="", cutout=8), index, 0)
+    assert blanked is not None
+    found = blanked(Batch(images.copy(), ids, ids)).images
+    mean = np.round(255 * np.array(index.mean)).astype(np.uint8)
+    squares = (found == mean).all(axis=3).sum(axis=(1, 2))
+    assert squares.max() == 64
+    assert squares.min() >= 16
+    both = augmentation(
+        TrainConfig(model="cnn", data="", cutout=8, augment="crop-flip", normalise="unit"),
+        index,
+        0,
+    )
+    assert both is not None
+    assert set(np.unique(both(batch).images)) == {0, 255}
+    assert (images == 255).all(), "what was given is as it was"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"label_smoothing": 1.0}, "--label-smoothing must be 0 or more and below 1, not 1"),
+        ({"cutout": 0}, "--cutout must be above 0"),
+    ],
+)
+def test_values_out_of_range_are_refused(settings: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        TrainConfig(model="cnn", data="", **settings).check()
+
+
+def test_zb_h1_refuses_compiled_components(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    done = hvdtrain(
+        *("train", "--model", "cnn", "--data", small_set, "--run", tmp_path / "run"),
+        *("--plan", "mp", "--ranks", 2, "--schedule", "zb-h1", "--compile"),
+    )
+    assert done.returncode == 2
+    assert "zb-h1 splits the backward, which --compile does not allow: use 1f1b" in done.stderr
