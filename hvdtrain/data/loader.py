@@ -3,6 +3,7 @@
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from types import TracebackType
 from typing import Generic, Protocol, Self, TypeVar
 
@@ -46,12 +47,15 @@ class Loader(Generic[Request, Item]):
     ) -> None:
         if prefetch < 1:
             raise UsageError(f"prefetch is {prefetch}: it must be at least 1")
-        self._queue: queue.Queue[Item | _End] = queue.Queue(prefetch)
-        self._stop = threading.Event()
+        # Two queues of C make one with a limit: a step costs no lock of Python's own.
+        self._made: queue.SimpleQueue[Item | _End] = queue.SimpleQueue()
+        self._room: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        for _ in range(prefetch):
+            self._room.put(True)
         self._ended = False
         self._thread = threading.Thread(
             target=_produce,
-            args=(source, iter(requests), transform, self._queue, self._stop),
+            args=(source, iter(requests), transform, self._made, self._room),
             name="hvdtrain-loader",
             daemon=True,
         )
@@ -63,8 +67,9 @@ class Loader(Generic[Request, Item]):
     def __next__(self) -> Item:
         if self._ended:
             raise StopIteration
-        item = self._queue.get()
+        item = self._made.get()
         if not isinstance(item, _End):
+            self._room.put(True)
             return item
         self.close()
         if item.error is not None:
@@ -85,29 +90,29 @@ class Loader(Generic[Request, Item]):
     def close(self) -> None:
         """Stop the thread, once it has finished the batch at hand; batches made are dropped."""
         self._ended = True
-        self._stop.set()
-        # A thread that waits for room finds some, and looks at the stop flag before it goes on:
-        # it can put one more item at most, so it never waits again.
-        while not self._queue.empty():
-            self._queue.get_nowait()
+        while not self._room.empty():
+            with suppress(queue.Empty):  # the thread may be faster
+                self._room.get_nowait()
+        self._room.put(False)
         self._thread.join()
+        self._made = queue.SimpleQueue()
 
 
 def _produce(
     source: Source[Request, Item],
     requests: Iterator[Request],
     transform: Callable[[Item], Item] | None,
-    made: "queue.Queue[Item | _End]",
-    stop: threading.Event,
+    made: "queue.SimpleQueue[Item | _End]",
+    room: "queue.SimpleQueue[bool]",
 ) -> None:
+    """Make batches while there is room for them: one for each True, until a False."""
     error: BaseException | None = None
     try:
         for request in requests:
+            if not room.get():
+                return
             batch = source.gather(request)
             made.put(batch if transform is None else transform(batch))
-            if stop.is_set():
-                return
     except BaseException as raised:  # whatever it is, it belongs to the consumer
         error = raised
-    if not stop.is_set():
-        made.put(_End(error))
+    made.put(_End(error))

@@ -60,11 +60,14 @@ class Control:
         self.delay = 1 if device.type == "cuda" else 0
         self.waiting: deque[tuple[Callable[[], float], np.ndarray]] = deque()
         self.in_flight: tuple[np.ndarray, Any] | None = None
+        self.last: Agreed | None = None  # of a rank that is alone
 
     def post(
         self, loss_sum: Tensor | None, samples: int, seconds: float, stop: StopRequest
     ) -> Agreed | None:
         """Send this rank's part of a step; return the newest agreement that is not yet read."""
+        if self.world.communicator is None and self.delay == 0:
+            return self._alone(loss_sum, samples, seconds, stop)
         vector = np.zeros(SECONDS + self.world.size)
         vector[INTERRUPT], vector[PREEMPT] = stop.interrupted, stop.preempted
         vector[SAMPLES] = samples
@@ -75,9 +78,25 @@ class Control:
             self._send()
         return agreed
 
+    def _alone(
+        self, loss_sum: Tensor | None, samples: int, seconds: float, stop: StopRequest
+    ) -> Agreed | None:
+        """The same of one rank on a CPU, which has nobody to agree with: one step late, too."""
+        before, self.last = (
+            self.last,
+            Agreed(
+                _exit_code(stop.interrupted, stop.preempted),
+                0.0 if loss_sum is None else float(loss_sum),
+                samples,
+                (0, seconds),
+            ),
+        )
+        return before
+
     def drain(self) -> list[Agreed]:
         """The agreements of all steps still under way, oldest first."""
-        agreements = [self._receive()]
+        agreements = [self.last, self._receive()]
+        self.last = None
         while self.waiting:
             self._send()
             agreements.append(self._receive())
@@ -103,12 +122,18 @@ class Control:
         self.in_flight = None
         seconds = total[SECONDS:]
         slowest = int(seconds.argmax())
-        stop = Interrupted.exit_code if total[INTERRUPT] else None
-        if total[PREEMPT] and stop is None:
-            stop = Preempted.exit_code
         return Agreed(
-            stop, float(total[LOSS]), round(total[SAMPLES]), (slowest, float(seconds[slowest]))
+            _exit_code(bool(total[INTERRUPT]), bool(total[PREEMPT])),
+            float(total[LOSS]),
+            round(total[SAMPLES]),
+            (slowest, float(seconds[slowest])),
         )
+
+
+def _exit_code(interrupted: bool, preempted: bool) -> int | None:
+    if interrupted:
+        return Interrupted.exit_code
+    return Preempted.exit_code if preempted else None
 
 
 def _read_later(value: Tensor | None) -> Callable[[], float]:

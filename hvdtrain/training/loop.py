@@ -1,6 +1,5 @@
 """Training from the first step to the summary: the table of contents of a run."""
 
-import hashlib
 import math
 import time
 from contextlib import nullcontext
@@ -160,7 +159,7 @@ class _StepLog:
     def __init__(self, run: Run, epoch: int, epoch_length: int) -> None:
         self.run, self.epoch, self.epoch_length = run, epoch, epoch_length
         self.step, self.position = run.progress.step, run.progress.position
-        self.rate = 0.0
+        self.last_began = self.position  # where the newest step began
         self.window: list[Agreed] = []
         self.window_began = time.perf_counter()
 
@@ -171,22 +170,25 @@ class _StepLog:
             CheckFailed: on all ranks at the same step, if the loss is not a number.
         """
         run, config = self.run, self.run.session.config
-        rate = learning_rate(config, self.epoch_length, self.position)
         self.step += 1
-        self.position += agreed.samples
+        self.last_began, self.position = self.position, self.position + agreed.samples
         if not agreed.finite:
             raise CheckFailed(
                 f"the loss became {agreed.loss_sum} at step {self.step} (epoch {self.epoch + 1}): "
-                f"try a learning rate below {rate:g}, warm-up, or another precision"
+                f"try a learning rate below {self.rate:g}, warm-up, or another precision"
             )
         run.progress.epoch_loss_sum += agreed.loss_sum
         run.progress.epoch_samples += agreed.samples
         run.console.step(agreed.loss)
         self.window.append(agreed)
-        self.rate = rate
         if len(self.window) == config.log_every:
             self.flush()
         return agreed.stop
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the newest step."""
+        return learning_rate(self.run.session.config, self.epoch_length, self.last_began)
 
     def flush(self) -> None:
         """Write a step line for the steps since the last one."""
@@ -237,5 +239,11 @@ def _seed(device: torch.device, seed: int) -> None:
 
 
 def _mix(*numbers: int) -> int:
-    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    """63 bits that depend on all of these: SplitMix64 over one after another."""
+    state = 0
+    for number in numbers:
+        state = (state ^ number) + 0x9E3779B97F4A7C15 & 2**64 - 1
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & 2**64 - 1
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & 2**64 - 1
+        state ^= state >> 31
+    return state >> 1

@@ -91,3 +91,18 @@ def test_zb_h1_refuses_compiled_components(
     )
     assert done.returncode == 2
     assert "zb-h1 splits the backward, which --compile does not allow: use 1f1b" in done.stderr
+
+
+def test_cifar100_trains_from_its_official_files(hvdtrain: Program, tmp_path: Path) -> None:
+    """Files in CIFAR-100's own form, of 300 and 100 records: packed, trained on, evaluated."""
+    folder, random = tmp_path / "cifar-100-binary", np.random.default_rng(0)
+    folder.mkdir()
+    for name, count in (("train.bin", 300), ("test.bin", 100)):
+        records = random.integers(0, 256, (count, 3074), dtype=np.uint8)
+        records[:, 0], records[:, 1] = np.arange(count) % 20, np.arange(count) % 100
+        records.tofile(folder / name)
+    done = hvdtrain("data", "pack", folder, tmp_path / "packed")
+    assert done.returncode == 0, done.stderr
+    assert "100 classes" in done.stdout
+    _, final = run_of(hvdtrain, tmp_path / "packed", tmp_path / "run", "--model", "resnet18")
+    assert 3 < final["test_loss"] < 7, "log(100) is 4.6"
