@@ -160,7 +160,7 @@ def _waiting(options: argparse.Namespace, data: Path, run: Path) -> None:
         check=True,
     )
     found = json.loads(done.stdout)
-    step, waited = found["seconds"]["step"], found["seconds"]["data"]
+    step, waited = found["step_seconds"]["median"], found["seconds"]["data"]
     print(f"waiting for data: {waited / step:.2%} of a CNN step of {1e3 * step:.2f} ms")
 
 

@@ -20,7 +20,7 @@ DEFAULT_EPOCHS = 10
 MAY_CHANGE_ON_RESUME = frozenset(
     {"data", "plan", "ranks", "epochs", "max_steps", "microbatches", "schedule", "recompute"}
     | {"device", "threads", "compile", "allreduce", "log_every", "ledger", "stall_timeout"}
-    | {"trace", "run", "resume"}
+    | {"weights", "trace", "run", "resume"}
 )
 
 
@@ -170,7 +170,10 @@ class TrainConfig:
     )
     stall_timeout: float = field(
         default=300.0,
-        metadata=about("end the job if an action of a step takes longer than this many seconds"),
+        metadata=about(
+            "end the job if an action of a step takes longer than this many seconds "
+            "(ten times as long with --compile)"
+        ),
     )
     trace: str | None = field(
         default=None,
@@ -212,6 +215,9 @@ class TrainConfig:
             raise UsageError(
                 f"--warmup-epochs {self.warmup_epochs} is more than --epochs {self.epochs}"
             )
+        if self.compile and (self.recompute or self.batch_norm == "sync"):
+            other = "--recompute" if self.recompute else "--batch-norm sync"
+            raise UsageError(f"--compile and {other} exclude each other: leave one of them out")
         if self.resume and self.run is None:
             raise UsageError("--resume needs --run, the folder of the run to continue")
         return self

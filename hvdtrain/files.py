@@ -1,8 +1,10 @@
 """Files that a user asks for by name: refused before the work, and written whole or not at all."""
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 from hvdtrain.errors import UsageError
 
@@ -31,14 +33,26 @@ def write_text(path: Path, text: str, what: str) -> None:
     Raises:
         UsageError: if it cannot be written.
     """
+    try:
+        write_whole(path, lambda file: file.write(text.encode()))
+    except OSError as error:
+        raise UsageError(f"{what} {path} cannot be written: {error.strerror}") from None
+
+
+def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Replace a file so that no reader, and no crash, ever sees half of it.
+
+    Raises:
+        OSError, or what `write` raises: nothing is left behind then.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with temporary.open("w") as file:
-            file.write(text)
+        with temporary.open("wb") as file:
+            write(file)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError as error:
+    except BaseException:
         with suppress(OSError):
             temporary.unlink()
-        raise UsageError(f"{what} {path} cannot be written: {error.strerror}") from None
+        raise

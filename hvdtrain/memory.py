@@ -5,15 +5,17 @@ import os
 
 # glibc's malloc.h
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-NEVER, LARGEST = -1, 2**30  # bytes
+NEVER = -1
+# What glibc itself comes to keep, in time; of larger blocks aligned ones would not be found again.
+LARGEST = 2**25  # bytes
 
 
 def keep_freed_memory() -> bool:
     """Let glibc keep what is freed, instead of giving it back to the system at once.
 
     A training step frees its activations and asks for as much again. Given back, that memory
-    comes as new pages, one fault each 4 KiB: on CPUs a third of the step of a small network. The
-    process then holds what it held at its peak, as it does in every step.
+    comes as new pages, one fault each 4 KiB: on CPUs up to a third of the step of a small
+    network. The process then holds what it held at its peak, as it does in every step.
 
     Returns:
         Whether it does now: not under another C library or allocator, nor where the environment
@@ -27,4 +29,5 @@ def keep_freed_memory() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):
         return False
-    return bool(mallopt(M_TRIM_THRESHOLD, NEVER) and mallopt(M_MMAP_THRESHOLD, LARGEST))
+    # In this order: the first setting of either ends glibc's own adaptation of both.
+    return bool(mallopt(M_MMAP_THRESHOLD, LARGEST) and mallopt(M_TRIM_THRESHOLD, NEVER))

@@ -45,12 +45,12 @@ def _chain(runtime: Runtime, part: Part, given: Tensor) -> dict[str, tuple[float
     emitted: list[Tensor] = []
     forward: list[float] = []
     activations = given
-    for component in part.model.components.values():
+    for component in part.model.calls.values():
         # The first stage's images need no gradient, as in training.
         needs_gradient = bool(emitted) or activations.requires_grad
         leaf = activations.detach().requires_grad_(needs_gradient)
         began = _now(runtime)
-        with runtime._autocast():
+        with runtime.autocast():
             activations = component(leaf)
         forward.append(_now(runtime) - began)
         leaves.append(leaf)

@@ -26,10 +26,13 @@ def bench_loader(config: LoaderConfig) -> dict[str, Any]:
     index = read_index(config.data)
     training = TrainConfig(model="", data="", augment=config.augment, cutout=config.cutout)
     augment = augmentation(training, index, 0)
-    with open_split(index, "train", config.memory_mb * 2**20) as samples:
+    memory = config.memory_mb * 2**20
+    with open_split(index, "train", memory) as samples:
+        # As in training, where the memory holds two windows at least.
+        window = min(order.window_rows(index), max(1, memory // 2 // index.image_bytes))
         rows = order.epoch_order(
             *(np.arange(len(samples)), index.hash, 0, 0),
-            *(samples.split.chunk_rows, order.window_rows(index)),
+            *(samples.split.chunk_rows, window),
         )
         size = min(config.batch_size, len(rows))
         batches = [rows[start : start + size] for start in range(0, len(rows) - size + 1, size)]

@@ -33,7 +33,10 @@ class StepConfig:
     )
     batch_norm: Literal["local", "sync"] = field(default="local", metadata=about("as of train"))
     recompute: str | None = field(default=None, metadata=about("as of train"))
+    label_smoothing: float = field(default=0.0, metadata=about("as of train"))
+    clip_norm: float | None = field(default=None, metadata=about("as of train"))
     augment: Literal["none", "crop-flip"] = field(default="none", metadata=about("as of train"))
+    cutout: int | None = field(default=None, metadata=about("as of train"))
     compile: bool = field(default=False, metadata=about("as of train"))
     image_size: int | None = field(
         default=None, metadata=about("of the images; default: that of the data, else 32")

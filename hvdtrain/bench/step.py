@@ -1,7 +1,8 @@
 """`bench step`: images a second, the part of the machine's matrix rate, and where the time goes.
 
-The steps are those of `train`: the same session, loader, interpreter and control messages. What
-no record covers is the rest: Python, and the little that nobody else counts.
+The steps are those of `train`, without its records: the same session, loader, interpreter and
+control messages. What nobody counts is the rest: Python between the actions of a step. On a GPU,
+which works while Python goes on, the rest is counted as computing.
 """
 
 import statistics
@@ -19,12 +20,14 @@ from hvdtrain.bench.components import component_seconds
 from hvdtrain.bench.matrix import matrix_rate
 from hvdtrain.bench.options import StepConfig
 from hvdtrain.data.loader import Loader
+from hvdtrain.errors import Interrupted, Preempted, UsageError
 from hvdtrain.models.costs import component_costs
 from hvdtrain.parallel.actions import COMPUTE
+from hvdtrain.parallel.runtime import HANDED_ON
 from hvdtrain.parallel.stage import DTYPES
 from hvdtrain.parallel.step import Step
 from hvdtrain.training.control import Control
-from hvdtrain.training.feed import Feed, Feeder, augmentation, requests
+from hvdtrain.training.feed import Feed, Feeder, augmentation, epoch_rows, requests
 from hvdtrain.training.layout import agree_on_weights
 from hvdtrain.training.setup import Session, model_components, open_session
 from hvdtrain.training.stop import StopRequest
@@ -39,8 +42,8 @@ class Found:
     """What `bench step` found, over all ranks.
 
     Attributes:
-        step: median seconds of a step. fastest, slowest: its quartiles.
-        seconds: of a step, by what it is spent on, the mean of the ranks.
+        step: median seconds of a step. quartiles: its lower and upper quartile.
+        seconds: of a step, by what it is spent on: means over steps and ranks.
         rates: matrix operations a second of each rank, measured on all of them at once.
         flops: operations of a step, over all ranks.
         components: seconds of (forward, backward) a step, the mean of the ranks that hold it.
@@ -49,8 +52,7 @@ class Found:
     setting: str
     images: int
     step: float
-    fastest: float
-    slowest: float
+    quartiles: tuple[float, float]
     seconds: dict[str, float]
     rates: list[float]
     flops: float
@@ -76,32 +78,34 @@ def bench_step(config: StepConfig, data: str) -> Found:
     here = world.start(config.allreduce, config.threads)
     training = config.training(data)
     session = open_session(training, here)
+    if training.batch_size > len(session.train_rows):
+        raise UsageError(
+            f"--batch-size {training.batch_size} is more than the {len(session.train_rows)} "
+            "training images: use a larger set or a smaller batch"
+        )
     agree_on_weights(session)
-    times = _timed_steps(session, config.steps)
-    rows = session.cut(training.batch_size, is_training=True)
-    inputs = {
-        stage: _input(session, stage, max(1, max(_rows(session, stage))))
-        for stage in session.parts
-    }
+    with StopRequest() as stop:
+        times = _timed_steps(session, config.steps, stop)
     here.barrier()
-    components = component_seconds(session.runtime, inputs)
+    components = _my_components(session)
     here.barrier()
     rates = here.gather(matrix_rate(session.device, training.precision))
     each_step = [
         statistics.median(values) for values in zip(*here.gather(times.step), strict=True)
     ]
-    quarters = statistics.quantiles(each_step, n=4) if len(each_step) > 1 else each_step * 3
+    quarters = [each_step[0]] * 3
+    if len(each_step) > 1:
+        quarters = statistics.quantiles(each_step, n=4, method="inclusive")
     spent = np.mean(here.gather([times.spent[name] for name in SHARES]), axis=0)
     found = Found(
         setting=_setting(session),
         images=training.batch_size,
         step=statistics.median(each_step),
-        fastest=quarters[0],
-        slowest=quarters[2],
+        quartiles=(quarters[0], quarters[2]),
         seconds=dict(zip(SHARES, map(float, spent), strict=True)),
         rates=rates,
         flops=_flops(session),
-        components=_by_component(session, components, rows.microbatches),
+        components=_by_component(session, components),
     )
     session.close()
     world.stop()
@@ -116,55 +120,92 @@ class _Times:
     spent: dict[str, float]
 
 
-def _timed_steps(session: Session, count: int) -> _Times:
-    config, runtime = session.config, session.runtime
-    control, stop = Control(session.world, session.device), StopRequest()
-    rows = np.arange(len(session.train_rows))
-    size = min(config.batch_size, len(rows))
+def _timed_steps(session: Session, count: int, stop: StopRequest) -> _Times:
+    config, size = session.config, session.config.batch_size
+    rows = epoch_rows(session, 0)
     whole = [(start, start + size) for start in range(0, len(rows) - size + 1, size)]
     slices = list(islice(cycle(whole), WARM_UP + count))
     program = session.program(size, is_training=True)
     samples = program.cut.samples(session.plan.last, session.world.rank)
+    control = Control(session.world, session.device)
     feeder = Feeder(session.splits["train"], augmentation(config, session.index, 0))
-    totals, marks = dict.fromkeys(SHARES, 0.0), []
-    with Loader(feeder, requests(session, session.train_rows, slices, True)) as loader:
+    totals, marks = dict.fromkeys(SHARES, 0.0), _Marks(session.device)
+    with Loader(feeder, requests(session, rows, slices, True)) as loader:
         session.world.barrier()
         for number in range(len(slices)):
             if number >= WARM_UP:
-                marks.append(_now(session))
+                marks.add()
             began = time.perf_counter()
             feed: Feed = next(loader)
             waited = time.perf_counter() - began
-            step = runtime.run(program, Step(feed.images, feed.labels))
-            control.post(step.loss_sum, samples, 0.0, stop)
+            step = session.runtime.run(program, Step(feed.images, feed.labels))
+            agreed = control.post(step.loss_sum, samples, 0.0, stop)
+            if agreed is not None and agreed.stop is not None:
+                _leave(agreed.stop)
             if number >= WARM_UP:
                 _count(totals, step, waited)
-        marks.append(_now(session))
+        marks.add()
         control.drain()
-    seconds = [later - earlier for earlier, later in pairwise(marks)]
+    seconds = marks.seconds()
     spent = {name: total / count for name, total in totals.items()}
-    spent["rest"] = max(0.0, (marks[-1] - marks[0]) / count - sum(spent.values()))
+    rest = "rest" if session.device.type == "cpu" else "compute"
+    spent[rest] += max(0.0, statistics.mean(seconds) - sum(spent.values()))
     return _Times(seconds, spent)
+
+
+def _leave(code: int) -> None:
+    world.stop()
+    raise (Interrupted if code == Interrupted.exit_code else Preempted)("nothing was measured")
+
+
+class _Marks:
+    """Times between steps; on a GPU without waiting for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.is_cuda = device.type == "cuda"
+        self.times: list[Any] = []
+
+    def add(self) -> None:
+        """Here a step ends, and the next begins."""
+        if self.is_cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.times.append(event)
+        else:
+            self.times.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        """Of each step."""
+        if self.is_cuda:
+            torch.cuda.synchronize()
+            return [a.elapsed_time(b) / 1e3 for a, b in pairwise(self.times)]
+        return [b - a for a, b in pairwise(self.times)]
 
 
 def _count(totals: dict[str, float], step: Step, waited: float) -> None:
     totals["data"] += waited
     totals["compute"] += sum(step.seconds[kind] for kind in (*COMPUTE, "LOAD", "STEP"))
-    totals["communication"] += step.reduction.exposed + step.waited.transfer
+    handing = sum(step.seconds[kind] for kind in HANDED_ON)
+    totals["communication"] += handing + step.reduction.exposed + step.waited.transfer
     totals["bubble"] += step.waited.bubble
 
 
-def _now(session: Session) -> float:
-    if session.device.type == "cuda":
-        torch.cuda.synchronize(session.device)
-    return time.perf_counter()
-
-
-def _rows(session: Session, stage: int) -> list[int]:
-    """Samples of each micro-batch that this rank has in a stage."""
-    pieces = session.cut(session.config.batch_size, is_training=True)
-    rank = session.world.rank
-    return [pieces.rows(stage, rank, k) for k in range(pieces.microbatches)]
+def _my_components(session: Session) -> dict[str, tuple[float, float]]:
+    """Seconds a step of what this rank holds: of its largest micro-batch, in proportion."""
+    pieces, rank = session.cut(session.config.batch_size, is_training=True), session.world.rank
+    rows = {
+        stage: [pieces.rows(stage, rank, k) for k in range(pieces.microbatches)]
+        for stage in session.parts
+    }
+    inputs = {stage: _input(session, stage, max(2, *of)) for stage, of in rows.items()}
+    measured = component_seconds(session.runtime, inputs)
+    found = {}
+    for stage, of in rows.items():
+        steps = sum(of) / max(2, *of)
+        for name in session.parts[stage].model.components:
+            forward, backward = measured[name]
+            found[name] = steps * forward, steps * backward
+    return found
 
 
 def _input(session: Session, stage: int, rows: int) -> Tensor:
@@ -191,7 +232,7 @@ def _flops(session: Session) -> float:
 
 
 def _by_component(
-    session: Session, mine: dict[str, tuple[float, float]], microbatches: int
+    session: Session, mine: dict[str, tuple[float, float]]
 ) -> dict[str, tuple[float, float]]:
     """Seconds a step, averaged over the ranks that hold a component, in the model's order."""
     found: dict[str, list[tuple[float, float]]] = {}
@@ -201,8 +242,8 @@ def _by_component(
     names = [name for stage in session.plan.stages for name in stage.components]
     return {
         name: (
-            microbatches * statistics.mean(forward for forward, _ in found[name]),
-            microbatches * statistics.mean(backward for _, backward in found[name]),
+            statistics.mean(forward for forward, _ in found[name]),
+            statistics.mean(backward for _, backward in found[name]),
         )
         for name in names
     }
@@ -222,8 +263,8 @@ def as_json(found: Found) -> dict[str, Any]:
     return {
         "setting": found.setting,
         "images_per_second": found.images_per_second,
-        "seconds": {"step": found.step} | found.seconds,
-        "quartiles": [found.fastest, found.slowest],
+        "step_seconds": {"median": found.step, "quartiles": found.quartiles},
+        "seconds": found.seconds,
         "matrix_flops_per_second": found.rates,
         "step_flops": found.flops,
         "matrix_share": found.matrix_share,
@@ -240,7 +281,7 @@ def as_text(found: Found) -> str:
     lines = [
         found.setting,
         f"{found.images_per_second:,.1f} images/s: {found.step:.4g} s a step "
-        f"(quartiles {found.fastest:.4g} to {found.slowest:.4g})",
+        f"(quartiles {found.quartiles[0]:.4g} to {found.quartiles[1]:.4g})",
         f"{found.flops / found.step / 1e9:,.0f} GFLOP/s, {found.matrix_share:.0%} of the "
         f"{rate / 1e9:,.0f} GFLOP/s at which the ranks multiply matrices",
         "",

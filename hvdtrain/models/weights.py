@@ -4,18 +4,16 @@ A file is a dictionary of tensors written by `torch.save`, as torchvision's own 
 never runs code from it.
 """
 
-import os
-import pickle
 import re
 import warnings
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from hvdtrain.errors import DataError, UsageError
+from hvdtrain.files import write_whole
 
 _LAYER = r"encoder.layers.encoder_layer_\1"
 _RESNET = ((r"(?:stem|head)\.(.*)", r"\1"),)
@@ -53,16 +51,9 @@ def write(path: Path, model: str, tensors: Mapping[str, Tensor]) -> None:
     renamed = {
         torchvision_name(model, name): tensor.contiguous() for name, tensor in tensors.items()
     }
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with temporary.open("wb") as file:
-            torch.save(renamed, file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        write_whole(path, lambda file: torch.save(renamed, file))
     except (OSError, RuntimeError) as error:  # torch has errors of its own for a full disk
-        with suppress(OSError):
-            temporary.unlink()
         reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
         raise UsageError(f"the weights {path} cannot be written: {reason}") from None
 
@@ -118,7 +109,7 @@ def _load(path: Path) -> dict[str, Tensor]:
         raise UsageError(f"--weights {path}: there is no such file") from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+    except Exception as error:  # a file made to harm can raise anything
         reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
         raise DataError(f"{path} is no file of weights: {reason[0]}") from None
     if not isinstance(content, dict) or not all(

@@ -153,7 +153,7 @@ class Runtime:
             made = step.outputs.use((stage - 1, k)) if has_own else None
             given = self.handover.collect(task, is_gradient=False, local=made)
             step.inputs[task.key] = given.requires_grad_(torch.is_grad_enabled())
-        with self._autocast():
+        with self.autocast():
             output = part.model(step.inputs[task.key])
         if stage == self.last:
             self._finish_forward(step, task, output)
@@ -273,7 +273,8 @@ class Runtime:
         assert self.events is not None
         self.events.append(Event(self.rank, task.action, start, end, kind))
 
-    def _autocast(self) -> AbstractContextManager[object]:
+    def autocast(self) -> AbstractContextManager[object]:
+        """What a forward runs in."""
         if self.bf16:
             return torch.autocast(self.device.type, dtype=torch.bfloat16)
         return nullcontext()

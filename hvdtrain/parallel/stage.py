@@ -1,7 +1,8 @@
 """The components of a stage as a rank holds them, and how images become their first input."""
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,21 +20,31 @@ class StageModel:
     Args:
         components: the modules by name.
         recomputed: names of those that keep no activations and run again in backward.
+        compiled: whether they run through torch.compile.
+
+    Attributes:
+        components: the modules by name. calls: what runs each of them.
     """
 
     def __init__(
-        self, components: Mapping[str, nn.Module], recomputed: Collection[str] = ()
+        self,
+        components: Mapping[str, nn.Module],
+        recomputed: Collection[str] = (),
+        compiled: bool = False,
     ) -> None:
         self.components = dict(components)
-        self._chain = [(part, name in recomputed) for name, part in self.components.items()]
+        self.calls: dict[str, Callable[[Tensor], Tensor]] = {}
+        for name, component in self.components.items():
+            self.calls[name] = component
+            if name in recomputed:
+                self.calls[name] = partial(forward_recomputed, component)
+            elif compiled:  # not by its method, which passes over modules of torch's own
+                self.calls[name] = torch.compile(component)
 
     def __call__(self, activations: Tensor) -> Tensor:
         """Run the components one after another."""
-        for component, is_recomputed in self._chain:
-            if is_recomputed:
-                activations = forward_recomputed(component, activations)
-            else:
-                activations = component(activations)
+        for call in self.calls.values():
+            activations = call(activations)
         return activations
 
     def parameters(self) -> dict[str, nn.Parameter]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hvdtrain import files
 from hvdtrain.errors import DataError
 
 FORMAT_VERSION = 1
@@ -143,12 +144,9 @@ def identity(path: Path) -> str:
 
 def write_whole(path: Path, text: str) -> None:
     """Replace a small file so that no reader, and no crash, ever sees half of it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        _write_synced(temporary, text.encode())
-        temporary.replace(path)
+        files.write_whole(path, lambda file: file.write(text.encode()))
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise DataError(f"{path} cannot be written: {error.strerror}") from None
 
 

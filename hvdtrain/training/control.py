@@ -5,6 +5,7 @@ finite and the loss that is logged all ride on it.
 """
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,12 +31,14 @@ class Agreed:
         loss: mean loss over the samples of the step.
         samples: samples of the step, over all ranks.
         slowest: the rank whose step took longest, and its seconds.
+        posted_at: when this rank was done with the step, by time.perf_counter.
     """
 
     stop: int | None
     loss_sum: float
     samples: int
     slowest: tuple[int, float]
+    posted_at: float
 
     @property
     def loss(self) -> float:
@@ -58,8 +61,8 @@ class Control:
     def __init__(self, world: World, device: torch.device) -> None:
         self.world = world
         self.delay = 1 if device.type == "cuda" else 0
-        self.waiting: deque[tuple[Callable[[], float], np.ndarray]] = deque()
-        self.in_flight: tuple[np.ndarray, Any] | None = None
+        self.waiting: deque[tuple[Callable[[], float], np.ndarray, float]] = deque()
+        self.in_flight: tuple[np.ndarray, Any, float] | None = None
         self.last: Agreed | None = None  # of a rank that is alone
 
     def post(
@@ -72,7 +75,7 @@ class Control:
         vector[INTERRUPT], vector[PREEMPT] = stop.interrupted, stop.preempted
         vector[SAMPLES] = samples
         vector[SECONDS + self.world.rank] = seconds
-        self.waiting.append((_read_later(loss_sum), vector))
+        self.waiting.append((_read_later(loss_sum), vector, time.perf_counter()))
         agreed = self._receive()
         if len(self.waiting) > self.delay:
             self._send()
@@ -89,6 +92,7 @@ class Control:
                 0.0 if loss_sum is None else float(loss_sum),
                 samples,
                 (0, seconds),
+                time.perf_counter(),
             ),
         )
         return before
@@ -103,20 +107,21 @@ class Control:
         return [agreed for agreed in agreements if agreed is not None]
 
     def _send(self) -> None:
-        read_loss, vector = self.waiting.popleft()
+        read_loss, vector, posted_at = self.waiting.popleft()
         vector[LOSS] = read_loss()
         request = None
         if self.world.communicator is not None:
             total = np.empty_like(vector)
             request = self.world.communicator.Iallreduce(vector, total)
-            self.in_flight = total, (request, vector)  # the vector must live as long as the send
+            # The vector must live as long as the send.
+            self.in_flight = total, (request, vector), posted_at
         else:
-            self.in_flight = vector, None
+            self.in_flight = vector, None, posted_at
 
     def _receive(self) -> Agreed | None:
         if self.in_flight is None:
             return None
-        total, sent = self.in_flight
+        total, sent, posted_at = self.in_flight
         if sent is not None:
             sent[0].Wait()
         self.in_flight = None
@@ -127,6 +132,7 @@ class Control:
             float(total[LOSS]),
             round(total[SAMPLES]),
             (slowest, float(seconds[slowest])),
+            posted_at,
         )
 
 

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.config import TrainConfig
+from hvdtrain.data import order
 from hvdtrain.data.augment import crop_flip, cutout
 from hvdtrain.data.shards import Batch, Index, Samples
 from hvdtrain.parallel.cut import Range
@@ -48,6 +49,15 @@ class Feeder:
         is_same = np.array_equal(for_images, for_labels)
         labels = batch.labels if is_same else self.samples.labels(for_labels)
         return Feed(batch.images, batch.ids, labels)
+
+
+def epoch_rows(session: Session, epoch: int) -> Rows:
+    """The training samples of an epoch in the order of use."""
+    index = session.index
+    return order.epoch_order(
+        *(session.train_rows, index.hash, session.config.seed, epoch),
+        *(index.splits["train"].chunk_rows, order.window_rows(index)),
+    )
 
 
 def augmentation(config: TrainConfig, index: Index, epoch: int) -> Callable[[Batch], Batch] | None:

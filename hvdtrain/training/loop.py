@@ -16,7 +16,7 @@ from hvdtrain.errors import CheckFailed, Interrupted, Preempted
 from hvdtrain.parallel.step import Step
 from hvdtrain.training.control import Agreed
 from hvdtrain.training.evaluate import evaluate_epoch
-from hvdtrain.training.feed import Feed, Feeder, augmentation, requests
+from hvdtrain.training.feed import Feed, Feeder, augmentation, epoch_rows, requests
 from hvdtrain.training.optimizer import learning_rate
 from hvdtrain.training.run import Run, open_run, save
 from hvdtrain.training.stop import StopRequest
@@ -98,14 +98,7 @@ def _train_epoch(run: Run) -> int | None:
         session.runtime.exchange.align_clocks()
     epoch, offset = order.locate(progress.position, length)
     began = time.perf_counter()
-    rows = order.epoch_order(
-        session.train_rows,
-        session.index.hash,
-        config.seed,
-        epoch,
-        session.index.splits["train"].chunk_rows,
-        order.window_rows(session.index),
-    )
+    rows = epoch_rows(session, epoch)
     last = config.total_samples(length) - epoch * length
     slices = [
         piece for piece in order.step_slices(length, config.batch_size, offset) if piece[0] < last
@@ -196,7 +189,7 @@ class _StepLog:
             return
         samples = sum(agreed.samples for agreed in self.window)
         loss = sum(agreed.loss_sum for agreed in self.window) / samples
-        now = time.perf_counter()
+        now = self.window[-1].posted_at
         rank, seconds = max((agreed.slowest for agreed in self.window), key=lambda slow: slow[1])
         if self.run.records is not None:
             self.run.records.event(

@@ -10,7 +10,7 @@ from hvdtrain import world
 from hvdtrain.arguments import nearest
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
-from hvdtrain.models.component import Component, build_component
+from hvdtrain.models.component import Component, build_component, one_line
 from hvdtrain.parallel.batchnorm import synchronise
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.form import Form
@@ -22,6 +22,7 @@ from hvdtrain.training.optimizer import make_optimizer
 from hvdtrain.world import World
 
 PROBED_IMAGES = 2  # one alone does not show its memory format
+COMPILED_VARIANTS = 1024
 
 
 def build_parts(
@@ -94,9 +95,25 @@ def build_model(
     built = {part.name: build_component(part, config.seed, device, dtype) for part in components}
     for module in built.values():
         module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        if config.compile:
-            module.compile()
-    return StageModel(built, recomputed)
+    return StageModel(built, recomputed, config.compile)
+
+
+def check_compiler(device: torch.device) -> None:
+    """Compile something small, and allow for as many variants as a model has components.
+
+    Raises:
+        UsageError: if torch.compile does not work on this machine.
+    """
+    # All components run through one function of torch's, of which it would compile only a few.
+    torch._dynamo.config.recompile_limit = COMPILED_VARIANTS
+    torch._dynamo.config.accumulated_recompile_limit = 4 * COMPILED_VARIANTS
+    try:
+        torch.compile(lambda x: x * 2 + 1)(torch.ones(4, device=device))
+    except Exception as error:
+        raise UsageError(
+            f"--compile does not work here ({one_line(error)}): it needs a C++ compiler, on a GPU "
+            "Triton; leave --compile out"
+        ) from None
 
 
 def recomputed_components(patterns: str | None, names: Sequence[str]) -> frozenset[str]:

@@ -18,5 +18,7 @@ def check_before_launch(config: TrainConfig) -> None:
     read_index(config.data)
     if config.plan == "single" and (config.ranks or 1) > 1:
         raise UsageError(f"--plan single runs on one rank, not on {config.ranks}: use --plan dp")
+    if config.weights is not None and not config.resume and not Path(config.weights).exists():
+        raise UsageError(f"--weights {config.weights}: there is no such file")
     if config.resume and not Path(config.run or "").is_dir():
         raise UsageError(f"{config.run} holds no run to resume")

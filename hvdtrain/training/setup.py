@@ -30,7 +30,12 @@ from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.stage import DTYPES, Images
 from hvdtrain.parallel.validate import validate
 from hvdtrain.training.optimizer import set_learning_rate
-from hvdtrain.training.parts import build_parts, probe_forms, recomputed_components
+from hvdtrain.training.parts import (
+    build_parts,
+    check_compiler,
+    probe_forms,
+    recomputed_components,
+)
 from hvdtrain.world import World
 
 # For each split: shared among the ranks of a node, but twice the window of the shuffle at least.
@@ -123,6 +128,8 @@ def open_session(config: TrainConfig, here: World) -> Session:
         (index.mean, index.std) if config.normalise == "meanstd" else ([0.0] * 3, [1.0] * 3)
     )
     images = Images(mean, std, device, config.precision)
+    if config.compile:
+        check_compiler(device)
     splits = _open_splits(index, plan, here)
     return Session(
         config=config,
@@ -210,7 +217,7 @@ def build_runtime(
         images,
         Handover(here.rank, forms, exchange, device),
         config.precision,
-        activity=Activity(world.activity_path(), here.rank, config.stall_timeout, _stalled),
+        activity=Activity(world.activity_path(), here.rank, _patience(config), _stalled),
         clip_norm=config.clip_norm,
         label_smoothing=config.label_smoothing,
         keep_events=config.trace is not None,
@@ -222,6 +229,11 @@ def evaluation_plan(plan: Plan) -> Plan:
     """The plan as it evaluates: enough micro-batches to keep the stages of a pipeline busy."""
     stages = len(plan.stages)
     return replace(plan, microbatches=2 * stages if stages > 1 else 1)
+
+
+def _patience(config: TrainConfig) -> float:
+    """Seconds that an action may take: the first of each kind may compile its components."""
+    return config.stall_timeout * (10 if config.compile else 1)
 
 
 def _stalled(line: str) -> None:

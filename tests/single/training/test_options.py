@@ -6,11 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch._dynamo.utils import counters
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.shards import Batch, read_index
 from hvdtrain.errors import UsageError
+from hvdtrain.models import components
 from hvdtrain.training.feed import augmentation
+from hvdtrain.training.parts import build_model, check_compiler
 from tests.conftest import Program
 
 
@@ -26,7 +30,7 @@ def run_of(hvdtrain: Program, data: Path, run: Path, *options: Any, **settings: 
     return losses, json.loads((run / "summary.json").read_text())["final"]
 
 
-def test_label_smoothing_raises_the_training_loss_and_not_the_tests(
+def test_label_smoothing_is_torchs_in_training_and_absent_in_the_test(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
     still = ("--lr", 1e-30, "--optimizer", "sgd")
@@ -34,7 +38,9 @@ def test_label_smoothing_raises_the_training_loss_and_not_the_tests(
     smooth, smooth_end = run_of(
         *(hvdtrain, small_set, tmp_path / "smooth", *still, "--label-smoothing", 0.3)
     )
+    # At the start the logits are near 0, and the smoothed loss is close to the plain one.
     assert all(a != b for a, b in zip(plain, smooth, strict=True))
+    assert smooth == pytest.approx(plain, rel=0.05)
     assert end["test_loss"] == pytest.approx(smooth_end["test_loss"], rel=1e-6)
 
 
@@ -45,6 +51,16 @@ def test_a_compiled_model_learns_the_same(
     compiled, end = run_of(hvdtrain, small_set, tmp_path / "compiled", "--compile", timeout=300)
     assert compiled == pytest.approx(plain, rel=1e-4)
     assert end["test_loss"] > 0
+
+
+def test_each_component_is_compiled() -> None:
+    parts = components("cnn", 10, 16)
+    config = TrainConfig(model="cnn", data="", compile=True)
+    check_compiler(torch.device("cpu"))
+    model = build_model(parts, config, torch.device("cpu"))
+    counters.clear()
+    assert model(torch.randn(2, 3, 16, 16)).shape == (2, 10)
+    assert counters["stats"]["unique_graphs"] == len(parts) == 4
 
 
 def test_an_epoch_is_augmented_as_its_options_say(small_set: Path) -> None:
@@ -75,6 +91,8 @@ def test_an_epoch_is_augmented_as_its_options_say(small_set: Path) -> None:
     [
         ({"label_smoothing": 1.0}, "--label-smoothing must be 0 or more and below 1, not 1"),
         ({"cutout": 0}, "--cutout must be above 0"),
+        ({"compile": True, "recompute": "all"}, "--compile and --recompute exclude each other"),
+        ({"compile": True, "batch_norm": "sync"}, "--compile and --batch-norm sync exclude"),
     ],
 )
 def test_values_out_of_range_are_refused(settings: Any, message: str) -> None:
