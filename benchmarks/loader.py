@@ -11,7 +11,6 @@ than the memory it may take.
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from typing import Any
 
 import common
 import numpy as np
+import psutil
 
 SET_IMAGES = 50_000
 LARGE = 10  # times the memory
@@ -182,12 +182,14 @@ def _limited(options: argparse.Namespace) -> None:
     memory = SET_IMAGES * index.image_bytes // LARGE
     with open_split(index, "train", memory) as samples:
         assert not samples.in_memory
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        began = time.perf_counter()
-        batches = _ours(samples, options, 0, memory // 2 // index.image_bytes)
-        count = sum(len(batch.images) for batch in batches)
+        process = psutil.Process()
+        before = largest = process.memory_info().rss
+        began, count = time.perf_counter(), 0
+        for batch in _ours(samples, options, 0, memory // 2 // index.image_bytes):
+            count += len(batch.images)
+            largest = max(largest, process.memory_info().rss)
         seconds = time.perf_counter() - began
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10
+    grown = (largest - before) / 2**20
     assert count == SET_IMAGES
     print(
         json.dumps(

@@ -280,22 +280,22 @@ def as_text(found: Found) -> str:
     rate = sum(found.rates)
     lines = [
         found.setting,
-        f"{found.images_per_second:,.1f} images/s: {found.step:.4g} s a step "
-        f"(quartiles {found.quartiles[0]:.4g} to {found.quartiles[1]:.4g})",
+        f"{found.images_per_second:,.1f} images/s: {1e3 * found.step:,.2f} ms a step "
+        f"(quartiles {1e3 * found.quartiles[0]:,.2f} to {1e3 * found.quartiles[1]:,.2f})",
         f"{found.flops / found.step / 1e9:,.0f} GFLOP/s, {found.matrix_share:.0%} of the "
         f"{rate / 1e9:,.0f} GFLOP/s at which the ranks multiply matrices",
         "",
     ]
     total = sum(found.seconds.values())
     lines += [
-        f"{name:<24} {seconds:>10.4g} s {seconds / total:>7.1%}"
+        f"{name:<24} {1e3 * seconds:>10,.3f} ms {seconds / total:>7.1%}"
         for name, seconds in found.seconds.items()
     ]
     computed = sum(map(sum, found.components.values()))
     width = max(len(name) for name in found.components)
     lines += ["", f"{'component':<{width}} {'forward':>10} {'backward':>10}  of all components"]
     lines += [
-        f"{name:<{width}} {forward:>9.3g}s {backward:>9.3g}s "
+        f"{name:<{width}} {1e3 * forward:>7,.2f} ms {1e3 * backward:>7,.2f} ms "
         f"{(forward + backward) / computed:>7.1%}"
         for name, (forward, backward) in found.components.items()
     ]
