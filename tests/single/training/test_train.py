@@ -200,7 +200,7 @@ def test_tensorflow_is_never_loaded_beside_torch(small_set: Path, tmp_path: Path
         (("--run", "{new}", "--resume"), 2, "holds no run to resume"),
         (("--image-size", "33"), 2, "--image-size 33, but the images"),
         (("--model", "vit_tiny", "--patch-size", "5"), 2, "do not divide into patches"),
-        (("--model", "resnet"), 2, "did you mean resnet18 or resnet50"),
+        (("--model", "resnet"), 2, "did you mean resnet50 or resnet18"),
         (("--model", "tests.single.training.models:ten"), 2, "one logit for each class"),
         (("--data", "{new}"), 3, "no such folder"),
         (("--plan", "mq"), 2, "unknown plan mq"),
