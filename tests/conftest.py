@@ -31,7 +31,7 @@ def hvdtrain() -> Program:
 def run_program(
     *arguments: object,
     launcher: Sequence[str] = (),
-    timeout: float = 120,
+    timeout: float = 300,  # jobs beside each other starve each other at times
     cwd: Path | None = None,
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
