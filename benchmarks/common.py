@@ -26,9 +26,9 @@ def step_seconds(run: Path, batch_size: int) -> list[float]:
     return [batch_size / line["images_per_second"] for line in lines if line["event"] == "step"]
 
 
-def run_all(commands: Sequence[Sequence[str]], threads: int) -> str:
+def run_all(commands: Sequence[Sequence[str]], threads: int, **more: str) -> str:
     """Run commands side by side, and end if one fails; what the first printed."""
-    environment = os.environ | AS_ROOT | {"OMP_NUM_THREADS": str(threads)}
+    environment = os.environ | AS_ROOT | {"OMP_NUM_THREADS": str(threads)} | more
     processes = [
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         for command in commands

@@ -12,13 +12,13 @@ rounds, which a busy machine disturbs least. A ratio is above 1 where hvdtrain i
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
+
+import common
 
 from hvdtrain import world
 from hvdtrain.launch import mpirun
@@ -26,7 +26,6 @@ from hvdtrain.launch import mpirun
 SIZES = tuple(2**power for power in (3, 6, 9, 12, 14, 16, 18, 20, 22, 24, 26))
 BYTES_A_ROUND, LONGEST_ROUND = 64 * 2**20, 100  # of each side: so much, in at most so many trips
 RANKS = 2
-AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 def main() -> None:
@@ -41,12 +40,7 @@ def main() -> None:
         return
     own = [sys.executable, __file__, "--is-rank"]
     own += ["--rounds", str(options.rounds), "--largest", str(options.largest)]
-    done = subprocess.run(
-        [*mpirun(RANKS), *own], stdout=subprocess.PIPE, text=True, env=os.environ | AS_ROOT
-    )
-    if done.returncode:
-        sys.exit(f"failed: {' '.join(own)}")
-    _print_table(json.loads(done.stdout))
+    _print_table(json.loads(common.run_all([[*mpirun(RANKS), *own]], threads=1)))
 
 
 def _print_table(found: dict[str, list[list[float]]]) -> None:

@@ -18,15 +18,14 @@ simulation with these costs is from the measured step, and what the interpreter'
 
 import argparse
 import json
-import os
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from typing import Any
 
+import common
 import exchange
 import torch
 from torch import Tensor, distributed, nn
@@ -115,16 +114,8 @@ def _peers(own: list[str]) -> list[list[str]]:
 def _run(commands: list[list[str]]) -> dict[str, Any]:
     """Run commands side by side; the JSON object that the first printed."""
     with tempfile.NamedTemporaryFile() as activity:  # noted there as under our own launcher
-        own = {"OMP_NUM_THREADS": "1", "HVDTRAIN_ACTIVITY": activity.name}
-        environment = os.environ | exchange.AS_ROOT | KEEP_MEMORY | own
-        processes = [
-            subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-            for command in commands
-        ]
-        printed = [process.communicate()[0] for process in processes]
-    if any(process.returncode for process in processes):
-        sys.exit(f"failed: {' '.join(commands[0])}")
-    return dict(json.loads(printed[0]))
+        more = KEEP_MEMORY | {"HVDTRAIN_ACTIVITY": activity.name}
+        return dict(json.loads(common.run_all(commands, 1, **more)))
 
 
 def _print(

@@ -161,11 +161,13 @@ def bench_step(arguments: Sequence[str], **values: Any) -> int:
         data = config.data or _made_for(config, Path(folder))
         if started.size == 1 and (config.ranks or 1) > 1:
             return launch.run(config.ranks or 1, [*arguments, "--data", data])
-        from hvdtrain.bench import step
+        from hvdtrain.bench import report, step
 
         found = step.bench_step(config, data)
     if started.rank == 0:
-        print(_as_json(step.as_json(found)) if config.json else step.as_text(found), flush=True)
+        print(
+            _as_json(report.as_json(found)) if config.json else report.as_text(found), flush=True
+        )
     return 0
 
 

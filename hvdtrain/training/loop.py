@@ -1,5 +1,6 @@
 """Training from the first step to the summary: the table of contents of a run."""
 
+import hashlib
 import math
 import time
 from contextlib import nullcontext
@@ -232,11 +233,5 @@ def _seed(device: torch.device, seed: int) -> None:
 
 
 def _mix(*numbers: int) -> int:
-    """63 bits that depend on all of these: SplitMix64 over one after another."""
-    state = 0
-    for number in numbers:
-        state = (state ^ number) + 0x9E3779B97F4A7C15 & 2**64 - 1
-        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & 2**64 - 1
-        state = (state ^ state >> 27) * 0x94D049BB133111EB & 2**64 - 1
-        state ^= state >> 31
-    return state >> 1
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -65,11 +65,9 @@ def simulate(config: PlanConfig) -> Overview:
 
 
 def _checked(config: PlanConfig) -> TrainConfig:
-    for option, path in (
-        *(("--trace", config.trace), ("--save", config.save), ("--actions", config.actions)),
-    ):
-        if path is not None:
-            check_target(path, option)
+    for name in ("trace", "save", "actions"):
+        if (path := getattr(config, name)) is not None:
+            check_target(path, f"--{name}")
     return config.training("fp32")
 
 

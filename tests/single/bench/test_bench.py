@@ -35,9 +35,6 @@ def test_a_step_is_split_into_what_it_is_spent_on(
     assert len(found["matrix_flops_per_second"]) == (2 if plan else 1)
     assert 0 < found["matrix_share"] < 1
     assert (seconds["bubble"] > 0) == bool(plan)
-    # Backwards and forwards of a chain of components are most of what the actions are.
-    computed = sum(value["forward"] + value["backward"] for value in found["components"].values())
-    assert 0.2 < computed / (seconds["compute"] * (2 if plan else 1)) < 5
 
 
 def test_the_same_in_words(hvdtrain: Program, small_set: Path) -> None:

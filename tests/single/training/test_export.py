@@ -67,13 +67,14 @@ def test_a_run_starts_from_the_file_under_any_plan(
     before = final_of(trained)["test_loss"]
     # One step moves the running statistics by a tenth; the weights are those of the file.
     assert losses[0] == pytest.approx(before, rel=0.2)
-    fresh, _, _ = checkpoint.load_newest(tmp_path / "one" / "checkpoints")
     source, _, _ = checkpoint.load_newest(trained / "checkpoints")
-    assert fresh is not None
     assert source is not None
-    for name, tensor in source.tensors.items():
-        if "running" not in name and "tracked" not in name:
-            torch.testing.assert_close(fresh.tensors[name], tensor, rtol=0, atol=1e-12)
+    for run in ("one", "two"):
+        fresh, _, _ = checkpoint.load_newest(tmp_path / run / "checkpoints")
+        assert fresh is not None
+        for name, tensor in source.tensors.items():
+            if "running" not in name and "tracked" not in name:
+                torch.testing.assert_close(fresh.tensors[name], tensor, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
