@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hvdtrain.errors import UsageError
 from hvdtrain.launchers import Launch, check_sizes, detect, own_mpirun
 from hvdtrain.memory import keep_freed_memory
+from hvdtrain.poll import wait_until
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -33,20 +34,36 @@ class World:
 
     def broadcast(self, value: Any, root: int = 0) -> Any:
         """The `value` of rank `root` on all ranks."""
+        self.barrier()
         return self.communicator.bcast(value, root) if self.communicator else value
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's `value`, in rank order, on all ranks."""
+        self.barrier()
         return self.communicator.allgather(value) if self.communicator else [value]
 
     def gather_on_first(self, value: Any) -> list[Any]:
         """Every rank's `value` on rank 0, nothing elsewhere."""
+        self.barrier()
         return (self.communicator.gather(value) or []) if self.communicator else [value]
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
+        """Wait for all ranks, without taking their cores: ranks that are early come here first."""
         if self.communicator:
-            self.communicator.Barrier()
+            wait_until(self.communicator.Ibarrier().Test)
+
+    def receive(self, source: int, tag: int) -> Any:
+        """What rank `source` sends."""
+        communicator = self.communicator
+        assert communicator is not None, "one rank receives nothing"
+        found: list[MPI.Message] = []
+
+        def arrived() -> bool:
+            found[:] = filter(None, [communicator.improbe(source, tag)])
+            return bool(found)
+
+        wait_until(arrived)
+        return found[0].recv()
 
 
 _world: World | None = None
@@ -79,6 +96,7 @@ def start(allreduce: str = "auto", threads: int | None = None) -> World:
         _world = World("none", 0, 1, 0, 1, threads or _own_threads(1))
         return _world
     mpi = import_mpi(launch, allreduce)
+    wait_until(mpi.COMM_WORLD.Ibarrier().Test)  # ranks start minutes apart on busy nodes
     communicator = mpi.COMM_WORLD.Dup()
     check_sizes(launch, communicator.size, mpi.Get_library_version())
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
@@ -136,6 +154,7 @@ def start_horovod(parameter_bytes: int, groups: Sequence[tuple[int, ...]] = ()) 
     everybody = tuple(range(world.size))
     partial = {tuple(sorted(group)) for group in groups} - {everybody}
     sets = {ranks: horovod.ProcessSet(list(ranks)) for ranks in sorted(partial)}
+    world.barrier()
     horovod.init(process_sets=list(sets.values()))
     if horovod.size() != world.size:
         raise UsageError(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.parallel.waiting import WaitTime
+from hvdtrain.poll import wait_until
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -87,9 +88,7 @@ class Exchange:
     def wait(self, receipts: Sequence[Receipt]) -> WaitTime:
         """Return once all of them have arrived."""
         began = time.perf_counter()
-        self._mpi.Request.Waitall(
-            [request for receipt in receipts for request in receipt.requests]
-        )
+        self._wait_all([request for receipt in receipts for request in receipt.requests])
         for receipt in receipts:
             if receipt.host is not None:
                 _flat(receipt.rows).copy_(receipt.host.view(receipt.rows.dtype))
@@ -108,7 +107,7 @@ class Exchange:
         if not self._sending:
             return 0.0
         began = time.perf_counter()
-        self._mpi.Request.Waitall([request for request, _ in self._sending])
+        self._wait_all([request for request, _ in self._sending])
         self._sending.clear()
         seconds = time.perf_counter() - began
         self.waited.transfer += seconds
@@ -130,7 +129,7 @@ class Exchange:
             began = time.perf_counter()
             mine = tensor.detach().cpu().contiguous()
             found = torch.empty((len(ranks), *mine.shape), dtype=mine.dtype)
-            group.Allgather(self._bytes_of(mine), self._bytes_of(found))
+            wait_until(group.Iallgather(self._bytes_of(mine), self._bytes_of(found)).Test)
             self.waited.transfer += time.perf_counter() - began
             return found.to(tensor.device)
 
@@ -163,6 +162,9 @@ class Exchange:
     def to_first_clock(self) -> float:
         """Seconds to add to this rank's clock to have rank 0's."""
         return float(-self._clock_offsets[0])
+
+    def _wait_all(self, requests: "list[MPI.Request]") -> None:
+        wait_until(lambda: self._mpi.Request.Testall(requests))
 
     def _bytes_of(self, tensor: Tensor) -> list[Any]:
         """The memory of a tensor that is contiguous in some order, as mpi4py takes it."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hvdtrain.parallel.cut import Share
 from hvdtrain.parallel.waiting import ReductionTime
+from hvdtrain.poll import wait_until
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -203,7 +204,11 @@ def horovod_gradients(
             tensor, name=f"{name}.{bucket}", op=horovod.Sum, process_set=process_set
         )
 
-    return ReplicatedGradients(parameters, statistics, all_reduce, horovod.synchronize)
+    def wait(handle: Any) -> None:
+        wait_until(lambda: horovod.poll(handle))
+        horovod.synchronize(handle)
+
+    return ReplicatedGradients(parameters, statistics, all_reduce, wait)
 
 
 def group_by_bytes(sizes: Sequence[int], limit: int) -> list[list[int]]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.errors import Interrupted, Preempted
+from hvdtrain.poll import wait_until
 from hvdtrain.training.stop import StopRequest
 from hvdtrain.world import World
 
@@ -123,7 +124,7 @@ class Control:
             return None
         total, sent, posted_at = self.in_flight
         if sent is not None:
-            sent[0].Wait()
+            wait_until(sent[0].Test)
         self.in_flight = None
         seconds = total[SECONDS:]
         slowest = int(seconds.argmax())

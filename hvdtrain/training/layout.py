@@ -33,7 +33,7 @@ def gather_state(plan: Plan, parts: Mapping[int, Part], here: World) -> State:
                 here.communicator.send(state, 0, STATE_TAG)
                 state = None
             elif here.rank == 0:
-                state = here.communicator.recv(source=owner, tag=STATE_TAG)
+                state = here.receive(owner, STATE_TAG)
         if here.rank == 0 and state is not None:
             tensors |= state[0]
             optimizer |= state[1]

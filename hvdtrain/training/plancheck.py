@@ -175,7 +175,7 @@ def _gather(
     for rank in range(here.size):
         theirs = own
         if rank != 0 and here.communicator is not None:
-            theirs = here.communicator.recv(source=rank, tag=GRADIENTS_TAG)
+            theirs = here.receive(rank, GRADIENTS_TAG)
         for name, value in theirs.items():
             if not torch.equal(found.setdefault(name, value), value):
                 found[name] = torch.full_like(value, float("nan"))  # replicas must be equal

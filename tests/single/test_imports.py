@@ -28,6 +28,7 @@ FLOORS = (
         "launchers",
         "files",
         "memory",
+        "poll",
         "config",
         "errors",
         "arguments",

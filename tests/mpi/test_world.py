@@ -1,0 +1,39 @@
+import time
+from collections.abc import Callable
+
+import pytest
+
+from hvdtrain.world import World
+
+
+@pytest.mark.parametrize(
+    "collective",
+    [
+        World.barrier,
+        lambda here: here.gather(here.rank),
+        lambda here: here.gather_on_first(here.rank),
+        lambda here: here.broadcast(here.rank, root=here.size - 1),
+    ],
+    ids=["barrier", "gather", "gather_on_first", "broadcast"],
+)
+def test_ranks_that_are_early_leave_their_cores_to_others(
+    here: World, collective: Callable[[World], object]
+) -> None:
+    here.barrier()
+    used = time.thread_time()
+    if here.rank == here.size - 1:
+        time.sleep(1)
+    collective(here)
+    assert time.thread_time() - used < 0.5
+
+
+def test_a_rank_receives_what_another_sends(here: World) -> None:
+    if here.communicator is None:
+        pytest.skip("one rank receives nothing")
+    if here.rank == 0:
+        received = [here.receive(source, tag=5) for source in range(1, here.size)]
+        assert received == [
+            {"rank": source, "row": [source] * 1000} for source in range(1, here.size)
+        ]
+    else:
+        here.communicator.send({"rank": here.rank, "row": [here.rank] * 1000}, 0, 5)
