@@ -20,6 +20,9 @@ from hvdtrain.parallel.waiting import ReductionTime
 from hvdtrain.poll import wait_until
 
 BUCKET_BYTES = 25 * 2**20
+# The first bucket is small, so that reductions begin early in backward, as in PyTorch's DDP (Li et
+# al., "PyTorch Distributed", VLDB 2020).
+FIRST_BUCKET_BYTES = 2**20
 
 
 class Gradients(Protocol):
@@ -100,7 +103,8 @@ class ReplicatedGradients:
         self.statistics = list(statistics.values())
         # Backward reaches the last parameters first.
         backwards = list(parameters.values())[::-1]
-        groups = group_by_bytes([p.numel() * p.element_size() for p in backwards], bucket_bytes)
+        sizes = [parameter.numel() * parameter.element_size() for parameter in backwards]
+        groups = group_by_bytes(sizes, bucket_bytes, min(FIRST_BUCKET_BYTES, bucket_bytes))
         self.buckets = [
             _make_bucket(f"gradients.{i}", [backwards[k] for k in group], self._tail(i, groups))
             for i, group in enumerate(groups)
@@ -211,12 +215,16 @@ def horovod_gradients(
     return ReplicatedGradients(parameters, statistics, all_reduce, wait)
 
 
-def group_by_bytes(sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Indices of `sizes` in order, in groups closed as soon as they reach `limit` bytes."""
+def group_by_bytes(sizes: Sequence[int], limit: int, first: int) -> list[list[int]]:
+    """Indices of `sizes` in order, in groups closed as soon as they reach `limit` bytes.
+
+    Args:
+        first: the limit of the first group.
+    """
     groups: list[list[int]] = [[]]
     held = 0
     for index, size in enumerate(sizes):
-        if held >= limit:
+        if held >= (limit if len(groups) > 1 else first):
             groups.append([])
             held = 0
         groups[-1].append(index)
