@@ -43,9 +43,10 @@ from hvdtrain.parallel.runtime import Runtime, Step
 from hvdtrain.parallel.simulate import Timeline, simulate
 from hvdtrain.parallel.stage import Images
 from hvdtrain.planner.profile import Table, measured_costs, profile_parts
+from hvdtrain.training.build import build_runtime
 from hvdtrain.training.parts import build_model
 from hvdtrain.training.plancheck import MEAN, STD, my_step, random_batch
-from hvdtrain.training.setup import build_runtime, make_plan
+from hvdtrain.training.setup import make_plan
 from hvdtrain.world import World
 
 RANKS, CLASSES, SIZE, SEED = 2, 10, 32, 0

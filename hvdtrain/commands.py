@@ -204,7 +204,7 @@ def _made_for(config: StepConfig, folder: Path) -> str:
     from hvdtrain import data
 
     images, size = max(BATCHES_MADE * config.batch_size, 64), config.image_size or 32
-    return str(data.synth(folder / "data", images, config.classes, size=size).folder)
+    return str(data.synth(folder / "data", images, config.classes or 10, size=size).folder)
 
 
 def _in_one_process(command: str) -> None:

@@ -41,7 +41,9 @@ class StepConfig:
     image_size: int | None = field(
         default=None, metadata=about("of the images; default: that of the data, else 32")
     )
-    classes: int = field(default=10, metadata=about("classes of images made for the purpose"))
+    classes: int | None = field(
+        default=None, metadata=about("classes of images made for the purpose; default: 10")
+    )
     patch_size: int | None = field(default=None, metadata=about("as of train"))
     device: Device | None = field(default=None, metadata=about("as of train"))
     threads: int | None = field(default=None, metadata=about("as of train"))
@@ -55,9 +57,12 @@ class StepConfig:
         Raises:
             UsageError: if a value is out of range.
         """
+        if self.data is not None and self.classes is not None:
+            raise UsageError("--classes is that of the data: leave it or --data out")
         for name in ("steps", "classes"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"--{name} must be above 0, not {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"--{name} must be above 0, not {value}")
         shared = {item.name for item in fields(TrainConfig)} - {"data"}
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         kept = {name: value for name, value in values.items() if name in shared}

@@ -18,10 +18,11 @@ from hvdtrain.parallel.reference import Serial, largest_errors, serial_step
 from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.stage import Images
 from hvdtrain.parallel.step import Step
+from hvdtrain.training.build import build_runtime
 from hvdtrain.training.feed import taken
 from hvdtrain.training.layout import State, gather_state
 from hvdtrain.training.parts import build_model
-from hvdtrain.training.setup import build_runtime, make_plan
+from hvdtrain.training.setup import make_plan
 from hvdtrain.world import World
 
 # DESIGN's bounds; bf16 keeps 8 bits, and its sums are cut elsewhere under another plan.

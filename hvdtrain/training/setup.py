@@ -1,6 +1,5 @@
 """From a configuration to everything that a rank needs to run its first step."""
 
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -9,31 +8,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvdtrain import failure, models, world
-from hvdtrain.activity import Activity
+from hvdtrain import models
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
 from hvdtrain.data.shards import Index, Samples, open_split, read_index
-from hvdtrain.errors import RankError, UsageError
+from hvdtrain.errors import UsageError
 from hvdtrain.files import check_target
 from hvdtrain.models.component import Component, boundaries, parameter_count, tensor_shapes
 from hvdtrain.models.costs import component_costs
 from hvdtrain.parallel import plan as plans
 from hvdtrain.parallel import planfile, schedule
 from hvdtrain.parallel.cut import Cut, cut
-from hvdtrain.parallel.exchange import Exchange
-from hvdtrain.parallel.handover import Handover
 from hvdtrain.parallel.part import Part
 from hvdtrain.parallel.plan import Plan
 from hvdtrain.parallel.program import Program, program
 from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.stage import DTYPES, Images
 from hvdtrain.parallel.validate import validate
+from hvdtrain.training.build import build_runtime
 from hvdtrain.training.optimizer import set_learning_rate
 from hvdtrain.training.parts import (
-    build_parts,
     check_compiler,
-    probe_forms,
     recomputed_components,
 )
 from hvdtrain.world import World
@@ -190,61 +185,11 @@ def _prove(config: TrainConfig, plan: Plan) -> None:
         check_target(config.trace, "--trace")
 
 
-def build_runtime(
-    config: TrainConfig,
-    plan: Plan,
-    components: Sequence[Component],
-    images: Images,
-    image_size: int,
-    here: World,
-    synchronous: bool = False,
-) -> Runtime:
-    """The interpreter of a plan on this rank. Collective.
-
-    Args:
-        synchronous: as in `Exchange`.
-    """
-    device = images.device
-    exchange = Exchange(here.communicator, device, synchronous) if here.communicator else None
-    parts = build_parts(config, plan, components, here, exchange, device)
-    if not any(here.gather(any(part.parameters for part in parts.values()))):
-        raise UsageError(f"model {config.model} has no parameters that are trained")
-    forms = probe_forms(plan, parts, image_size, config, here, device)
-    return Runtime(
-        here.rank,
-        parts,
-        plan.last,
-        images,
-        Handover(here.rank, forms, exchange, device),
-        config.precision,
-        activity=Activity(world.activity_path(), here.rank, _patience(config), _stalled),
-        clip_norm=config.clip_norm,
-        label_smoothing=config.label_smoothing,
-        keep_events=config.trace is not None,
-    )
-
-
 @lru_cache(maxsize=8)
 def evaluation_plan(plan: Plan) -> Plan:
     """The plan as it evaluates: enough micro-batches to keep the stages of a pipeline busy."""
     stages = len(plan.stages)
     return replace(plan, microbatches=2 * stages if stages > 1 else 1)
-
-
-def _patience(config: TrainConfig) -> float:
-    """Seconds that an action may take: the first of each kind may compile its components."""
-    return config.stall_timeout * (10 if config.compile else 1)
-
-
-def _stalled(line: str) -> None:
-    """End the job from the watchdog's thread."""
-    rank, host = world.current().rank, socket.gethostname()
-    failure.fail(
-        RankError(
-            f"rank {rank} on {host} has been stuck for longer than --stall-timeout allows, in "
-            f"{line}: look at the ranks it names, or allow more"
-        )
-    )
 
 
 def model_components(config: TrainConfig, index: Index) -> list[Component]:

@@ -14,8 +14,8 @@ from hvdtrain.parallel.program import program
 from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.stage import Images
 from hvdtrain.parallel.step import Step
+from hvdtrain.training.build import build_runtime
 from hvdtrain.training.plancheck import MEAN, STD, my_step, random_batch
-from hvdtrain.training.setup import build_runtime
 from hvdtrain.world import World
 
 CLASSES = 7

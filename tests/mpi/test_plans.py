@@ -36,7 +36,7 @@ def parity_of(here: World, plan: str, model: str, **settings: Any) -> Parity:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """All plans of this number of ranks; `whole_plan` are those that leave backward whole,
-    and `some_plan` two of these.
+    `some_plan` are two of these, and `plain_plan` those of them that are called dp or mp.
     """
     from mpi4py import MPI
 
@@ -48,6 +48,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("whole_plan", whole)
     if "some_plan" in metafunc.fixturenames:
         metafunc.parametrize("some_plan", [whole[0], whole[-1]])
+    if "plain_plan" in metafunc.fixturenames:
+        metafunc.parametrize("plain_plan", [name for name in names if name in ("dp", "mp")])
 
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])
@@ -69,11 +71,8 @@ def test_resnet_with_local_batch_norm(here: World, plan: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["resnet50", "vit_b16"])
-@pytest.mark.parametrize("of_two", ["dp", "mp"])
-def test_the_large_models_on_two_ranks(here: World, model: str, of_two: str) -> None:
-    if of_two not in PLANS[here.size]:
-        return  # other numbers of ranks have other plans
-    parity = parity_of(here, of_two, model, batch_size=8, microbatches=2)
+def test_the_large_models(here: World, model: str, plain_plan: str) -> None:
+    parity = parity_of(here, plain_plan, model, batch_size=8, microbatches=2)
     assert parity.is_within, parity
     assert parity.tolerance == {"resnet50": 1e-11, "vit_b16": 1e-12}[model]
 

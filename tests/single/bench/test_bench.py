@@ -63,6 +63,8 @@ def test_a_loader_is_measured_and_its_parts(hvdtrain: Program, small_set: Path) 
     ("arguments", "message"),
     [
         (("step", "--model", "cnn", "--steps", 0), "--steps must be above 0"),
+        (("step", "--model", "cnn", "--classes", 0), "--classes must be above 0"),
+        (("step", "--model", "cnn", "--data", "{data}", "--classes", 5), "--classes is that of"),
         (("step", "--model", "cnm"), "unknown model 'cnm': did you mean cnn?"),
         (("step", "--model", "cnn", "--batch-size", 0), "--batch-size must be above 0"),
         (("step", "--model", "cnn", "--data", "{data}", "--batch-size", 9999), "is more than the"),

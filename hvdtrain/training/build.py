@@ -1,0 +1,67 @@
+"""The interpreter of a plan on this rank, with all that it needs."""
+
+import socket
+from collections.abc import Sequence
+
+from hvdtrain import failure, world
+from hvdtrain.activity import Activity
+from hvdtrain.config import TrainConfig
+from hvdtrain.errors import RankError, UsageError
+from hvdtrain.models.component import Component
+from hvdtrain.parallel.exchange import Exchange
+from hvdtrain.parallel.handover import Handover
+from hvdtrain.parallel.plan import Plan
+from hvdtrain.parallel.runtime import Runtime
+from hvdtrain.parallel.stage import Images
+from hvdtrain.training.parts import build_parts, probe_forms
+from hvdtrain.world import World
+
+
+def build_runtime(
+    config: TrainConfig,
+    plan: Plan,
+    components: Sequence[Component],
+    images: Images,
+    image_size: int,
+    here: World,
+    synchronous: bool = False,
+) -> Runtime:
+    """The interpreter of a plan on this rank. Collective.
+
+    Args:
+        synchronous: as in `Exchange`.
+    """
+    device = images.device
+    exchange = Exchange(here.communicator, device, synchronous) if here.communicator else None
+    parts = build_parts(config, plan, components, here, exchange, device)
+    if not any(here.gather(any(part.parameters for part in parts.values()))):
+        raise UsageError(f"model {config.model} has no parameters that are trained")
+    forms = probe_forms(plan, parts, image_size, config, here, device)
+    return Runtime(
+        here.rank,
+        parts,
+        plan.last,
+        images,
+        Handover(here.rank, forms, exchange, device),
+        config.precision,
+        activity=Activity(world.activity_path(), here.rank, _patience(config), _stalled),
+        clip_norm=config.clip_norm,
+        label_smoothing=config.label_smoothing,
+        keep_events=config.trace is not None,
+    )
+
+
+def _patience(config: TrainConfig) -> float:
+    """Seconds that an action may take: the first of each kind may compile its components."""
+    return config.stall_timeout * (10 if config.compile else 1)
+
+
+def _stalled(line: str) -> None:
+    """End the job from the watchdog's thread."""
+    rank, host = world.current().rank, socket.gethostname()
+    failure.fail(
+        RankError(
+            f"rank {rank} on {host} has been stuck for longer than --stall-timeout allows, in "
+            f"{line}: look at the ranks it names, or allow more"
+        )
+    )
