@@ -34,9 +34,12 @@ def parity_of(here: World, plan: str, model: str, **settings: Any) -> Parity:
     )
 
 
+PLAIN = ("single", "dp", "mp")
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """All plans of this number of ranks; `whole_plan` are those that leave backward whole,
-    `some_plan` are two of these, and `plain_plan` those of them that are called dp or mp.
+    `some_plan` are two of these, and `plain_plan` those of them that are of PLAIN.
     """
     from mpi4py import MPI
 
@@ -49,7 +52,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "some_plan" in metafunc.fixturenames:
         metafunc.parametrize("some_plan", [whole[0], whole[-1]])
     if "plain_plan" in metafunc.fixturenames:
-        metafunc.parametrize("plain_plan", [name for name in names if name in ("dp", "mp")])
+        metafunc.parametrize("plain_plan", [name for name in names if name in PLAIN])
 
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])

@@ -1,0 +1,216 @@
+"""The folder of a run's checkpoints: written under a temporary name, found, verified, pruned.
+
+A checkpoint is a folder `step-00000123` that holds `manifest.json` and one part for each rank that
+wrote. It is made in a folder of another name, flushed to the disk and renamed: what carries the
+final name is whole.
+"""
+
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from hvdtrain import files
+from hvdtrain.errors import DataError
+from hvdtrain.training.checkpoint import manifest as manifests
+from hvdtrain.training.checkpoint import partfile
+from hvdtrain.training.checkpoint.manifest import MANIFEST, Manifest
+from hvdtrain.training.checkpoint.partfile import Entry
+
+NAME = re.compile(r"step-(\d{8,18})")
+UNFINISHED = ".unfinished-"
+BEST = "best.json"
+MODEL, OPTIMIZER = "model/", "optimizer/"
+RECEIPT_SECONDS = 60.0  # a network file system may show another rank's file this late
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A training state.
+
+    Attributes:
+        tensors: parameters and buffers by name.
+        optimizer: the optimizer's tensors by parameter name and by their own.
+        progress: position, counts and sizes, as the loop keeps them.
+    """
+
+    tensors: dict[str, Tensor]
+    optimizer: dict[str, dict[str, Tensor]]
+    progress: dict[str, Any]
+
+
+def write_part(folder: Path, name: str, rank: int, tensors: dict[str, Tensor]) -> Entry:
+    """Write a rank's part of the checkpoint `name`, and leave a receipt beside it.
+
+    Raises:
+        DataError: if it cannot be written.
+    """
+    temporary = folder / f"{UNFINISHED}{name}"
+    try:
+        temporary.mkdir(parents=True, exist_ok=True)
+        entry = partfile.write(temporary / manifests.part_name(rank), tensors)
+        receipt = json.dumps(asdict(entry)).encode()
+        files.write_whole(_receipt(temporary, rank), lambda file: file.write(receipt))
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)  # the disk may be full
+        raise _not_written(folder / name, error) from None
+    return entry
+
+
+def commit(
+    folder: Path,
+    name: str,
+    writers: Sequence[int],
+    progress: dict[str, Any],
+    configuration: dict[str, Any],
+) -> Path:
+    """Make the checkpoint of the parts that the ranks `writers` have written; return its path.
+
+    Raises:
+        DataError: if it cannot be written; what was there before is untouched.
+    """
+    final, temporary = folder / name, folder / f"{UNFINISHED}{name}"
+    replaced = folder / f"{UNFINISHED}replaced-{name}"
+    try:
+        parts = tuple(_read_receipt(_receipt(temporary, rank)) for rank in writers)
+        text = Manifest(parts, progress, configuration).to_json()
+        files.write_whole(temporary / MANIFEST, lambda file: file.write(text.encode()))
+        for rank in writers:
+            _receipt(temporary, rank).unlink()
+        _sync_folder(temporary)
+        shutil.rmtree(replaced, ignore_errors=True)
+        if final.exists():
+            final.rename(replaced)
+        temporary.rename(final)
+        _sync_folder(folder)
+        shutil.rmtree(replaced, ignore_errors=True)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise _not_written(final, error) from None
+    return final
+
+
+def mark_best(folder: Path, name: str, metric: str, value: float) -> None:
+    """Point `best.json` at the checkpoint `name`.
+
+    Raises:
+        DataError: if it cannot be written.
+    """
+    files.write_text(
+        folder / BEST,
+        json.dumps({"checkpoint": name, "metric": metric, "value": value}),
+        "the file",
+        DataError,
+    )
+
+
+def prune(folder: Path, keep_last: int) -> None:
+    """Remove all but the newest `keep_last` checkpoints and the best one."""
+    kept = {path.name for path in stored(folder)[-keep_last:]}
+    if (marked := best(folder)) is not None:
+        kept.add(marked.name)
+    for path in stored(folder):
+        if path.name not in kept:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def clean(folder: Path) -> None:
+    """Remove what a killed run left unfinished; nothing may be writing."""
+    for path in folder.glob(f"{UNFINISHED}*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def best(folder: Path) -> Path | None:
+    """The checkpoint that `best.json` points at, None where it points at none."""
+    try:
+        name = str(json.loads((folder / BEST).read_text())["checkpoint"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return folder / name if NAME.fullmatch(name) and (folder / name).is_dir() else None
+
+
+def stored(folder: Path) -> list[Path]:
+    """The checkpoints of a folder, oldest first."""
+    found = [path for path in folder.glob("step-*") if NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def name_of(step: int) -> str:
+    """The folder name of the checkpoint after `step` steps."""
+    return f"step-{step:08d}"
+
+
+def load_newest(folder: Path) -> tuple[Checkpoint | None, Path | None, list[str]]:
+    """The newest checkpoint that verifies, its path, and a line for each newer one that fails."""
+    skipped: list[str] = []
+    for path in reversed(stored(folder)):
+        try:
+            return load(path), path, skipped
+        except DataError as error:
+            skipped.append(str(error))
+    return None, None, skipped
+
+
+def load(path: Path) -> Checkpoint:
+    """Read and verify one whole checkpoint.
+
+    Raises:
+        DataError: if a file is missing, differs from its hash, or holds something else.
+    """
+    manifest = manifests.read(path)
+    held: dict[str, Tensor] = {}
+    for entry in manifest.parts:
+        partfile.verify(path, entry)
+        held |= partfile.read(path / entry.name)
+    tensors, optimizer = by_kind(held)
+    return Checkpoint(tensors, optimizer, manifest.progress)
+
+
+def by_kind(held: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    """The model's tensors by name, and the optimizer's by parameter and their own name.
+
+    Raises:
+        DataError: if a name is neither.
+    """
+    tensors: dict[str, Tensor] = {}
+    optimizer: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in held.items():
+        parameter, _, key = name.removeprefix(OPTIMIZER).rpartition("/")
+        if name.startswith(MODEL):
+            tensors[name.removeprefix(MODEL)] = tensor
+        elif name.startswith(OPTIMIZER) and parameter:
+            optimizer.setdefault(parameter, {})[key] = tensor
+        else:
+            raise DataError(f"a checkpoint holds no {name[:60]!r}")
+    return tensors, optimizer
+
+
+def _receipt(folder: Path, rank: int) -> Path:
+    return folder / f"written-{rank:04d}.json"
+
+
+def _read_receipt(path: Path) -> Entry:
+    until = time.monotonic() + RECEIPT_SECONDS
+    while not path.exists() and time.monotonic() < until:
+        list(path.parent.iterdir())  # makes a network file system look again
+        time.sleep(0.1)
+    return Entry(**json.loads(path.read_text()))
+
+
+def _not_written(path: Path, error: OSError) -> DataError:
+    return DataError(f"the checkpoint {path} cannot be written: {error.strerror}")
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
