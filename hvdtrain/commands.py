@@ -84,10 +84,19 @@ def train(arguments: Sequence[str], **values: Any) -> int:
     settings.check()
     started = launchers.detect(os.environ)
     launchers.check_pmix(started, os.environ)
-    if started.size == 1 and (settings.ranks or 1) > 1:
+    if settings.restarts and started.launcher != "none":
+        raise UsageError(
+            f"--restarts needs hvdtrain's own launcher (--ranks N), not {started.launcher}: "
+            "leave it out, and let the scheduler start the job again"
+        )
+    if started.size == 1 and ((settings.ranks or 1) > 1 or settings.restarts):
         from hvdtrain.training.precheck import check_before_launch
 
         check_before_launch(settings)
+        if settings.restarts:
+            from hvdtrain.training import restarts
+
+            return restarts.run(settings, arguments)
         return launch.run(settings.ranks or 1, arguments)
     # Before the seconds in which torch and MPI start: a signal is remembered from here on.
     with StopRequest() as stop:

@@ -5,6 +5,7 @@ to learn how to train. The names of the fields are the keys of the YAML file; an
 command line is the same name with dashes.
 """
 
+import re
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +21,8 @@ DEFAULT_EPOCHS = 10
 MAY_CHANGE_ON_RESUME = frozenset(
     {"data", "plan", "ranks", "epochs", "max_steps", "microbatches", "schedule", "recompute"}
     | {"device", "threads", "compile", "allreduce", "log_every", "ledger", "stall_timeout"}
-    | {"weights", "trace", "run", "resume"}
+    | {"weights", "trace", "run", "resume", "checkpoint_every", "keep_checkpoints"}
+    | {"restarts", "min_ranks"}
 )
 
 
@@ -186,6 +188,27 @@ class TrainConfig:
         default=False,
         metadata=about("continue the run in the run folder from its last checkpoint"),
     )
+    checkpoint_every: str = field(
+        default="1 epoch",
+        metadata=about(
+            "save after so many epochs, or besides after each epoch: 'N epochs', 'N steps' or "
+            "'N minutes'"
+        ),
+    )
+    keep_checkpoints: int = field(
+        default=2, metadata=about("keep so many of the newest checkpoints, and the best one")
+    )
+    restarts: int = field(
+        default=0,
+        metadata=about("start again from the last checkpoint, so often, after a rank failed"),
+    )
+    min_ranks: int | None = field(
+        default=None,
+        metadata=about(
+            "with --restarts: go on with a rank fewer each time, down to so many; "
+            "default: with all"
+        ),
+    )
     ledger: str | None = field(
         default=None,
         metadata=about("write a CSV line (epoch,step,rank,sample) for every sample trained on"),
@@ -193,16 +216,17 @@ class TrainConfig:
 
     def check(self) -> "TrainConfig":
         """Return the configuration itself if every value is in range."""
-        positive = ("batch_size", "lr", "log_every", "stall_timeout")
-        positive_or_none = ("epochs", "max_steps", "ranks", "threads", "lr_base_batch")
-        also = ("microbatches", "clip_norm", "cutout", "image_size", "patch_size")
+        self.checkpoint_interval()
+        positive = ("batch_size", "lr", "log_every", "stall_timeout", "keep_checkpoints")
+        positive_or_none = ("epochs", "max_steps", "ranks", "min_ranks", "threads")
+        also = ("lr_base_batch", "microbatches", "clip_norm", "cutout", "image_size", "patch_size")
         for name in (*positive, *positive_or_none, *also):
             value = getattr(self, name)
             if value is None and name not in positive:
                 continue
             if not 0 < value < float("inf"):
                 raise UsageError(f"{_flag(name)} must be above 0, not {value}")
-        for name in ("warmup_epochs", "momentum", "weight_decay", "seed"):
+        for name in ("warmup_epochs", "momentum", "weight_decay", "seed", "restarts"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise UsageError(f"{_flag(name)} must be 0 or more, not {getattr(self, name)}")
         if not 0 <= self.holdout <= 0.9:
@@ -231,6 +255,21 @@ class TrainConfig:
             epochs, steps = divmod(self.max_steps, -(-epoch_length // self.batch_size))
             limits.append(epochs * epoch_length + min(steps * self.batch_size, epoch_length))
         return min(limits)
+
+    def checkpoint_interval(self) -> tuple[float, str]:
+        """How often a checkpoint is due: a number of "epoch", "step" or "minute".
+
+        Raises:
+            UsageError: if --checkpoint-every is nothing of the kind.
+        """
+        found = re.fullmatch(r"(\d+(?:\.\d+)?) *(epoch|step|minute)s?", self.checkpoint_every)
+        number = float(found[1]) if found else 0.0
+        if found is None or number == 0 or (found[2] != "minute" and number % 1):
+            raise UsageError(
+                f"--checkpoint-every {self.checkpoint_every!r} is not understood: "
+                "give it as '2 epochs', '500 steps' or '10 minutes'"
+            )
+        return number, found[2]
 
     def learning_rate(self) -> float:
         """The peak learning rate, after --lr-base-batch."""

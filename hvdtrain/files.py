@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import HvdtrainError, UsageError
 
 
 def check_target(path: str, option: str) -> None:
@@ -24,19 +24,20 @@ def check_target(path: str, option: str) -> None:
         raise UsageError(f"{option} {path}: the folder cannot be written to")
 
 
-def write_text(path: Path, text: str, what: str) -> None:
+def write_text(path: Path, text: str, what: str, kind: type[HvdtrainError] = UsageError) -> None:
     """Write a file, which is there whole or as it was before.
 
     Args:
         what: what the file holds, for an error.
+        kind: of the error.
 
     Raises:
-        UsageError: if it cannot be written.
+        UsageError, or what `kind` says: if it cannot be written.
     """
     try:
         write_whole(path, lambda file: file.write(text.encode()))
     except OSError as error:
-        raise UsageError(f"{what} {path} cannot be written: {error.strerror}") from None
+        raise kind(f"{what} {path} cannot be written: {error.strerror}") from None
 
 
 def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:

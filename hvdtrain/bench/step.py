@@ -27,7 +27,7 @@ from hvdtrain.parallel.actions import COMPUTE
 from hvdtrain.parallel.runtime import HANDED_ON
 from hvdtrain.parallel.stage import DTYPES
 from hvdtrain.parallel.step import Step
-from hvdtrain.training.control import Control
+from hvdtrain.training.control import Control, Wishes
 from hvdtrain.training.feed import Feed, Feeder, augmentation, epoch_rows, requests
 from hvdtrain.training.layout import agree_on_weights
 from hvdtrain.training.setup import Session, model_components, open_session
@@ -108,7 +108,9 @@ def _timed_steps(session: Session, count: int, stop: StopRequest) -> _Times:
             feed: Feed = next(loader)
             waited = time.perf_counter() - began
             step = session.runtime.run(program, Step(feed.images, feed.labels))
-            agreed = control.post(step.loss_sum, samples, 0.0, stop)
+            agreed = control.post(
+                step.loss_sum, samples, 0.0, Wishes(stop.interrupted, stop.preempted)
+            )
             if agreed is not None and agreed.stop is not None:
                 _leave(agreed.stop)
             if number >= WARM_UP:

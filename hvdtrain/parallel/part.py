@@ -14,7 +14,7 @@ class Part:
     """A replica of a stage; the optimizer is None where nothing is trained.
 
     Attributes:
-        is_first_replica: whether the stage's checkpoint and its norm come from this rank.
+        is_first_replica: whether the norm of the stage's gradients comes from this rank.
         synchronised: whether forward and backward communicate, so that all replicas take part.
     """
 

@@ -62,6 +62,21 @@ def parse(
     return with_options(plan, microbatches, schedule)
 
 
+def refit(text: str | None, ranks: int) -> str | None:
+    """The plan to go on with on another number of ranks, as near to `text` as there is one.
+
+    A pipeline keeps its stages, or the next smaller number that divides the ranks; a file names
+    its ranks, and data parallelism takes its place.
+    """
+    if text is None or text in ("dp", "mp"):
+        return text
+    if ranks == 1 or not text.startswith("hp:"):
+        return "single" if ranks == 1 else "dp"
+    stages, _ = _pipeline_shape(text, ranks, None) or (1, 1)
+    stages = max(number for number in range(1, min(stages, ranks) + 1) if ranks % number == 0)
+    return f"hp:{stages}x{ranks // stages}" if stages > 1 else "dp"
+
+
 def _pipeline_shape(text: str, ranks: int, schedule: str | None) -> tuple[int, int] | None:
     """(stages, replicas) of a short form, None for any other text."""
     if text == "mp":

@@ -1,7 +1,7 @@
 """How ranks agree while training: one small non-blocking all-reduce a step, read one step later.
 
-No other agreement between ranks exists inside an epoch: the wish to stop, a loss that is not
-finite and the loss that is logged all ride on it.
+No other agreement between ranks exists inside an epoch: the wish to stop or to save, a loss that
+is not finite and the loss that is logged all ride on it.
 """
 
 import math
@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,10 +17,18 @@ from torch import Tensor
 
 from hvdtrain.errors import Interrupted, Preempted
 from hvdtrain.poll import wait_until
-from hvdtrain.training.stop import StopRequest
 from hvdtrain.world import World
 
-INTERRUPT, PREEMPT, LOSS, SAMPLES, SECONDS = range(5)
+INTERRUPT, PREEMPT, SAVE, WRITTEN, LOSS, SAMPLES, SECONDS = range(7)
+
+
+class Wishes(NamedTuple):
+    """What a rank tells the others beside the results of its step."""
+
+    interrupted: bool
+    preempted: bool
+    save: bool = False  # a checkpoint is due
+    written: bool = False  # its part of the pending checkpoint is on the disk
 
 
 @dataclass(frozen=True)
@@ -29,6 +37,8 @@ class Agreed:
 
     Attributes:
         stop: the exit code to leave with, or None to go on.
+        save: whether a rank asks for a checkpoint.
+        written: how many ranks have written their part of the pending checkpoint.
         loss: mean loss over the samples of the step.
         samples: samples of the step, over all ranks.
         slowest: the rank whose step took longest, and its seconds.
@@ -36,6 +46,8 @@ class Agreed:
     """
 
     stop: int | None
+    save: bool
+    written: int
     loss_sum: float
     samples: int
     slowest: tuple[int, float]
@@ -67,14 +79,14 @@ class Control:
         self.last: Agreed | None = None  # of a rank that is alone
 
     def post(
-        self, loss_sum: Tensor | None, samples: int, seconds: float, stop: StopRequest
+        self, loss_sum: Tensor | None, samples: int, seconds: float, wishes: Wishes
     ) -> Agreed | None:
         """Send this rank's part of a step; return the newest agreement that is not yet read."""
         if self.world.communicator is None and self.delay == 0:
-            return self._alone(loss_sum, samples, seconds, stop)
+            return self._alone(loss_sum, samples, seconds, wishes)
         vector = np.zeros(SECONDS + self.world.size)
-        vector[INTERRUPT], vector[PREEMPT] = stop.interrupted, stop.preempted
-        vector[SAMPLES] = samples
+        vector[INTERRUPT], vector[PREEMPT] = wishes.interrupted, wishes.preempted
+        vector[SAVE], vector[WRITTEN], vector[SAMPLES] = wishes.save, wishes.written, samples
         vector[SECONDS + self.world.rank] = seconds
         self.waiting.append((_read_later(loss_sum), vector, time.perf_counter()))
         agreed = self._receive()
@@ -83,13 +95,15 @@ class Control:
         return agreed
 
     def _alone(
-        self, loss_sum: Tensor | None, samples: int, seconds: float, stop: StopRequest
+        self, loss_sum: Tensor | None, samples: int, seconds: float, wishes: Wishes
     ) -> Agreed | None:
         """The same of one rank on a CPU, which has nobody to agree with: one step late, too."""
         before, self.last = (
             self.last,
             Agreed(
-                _exit_code(stop.interrupted, stop.preempted),
+                _exit_code(wishes.interrupted, wishes.preempted),
+                wishes.save,
+                int(wishes.written),
                 0.0 if loss_sum is None else float(loss_sum),
                 samples,
                 (0, seconds),
@@ -130,6 +144,8 @@ class Control:
         slowest = int(seconds.argmax())
         return Agreed(
             _exit_code(bool(total[INTERRUPT]), bool(total[PREEMPT])),
+            bool(total[SAVE]),
+            round(total[WRITTEN]),
             float(total[LOSS]),
             round(total[SAMPLES]),
             (slowest, float(seconds[slowest])),

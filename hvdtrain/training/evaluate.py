@@ -33,8 +33,12 @@ def evaluate(session: Session, split: str, rows: np.ndarray) -> tuple[float, flo
     return float(loss_sum) / len(rows), round(correct) / len(rows)
 
 
-def evaluate_epoch(run: Run) -> None:
-    """Evaluate after an epoch (or after the last step), record it, and remember the best."""
+def evaluate_epoch(run: Run, may_be_best: bool) -> None:
+    """Evaluate after an epoch (or after the last step), record it, and remember the best.
+
+    Args:
+        may_be_best: whether a checkpoint of this epoch is saved.
+    """
     session, progress = run.session, run.progress
     final: dict[str, Any] = dict.fromkeys(("val_loss", "val_accuracy"))
     final["train_loss"] = progress.epoch_loss_sum / max(1, progress.epoch_samples)
@@ -46,7 +50,7 @@ def evaluate_epoch(run: Run) -> None:
     progress.epoch_loss_sum, progress.epoch_samples = 0.0, 0
     run.count_seconds()
     epoch = math.ceil(progress.position / len(session.train_rows))
-    rate = progress.position / progress.train_seconds
+    rate = progress.position / max(progress.train_seconds, 1e-9)
     if run.records is not None:
         run.records.event(
             "epoch",
@@ -66,5 +70,5 @@ def evaluate_epoch(run: Run) -> None:
     # Without a hold-out the training loss decides: never the test split.
     metric, sign = ("val_accuracy", 1) if len(session.held_rows) else ("train_loss", -1)
     best = progress.best
-    if best is None or sign * final[metric] > sign * best["value"]:
+    if may_be_best and (best is None or sign * final[metric] > sign * best["value"]):
         progress.best = {"metric": metric, "value": final[metric], "step": progress.step}

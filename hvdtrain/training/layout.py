@@ -1,6 +1,6 @@
 """A model's state between its names and the ranks that hold it under a plan."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from hvdtrain.errors import CheckFailed
 from hvdtrain.parallel.part import Part
 from hvdtrain.parallel.plan import Plan
 from hvdtrain.parallel.stage import sha256_of
+from hvdtrain.training.checkpoint.store import MODEL, OPTIMIZER
 from hvdtrain.training.optimizer import restore_state, state_by_name
 from hvdtrain.training.setup import Session
 from hvdtrain.world import World
@@ -38,6 +39,38 @@ def gather_state(plan: Plan, parts: Mapping[int, Part], here: World) -> State:
             tensors |= state[0]
             optimizer |= state[1]
     return tensors, optimizer
+
+
+def own_share(plan: Plan, parts: Mapping[int, Part], rank: int) -> dict[str, Tensor]:
+    """What this rank writes of a checkpoint: every tensor of the model is one rank's share.
+
+    The replicas of a stage hold the same, and each takes about the same number of bytes of it.
+    The tensors are those that training goes on with: copy them.
+    """
+    share: dict[str, Tensor] = {}
+    for number, part in parts.items():
+        parameters, own = part.model.parameters(), part.optimizer
+        optimizer = state_by_name(own, parameters) if own else {}
+        named = {
+            name: {f"{MODEL}{name}": tensor}
+            | {f"{OPTIMIZER}{name}/{key}": value for key, value in optimizer.get(name, {}).items()}
+            for name, tensor in part.model.tensors().items()
+        }
+        sizes = [tensor.nbytes for tensor in part.model.tensors().values()]
+        ranks = plan.stages[number].ranks
+        for group, owner in zip(named.values(), owners(sizes, len(ranks)), strict=True):
+            if ranks[owner] == rank:
+                share |= group
+    return share
+
+
+def owners(sizes: Sequence[int], count: int) -> list[int]:
+    """Which of `count` owners, about equally loaded, has each of `sizes`; in ascending order."""
+    whole, begin, found = max(1, sum(sizes)), 0, []
+    for size in sizes:
+        found.append(min(count - 1, (2 * begin + size) * count // (2 * whole)))
+        begin += size
+    return found
 
 
 def put_state(

@@ -15,11 +15,12 @@ from hvdtrain.data import order
 from hvdtrain.data.loader import Loader
 from hvdtrain.errors import CheckFailed, Interrupted, Preempted
 from hvdtrain.parallel.step import Step
-from hvdtrain.training.control import Agreed
+from hvdtrain.training import saving
+from hvdtrain.training.control import Agreed, Wishes
 from hvdtrain.training.evaluate import evaluate_epoch
 from hvdtrain.training.feed import Feed, Feeder, augmentation, epoch_rows, requests
 from hvdtrain.training.optimizer import learning_rate
-from hvdtrain.training.run import Run, open_run, save
+from hvdtrain.training.run import Run, open_run
 from hvdtrain.training.stop import StopRequest
 from hvdtrain.training.summary import summarise
 from hvdtrain.training.tracing import TRACED_STEPS, write_trace
@@ -37,6 +38,7 @@ def train(config: TrainConfig, stop: StopRequest | None = None) -> dict[str, Any
         CheckFailed: if the loss is no longer a number, or ranks end with different weights.
         Interrupted, Preempted: if the run was asked to stop; its state is saved.
     """
+    config.check()
     with nullcontext(stop) if stop else StopRequest() as stop:
         here = world.start(config.allreduce, config.threads)
         if here.size > 1:
@@ -59,8 +61,11 @@ def _train(run: Run) -> dict[str, Any]:
         code = None if run.evaluation_due else _train_epoch(run)
         if code is not None:
             _leave(run, code)
-        evaluate_epoch(run)
-        save(run)
+        due = saving.is_due_after_epoch(run)
+        evaluate_epoch(run, may_be_best=due)
+        if due:
+            saving.begin(run)
+    saving.finish(run)
     run.count_seconds()
     if run.session.runtime.events:
         write_trace(run)
@@ -113,13 +118,25 @@ def _train_epoch(run: Run) -> int | None:
         for (start, end), feed in zip(slices, loader, strict=True):
             agreed = _step(run, feed, epoch, end - start)
             code = log.add(agreed) if agreed else None
+            if code is None and (start, end) != slices[-1] and saving.is_due(run, agreed):
+                code = log.drain()
+                began = _count_train_seconds(run, began)
+                if code is None:
+                    log.flush()
+                    saving.begin(run)
             if code is not None:
                 break
-    for agreed in run.control.drain():
-        code = log.add(agreed) or code
+    code = log.drain() or code
     log.flush()
-    progress.train_seconds += time.perf_counter() - began
+    _count_train_seconds(run, began)
     return code
+
+
+def _count_train_seconds(run: Run, since: float) -> float:
+    """Add the time since then to the run's steps; returns now."""
+    now = time.perf_counter()
+    run.progress.train_seconds += now - since
+    return now
 
 
 def _step(run: Run, feed: Feed, epoch: int, batch_size: int) -> Agreed | None:
@@ -144,7 +161,9 @@ def _step(run: Run, feed: Feed, epoch: int, batch_size: int) -> Agreed | None:
     seconds = time.perf_counter() - began
     samples = program.cut.samples(session.plan.last, session.world.rank)
     with run.activity.doing("agreeing with all ranks on the step before"):
-        return run.control.post(step.loss_sum, samples, seconds, run.stop)
+        stop = run.stop
+        wishes = Wishes(stop.interrupted, stop.preempted, saving.is_wanted(run), run.saver.written)
+        return run.control.post(step.loss_sum, samples, seconds, wishes)
 
 
 class _StepLog:
@@ -164,6 +183,7 @@ class _StepLog:
             CheckFailed: on all ranks at the same step, if the loss is not a number.
         """
         run, config = self.run, self.run.session.config
+        saving.follow(run, agreed)
         self.step += 1
         self.last_began, self.position = self.position, self.position + agreed.samples
         if not agreed.finite:
@@ -178,6 +198,13 @@ class _StepLog:
         if len(self.window) == config.log_every:
             self.flush()
         return agreed.stop
+
+    def drain(self) -> int | None:
+        """Take the agreements that are under way; the exit code if the ranks agreed to stop."""
+        code = None
+        for agreed in self.run.control.drain():
+            code = self.add(agreed) or code
+        return code
 
     @property
     def rate(self) -> float:
@@ -217,7 +244,8 @@ def _leave(run: Run, code: int) -> None:
     step = run.progress.step
     if run.records is not None:
         run.records.event("fault", step=step, cause="asked to stop by a signal")
-    save(run)
+    saving.begin(run)
+    saving.finish(run)
     if run.records is not None:
         run.records.close(None)
     world.stop()

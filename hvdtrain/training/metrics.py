@@ -5,6 +5,8 @@ import os
 import sys
 import time
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 from hvdtrain import config as configuration
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError, UsageError
-from hvdtrain.training.checkpoint import write_whole
+from hvdtrain.files import write_text
 
 LEDGER_HEADER = "epoch,step,rank,sample\n"
 
@@ -37,7 +39,7 @@ def find_folder(config: TrainConfig) -> RunFolder:
         DataError: if it cannot be made.
     """
     if config.run is None:
-        return _make_new(config)
+        return RunFolder(make_folder(config))
     folder = RunFolder(Path(config.run))
     if folder.config.exists():
         changed = configuration.differences(configuration.load(folder.config), config)
@@ -60,40 +62,37 @@ class AppendOnly:
     """A text file that grows, and is cut back to a checkpoint's position on resume.
 
     Raises:
-        DataError: if it cannot be written.
+        DataError: if it cannot be written, or is shorter than what is to be kept of it.
     """
 
     def __init__(self, path: Path, keep_bytes: int) -> None:
         self.path = path
-        try:
+        with _writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
-            os.truncate(path, min(keep_bytes, path.stat().st_size))
+            if path.stat().st_size < keep_bytes:
+                raise DataError(f"{path} is shorter than the checkpoint says: it was cut")
+            os.truncate(path, keep_bytes)
             self.file = path.open("a")
-        except OSError as error:
-            raise DataError(f"{path} cannot be written: {error.strerror}") from None
 
     def write(self, text: str) -> None:
-        """Append text; it reaches the disk with the next `commit`."""
-        try:
+        """Append text; it reaches the disk with the next `sync`."""
+        with _writing(self.path):
             self.file.write(text)
-        except OSError as error:
-            raise DataError(f"{self.path} cannot be written: {error.strerror}") from None
 
     def flush(self) -> None:
         """Let readers see what was appended."""
-        try:
+        with _writing(self.path):
             self.file.flush()
-        except OSError as error:
-            raise DataError(f"{self.path} cannot be written: {error.strerror}") from None
 
-    def commit(self) -> int:
-        """Bring everything to the disk and return the size in bytes."""
-        self.flush()
-        try:
+    def sync(self) -> None:
+        """Bring what was flushed to the disk; other threads may write meanwhile."""
+        with _writing(self.path):
             os.fsync(self.file.fileno())
-        except OSError as error:
-            raise DataError(f"{self.path} cannot be written: {error.strerror}") from None
+
+    def size(self) -> int:
+        """Bytes so far, flushed."""
+        self.flush()
         return self.path.stat().st_size
 
 
@@ -112,14 +111,17 @@ class Records:
 
     def __init__(self, folder: RunFolder, config: TrainConfig, kept: dict[str, Any]) -> None:
         self.folder = folder
-        self.ledger = _open_ledger(Path(config.ledger), kept) if config.ledger else None
+        self.ledger = None
+        if config.ledger:
+            own = folder.config.exists() and configuration.load(folder.config).get("ledger")
+            is_own = config.resume and own == config.ledger
+            self.ledger = _open_ledger(Path(config.ledger), kept, is_own)
         self.metrics = AppendOnly(folder.metrics, kept.get("metrics_bytes", 0))
         self.board = _tensorboard(folder.tensorboard, kept.get("step"))
-        try:
+        with _writing(folder.checkpoints):
             folder.checkpoints.mkdir(exist_ok=True)
-        except OSError as error:
-            raise DataError(f"{folder.path} cannot be written: {error.strerror}") from None
-        write_whole(folder.config, configuration.to_yaml(config))
+        text = configuration.to_yaml(config)
+        write_text(folder.config, text, "the configuration", DataError)
 
     def event(self, event: str, **values: Any) -> None:
         """Append one line to metrics.jsonl, and its numbers of a step or epoch to TensorBoard."""
@@ -127,30 +129,50 @@ class Records:
         self.metrics.write(json.dumps(line) + "\n")
         if event in ("step", "epoch"):
             self.metrics.flush()
-            for name, value in values.items():
-                if isinstance(value, int | float) and name not in ("step", "epoch"):
-                    self.board.add_scalar(f"{event}/{name}", value, values["step"])
+            with _writing(self.folder.tensorboard):
+                for name, value in values.items():
+                    if isinstance(value, int | float) and name not in ("step", "epoch"):
+                        self.board.add_scalar(f"{event}/{name}", value, values["step"])
 
     def write_ledger(self, lines: list[str]) -> None:
         """Append one text a rank, each of whole lines."""
         if self.ledger is not None:
             self.ledger.write("".join(lines))
 
-    def commit(self) -> dict[str, Any]:
-        """Bring all to the disk; what is returned goes into the checkpoint."""
-        self.board.flush()
-        kept: dict[str, Any] = {"metrics_bytes": self.metrics.commit()}
+    def sizes(self) -> dict[str, Any]:
+        """How long the files are now: goes into a checkpoint, which is committed after `sync`."""
+        with _writing(self.folder.tensorboard):
+            self.board.flush()
+        kept: dict[str, Any] = {"metrics_bytes": self.metrics.size()}
         if self.ledger is not None:
             kept["ledger"] = str(self.ledger.path.resolve())
-            kept["ledger_bytes"] = self.ledger.commit()
+            kept["ledger_bytes"] = self.ledger.size()
         return kept
+
+    def sync(self) -> None:
+        """Bring to the disk what `sizes` counted; other threads may write meanwhile."""
+        self.metrics.sync()
+        if self.ledger is not None:
+            self.ledger.sync()
 
     def close(self, summary: dict[str, Any] | None) -> None:
         """Bring all to the disk, and write summary.json if the run is over."""
-        self.commit()
-        self.board.close()
+        self.sizes()
+        self.sync()
+        with _writing(self.folder.tensorboard):
+            self.board.close()
         if summary is not None:
-            write_whole(self.folder.summary, json.dumps(summary, indent=1) + "\n")
+            text = json.dumps(summary, indent=1) + "\n"
+            write_text(self.folder.summary, text, "the summary", DataError)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Turn what the system refuses into an error of one line."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def versions() -> dict[str, str]:
@@ -166,7 +188,12 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _make_new(config: TrainConfig) -> RunFolder:
+def make_folder(config: TrainConfig) -> Path:
+    """A new folder under `runs/`, named by time and model.
+
+    Raises:
+        DataError: if it cannot be made.
+    """
     model = "".join(c if c.isalnum() or c in "-_" else "-" for c in config.model)
     stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{model}"
     for number in count(1):
@@ -178,14 +205,17 @@ def _make_new(config: TrainConfig) -> RunFolder:
             continue
         except OSError as error:
             raise DataError(f"{path} cannot be made: {error.strerror}") from None
-        return RunFolder(path)
+        return path
     raise AssertionError("count never ends")
 
 
-def _open_ledger(path: Path, kept: dict[str, Any]) -> AppendOnly:
+def _open_ledger(path: Path, kept: dict[str, Any], is_own: bool) -> AppendOnly:
+    """The ledger, cut to what was kept; `is_own` says that this run began to write it."""
     if kept.get("ledger") == str(path.resolve()):
         return AppendOnly(path, kept["ledger_bytes"])
     try:
+        if is_own:  # ended before its first checkpoint
+            path.unlink(missing_ok=True)
         held = path.read_text() if path.exists() else ""
     except (OSError, UnicodeDecodeError):
         held = "something else"
@@ -202,4 +232,5 @@ def _tensorboard(path: Path, resumed_step: int | None) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
     purge = None if resumed_step is None else resumed_step + 1
-    return SummaryWriter(str(path), purge_step=purge)
+    with _writing(path):
+        return SummaryWriter(str(path), purge_step=purge)

@@ -59,6 +59,16 @@ def state_by_name(
     }
 
 
+def state_shapes(
+    config: TrainConfig, parameter: torch.Size | tuple[int, ...]
+) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of what the optimizer keeps of a parameter after its first step."""
+    same = tuple(parameter)
+    if config.optimizer == "sgd":
+        return {"momentum_buffer": same} if config.momentum > 0 else {}
+    return {"step": (), "exp_avg": same, "exp_avg_sq": same}
+
+
 def restore_state(
     optimizer: torch.optim.Optimizer,
     parameters: Mapping[str, nn.Parameter],
@@ -71,5 +81,5 @@ def restore_state(
             if value.shape == parameter.shape and value.dim() > 0:
                 restored = torch.empty_like(parameter, requires_grad=False).copy_(value)
             else:
-                restored = value.to(parameter.device)
+                restored = value.to(parameter.device, copy=True)
             optimizer.state[parameter][key] = restored

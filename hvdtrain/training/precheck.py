@@ -14,6 +14,8 @@ def check_before_launch(config: TrainConfig) -> None:
     Raises:
         UsageError, DataError: as the ranks would.
     """
+    if config.min_ranks is not None and not config.restarts:
+        raise UsageError("--min-ranks says how to start again: give --restarts too")
     models.check_name(config.model)
     read_index(config.data)
     if config.plan == "single" and (config.ranks or 1) > 1:

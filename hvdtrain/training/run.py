@@ -1,64 +1,29 @@
-"""A run under way: what it consists of, how it is opened, resumed and saved."""
+"""A run under way: what it consists of, and how it is opened or resumed."""
 
+import socket
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from hvdtrain import world
 from hvdtrain.activity import Activity
 from hvdtrain.config import TrainConfig
-from hvdtrain.errors import DataError, UsageError
+from hvdtrain.errors import UsageError
 from hvdtrain.models import weights
-from hvdtrain.parallel.actions import COMPUTE
-from hvdtrain.parallel.step import Step
-from hvdtrain.training import checkpoint, metrics
+from hvdtrain.training import metrics
+from hvdtrain.training.checkpoint import partfile, store
 from hvdtrain.training.console import Console
 from hvdtrain.training.control import Control
-from hvdtrain.training.layout import agree_on_weights, gather_state, put_state, put_tensors
+from hvdtrain.training.layout import agree_on_weights, put_tensors
+from hvdtrain.training.progress import Progress
+from hvdtrain.training.restore import restore
+from hvdtrain.training.saver import Saver
 from hvdtrain.training.setup import Session, open_session
 from hvdtrain.training.stop import StopRequest
+from hvdtrain.world import World
 
-CHECKPOINTS_KEPT = 2
-
-
-@dataclass
-class Progress:
-    """Where training stands; all of it is saved with a checkpoint.
-
-    Attributes:
-        step: steps done. position: samples consumed, over all epochs and ranks.
-        epoch_loss_sum, epoch_samples: of the epoch under way.
-        seconds: since the first step, of all parts of the run. train_seconds: steps only.
-        exposed_seconds, communication_seconds: of this rank's reductions and exchanges.
-        compute_seconds: of this rank's forwards and backwards.
-        bubble_seconds: in which this rank waited for the work of other stages.
-        best: metric, value and checkpoint of the best epoch so far.
-        final: losses and accuracies of the last evaluation.
-    """
-
-    index_hash: str
-    step: int = 0
-    position: int = 0
-    epoch_loss_sum: float = 0.0
-    epoch_samples: int = 0
-    seconds: float = 0.0
-    train_seconds: float = 0.0
-    exposed_seconds: float = 0.0
-    communication_seconds: float = 0.0
-    bubble_seconds: float = 0.0
-    compute_seconds: float = 0.0
-    best: dict[str, Any] | None = None
-    final: dict[str, Any] = field(default_factory=dict)
-
-    def count(self, step: Step) -> None:
-        """Add what a step waited for."""
-        self.exposed_seconds += step.reduction.exposed + step.waited.transfer
-        self.communication_seconds += step.reduction.total + step.waited.transfer
-        self.bubble_seconds += step.waited.bubble
-        self.compute_seconds += sum(step.seconds[kind] for kind in COMPUTE)
+SECONDS_TO_SHOW = 30.0  # in which a network file system shows a new folder to other hosts
 
 
 @dataclass
@@ -72,9 +37,12 @@ class Run:
     stop: StopRequest
     folder: metrics.RunFolder
     records: metrics.Records | None
+    saver: Saver
     ledger: list[str] = field(default_factory=list)
     startup_seconds: float = 0.0
     clock: float = field(default_factory=time.perf_counter)
+    saved_at: float = field(default_factory=time.monotonic)
+    kept: dict[str, Any] = field(default_factory=dict)  # the progress of the pending checkpoint
     first_step: int = 0  # steps done when this process began
 
     @property
@@ -108,56 +76,50 @@ class Run:
 
 
 def open_run(config: TrainConfig, stop: StopRequest) -> Run:
-    """Build the session, open or make the run folder, and restore what it holds."""
+    """Build the session, open or make the run folder, and restore what it holds. Collective.
+
+    Raises:
+        UsageError, DataError: for whatever a user can get wrong.
+    """
     here = world.current()
     session = open_session(config, here)
+    partfile.check(session.tensors())
     found = metrics.find_folder(config) if here.rank == 0 else None
     folder = metrics.RunFolder(here.broadcast(found.path if found else None))
     console = Console(here.rank, launched=here.size > 1)
-    saved = _restore(session, folder, console) if config.resume else None
-    kept = saved.progress if saved else {}
-    progress = Progress(session.index.hash)
-    if saved is not None:
-        progress = Progress(**{name: kept[name] for name in Progress.__dataclass_fields__})
-    if saved is None and config.weights is not None:
+    kept = restore(session, folder.checkpoints.resolve(), console) if config.resume else None
+    progress = Progress.of(kept) if kept else Progress(session.index.hash)
+    if kept is None and config.weights is not None:
         _start_from(session, Path(config.weights), console)
     agree_on_weights(session)
-    records = metrics.Records(folder, config, kept) if here.rank == 0 else None
+    records = None
+    if here.rank == 0:
+        store.clean(folder.checkpoints)
+        records = metrics.Records(folder, config, kept or {})
+    saver = Saver(_shared(folder.checkpoints, here), here.rank)
     control = Control(here, session.device)
     return Run(
-        *(session, progress, console, control, stop, folder, records), first_step=progress.step
+        *(session, progress, console, control, stop, folder, records, saver),
+        first_step=progress.step,
     )
 
 
-def save(run: Run) -> None:
-    """Bring ledger and records to the disk, then commit a checkpoint."""
-    ledgers: list[str] = []
-    if run.session.config.ledger:
-        ledgers = run.session.world.gather_on_first("".join(run.ledger))
-    run.ledger.clear()
-    run.count_seconds()
-    session = run.session
-    tensors, optimizer = gather_state(session.plan, session.parts, session.world)
-    if run.records is not None:
-        run.records.write_ledger(ledgers)
-        _save_checkpoint(run, run.records, tensors, optimizer)
-    run.session.world.barrier()
+def _shared(folder: Path, here: World) -> Path:
+    """The folder that rank 0 has made, as all ranks see it. Collective.
 
-
-def _save_checkpoint(
-    run: Run,
-    records: metrics.Records,
-    tensors: dict[str, Tensor],
-    optimizer: dict[str, dict[str, Tensor]],
-) -> None:
-    progress, folder = run.progress, run.folder.checkpoints
-    name = checkpoint.name_of(progress.step)
-    records.event("checkpoint", step=progress.step, path=name)
-    state = checkpoint.Checkpoint(tensors, optimizer, asdict(progress) | records.commit())
-    checkpoint.save(folder, state)
-    if progress.best is not None and progress.best["step"] == progress.step:
-        checkpoint.mark_best(folder, name, progress.best["metric"], progress.best["value"])
-    checkpoint.prune(folder, CHECKPOINTS_KEPT)
+    Raises:
+        UsageError: if a rank does not see it.
+    """
+    path: Path = here.broadcast(folder.resolve())
+    until = time.monotonic() + SECONDS_TO_SHOW
+    while not path.is_dir() and time.monotonic() < until:
+        time.sleep(0.1)
+    blind = [host for host in here.gather("" if path.is_dir() else socket.gethostname()) if host]
+    if blind:
+        raise UsageError(
+            f"{path} is not there on {blind[0]}: --run must be on a disk that all ranks share"
+        )
+    return path
 
 
 def _start_from(session: Session, path: Path, console: Console) -> None:
@@ -170,35 +132,3 @@ def _start_from(session: Session, path: Path, console: Console) -> None:
     found, other = weights.read(path, session.config.model, session.shapes, last)
     put_tensors(session, found)
     console.say(f"started from {path}" + (f"; {last} starts anew" if other else ""))
-
-
-def _restore(
-    session: Session, folder: metrics.RunFolder, console: Console
-) -> checkpoint.Checkpoint | None:
-    """Put the newest checkpoint that verifies into model and optimizer, the same on all ranks.
-
-    Raises:
-        UsageError: if it is of another data set or another model.
-        DataError: if none verifies, or ranks read different ones.
-    """
-    here = session.world
-    saved, path = None, None
-    skipped: list[str] = []
-    if here.rank == 0:
-        saved, path, skipped = checkpoint.load_newest(folder.checkpoints)
-    for line in skipped:
-        console.say(f"skipped a checkpoint: {line}")
-    if skipped and path is None:
-        raise DataError(f"{folder.checkpoints} holds no checkpoint that verifies: {skipped[0]}")
-    path = here.broadcast(path)
-    if path is None:
-        return None
-    saved = saved or checkpoint.load(path)
-    if len(set(here.gather(checkpoint.identity(path)))) > 1:
-        raise DataError(f"{path} is not the same on all ranks: it must lie on a shared disk")
-    if saved.progress["index_hash"] != session.index.hash:
-        raise UsageError(f"{session.config.data} is not the data set that this run was trained on")
-    if session.shapes != {name: tuple(value.shape) for name, value in saved.tensors.items()}:
-        raise UsageError(f"{path} holds the parameters of another model")
-    put_state(session, saved.tensors, saved.optimizer)
-    return saved

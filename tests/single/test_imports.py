@@ -40,7 +40,8 @@ FLOORS = (
 OWNERS = {
     "horovod": {"world"},
     "mpi4py": {"world", "doctor", "parallel.exchange"},
-    "h5py": {"data", "training.checkpoint"},
+    "h5py": {"data"},
+    "safetensors": {"training.checkpoint.partfile"},
     "tensorflow": {"doctor"},
     "keras": {"doctor"},
 }

@@ -11,6 +11,7 @@ import re
 import shutil
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from hvdtrain.training.checkpoint.partfile import Entry
 
 NAME = re.compile(r"step-(\d{8,18})")
 UNFINISHED = ".unfinished-"
+REPLACED, REMOVED = f"{UNFINISHED}replaced-", f"{UNFINISHED}removed-"
+SET_ASIDE = "damaged-"
 BEST = "best.json"
 MODEL, OPTIMIZER = "model/", "optimizer/"
 RECEIPT_SECONDS = 60.0  # a network file system may show another rank's file this late
@@ -53,13 +56,15 @@ def write_part(folder: Path, name: str, rank: int, tensors: dict[str, Tensor]) -
         DataError: if it cannot be written.
     """
     temporary = folder / f"{UNFINISHED}{name}"
+    part = temporary / manifests.part_name(rank)
     try:
-        temporary.mkdir(parents=True, exist_ok=True)
-        entry = partfile.write(temporary / manifests.part_name(rank), tensors)
+        temporary.mkdir(exist_ok=True)
+        entry = partfile.write(part, tensors)
         receipt = json.dumps(asdict(entry)).encode()
         files.write_whole(_receipt(temporary, rank), lambda file: file.write(receipt))
     except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)  # the disk may be full
+        with suppress(OSError):
+            part.unlink()  # the disk may be full; other ranks may be writing beside it
         raise _not_written(folder / name, error) from None
     return entry
 
@@ -77,7 +82,7 @@ def commit(
         DataError: if it cannot be written; what was there before is untouched.
     """
     final, temporary = folder / name, folder / f"{UNFINISHED}{name}"
-    replaced = folder / f"{UNFINISHED}replaced-{name}"
+    replaced = folder / f"{REPLACED}{name}"
     try:
         parts = tuple(_read_receipt(_receipt(temporary, rank)) for rank in writers)
         text = Manifest(parts, progress, configuration).to_json()
@@ -92,6 +97,7 @@ def commit(
         _sync_folder(folder)
         shutil.rmtree(replaced, ignore_errors=True)
     except OSError as error:
+        restore_replaced(folder)
         shutil.rmtree(temporary, ignore_errors=True)
         raise _not_written(final, error) from None
     return final
@@ -118,13 +124,43 @@ def prune(folder: Path, keep_last: int) -> None:
         kept.add(marked.name)
     for path in stored(folder):
         if path.name not in kept:
-            shutil.rmtree(path, ignore_errors=True)
+            # Renamed first: what carries its name is whole.
+            removed = path.with_name(f"{REMOVED}{path.name}")
+            with suppress(OSError):
+                path.rename(removed)
+            shutil.rmtree(removed, ignore_errors=True)
+
+
+def restore_replaced(folder: Path) -> None:
+    """Give back its name to what was to be replaced, where a kill left nothing in its place."""
+    for path in folder.glob(f"{REPLACED}step-*"):
+        final = folder / path.name.removeprefix(REPLACED)
+        if not final.exists():
+            with suppress(OSError):
+                path.rename(final)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a checkpoint that failed to verify, so that it does not count as one of the newest.
+
+    Raises:
+        DataError: if it cannot be renamed.
+    """
+    aside = path.with_name(f"{SET_ASIDE}{path.name}")
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+    except OSError as error:
+        raise DataError(f"{path} is damaged and cannot be renamed: {error.strerror}") from None
+    return aside
 
 
 def clean(folder: Path) -> None:
     """Remove what a killed run left unfinished; nothing may be writing."""
     for path in folder.glob(f"{UNFINISHED}*"):
         shutil.rmtree(path, ignore_errors=True)
+    for path in folder.glob(f".{BEST}.*"):
+        path.unlink(missing_ok=True)
 
 
 def best(folder: Path) -> Path | None:
@@ -168,7 +204,10 @@ def load(path: Path) -> Checkpoint:
     held: dict[str, Tensor] = {}
     for entry in manifest.parts:
         partfile.verify(path, entry)
-        held |= partfile.read(path / entry.name)
+        part = partfile.read(path / entry.name)
+        if part.keys() & held.keys():
+            raise DataError(f"{path} holds a tensor twice")
+        held |= part
     tensors, optimizer = by_kind(held)
     return Checkpoint(tensors, optimizer, manifest.progress)
 

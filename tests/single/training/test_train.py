@@ -297,7 +297,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew(
     common = ["train", "--model", "cnn", "--data", small_set, "--run", run, "--max-steps", 3]
     assert hvdtrain(*common).returncode == 0
     metrics = (run / "metrics.jsonl").read_bytes()
-    for state in run.glob("checkpoints/*/state.h5"):
+    for state in run.glob("checkpoints/*/part-*.safetensors"):
         state.write_bytes(state.read_bytes()[:-1])
     done = hvdtrain(*common, "--resume")
     assert done.returncode == 3

@@ -1,0 +1,85 @@
+"""Where a run stands: what is saved beside the tensors, and what that must look like."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from hvdtrain.errors import DataError
+from hvdtrain.parallel.actions import COMPUTE
+from hvdtrain.parallel.step import Step
+
+LARGEST = 10**18  # of any count
+
+
+@dataclass
+class Progress:
+    """Where training stands; all of it is saved with a checkpoint.
+
+    Attributes:
+        step: steps done. position: samples consumed, over all epochs and ranks.
+        epoch_loss_sum, epoch_samples: of the epoch under way.
+        seconds: since the first step, of all parts of the run. train_seconds: of steps.
+        exposed_seconds, communication_seconds: of this rank's reductions and exchanges.
+        compute_seconds: of this rank's forwards and backwards.
+        bubble_seconds: in which this rank waited for the work of other stages.
+        best: metric, value and checkpoint of the best epoch so far.
+        final: losses and accuracies of the last evaluation.
+    """
+
+    index_hash: str
+    step: int = 0
+    position: int = 0
+    epoch_loss_sum: float = 0.0
+    epoch_samples: int = 0
+    seconds: float = 0.0
+    train_seconds: float = 0.0
+    exposed_seconds: float = 0.0
+    communication_seconds: float = 0.0
+    bubble_seconds: float = 0.0
+    compute_seconds: float = 0.0
+    best: dict[str, Any] | None = None
+    final: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, kept: Mapping[str, Any]) -> "Progress":
+        """The progress that a checkpoint holds.
+
+        Raises:
+            DataError: saying, after the name of the checkpoint, what is wrong with it.
+        """
+        kinds: dict[str, Any] = {item.name: item.type for item in fields(cls)}
+        kinds |= {"metrics_bytes": int}
+        if "ledger" in kept:
+            kinds |= {"ledger": str, "ledger_bytes": int}
+        for name, kind in kinds.items():
+            if not _fits(kept.get(name, ...), kind):
+                raise DataError(
+                    f"holds a progress whose {name} is none: {str(kept.get(name))[:60]!r}"
+                )
+        return cls(**{item.name: kept[item.name] for item in fields(cls)})
+
+    def count(self, step: Step) -> None:
+        """Add what a step waited for."""
+        self.exposed_seconds += step.reduction.exposed + step.waited.transfer
+        self.communication_seconds += step.reduction.total + step.waited.transfer
+        self.bubble_seconds += step.waited.bubble
+        self.compute_seconds += sum(step.seconds[kind] for kind in COMPUTE)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value read from JSON can be a field of this kind; counts are never negative."""
+    if kind is int:
+        return type(value) is int and 0 <= value < LARGEST
+    if kind is float:
+        return type(value) in (int, float) and abs(value) < LARGEST and not math.isnan(value)
+    if kind is str:
+        return isinstance(value, str)
+    if kind == dict[str, Any]:
+        return isinstance(value, dict)
+    return value is None or (  # the best epoch
+        isinstance(value, dict)
+        and _fits(value.get("metric"), str)
+        and _fits(value.get("value"), float)
+        and _fits(value.get("step"), int)
+    )

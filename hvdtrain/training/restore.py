@@ -1,0 +1,138 @@
+"""Going on from a checkpoint, under whatever plan the run has now."""
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.errors import DataError, UsageError
+from hvdtrain.training.checkpoint import manifest as manifests
+from hvdtrain.training.checkpoint import partfile, store
+from hvdtrain.training.checkpoint.manifest import Manifest
+from hvdtrain.training.checkpoint.store import MODEL, OPTIMIZER
+from hvdtrain.training.console import Console
+from hvdtrain.training.layout import put_state
+from hvdtrain.training.optimizer import state_shapes
+from hvdtrain.training.progress import Progress
+from hvdtrain.training.setup import Session
+from hvdtrain.world import World
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A checkpoint whose parts are as its manifest says: which of them holds what."""
+
+    path: Path
+    progress: dict[str, Any]
+    places: dict[str, str]
+    shapes: dict[str, Shape]
+
+
+def restore(session: Session, folder: Path, console: Console) -> dict[str, Any] | None:
+    """Put the newest checkpoint that verifies into model and optimizer; the progress it holds.
+
+    Collective. None where the folder holds no checkpoint at all. Those that fail are set aside.
+
+    Raises:
+        UsageError: if it is of another data set or another model.
+        DataError: if none verifies.
+    """
+    here = session.world
+    if here.rank == 0:
+        store.restore_replaced(folder)
+    faulty: list[tuple[Path, str]] = []
+    for path in reversed(here.broadcast(store.stored(folder))):
+        found, fault = _verify(path, here)
+        if found is None:
+            faulty.append((path, fault))
+            continue
+        _put(session, found)
+        for other, why in faulty:
+            aside = store.set_aside(other) if here.rank == 0 else other
+            console.say(f"skipped a checkpoint, now {aside.name}: {why}")
+        return found.progress
+    if faulty:
+        raise DataError(f"{folder} holds no checkpoint that verifies: {faulty[0][1]}")
+    return None
+
+
+def _verify(path: Path, here: World) -> tuple[_Found | None, str]:
+    """What a checkpoint holds, or what is wrong with it: the same on all ranks.
+
+    Each rank reads its share of the parts, whoever wrote them.
+    """
+    manifest, fault = here.broadcast(_manifest(path) if here.rank == 0 else None)
+    if manifest is None:
+        return None, fault
+    mine: dict[str, dict[str, Shape]] = {}
+    try:
+        for entry in manifest.parts[here.rank :: here.size]:
+            partfile.verify(path, entry)
+            mine[entry.name] = partfile.shapes(path / entry.name)
+    except DataError as error:
+        fault = str(error) if path.exists() else f"{path} is not there on {socket.gethostname()}"
+    told = here.gather((fault, mine))
+    faults = [line for line, _ in told if line]
+    if faults:
+        return None, faults[0]
+    parts = {part: shapes for _, theirs in told for part, shapes in theirs.items()}
+    places = {name: part for part, shapes in parts.items() for name in shapes}
+    if len(places) != sum(map(len, parts.values())):
+        return None, f"{path} holds a tensor twice"
+    shapes = {name: shape for held in parts.values() for name, shape in held.items()}
+    return _Found(path, manifest.progress, places, shapes), ""
+
+
+def _manifest(path: Path) -> tuple[Manifest | None, str]:
+    try:
+        manifest = manifests.read(path)
+        try:
+            Progress.of(manifest.progress)
+        except DataError as error:
+            raise DataError(f"{path} {error}") from None
+    except DataError as error:
+        return None, str(error)
+    return manifest, ""
+
+
+def _put(session: Session, found: _Found) -> None:
+    """Give each rank what it holds.
+
+    Raises:
+        UsageError: if the checkpoint is of another data set or model.
+        DataError: if it lacks what it should hold, or holds something else.
+    """
+    if found.progress["index_hash"] != session.index.hash:
+        raise UsageError(f"{session.config.data} is not the data set that this run was trained on")
+    model = {
+        name.removeprefix(MODEL): shape
+        for name, shape in found.shapes.items()
+        if name.startswith(MODEL)
+    }
+    if model != session.shapes:
+        raise UsageError(f"{found.path} holds the parameters of another model")
+    own = _expected(session, found.progress)
+    for name, shape in own.items():
+        if found.shapes.get(name) != shape:
+            raise DataError(f"{found.path} holds no {name} of shape {shape}")
+    held = {
+        name: tensor
+        for part in sorted({found.places[name] for name in own})
+        for name, tensor in partfile.read(found.path / part, own.keys()).items()
+    }
+    put_state(session, *store.by_kind(held))
+
+
+def _expected(session: Session, progress: Mapping[str, Any]) -> dict[str, Shape]:
+    """What this rank holds of a checkpoint, by the names that it has there."""
+    expected = {f"{MODEL}{name}": tuple(value.shape) for name, value in session.tensors().items()}
+    for part in session.parts.values():
+        if part.optimizer is None or progress["step"] == 0:
+            continue
+        for name, parameter in part.model.parameters().items():
+            entries = state_shapes(session.config, parameter.shape)
+            expected |= {f"{OPTIMIZER}{name}/{key}": shape for key, shape in entries.items()}
+    return expected

@@ -1,0 +1,97 @@
+"""One rank's part of the checkpoints: copied while training waits, written while it goes on."""
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hvdtrain.training.checkpoint import store
+
+# The thread that writes gives way to those that compute (the kernel's nice value).
+NICE = 10
+
+
+class Saver:
+    """Writes parts in a thread of its own. Every rank has one; all of them begin together.
+
+    A checkpoint is pending from `begin` to `settle`: its parts are being written, or are written
+    and not yet committed.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.folder, self.rank = folder, rank
+        self.pending: str | None = None
+        self._buffers: dict[str, Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def written(self) -> bool:
+        """Whether this rank's part of the pending checkpoint is on the disk."""
+        busy = self._thread is not None and self._thread.is_alive()
+        return self.pending is not None and not busy and self._error is None
+
+    def begin(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Copy the tensors, and start to write the copy as this rank's part of `name`."""
+        assert self.pending is None, "one checkpoint at a time"
+        self.join()
+        copies = {key: self._copy(key, tensor) for key, tensor in tensors.items()}
+        if any(tensor.device.type == "cuda" for tensor in tensors.values()):
+            torch.cuda.synchronize()
+        self._buffers = copies
+        self.pending = name
+        self._start(lambda: store.write_part(self.folder, name, self.rank, copies))
+
+    def settle(self, commit: Callable[[], object] | None) -> None:
+        """The pending checkpoint is whole on all ranks: rank 0 commits it, in its thread."""
+        self.join()
+        self.pending = None
+        if commit is not None:
+            self._start(commit)
+
+    def join(self) -> None:
+        """Return once the thread has nothing to do.
+
+        Raises:
+            DataError: if it could not write.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.check()
+
+    def check(self) -> None:
+        """Raise what went wrong in the thread.
+
+        Raises:
+            DataError: if it could not write.
+        """
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _copy(self, key: str, tensor: Tensor) -> Tensor:
+        """A copy on the CPU, contiguous, in the memory of the last one of this name."""
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            on_gpu = tensor.device.type == "cuda"
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
+        return buffer.copy_(tensor.detach(), non_blocking=True)
+
+    def _start(self, work: Callable[[], object]) -> None:
+        def run() -> None:
+            if sys.platform == "linux":  # elsewhere a thread has no priority of its own
+                with suppress(OSError):
+                    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+            try:
+                work()
+            except BaseException as error:  # raised again in the main thread
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="hvdtrain-checkpoint", daemon=True)
+        self._thread.start()

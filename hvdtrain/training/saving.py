@@ -1,0 +1,92 @@
+"""When a run saves and how: copied at once on all ranks, written and committed beside training."""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from hvdtrain.training.checkpoint import store
+from hvdtrain.training.control import Agreed
+from hvdtrain.training.layout import own_share
+from hvdtrain.training.run import Run
+
+
+def is_wanted(run: Run) -> bool:
+    """Whether this rank asks all others to save: rank 0 does, by its clock."""
+    number, unit = run.session.config.checkpoint_interval()
+    if unit != "minute" or run.session.world.rank != 0:
+        return False
+    return time.monotonic() - run.saved_at >= 60 * number
+
+
+def is_due(run: Run, agreed: Agreed | None) -> bool:
+    """Whether all ranks save after this step, inside an epoch."""
+    number, unit = run.session.config.checkpoint_interval()
+    by_step = unit == "step" and run.progress.step % int(number) == 0
+    return by_step or (agreed is not None and agreed.save)
+
+
+def is_due_after_epoch(run: Run) -> bool:
+    """Whether all ranks save after the epoch that was just trained."""
+    number, unit = run.session.config.checkpoint_interval()
+    epoch_over = run.progress.position % len(run.session.train_rows) == 0
+    epoch = run.progress.position // len(run.session.train_rows)
+    return unit != "epoch" or not epoch_over or epoch % int(number) == 0 or run.trained
+
+
+def begin(run: Run) -> None:
+    """Copy the state on all ranks and start to write it. Collective; no agreement is under way."""
+    finish(run)
+    session, config = run.session, run.session.config
+    ledgers: list[str] = []
+    if config.ledger:
+        ledgers = session.world.gather_on_first("".join(run.ledger))
+    run.ledger.clear()
+    run.count_seconds()
+    run.saved_at = time.monotonic()
+    name = store.name_of(run.progress.step)
+    if run.records is not None:
+        run.records.write_ledger(ledgers)
+        run.records.event("checkpoint", step=run.progress.step, path=name)
+        run.kept = asdict(run.progress) | run.records.sizes()
+    run.saver.begin(name, own_share(session.plan, session.parts, session.world.rank))
+
+
+def follow(run: Run, agreed: Agreed) -> None:
+    """Commit the pending checkpoint once all ranks have written their parts.
+
+    Raises:
+        DataError: if this rank could not write its own.
+    """
+    run.saver.check()
+    if run.saver.pending is not None and agreed.written == run.session.world.size:
+        run.saver.settle(_commit(run))
+
+
+def finish(run: Run) -> None:
+    """Return once what was begun is a checkpoint. Collective; no agreement is under way."""
+    run.saver.join()
+    run.session.world.barrier()  # nothing watches it: rank 0 may have files to remove
+    if run.saver.pending is not None:
+        run.saver.settle(_commit(run))
+        run.saver.join()
+        run.session.world.barrier()
+
+
+def _commit(run: Run) -> Callable[[], None] | None:
+    """What rank 0 has to do in its thread; nothing on other ranks."""
+    records, name, kept = run.records, run.saver.pending, run.kept
+    if records is None or name is None:
+        return None
+    session, folder = run.session, run.folder.checkpoints
+
+    def commit() -> None:
+        records.sync()
+        writers = range(session.world.size)
+        store.commit(folder, name, writers, kept, asdict(session.config))
+        best: dict[str, Any] | None = kept["best"]
+        if best is not None and (folder / store.name_of(best["step"])).is_dir():
+            store.mark_best(folder, store.name_of(best["step"]), best["metric"], best["value"])
+        store.prune(folder, session.config.keep_checkpoints)
+
+    return commit

@@ -1,0 +1,47 @@
+"""Jobs of several ranks that tests disturb."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.conftest import program_environment
+
+
+def begin(options: Sequence[str], run: Path) -> "subprocess.Popen[str]":
+    """Start a job; returns once it saves its first checkpoint."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hvdtrain", *options],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=program_environment(),
+    )
+    while not (run / "checkpoints").exists() or not list((run / "checkpoints").iterdir()):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    return process
+
+
+def ranks_of(process: "subprocess.Popen[str]") -> list[psutil.Process]:
+    """The processes of a job's ranks."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    commands = [(child, child.cmdline()) for child in children]
+    return [child for child, words in commands if "hvdtrain" in words and "-np" not in words]
+
+
+def events_of(run: Path, event: str) -> list[dict[str, Any]]:
+    """The lines of this kind of a run's metrics."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if line["event"] == event]
+
+
+def samples_of(ledger: Path, epochs: int) -> list[list[str]]:
+    """The samples of each epoch, in the order of the ledger."""
+    rows = [line.split(",") for line in ledger.read_text().splitlines()[1:]]
+    return [[row[3] for row in rows if int(row[0]) == epoch + 1] for epoch in range(epochs)]

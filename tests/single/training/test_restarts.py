@@ -1,0 +1,93 @@
+"""`train --restarts`: a job that loses ranks and goes on."""
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.parallel.planfile import refit
+from hvdtrain.training import checkpoint
+from tests.conftest import Program
+from tests.single.training.jobs import begin, ranks_of, samples_of
+
+EPOCHS = 12
+
+
+@pytest.mark.parametrize(
+    ("plan", "ranks", "expected"),
+    [
+        (None, 3, None),
+        ("dp", 3, "dp"),
+        ("mp", 2, "mp"),
+        ("hp:2x2", 3, "dp"),
+        ("hp:2x3", 4, "hp:2x2"),
+        ("hp:4x2", 6, "hp:3x2"),
+        ("hp:2x2", 1, "single"),
+        ("plan.json", 3, "dp"),
+        ("plan.json", 1, "single"),
+    ],
+)
+def test_a_plan_fits_other_ranks(plan: str | None, ranks: int, expected: str | None) -> None:
+    assert refit(plan, ranks) == expected
+
+
+@pytest.mark.parametrize(("fewer", "ranks"), [((), 3), (("--min-ranks", "2"), 2)])
+def test_a_job_that_loses_a_rank_twice_goes_on(
+    small_set: Path, tmp_path: Path, fewer: tuple[str, ...], ranks: int
+) -> None:
+    run, ledger = tmp_path / "run", tmp_path / "ledger.csv"
+    options = ["train", "--model", "cnn", "--data", small_set, "--ranks", 3, "--run", run]
+    options += ["--batch-size", 30, "--epochs", EPOCHS, "--checkpoint-every", "3 steps"]
+    options += ["--ledger", ledger, "--restarts", 2, *fewer]
+    process = begin([str(option) for option in options], run)
+    dead: set[int] = set()
+    for _ in range(2):
+        last = newest(run)
+        while newest(run) <= last or dead & {rank.pid for rank in ranks_of(process)}:
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.02)
+        dead |= {rank.pid for rank in ranks_of(process)}
+        ranks_of(process)[-1].send_signal(signal.SIGKILL)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert said.count("was ended by signal 9") == 2
+    assert f"starting again on {ranks} rank(s) from the last checkpoint of {run}" in said
+    assert "; 0 restart(s) left" in said
+    assert json.loads((run / "summary.json").read_text())["ranks"] == ranks
+    for samples in samples_of(ledger, EPOCHS):
+        assert len(samples) == len(set(samples)) == 601
+
+
+def newest(run: Path) -> str:
+    return max((path.name for path in checkpoint.stored(run / "checkpoints")), default="")
+
+
+def test_what_the_user_has_to_mend_is_no_reason_to_start_again(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    model = ("--model", "tests.single.training.models:raises")
+    common = ("train", "--data", small_set, "--ranks", 2, "--run", tmp_path / "run")
+    done = hvdtrain(*common, "--model", "cnn", "--restarts", 3, "--plan", "hp:4x4")
+    assert done.returncode == 2
+    assert "starting again" not in done.stderr
+    done = hvdtrain(*common, *model, "--restarts", 1, FAULTY_RANKS="1")
+    assert done.returncode == 4
+    assert done.stderr.count("starting again") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--ranks", "2", "--min-ranks", "2"), "give --restarts too"),
+        (("--restarts", "-1"), "--restarts must be 0 or more"),
+    ],
+)
+def test_wrong_options_are_one_line(
+    hvdtrain: Program, small_set: Path, options: tuple[str, ...], message: str
+) -> None:
+    done = hvdtrain("train", "--model", "cnn", "--data", small_set, *options)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1

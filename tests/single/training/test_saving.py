@@ -1,0 +1,93 @@
+"""Checkpoints beside training, and what is left after a kill at any moment."""
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.training import checkpoint
+from tests.conftest import Program
+from tests.single.training.jobs import begin, events_of, ranks_of, samples_of
+
+EPOCH, EPOCHS = 601, 8
+KILLS = int(os.environ.get("HVDTRAIN_KILLS", "10"))
+LAYOUTS = {"dp": (), "pipeline": ("--plan", "mp", "--microbatches", "3")}
+
+
+@pytest.mark.parametrize(
+    ("every", "steps"),
+    [("4 steps", [4, 7, 8, 12, 14, 16, 20, 21]), ("2 epochs", [14, 21]), ("1 epoch", [7, 14, 21])],
+)
+def test_a_run_saves_as_often_as_it_is_told(
+    hvdtrain: Program, small_set: Path, tmp_path: Path, every: str, steps: list[int]
+) -> None:
+    run = tmp_path / "run"
+    done = hvdtrain(
+        *("train", "--model", "cnn", "--data", small_set, "--batch-size", 100, "--epochs", 3),
+        *("--run", run, "--checkpoint-every", every, "--keep-checkpoints", 3),
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line["step"] for line in events_of(run, "checkpoint")] == steps
+    names = [path.name for path in checkpoint.stored(run / "checkpoints")]
+    assert names[-3:] == [checkpoint.name_of(step) for step in steps[-3:]]
+    assert len(names) <= 4, "the newest three and the best one"
+    assert not list((run / "checkpoints").glob(".*"))
+
+
+def test_a_run_saves_by_the_clock(hvdtrain: Program, small_set: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    done = hvdtrain(
+        *("train", "--model", "cnn", "--data", small_set, "--batch-size", 10, "--epochs", 2),
+        *("--run", run, "--checkpoint-every", "0.001 minutes", "--ranks", 2),
+    )
+    assert done.returncode == 0, done.stderr
+    steps = [line["step"] for line in events_of(run, "checkpoint")]
+    assert {61, 122} < set(steps), "inside the epochs, too"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    tmp_path_factory: pytest.TempPathFactory, hvdtrain: Program, small_set: Path
+) -> dict[str, str]:
+    """The hash of the weights that each layout ends with."""
+    found = {}
+    for layout in LAYOUTS:
+        run = tmp_path_factory.mktemp("undisturbed") / layout
+        done = hvdtrain(*command(layout, small_set, run))
+        assert done.returncode == 0, done.stderr
+        found[layout] = json.loads((run / "summary.json").read_text())["weights_sha256"]
+    return found
+
+
+def command(layout: str, data: Path, run: Path) -> list[str]:
+    options = ["train", "--model", "cnn", "--data", data, "--ranks", 3, *LAYOUTS[layout]]
+    options += ["--batch-size", 30, "--epochs", EPOCHS, "--augment", "crop-flip", "--run", run]
+    options += ["--checkpoint-every", "3 steps", "--ledger", run.with_suffix(".csv")]
+    return [str(option) for option in options]
+
+
+@pytest.mark.parametrize("seed", range(KILLS))
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(
+    hvdtrain: Program, small_set: Path, tmp_path: Path, undisturbed: dict[str, str], seed: int
+) -> None:
+    """A rank is killed at a random moment of training and saving, and the job resumed."""
+    dice = random.Random(seed)
+    layout, run = list(LAYOUTS)[seed % 2], tmp_path / "run"
+    process = begin(command(layout, small_set, run), run)
+    time.sleep(dice.uniform(0, 1.5))
+    dice.choice(ranks_of(process)).send_signal(signal.SIGKILL)
+    killed_at = time.monotonic()
+    _, said = process.communicate(timeout=30)
+    assert time.monotonic() - killed_at < 15
+    assert process.returncode == 4, said
+    assert "was ended by signal 9" in said
+    done = hvdtrain(*command(layout, small_set, run), "--resume")
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["weights_sha256"] == undisturbed[layout]
+    for samples in samples_of(run.with_suffix(".csv"), EPOCHS):
+        assert len(samples) == len(set(samples)) == EPOCH
