@@ -1,0 +1,131 @@
+"""What checkpoints cost: training with and without them, and saving and loading against the disk.
+
+    python benchmarks/checkpoint.py --data DIR [--images 8] [--steps 220] [--every 100]
+
+Training is `hvdtrain train` of resnet50 with a checkpoint every so many steps against the same
+job without one, in turns. A save (weights and momentum of resnet50, brought to the disk) is
+measured against a plain write of as many bytes; a load, with nothing of the files in memory,
+against a plain read; both against the rate of SHA-256.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import common
+import torch
+
+from hvdtrain import models
+from hvdtrain.models.component import tensor_shapes
+from hvdtrain.training import checkpoint
+from hvdtrain.training.checkpoint import store
+
+MEGA = 2**20
+
+
+def main() -> None:
+    """Print both."""
+    options = _options()
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        _training(options, Path(folder))
+        _disk(options.rounds, Path(folder))
+
+
+def _training(options: argparse.Namespace, folder: Path) -> None:
+    def seconds(name: str, every: str) -> float:
+        run = folder / name
+        arguments = f"--model resnet50 --precision bf16 --batch-size {options.images}"
+        arguments += f" --max-steps {options.steps} --log-every 10"
+        command = common.training(arguments, options.data, run)
+        common.run_all([[*command, "--checkpoint-every", every]], os.cpu_count() or 1)
+        return float(json.loads((run / "summary.json").read_text())["train_seconds"])
+
+    without, saving = common.rounds(
+        options.rounds,
+        [
+            lambda number: seconds(f"without{number}", "1 epoch"),
+            lambda number: seconds(f"saving{number}", f"{options.every} steps"),
+        ],
+    )
+    slower = [with_it / alone - 1 for with_it, alone in zip(saving, without, strict=True)]
+    print(f"resnet50, bf16, {options.images} images, {options.steps} steps; seconds of training:")
+    print(f"{'without checkpoints':>28}: {common.spread(without, '.1f')}")
+    print(f"{f'one every {options.every} steps':>28}: {common.spread(saving, '.1f')}")
+    print(f"{'slower by':>28}: {common.spread(slower, '+.1%')}")
+
+
+def _disk(rounds: int, folder: Path) -> None:
+    shapes = tensor_shapes(models.components("resnet50", 10, 32))
+    tensors = {f"{store.MODEL}{name}": torch.randn(shape) for name, shape in shapes.items()}
+    momentum = [name for name in shapes if name.endswith(("weight", "bias"))]
+    tensors |= {
+        f"{store.OPTIMIZER}{name}/momentum": torch.randn(shapes[name]) for name in momentum
+    }
+    content = b"".join(tensor.numpy().tobytes() for tensor in tensors.values())
+    plain = folder / "plain"
+
+    def write() -> None:
+        with plain.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def save() -> None:
+        store.write_part(folder, "step-00000001", 0, tensors)
+        store.commit(folder, "step-00000001", [0], {"step": 1, "position": 1}, {})
+
+    def load() -> None:
+        checkpoint.load(folder / "step-00000001")
+
+    sides: list[tuple[str, Callable[[], object], Path | None]] = [
+        ("plain write", write, None),
+        ("save", save, None),
+        ("plain read", plain.read_bytes, plain),
+        ("load", load, folder / "step-00000001" / "part-0000.safetensors"),
+        ("SHA-256", lambda: hashlib.sha256(content).hexdigest(), None),
+    ]
+    found = common.rounds(rounds, [_rate_of(len(content), *side[1:]) for side in sides])
+    print(f"weights and momentum of resnet50, {len(content) / MEGA:.0f} MiB; MiB/s:")
+    for (name, _, _), rates in zip(sides, found, strict=True):
+        print(f"{name:>28}: {common.spread(rates, ',.0f')}")
+
+
+def _rate_of(size: int, work: Callable[[], object], cold: Path | None) -> Callable[[int], float]:
+    def rate(number: int) -> float:
+        if cold is not None:
+            _forget(cold)
+        began = time.perf_counter()
+        work()
+        return size / MEGA / (time.perf_counter() - began)
+
+    return rate
+
+
+def _forget(path: Path) -> None:
+    """Let the kernel drop what it holds of a file."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True, help="a packed data set")
+    parser.add_argument("--folder", type=Path, default=None, help="on the disk to be measured")
+    parser.add_argument("--images", type=int, default=8, help="a step")
+    parser.add_argument("--steps", type=int, default=220, help="of a job")
+    parser.add_argument("--every", type=int, default=100, help="steps between checkpoints")
+    parser.add_argument("--rounds", type=int, default=3)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
