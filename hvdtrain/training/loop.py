@@ -58,7 +58,11 @@ def _train(run: Run) -> dict[str, Any]:
     run.startup_seconds = time.time() - psutil.Process().create_time()
     run.clock = time.perf_counter()
     while not run.complete:
-        code = None if run.evaluation_due else _train_epoch(run)
+        try:
+            code = None if run.evaluation_due else _train_epoch(run)
+        except CheckFailed:  # on all ranks at the same step
+            saving.finish(run)
+            raise
         if code is not None:
             _leave(run, code)
         due = saving.is_due_after_epoch(run)

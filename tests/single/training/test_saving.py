@@ -91,3 +91,44 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
     assert summary["weights_sha256"] == undisturbed[layout]
     for samples in samples_of(run.with_suffix(".csv"), EPOCHS):
         assert len(samples) == len(set(samples)) == EPOCH
+
+
+def test_a_run_goes_on_inside_an_epoch_under_another_plan_from_the_newest_that_verifies(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    serial, run = tmp_path / "serial", tmp_path / "run"
+    ledger = tmp_path / "ledger.csv"
+    common = ["train", "--model", "cnn", "--data", small_set, "--batch-size", 50, "--epochs", 2]
+    common += ["--precision", "fp64", "--log-every", 1, "--checkpoint-every", "2 steps"]
+    assert hvdtrain(*common, "--run", serial).returncode == 0
+    common += ["--run", run, "--ledger", ledger]
+    done = hvdtrain(*common, "--ranks", 3, "--max-steps", 5)
+    assert done.returncode == 0, done.stderr
+    damaged = run / "checkpoints" / "step-00000005" / "part-0002.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\0\0")
+    done = hvdtrain(*common, "--ranks", 2, "--plan", "mp", "--resume")
+    assert done.returncode == 0, done.stderr
+    assert "skipped a checkpoint, now damaged-step-00000005: " in done.stdout
+    assert "resumed after step 4" in done.stdout
+    ours, theirs = events_of(run, "step"), events_of(serial, "step")
+    assert [line["step"] for line in ours] == list(range(1, 27))
+    for line, other in zip(ours, theirs, strict=True):
+        assert line["loss"] == pytest.approx(other["loss"], rel=1e-10), line["step"]
+    assert events_of(run, "epoch")[-1]["test_loss"] == pytest.approx(
+        events_of(serial, "epoch")[-1]["test_loss"], rel=1e-10
+    )
+    for samples in samples_of(ledger, 2):
+        assert len(samples) == len(set(samples)) == EPOCH
+
+
+def test_a_loss_that_is_no_number_does_not_cost_the_checkpoint_before(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    done = hvdtrain(
+        *("train", "--model", "cnn", "--data", small_set, "--run", run, "--ranks", 2),
+        *("--optimizer", "sgd", "--lr", "1e30", "--checkpoint-every", "1 step"),
+    )
+    assert done.returncode == 1
+    assert "the loss became nan at step 2" in done.stderr
+    assert [path.name for path in checkpoint.stored(run / "checkpoints")] == ["step-00000001"]
