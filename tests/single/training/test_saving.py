@@ -4,7 +4,9 @@ import json
 import os
 import random
 import signal
+import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -119,6 +121,36 @@ def test_a_run_goes_on_inside_an_epoch_under_another_plan_from_the_newest_that_v
     )
     for samples in samples_of(ledger, 2):
         assert len(samples) == len(set(samples)) == EPOCH
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system that holds one checkpoint of the CNN, and not two."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1536k", "none", folder], check=True)
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a file system")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_disk_that_fills_ends_the_run_with_its_last_checkpoint(
+    hvdtrain: Program, small_set: Path, small_disk: Path, ranks: int
+) -> None:
+    run = small_disk / "run"
+    done = hvdtrain(
+        *("train", "--model", "cnn", "--data", small_set, "--run", run, "--ranks", ranks),
+        *("--checkpoint-every", "3 steps"),
+    )
+    assert done.returncode == 3
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert done.stderr.endswith("cannot be written: No space left on device\n")
+    newest, path, skipped = checkpoint.load_newest(run / "checkpoints")
+    assert newest is not None
+    assert path is not None
+    assert path.name == "step-00000003"
+    assert skipped == []
 
 
 def test_a_loss_that_is_no_number_does_not_cost_the_checkpoint_before(
