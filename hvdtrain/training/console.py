@@ -72,13 +72,16 @@ class Console:
             yield
             return
         self.task = self.progress.add_task(title, total=steps, loss=float("nan"))
-        with self.progress:
-            yield
-        self.progress.remove_task(self.task)
+        try:
+            with self.progress:
+                yield
+        finally:
+            self.progress.remove_task(self.task)
+            self.task = None
 
     def step(self, loss: float) -> None:
         """One more step is done."""
-        if self.progress is not None:
+        if self.progress is not None and self.task is not None:
             self.progress.update(self.task, advance=1, loss=loss)
 
     def header(self) -> None:

@@ -130,7 +130,7 @@ def _train_epoch(run: Run) -> int | None:
                     saving.begin(run)
             if code is not None:
                 break
-    code = log.drain() or code
+        code = log.drain() or code
     log.flush()
     _count_train_seconds(run, began)
     return code

@@ -86,7 +86,7 @@ def open_run(config: TrainConfig, stop: StopRequest) -> Run:
     partfile.check(session.tensors())
     found = metrics.find_folder(config) if here.rank == 0 else None
     folder = metrics.RunFolder(here.broadcast(found.path if found else None))
-    console = Console(here.rank, launched=here.size > 1)
+    console = Console(here.rank, launched=here.size > 1 or world.activity_path() is not None)
     kept = restore(session, folder.checkpoints.resolve(), console) if config.resume else None
     progress = Progress.of(kept) if kept else Progress(session.index.hash)
     if kept is None and config.weights is not None:

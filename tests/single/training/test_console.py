@@ -1,0 +1,46 @@
+"""What a user at a terminal sees."""
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import program_environment
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_at_a_terminal_shows_a_bar_and_the_epochs(
+    small_set: Path, tmp_path: Path, ranks: int
+) -> None:
+    command = ["train", "--model", "cnn", "--data", str(small_set), "--run", str(tmp_path / "run")]
+    command += ["--ranks", str(ranks), "--epochs", "2", "--checkpoint-every", "4 steps"]
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hvdtrain", *command],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=subprocess.PIPE,
+        env=program_environment() | {"TERM": "xterm-256color"},
+    )
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            piece = os.read(ours, 4096)
+        except OSError:  # the other end is closed
+            break
+        if not piece:
+            break
+        shown += piece
+    os.close(ours)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 0, said.decode()
+    assert said == b""
+    text = shown.decode()
+    assert "epoch 1/2" in text
+    assert "epoch 2/2" in text
+    assert "trained 1,202 samples" in text
+    assert text.rstrip().endswith(("run", "\x1b[?25h"))
