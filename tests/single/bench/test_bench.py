@@ -33,7 +33,10 @@ def test_a_step_is_split_into_what_it_is_spent_on(
     assert list(found["components"]) == ["conv1", "conv2", "dense", "head"]
     assert all(value["forward"] > 0 for value in found["components"].values())
     assert len(found["matrix_flops_per_second"]) == (2 if plan else 1)
-    assert 0 < found["matrix_share"] < 1
+    # Other work on the machine may slow the measured rate down below that of the step.
+    rate = found["step_flops"] / median / sum(found["matrix_flops_per_second"])
+    assert found["matrix_share"] == pytest.approx(rate)
+    assert rate > 0
     assert (seconds["bubble"] > 0) == bool(plan)
 
 
