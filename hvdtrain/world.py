@@ -56,14 +56,9 @@ class World:
         """What rank `source` sends."""
         communicator = self.communicator
         assert communicator is not None, "one rank receives nothing"
-        found: list[MPI.Message] = []
-
-        def arrived() -> bool:
-            found[:] = filter(None, [communicator.improbe(source, tag)])
-            return bool(found)
-
-        wait_until(arrived)
-        return found[0].recv()
+        message = wait_until(lambda: communicator.improbe(source, tag))
+        assert message is not None
+        return message.recv()
 
 
 _world: World | None = None
@@ -137,12 +132,7 @@ def start_horovod(parameter_bytes: int, groups: Sequence[tuple[int, ...]] = ()) 
     if _horovod is not None:
         return _horovod
     world = current()
-    cycle_milliseconds = 5 if parameter_bytes > 8 * 2**20 else 0.3
-    os.environ.setdefault("HOROVOD_CYCLE_TIME", str(cycle_milliseconds))
-    # Buckets are flat already: fusing them again would copy them, and in an order that timing
-    # decides, so that the bits of the sum would change from run to run.
-    os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
-    os.environ.setdefault("HOROVOD_LOG_LEVEL", "error")
+    _set_horovod_environment(parameter_bytes)
     try:
         import horovod.torch as horovod
     except ImportError as error:
@@ -217,6 +207,16 @@ def _set_mpi_environment(launch: Launch, allreduce: str) -> None:
         }
     for name, value in settings.items():
         os.environ.setdefault(name, value)
+
+
+def _set_horovod_environment(parameter_bytes: int) -> None:
+    """Set what Horovod reads when it starts; what the user has set wins."""
+    cycle_milliseconds = 5 if parameter_bytes > 8 * 2**20 else 0.3
+    os.environ.setdefault("HOROVOD_CYCLE_TIME", str(cycle_milliseconds))
+    # Buckets are flat already: fusing them again would copy them, and in an order that timing
+    # decides, so that the bits of the sum would change from run to run.
+    os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
+    os.environ.setdefault("HOROVOD_LOG_LEVEL", "error")
 
 
 def import_mpi(launch: Launch, allreduce: str) -> Any:

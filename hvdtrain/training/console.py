@@ -72,16 +72,13 @@ class Console:
             yield
             return
         self.task = self.progress.add_task(title, total=steps, loss=float("nan"))
-        try:
-            with self.progress:
-                yield
-        finally:
-            self.progress.remove_task(self.task)
-            self.task = None
+        with self.progress:
+            yield
+        self.progress.remove_task(self.task)
 
     def step(self, loss: float) -> None:
         """One more step is done."""
-        if self.progress is not None and self.task is not None:
+        if self.progress is not None:
             self.progress.update(self.task, advance=1, loss=loss)
 
     def header(self) -> None:

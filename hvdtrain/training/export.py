@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from hvdtrain import config
+from hvdtrain import configfile
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.files import check_target
 from hvdtrain.models import weights
@@ -26,7 +26,7 @@ def export(run: str, file: str, which: Literal["best", "last"] = "best") -> Path
     folder = Path(run)
     if not (folder / "config.yaml").is_file():
         raise UsageError(f"{run} is not the folder of a run: there is no config.yaml in it")
-    model = str(config.load(folder / "config.yaml").get("model"))
+    model = str(configfile.load(folder / "config.yaml").get("model"))
     checkpoints = folder / "checkpoints"
     best = checkpoint.best(checkpoints) if which == "best" else None
     if best is not None:

@@ -14,31 +14,22 @@ from hvdtrain.training.optimizer import restore_state, state_by_name
 from hvdtrain.training.setup import Session
 from hvdtrain.world import World
 
-State = tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]
 STATE_TAG = 1
 
 
-def gather_state(plan: Plan, parts: Mapping[int, Part], here: World) -> State:
-    """Tensors, and the optimizers' tensors, by name: all of them on rank 0, none elsewhere.
+def gather_tensors(plan: Plan, parts: Mapping[int, Part], here: World) -> dict[str, Tensor]:
+    """Parameters and buffers by name: all of them on rank 0, none elsewhere. Collective.
 
-    The first replica of each stage sends what it holds, one stage after another. Collective.
+    The first replica of each stage sends what it holds, one stage after another.
     """
-    tensors: dict[str, Tensor] = {}
-    optimizer: dict[str, dict[str, Tensor]] = {}
+    found: dict[str, Tensor] = {}
     for number, stage in enumerate(plan.stages):
-        owner, state = stage.ranks[0], None
-        if here.rank == owner:
-            state = _state_of(parts[number])
-        if owner != 0 and here.communicator is not None:
-            if here.rank == owner:
-                here.communicator.send(state, 0, STATE_TAG)
-                state = None
-            elif here.rank == 0:
-                state = here.receive(owner, STATE_TAG)
-        if here.rank == 0 and state is not None:
-            tensors |= state[0]
-            optimizer |= state[1]
-    return tensors, optimizer
+        owner = stage.ranks[0]
+        if here.rank == 0:
+            found |= _tensors_of(parts[number]) if owner == 0 else here.receive(owner, STATE_TAG)
+        elif here.rank == owner and here.communicator is not None:
+            here.communicator.send(_tensors_of(parts[number]), 0, STATE_TAG)
+    return found
 
 
 def own_share(plan: Plan, parts: Mapping[int, Part], rank: int) -> dict[str, Tensor]:
@@ -110,7 +101,7 @@ def agree_on_weights(session: Session) -> None:
         ):
             continue
         held = session.parts.get(number)
-        state = here.broadcast(_state_of(held)[0] if held and here.rank == owner else None, owner)
+        state = here.broadcast(_tensors_of(held) if held and here.rank == owner else None, owner)
         if held is not None:
             with torch.no_grad():
                 for name, tensor in held.model.tensors().items():
@@ -136,8 +127,5 @@ def weights_sha256(session: Session) -> str:
     return sha256_of(whole)
 
 
-def _state_of(part: Part) -> State:
-    tensors = {name: value.detach().cpu() for name, value in part.model.tensors().items()}
-    if part.optimizer is None:
-        return tensors, {}
-    return tensors, state_by_name(part.optimizer, part.model.parameters())
+def _tensors_of(part: Part) -> dict[str, Tensor]:
+    return {name: value.detach().cpu() for name, value in part.model.tensors().items()}

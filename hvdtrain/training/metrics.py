@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import config as configuration
+from hvdtrain import configfile
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.files import write_text
@@ -42,7 +42,7 @@ def find_folder(config: TrainConfig) -> RunFolder:
         return RunFolder(make_folder(config))
     folder = RunFolder(Path(config.run))
     if folder.config.exists():
-        changed = configuration.differences(configuration.load(folder.config), config)
+        changed = configfile.differences(configfile.load(folder.config), config)
         if changed:
             raise UsageError(
                 f"{folder.path} holds a run of another configuration ({'; '.join(changed)}): "
@@ -113,14 +113,14 @@ class Records:
         self.folder = folder
         self.ledger = None
         if config.ledger:
-            own = folder.config.exists() and configuration.load(folder.config).get("ledger")
+            own = folder.config.exists() and configfile.load(folder.config).get("ledger")
             is_own = config.resume and own == config.ledger
             self.ledger = _open_ledger(Path(config.ledger), kept, is_own)
         self.metrics = AppendOnly(folder.metrics, kept.get("metrics_bytes", 0))
         self.board = _tensorboard(folder.tensorboard, kept.get("step"))
         with _writing(folder.checkpoints):
             folder.checkpoints.mkdir(exist_ok=True)
-        text = configuration.to_yaml(config)
+        text = configfile.to_yaml(config)
         write_text(folder.config, text, "the configuration", DataError)
 
     def event(self, event: str, **values: Any) -> None:

@@ -20,7 +20,7 @@ from hvdtrain.parallel.stage import Images
 from hvdtrain.parallel.step import Step
 from hvdtrain.training.build import build_runtime
 from hvdtrain.training.feed import taken
-from hvdtrain.training.layout import State, gather_state
+from hvdtrain.training.layout import gather_tensors
 from hvdtrain.training.parts import build_model
 from hvdtrain.training.setup import make_plan
 from hvdtrain.world import World
@@ -87,7 +87,7 @@ def check_plan(
     plan = plan or make_plan(config, components, image_size, classes, here.size)
     images = Images(MEAN, STD, torch.device(device), config.precision)
     runtime = build_runtime(config, plan, components, images, image_size, here, synchronous)
-    held, _ = gather_state(plan, runtime.parts, here)
+    held = gather_tensors(plan, runtime.parts, here)
     before = {name: tensor.clone() for name, tensor in held.items()}
     batch = random_batch(config.batch_size, image_size, classes, config.seed)
     pieces = cut(plan, config.batch_size)
@@ -95,14 +95,14 @@ def check_plan(
     actions = schedule.training_step(plan, pieces)[here.rank]
     mine = runtime.gradients(program(plan, pieces, actions, here.rank), step)
     found = _gather(plan, runtime, mine, here)
-    after, _ = gather_state(plan, runtime.parts, here)
+    after = gather_tensors(plan, runtime.parts, here)
     loss = sum(here.gather(0.0 if step.loss_sum is None else float(step.loss_sum)))
     if runtime.activity is not None:
         runtime.activity.close()
     parity = None
     if here.rank == 0:
         serial = _serial(config, components, plan, pieces, before, batch, images)
-        parity = _compare(config, serial, found, (after, {}), loss / config.batch_size)
+        parity = _compare(config, serial, found, after, loss / config.batch_size)
     result: Parity = here.broadcast(parity)
     return result
 
@@ -145,10 +145,14 @@ def _serial(
 
 
 def _compare(
-    config: TrainConfig, serial: Serial, found: dict[str, Tensor], after: State, loss: float
+    config: TrainConfig,
+    serial: Serial,
+    found: dict[str, Tensor],
+    after: dict[str, Tensor],
+    loss: float,
 ) -> Parity:
     statistics = largest_errors(
-        {name: after[0][name] for name in serial.statistics},
+        {name: after[name] for name in serial.statistics},
         {name: value.cpu() for name, value in serial.statistics.items()},
     )
     return Parity(

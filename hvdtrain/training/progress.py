@@ -72,7 +72,7 @@ def _fits(value: Any, kind: Any) -> bool:
     if kind is int:
         return type(value) is int and 0 <= value < LARGEST
     if kind is float:
-        return type(value) in (int, float) and abs(value) < LARGEST and not math.isnan(value)
+        return _fits(abs(value), int) if type(value) is int else _is_finite(value)
     if kind is str:
         return isinstance(value, str)
     if kind == dict[str, Any]:
@@ -83,3 +83,7 @@ def _fits(value: Any, kind: Any) -> bool:
         and _fits(value.get("value"), float)
         and _fits(value.get("step"), int)
     )
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, float) and math.isfinite(value)

@@ -1,6 +1,5 @@
 """Starting a job again from its last checkpoint after a rank failed."""
 
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,9 +30,9 @@ def run(config: TrainConfig, arguments: Sequence[str]) -> int:
 
 def _more(config: TrainConfig, folder: Path, ranks: int) -> list[str]:
     """The options of one start; those that come last win."""
-    options = f"--restarts 0 --ranks {ranks} --run {shlex.quote(str(folder))}"
+    options = ["--restarts", "0", "--ranks", str(ranks), "--run", str(folder)]
     if (folder / "config.yaml").exists():
-        options += " --resume"
-    if ranks != config.ranks and (plan := refit(config.plan, ranks)) is not None:
-        options += f" --plan {plan}"
-    return shlex.split(options)
+        options += ["--resume"]
+    if ranks < (config.ranks or 1) and (plan := refit(config.plan, ranks)) is not None:
+        options += ["--plan", plan]
+    return options

@@ -4,7 +4,6 @@ import socket
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from hvdtrain import world
 from hvdtrain.activity import Activity
@@ -38,11 +37,11 @@ class Run:
     folder: metrics.RunFolder
     records: metrics.Records | None
     saver: Saver
+    interval: tuple[float, str]  # between checkpoints, in epochs, steps or minutes
     ledger: list[str] = field(default_factory=list)
     startup_seconds: float = 0.0
     clock: float = field(default_factory=time.perf_counter)
     saved_at: float = field(default_factory=time.monotonic)
-    kept: dict[str, Any] = field(default_factory=dict)  # the progress of the pending checkpoint
     first_step: int = 0  # steps done when this process began
 
     @property
@@ -100,6 +99,7 @@ def open_run(config: TrainConfig, stop: StopRequest) -> Run:
     control = Control(here, session.device)
     return Run(
         *(session, progress, console, control, stop, folder, records, saver),
+        config.checkpoint_interval(),
         first_step=progress.step,
     )
 

@@ -25,7 +25,8 @@ class Saver:
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder, self.rank = folder, rank
-        self.pending: str | None = None
+        self.pending = False
+        self._commit: Callable[[], object] | None = None
         self._buffers: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -34,25 +35,31 @@ class Saver:
     def written(self) -> bool:
         """Whether this rank's part of the pending checkpoint is on the disk."""
         busy = self._thread is not None and self._thread.is_alive()
-        return self.pending is not None and not busy and self._error is None
+        return self.pending and not busy and self._error is None
 
-    def begin(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Copy the tensors, and start to write the copy as this rank's part of `name`."""
-        assert self.pending is None, "one checkpoint at a time"
+    def begin(
+        self, name: str, tensors: Mapping[str, Tensor], commit: Callable[[], object] | None
+    ) -> None:
+        """Copy the tensors, and start to write the copy as this rank's part of `name`.
+
+        Args:
+            commit: what this rank does once all parts are written; rank 0 makes the checkpoint.
+        """
+        assert not self.pending, "one checkpoint at a time"
         self.join()
         copies = {key: self._copy(key, tensor) for key, tensor in tensors.items()}
         if any(tensor.device.type == "cuda" for tensor in tensors.values()):
             torch.cuda.synchronize()
         self._buffers = copies
-        self.pending = name
+        self.pending, self._commit = True, commit
         self._start(lambda: store.write_part(self.folder, name, self.rank, copies))
 
-    def settle(self, commit: Callable[[], object] | None) -> None:
-        """The pending checkpoint is whole on all ranks: rank 0 commits it, in its thread."""
+    def settle(self) -> None:
+        """All ranks have written their parts: what is left to do is done in the thread."""
         self.join()
-        self.pending = None
-        if commit is not None:
-            self._start(commit)
+        self.pending = False
+        if self._commit is not None:
+            self._start(self._commit)
 
     def join(self) -> None:
         """Return once the thread has nothing to do.

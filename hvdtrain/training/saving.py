@@ -1,19 +1,20 @@
 """When a run saves and how: copied at once on all ranks, written and committed beside training."""
 
 import time
-from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from hvdtrain.training.checkpoint import store
 from hvdtrain.training.control import Agreed
 from hvdtrain.training.layout import own_share
+from hvdtrain.training.metrics import Records
 from hvdtrain.training.run import Run
 
 
 def is_wanted(run: Run) -> bool:
     """Whether this rank asks all others to save: rank 0 does, by its clock."""
-    number, unit = run.session.config.checkpoint_interval()
+    number, unit = run.interval
     if unit != "minute" or run.session.world.rank != 0:
         return False
     return time.monotonic() - run.saved_at >= 60 * number
@@ -21,14 +22,14 @@ def is_wanted(run: Run) -> bool:
 
 def is_due(run: Run, agreed: Agreed | None) -> bool:
     """Whether all ranks save after this step, inside an epoch."""
-    number, unit = run.session.config.checkpoint_interval()
+    number, unit = run.interval
     by_step = unit == "step" and run.progress.step % int(number) == 0
     return by_step or (agreed is not None and agreed.save)
 
 
 def is_due_after_epoch(run: Run) -> bool:
     """Whether all ranks save after the epoch that was just trained."""
-    number, unit = run.session.config.checkpoint_interval()
+    number, unit = run.interval
     epoch_over = run.progress.position % len(run.session.train_rows) == 0
     epoch = run.progress.position // len(run.session.train_rows)
     return unit != "epoch" or not epoch_over or epoch % int(number) == 0 or run.trained
@@ -44,12 +45,14 @@ def begin(run: Run) -> None:
     run.ledger.clear()
     run.count_seconds()
     run.saved_at = time.monotonic()
-    name = store.name_of(run.progress.step)
+    name, commit = store.name_of(run.progress.step), None
     if run.records is not None:
         run.records.write_ledger(ledgers)
         run.records.event("checkpoint", step=run.progress.step, path=name)
-        run.kept = asdict(run.progress) | run.records.sizes()
-    run.saver.begin(name, own_share(session.plan, session.parts, session.world.rank))
+        kept = asdict(run.progress) | run.records.sizes()
+        commit = partial(_commit, run, run.records, name, kept)
+    share = own_share(session.plan, session.parts, session.world.rank)
+    run.saver.begin(name, share, commit)
 
 
 def follow(run: Run, agreed: Agreed) -> None:
@@ -59,34 +62,27 @@ def follow(run: Run, agreed: Agreed) -> None:
         DataError: if this rank could not write its own.
     """
     run.saver.check()
-    if run.saver.pending is not None and agreed.written == run.session.world.size:
-        run.saver.settle(_commit(run))
+    if run.saver.pending and agreed.written == run.session.world.size:
+        run.saver.settle()
 
 
 def finish(run: Run) -> None:
     """Return once what was begun is a checkpoint. Collective; no agreement is under way."""
     run.saver.join()
     run.session.world.barrier()  # nothing watches it: rank 0 may have files to remove
-    if run.saver.pending is not None:
-        run.saver.settle(_commit(run))
+    if run.saver.pending:
+        run.saver.settle()
         run.saver.join()
         run.session.world.barrier()
 
 
-def _commit(run: Run) -> Callable[[], None] | None:
-    """What rank 0 has to do in its thread; nothing on other ranks."""
-    records, name, kept = run.records, run.saver.pending, run.kept
-    if records is None or name is None:
-        return None
+def _commit(run: Run, records: Records, name: str, kept: dict[str, Any]) -> None:
+    """Make the checkpoint of what all ranks have written; on rank 0, in its thread."""
     session, folder = run.session, run.folder.checkpoints
-
-    def commit() -> None:
-        records.sync()
-        writers = range(session.world.size)
-        store.commit(folder, name, writers, kept, asdict(session.config))
-        best: dict[str, Any] | None = kept["best"]
-        if best is not None and (folder / store.name_of(best["step"])).is_dir():
-            store.mark_best(folder, store.name_of(best["step"]), best["metric"], best["value"])
-        store.prune(folder, session.config.keep_checkpoints)
-
-    return commit
+    records.sync()
+    writers = range(session.world.size)
+    store.commit(folder, name, writers, kept, asdict(session.config))
+    best = kept["best"]
+    if best is not None and (folder / store.name_of(best["step"])).is_dir():
+        store.mark_best(folder, store.name_of(best["step"]), best["metric"], best["value"])
+    store.prune(folder, session.config.keep_checkpoints)

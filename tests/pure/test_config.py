@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain import config
+from hvdtrain import configfile
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
 
@@ -40,15 +40,15 @@ def test_the_learning_rate_is_used_as_given_and_scaled_only_if_asked() -> None:
 
 def test_a_saved_configuration_reads_back_and_differs_from_none_of_itself(tmp_path: Path) -> None:
     written = make(lr=0.25, ledger="x.csv")
-    (tmp_path / "config.yaml").write_text(config.to_yaml(written))
-    read = config.load(tmp_path / "config.yaml")
+    (tmp_path / "config.yaml").write_text(configfile.to_yaml(written))
+    read = configfile.load(tmp_path / "config.yaml")
     assert read == asdict(written)
-    assert config.differences(read, written) == []
+    assert configfile.differences(read, written) == []
 
 
 def test_a_change_of_what_is_computed_is_named_with_both_values() -> None:
     old = asdict(make(lr=0.1, epochs=3, ranks=1))
-    assert config.differences(old, make(lr=0.2, epochs=5, ranks=4)) == ["lr was 0.1, is 0.2"]
+    assert configfile.differences(old, make(lr=0.2, epochs=5, ranks=4)) == ["lr was 0.1, is 0.2"]
 
 
 @pytest.mark.parametrize("content", ["- a\n- b\n", "a: [", ""])
@@ -56,7 +56,7 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, content: str
     path = tmp_path / "config.yaml"
     path.write_text(content)
     with pytest.raises(UsageError, match=r"config\.yaml"):
-        config.load(path)
+        configfile.load(path)
 
 
 def test_epochs_and_steps_end_a_run_whichever_comes_first() -> None:
@@ -71,4 +71,6 @@ def test_epochs_and_steps_end_a_run_whichever_comes_first() -> None:
 
 def test_a_longer_run_is_another_one_where_the_schedule_follows_its_length() -> None:
     old = asdict(make(epochs=3, lr_schedule="cosine"))
-    assert config.differences(old, make(epochs=5, lr_schedule="cosine")) == ["epochs was 3, is 5"]
+    assert configfile.differences(old, make(epochs=5, lr_schedule="cosine")) == [
+        "epochs was 3, is 5"
+    ]

@@ -30,6 +30,7 @@ FLOORS = (
         "memory",
         "poll",
         "config",
+        "configfile",
         "errors",
         "arguments",
         "activity",

@@ -29,10 +29,11 @@ DTYPES = {
     torch.int16: "I16",
     torch.int8: "I8",
     torch.uint8: "U8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
     torch.bool: "BOOL",
 }
-for _bits in (16, 32, 64):
-    DTYPES[getattr(torch, f"uint{_bits}")] = f"U{_bits}"
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ import psutil
 from tests.conftest import program_environment
 
 
-def begin(options: Sequence[str], run: Path) -> "subprocess.Popen[str]":
-    """Start a job; returns once it saves its first checkpoint."""
+def begin(options: Sequence[str], ready: Callable[[], object]) -> "subprocess.Popen[str]":
+    """Start a job; returns once `ready` is true."""
     process = subprocess.Popen(
         [sys.executable, "-m", "hvdtrain", *options],
         stdout=subprocess.DEVNULL,
@@ -22,10 +22,16 @@ def begin(options: Sequence[str], run: Path) -> "subprocess.Popen[str]":
         text=True,
         env=program_environment(),
     )
-    while not (run / "checkpoints").exists() or not list((run / "checkpoints").iterdir()):
+    while not ready():
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
     return process
+
+
+def saves(run: Path) -> bool:
+    """Whether a run has begun to save its first checkpoint."""
+    folder = run / "checkpoints"
+    return folder.exists() and any(folder.iterdir())
 
 
 def ranks_of(process: "subprocess.Popen[str]") -> list[psutil.Process]:

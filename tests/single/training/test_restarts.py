@@ -10,7 +10,7 @@ import pytest
 from hvdtrain.parallel.planfile import refit
 from hvdtrain.training import checkpoint
 from tests.conftest import Program
-from tests.single.training.jobs import begin, ranks_of, samples_of
+from tests.single.training.jobs import begin, ranks_of, samples_of, saves
 
 EPOCHS = 12
 
@@ -41,7 +41,7 @@ def test_a_job_that_loses_a_rank_twice_goes_on(
     options = ["train", "--model", "cnn", "--data", small_set, "--ranks", 3, "--run", run]
     options += ["--batch-size", 30, "--epochs", EPOCHS, "--checkpoint-every", "3 steps"]
     options += ["--ledger", ledger, "--restarts", 2, *fewer]
-    process = begin([str(option) for option in options], run)
+    process = begin([str(option) for option in options], lambda: saves(run))
     dead: set[int] = set()
     for _ in range(2):
         last = newest(run)

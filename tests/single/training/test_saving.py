@@ -13,7 +13,7 @@ import pytest
 
 from hvdtrain.training import checkpoint
 from tests.conftest import Program
-from tests.single.training.jobs import begin, events_of, ranks_of, samples_of
+from tests.single.training.jobs import begin, events_of, ranks_of, samples_of, saves
 
 EPOCH, EPOCHS = 601, 8
 KILLS = int(os.environ.get("HVDTRAIN_KILLS", "10"))
@@ -79,7 +79,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
     """A rank is killed at a random moment of training and saving, and the job resumed."""
     dice = random.Random(seed)
     layout, run = list(LAYOUTS)[seed % 2], tmp_path / "run"
-    process = begin(command(layout, small_set, run), run)
+    process = begin(command(layout, small_set, run), lambda: saves(run))
     time.sleep(dice.uniform(0, 1.5))
     dice.choice(ranks_of(process)).send_signal(signal.SIGKILL)
     killed_at = time.monotonic()

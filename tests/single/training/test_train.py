@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import yaml
 
 from hvdtrain.training import checkpoint
 from tests.conftest import Program, program_environment
+from tests.single.training.jobs import begin, events_of
 
 TRAIN = ("train", "--model", "cnn", "--epochs", "2", "--batch-size", "50", "--seed", "3")
 
@@ -22,11 +22,6 @@ TRAIN = ("train", "--model", "cnn", "--epochs", "2", "--batch-size", "50", "--se
 def summary_of(run: Path) -> dict[str, Any]:
     content: dict[str, Any] = json.loads((run / "summary.json").read_text())
     return content
-
-
-def events_of(run: Path, kind: str) -> list[dict[str, Any]]:
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if line["event"] == kind]
 
 
 @pytest.fixture(scope="module")
@@ -266,16 +261,7 @@ def test_ctrl_c_in_one_process_saves_and_goes_on_where_it_stopped(
     run = tmp_path / "run"
     common = ["train", "--model", "cnn", "--data", str(small_set), "--run", str(run)]
     long = [*common, "--batch-size", "10", "--log-every", "1", "--epochs", "1000"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "hvdtrain", *long],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=program_environment(),
-    )
-    while not (run / "metrics.jsonl").exists() or not events_of(run, "step"):
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.05)
+    process = begin(long, lambda: (run / "metrics.jsonl").exists() and events_of(run, "step"))
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=10)
     assert process.returncode == 130

@@ -1,0 +1,51 @@
+"""The configuration that a run folder keeps: written, read, and compared with a new one."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.config import TrainConfig
+from hvdtrain.errors import UsageError
+
+# A run may be continued with other values of these: they say where, how and how long it runs. Of
+# what a step computes they change rounding, and which samples local batch norm sees together.
+MAY_CHANGE_ON_RESUME = frozenset(
+    {"data", "plan", "ranks", "epochs", "max_steps", "microbatches", "schedule", "recompute"}
+    | {"device", "threads", "compile", "allreduce", "log_every", "ledger", "stall_timeout"}
+    | {"weights", "trace", "run", "resume", "checkpoint_every", "keep_checkpoints"}
+    | {"restarts", "min_ranks"}
+)
+
+
+def differences(old: dict[str, Any], new: TrainConfig) -> list[str]:
+    """Say how `new` differs from a saved configuration in what a run computes."""
+    current = asdict(new)
+    may_change = MAY_CHANGE_ON_RESUME
+    if new.lr_schedule != "constant":
+        may_change = may_change - {"epochs", "max_steps"}  # they stretch the schedule
+    return [
+        f"{name} was {old[name]!r}, is {current[name]!r}"
+        for name in current
+        if name not in may_change and name in old and old[name] != current[name]
+    ]
+
+
+def to_yaml(config: TrainConfig) -> str:
+    """The resolved configuration as YAML that `--config` reads back, for this run or a new one."""
+    import yaml
+
+    return yaml.safe_dump(asdict(replace(config, resume=False)), sort_keys=False)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Read a saved configuration; a key of another version stays in the dictionary."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(f"{path} cannot be read as YAML: {reason}") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"{path} holds no configuration: expected lines of 'key: value'")
+    return content
