@@ -33,7 +33,7 @@ class Activity:
         self.limit, self.on_stall = limit, on_stall
         self._map = _open_map(path, rank) if path else None
         self._start = rank * LINE_BYTES
-        self._prefix = ""
+        self._step, self._prefix = 0, ""
         self._line: str | None = None
         self._since = 0.0
         self._closed = threading.Event()
@@ -42,7 +42,7 @@ class Activity:
 
     def step(self, number: int) -> None:
         """The actions to come are those of this step."""
-        self._prefix = f"step {number}, "
+        self._step, self._prefix = number, f"step {number}, "
 
     def note(self, line: str) -> None:
         """From now on this rank does what `line` says."""
@@ -51,6 +51,10 @@ class Activity:
         if self._map is not None:
             text = f"{self._prefix}{line}".encode()[:LINE_BYTES].ljust(LINE_BYTES)
             self._map[self._start : self._start + LINE_BYTES] = text
+
+    def now(self) -> tuple[int, str]:
+        """The step, and what is done in it; empty at rest."""
+        return self._step, self._line or ""
 
     def rest(self) -> None:
         """This rank does something of its own, for as long as it takes."""

@@ -3,14 +3,15 @@
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
-from hvdtrain import __version__, failure, launchers
+from hvdtrain import __version__, configfile, failure, launchers
 from hvdtrain.arguments import Parser, add_dataclass
 from hvdtrain.bench.options import LoaderConfig, StepConfig
 from hvdtrain.commands import COMMANDS
 from hvdtrain.config import TrainConfig
-from hvdtrain.errors import Interrupted, Preempted
+from hvdtrain.errors import Interrupted, Preempted, UsageError
 from hvdtrain.planner.options import PlanConfig
 
 PLAN_COMMANDS = {
@@ -39,9 +40,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code."""
-    parsed = _parser().parse_args(list(arguments))
+    for path in _configurations(arguments):
+        configfile.read_text(path)
+    try:
+        parsed = _parser().parse_args(list(arguments))
+    except (OverflowError, ValueError) as error:  # such as a number of thousands of digits
+        reason = " ".join(str(error).split())
+        raise UsageError(f"an option cannot be understood: {reason}") from None
     name, values = _innermost(parsed.as_dict())
     return COMMANDS[name](arguments, **values)
+
+
+def _configurations(arguments: Sequence[str]) -> list[Path]:
+    """The files that `--config` names and that there are."""
+    pairs = zip(arguments, [*arguments[1:], ""], strict=True)
+    named = [after for word, after in pairs if word == "--config"]
+    named += [word.partition("=")[2] for word in arguments if word.startswith("--config=")]
+    return [Path(name) for name in named if os.path.isfile(name)]  # noqa: PTH113
 
 
 def _parser() -> Parser:

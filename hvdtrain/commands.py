@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
-from hvdtrain import launch, launchers, models
+from hvdtrain import failure, launch, launchers, models
 from hvdtrain.bench.options import LoaderConfig, StepConfig
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import CheckFailed, DataError, UsageError
@@ -93,13 +93,11 @@ def train(arguments: Sequence[str], **values: Any) -> int:
         from hvdtrain.training.precheck import check_before_launch
 
         check_before_launch(settings)
-        if settings.restarts:
-            from hvdtrain.training import restarts
+        from hvdtrain.training import restarts
 
-            return restarts.run(settings, arguments)
-        return launch.run(settings.ranks or 1, arguments)
+        return restarts.run(settings, arguments)
     # Before the seconds in which torch and MPI start: a signal is remembered from here on.
-    with StopRequest() as stop:
+    with failure.telling(settings.on_alert, settings.run), StopRequest() as stop:
         from hvdtrain.training.loop import train as run_training
 
         run_training(settings, stop)

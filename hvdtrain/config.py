@@ -7,13 +7,16 @@ command line is the same name with dashes.
 
 import re
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Literal, get_args
 
+from hvdtrain import injection
 from hvdtrain.errors import UsageError
+from hvdtrain.ranges import check_ranges, flag
 
 Precision = Literal["fp32", "bf16", "fp64"]
 Device = Literal["cpu", "cuda"]
 DEFAULT_EPOCHS = 10
+MOST_RANKS = 2**20  # where a launcher knows how many there are
 
 
 def about(text: str) -> dict[str, str]:
@@ -97,6 +100,17 @@ class TrainConfig:
     clip_norm: float | None = field(
         default=None,
         metadata=about("scale gradients down to this norm, taken over the whole model"),
+    )
+    gradient_limit: float | None = field(
+        default=None,
+        metadata=about("a step whose gradients have a larger norm than this is a bad step"),
+    )
+    on_bad_step: Literal["stop", "skip"] = field(
+        default="stop",
+        metadata=about(
+            "where gradients or loss are no numbers, or above --gradient-limit: stop, naming the "
+            "component, or skip the step"
+        ),
     )
     batch_norm: Literal["local", "sync"] = field(
         default="local",
@@ -188,6 +202,13 @@ class TrainConfig:
     keep_checkpoints: int = field(
         default=2, metadata=about("keep so many of the newest checkpoints, and the best one")
     )
+    replicate: str | None = field(
+        default=None,
+        metadata=about(
+            "keep a second copy of each part of a checkpoint in this folder of another host's own "
+            "disk, and go on from it where the first one is lost"
+        ),
+    )
     restarts: int = field(
         default=0,
         metadata=about("start again from the last checkpoint, so often, after a rank failed"),
@@ -199,6 +220,20 @@ class TrainConfig:
             "default: with all"
         ),
     )
+    on_alert: str | None = field(
+        default=None,
+        metadata=about(
+            "shell command that is run when something goes wrong; it finds HVDTRAIN_CAUSE, "
+            "HVDTRAIN_MESSAGE and HVDTRAIN_RUN in its environment"
+        ),
+    )
+    inject: str | None = field(
+        default=None,
+        metadata=about(
+            "make a fault happen, to rehearse: kill, segfault, memory, stop, slow, nan, corrupt, "
+            "truncate or fill, such as 'kill step=20 rank=1'"
+        ),
+    )
     ledger: str | None = field(
         default=None,
         metadata=about("write a CSV line (epoch,step,rank,sample) for every sample trained on"),
@@ -206,25 +241,13 @@ class TrainConfig:
 
     def check(self) -> "TrainConfig":
         """Return the configuration itself if every value is in range."""
+        for item in fields(self):
+            if getattr(self, item.name) is None and type(None) not in get_args(item.type):
+                raise UsageError(f"{flag(item.name)} must have a value")
+        check_ranges(vars(self))
         self.checkpoint_interval()
-        positive = ("batch_size", "lr", "log_every", "stall_timeout", "keep_checkpoints")
-        positive_or_none = ("epochs", "max_steps", "ranks", "min_ranks", "threads")
-        also = ("lr_base_batch", "microbatches", "clip_norm", "cutout", "image_size", "patch_size")
-        for name in (*positive, *positive_or_none, *also):
-            value = getattr(self, name)
-            if value is None and name not in positive:
-                continue
-            if not 0 < value < float("inf"):
-                raise UsageError(f"{_flag(name)} must be above 0, not {value}")
-        for name in ("warmup_epochs", "momentum", "weight_decay", "seed", "restarts"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise UsageError(f"{_flag(name)} must be 0 or more, not {getattr(self, name)}")
-        if not 0 <= self.holdout <= 0.9:
-            raise UsageError(f"--holdout must be between 0 and 0.9, not {self.holdout}")
-        if not 0 <= self.label_smoothing < 1:
-            raise UsageError(
-                f"--label-smoothing must be 0 or more and below 1, not {self.label_smoothing}"
-            )
+        if self.inject is not None:
+            injection.parse(self.inject, self.ranks or MOST_RANKS)
         if self.epochs is not None and self.warmup_epochs > self.epochs:
             raise UsageError(
                 f"--warmup-epochs {self.warmup_epochs} is more than --epochs {self.epochs}"
@@ -269,8 +292,4 @@ class TrainConfig:
 
 def option_names() -> list[str]:
     """The command line options of `train`, in order."""
-    return [_flag(item.name) for item in fields(TrainConfig)]
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+    return [flag(item.name) for item in fields(TrainConfig)]

@@ -8,10 +8,19 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from types import TracebackType
 from typing import NoReturn
 
-from hvdtrain.errors import EXIT_INTERNAL, HvdtrainError, Interrupted, RankError, UsageError
+from hvdtrain import alert
+from hvdtrain.errors import (
+    EXIT_INTERNAL,
+    HvdtrainError,
+    Interrupted,
+    Preempted,
+    RankError,
+    UsageError,
+)
 from hvdtrain.launchers import Launch, detect
 from hvdtrain.world import activity_path, import_mpi
 
@@ -19,6 +28,8 @@ from hvdtrain.world import activity_path, import_mpi
 # out before the job ends.
 SECONDS_TO_BE_ENDED = 5.0
 SECONDS_TO_JOIN = 20
+# What torch says, on a CPU and on a GPU, in an error that has no class of its own on both.
+OUT_OF_MEMORY = ("an't allocate memory", "annot allocate memory", "out of memory")
 
 _ALONE = (("RANK", 0), ("SIZE", 1))
 _first_failure: socket.socket | None = None
@@ -43,15 +54,7 @@ def fail(error: BaseException) -> NoReturn:
     One line for an error that the user can mend, this rank's traceback for any other.
     """
     launch = _detect_quietly()
-    if isinstance(error, KeyboardInterrupt):
-        code, text = Interrupted.exit_code, "hvdtrain: interrupted"
-    elif isinstance(error, HvdtrainError):
-        code, text = error.exit_code, f"hvdtrain: {error}"
-    else:
-        alone = launch.size == 1
-        code = EXIT_INTERNAL if alone else RankError.exit_code
-        heading = "" if alone else f"hvdtrain: rank {launch.rank} on {socket.gethostname()}:\n"
-        text = heading + "".join(traceback.format_exception(error)).rstrip()
+    code, text = _verdict(error, launch)
     first = launch.size == 1 or _is_first_to_fail(launch.job)
     if first:
         sys.stdout.flush()
@@ -70,6 +73,43 @@ def fail(error: BaseException) -> NoReturn:
     if _is_mpi_running():
         sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(code)
     os._exit(code)
+
+
+@contextlib.contextmanager
+def telling(command: str | None, run: str | None) -> Iterator[None]:
+    """Tell the command of `--on-alert` of an error that ends the job, once.
+
+    Ranks that our own launcher has started leave that to it.
+    """
+    try:
+        yield
+    except (Interrupted, Preempted, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        launch = _detect_quietly()
+        if activity_path() is None and (launch.size == 1 or _is_first_to_fail(launch.job)):
+            line = _verdict(error, launch)[1].splitlines()[-1].removeprefix("hvdtrain: ")
+            alert.send_and_wait(command, "job failed", line, run)
+        raise
+
+
+def _verdict(error: BaseException, launch: Launch) -> tuple[int, str]:
+    """The exit code that an error ends with, and what is said of it."""
+    alone, where = launch.size == 1, f"rank {launch.rank} on {socket.gethostname()}"
+    if isinstance(error, KeyboardInterrupt):
+        return Interrupted.exit_code, "hvdtrain: interrupted"
+    if isinstance(error, HvdtrainError):
+        return error.exit_code, f"hvdtrain: {error}"
+    if any(words in str(error) for words in OUT_OF_MEMORY) or isinstance(error, MemoryError):
+        doing = "; ".join(getattr(error, "__notes__", []))
+        return RankError.exit_code, (
+            f"hvdtrain: {where} is out of memory{f' ({doing})' if doing else ''}: "
+            f"{str(error).splitlines()[0] if str(error) else 'nothing more is known'}; use a "
+            "smaller --batch-size, more --microbatches, --recompute, or fewer ranks on a host"
+        )
+    code = EXIT_INTERNAL if alone else RankError.exit_code
+    heading = "" if alone else f"hvdtrain: {where}:\n"
+    return code, heading + "".join(traceback.format_exception(error)).rstrip()
 
 
 def _detect_quietly() -> Launch:
@@ -113,6 +153,8 @@ def _is_first_to_fail(job: str) -> bool:
     is left behind, but a rank that fails after that one has gone is heard too.
     """
     global _first_failure
+    if _first_failure is not None:
+        return True  # asked again
     if activity := activity_path():
         try:
             activity.with_name("failed").touch(exist_ok=False)
@@ -121,9 +163,10 @@ def _is_first_to_fail(job: str) -> bool:
         except OSError:
             return True  # better heard twice than not at all
         return True
-    _first_failure = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    owner = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
-        _first_failure.bind(f"\0hvdtrain-failed-{os.getuid()}-{job}")
+        owner.bind(f"\0hvdtrain-failed-{os.getuid()}-{job}")
     except OSError:
         return False
+    _first_failure = owner
     return True

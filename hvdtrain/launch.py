@@ -14,11 +14,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from hvdtrain import memory
 from hvdtrain.activity import last_activity
 from hvdtrain.errors import Interrupted, Preempted, RankError, UsageError
 from hvdtrain.launchers import own_mpirun
@@ -35,25 +37,45 @@ SIGNALS_PASSED_ON = (
 )
 PR_SET_PDEATHSIG = 1
 VERSION_SECONDS = 20
+SAID = "hvdtrain: "
 SHOW_CURSOR = "\x1b[?25h"
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended: its exit code, and the last line that says why; empty if none does."""
+
+    code: int
+    message: str
+
+
 def run(ranks: int, arguments: Sequence[str]) -> int:
-    """Run `hvdtrain ARGUMENTS` on `ranks` ranks of this machine and return the exit code.
+    """As `supervise`; the exit code alone."""
+    return supervise(ranks, arguments).code
+
+
+def supervise(
+    ranks: int, arguments: Sequence[str], environment: Mapping[str, str] | None = None
+) -> Outcome:
+    """Run `hvdtrain ARGUMENTS` on `ranks` ranks of this machine.
+
+    Args:
+        environment: of the ranks, beside this process's own.
 
     Raises:
         UsageError: if there is no MPI launcher.
     """
     command = [*mpirun(ranks), sys.executable, "-m", "hvdtrain", *arguments]
     with tempfile.TemporaryDirectory(prefix="hvdtrain-", ignore_cleanup_errors=True) as folder:
-        return _run(command, Path(folder) / "activity")
+        return _run(command, Path(folder) / "activity", environment or {})
 
 
-def _run(command: Sequence[str], activity: Path) -> int:
+def _run(command: Sequence[str], activity: Path, environment: Mapping[str, str]) -> Outcome:
     """Run a launcher whose ranks note in the file `activity` what they do."""
+    out_of_memory = memory.processes_ended_for_memory()
     process = subprocess.Popen(
         command,
-        env=_environment() | {"HVDTRAIN_ACTIVITY": str(activity)},
+        env=_environment() | {"HVDTRAIN_ACTIVITY": str(activity)} | dict(environment),
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -63,7 +85,8 @@ def _run(command: Sequence[str], activity: Path) -> int:
     )
     interruption = _Interruption(process)
     banners: list[str] = []
-    reader = threading.Thread(target=_stream, args=(process.stderr, banners), daemon=True)
+    said: list[str] = []
+    reader = threading.Thread(target=_stream, args=(process.stderr, banners, said), daemon=True)
     reader.start()
     with interruption:
         code = process.wait()
@@ -72,8 +95,10 @@ def _run(command: Sequence[str], activity: Path) -> int:
         sys.stdout.write(SHOW_CURSOR)  # a rank that was ended could not take its bar away
     code, reason = judge(code, banners, interruption.received, activity)
     if reason:
+        if memory.processes_ended_for_memory() > out_of_memory:
+            reason += "; meanwhile the kernel ended a process here for lack of memory"
         print(f"hvdtrain: {reason}", file=sys.stderr, flush=True)
-    return code
+    return Outcome(code, reason or "".join(said[-1:]))
 
 
 def _whole_lines(lines: Iterable[str]) -> Iterator[str]:
@@ -192,9 +217,12 @@ class _Interruption:
             self.process.send_signal(signal.SIGUSR1)
 
 
-def _stream(source: IO[str] | None, banners: list[str]) -> None:
+def _stream(source: IO[str] | None, banners: list[str], said: list[str]) -> None:
+    """Pass on what the ranks write to standard error; collect the lines of hvdtrain's own."""
     assert source is not None
     for line in without_launcher_banners(source, banners):
+        if line.startswith(SAID):
+            said.append(line.removeprefix(SAID).strip())
         sys.stderr.write(line)
         sys.stderr.flush()
 

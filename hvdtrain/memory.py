@@ -1,7 +1,8 @@
-"""What the C library does with memory that a step has freed, and the next step asks for again."""
+"""Memory: what the C library does with it, and whether the kernel ran out of it."""
 
 import ctypes
 import os
+from pathlib import Path
 
 # glibc's malloc.h
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -31,3 +32,12 @@ def keep_freed_memory() -> bool:
         return False
     # In this order: the first setting of either ends glibc's own adaptation of both.
     return bool(mallopt(M_MMAP_THRESHOLD, LARGEST) and mallopt(M_TRIM_THRESHOLD, NEVER))
+
+
+def processes_ended_for_memory() -> int:
+    """How many processes of this host the kernel has ended for lack of memory; 0 if not known."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))

@@ -27,7 +27,7 @@ from hvdtrain.parallel.actions import COMPUTE
 from hvdtrain.parallel.runtime import HANDED_ON
 from hvdtrain.parallel.stage import DTYPES
 from hvdtrain.parallel.step import Step
-from hvdtrain.training.control import Control, Wishes
+from hvdtrain.training.control import Control, Vitals, Wishes
 from hvdtrain.training.feed import Feed, Feeder, augmentation, epoch_rows, requests
 from hvdtrain.training.layout import agree_on_weights
 from hvdtrain.training.setup import Session, model_components, open_session
@@ -107,9 +107,10 @@ def _timed_steps(session: Session, count: int, stop: StopRequest) -> _Times:
             began = time.perf_counter()
             feed: Feed = next(loader)
             waited = time.perf_counter() - began
-            step = session.runtime.run(program, Step(feed.images, feed.labels))
+            step = session.runtime.train(program, Step(feed.images, feed.labels))
             agreed = control.post(
-                step.loss_sum, samples, 0.0, Wishes(stop.interrupted, stop.preempted)
+                *(step.loss_sum, samples, Wishes(stop.interrupted, stop.preempted)),
+                Vitals(0.0, 0.0),
             )
             if agreed is not None and agreed.stop is not None:
                 _leave(agreed.stop)

@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from types import TracebackType
@@ -36,6 +37,9 @@ class Loader(Generic[Request, Item]):
     thread. At most `prefetch` batches wait for their use. An error in the thread is raised in the
     consumer, in place of the batch that failed. The thread ends with the requests or with
     close(), whichever comes first; use it in a `with` statement.
+
+    Attributes:
+        last_wait: seconds that the consumer waited for the last batch.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class Loader(Generic[Request, Item]):
         for _ in range(prefetch):
             self._room.put(True)
         self._ended = False
+        self.last_wait = 0.0
         self._thread = threading.Thread(
             target=_produce,
             args=(source, iter(requests), transform, self._made, self._room),
@@ -67,7 +72,9 @@ class Loader(Generic[Request, Item]):
     def __next__(self) -> Item:
         if self._ended:
             raise StopIteration
+        began = time.perf_counter()
         item = self._made.get()
+        self.last_wait = time.perf_counter() - began
         if not isinstance(item, _End):
             self._room.put(True)
             return item

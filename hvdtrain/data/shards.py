@@ -36,8 +36,9 @@ def open_split(index: Index, split: str, memory_bytes: int = _DEFAULT_MEMORY) ->
     """The samples of a split, kept in at most `memory_bytes` of memory.
 
     A split that fits is read once and held decoded, each shard checked against its SHA-256; of a
-    larger one, whole chunks are read as they are asked for, each checked by its Fletcher-32, and
-    the last used are kept. UsageError for a split that does not exist.
+    larger one, whole chunks are read as they are asked for, and the last used are kept: each is
+    checked by its Fletcher-32, and each shard, when it is opened first, against its SHA-256.
+    UsageError for a split that does not exist.
     """
     if split not in index.splits:
         names = " and ".join(f"`{name}`" for name in index.splits)
@@ -64,6 +65,7 @@ class Samples:
         self._chunk_bytes = split.chunk_rows * sample_bytes
         # An open file belongs to one process: HDF5 does not survive a fork.
         self._files: OrderedDict[tuple[int, int], h5py.File] = OrderedDict()
+        self._verified: set[int] = set()  # shards that are those of the index
         counts = np.array([shard.count for shard in split.shards], np.int64)
         self._first_rows = np.cumsum(counts) - counts  # first row of each shard
 
@@ -120,6 +122,7 @@ class Samples:
                     file.close()
             self._files.clear()
             self._chunks.clear()
+            self._verified.clear()
             self._whole = None
 
     def _gather_chunks(self, rows: NDArray[np.int64]) -> Batch:
@@ -163,6 +166,9 @@ class Samples:
                 (process, _), file = self._files.popitem(last=False)
                 if process == os.getpid():
                     file.close()
+            if number not in self._verified:
+                _check_hash(self.index, self.split, self.split.shards[number])
+                self._verified.add(number)
             self._files[key] = open_shard(self.index, self.split.shards[number])
         self._files.move_to_end(key)
         return self._files[key]

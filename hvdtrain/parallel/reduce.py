@@ -37,6 +37,9 @@ class Gradients(Protocol):
     def finish(self) -> ReductionTime:
         """Return once every gradient is the sum over all replicas."""
 
+    def are_finite(self) -> bool:
+        """Whether all gradients are numbers, once they are finished; the same on all replicas."""
+
     def zero(self) -> None:
         """Forget the gradients."""
 
@@ -59,6 +62,10 @@ class SerialGradients:
     def finish(self) -> ReductionTime:
         """Nothing is in flight."""
         return ReductionTime()
+
+    def are_finite(self) -> bool:
+        """Whether all gradients are numbers."""
+        return all_finite([value.grad for value in self.parameters if value.grad is not None])
 
     def zero(self) -> None:
         """Drop the gradients: autograd then moves the next ones in without a sum."""
@@ -142,6 +149,10 @@ class ReplicatedGradients:
             value.copy_(view if value.is_floating_point() else view.round())
         now = time.perf_counter()
         return ReductionTime(total=now - self.started_at, exposed=now - waiting_since)
+
+    def are_finite(self) -> bool:
+        """Whether all gradients, and the statistics beside them, are numbers."""
+        return all_finite([bucket.flat for bucket in self.buckets])
 
     def zero(self) -> None:
         """Set every gradient to zero, in place."""
@@ -230,6 +241,11 @@ def group_by_bytes(sizes: Sequence[int], limit: int, first: int) -> list[list[in
         groups[-1].append(index)
         held += size
     return groups
+
+
+def all_finite(tensors: Sequence[Tensor]) -> bool:
+    """Whether no tensor holds an infinity or what is no number: their sum tells, in one pass."""
+    return not tensors or bool(torch.stack([each.sum() for each in tensors]).sum().isfinite())
 
 
 def _make_bucket(name: str, parameters: list[nn.Parameter], statistics: list[Tensor]) -> Bucket:

@@ -5,6 +5,7 @@ that it is given. Tensors wait in the `Step`, by (stage, micro-batch), and each 
 last action that needs it is done.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -18,7 +19,6 @@ from hvdtrain.activity import Activity
 from hvdtrain.errors import UsageError
 from hvdtrain.parallel import halves
 from hvdtrain.parallel.actions import RECEIPTS, SENDS
-from hvdtrain.parallel.clip import clip_gradients
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.handover import Handover
 from hvdtrain.parallel.part import Part
@@ -26,6 +26,7 @@ from hvdtrain.parallel.program import Program, Task
 from hvdtrain.parallel.simulate import Event
 from hvdtrain.parallel.stage import Images
 from hvdtrain.parallel.step import Step
+from hvdtrain.parallel.update import UpdateRule, clip_gradients, total_norm
 from hvdtrain.parallel.waiting import WaitTime
 
 HANDED_ON = (*SENDS, *RECEIPTS, "REDUCE")
@@ -40,7 +41,7 @@ class Runtime:
         last: the number of the plan's last stage.
         handover: of this rank's boundaries.
         activity: where each action is noted before it is done.
-        clip_norm: the largest norm of all gradients together, None for any.
+        rule: what is asked of gradients before they change the weights.
         label_smoothing: in training; Szegedy et al., "Rethinking the Inception Architecture for
             Computer Vision", CVPR 2016, section 7.
         keep_events: whether to keep every action's times in `events`, for a trace.
@@ -55,7 +56,7 @@ class Runtime:
         handover: Handover,
         precision: str,
         activity: Activity | None = None,
-        clip_norm: float | None = None,
+        rule: UpdateRule | None = None,
         label_smoothing: float = 0.0,
         keep_events: bool = False,
     ) -> None:
@@ -64,7 +65,7 @@ class Runtime:
         self.exchange: Exchange | None = handover.exchange
         self.device = images.device
         self.bf16 = precision == "bf16"
-        self.activity, self.clip_norm = activity, clip_norm
+        self.activity, self.rule = activity, rule or UpdateRule()
         self.label_smoothing = label_smoothing
         self.events: list[Event] | None = [] if keep_events else None
         self.program: Program
@@ -106,6 +107,23 @@ class Runtime:
             self.activity.rest()
         step.waited = WaitTime(waited.bubble - bubble, waited.transfer - transfer)
         return step
+
+    def train(self, program: Program, step: Step) -> Step:
+        """Run a training program; a step that is left out leaves running statistics as they were.
+
+        `step.is_bad` says whether this rank left out an update.
+        """
+        before = self._statistics() if self.rule.skips else []
+        self.run(program, step)
+        if step.is_bad:
+            for value, kept in before:
+                value.copy_(kept)
+        return step
+
+    def _statistics(self) -> list[tuple[Tensor, Tensor]]:
+        """The running statistics of this rank's stages, each with a copy."""
+        found = (part.model.statistics().values() for part in self.parts.values())
+        return [(value, value.clone()) for values in found for value in values]
 
     def gradients(self, program: Program, step: Step) -> dict[str, Tensor]:
         """Run a training program up to its updates: the reduced gradients, by name, copied."""
@@ -250,16 +268,27 @@ class Runtime:
         part = self.parts[task.key[0]]
         if self.exchange:
             self.exchange.flush()
-        if self.clip_norm is None:
+        if not self.rule.needs_norm:
             step.reduction.add(part.gradients.finish())
-        elif not step.is_finished:
-            for each in self.parts.values():
-                step.reduction.add(each.gradients.finish())
-            clip_gradients(self.clip_norm, self.parts, self.exchange)
-            step.is_finished = True
-        if part.optimizer is not None:
+            is_bad = not part.gradients.are_finite()
+            step.is_bad |= is_bad
+        else:
+            if not step.is_finished:
+                self._judge(step)
+            is_bad = step.is_bad
+        if part.optimizer is not None and not is_bad:
             part.optimizer.step()
         part.gradients.zero()
+
+    def _judge(self, step: Step) -> None:
+        """Whether the gradients of all stages together may change the weights; clip them."""
+        for part in self.parts.values():
+            step.reduction.add(part.gradients.finish())
+        norm, rule = total_norm(self.parts, self.exchange), self.rule
+        step.is_bad = not norm <= rule.largest_norm or math.isinf(norm)  # not a number is no less
+        if rule.clip_norm is not None and not step.is_bad:
+            clip_gradients(norm, rule.clip_norm, self.parts)
+        step.is_finished = True
 
     def _keep_event(self, task: Task, began: float, waiting: float) -> None:
         if self.device.type == "cuda":

@@ -50,3 +50,4 @@ class Step:
     reduction: ReductionTime = field(default_factory=ReductionTime)
     waited: WaitTime = field(default_factory=WaitTime)
     is_finished: bool = False  # all gradients are reduced and clipped
+    is_bad: bool = False  # an update was left out, because the gradients are not what they may be

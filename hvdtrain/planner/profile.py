@@ -135,6 +135,10 @@ class _Unreduced:
         """Nothing is in flight."""
         return ReductionTime()
 
+    def are_finite(self) -> bool:
+        """Whether all gradients are numbers, asked in the stage's own way."""
+        return self.own.are_finite()
+
     def zero(self) -> None:
         """Forget the gradients, in the stage's own way."""
         self.own.zero()
@@ -150,7 +154,7 @@ def _runtime_alone(runtime: Runtime) -> Runtime:
     return Runtime(
         *(runtime.rank, parts, runtime.last, runtime.images, handover),
         precision="bf16" if runtime.bf16 else "fp32",  # to a runtime all others are the same
-        clip_norm=runtime.clip_norm,
+        rule=runtime.rule,
         label_smoothing=runtime.label_smoothing,
         keep_events=True,
     )

@@ -1,5 +1,6 @@
 """The interpreter of a plan on this rank, with all that it needs."""
 
+import math
 import socket
 from collections.abc import Sequence
 
@@ -13,6 +14,7 @@ from hvdtrain.parallel.handover import Handover
 from hvdtrain.parallel.plan import Plan
 from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.stage import Images
+from hvdtrain.parallel.update import UpdateRule
 from hvdtrain.training.parts import build_parts, probe_forms
 from hvdtrain.world import World
 
@@ -45,9 +47,17 @@ def build_runtime(
         Handover(here.rank, forms, exchange, device),
         config.precision,
         activity=Activity(world.activity_path(), here.rank, _patience(config), _stalled),
-        clip_norm=config.clip_norm,
+        rule=_rule(config),
         label_smoothing=config.label_smoothing,
         keep_events=config.trace is not None,
+    )
+
+
+def _rule(config: TrainConfig) -> UpdateRule:
+    return UpdateRule(
+        config.clip_norm,
+        config.gradient_limit if config.gradient_limit is not None else math.inf,
+        skips=config.on_bad_step == "skip",
     )
 
 

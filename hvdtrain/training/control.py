@@ -1,7 +1,7 @@
 """How ranks agree while training: one small non-blocking all-reduce a step, read one step later.
 
-No other agreement between ranks exists inside an epoch: the wish to stop or to save, a loss that
-is not finite and the loss that is logged all ride on it.
+No other agreement between ranks exists inside an epoch: the wish to stop or to save, a bad step,
+the loss that is logged and how each rank fares all ride on it.
 """
 
 import math
@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hvdtrain.errors import Interrupted, Preempted
 from hvdtrain.poll import wait_until
 from hvdtrain.world import World
 
-INTERRUPT, PREEMPT, SAVE, WRITTEN, LOSS, SAMPLES, SECONDS = range(7)
+INTERRUPT, PREEMPT, SAVE, WRITTEN, BAD, LOSS, SAMPLES, HEADER = range(8)
 
 
 class Wishes(NamedTuple):
@@ -29,6 +30,27 @@ class Wishes(NamedTuple):
     preempted: bool
     save: bool = False  # a checkpoint is due
     written: bool = False  # its part of the pending checkpoint is on the disk
+    bad: bool = False  # it left out an update
+
+
+class Vitals(NamedTuple):
+    """How a rank fares in a step.
+
+    Attributes:
+        seconds: the step, with the wait for its data.
+        own_seconds: of these, all but waiting for other ranks.
+        data_seconds: the wait for its data.
+        memory_bytes: resident, or allocated on the GPU.
+        load: of its host, processes that are ready to run.
+        celsius: of the hottest sensor of its processor or GPU; not a number where there is none.
+    """
+
+    seconds: float
+    own_seconds: float
+    data_seconds: float = 0.0
+    memory_bytes: float = 0.0
+    load: float = 0.0
+    celsius: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -39,18 +61,20 @@ class Agreed:
         stop: the exit code to leave with, or None to go on.
         save: whether a rank asks for a checkpoint.
         written: how many ranks have written their part of the pending checkpoint.
+        bad: how many ranks left out an update.
         loss: mean loss over the samples of the step.
         samples: samples of the step, over all ranks.
-        slowest: the rank whose step took longest, and its seconds.
+        vitals: [ranks, Vitals], fp64.
         posted_at: when this rank was done with the step, by time.perf_counter.
     """
 
     stop: int | None
     save: bool
     written: int
+    bad: int
     loss_sum: float
     samples: int
-    slowest: tuple[int, float]
+    vitals: NDArray[np.float64]
     posted_at: float
 
     @property
@@ -62,6 +86,21 @@ class Agreed:
     def finite(self) -> bool:
         """Whether the loss is a number."""
         return math.isfinite(self.loss_sum)
+
+    @classmethod
+    def of(cls, total: NDArray[np.float64], posted_at: float) -> "Agreed":
+        """What the sum of all ranks' vectors says."""
+        stop = Preempted.exit_code if total[PREEMPT] else None
+        return cls(
+            Interrupted.exit_code if total[INTERRUPT] else stop,
+            bool(total[SAVE]),
+            round(total[WRITTEN]),
+            round(total[BAD]),
+            float(total[LOSS]),
+            round(total[SAMPLES]),
+            total[HEADER:].reshape(-1, len(Vitals._fields)),
+            posted_at,
+        )
 
 
 class Control:
@@ -76,46 +115,26 @@ class Control:
         self.delay = 1 if device.type == "cuda" else 0
         self.waiting: deque[tuple[Callable[[], float], np.ndarray, float]] = deque()
         self.in_flight: tuple[np.ndarray, Any, float] | None = None
-        self.last: Agreed | None = None  # of a rank that is alone
 
     def post(
-        self, loss_sum: Tensor | None, samples: int, seconds: float, wishes: Wishes
+        self, loss_sum: Tensor | None, samples: int, wishes: Wishes, vitals: Vitals
     ) -> Agreed | None:
         """Send this rank's part of a step; return the newest agreement that is not yet read."""
-        if self.world.communicator is None and self.delay == 0:
-            return self._alone(loss_sum, samples, seconds, wishes)
-        vector = np.zeros(SECONDS + self.world.size)
-        vector[INTERRUPT], vector[PREEMPT] = wishes.interrupted, wishes.preempted
-        vector[SAVE], vector[WRITTEN], vector[SAMPLES] = wishes.save, wishes.written, samples
-        vector[SECONDS + self.world.rank] = seconds
+        fields = len(Vitals._fields)
+        vector = np.zeros(HEADER + self.world.size * fields)
+        vector[INTERRUPT], vector[PREEMPT], vector[SAVE] = wishes[:3]
+        vector[WRITTEN], vector[BAD], vector[SAMPLES] = wishes.written, wishes.bad, samples
+        own = HEADER + self.world.rank * fields
+        vector[own : own + fields] = vitals
         self.waiting.append((_read_later(loss_sum), vector, time.perf_counter()))
         agreed = self._receive()
         if len(self.waiting) > self.delay:
             self._send()
         return agreed
 
-    def _alone(
-        self, loss_sum: Tensor | None, samples: int, seconds: float, wishes: Wishes
-    ) -> Agreed | None:
-        """The same of one rank on a CPU, which has nobody to agree with: one step late, too."""
-        before, self.last = (
-            self.last,
-            Agreed(
-                _exit_code(wishes.interrupted, wishes.preempted),
-                wishes.save,
-                int(wishes.written),
-                0.0 if loss_sum is None else float(loss_sum),
-                samples,
-                (0, seconds),
-                time.perf_counter(),
-            ),
-        )
-        return before
-
     def drain(self) -> list[Agreed]:
         """The agreements of all steps still under way, oldest first."""
-        agreements = [self.last, self._receive()]
-        self.last = None
+        agreements = [self._receive()]
         while self.waiting:
             self._send()
             agreements.append(self._receive())
@@ -125,38 +144,21 @@ class Control:
         read_loss, vector, posted_at = self.waiting.popleft()
         vector[LOSS] = read_loss()
         request = None
+        total = vector
         if self.world.communicator is not None:
             total = np.empty_like(vector)
             request = self.world.communicator.Iallreduce(vector, total)
-            # The vector must live as long as the send.
-            self.in_flight = total, (request, vector), posted_at
-        else:
-            self.in_flight = vector, None, posted_at
+        # The vector must live as long as the send.
+        self.in_flight = total, (request, vector), posted_at
 
     def _receive(self) -> Agreed | None:
         if self.in_flight is None:
             return None
-        total, sent, posted_at = self.in_flight
-        if sent is not None:
-            wait_until(sent[0].Test)
+        total, (request, _), posted_at = self.in_flight
+        if request is not None:
+            wait_until(request.Test)
         self.in_flight = None
-        seconds = total[SECONDS:]
-        slowest = int(seconds.argmax())
-        return Agreed(
-            _exit_code(bool(total[INTERRUPT]), bool(total[PREEMPT])),
-            bool(total[SAVE]),
-            round(total[WRITTEN]),
-            float(total[LOSS]),
-            round(total[SAMPLES]),
-            (slowest, float(seconds[slowest])),
-            posted_at,
-        )
-
-
-def _exit_code(interrupted: bool, preempted: bool) -> int | None:
-    if interrupted:
-        return Interrupted.exit_code
-    return Preempted.exit_code if preempted else None
+        return Agreed.of(total, posted_at)
 
 
 def _read_later(value: Tensor | None) -> Callable[[], float]:

@@ -29,7 +29,9 @@ def evaluate(session: Session, split: str, rows: np.ndarray) -> tuple[float, flo
             step = session.runtime.evaluate(program, Step(feed.images, feed.labels))
             if step.loss_sum is not None and step.correct is not None:
                 totals += torch.stack([step.loss_sum.double(), step.correct.double()])
-    loss_sum, correct = np.sum(session.world.gather(totals.cpu().numpy()), axis=0)
+    assert session.runtime.activity is not None
+    with session.runtime.activity.doing("adding up an evaluation"):
+        loss_sum, correct = np.sum(session.world.gather(totals.cpu().numpy()), axis=0)
     return float(loss_sum) / len(rows), round(correct) / len(rows)
 
 

@@ -1,13 +1,11 @@
 """Training from the first step to the summary: the table of contents of a run."""
 
-import hashlib
 import math
 import time
 from contextlib import nullcontext
 from typing import Any
 
 import psutil
-import torch
 
 from hvdtrain import failure, world
 from hvdtrain.config import TrainConfig
@@ -16,11 +14,14 @@ from hvdtrain.data.loader import Loader
 from hvdtrain.errors import CheckFailed, Interrupted, Preempted
 from hvdtrain.parallel.step import Step
 from hvdtrain.training import saving
-from hvdtrain.training.control import Agreed, Wishes
+from hvdtrain.training.control import Agreed, Vitals, Wishes
+from hvdtrain.training.diagnosis import Taken
 from hvdtrain.training.evaluate import evaluate_epoch
 from hvdtrain.training.feed import Feed, Feeder, augmentation, epoch_rows, requests
 from hvdtrain.training.optimizer import learning_rate
+from hvdtrain.training.randomness import seed_step
 from hvdtrain.training.run import Run, open_run
+from hvdtrain.training.steplog import StepLog
 from hvdtrain.training.stop import StopRequest
 from hvdtrain.training.summary import summarise
 from hvdtrain.training.tracing import TRACED_STEPS, write_trace
@@ -54,7 +55,8 @@ def _train(run: Run) -> dict[str, Any]:
     """Epochs, evaluations and checkpoints to the end of the run."""
     _announce(run)
     # Rank 0 opened the records meanwhile: no rank's first step shall be charged with that.
-    run.session.world.barrier()
+    with run.activity.doing("waiting for all ranks to begin"):
+        run.session.world.barrier()
     run.startup_seconds = time.time() - psutil.Process().create_time()
     run.clock = time.perf_counter()
     while not run.complete:
@@ -62,6 +64,7 @@ def _train(run: Run) -> dict[str, Any]:
             code = None if run.evaluation_due else _train_epoch(run)
         except CheckFailed:  # on all ranks at the same step
             saving.finish(run)
+            run.close(None)
             raise
         if code is not None:
             _leave(run, code)
@@ -73,9 +76,9 @@ def _train(run: Run) -> dict[str, Any]:
     run.count_seconds()
     if run.session.runtime.events:
         write_trace(run)
-    summary = summarise(run)
-    if run.records is not None:
-        run.records.close(summary)
+    with run.activity.doing("summing up the run"):
+        summary = summarise(run)
+    run.close(summary)
     run.console.say(
         f"trained {summary['samples']:,} samples in {summary['train_seconds']:.1f} s "
         f"({summary['images_per_second']:,.0f} images/s on {run.session.world.size} rank(s)); "
@@ -105,7 +108,8 @@ def _train_epoch(run: Run) -> int | None:
     session, progress, config = run.session, run.progress, run.session.config
     length = len(session.train_rows)
     if session.runtime.exchange is not None:
-        session.runtime.exchange.align_clocks()
+        with run.activity.doing("comparing the hosts' clocks"):
+            session.runtime.exchange.align_clocks()
     epoch, offset = order.locate(progress.position, length)
     began = time.perf_counter()
     rows = epoch_rows(session, epoch)
@@ -113,14 +117,14 @@ def _train_epoch(run: Run) -> int | None:
     slices = [
         piece for piece in order.step_slices(length, config.batch_size, offset) if piece[0] < last
     ]
-    log = _StepLog(run, epoch, length)
+    log = StepLog(run, epoch, length)
     feeder = Feeder(session.splits["train"], augmentation(config, session.index, epoch))
     loader = Loader(feeder, requests(session, rows, slices, is_training=True))
     epochs = math.ceil(config.total_samples(length) / length)
     code = None
     with run.console.bar(f"epoch {epoch + 1}/{epochs}", len(slices)), loader:
         for (start, end), feed in zip(slices, loader, strict=True):
-            agreed = _step(run, feed, epoch, end - start)
+            agreed = _step(run, feed, epoch, end - start, loader.last_wait)
             code = log.add(agreed) if agreed else None
             if code is None and (start, end) != slices[-1] and saving.is_due(run, agreed):
                 code = log.drain()
@@ -143,100 +147,45 @@ def _count_train_seconds(run: Run, since: float) -> float:
     return now
 
 
-def _step(run: Run, feed: Feed, epoch: int, batch_size: int) -> Agreed | None:
+def _step(run: Run, feed: Feed, epoch: int, batch_size: int, data_seconds: float) -> Agreed | None:
     """One step of all ranks; the agreement on an earlier one."""
     session, progress, config = run.session, run.progress, run.session.config
     runtime = session.runtime
     began = time.perf_counter()
     session.set_learning_rate(learning_rate(config, len(session.train_rows), progress.position))
-    # Random layers draw from (seed, position, rank): nothing else has to be saved to resume.
-    _seed(session.device, _mix(config.seed, progress.position, session.world.rank))
+    seed_step(session, progress.position)
     progress.step += 1
+    run.taken.append(Taken(progress.step, progress.position, batch_size, feed))
     progress.position += batch_size
     run.activity.step(progress.step)
+    if run.injector is not None:
+        run.injector.before(progress.step)
     program = session.program(batch_size, is_training=True)
-    step = runtime.run(program, Step(feed.images, feed.labels))
+    step = runtime.train(program, Step(feed.images, feed.labels))
     progress.count(step)
-    if config.ledger:
+    if config.ledger and not step.is_bad:
         stem = f"{epoch + 1},{progress.step},{session.world.rank}"
         run.ledger += [f"{stem},{sample}\n" for sample in feed.ids.tolist()]
     if runtime.events is not None and progress.step - run.first_step == TRACED_STEPS:
         write_trace(run)
-    seconds = time.perf_counter() - began
     samples = program.cut.samples(session.plan.last, session.world.rank)
+    vitals = _vitals(run, step, time.perf_counter() - began, data_seconds)
     with run.activity.doing("agreeing with all ranks on the step before"):
-        stop = run.stop
-        wishes = Wishes(stop.interrupted, stop.preempted, saving.is_wanted(run), run.saver.written)
-        return run.control.post(step.loss_sum, samples, seconds, wishes)
+        return run.control.post(step.loss_sum, samples, _wishes(run, step), vitals)
 
 
-class _StepLog:
-    """Follows the agreements on the steps of an epoch: the loss, the bar, the step lines."""
+def _wishes(run: Run, step: Step) -> Wishes:
+    stop, saver = run.stop, run.saver
+    wants = saving.is_wanted(run)
+    return Wishes(stop.interrupted, stop.preempted, wants, saver.written, step.is_bad)
 
-    def __init__(self, run: Run, epoch: int, epoch_length: int) -> None:
-        self.run, self.epoch, self.epoch_length = run, epoch, epoch_length
-        self.step, self.position = run.progress.step, run.progress.position
-        self.last_began = self.position  # where the newest step began
-        self.window: list[Agreed] = []
-        self.window_began = time.perf_counter()
 
-    def add(self, agreed: Agreed) -> int | None:
-        """Take one agreement; the exit code if the ranks agreed to stop.
-
-        Raises:
-            CheckFailed: on all ranks at the same step, if the loss is not a number.
-        """
-        run, config = self.run, self.run.session.config
-        saving.follow(run, agreed)
-        self.step += 1
-        self.last_began, self.position = self.position, self.position + agreed.samples
-        if not agreed.finite:
-            raise CheckFailed(
-                f"the loss became {agreed.loss_sum} at step {self.step} (epoch {self.epoch + 1}): "
-                f"try a learning rate below {self.rate:g}, warm-up, or another precision"
-            )
-        run.progress.epoch_loss_sum += agreed.loss_sum
-        run.progress.epoch_samples += agreed.samples
-        run.console.step(agreed.loss)
-        self.window.append(agreed)
-        if len(self.window) == config.log_every:
-            self.flush()
-        return agreed.stop
-
-    def drain(self) -> int | None:
-        """Take the agreements that are under way; the exit code if the ranks agreed to stop."""
-        code = None
-        for agreed in self.run.control.drain():
-            code = self.add(agreed) or code
-        return code
-
-    @property
-    def rate(self) -> float:
-        """The learning rate of the newest step."""
-        return learning_rate(self.run.session.config, self.epoch_length, self.last_began)
-
-    def flush(self) -> None:
-        """Write a step line for the steps since the last one."""
-        if not self.window:
-            return
-        samples = sum(agreed.samples for agreed in self.window)
-        loss = sum(agreed.loss_sum for agreed in self.window) / samples
-        now = self.window[-1].posted_at
-        rank, seconds = max((agreed.slowest for agreed in self.window), key=lambda slow: slow[1])
-        if self.run.records is not None:
-            self.run.records.event(
-                "step",
-                step=self.step,
-                epoch=self.epoch + 1,
-                position=self.position,
-                loss=loss,
-                lr=self.rate,
-                images_per_second=samples / (now - self.window_began),
-                slowest_rank=rank,
-                slowest_step_seconds=seconds,
-            )
-        self.window.clear()
-        self.window_began = now
+def _vitals(run: Run, step: Step, seconds: float, data_seconds: float) -> Vitals:
+    """How this rank fared in a step that took so long after the wait for its data."""
+    waited = step.reduction.exposed + step.waited.transfer + step.waited.bubble
+    pulse, whole = run.heartbeat, data_seconds + seconds
+    measured = pulse.memory_bytes, pulse.load, pulse.celsius
+    return Vitals(whole, whole - waited, data_seconds, *measured)
 
 
 def _leave(run: Run, code: int) -> None:
@@ -246,24 +195,10 @@ def _leave(run: Run, code: int) -> None:
         Interrupted, Preempted: always.
     """
     step = run.progress.step
-    if run.records is not None:
-        run.records.event("fault", step=step, cause="asked to stop by a signal")
+    run.record_fault(step, "stop", "asked to stop by a signal")
     saving.begin(run)
     saving.finish(run)
-    if run.records is not None:
-        run.records.close(None)
+    run.close(None)
     world.stop()
     kind = Interrupted if code == Interrupted.exit_code else Preempted
     raise kind(f"stopped after step {step}, state saved; --resume --run {run.folder.path} goes on")
-
-
-def _seed(device: torch.device, seed: int) -> None:
-    """Seed the generators that a step can draw from; torch.manual_seed costs 0.5 ms for all."""
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
-
-
-def _mix(*numbers: int) -> int:
-    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

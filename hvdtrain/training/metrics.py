@@ -17,6 +17,8 @@ from hvdtrain.errors import DataError, UsageError
 from hvdtrain.files import write_text
 
 LEDGER_HEADER = "epoch,step,rank,sample\n"
+# What ended the job before this one, in the environment: said by the launcher that starts again.
+AFTER_FAULT = "HVDTRAIN_AFTER_FAULT"
 
 
 class RunFolder:
@@ -29,6 +31,7 @@ class RunFolder:
         self.summary = path / "summary.json"
         self.checkpoints = path / "checkpoints"
         self.tensorboard = path / "tensorboard"
+        self.heartbeats = path / "heartbeats"
 
 
 def find_folder(config: TrainConfig) -> RunFolder:
@@ -118,10 +121,13 @@ class Records:
             self.ledger = _open_ledger(Path(config.ledger), kept, is_own)
         self.metrics = AppendOnly(folder.metrics, kept.get("metrics_bytes", 0))
         self.board = _tensorboard(folder.tensorboard, kept.get("step"))
-        with _writing(folder.checkpoints):
-            folder.checkpoints.mkdir(exist_ok=True)
+        for each in (folder.heartbeats, folder.checkpoints):
+            with _writing(each):
+                each.mkdir(exist_ok=True)
         text = configfile.to_yaml(config)
         write_text(folder.config, text, "the configuration", DataError)
+        if fault := os.environ.get(AFTER_FAULT):
+            self.event("fault", step=kept.get("step", 0), cause="rank failed", message=fault)
 
     def event(self, event: str, **values: Any) -> None:
         """Append one line to metrics.jsonl, and its numbers of a step or epoch to TensorBoard."""

@@ -22,5 +22,5 @@ def check_before_launch(config: TrainConfig) -> None:
         raise UsageError(f"--plan single runs on one rank, not on {config.ranks}: use --plan dp")
     if config.weights is not None and not config.resume and not Path(config.weights).exists():
         raise UsageError(f"--weights {config.weights}: there is no such file")
-    if config.resume and not Path(config.run or "").is_dir():
+    if config.resume and not config.replicate and not Path(config.run or "").is_dir():
         raise UsageError(f"{config.run} holds no run to resume")

@@ -19,6 +19,7 @@ class Progress:
     Attributes:
         step: steps done. position: samples consumed, over all epochs and ranks.
         epoch_loss_sum, epoch_samples: of the epoch under way.
+        skipped_steps: bad steps that changed nothing.
         seconds: since the first step, of all parts of the run. train_seconds: of steps.
         exposed_seconds, communication_seconds: of this rank's reductions and exchanges.
         compute_seconds: of this rank's forwards and backwards.
@@ -32,6 +33,7 @@ class Progress:
     position: int = 0
     epoch_loss_sum: float = 0.0
     epoch_samples: int = 0
+    skipped_steps: int = 0
     seconds: float = 0.0
     train_seconds: float = 0.0
     exposed_seconds: float = 0.0

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import DataError, UsageError
+from hvdtrain.training.checkpoint import copies, partfile, store
 from hvdtrain.training.checkpoint import manifest as manifests
-from hvdtrain.training.checkpoint import partfile, store
 from hvdtrain.training.checkpoint.manifest import Manifest
 from hvdtrain.training.checkpoint.store import MODEL, OPTIMIZER
 from hvdtrain.training.console import Console
@@ -43,20 +43,52 @@ def restore(session: Session, folder: Path, console: Console) -> dict[str, Any] 
     here = session.world
     if here.rank == 0:
         store.restore_replaced(folder)
+    home = copies_home(session, folder)
     faulty: list[tuple[Path, str]] = []
-    for path in reversed(here.broadcast(store.stored(folder))):
+    for path in _candidates(folder, home, here):
         found, fault = _verify(path, here)
+        if found is None and home is not None:
+            found, why = _mend(path, home, here)
+            if found is not None:
+                console.say(f"mended {path.name} from the copies of --replicate: {fault}")
+            fault = why or fault
         if found is None:
             faulty.append((path, fault))
             continue
         _put(session, found)
         for other, why in faulty:
-            aside = store.set_aside(other) if here.rank == 0 else other
+            is_there = here.rank == 0 and other.exists()
+            aside = store.set_aside(other) if is_there else other
             console.say(f"skipped a checkpoint, now {aside.name}: {why}")
         return found.progress
     if faulty:
         raise DataError(f"{folder} holds no checkpoint that verifies: {faulty[0][1]}")
     return None
+
+
+def copies_home(session: Session, folder: Path) -> Path | None:
+    """Where this rank keeps its copies of the run with this folder of checkpoints, if it does."""
+    directory = session.config.replicate
+    return copies.home(directory, folder.parent, session.world.rank) if directory else None
+
+
+def _candidates(folder: Path, home: Path | None, here: World) -> list[Path]:
+    """All checkpoints of which there is something, the newest first."""
+    own = [path.name for path in store.stored(folder)]
+    told = here.gather([*own, *(copies.names(home) if home else [])])
+    names = {name for theirs in told for name in theirs}
+    return [folder / name for name in sorted(names, key=store.step_of, reverse=True)]
+
+
+def _mend(path: Path, home: Path, here: World) -> tuple[_Found | None, str]:
+    """The checkpoint with what the ranks' copies give back of it, or what is still wrong."""
+    fault = ""
+    try:
+        copies.mend(path, home)
+    except DataError as error:
+        fault = str(error)
+    faults = [line for line in here.gather(fault) if line]
+    return (None, faults[0]) if faults else _verify(path, here)
 
 
 def _verify(path: Path, here: World) -> tuple[_Found | None, str]:

@@ -2,21 +2,27 @@
 
 import socket
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from hvdtrain import world
+from hvdtrain import alert, failure, world
 from hvdtrain.activity import Activity
 from hvdtrain.config import TrainConfig
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import RankError, UsageError
 from hvdtrain.models import weights
 from hvdtrain.training import metrics
-from hvdtrain.training.checkpoint import partfile, store
+from hvdtrain.training.checkpoint import copies, partfile, store
 from hvdtrain.training.console import Console
 from hvdtrain.training.control import Control
+from hvdtrain.training.diagnosis import Taken
+from hvdtrain.training.health import Stragglers, peers
+from hvdtrain.training.heartbeat import Heartbeat, silent
+from hvdtrain.training.inject import Injector, make_injector
 from hvdtrain.training.layout import agree_on_weights, put_tensors
 from hvdtrain.training.progress import Progress
-from hvdtrain.training.restore import restore
+from hvdtrain.training.restore import copies_home, restore
 from hvdtrain.training.saver import Saver
 from hvdtrain.training.setup import Session, open_session
 from hvdtrain.training.stop import StopRequest
@@ -37,7 +43,13 @@ class Run:
     folder: metrics.RunFolder
     records: metrics.Records | None
     saver: Saver
+    heartbeat: Heartbeat
+    injector: Injector | None
+    copies: Path | None  # where this rank keeps second copies
+    stragglers: Stragglers
     interval: tuple[float, str]  # between checkpoints, in epochs, steps or minutes
+    taken: deque[Taken] = field(default_factory=lambda: deque(maxlen=4))  # the last steps
+    skipped_in_a_row: int = 0
     ledger: list[str] = field(default_factory=list)
     startup_seconds: float = 0.0
     clock: float = field(default_factory=time.perf_counter)
@@ -67,6 +79,28 @@ class Run:
         """Whether there is nothing left to do."""
         return self.trained and not self.evaluation_due
 
+    def taken_at(self, step: int) -> Taken:
+        """One of the last steps."""
+        return next(taken for taken in self.taken if taken.step == step)
+
+    def record_fault(self, step: int, cause: str, message: str) -> None:
+        """Let metrics.jsonl say what went wrong."""
+        if self.records is not None:
+            self.records.event("fault", step=step, cause=cause, message=message)
+
+    def report(self, step: int, cause: str, message: str) -> None:
+        """Tell the user, and whom `--on-alert` tells, of something that does not end the run."""
+        self.record_fault(step, cause, message)
+        self.console.say(message)
+        if self.records is not None:
+            alert.send(self.session.config.on_alert, cause, message, str(self.folder.path))
+
+    def close(self, summary: dict[str, Any] | None) -> None:
+        """Bring the records to the disk; `summary` is None where the run is not over."""
+        self.heartbeat.close()
+        if self.records is not None:
+            self.records.close(summary)
+
     def count_seconds(self) -> None:
         """Add the time since the last count, or since the first step, to the run's."""
         now = time.perf_counter()
@@ -83,7 +117,7 @@ def open_run(config: TrainConfig, stop: StopRequest) -> Run:
     here = world.current()
     session = open_session(config, here)
     partfile.check(session.tensors())
-    found = metrics.find_folder(config) if here.rank == 0 else None
+    found = _find_folder(config) if here.rank == 0 else None
     folder = metrics.RunFolder(here.broadcast(found.path if found else None))
     console = Console(here.rank, launched=here.size > 1 or world.activity_path() is not None)
     kept = restore(session, folder.checkpoints.resolve(), console) if config.resume else None
@@ -91,16 +125,61 @@ def open_run(config: TrainConfig, stop: StopRequest) -> Run:
     if kept is None and config.weights is not None:
         _start_from(session, Path(config.weights), console)
     agree_on_weights(session)
+    injector = make_injector(session, folder, console)
+    home = _copies(session, folder)
     records = None
     if here.rank == 0:
         store.clean(folder.checkpoints)
         records = metrics.Records(folder, config, kept or {})
     saver = Saver(_shared(folder.checkpoints, here), here.rank)
-    control = Control(here, session.device)
+    activity = session.runtime.activity
+    assert activity is not None
+    activity.on_stall = lambda line: _stalled(line, folder, here)
     return Run(
-        *(session, progress, console, control, stop, folder, records, saver),
+        *(session, progress, console, Control(here, session.device), stop, folder, records, saver),
+        Heartbeat(folder.heartbeats, here.rank, session.device, activity.now),
+        injector,
+        home,
+        Stragglers(peers(session.plan, here.size)),
         config.checkpoint_interval(),
         first_step=progress.step,
+    )
+
+
+def _find_folder(config: TrainConfig) -> metrics.RunFolder:
+    """The folder of the run, with its records, which may be lost and copied."""
+    if config.replicate and config.resume and config.run:
+        run = Path(config.run)
+        copies.mend_records(run, copies.home(config.replicate, run, rank=0))
+    return metrics.find_folder(config)
+
+
+def _copies(session: Session, folder: metrics.RunFolder) -> Path | None:
+    """Where this rank keeps second copies, made if it is asked for.
+
+    Raises:
+        UsageError: if it cannot be made.
+    """
+    home = copies_home(session, folder.checkpoints.resolve())
+    if home is not None:
+        try:
+            home.mkdir(parents=True, exist_ok=True)
+            for record in (folder.config, folder.metrics):  # they may be cut by now
+                (home / record.name).unlink(missing_ok=True)
+        except OSError as error:
+            raise UsageError(f"--replicate: {home} cannot be made: {error.strerror}") from None
+    return home
+
+
+def _stalled(line: str, folder: metrics.RunFolder, here: World) -> None:
+    """End the job from the watchdog's thread, naming whoever does not answer."""
+    who = silent(folder.heartbeats, here.size)
+    advice = "; ".join(who) if who else "look at the ranks it names, or allow more"
+    failure.fail(
+        RankError(
+            f"rank {here.rank} on {socket.gethostname()} has been stuck for longer than "
+            f"--stall-timeout allows, in {line}: {advice}"
+        )
     )
 
 

@@ -1,11 +1,17 @@
 """When a run saves and how: copied at once on all ranks, written and committed beside training."""
 
+import socket
+import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from hvdtrain.training.checkpoint import store
+from hvdtrain.errors import DataError
+from hvdtrain.training.checkpoint import copies, store
+from hvdtrain.training.checkpoint import manifest as manifests
 from hvdtrain.training.control import Agreed
 from hvdtrain.training.layout import own_share
 from hvdtrain.training.metrics import Records
@@ -41,7 +47,8 @@ def begin(run: Run) -> None:
     session, config = run.session, run.session.config
     ledgers: list[str] = []
     if config.ledger:
-        ledgers = session.world.gather_on_first("".join(run.ledger))
+        with run.activity.doing("gathering the ledger on rank 0"):
+            ledgers = session.world.gather_on_first("".join(run.ledger))
     run.ledger.clear()
     run.count_seconds()
     run.saved_at = time.monotonic()
@@ -51,6 +58,8 @@ def begin(run: Run) -> None:
         run.records.event("checkpoint", step=run.progress.step, path=name)
         kept = asdict(run.progress) | run.records.sizes()
         commit = partial(_commit, run, run.records, name, kept)
+    if run.copies is not None:
+        commit = partial(_commit_and_copy, run, run.copies, name, commit)
     share = own_share(session.plan, session.parts, session.world.rank)
     run.saver.begin(name, share, commit)
 
@@ -68,12 +77,33 @@ def follow(run: Run, agreed: Agreed) -> None:
 
 def finish(run: Run) -> None:
     """Return once what was begun is a checkpoint. Collective; no agreement is under way."""
-    run.saver.join()
-    run.session.world.barrier()  # nothing watches it: rank 0 may have files to remove
+    _join_all(run)
     if run.saver.pending:
         run.saver.settle()
-        run.saver.join()
+        _join_all(run)
+
+
+def _join_all(run: Run) -> None:
+    run.saver.join()
+    with run.activity.doing("waiting for all ranks to be done with a checkpoint"):
         run.session.world.barrier()
+
+
+def _commit_and_copy(run: Run, home: Path, name: str, commit: Callable[[], object] | None) -> None:
+    """In this rank's thread: commit, if that is its task, and keep a copy of another's part."""
+    if commit is not None:
+        commit()
+    here, checkpoint = run.session.world, run.folder.checkpoints.resolve() / name
+    owner = copies.neighbour(here.rank, here.size, here.local_size)
+    try:
+        copies.copy_part(checkpoint, owner, home)
+        if here.local_rank == 0:
+            written = manifests.read(checkpoint).progress["metrics_bytes"]
+            for record, size in ((run.folder.config, None), (run.folder.metrics, written)):
+                copies.copy_record(record, record.stat().st_size if size is None else size, home)
+    except (DataError, OSError) as error:  # the run goes on: the first copy is on the disk
+        where = f"rank {here.rank} on {socket.gethostname()}"
+        print(f"hvdtrain: {where} keeps no second copy of {name}: {error}", file=sys.stderr)
 
 
 def _commit(run: Run, records: Records, name: str, kept: dict[str, Any]) -> None:

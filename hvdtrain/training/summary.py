@@ -35,6 +35,7 @@ def summarise(run: Run) -> dict[str, Any]:
         "plan": session.plan.to_json(),
         "epochs": progress.position / len(session.train_rows),
         "steps": progress.step,
+        "skipped_steps": progress.skipped_steps,
         "samples": progress.position,
         "seconds": progress.seconds,
         "startup_seconds": run.startup_seconds,

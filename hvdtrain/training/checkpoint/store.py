@@ -175,12 +175,17 @@ def best(folder: Path) -> Path | None:
 def stored(folder: Path) -> list[Path]:
     """The checkpoints of a folder, oldest first."""
     found = [path for path in folder.glob("step-*") if NAME.fullmatch(path.name)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    return sorted(found, key=lambda path: step_of(path.name))
 
 
 def name_of(step: int) -> str:
     """The folder name of the checkpoint after `step` steps."""
     return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int:
+    """The step after which a checkpoint of this name was made."""
+    return int(name.removeprefix("step-"))
 
 
 def load_newest(folder: Path) -> tuple[Checkpoint | None, Path | None, list[str]]:

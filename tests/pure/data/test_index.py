@@ -1,6 +1,5 @@
 """index.json is read without trust: whatever it holds, an Index or one line comes out."""
 
-import copy
 import json
 import re
 from pathlib import Path
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 
 from hvdtrain.data.index import parse_index, read_index
 from hvdtrain.errors import DataError
+from tests import hostile
 
 GOOD: dict[str, Any] = {
     "format_version": 1,
@@ -48,14 +48,9 @@ def a_folder(path: Path, content: object = GOOD) -> Path:
     return path
 
 
-def changed(*keys: Any, to: object) -> dict[str, Any]:
+def changed(*keys: Any, to: object) -> Any:
     """The good index with one value changed."""
-    content = copy.deepcopy(GOOD)
-    inner: Any = content
-    for key in keys[:-1]:
-        inner = inner[key]
-    inner[keys[-1]] = to
-    return content
+    return hostile.changed(GOOD, keys, to)
 
 
 def refusal(folder: Path) -> str:
@@ -161,24 +156,7 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
     assert "not JSON" in refusal(tmp_path)
 
 
-def paths_of(value: object, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where every value of the JSON lies."""
-    inner: list[tuple[Any, ...]] = []
-    if isinstance(value, dict):
-        inner = [found for key in value for found in paths_of(value[key], (*path, key))]
-    elif isinstance(value, list):
-        inner = [found for i, item in enumerate(value) for found in paths_of(item, (*path, i))]
-    return [path, *inner] if path else inner
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner),
-    max_leaves=5,
-)
-
-
-@given(st.sampled_from(paths_of(GOOD)), json_values)
+@given(st.sampled_from(hostile.paths_of(GOOD)), hostile.VALUES)
 def test_any_value_anywhere_gives_an_index_or_one_line(
     tmp_path_factory: pytest.TempPathFactory, path: tuple[Any, ...], value: object
 ) -> None:

@@ -1,6 +1,7 @@
 """Reading packed shards: the same samples with little memory or much, and no damage unnoticed."""
 
 import os
+import random
 import threading
 from pathlib import Path
 
@@ -125,14 +126,18 @@ def test_a_flipped_bit_is_named_with_file_and_chunk(packed: Path, name: str, mem
     assert "\n" not in str(caught.value)
 
 
-def test_an_intact_chunk_is_read_while_its_neighbour_is_damaged(packed: Path) -> None:
-    """With little memory only the chunks that are asked for are touched."""
+def test_damage_after_the_first_look_is_found_where_it_is(packed: Path) -> None:
+    """With little memory chunks are read again, and their checksums are looked at each time."""
     index = read_index(packed)
     plain = read_plainly(packed, "train")
     shard = packed / "train-00001.h5"
-    flip_bit(shard, place_of_chunk(shard, "images", 1))
+    place = place_of_chunk(shard, "images", 1)
     with open_split(index, "train", LITTLE) as samples:
+        samples.gather(np.array([128]))
+        flip_bit(shard, place)
         found = samples.gather(np.array([128])).images
+        with pytest.raises(DataError, match=r"chunk 1 \(rows 64\.\.127\) fails its checksum"):
+            samples.gather(np.array([128 + 64]))
     np.testing.assert_array_equal(found, plain.images[[128]])
 
 
@@ -153,13 +158,14 @@ def test_no_flipped_bit_anywhere_in_a_shard_gives_other_samples(tmp_path: Path) 
         assert samples.gather(rows).ids.tolist() == list(range(6))
 
 
-def test_a_shard_of_another_set_is_noticed(packed: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("memory", [2**30, LITTLE])
+def test_a_shard_of_another_set_is_noticed(packed: Path, tmp_path: Path, memory: int) -> None:
     """Equal sizes and good checksums, as after an interrupted copy of a newer set."""
     synth(tmp_path / "other", images=300, classes=3, size=64, seed=6, shard_mb=2)
     shard = packed / "train-00001.h5"
     shard.write_bytes((tmp_path / "other" / shard.name).read_bytes())
     with pytest.raises(DataError, match=r"train-00001.h5: shard is not the one of the index"):
-        open_split(read_index(packed), "train").load()
+        open_split(read_index(packed), "train", memory).gather(np.array([128]))
 
 
 @pytest.mark.parametrize(
@@ -239,3 +245,34 @@ def test_closing_lets_files_and_memory_go(packed: Path) -> None:
     assert len(list(Path("/proc/self/fd").iterdir())) == open_before
     assert samples.gather(np.array([7])).ids.tolist() == [7]
     samples.close()
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_no_random_damage_gives_other_samples(packed: Path, seed: int) -> None:
+    """A bit, a cut, bytes behind the end, zeros in the middle, another shard in its place."""
+    dice, memory = random.Random(seed), [2**30, LITTLE][seed % 2]
+    index = read_index(packed)
+    shard = dice.choice(index.splits["train"].shards)
+    path = packed / shard.file
+    before = path.read_bytes()
+    content, place = bytearray(before), dice.randrange(len(before))
+    match dice.randrange(5):
+        case 0:
+            content[place] ^= 1 << dice.randrange(8)
+        case 1:
+            del content[place:]
+        case 2:
+            content += dice.randbytes(dice.randint(1, 100))
+        case 3:
+            length = min(4096, len(content) - place)
+            content[place : place + length] = bytes(length)
+        case 4:
+            other = dice.choice([one for one in index.splits["train"].shards if one != shard])
+            content[:] = (packed / other.file).read_bytes()
+    if content == before:
+        content[place] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DataError) as caught:  # as a run does at its start, and in its epochs
+        open_split(read_index(packed), "train", memory).gather(np.arange(300))
+    assert "\n" not in str(caught.value)
+    assert shard.file in str(caught.value)

@@ -1,0 +1,50 @@
+"""The command of `--on-alert`: told of what goes wrong, in its environment."""
+
+import os
+import subprocess
+import threading
+from contextlib import suppress
+
+SECONDS = 60.0  # that the command may take
+SECONDS_AT_THE_END = 10.0  # that a job which ends waits for it
+
+
+def send(
+    command: str | None, cause: str, message: str, run: str | None
+) -> threading.Thread | None:
+    """Run a shell command beside everything else; the thread ends with it.
+
+    It finds in its environment HVDTRAIN_CAUSE (a word), HVDTRAIN_MESSAGE (a line) and HVDTRAIN_RUN
+    (the run folder). What it writes goes to standard error; how it ends changes nothing.
+    """
+    if command is None:
+        return None
+    told = {"HVDTRAIN_CAUSE": cause, "HVDTRAIN_MESSAGE": message, "HVDTRAIN_RUN": run or ""}
+    thread = threading.Thread(
+        target=_run, args=(command, told), name="hvdtrain-alert", daemon=True
+    )
+    thread.start()
+    return thread
+
+
+def send_and_wait(command: str | None, cause: str, message: str, run: str | None) -> None:
+    """As `send`, before a process ends."""
+    if thread := send(command, cause, message, run):
+        thread.join(SECONDS_AT_THE_END)
+
+
+def _run(command: str, told: dict[str, str]) -> None:
+    # Neither a rank of this job nor a signal to it is the command's business.
+    strange = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HVDTRAIN_ACTIVITY")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(strange)}
+    with suppress(OSError, subprocess.TimeoutExpired):
+        subprocess.run(
+            command,
+            shell=True,
+            check=False,
+            env=kept | told,
+            stdin=subprocess.DEVNULL,
+            stdout=2,
+            timeout=SECONDS,
+            start_new_session=True,
+        )

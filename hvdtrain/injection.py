@@ -1,0 +1,96 @@
+"""What `--inject` may ask for: faults to rehearse with, at a step and a rank."""
+
+import random
+import re
+from dataclasses import dataclass
+
+from hvdtrain.errors import UsageError
+
+KINDS = {
+    "kill": "the rank is killed (SIGKILL)",
+    "segfault": "the rank reads memory that is not its own",
+    "memory": "the rank asks for more memory than there is",
+    "stop": "the rank stands still (SIGSTOP)",
+    "slow": "the rank sleeps for `seconds` (0.1) in each of the `steps` (1000) from there on",
+    "nan": "the output of `component` (the rank's first) is not a number, in `steps` (1) steps",
+    "corrupt": "a byte of the newest checkpoint is changed",
+    "truncate": "the rank reads a copy of the training set with a shard cut in half",
+    "fill": "the disk of the run folder is filled (refused where over 1 GiB is free)",
+}
+OPTIONS = {"slow": ("seconds", "steps"), "nan": ("component", "steps")}
+SYNTAX = "KIND step=N [rank=R], such as 'kill step=20 rank=1'"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+        kind: a key of `KINDS`.
+        step, rank: when and where it happens; `step` is the first of `steps`.
+        seed: of what the fault chooses by itself.
+    """
+
+    kind: str
+    step: int
+    rank: int
+    seed: int = 0
+    steps: int = 1
+    seconds: float = 0.1
+    component: str | None = None
+
+
+def parse(text: str, ranks: int) -> tuple[Fault, ...]:
+    """Faults with semicolons between them, as they are given to `--inject`.
+
+    `step=10..50` and `rank=any` are drawn from `seed=S`.
+
+    Raises:
+        UsageError: saying what is not understood.
+    """
+    return tuple(_parse_one(part.strip(), ranks) for part in text.split(";"))
+
+
+def _parse_one(text: str, ranks: int) -> Fault:
+    kind, *words = text.split() or [""]
+    if kind not in KINDS:
+        raise UsageError(f"--inject {text!r} is not understood: {SYNTAX}; KIND is {_or(KINDS)}")
+    given = dict(word.split("=", 1) for word in words if "=" in word)
+    allowed = ("step", "rank", "seed", *OPTIONS.get(kind, ()))
+    if len(given) < len(words) or not set(given) <= set(allowed) or "step" not in given:
+        raise UsageError(
+            f"--inject {text!r} is not understood: {kind} takes {_or(allowed)}, and needs step=N"
+        )
+    dice = random.Random(f"{given.get('seed', '0')} {kind}")
+    first, _, last = given["step"].partition("..")
+    step = dice.randint(*sorted((_count(text, first), _count(text, last or first))))
+    rank = dice.randrange(ranks) if given.get("rank") == "any" else given.get("rank", "0")
+    fault = Fault(
+        kind,
+        step,
+        _count(text, str(rank), smallest=0),
+        seed=_count(text, given.get("seed", "0"), smallest=0),
+        steps=_count(text, given.get("steps", "1000" if kind == "slow" else "1")),
+        seconds=_seconds(text, given.get("seconds", "0.1")),
+        component=given.get("component"),
+    )
+    if fault.rank >= ranks:
+        raise UsageError(f"--inject {text!r}: there are {ranks} rank(s), from 0 on")
+    return fault
+
+
+def _count(text: str, value: str, smallest: int = 1) -> int:
+    if not re.fullmatch(r"\d{1,12}", value) or int(value) < smallest:
+        raise UsageError(f"--inject {text!r}: {value!r} is no whole number from {smallest} on")
+    return int(value)
+
+
+def _seconds(text: str, value: str) -> float:
+    if not re.fullmatch(r"\d{1,6}(\.\d{1,6})?", value):
+        raise UsageError(f"--inject {text!r}: {value!r} is no number of seconds")
+    return float(value)
+
+
+def _or(names: "dict[str, str] | tuple[str, ...]") -> str:
+    *others, last = names
+    return f"{', '.join(others)} or {last}"

@@ -1,0 +1,65 @@
+"""Whether a step's gradients become an update, and how large they may be."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hvdtrain.parallel.exchange import Exchange
+from hvdtrain.parallel.part import Part
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """What is asked of gradients before they change the weights.
+
+    A bad step is one whose gradients are no finite numbers, or larger than `largest_norm`.
+
+    Attributes:
+        clip_norm: scale gradients down to this norm, None for never.
+        largest_norm: of all gradients together, before clipping.
+        skips: leave a bad step out as a whole, on all ranks. Otherwise each stage that is bad is
+            left as it is, and the others are updated: enough where the run ends with the step.
+    """
+
+    clip_norm: float | None = None
+    largest_norm: float = math.inf
+    skips: bool = False
+
+    @property
+    def needs_norm(self) -> bool:
+        """Whether the norm over all stages has to be known before any of them is updated."""
+        return self.clip_norm is not None or self.largest_norm < math.inf or self.skips
+
+
+def total_norm(parts: Mapping[int, Part], exchange: Exchange | None) -> float:
+    """The norm of the reduced gradients of all stages together. Collective.
+
+    The first replica of each stage counts for it, and all ranks sum in the same order, so that
+    all of them find the same to the bit.
+    """
+    own = torch.zeros(1, dtype=torch.float64)
+    for part in parts.values():
+        gradients = _gradients(part)
+        if part.is_first_replica and gradients:
+            own += torch.nn.utils.get_total_norm(gradients).double().cpu() ** 2
+    squares = exchange.gather_all(own) if exchange else own
+    return float(squares.sum().sqrt())
+
+
+def clip_gradients(norm: float, largest: float, parts: Mapping[int, Part]) -> None:
+    """Scale all gradients, whose norm is `norm`, so that it is at most `largest`.
+
+    Pascanu et al., arXiv 1211.5063, section 3.2.
+    """
+    scale = largest / (norm + 1e-6)
+    if scale < 1:
+        for part in parts.values():
+            if gradients := _gradients(part):
+                torch._foreach_mul_(gradients, scale)
+
+
+def _gradients(part: Part) -> list[Tensor]:
+    return [value.grad for value in part.parameters if value.grad is not None]

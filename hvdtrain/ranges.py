@@ -1,0 +1,41 @@
+"""Ranges that the values of a configuration must lie in."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from hvdtrain.errors import UsageError
+
+POSITIVE = ("batch_size", "lr", "log_every", "stall_timeout", "keep_checkpoints")
+POSITIVE_OR_NONE = (
+    *("epochs", "max_steps", "ranks", "min_ranks", "threads", "lr_base_batch", "microbatches"),
+    *("clip_norm", "gradient_limit", "cutout", "image_size", "patch_size"),
+)
+NOT_NEGATIVE = ("warmup_epochs", "momentum", "weight_decay", "seed", "restarts")
+
+
+def flag(name: str) -> str:
+    """The option of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def check_ranges(values: Mapping[str, Any]) -> None:
+    """Refuse what is out of range whatever the machine, the data and the model are.
+
+    Raises:
+        UsageError: naming the option.
+    """
+    for name in (*POSITIVE, *POSITIVE_OR_NONE):
+        value = values[name]
+        if value is None and name in POSITIVE_OR_NONE:
+            continue
+        if not 0 < value < float("inf"):
+            raise UsageError(f"{flag(name)} must be above 0, not {value}")
+    for name in NOT_NEGATIVE:
+        if not 0 <= values[name] < float("inf"):
+            raise UsageError(f"{flag(name)} must be 0 or more, not {values[name]}")
+    if not 0 <= values["holdout"] <= 0.9:
+        raise UsageError(f"--holdout must be between 0 and 0.9, not {values['holdout']}")
+    if not 0 <= values["label_smoothing"] < 1:
+        raise UsageError(
+            f"--label-smoothing must be 0 or more and below 1, not {values['label_smoothing']}"
+        )

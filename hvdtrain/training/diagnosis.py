@@ -1,0 +1,134 @@
+"""Where a bad step went wrong: it is run again, and what every component emits is looked at.
+
+No update was made from a bad step, and what it drew at random is seeded, so that it can be run
+again at any time as long as its images are at hand.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hvdtrain.parallel.reduce import all_finite
+from hvdtrain.parallel.stage import StageModel
+from hvdtrain.parallel.step import Step
+from hvdtrain.training.feed import Feed
+from hvdtrain.training.randomness import seed_step
+from hvdtrain.training.setup import Session
+
+
+class Taken(NamedTuple):
+    """A step that was taken a moment ago: what it takes to run it again."""
+
+    step: int
+    position: int
+    batch_size: int
+    feed: Feed
+
+
+class Sighting(NamedTuple):
+    """A component whose output was not finite; `place` is its number in the model."""
+
+    place: int
+    component: str
+    rank: int
+    has_bad_weights: bool
+
+
+def diagnose(session: Session, taken: Taken) -> str:
+    """Run a step again without updating anything; what is wrong with it, in words. Collective."""
+    runtime, sightings = session.runtime, list[Sighting]()
+    statistics = [
+        (value, value.clone())
+        for part in session.parts.values()
+        for value in part.model.statistics().values()
+    ]
+    events, runtime.events = runtime.events, None
+    assert runtime.activity is not None
+    newest, _ = runtime.activity.now()
+    runtime.activity.step(taken.step)
+    seed_step(session, taken.position)
+    with _watched(session, sightings):
+        program = session.program(taken.batch_size, is_training=True)
+        step = Step(taken.feed.images, taken.feed.labels)
+        gradients = runtime.gradients(program, step)
+    runtime.events = events
+    runtime.activity.step(newest)
+    for value, kept in statistics:
+        value.copy_(kept)
+    with runtime.activity.doing("gathering what each rank found in a bad step"):
+        told = session.world.gather((sightings, _norms(session, gradients)))
+    seen = [sighting for theirs, _ in told for sighting in theirs]
+    norms = {name: norm for _, theirs in told for name, norm in theirs.items()}
+    return _in_words(seen, norms, _places(session))
+
+
+def _in_words(seen: list[Sighting], norms: Mapping[str, Tensor], places: Mapping[str, int]) -> str:
+    """The first bad component: in forward the first in the model, in backward the last."""
+    if seen:
+        first = min(seen)
+        why = "its weights are not, either" if first.has_bad_weights else "its input is"
+        return f"the output of {first.component} is the first that is not finite ({why})"
+    bad = [name for name, norm in norms.items() if not norm.isfinite()]
+    if bad:
+        last = max(bad, key=lambda name: places[name])
+        return f"all outputs are finite, and the gradient of {last} is the first that is not"
+    total = float(torch.stack(list(norms.values())).norm()) if norms else 0.0
+    largest = max(norms, key=lambda name: float(norms[name]), default="")
+    return (
+        f"run again, the norm of all gradients is {total:.3g}, the largest part of it "
+        f"{float(norms[largest]):.3g} in {largest}"
+    )
+
+
+def _norms(session: Session, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The norm of the gradients of each component that this rank holds."""
+    found = {}
+    for part in session.parts.values():
+        for component in part.model.components:
+            own = [value for name, value in gradients.items() if name.startswith(f"{component}.")]
+            if own:
+                found[component] = torch.nn.utils.get_total_norm(own).double().cpu()
+    return found
+
+
+def _places(session: Session) -> dict[str, int]:
+    names = [name for stage in session.plan.stages for name in stage.components]
+    return {name: place for place, name in enumerate(names)}
+
+
+@contextmanager
+def _watched(session: Session, sightings: list[Sighting]) -> Iterator[None]:
+    """Look at what each component emits from what is finite."""
+    places, rank = _places(session), session.world.rank
+    models = [part.model for part in session.parts.values()]
+    before = [dict(model.calls) for model in models]
+    for model in models:
+        for name, call in model.calls.items():
+            model.calls[name] = _looking(model, name, call, places[name], rank, sightings)
+    try:
+        yield
+    finally:
+        for model, calls in zip(models, before, strict=True):
+            model.calls = calls
+
+
+def _looking(
+    model: StageModel,
+    name: str,
+    call: Callable[[Tensor], Tensor],
+    place: int,
+    rank: int,
+    sightings: list[Sighting],
+) -> Callable[[Tensor], Tensor]:
+    def look(given: Tensor) -> Tensor:
+        output = call(given)
+        if not all_finite([output.detach()]) and all_finite([given.detach()]):
+            weights = list(model.components[name].parameters())
+            has_bad_weights = not all_finite([value.detach() for value in weights])
+            sightings.append(Sighting(place, name, rank, has_bad_weights))
+        return output
+
+    return look

@@ -1,0 +1,124 @@
+"""A sign of life of each rank every few seconds, for whoever looks at the run from outside.
+
+RUN/heartbeats/rank-0000.json is replaced at each beat by a thread of the rank. A rank whose file
+grows old is stopped, or its host is gone.
+"""
+
+import json
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+BEAT_SECONDS = 2.0
+SILENT_BEATS = 4  # after so many without a sign of life a rank counts as silent
+PROCESSOR_SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "acpitz")
+
+
+class Heartbeat:
+    """Beats from its making to `close`, and measures what takes too long to measure in a step.
+
+    Args:
+        folder: of all ranks' files, which is there.
+        doing: the step of this rank, and what it does.
+
+    Attributes:
+        memory_bytes, load, celsius: as in `Vitals`, at the last beat.
+    """
+
+    def __init__(
+        self, folder: Path, rank: int, device: torch.device, doing: Callable[[], tuple[int, str]]
+    ) -> None:
+        self.path = file_of(folder, rank)
+        self.rank, self.device, self.doing = rank, device, doing
+        self.memory_bytes, self.load, self.celsius = 0.0, 0.0, math.nan
+        self._process = psutil.Process()
+        self._closed = threading.Event()
+        self._beat()
+        self._thread = threading.Thread(target=self._run, name="hvdtrain-heartbeat", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Beat a last time."""
+        self._closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closed.wait(BEAT_SECONDS):
+            self._beat()
+        self._beat()
+
+    def _beat(self) -> None:
+        self.load = os.getloadavg()[0]
+        self.celsius = celsius(self.device)
+        self.memory_bytes = float(
+            torch.cuda.memory_allocated(self.device)
+            if self.device.type == "cuda"
+            else self._process.memory_info().rss
+        )
+        step, action = self.doing()
+        content = {
+            "time": round(time.time(), 3),
+            "rank": self.rank,
+            "host": socket.gethostname(),
+            "pid": self._process.pid,
+            "step": step,
+            "doing": action,
+            "memory_bytes": int(self.memory_bytes),
+            "host_memory_available_bytes": psutil.virtual_memory().available,
+            "load": self.load,
+            "celsius": None if math.isnan(self.celsius) else self.celsius,
+        }
+        temporary = self.path.with_name(f".{self.path.name}")
+        with suppress(OSError):  # a full disk is for the checkpoints to report
+            temporary.write_text(json.dumps(content) + "\n")
+            temporary.replace(self.path)
+
+
+def file_of(folder: Path, rank: int) -> Path:
+    """Where a rank leaves its signs of life."""
+    return folder / f"rank-{rank:04d}.json"
+
+
+def silent(folder: Path, size: int) -> list[str]:
+    """A line for each rank whose last sign of life is older than those of the others."""
+    beats = {rank: _read(file_of(folder, rank)) for rank in range(size)}
+    # By the disk's clock: those of the hosts may differ.
+    seen = {rank: file_of(folder, rank).stat().st_mtime for rank in beats if beats[rank]}
+    newest = max(seen.values(), default=0.0)
+    return [
+        f"rank {rank} on {beats[rank].get('host')} has given no sign of life for "
+        f"{newest - time:.0f} s (step {beats[rank].get('step')}): is it stopped, or its host gone?"
+        for rank, time in seen.items()
+        if newest - time > SILENT_BEATS * BEAT_SECONDS
+    ]
+
+
+def celsius(device: torch.device) -> float:
+    """The temperature of the GPU, or of the processor's hottest sensor; nan if none is known."""
+    if device.type == "cuda":
+        with suppress(Exception):  # whatever the driver's library has to say
+            return float(torch.cuda.temperature(device))
+        return math.nan
+    with suppress(Exception):  # not on every system
+        found = psutil.sensors_temperatures()
+        for name in PROCESSOR_SENSORS:
+            if found.get(name):
+                return max(sensor.current for sensor in found[name])
+    return math.nan
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,166 @@
+"""The faults of `--inject`, made to happen: real ones, in the rank and at the step asked for."""
+
+import ctypes
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import IO
+
+import torch
+from torch import Tensor
+
+from hvdtrain.errors import UsageError
+from hvdtrain.injection import Fault, parse
+from hvdtrain.training.checkpoint import store
+from hvdtrain.training.console import Console
+from hvdtrain.training.metrics import RunFolder
+from hvdtrain.training.setup import Session
+
+MOST_FILLED = 2**30  # bytes: a disk that others need is not filled
+MORE_THAN_THERE_IS = 2**60  # bytes
+
+
+class Injector:
+    """Makes this rank's faults happen. What ends a run happens once in it, restarts included.
+
+    Raises:
+        UsageError: if a fault cannot happen here.
+    """
+
+    def __init__(self, faults: Sequence[Fault], session: Session, folder: RunFolder) -> None:
+        self.session, self.folder = session, folder
+        self.faults = [fault for fault in faults if fault.rank == session.world.rank]
+        self._held: list[IO[bytes]] = []
+        self._do: dict[str, Callable[[Fault], bool]] = {
+            "kill": lambda fault: _signal(signal.SIGKILL),
+            "segfault": lambda fault: bool(ctypes.string_at(0)),
+            "memory": self._ask_for_memory,
+            "stop": lambda fault: _signal(signal.SIGSTOP),
+            "corrupt": self._corrupt,
+            "truncate": self._truncate,
+            "fill": self._fill,
+        }
+        for fault in self.faults:
+            if fault.kind == "nan":
+                self._spoil(fault)
+            if fault.kind == "fill":
+                self._check_disk()
+
+    def before(self, step: int) -> None:
+        """Make happen what is due in this rank before it begins a step."""
+        for number, fault in enumerate(self.faults):
+            if fault.kind == "slow" and fault.step <= step < fault.step + fault.steps:
+                time.sleep(fault.seconds)
+            elif fault.kind in self._do and step >= fault.step:
+                self._once(number, fault)
+
+    def _once(self, number: int, fault: Fault) -> None:
+        mark = self._place(f"rank-{fault.rank:04d}-{number}-{fault.kind}")
+        if not mark.exists():
+            mark.touch()
+            if not self._do[fault.kind](fault):
+                mark.unlink()  # not possible yet
+
+    def _place(self, name: str) -> Path:
+        folder = self.folder.path / "injected"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / name
+
+    def _spoil(self, fault: Fault) -> None:
+        """From `fault.step` on, for `fault.steps`, a component emits what is not a number."""
+        calls = {
+            name: part.model for part in self.session.parts.values() for name in part.model.calls
+        }
+        name = fault.component or next(iter(calls), "")
+        if name not in calls:
+            raise UsageError(
+                f"--inject nan: rank {fault.rank} holds no component {name!r}; "
+                f"it holds {', '.join(calls)}"
+            )
+        model, activity = calls[name], self.session.runtime.activity
+        assert activity is not None
+        whole = model.calls[name]
+
+        def spoiled(given: Tensor) -> Tensor:
+            output = whole(given)
+            is_due = fault.step <= activity.now()[0] < fault.step + fault.steps
+            return output * torch.nan if is_due and torch.is_grad_enabled() else output
+
+        model.calls[name] = spoiled
+
+    def _ask_for_memory(self, fault: Fault) -> bool:
+        torch.empty(MORE_THAN_THERE_IS, dtype=torch.uint8, device=self.session.device)
+        return True
+
+    def _corrupt(self, fault: Fault) -> bool:
+        """Change a byte of a part of the newest checkpoint."""
+        for checkpoint in store.stored(self.folder.checkpoints)[-1:]:
+            dice = random.Random(fault.seed)
+            part = dice.choice(sorted(checkpoint.glob("*.safetensors")))
+            with part.open("r+b") as file:
+                place = dice.randrange(part.stat().st_size)
+                file.seek(place)
+                byte = file.read(1)[0]
+                file.seek(place)
+                file.write(bytes([byte ^ (1 << dice.randrange(8))]))
+            return True
+        return False
+
+    def _truncate(self, fault: Fault) -> bool:
+        """From now on read a copy of the training set, in which one shard is cut in half."""
+        samples = self.session.splits["train"]
+        index, folder = samples.index, self._place(f"rank-{fault.rank:04d}-data")
+        victim = random.Random(fault.seed).choice(samples.split.shards)
+        for shard in samples.split.shards:
+            copy = folder / shard.file
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            if shard != victim:
+                with suppress(FileExistsError):
+                    copy.symlink_to((index.folder / shard.file).resolve())
+        shutil.copyfile(index.folder / victim.file, folder / victim.file)
+        os.truncate(folder / victim.file, (folder / victim.file).stat().st_size // 2)
+        samples.index = replace(index, folder=folder)
+        samples.close()
+        return True
+
+    def _check_disk(self) -> None:
+        path = self.folder.path
+        existing = next(place for place in (path, *path.resolve().parents) if place.is_dir())
+        free = shutil.disk_usage(existing).free
+        if free > MOST_FILLED:
+            raise UsageError(
+                f"--inject fill: {free / 2**30:,.1f} GiB are free where {path} is, and others may "
+                "need them; put --run on a small file system (mount -t tmpfs -o size=64m none DIR)"
+            )
+
+    def _fill(self, fault: Fault) -> bool:
+        """Write until nothing more can be written; the room is free again when this rank ends."""
+        path = self._place("filling")
+        file = path.open("wb", buffering=0)
+        path.unlink()
+        self._held.append(file)
+        with suppress(OSError):
+            while file.write(bytes(2**16)):
+                pass
+        return True
+
+
+def make_injector(session: Session, folder: RunFolder, console: Console) -> Injector | None:
+    """What `--inject` asks for; None where it asks for nothing."""
+    if session.config.inject is None:
+        return None
+    faults = parse(session.config.inject, session.world.size)
+    for fault in faults:
+        console.say(f"to be injected: {fault.kind} at step {fault.step} on rank {fault.rank}")
+    return Injector(faults, session, folder)
+
+
+def _signal(number: int) -> bool:
+    os.kill(os.getpid(), number)
+    return True

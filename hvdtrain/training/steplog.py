@@ -1,0 +1,117 @@
+"""What becomes of the agreements on the steps of an epoch: the bar, the step lines, faults."""
+
+import time
+
+import numpy as np
+
+from hvdtrain.errors import CheckFailed
+from hvdtrain.training import saving
+from hvdtrain.training.control import Agreed, Vitals
+from hvdtrain.training.diagnosis import diagnose
+from hvdtrain.training.health import as_lists
+from hvdtrain.training.optimizer import learning_rate
+from hvdtrain.training.run import Run
+
+MOST_SKIPPED = 10  # in a row
+
+
+class StepLog:
+    """Follows the agreements on the steps of an epoch, which all ranks read at the same step."""
+
+    def __init__(self, run: Run, epoch: int, epoch_length: int) -> None:
+        self.run, self.epoch, self.epoch_length = run, epoch, epoch_length
+        self.step, self.position = run.progress.step, run.progress.position
+        self.last_began = self.position  # where the newest step began
+        self.window: list[Agreed] = []
+        self.window_began = time.perf_counter()
+
+    def add(self, agreed: Agreed) -> int | None:
+        """Take one agreement; the exit code if the ranks agreed to stop.
+
+        Raises:
+            CheckFailed: on all ranks at the same step, if it is a bad one and is not skipped.
+        """
+        run, config = self.run, self.run.session.config
+        saving.follow(run, agreed)
+        self.step += 1
+        self.last_began, self.position = self.position, self.position + agreed.samples
+        if agreed.bad or not agreed.finite:
+            self._take_bad(agreed)
+        else:
+            run.skipped_in_a_row = 0
+            run.progress.epoch_loss_sum += agreed.loss_sum
+            run.progress.epoch_samples += agreed.samples
+        run.console.step(agreed.loss)
+        self.window.append(agreed)
+        if len(self.window) == config.log_every:
+            self.flush()
+        return agreed.stop
+
+    def drain(self) -> int | None:
+        """Take the agreements that are under way; the exit code if the ranks agreed to stop."""
+        code = None
+        for agreed in self.run.control.drain():
+            code = self.add(agreed) or code
+        return code
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the newest step."""
+        return learning_rate(self.run.session.config, self.epoch_length, self.last_began)
+
+    def flush(self) -> None:
+        """Write a step line for the steps since the last one, and name who holds them up."""
+        if not self.window:
+            return
+        samples = sum(agreed.samples for agreed in self.window)
+        good = [agreed for agreed in self.window if agreed.finite and not agreed.bad]
+        loss = sum(agreed.loss_sum for agreed in good) / max(1, sum(one.samples for one in good))
+        now = self.window[-1].posted_at
+        vitals = np.stack([agreed.vitals for agreed in self.window])
+        ranks = as_lists(vitals)
+        if self.run.records is not None:
+            self.run.records.event(
+                "step",
+                step=self.step,
+                epoch=self.epoch + 1,
+                position=self.position,
+                loss=loss if good else None,
+                lr=self.rate,
+                images_per_second=samples / (now - self.window_began),
+                slowest_rank=int(
+                    np.median(vitals, axis=0)[:, Vitals._fields.index("own_seconds")].argmax()
+                ),
+                slowest_step_seconds=float(vitals[..., 0].max()),
+                ranks=ranks,
+            )
+            for straggler in self.run.stragglers.look(vitals):
+                self.run.report(self.step, "straggler", str(straggler))
+        self.window.clear()
+        self.window_began = now
+
+    def _take_bad(self, agreed: Agreed) -> None:
+        """Say where a bad step went wrong, and skip it if that is asked for.
+
+        Raises:
+            CheckFailed: if it is not.
+        """
+        run, config = self.run, self.run.session.config
+        what = f"the loss became {agreed.loss_sum}"
+        if agreed.finite:
+            limit = f", or above {config.gradient_limit:g}," if config.gradient_limit else ""
+            what = f"the gradients were not finite{limit}"
+        where = diagnose(run.session, run.taken_at(self.step))
+        message = f"{what} at step {self.step} (epoch {self.epoch + 1}): {where}"
+        run.skipped_in_a_row += 1
+        # A step is skipped on all ranks or on none.
+        was_skipped = config.on_bad_step == "skip" and agreed.bad == run.session.world.size
+        if was_skipped and run.skipped_in_a_row <= MOST_SKIPPED:
+            run.progress.skipped_steps += 1
+            run.report(self.step, "bad step", f"{message}; skipped")
+            return
+        run.record_fault(self.step, "bad step", message)
+        row = f"; {MOST_SKIPPED} steps before it were skipped" if was_skipped else ""
+        raise CheckFailed(
+            f"{message}{row}; try a learning rate below {self.rate:g}, warm-up, or another "
+            "precision"
+        )

@@ -1,0 +1,33 @@
+"""Files made to harm: a good one with any value in any place."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from hypothesis import strategies as st
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=5,
+)
+
+
+def paths_of(value: object, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Where every value of a JSON document lies."""
+    inner: list[tuple[Any, ...]] = []
+    if isinstance(value, dict):
+        inner = [found for key in value for found in paths_of(value[key], (*path, key))]
+    elif isinstance(value, list):
+        inner = [found for i, item in enumerate(value) for found in paths_of(item, (*path, i))]
+    return [path, *inner] if path else inner
+
+
+def changed(good: Any, keys: Sequence[Any], to: object) -> Any:
+    """The good document with one value changed."""
+    content = copy.deepcopy(good)
+    inner: Any = content
+    for key in keys[:-1]:
+        inner = inner[key]
+    inner[keys[-1]] = to
+    return content

@@ -1,0 +1,130 @@
+"""Gradients that are no numbers, or too large: named, and stopped or skipped on all ranks."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Program
+from tests.single.training.jobs import events_of, samples_of
+
+PLANS = {
+    "one": (),
+    "dp": ("--ranks", 2),
+    "mp": ("--ranks", 2, "--plan", "mp", "--microbatches", 2),
+    "hp": ("--ranks", 3, "--plan", "hp.json"),
+}
+HYBRID = {
+    "stages": [
+        {"components": ["stem", "layer1.0", "layer1.1", "layer2.0"], "ranks": [0, 2]},
+        {"components": ["layer2.1", "layer3.0", "layer3.1"], "ranks": [1]},
+        {"components": ["layer4.0", "layer4.1", "head"], "ranks": [2]},
+    ],
+    "microbatches": 2,
+}
+
+
+def command(data: Path, run: Path, plan: str, *options: object) -> tuple[object, ...]:
+    """A few steps of a network with batch norm, whose running statistics must survive, too."""
+    (run.parent / "hp.json").write_text(json.dumps(HYBRID))
+    common = ("train", "--model", "resnet18", "--data", data, "--run", run, "--batch-size", 12)
+    return (*common, "--threads", 1, "--augment", "crop-flip", *PLANS[plan], *options)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_skipped_step_changes_nothing(
+    hvdtrain: Program, small_set: Path, tmp_path: Path, plan: str
+) -> None:
+    """Weights, statistics and optimizer after three steps and a bad one are those of the three."""
+    digests = {}
+    rank = 0 if plan == "one" else 1
+    component = "layer3.0" if plan in ("mp", "hp") else "layer1.0"
+    fault = f"nan step=4 rank={rank} component={component}"
+    runs: dict[str, tuple[object, ...]] = {
+        "three": ("--max-steps", 3),
+        "skipped": ("--max-steps", 4, "--inject", fault, "--on-bad-step", "skip"),
+        "four": ("--max-steps", 4),
+    }
+    for name, options in runs.items():
+        run, ledger = tmp_path / name, tmp_path / f"{name}.csv"
+        done = hvdtrain(*command(small_set, run, plan, *options, "--ledger", ledger), cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        summary = json.loads((run / "summary.json").read_text())
+        digests[name] = summary["weights_sha256"]
+        assert summary["skipped_steps"] == (name == "skipped")
+    assert digests["skipped"] == digests["three"] != digests["four"]
+    (line,) = events_of(tmp_path / "skipped", "fault")
+    assert line["step"] == 4
+    said = f"the output of {component} is the first that is not finite (its input is); skipped"
+    assert said in line["message"]
+    counts = [len(samples_of(tmp_path / f"{name}.csv", 1)[0]) for name in digests]
+    assert counts == [36, 36, 48], "what entered no gradient is not in the ledger"
+
+
+def test_a_run_goes_on_after_a_skipped_step(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    fault = "nan step=3 steps=2 component=dense"
+    done = hvdtrain(
+        *("train", "--model", "cnn", "--data", small_set, "--run", run, "--epochs", 2),
+        *("--ranks", 3, "--inject", fault, "--on-bad-step", "skip", "--log-every", 5),
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line["step"] for line in events_of(run, "fault")] == [3, 4]
+    assert all(line["loss"] > 0 for line in events_of(run, "step"))
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["skipped_steps"] == 2
+    assert summary["final"]["train_loss"] > 0
+    assert summary["steps"] == 20
+
+
+def test_ten_in_a_row_are_enough(hvdtrain: Program, small_set: Path, tmp_path: Path) -> None:
+    done = hvdtrain(
+        *("train", "--model", "cnn", "--data", small_set, "--run", tmp_path / "run"),
+        *("--inject", "nan step=4 steps=100", "--on-bad-step", "skip"),
+    )
+    assert done.returncode == 1
+    assert "at step 14 (epoch 2)" in done.stderr
+    assert "10 steps before it were skipped" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("plan", ["dp", "mp"])
+def test_a_bad_step_stops_all_ranks_and_the_component_is_named(
+    hvdtrain: Program, small_set: Path, tmp_path: Path, plan: str
+) -> None:
+    options = ("--inject", "nan step=3 rank=1 component=layer4.0", "--checkpoint-every", "2 steps")
+    done = hvdtrain(*command(small_set, tmp_path / "run", plan, *options), cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert "the loss became nan at step 3 (epoch 1): " in done.stderr
+    assert "the output of layer4.0 is the first that is not finite (its input is)" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    (line,) = events_of(tmp_path / "run", "fault")
+    assert line["cause"] == "bad step"
+    assert (tmp_path / "run" / "checkpoints" / "step-00000002").is_dir()
+
+
+def test_gradients_above_the_limit_are_bad_and_their_largest_part_is_named(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    common = ("train", "--model", "cnn", "--data", small_set, "--ranks", 2, "--max-steps", 2)
+    done = hvdtrain(*common, "--run", tmp_path / "run", "--gradient-limit", 0.5)
+    assert done.returncode == 1
+    assert "the gradients were not finite, or above 0.5, at step 1 (epoch 1): " in done.stderr
+    assert "the largest part of it" in done.stderr
+    assert " in dense" in done.stderr
+    done = hvdtrain(*common, "--run", tmp_path / "free", "--gradient-limit", 1e6)
+    assert done.returncode == 0, done.stderr
+
+
+def test_weights_that_are_no_numbers_are_named(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    """Plain SGD with a rate that throws the weights out of fp32 in its first step."""
+    done = hvdtrain(
+        *("train", "--model", "cnn", "--data", small_set, "--run", tmp_path / "run"),
+        *("--optimizer", "sgd", "--lr", "1e38", "--max-steps", 3),
+    )
+    assert done.returncode == 1
+    assert "is the first that is not finite" in done.stderr

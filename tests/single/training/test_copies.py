@@ -1,0 +1,122 @@
+"""`--replicate`: second copies of checkpoints, and what is left when a disk is lost."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.errors import DataError
+from hvdtrain.training.checkpoint import copies, load
+from tests.conftest import Program
+from tests.single.training.checkpoints import make, save
+from tests.single.training.jobs import samples_of
+
+
+@pytest.mark.parametrize(
+    ("size", "local", "expected"),
+    [(4, 2, [2, 3, 0, 1]), (3, 3, [1, 2, 0]), (1, 1, [0]), (6, 2, [2, 3, 4, 5, 0, 1])],
+)
+def test_each_part_has_one_copy_on_another_host(
+    size: int, local: int, expected: list[int]
+) -> None:
+    found = [copies.neighbour(rank, size, local) for rank in range(size)]
+    assert found == expected
+    assert sorted(found) == list(range(size))
+
+
+def test_a_copy_gives_back_what_is_lost_and_nothing_else(tmp_path: Path) -> None:
+    path = save(tmp_path / "checkpoints", make(3))
+    homes = [tmp_path / "disk-0", tmp_path / "disk-1"]
+    for rank, home in enumerate(homes):
+        copies.copy_part(path, 1 - rank, home)
+    whole = {file.name: file.read_bytes() for file in path.iterdir()}
+    (path / "part-0001.safetensors").unlink()
+    damaged = bytearray(whole["part-0000.safetensors"])
+    damaged[-1] ^= 1
+    (path / "part-0000.safetensors").write_bytes(damaged)
+    for home in homes:
+        copies.mend(path, home)
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == whole
+    shutil.rmtree(path)
+    for home in homes:
+        copies.mend(path, home)
+    assert load(path).progress["step"] == 3
+
+
+def test_a_damaged_copy_is_not_given_back(tmp_path: Path) -> None:
+    path, home = save(tmp_path / "checkpoints", make(3)), tmp_path / "disk"
+    copies.copy_part(path, 1, home)
+    copy = home / path.name / "part-0001.safetensors"
+    copy.write_bytes(copy.read_bytes()[:-1] + b"\1")
+    (path / "part-0001.safetensors").unlink()
+    copies.mend(path, home)
+    with pytest.raises(DataError, match="is missing"):
+        load(path)
+
+
+def test_copies_of_checkpoints_that_are_gone_are_removed(tmp_path: Path) -> None:
+    home = tmp_path / "disk"
+    for step in (1, 2, 3):
+        path = save(tmp_path / "checkpoints", make(step))
+        copies.copy_part(path, 1, home)
+        if step == 2:
+            shutil.rmtree(tmp_path / "checkpoints" / "step-00000001")
+    assert copies.names(home) == ["step-00000002", "step-00000003"]
+
+
+def test_a_record_is_copied_as_it_grows_and_cut_where_it_was_cut(tmp_path: Path) -> None:
+    record, home = tmp_path / "metrics.jsonl", tmp_path / "disk"
+    home.mkdir()
+    for text, size in (("one\ntwo\n", 4), ("one\ntwo\nthree\n", 14), ("one\n", 4)):
+        record.write_text(text)
+        copies.copy_record(record, size, home)
+        assert (home / record.name).read_text() == text[:size]
+
+
+def test_a_job_goes_on_when_a_disk_is_lost(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    """Each rank has a disk of its own here, as if it were on a host of its own."""
+    run, ledger = tmp_path / "run", tmp_path / "ledger.csv"
+    common = ["train", "--model", "cnn", "--data", small_set, "--ranks", 3, "--batch-size", 60]
+    common += ["--run", run, "--ledger", ledger, "--replicate", tmp_path / "disk{rank}"]
+
+    def go_on(epochs: int, *options: object) -> str:
+        done = hvdtrain(*common, "--epochs", epochs, *options)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    go_on(1)
+    (run / "checkpoints" / "step-00000011" / "part-0002.safetensors").unlink()
+    said = go_on(2, "--resume")
+    assert "mended step-00000011 from the copies of --replicate: " in said
+    assert "resumed after step 11" in said
+    shutil.rmtree(run)  # the shared disk
+    assert "resumed after step 22" in go_on(3, "--resume")
+    lines = list(map(json.loads, (run / "metrics.jsonl").read_text().splitlines()))
+    assert [line["epoch"] for line in lines if line["event"] == "epoch"] == [1, 2, 3]
+    shutil.rmtree(tmp_path / "disk1")
+    assert "resumed after step 33" in go_on(4, "--resume"), "the first copy is there"
+    for samples in samples_of(ledger, 4):
+        assert len(samples) == len(set(samples)) == 601
+    plain = tmp_path / "plain"
+    done = hvdtrain(*common[:-6], "--run", plain, "--epochs", 4)
+    assert done.returncode == 0, done.stderr
+    digests = [
+        json.loads((folder / "summary.json").read_text())["weights_sha256"]
+        for folder in (run, plain)
+    ]
+    assert digests[0] == digests[1]
+
+
+def test_a_disk_that_takes_no_copy_costs_a_line_and_not_the_run(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    common = ("train", "--model", "cnn", "--data", small_set, "--run", tmp_path / "run")
+    done = hvdtrain(*common, "--epochs", 1, "--replicate", tmp_path / "file" / "folder")
+    assert done.returncode == 2
+    assert "--replicate: " in done.stderr
+    assert "cannot be made: Not a directory" in done.stderr
+    assert len(done.stderr.splitlines()) == 1

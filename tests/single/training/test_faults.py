@@ -1,0 +1,222 @@
+"""The table of faults and what becomes of a run, each made to happen by `--inject`."""
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.training import checkpoint
+from tests.conftest import Program
+from tests.single.training.jobs import events_of, samples_of
+
+EPOCHS, EPOCH = 3, 601
+ALERT = 'printf \'%s|%s|%s\\n\' "$HVDTRAIN_CAUSE" "$HVDTRAIN_MESSAGE" "$HVDTRAIN_RUN" >> '
+DIES = {
+    "kill": "was ended by signal 9 (Killed) in step ",
+    "segfault": "was ended by signal 11 (Segmentation fault) in step ",
+    "memory": " is out of memory: ",
+    "stop": "has been stuck for longer than --stall-timeout allows, in step 8",
+}
+
+
+def command(data: Path, run: Path, *options: object, ranks: int = 3) -> list[object]:
+    common = ["train", "--model", "cnn", "--data", data, "--ranks", ranks, "--batch-size", 60]
+    common += ["--epochs", EPOCHS, "--checkpoint-every", "3 steps", "--run", run]
+    return [*common, "--ledger", run.with_suffix(".csv"), "--stall-timeout", 10, *options]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    tmp_path_factory: pytest.TempPathFactory, hvdtrain: Program, small_set: Path
+) -> str:
+    """The hash of the weights of a run to which nothing happens."""
+    run = tmp_path_factory.mktemp("undisturbed") / "run"
+    done = hvdtrain(*command(small_set, run))
+    assert done.returncode == 0, done.stderr
+    digest: str = json.loads((run / "summary.json").read_text())["weights_sha256"]
+    return digest
+
+
+@pytest.mark.parametrize("kind", DIES)
+def test_a_rank_that_fails_ends_the_job_and_another_start_finishes_it(
+    hvdtrain: Program, small_set: Path, tmp_path: Path, undisturbed: str, kind: str
+) -> None:
+    run, told = tmp_path / "run", tmp_path / "told"
+    fault = f"{kind} step=8 rank=1"
+    options = ("--inject", fault, "--restarts", 1, "--on-alert", f"{ALERT}{told}")
+    done = hvdtrain(*command(small_set, run, *options))
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("hvdtrain: ")]
+    assert DIES[kind] in lines[0]
+    assert lines[1].startswith("hvdtrain: starting again on 3 rank(s) from the last checkpoint")
+    assert len(lines) == 2
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["weights_sha256"] == undisturbed
+    for samples in samples_of(run.with_suffix(".csv"), EPOCHS):
+        assert len(samples) == len(set(samples)) == EPOCH
+    (line,) = events_of(run, "fault")
+    assert line["cause"] == "rank failed"
+    assert f"hvdtrain: {line['message']}" == lines[0]
+    assert told.read_text() == f"rank failed|{line['message']}; starting again|{run}\n"
+
+
+@pytest.mark.parametrize("kind", ["kill", "segfault", "memory"])
+def test_the_job_is_over_in_15_seconds(
+    hvdtrain: Program, small_set: Path, tmp_path: Path, kind: str
+) -> None:
+    run = tmp_path / "run"
+    done = hvdtrain(*command(small_set, run, "--inject", f"{kind} step=8 rank=1"))
+    ended = time.time()
+    assert done.returncode == 4, done.stderr
+    (mark,) = (run / "injected").iterdir()
+    assert ended - mark.stat().st_mtime < 15
+
+
+def test_a_rank_that_stands_still_is_named_by_the_others(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    options = ("--inject", "stop step=8 rank=2", "--stall-timeout", 14)
+    done = hvdtrain(*command(small_set, tmp_path / "run", *options))
+    assert done.returncode == 4
+    assert "rank 2 on " in done.stderr
+    assert "has given no sign of life for" in done.stderr
+
+
+def test_a_rank_that_stands_still_while_others_wait_for_its_part_of_a_checkpoint(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    """Not in a step but between two, where the ranks meet to save."""
+    options = ("--inject", "stop step=1 rank=1", "--checkpoint-every", "1 step")
+    done = hvdtrain(*command(small_set, tmp_path / "run", *options))
+    assert done.returncode == 4
+    assert "has been stuck for longer" in done.stderr
+
+
+def test_a_slow_rank_is_named_with_what_it_costs(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    run, told = tmp_path / "run", tmp_path / "told"
+    fault = "slow step=6 rank=1 seconds=0.2"
+    options = ("--inject", fault, "--log-every", 5, "--on-alert", f"{ALERT}{told}")
+    done = hvdtrain(*command(small_set, run, *options, ranks=2))
+    assert done.returncode == 0, done.stderr
+    faults = events_of(run, "fault")
+    assert [line["cause"] for line in faults].count("straggler") >= 1
+    line = next(line for line in faults if "rank 1 holds the others up" in line["message"])
+    assert "this costs" in line["message"]
+    assert line["message"] in done.stdout
+    assert line["message"] in told.read_text()
+    slowest = {step["slowest_rank"] for step in events_of(run, "step")[3:]}
+    assert slowest == {1}
+    last = events_of(run, "step")[-1]["ranks"]
+    assert last["own_seconds"][1] > 0.2
+    assert all(memory > 2**26 for memory in last["memory_bytes"])
+
+
+def test_a_corrupt_checkpoint_is_passed_over(
+    hvdtrain: Program, small_set: Path, tmp_path: Path, undisturbed: str
+) -> None:
+    run = tmp_path / "run"
+    # The newest checkpoint at step 11 is that of step 9, and the job dies before the next one.
+    fault = "corrupt step=11 seed=4; kill step=12 rank=2"
+    done = hvdtrain(*command(small_set, run, "--inject", fault, "--restarts", 1))
+    assert done.returncode == 0, done.stderr
+    assert "skipped a checkpoint, now damaged-step-" in done.stdout
+    assert "SHA-256 is not that of the manifest" in done.stdout
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["weights_sha256"] == undisturbed
+    for samples in samples_of(run.with_suffix(".csv"), EPOCHS):
+        assert len(samples) == len(set(samples)) == EPOCH
+
+
+def test_a_truncated_shard_ends_the_run_with_its_name_and_the_run_goes_on_without_it(
+    hvdtrain: Program, small_set: Path, tmp_path: Path, undisturbed: str
+) -> None:
+    run = tmp_path / "run"
+    before = {path.name: path.read_bytes() for path in small_set.iterdir()}
+    done = hvdtrain(*command(small_set, run, "--inject", "truncate step=8 rank=1"))
+    assert done.returncode == 3, done.stderr
+    assert "train-00000.h5: shard cannot be opened" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert {path.name: path.read_bytes() for path in small_set.iterdir()} == before
+    done = hvdtrain(*command(small_set, run, "--resume"))
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["weights_sha256"] == undisturbed
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, small enough to be filled."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", folder], check=True)
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a file system")
+def test_a_full_disk_ends_the_run_in_one_line_and_the_run_goes_on_with_room(
+    hvdtrain: Program, small_set: Path, disk: Path, undisturbed: str
+) -> None:
+    run = disk / "run"
+    done = hvdtrain(*command(small_set, run, "--inject", "fill step=8 rank=1"))
+    assert done.returncode == 3, done.stderr
+    assert "No space left on device" in done.stderr
+    assert checkpoint.load_newest(run / "checkpoints")[2] == []
+    done = hvdtrain(*command(small_set, run, "--resume"))
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["weights_sha256"] == undisturbed
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("fill step=3", "GiB are free where"),
+        ("nan step=3 component=body", "rank 0 holds no component 'body'; it holds conv1"),
+        ("kill step=3 rank=3", "there are 3 rank(s)"),
+    ],
+)
+def test_a_fault_that_cannot_happen_is_refused_and_leaves_no_run(
+    hvdtrain: Program, small_set: Path, tmp_path: Path, fault: str, said: str
+) -> None:
+    run = tmp_path / "run"
+    done = hvdtrain(*command(small_set, run, "--inject", fault))
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not run.exists()
+
+
+def test_every_rank_gives_signs_of_life(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    assert hvdtrain(*command(small_set, run)).returncode == 0
+    for rank in range(3):
+        beat = json.loads((run / "heartbeats" / f"rank-{rank:04d}.json").read_text())
+        assert beat["rank"] == rank
+        assert beat["step"] == 33
+        assert beat["memory_bytes"] > 2**26
+        assert beat["host_memory_available_bytes"] > 0
+        assert beat["load"] >= 0
+        assert set(beat) >= {"time", "host", "pid", "doing", "celsius"}
+
+
+def test_an_alert_is_told_of_what_ends_a_run_of_one_process(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    told = tmp_path / "told"
+    done = hvdtrain(
+        *("train", "--model", "cnn", "--data", small_set, "--run", tmp_path / "run"),
+        *("--optimizer", "sgd", "--lr", "1e30", "--on-alert", f"{ALERT}{told}"),
+    )
+    assert done.returncode == 1
+    (line,) = told.read_text().splitlines()
+    assert line.startswith("job failed|the loss became nan at step 2")
+    assert line.endswith(f"|{tmp_path / 'run'}")
