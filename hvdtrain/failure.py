@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import sys
@@ -101,15 +102,20 @@ def _verdict(error: BaseException, launch: Launch) -> tuple[int, str]:
     if isinstance(error, HvdtrainError):
         return error.exit_code, f"hvdtrain: {error}"
     if any(words in str(error) for words in OUT_OF_MEMORY) or isinstance(error, MemoryError):
-        doing = "; ".join(getattr(error, "__notes__", []))
-        return RankError.exit_code, (
-            f"hvdtrain: {where} is out of memory{f' ({doing})' if doing else ''}: "
-            f"{str(error).splitlines()[0] if str(error) else 'nothing more is known'}; use a "
-            "smaller --batch-size, more --microbatches, --recompute, or fewer ranks on a host"
-        )
+        return RankError.exit_code, f"hvdtrain: {where} {_out_of_memory(error)}"
     code = EXIT_INTERNAL if alone else RankError.exit_code
     heading = "" if alone else f"hvdtrain: {where}:\n"
     return code, heading + "".join(traceback.format_exception(error)).rstrip()
+
+
+def _out_of_memory(error: BaseException) -> str:
+    doing = "; ".join(getattr(error, "__notes__", []))
+    lines = [*str(error).splitlines(), "no more is known"]
+    said = re.sub(r"^\[enforce fail.*?\] err == 0\. ", "", lines[0])
+    return (
+        f"is out of memory{f' ({doing})' if doing else ''}: {said}; use a smaller --batch-size, "
+        "more --microbatches, --recompute, or fewer ranks on a host"
+    )
 
 
 def _detect_quietly() -> Launch:

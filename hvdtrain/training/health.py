@@ -52,16 +52,21 @@ class Stragglers:
     def __init__(self, peers: Sequence[Sequence[int]]) -> None:
         self.peers = peers
         self.best = np.full(len(peers), np.inf)
-        self.slow = np.zeros(len(peers), np.int64)  # windows in a row
+        self.slow = np.zeros(len(peers), np.int64)  # judgements in a row
+        self.unjudged: list[NDArray[np.float64]] = []
 
     def look(self, vitals: NDArray[np.float64]) -> list[Straggler]:
         """Take a window [steps, ranks, Vitals]; the ranks that now have been slow long enough.
 
         Each is named once, and again only after it has recovered.
         """
-        if len(vitals) < FEWEST_STEPS or len(self.peers) < 2:
+        if len(self.peers) < 2:
             return []
-        seconds, own = np.median(vitals, axis=0).T[:2]
+        self.unjudged.append(vitals)
+        if sum(map(len, self.unjudged)) < FEWEST_STEPS:
+            return []
+        seconds, own = np.median(np.concatenate(self.unjudged), axis=0).T[:2]
+        self.unjudged.clear()
         expected = np.array(
             [
                 np.median(own[list(others)]) if others else self.best[rank]

@@ -24,6 +24,7 @@ def make(step: int) -> Checkpoint:
 
 def save(folder: Path, checkpoint: Checkpoint, ranks: int = 2) -> Path:
     """Write it in one part a rank, tensor by tensor in turn."""
+    folder.mkdir(exist_ok=True)
     name = store.name_of(checkpoint.progress["step"])
     held = {f"{store.MODEL}{key}": value for key, value in checkpoint.tensors.items()}
     for parameter, entries in checkpoint.optimizer.items():

@@ -121,11 +121,13 @@ def test_a_corrupt_checkpoint_is_passed_over(
     hvdtrain: Program, small_set: Path, tmp_path: Path, undisturbed: str
 ) -> None:
     run = tmp_path / "run"
-    # The newest checkpoint at step 11 is that of step 9, and the job dies before the next one.
-    fault = "corrupt step=11 seed=4; kill step=12 rank=2"
-    done = hvdtrain(*command(small_set, run, "--inject", fault, "--restarts", 1))
+    # The newest checkpoint is that after the second epoch, and the job dies before the next one.
+    fault = "corrupt step=31; kill step=32 rank=2"
+    options = ("--inject", fault, "--restarts", 1, "--checkpoint-every", "1 epoch")
+    done = hvdtrain(*command(small_set, run, *options))
     assert done.returncode == 0, done.stderr
-    assert "skipped a checkpoint, now damaged-step-" in done.stdout
+    assert "skipped a checkpoint, now damaged-step-00000022: " in done.stdout
+    assert "resumed after step 11" in done.stdout
     assert "SHA-256 is not that of the manifest" in done.stdout
     summary = json.loads((run / "summary.json").read_text())
     assert summary["weights_sha256"] == undisturbed
