@@ -29,8 +29,13 @@ def send(
 
 def send_and_wait(command: str | None, cause: str, message: str, run: str | None) -> None:
     """As `send`, before a process ends."""
-    if thread := send(command, cause, message, run):
-        thread.join(SECONDS_AT_THE_END)
+    wait(send(command, cause, message, run))
+
+
+def wait(sent: threading.Thread | None) -> None:
+    """Give a command that was sent for a little time to end."""
+    if sent is not None:
+        sent.join(SECONDS_AT_THE_END)
 
 
 def _run(command: str, told: dict[str, str]) -> None:

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,10 +54,10 @@ def run(arguments: Sequence[str]) -> int:
 
 def _configurations(arguments: Sequence[str]) -> list[Path]:
     """The files that `--config` names and that there are."""
-    pairs = zip(arguments, [*arguments[1:], ""], strict=True)
-    named = [after for word, after in pairs if word == "--config"]
+    named = [after for word, after in pairwise(arguments) if word == "--config"]
     named += [word.partition("=")[2] for word in arguments if word.startswith("--config=")]
-    return [Path(name) for name in named if os.path.isfile(name)]  # noqa: PTH113
+    paths = [os.path.expanduser(name) for name in named]  # noqa: PTH111
+    return [Path(path) for path in paths if os.path.isfile(path)]  # noqa: PTH113
 
 
 def _parser() -> Parser:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from hvdtrain import failure, launch, launchers, models
 from hvdtrain.bench.options import LoaderConfig, StepConfig
 from hvdtrain.config import TrainConfig
-from hvdtrain.errors import CheckFailed, DataError, UsageError
+from hvdtrain.errors import CheckFailed, DataError, Interrupted, Preempted, UsageError
 from hvdtrain.planner.options import PlanConfig
 from hvdtrain.training.stop import StopRequest
 
@@ -97,10 +97,15 @@ def train(arguments: Sequence[str], **values: Any) -> int:
 
         return restarts.run(settings, arguments)
     # Before the seconds in which torch and MPI start: a signal is remembered from here on.
-    with failure.telling(settings.on_alert, settings.run), StopRequest() as stop:
+    with StopRequest() as stop:
         from hvdtrain.training.loop import train as run_training
 
-        run_training(settings, stop)
+        try:
+            run_training(settings, stop)
+        except (Interrupted, Preempted):
+            raise
+        except (Exception, KeyboardInterrupt) as error:
+            failure.fail(error, failure.Listener(settings.on_alert, settings.run))
     return 0
 
 

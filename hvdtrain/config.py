@@ -246,7 +246,7 @@ class TrainConfig:
                 raise UsageError(f"{flag(item.name)} must have a value")
         check_ranges(vars(self))
         self.checkpoint_interval()
-        if self.inject is not None:
+        if self.inject:
             injection.parse(self.inject, self.ranks or MOST_RANKS)
         if self.epochs is not None and self.warmup_epochs > self.epochs:
             raise UsageError(

@@ -53,9 +53,10 @@ def read_text(path: Path) -> str:
 
     try:
         with path.open("rb") as file:
-            text = file.read(LARGEST + 1).decode()
-        if len(text) > LARGEST:
+            content = file.read(LARGEST + 1)
+        if len(content) > LARGEST:
             raise UsageError(f"{path} is no configuration: it is larger than {LARGEST:,} bytes")
+        text = content.decode()
         depth = 0
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             depth += isinstance(event, yaml.CollectionStartEvent)

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from dataclasses import dataclass
 from types import TracebackType
 from typing import NoReturn
 
@@ -18,7 +18,6 @@ from hvdtrain.errors import (
     EXIT_INTERNAL,
     HvdtrainError,
     Interrupted,
-    Preempted,
     RankError,
     UsageError,
 )
@@ -49,10 +48,19 @@ def end_all_on_exception() -> None:
     sys.excepthook = hook
 
 
-def fail(error: BaseException) -> NoReturn:
+@dataclass(frozen=True)
+class Listener:
+    """Whom to tell that a job ends with an error: a shell command, and the run folder."""
+
+    command: str | None
+    run: str | None
+
+
+def fail(error: BaseException, listener: Listener | None = None) -> NoReturn:
     """Say what went wrong, once a node, and end the job on all ranks.
 
-    One line for an error that the user can mend, this rank's traceback for any other.
+    One line for an error that the user can mend, this rank's traceback for any other. The
+    `listener` is told by ranks that our own launcher did not start: that one tells it itself.
     """
     launch = _detect_quietly()
     code, text = _verdict(error, launch)
@@ -62,6 +70,9 @@ def fail(error: BaseException) -> NoReturn:
         # In one piece, or the launcher's own words come before the end of the line.
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
+        if listener is not None and code != Interrupted.exit_code and activity_path() is None:
+            line = text.splitlines()[-1 if launch.size == 1 else 0].removeprefix("hvdtrain: ")
+            alert.send_and_wait(listener.command, "job failed", line, listener.run)
     if launch.size == 1:
         if threading.current_thread() is not threading.main_thread():
             os._exit(code)  # a watchdog's exit would end its thread alone
@@ -76,24 +87,6 @@ def fail(error: BaseException) -> NoReturn:
     os._exit(code)
 
 
-@contextlib.contextmanager
-def telling(command: str | None, run: str | None) -> Iterator[None]:
-    """Tell the command of `--on-alert` of an error that ends the job, once.
-
-    Ranks that our own launcher has started leave that to it.
-    """
-    try:
-        yield
-    except (Interrupted, Preempted, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        launch = _detect_quietly()
-        if activity_path() is None and (launch.size == 1 or _is_first_to_fail(launch.job)):
-            line = _verdict(error, launch)[1].splitlines()[-1].removeprefix("hvdtrain: ")
-            alert.send_and_wait(command, "job failed", line, run)
-        raise
-
-
 def _verdict(error: BaseException, launch: Launch) -> tuple[int, str]:
     """The exit code that an error ends with, and what is said of it."""
     alone, where = launch.size == 1, f"rank {launch.rank} on {socket.gethostname()}"
@@ -104,7 +97,8 @@ def _verdict(error: BaseException, launch: Launch) -> tuple[int, str]:
     if any(words in str(error) for words in OUT_OF_MEMORY) or isinstance(error, MemoryError):
         return RankError.exit_code, f"hvdtrain: {where} {_out_of_memory(error)}"
     code = EXIT_INTERNAL if alone else RankError.exit_code
-    heading = "" if alone else f"hvdtrain: {where}:\n"
+    summary = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    heading = "" if alone else f"hvdtrain: {where}: {summary}\n"
     return code, heading + "".join(traceback.format_exception(error)).rstrip()
 
 

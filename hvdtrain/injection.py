@@ -39,6 +39,13 @@ class Fault:
     seconds: float = 0.1
     component: str | None = None
 
+    def __str__(self) -> str:
+        """As `--inject` takes it."""
+        words = [self.kind, f"step={self.step}", f"rank={self.rank}", f"seed={self.seed}"]
+        given = [getattr(self, name) for name in OPTIONS.get(self.kind, ())]
+        pairs = zip(OPTIONS.get(self.kind, ()), given, strict=True)
+        return " ".join([*words, *(f"{name}={one}" for name, one in pairs if one is not None)])
+
 
 def parse(text: str, ranks: int) -> tuple[Fault, ...]:
     """Faults with semicolons between them, as they are given to `--inject`.

@@ -284,7 +284,8 @@ class Runtime:
         """Whether the gradients of all stages together may change the weights; clip them."""
         for part in self.parts.values():
             step.reduction.add(part.gradients.finish())
-        norm, rule = total_norm(self.parts, self.exchange), self.rule
+        step.norm = norm = total_norm(self.parts, self.exchange)
+        rule = self.rule
         step.is_bad = not norm <= rule.largest_norm or math.isinf(norm)  # not a number is no less
         if rule.clip_norm is not None and not step.is_bad:
             clip_gradients(norm, rule.clip_norm, self.parts)

@@ -1,5 +1,6 @@
 """What one step has of its own: input, tensors on their way, and results as they come."""
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -50,4 +51,5 @@ class Step:
     reduction: ReductionTime = field(default_factory=ReductionTime)
     waited: WaitTime = field(default_factory=WaitTime)
     is_finished: bool = False  # all gradients are reduced and clipped
+    norm: float = math.nan  # of all gradients, where the rule asks for it
     is_bad: bool = False  # an update was left out, because the gradients are not what they may be

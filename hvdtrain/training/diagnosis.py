@@ -1,7 +1,8 @@
 """Where a bad step went wrong: it is run again, and what every component emits is looked at.
 
 No update was made from a bad step, and what it drew at random is seeded, so that it can be run
-again at any time as long as its images are at hand.
+again as long as its images are at hand. The ranks learn of it when the step after it is done (on a
+GPU the one after that), whose update, if it was a good one, the weights have taken by then.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +27,7 @@ class Taken(NamedTuple):
     position: int
     batch_size: int
     feed: Feed
+    norm: float  # of its gradients, where it was asked for
 
 
 class Sighting(NamedTuple):

@@ -54,14 +54,14 @@ class Injector:
 
     def before(self, step: int) -> None:
         """Make happen what is due in this rank before it begins a step."""
-        for number, fault in enumerate(self.faults):
+        for fault in self.faults:
             if fault.kind == "slow" and fault.step <= step < fault.step + fault.steps:
                 time.sleep(fault.seconds)
             elif fault.kind in self._do and step >= fault.step:
-                self._once(number, fault)
+                self._once(fault)
 
-    def _once(self, number: int, fault: Fault) -> None:
-        mark = self._place(f"rank-{fault.rank:04d}-{number}-{fault.kind}")
+    def _once(self, fault: Fault) -> None:
+        mark = self._place(f"{fault.kind}-step-{fault.step}-rank-{fault.rank}")
         if not mark.exists():
             mark.touch()
             if not self._do[fault.kind](fault):
@@ -102,7 +102,10 @@ class Injector:
         """Change a byte of a part of the newest checkpoint."""
         for checkpoint in store.stored(self.folder.checkpoints)[-1:]:
             dice = random.Random(fault.seed)
-            part = dice.choice(sorted(checkpoint.glob("*.safetensors")))
+            parts = sorted(checkpoint.glob("*.safetensors"))
+            if not parts:  # being removed
+                return False
+            part = dice.choice(parts)
             with part.open("r+b") as file:
                 place = dice.randrange(part.stat().st_size)
                 file.seek(place)
@@ -153,7 +156,7 @@ class Injector:
 
 def make_injector(session: Session, folder: RunFolder, console: Console) -> Injector | None:
     """What `--inject` asks for; None where it asks for nothing."""
-    if session.config.inject is None:
+    if not session.config.inject:
         return None
     faults = parse(session.config.inject, session.world.size)
     for fault in faults:

@@ -36,7 +36,7 @@ def train(config: TrainConfig, stop: StopRequest | None = None) -> dict[str, Any
 
     Raises:
         UsageError, DataError: for whatever a user can get wrong.
-        CheckFailed: if the loss is no longer a number, or ranks end with different weights.
+        CheckFailed: at a bad step that is not skipped, or if ranks end with different weights.
         Interrupted, Preempted: if the run was asked to stop; its state is saved.
     """
     config.check()
@@ -155,14 +155,14 @@ def _step(run: Run, feed: Feed, epoch: int, batch_size: int, data_seconds: float
     session.set_learning_rate(learning_rate(config, len(session.train_rows), progress.position))
     seed_step(session, progress.position)
     progress.step += 1
-    run.taken.append(Taken(progress.step, progress.position, batch_size, feed))
-    progress.position += batch_size
     run.activity.step(progress.step)
     if run.injector is not None:
         run.injector.before(progress.step)
     program = session.program(batch_size, is_training=True)
     step = runtime.train(program, Step(feed.images, feed.labels))
     progress.count(step)
+    run.taken.append(Taken(progress.step, progress.position, batch_size, feed, step.norm))
+    progress.position += batch_size
     if config.ledger and not step.is_bad:
         stem = f"{epoch + 1},{progress.step},{session.world.rank}"
         run.ledger += [f"{stem},{sample}\n" for sample in feed.ids.tolist()]

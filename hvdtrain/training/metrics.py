@@ -17,8 +17,8 @@ from hvdtrain.errors import DataError, UsageError
 from hvdtrain.files import write_text
 
 LEDGER_HEADER = "epoch,step,rank,sample\n"
-# What ended the job before this one, in the environment: said by the launcher that starts again.
-AFTER_FAULT = "HVDTRAIN_AFTER_FAULT"
+# What ended the starts before this one, a line each, in the environment: said by the launcher.
+AFTER_FAULTS = "HVDTRAIN_AFTER_FAULTS"
 
 
 class RunFolder:
@@ -126,8 +126,11 @@ class Records:
                 each.mkdir(exist_ok=True)
         text = configfile.to_yaml(config)
         write_text(folder.config, text, "the configuration", DataError)
-        if fault := os.environ.get(AFTER_FAULT):
-            self.event("fault", step=kept.get("step", 0), cause="rank failed", message=fault)
+        held = folder.metrics.read_text()
+        for message in filter(None, os.environ.get(AFTER_FAULTS, "").split("\n")):
+            if json.dumps(message) not in held:  # cut away with what came after the checkpoint
+                step = kept.get("step", 0)
+                self.event("fault", step=step, cause="rank failed", message=message)
 
     def event(self, event: str, **values: Any) -> None:
         """Append one line to metrics.jsonl, and its numbers of a step or epoch to TensorBoard."""

@@ -50,6 +50,7 @@ class Progress:
         Raises:
             DataError: saying, after the name of the checkpoint, what is wrong with it.
         """
+        kept = {"skipped_steps": 0, **kept}  # checkpoints of the time before have none
         kinds: dict[str, Any] = {item.name: item.type for item in fields(cls)}
         kinds |= {"metrics_bytes": int}
         if "ledger" in kept:

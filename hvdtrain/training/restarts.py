@@ -4,11 +4,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvdtrain import alert, launch
+from hvdtrain import alert, injection, launch
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import Interrupted, Preempted, RankError
 from hvdtrain.parallel.planfile import refit
-from hvdtrain.training.metrics import AFTER_FAULT, make_folder
+from hvdtrain.training.metrics import AFTER_FAULTS, make_folder
 
 NO_FAULT = (0, Interrupted.exit_code, Preempted.exit_code)
 
@@ -18,17 +18,20 @@ def run(config: TrainConfig, arguments: Sequence[str]) -> int:
 
     Only a failed rank is a reason to start again: what a user has to mend, or wished, is not.
     """
-    folder = Path(config.run) if config.run else make_folder(config)
-    ranks, fault = config.ranks or 1, ""
+    ranks, messages = config.ranks or 1, list[str]()
+    folder = Path(config.run) if config.run else None
+    if folder is None and config.restarts:
+        folder = make_folder(config)
     for left in range(config.restarts, -1, -1):
-        environment = {AFTER_FAULT: fault} if fault else {}
-        ended = launch.supervise(ranks, [*arguments, *_more(config, folder, ranks)], environment)
-        fault = ended.message
+        environment = {AFTER_FAULTS: "\n".join(messages)} if messages else {}
+        options = _more(config, folder, ranks, bool(messages))
+        ended = launch.supervise(ranks, [*arguments, *options], environment)
+        messages.append(ended.message)
         again = ended.code == RankError.exit_code and left > 0
         if ended.code not in NO_FAULT:
             cause = "rank failed" if ended.code == RankError.exit_code else "job failed"
-            told = f"{fault}; starting again" if again else fault
-            alert.send_and_wait(config.on_alert, cause, told, str(folder))
+            told = f"{ended.message}; starting again" if again else ended.message
+            alert.send_and_wait(config.on_alert, cause, told, str(folder or ""))
         if not again:
             break
         ranks = max(ranks - 1, min(ranks, config.min_ranks or ranks))
@@ -37,12 +40,17 @@ def run(config: TrainConfig, arguments: Sequence[str]) -> int:
     return ended.code
 
 
-def _more(config: TrainConfig, folder: Path, ranks: int) -> list[str]:
+def _more(config: TrainConfig, folder: Path | None, ranks: int, is_again: bool) -> list[str]:
     """The options of one start; those that come last win."""
-    if not config.restarts:
-        return []
-    options = ["--restarts", "0", "--ranks", str(ranks), "--run", str(folder)]
-    if (folder / "config.yaml").exists():
+    options = []
+    if config.inject:  # drawn once, and not for ranks that are no more
+        faults = injection.parse(config.inject, config.ranks or 1)
+        options += ["--inject", "; ".join(str(fault) for fault in faults if fault.rank < ranks)]
+    if not config.restarts or folder is None:
+        return options
+    options += ["--restarts", "0", "--ranks", str(ranks), "--run", str(folder)]
+    # Where the run folder was lost meanwhile, a fresh start would remove its copies.
+    if (folder / "config.yaml").exists() or (is_again and config.replicate):
         options += ["--resume"]
     if ranks < (config.ranks or 1) and (plan := refit(config.plan, ranks)) is not None:
         options += ["--plan", plan]

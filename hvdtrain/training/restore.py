@@ -31,7 +31,7 @@ class _Found:
     shapes: dict[str, Shape]
 
 
-def restore(session: Session, folder: Path, console: Console) -> dict[str, Any] | None:
+def restore(session: Session, run: Path, console: Console) -> dict[str, Any] | None:
     """Put the newest checkpoint that verifies into model and optimizer; the progress it holds.
 
     Collective. None where the folder holds no checkpoint at all. Those that fail are set aside.
@@ -40,10 +40,11 @@ def restore(session: Session, folder: Path, console: Console) -> dict[str, Any] 
         UsageError: if it is of another data set or another model.
         DataError: if none verifies.
     """
-    here = session.world
+    here, folder = session.world, run.resolve() / "checkpoints"
     if here.rank == 0:
         store.restore_replaced(folder)
-    home = copies_home(session, folder)
+    directory = session.config.replicate
+    home = copies.home(directory, run, here.rank) if directory else None
     faulty: list[tuple[Path, str]] = []
     for path in _candidates(folder, home, here):
         found, fault = _verify(path, here)
@@ -64,12 +65,6 @@ def restore(session: Session, folder: Path, console: Console) -> dict[str, Any] 
     if faulty:
         raise DataError(f"{folder} holds no checkpoint that verifies: {faulty[0][1]}")
     return None
-
-
-def copies_home(session: Session, folder: Path) -> Path | None:
-    """Where this rank keeps its copies of the run with this folder of checkpoints, if it does."""
-    directory = session.config.replicate
-    return copies.home(directory, folder.parent, session.world.rank) if directory else None
 
 
 def _candidates(folder: Path, home: Path | None, here: World) -> list[Path]:
@@ -162,8 +157,8 @@ def _expected(session: Session, progress: Mapping[str, Any]) -> dict[str, Shape]
     """What this rank holds of a checkpoint, by the names that it has there."""
     expected = {f"{MODEL}{name}": tuple(value.shape) for name, value in session.tensors().items()}
     for part in session.parts.values():
-        if part.optimizer is None or progress["step"] == 0:
-            continue
+        if part.optimizer is None or progress["step"] == progress.get("skipped_steps", 0):
+            continue  # it has no state before its first update
         for name, parameter in part.model.parameters().items():
             entries = state_shapes(session.config, parameter.shape)
             expected |= {f"{OPTIMIZER}{name}/{key}": shape for key, shape in entries.items()}

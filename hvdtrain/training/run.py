@@ -1,11 +1,14 @@
 """A run under way: what it consists of, and how it is opened or resumed."""
 
 import socket
+import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from hvdtrain import alert, failure, world
 from hvdtrain.activity import Activity
@@ -22,13 +25,29 @@ from hvdtrain.training.heartbeat import Heartbeat, silent
 from hvdtrain.training.inject import Injector, make_injector
 from hvdtrain.training.layout import agree_on_weights, put_tensors
 from hvdtrain.training.progress import Progress
-from hvdtrain.training.restore import copies_home, restore
+from hvdtrain.training.restore import restore
 from hvdtrain.training.saver import Saver
 from hvdtrain.training.setup import Session, open_session
 from hvdtrain.training.stop import StopRequest
 from hvdtrain.world import World
 
+SECONDS_TO_LOOK = 5.0  # at the heartbeats, before the job is ended
 SECONDS_TO_SHOW = 30.0  # in which a network file system shows a new folder to other hosts
+
+
+@dataclass
+class Copies:
+    """Where this rank keeps second copies, and of whose parts.
+
+    Attributes:
+        is_new: whether none was made since the run was opened.
+        before: what the checkpoint under way is to replace.
+    """
+
+    home: Path
+    owner: int
+    is_new: bool = True
+    before: copies.Identity | None = None
 
 
 @dataclass
@@ -45,11 +64,12 @@ class Run:
     saver: Saver
     heartbeat: Heartbeat
     injector: Injector | None
-    copies: Path | None  # where this rank keeps second copies
+    copies: Copies | None
     stragglers: Stragglers
     interval: tuple[float, str]  # between checkpoints, in epochs, steps or minutes
     taken: deque[Taken] = field(default_factory=lambda: deque(maxlen=4))  # the last steps
     skipped_in_a_row: int = 0
+    alerts: list[threading.Thread | None] = field(default_factory=list)
     ledger: list[str] = field(default_factory=list)
     startup_seconds: float = 0.0
     clock: float = field(default_factory=time.perf_counter)
@@ -93,11 +113,14 @@ class Run:
         self.record_fault(step, cause, message)
         self.console.say(message)
         if self.records is not None:
-            alert.send(self.session.config.on_alert, cause, message, str(self.folder.path))
+            command = self.session.config.on_alert
+            self.alerts.append(alert.send(command, cause, message, str(self.folder.path)))
 
     def close(self, summary: dict[str, Any] | None) -> None:
         """Bring the records to the disk; `summary` is None where the run is not over."""
         self.heartbeat.close()
+        for sent in self.alerts:
+            alert.wait(sent)
         if self.records is not None:
             self.records.close(summary)
 
@@ -117,16 +140,17 @@ def open_run(config: TrainConfig, stop: StopRequest) -> Run:
     here = world.current()
     session = open_session(config, here)
     partfile.check(session.tensors())
-    found = _find_folder(config) if here.rank == 0 else None
+    _mend_records(config, here)
+    found = metrics.find_folder(config) if here.rank == 0 else None
     folder = metrics.RunFolder(here.broadcast(found.path if found else None))
     console = Console(here.rank, launched=here.size > 1 or world.activity_path() is not None)
-    kept = restore(session, folder.checkpoints.resolve(), console) if config.resume else None
+    kept = restore(session, folder.path, console) if config.resume else None
     progress = Progress.of(kept) if kept else Progress(session.index.hash)
     if kept is None and config.weights is not None:
         _start_from(session, Path(config.weights), console)
     agree_on_weights(session)
     injector = make_injector(session, folder, console)
-    home = _copies(session, folder)
+    second = _copies(config, folder.path, here, console)
     records = None
     if here.rank == 0:
         store.clean(folder.checkpoints)
@@ -134,52 +158,72 @@ def open_run(config: TrainConfig, stop: StopRequest) -> Run:
     saver = Saver(_shared(folder.checkpoints, here), here.rank)
     activity = session.runtime.activity
     assert activity is not None
-    activity.on_stall = lambda line: _stalled(line, folder, here)
+    activity.on_stall = lambda line: _stalled(line, config, folder, here)
     return Run(
         *(session, progress, console, Control(here, session.device), stop, folder, records, saver),
         Heartbeat(folder.heartbeats, here.rank, session.device, activity.now),
         injector,
-        home,
+        second,
         Stragglers(peers(session.plan, here.size)),
         config.checkpoint_interval(),
         first_step=progress.step,
     )
 
 
-def _find_folder(config: TrainConfig) -> metrics.RunFolder:
-    """The folder of the run, with its records, which may be lost and copied."""
-    if config.replicate and config.resume and config.run:
-        run = Path(config.run)
-        copies.mend_records(run, copies.home(config.replicate, run, rank=0))
-    return metrics.find_folder(config)
+def _mend_records(config: TrainConfig, here: World) -> None:
+    """Give the run folder back the records that it lost, from the rank that has most. Collective.
+
+    Raises:
+        DataError: if they cannot be written.
+    """
+    if not (config.replicate and config.resume and config.run):
+        return
+    run = Path(config.run)
+    home = copies.home(config.replicate, run, here.rank)
+    sizes = here.gather(copies.records_bytes(home))
+    if here.rank == int(np.argmax(sizes)):
+        copies.mend_records(run, home)
+    here.barrier()
 
 
-def _copies(session: Session, folder: metrics.RunFolder) -> Path | None:
-    """Where this rank keeps second copies, made if it is asked for.
+def _copies(config: TrainConfig, run: Path, here: World, console: Console) -> Copies | None:
+    """Where this rank keeps second copies, made if it is asked for. Collective.
 
     Raises:
         UsageError: if it cannot be made.
     """
-    home = copies_home(session, folder.checkpoints.resolve())
-    if home is not None:
-        try:
-            home.mkdir(parents=True, exist_ok=True)
-            for record in (folder.config, folder.metrics):  # they may be cut by now
-                (home / record.name).unlink(missing_ok=True)
-        except OSError as error:
-            raise UsageError(f"--replicate: {home} cannot be made: {error.strerror}") from None
-    return home
+    if not config.replicate:
+        return None
+    home = copies.home(config.replicate, run, here.rank)
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        if not config.resume:
+            copies.clear(home)
+    except OSError as error:
+        raise UsageError(f"--replicate: {home} cannot be made: {error.strerror}") from None
+    hosts = here.gather(socket.gethostname())
+    owners = copies.owners(hosts)
+    if any(hosts[rank] == hosts[owner] for rank, owner in enumerate(owners)):
+        console.say("note: --replicate keeps some copies on the host of their first copy")
+    return Copies(home, owners[here.rank])
 
 
-def _stalled(line: str, folder: metrics.RunFolder, here: World) -> None:
+def _stalled(line: str, config: TrainConfig, folder: metrics.RunFolder, here: World) -> None:
     """End the job from the watchdog's thread, naming whoever does not answer."""
-    who = silent(folder.heartbeats, here.size)
+    who: list[str] = []
+    # The disk may be what everybody waits for.
+    look = threading.Thread(
+        target=lambda: who.extend(silent(folder.heartbeats, here.size)), daemon=True
+    )
+    look.start()
+    look.join(SECONDS_TO_LOOK)
     advice = "; ".join(who) if who else "look at the ranks it names, or allow more"
     failure.fail(
         RankError(
             f"rank {here.rank} on {socket.gethostname()} has been stuck for longer than "
             f"--stall-timeout allows, in {line}: {advice}"
-        )
+        ),
+        failure.Listener(config.on_alert, str(folder.path)),
     )
 
 

@@ -6,16 +6,14 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import DataError
 from hvdtrain.training.checkpoint import copies, store
-from hvdtrain.training.checkpoint import manifest as manifests
 from hvdtrain.training.control import Agreed
 from hvdtrain.training.layout import own_share
 from hvdtrain.training.metrics import Records
-from hvdtrain.training.run import Run
+from hvdtrain.training.run import Copies, Run
 
 
 def is_wanted(run: Run) -> bool:
@@ -59,6 +57,7 @@ def begin(run: Run) -> None:
         kept = asdict(run.progress) | run.records.sizes()
         commit = partial(_commit, run, run.records, name, kept)
     if run.copies is not None:
+        run.copies.before = copies.identity(run.folder.checkpoints.resolve() / name)
         commit = partial(_commit_and_copy, run, run.copies, name, commit)
     share = own_share(session.plan, session.parts, session.world.rank)
     run.saver.begin(name, share, commit)
@@ -89,18 +88,21 @@ def _join_all(run: Run) -> None:
         run.session.world.barrier()
 
 
-def _commit_and_copy(run: Run, home: Path, name: str, commit: Callable[[], object] | None) -> None:
+def _commit_and_copy(
+    run: Run, mine: Copies, name: str, commit: Callable[[], object] | None
+) -> None:
     """In this rank's thread: commit, if that is its task, and keep a copy of another's part."""
     if commit is not None:
         commit()
     here, checkpoint = run.session.world, run.folder.checkpoints.resolve() / name
-    owner = copies.neighbour(here.rank, here.size, here.local_size)
     try:
-        copies.copy_part(checkpoint, owner, home)
-        if here.local_rank == 0:
-            written = manifests.read(checkpoint).progress["metrics_bytes"]
-            for record, size in ((run.folder.config, None), (run.folder.metrics, written)):
-                copies.copy_record(record, record.stat().st_size if size is None else size, home)
+        written = copies.wait_for(checkpoint, mine.before).progress["metrics_bytes"]
+        if here.local_rank == 0:  # first: what the checkpoint counts on
+            config, metrics = run.folder.config, run.folder.metrics
+            copies.copy_record(config, config.stat().st_size, mine.home, is_new=True)
+            copies.copy_record(metrics, written, mine.home, mine.is_new)
+        copies.copy_part(checkpoint, mine.owner, mine.home)
+        mine.is_new = False
     except (DataError, OSError) as error:  # the run goes on: the first copy is on the disk
         where = f"rank {here.rank} on {socket.gethostname()}"
         print(f"hvdtrain: {where} keeps no second copy of {name}: {error}", file=sys.stderr)

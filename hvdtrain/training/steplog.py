@@ -1,5 +1,6 @@
 """What becomes of the agreements on the steps of an epoch: the bar, the step lines, faults."""
 
+import math
 import time
 
 import numpy as np
@@ -68,7 +69,6 @@ class StepLog:
         loss = sum(agreed.loss_sum for agreed in good) / max(1, sum(one.samples for one in good))
         now = self.window[-1].posted_at
         vitals = np.stack([agreed.vitals for agreed in self.window])
-        ranks = as_lists(vitals)
         if self.run.records is not None:
             self.run.records.event(
                 "step",
@@ -82,7 +82,7 @@ class StepLog:
                     np.median(vitals, axis=0)[:, Vitals._fields.index("own_seconds")].argmax()
                 ),
                 slowest_step_seconds=float(vitals[..., 0].max()),
-                ranks=ranks,
+                ranks=as_lists(vitals),
             )
             for straggler in self.run.stragglers.look(vitals):
                 self.run.report(self.step, "straggler", str(straggler))
@@ -96,11 +96,13 @@ class StepLog:
             CheckFailed: if it is not.
         """
         run, config = self.run, self.run.session.config
+        taken, limit = run.taken_at(self.step), config.gradient_limit
         what = f"the loss became {agreed.loss_sum}"
-        if agreed.finite:
-            limit = f", or above {config.gradient_limit:g}," if config.gradient_limit else ""
-            what = f"the gradients were not finite{limit}"
-        where = diagnose(run.session, run.taken_at(self.step))
+        if agreed.finite and limit is not None and limit < taken.norm < math.inf:
+            what = f"the norm of the gradients was {taken.norm:.3g}, above {limit:g},"
+        elif agreed.finite:
+            what = "the gradients were not finite"
+        where = diagnose(run.session, taken)
         message = f"{what} at step {self.step} (epoch {self.epoch + 1}): {where}"
         run.skipped_in_a_row += 1
         # A step is skipped on all ranks or on none.

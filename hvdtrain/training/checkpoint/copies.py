@@ -8,6 +8,8 @@ import hashlib
 import os
 import shutil
 import time
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,6 +22,9 @@ from hvdtrain.training.checkpoint.manifest import MANIFEST
 SECONDS_TO_SHOW = 60.0  # in which a network file system shows what another rank has committed
 
 
+Identity = tuple[int, int]
+
+
 def home(directory: str, run: Path, rank: int) -> Path:
     """Where a rank keeps copies of this run; `{rank}` in the directory is its number."""
     path = str(run.resolve())
@@ -27,53 +32,108 @@ def home(directory: str, run: Path, rank: int) -> Path:
     return Path(directory.replace("{rank}", str(rank))) / f"{run.resolve().name}-{digest}"
 
 
-def neighbour(rank: int, size: int, local_size: int) -> int:
-    """The rank whose part this one copies: of the next host, where there is one."""
-    return (rank + (local_size if local_size < size else 1)) % size
+def owners(hosts: Sequence[str]) -> list[int]:
+    """For the rank of each host the rank whose part it copies: of another host, if there is one.
+
+    Each part has one copy. Only where a host has more than half of all ranks some of its parts
+    are copied by itself.
+    """
+    by_host = sorted(range(len(hosts)), key=lambda rank: (hosts[rank], rank))
+    most = max(Counter(hosts).values())
+    shift = most if most < len(hosts) else 1
+    found = {rank: by_host[(i + shift) % len(hosts)] for i, rank in enumerate(by_host)}
+    return [found[rank] for rank in range(len(hosts))]
+
+
+def clear(home: Path) -> None:
+    """Forget another run of this name: what is copied from now on is of a new one."""
+    for path in (*store.stored(home), *records(home)):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def identity(checkpoint: Path) -> Identity | None:
+    """Tells a checkpoint from another one of its name; None where there is none."""
+    try:
+        status = (checkpoint / MANIFEST).stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
+
+
+def wait_for(checkpoint: Path, before: Identity | None) -> manifests.Manifest:
+    """The manifest of a checkpoint that is being committed in place of the one `before`.
+
+    Raises:
+        DataError: if it is not there in time.
+    """
+    until = time.monotonic() + SECONDS_TO_SHOW
+    while identity(checkpoint) in (None, before) and time.monotonic() < until:
+        time.sleep(0.05)
+    return manifests.read(checkpoint)
 
 
 def copy_part(checkpoint: Path, rank: int, home: Path) -> None:
-    """Copy a rank's part, and the manifest, of a checkpoint that is being committed.
+    """Copy a rank's part of a checkpoint, and the manifest.
 
     Copies of checkpoints that are there no more are removed.
 
     Raises:
         DataError: if it cannot be copied, or differs from its hash.
     """
-    until = time.monotonic() + SECONDS_TO_SHOW
-    while not (checkpoint / MANIFEST).exists() and time.monotonic() < until:
-        time.sleep(0.05)
     name = manifests.part_name(rank)
-    entry = next(part for part in manifests.read(checkpoint).parts if part.name == name)
+    found = [part for part in manifests.read(checkpoint).parts if part.name == name]
+    if not found:
+        raise DataError(f"{checkpoint} has no {name}")
     try:
         (home / checkpoint.name).mkdir(parents=True, exist_ok=True)
         for file in (name, MANIFEST):  # what has a manifest has its part
             _copy(checkpoint / file, home / checkpoint.name / file)
     except OSError as error:
         raise DataError(f"{home / checkpoint.name} cannot be written: {error.strerror}") from None
-    partfile.verify(home / checkpoint.name, entry)
+    partfile.verify(home / checkpoint.name, found[0])
     kept = {path.name for path in store.stored(checkpoint.parent)} | {checkpoint.name}
     for path in store.stored(home):
         if path.name not in kept:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def copy_record(record: Path, size: int, home: Path) -> None:
-    """Let the copy of a file that only grows have its first `size` bytes.
+def copy_record(record: Path, size: int, home: Path, is_new: bool) -> None:
+    """Let the copy of a file have its first `size` bytes.
+
+    Args:
+        is_new: whether the copy may be of something else; otherwise the file has only grown.
 
     Raises:
         DataError: if it cannot be copied.
     """
+    copy = home / record.name
     try:
-        with record.open("rb") as source, (home / record.name).open("ab") as copy:
-            copy.truncate(min(copy.tell(), size))
-            copy.seek(0, os.SEEK_END)
-            source.seek(copy.tell())
-            copy.write(source.read(size - copy.tell()))
-            copy.flush()
-            os.fsync(copy.fileno())
+        if is_new or not copy.exists():
+            with record.open("rb") as source:
+                files.write_whole(copy, lambda out: out.write(source.read(size)))
+            return
+        with record.open("rb") as source, copy.open("ab") as out:
+            out.truncate(min(out.tell(), size))
+            out.seek(0, os.SEEK_END)
+            source.seek(out.tell())
+            out.write(source.read(size - out.tell()))
+            out.flush()
+            os.fsync(out.fileno())
     except OSError as error:
-        raise DataError(f"{home / record.name} cannot be written: {error.strerror}") from None
+        raise DataError(f"{copy} cannot be written: {error.strerror}") from None
+
+
+def records(home: Path) -> list[Path]:
+    """The copies of the run's records."""
+    return [path for path in home.glob("*.*") if path.suffix in (".yaml", ".jsonl")]
+
+
+def records_bytes(home: Path) -> int:
+    """How much of the records there is here; the largest has seen the newest checkpoint."""
+    return sum(path.stat().st_size for path in records(home))
 
 
 def mend(checkpoint: Path, home: Path) -> None:

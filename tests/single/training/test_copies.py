@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,15 +15,22 @@ from tests.single.training.jobs import samples_of
 
 
 @pytest.mark.parametrize(
-    ("size", "local", "expected"),
-    [(4, 2, [2, 3, 0, 1]), (3, 3, [1, 2, 0]), (1, 1, [0]), (6, 2, [2, 3, 4, 5, 0, 1])],
+    ("hosts", "expected"),
+    [
+        ("aabb", [2, 3, 0, 1]),
+        ("abab", [1, 0, 3, 2]),  # dealt round the hosts
+        ("aaa", [1, 2, 0]),
+        ("a", [0]),
+        ("aabbcc", [2, 3, 4, 5, 0, 1]),
+        ("aaab", [3, 0, 1, 2]),
+    ],
 )
-def test_each_part_has_one_copy_on_another_host(
-    size: int, local: int, expected: list[int]
-) -> None:
-    found = [copies.neighbour(rank, size, local) for rank in range(size)]
+def test_each_part_has_one_copy_on_another_host(hosts: str, expected: list[int]) -> None:
+    found = copies.owners(hosts)
     assert found == expected
-    assert sorted(found) == list(range(size))
+    assert sorted(found) == list(range(len(hosts)))
+    if max(map(hosts.count, hosts)) <= len(hosts) / 2:
+        assert all(hosts[rank] != hosts[owner] for rank, owner in enumerate(found))
 
 
 def test_a_copy_gives_back_what_is_lost_and_nothing_else(tmp_path: Path) -> None:
@@ -65,13 +73,32 @@ def test_copies_of_checkpoints_that_are_gone_are_removed(tmp_path: Path) -> None
     assert copies.names(home) == ["step-00000002", "step-00000003"]
 
 
+def test_a_checkpoint_made_again_is_waited_for(tmp_path: Path) -> None:
+    path, home = save(tmp_path / "checkpoints", make(3)), tmp_path / "disk"
+    before = copies.identity(path)
+    assert before is not None
+    changed = make(3)
+    changed.tensors["head.half"] += 1
+    again = threading.Timer(0.5, lambda: save(tmp_path / "checkpoints", changed))
+    again.start()
+    copies.wait_for(path, before)
+    copies.copy_part(path, 1, home)
+    again.join()
+    assert copies.identity(path) != before
+    part = "part-0001.safetensors"
+    assert (home / path.name / part).read_bytes() == (path / part).read_bytes()
+
+
 def test_a_record_is_copied_as_it_grows_and_cut_where_it_was_cut(tmp_path: Path) -> None:
     record, home = tmp_path / "metrics.jsonl", tmp_path / "disk"
     home.mkdir()
     for text, size in (("one\ntwo\n", 4), ("one\ntwo\nthree\n", 14), ("one\n", 4)):
         record.write_text(text)
-        copies.copy_record(record, size, home)
+        copies.copy_record(record, size, home, is_new=False)
         assert (home / record.name).read_text() == text[:size]
+    record.write_text("new\nand longer\n")
+    copies.copy_record(record, 8, home, is_new=True)
+    assert (home / record.name).read_text() == "new\nand "
 
 
 def test_a_job_goes_on_when_a_disk_is_lost(
@@ -106,6 +133,28 @@ def test_a_job_goes_on_when_a_disk_is_lost(
     digests = [
         json.loads((folder / "summary.json").read_text())["weights_sha256"]
         for folder in (run, plain)
+    ]
+    assert digests[0] == digests[1]
+
+
+def test_a_new_run_takes_nothing_from_the_copies_of_another_one(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    """A run folder that was removed, and a new run of its name that dies before it has saved."""
+    run = tmp_path / "run"
+    plain = ("train", "--model", "cnn", "--data", small_set, "--ranks", 2, "--epochs", 1)
+    common = (*plain, "--run", run, "--replicate", tmp_path / "disk")
+    assert hvdtrain(*common, "--seed", 1).returncode == 0
+    shutil.rmtree(run)
+    done = hvdtrain(*common, "--seed", 2, "--restarts", 1, "--inject", "kill step=3 rank=1")
+    assert done.returncode == 0, done.stderr
+    assert "resumed" not in done.stdout
+    alone = tmp_path / "alone"
+    done = hvdtrain(*plain, "--run", alone, "--seed", 2)
+    assert done.returncode == 0, done.stderr
+    digests = [
+        json.loads((folder / "summary.json").read_text())["weights_sha256"]
+        for folder in (run, alone)
     ]
     assert digests[0] == digests[1]
 
