@@ -3,28 +3,28 @@
 import os
 import subprocess
 import threading
+import time
+from collections.abc import Sequence
 from contextlib import suppress
 
 SECONDS = 60.0  # that the command may take
 SECONDS_AT_THE_END = 10.0  # that a job which ends waits for it
 
 
-def send(
-    command: str | None, cause: str, message: str, run: str | None
-) -> threading.Thread | None:
-    """Run a shell command beside everything else; the thread ends with it.
+def send(command: str | None, cause: str, message: str, run: str | None) -> list[threading.Thread]:
+    """Run a shell command beside everything else; the thread that is returned ends with it.
 
     It finds in its environment HVDTRAIN_CAUSE (a word), HVDTRAIN_MESSAGE (a line) and HVDTRAIN_RUN
     (the run folder). What it writes goes to standard error; how it ends changes nothing.
     """
     if command is None:
-        return None
+        return []
     told = {"HVDTRAIN_CAUSE": cause, "HVDTRAIN_MESSAGE": message, "HVDTRAIN_RUN": run or ""}
     thread = threading.Thread(
         target=_run, args=(command, told), name="hvdtrain-alert", daemon=True
     )
     thread.start()
-    return thread
+    return [thread]
 
 
 def send_and_wait(command: str | None, cause: str, message: str, run: str | None) -> None:
@@ -32,10 +32,11 @@ def send_and_wait(command: str | None, cause: str, message: str, run: str | None
     wait(send(command, cause, message, run))
 
 
-def wait(sent: threading.Thread | None) -> None:
-    """Give a command that was sent for a little time to end."""
-    if sent is not None:
-        sent.join(SECONDS_AT_THE_END)
+def wait(sent: Sequence[threading.Thread]) -> None:
+    """Give commands that were sent a little time to end, all of them together."""
+    until = time.monotonic() + SECONDS_AT_THE_END
+    for thread in sent:
+        thread.join(max(0.0, until - time.monotonic()))
 
 
 def _run(command: str, told: dict[str, str]) -> None:

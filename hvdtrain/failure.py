@@ -71,7 +71,7 @@ def fail(error: BaseException, listener: Listener | None = None) -> NoReturn:
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()
         if listener is not None and code != Interrupted.exit_code and activity_path() is None:
-            line = text.splitlines()[-1 if launch.size == 1 else 0].removeprefix("hvdtrain: ")
+            line = text.splitlines()[-1].removeprefix("hvdtrain: ")
             alert.send_and_wait(listener.command, "job failed", line, listener.run)
     if launch.size == 1:
         if threading.current_thread() is not threading.main_thread():
@@ -97,8 +97,7 @@ def _verdict(error: BaseException, launch: Launch) -> tuple[int, str]:
     if any(words in str(error) for words in OUT_OF_MEMORY) or isinstance(error, MemoryError):
         return RankError.exit_code, f"hvdtrain: {where} {_out_of_memory(error)}"
     code = EXIT_INTERNAL if alone else RankError.exit_code
-    summary = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    heading = "" if alone else f"hvdtrain: {where}: {summary}\n"
+    heading = "" if alone else f"hvdtrain: {where}:\n"
     return code, heading + "".join(traceback.format_exception(error)).rstrip()
 
 

@@ -223,6 +223,8 @@ def _stream(source: IO[str] | None, banners: list[str], said: list[str]) -> None
     for line in without_launcher_banners(source, banners):
         if line.startswith(SAID):
             said.append(line.removeprefix(SAID).strip())
+        elif said and said[-1].endswith(":") and re.match(r"(?!Traceback)\w", line):
+            said[-1] += f" {line.strip()}"  # the last line of a traceback below its heading
         sys.stderr.write(line)
         sys.stderr.flush()
 

@@ -46,7 +46,7 @@ def build_runtime(
         images,
         Handover(here.rank, forms, exchange, device),
         config.precision,
-        activity=Activity(world.activity_path(), here.rank, _patience(config), _stalled),
+        activity=Activity(world.activity_path(), here.rank, _patience(config), stalled),
         rule=_rule(config),
         label_smoothing=config.label_smoothing,
         keep_events=config.trace is not None,
@@ -66,12 +66,18 @@ def _patience(config: TrainConfig) -> float:
     return config.stall_timeout * (10 if config.compile else 1)
 
 
-def _stalled(line: str) -> None:
-    """End the job from the watchdog's thread."""
+def stalled(line: str, silent: str = "", listener: failure.Listener | None = None) -> None:
+    """End the job from the watchdog's thread.
+
+    Args:
+        silent: the ranks that give no sign of life, where that is known.
+    """
     rank, host = world.current().rank, socket.gethostname()
+    advice = silent or "look at the ranks it names, or allow more"
     failure.fail(
         RankError(
             f"rank {rank} on {host} has been stuck for longer than --stall-timeout allows, in "
-            f"{line}: look at the ranks it names, or allow more"
-        )
+            f"{line}: {advice}"
+        ),
+        listener,
     )

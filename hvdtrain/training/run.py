@@ -13,9 +13,10 @@ import numpy as np
 from hvdtrain import alert, failure, world
 from hvdtrain.activity import Activity
 from hvdtrain.config import TrainConfig
-from hvdtrain.errors import RankError, UsageError
+from hvdtrain.errors import UsageError
 from hvdtrain.models import weights
 from hvdtrain.training import metrics
+from hvdtrain.training.build import stalled
 from hvdtrain.training.checkpoint import copies, partfile, store
 from hvdtrain.training.console import Console
 from hvdtrain.training.control import Control
@@ -69,7 +70,7 @@ class Run:
     interval: tuple[float, str]  # between checkpoints, in epochs, steps or minutes
     taken: deque[Taken] = field(default_factory=lambda: deque(maxlen=4))  # the last steps
     skipped_in_a_row: int = 0
-    alerts: list[threading.Thread | None] = field(default_factory=list)
+    alerts: list[threading.Thread] = field(default_factory=list)
     ledger: list[str] = field(default_factory=list)
     startup_seconds: float = 0.0
     clock: float = field(default_factory=time.perf_counter)
@@ -114,13 +115,12 @@ class Run:
         self.console.say(message)
         if self.records is not None:
             command = self.session.config.on_alert
-            self.alerts.append(alert.send(command, cause, message, str(self.folder.path)))
+            self.alerts += alert.send(command, cause, message, str(self.folder.path))
 
     def close(self, summary: dict[str, Any] | None) -> None:
         """Bring the records to the disk; `summary` is None where the run is not over."""
         self.heartbeat.close()
-        for sent in self.alerts:
-            alert.wait(sent)
+        alert.wait(self.alerts)
         if self.records is not None:
             self.records.close(summary)
 
@@ -217,14 +217,8 @@ def _stalled(line: str, config: TrainConfig, folder: metrics.RunFolder, here: Wo
     )
     look.start()
     look.join(SECONDS_TO_LOOK)
-    advice = "; ".join(who) if who else "look at the ranks it names, or allow more"
-    failure.fail(
-        RankError(
-            f"rank {here.rank} on {socket.gethostname()} has been stuck for longer than "
-            f"--stall-timeout allows, in {line}: {advice}"
-        ),
-        failure.Listener(config.on_alert, str(folder.path)),
-    )
+    listener = failure.Listener(config.on_alert, str(folder.path))
+    stalled(line, "; ".join(who), listener)
 
 
 def _shared(folder: Path, here: World) -> Path:

@@ -114,6 +114,7 @@ def test_a_rank_that_raises_ends_all_with_its_traceback_shown_once(
 ) -> None:
     options = ["train", "--model", "tests.single.training.models:raises", "--data", small_set]
     options += ["--run", tmp_path / "run", *(["--ranks", 3] if start == "own" else [])]
+    options += ["--on-alert", f'echo "$HVDTRAIN_MESSAGE" > {tmp_path / "told"}']
     launcher = tuple(mpirun(3)) if start == "mpirun" else ()
     done = hvdtrain(*options, launcher=launcher, FAULTY_RANKS=faulty, timeout=60)
     raised = float((tmp_path / "run" / "raised").read_text())
@@ -124,6 +125,7 @@ def test_a_rank_that_raises_ends_all_with_its_traceback_shown_once(
     if start == "own":
         assert "MPI_ABORT" not in done.stderr
         assert "prterun" not in done.stderr
+        assert "this rank is at fault" in (tmp_path / "told").read_text()
     wait_for_end(tmp_path)
 
 
