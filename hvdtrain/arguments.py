@@ -4,10 +4,12 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
 from jsonargparse import ArgumentParser
 
+from hvdtrain import harmless
 from hvdtrain.errors import UsageError
 
 
@@ -16,6 +18,11 @@ class Parser(ArgumentParser):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, **settings)
+
+    def parse_path(self, path: Any, *arguments: Any, **settings: Any) -> Any:
+        """As jsonargparse, from a file that can do its parser no harm."""
+        harmless.read_text(Path(path).expanduser())
+        return super().parse_path(path, *arguments, **settings)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise the message in one line, with suggestions where a name is unknown."""

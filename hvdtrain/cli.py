@@ -3,11 +3,9 @@
 import os
 import sys
 from collections.abc import Sequence
-from itertools import pairwise
-from pathlib import Path
 from typing import Any, Literal
 
-from hvdtrain import __version__, configfile, failure, launchers
+from hvdtrain import __version__, failure, launchers
 from hvdtrain.arguments import Parser, add_dataclass
 from hvdtrain.bench.options import LoaderConfig, StepConfig
 from hvdtrain.commands import COMMANDS
@@ -41,8 +39,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code."""
-    for path in _configurations(arguments):
-        configfile.read_text(path)
     try:
         parsed = _parser().parse_args(list(arguments))
     except (OverflowError, ValueError) as error:  # such as a number of thousands of digits
@@ -50,14 +46,6 @@ def run(arguments: Sequence[str]) -> int:
         raise UsageError(f"an option cannot be understood: {reason}") from None
     name, values = _innermost(parsed.as_dict())
     return COMMANDS[name](arguments, **values)
-
-
-def _configurations(arguments: Sequence[str]) -> list[Path]:
-    """The files that `--config` names and that there are."""
-    named = [after for word, after in pairwise(arguments) if word == "--config"]
-    named += [word.partition("=")[2] for word in arguments if word.startswith("--config=")]
-    paths = [os.path.expanduser(name) for name in named]  # noqa: PTH111
-    return [Path(path) for path in paths if os.path.isfile(path)]  # noqa: PTH113
 
 
 def _parser() -> Parser:

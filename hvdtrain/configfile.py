@@ -4,11 +4,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from hvdtrain import harmless
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
-
-LARGEST = 2**16  # bytes
-DEEPEST = 4
 
 # A run may be continued with other values of these: they say where, how and how long it runs. Of
 # what a step computes they change rounding, and which samples local batch norm sees together.
@@ -41,34 +39,6 @@ def to_yaml(config: TrainConfig) -> str:
     return yaml.safe_dump(asdict(replace(config, resume=False)), sort_keys=False)
 
 
-def read_text(path: Path) -> str:
-    """The text of a YAML file that can do no harm to the parser.
-
-    A deep nesting ends the process in the C parser, and aliases of aliases fill the memory.
-
-    Raises:
-        UsageError: if it is too large, too deep, or has aliases; if it cannot be read.
-    """
-    import yaml
-
-    try:
-        with path.open("rb") as file:
-            content = file.read(LARGEST + 1)
-        if len(content) > LARGEST:
-            raise UsageError(f"{path} is no configuration: it is larger than {LARGEST:,} bytes")
-        text = content.decode()
-        depth = 0
-        for event in yaml.parse(text, Loader=yaml.SafeLoader):
-            depth += isinstance(event, yaml.CollectionStartEvent)
-            depth -= isinstance(event, yaml.CollectionEndEvent)
-            if depth > DEEPEST or isinstance(event, yaml.AliasEvent):
-                raise UsageError(f"{path} is no configuration: expected lines of 'key: value'")
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise UsageError(f"{path} cannot be read as YAML: {reason}") from None
-    return text
-
-
 def load(path: Path) -> dict[str, Any]:
     """Read a saved configuration; a key of another version stays in the dictionary.
 
@@ -78,7 +48,7 @@ def load(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        content = yaml.safe_load(read_text(path))
+        content = yaml.safe_load(harmless.read_text(path))
     except (yaml.YAMLError, ValueError) as error:  # such as a date that no calendar has
         reason = " ".join(str(error).split())
         raise UsageError(f"{path} cannot be read as YAML: {reason}") from None

@@ -29,7 +29,7 @@ from hvdtrain.world import activity_path, import_mpi
 SECONDS_TO_BE_ENDED = 5.0
 SECONDS_TO_JOIN = 20
 # What torch says, on a CPU and on a GPU, in an error that has no class of its own on both.
-OUT_OF_MEMORY = ("an't allocate memory", "annot allocate memory", "out of memory")
+OUT_OF_MEMORY = ("can't allocate memory", "cannot allocate memory", "out of memory")
 
 _ALONE = (("RANK", 0), ("SIZE", 1))
 _first_failure: socket.socket | None = None
@@ -94,7 +94,8 @@ def _verdict(error: BaseException, launch: Launch) -> tuple[int, str]:
         return Interrupted.exit_code, "hvdtrain: interrupted"
     if isinstance(error, HvdtrainError):
         return error.exit_code, f"hvdtrain: {error}"
-    if any(words in str(error) for words in OUT_OF_MEMORY) or isinstance(error, MemoryError):
+    said = str(error).lower()
+    if isinstance(error, MemoryError) or any(words in said for words in OUT_OF_MEMORY):
         return RankError.exit_code, f"hvdtrain: {where} {_out_of_memory(error)}"
     code = EXIT_INTERNAL if alone else RankError.exit_code
     heading = "" if alone else f"hvdtrain: {where}:\n"
@@ -152,8 +153,6 @@ def _is_first_to_fail(job: str) -> bool:
     is left behind, but a rank that fails after that one has gone is heard too.
     """
     global _first_failure
-    if _first_failure is not None:
-        return True  # asked again
     if activity := activity_path():
         try:
             activity.with_name("failed").touch(exist_ok=False)
@@ -162,10 +161,9 @@ def _is_first_to_fail(job: str) -> bool:
         except OSError:
             return True  # better heard twice than not at all
         return True
-    owner = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    _first_failure = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
-        owner.bind(f"\0hvdtrain-failed-{os.getuid()}-{job}")
+        _first_failure.bind(f"\0hvdtrain-failed-{os.getuid()}-{job}")
     except OSError:
         return False
-    _first_failure = owner
     return True

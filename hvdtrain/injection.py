@@ -6,17 +6,7 @@ from dataclasses import dataclass
 
 from hvdtrain.errors import UsageError
 
-KINDS = {
-    "kill": "the rank is killed (SIGKILL)",
-    "segfault": "the rank reads memory that is not its own",
-    "memory": "the rank asks for more memory than there is",
-    "stop": "the rank stands still (SIGSTOP)",
-    "slow": "the rank sleeps for `seconds` (0.1) in each of the `steps` (1000) from there on",
-    "nan": "the output of `component` (the rank's first) is not a number, in `steps` (1) steps",
-    "corrupt": "a byte of the newest checkpoint is changed",
-    "truncate": "the rank reads a copy of the training set with a shard cut in half",
-    "fill": "the disk of the run folder is filled (refused where over 1 GiB is free)",
-}
+KINDS = ("kill", "segfault", "memory", "stop", "slow", "nan", "corrupt", "truncate", "fill")
 OPTIONS = {"slow": ("seconds", "steps"), "nan": ("component", "steps")}
 SYNTAX = "KIND step=N [rank=R], such as 'kill step=20 rank=1'"
 
@@ -26,7 +16,7 @@ class Fault:
     """One fault.
 
     Attributes:
-        kind: a key of `KINDS`.
+        kind: one of `KINDS`; `hvdtrain.training.inject` says what each does.
         step, rank: when and where it happens; `step` is the first of `steps`.
         seed: of what the fault chooses by itself.
     """
@@ -42,9 +32,10 @@ class Fault:
     def __str__(self) -> str:
         """As `--inject` takes it."""
         words = [self.kind, f"step={self.step}", f"rank={self.rank}", f"seed={self.seed}"]
-        given = [getattr(self, name) for name in OPTIONS.get(self.kind, ())]
-        pairs = zip(OPTIONS.get(self.kind, ()), given, strict=True)
-        return " ".join([*words, *(f"{name}={one}" for name, one in pairs if one is not None)])
+        for name in OPTIONS.get(self.kind, ()):
+            if getattr(self, name) is not None:
+                words.append(f"{name}={getattr(self, name)}")
+        return " ".join(words)
 
 
 def parse(text: str, ranks: int) -> tuple[Fault, ...]:
@@ -98,6 +89,6 @@ def _seconds(text: str, value: str) -> float:
     return float(value)
 
 
-def _or(names: "dict[str, str] | tuple[str, ...]") -> str:
+def _or(names: tuple[str, ...]) -> str:
     *others, last = names
     return f"{', '.join(others)} or {last}"

@@ -5,7 +5,6 @@ that it is given. Tensors wait in the `Step`, by (stage, micro-batch), and each 
 last action that needs it is done.
 """
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -26,7 +25,7 @@ from hvdtrain.parallel.program import Program, Task
 from hvdtrain.parallel.simulate import Event
 from hvdtrain.parallel.stage import Images
 from hvdtrain.parallel.step import Step
-from hvdtrain.parallel.update import UpdateRule, clip_gradients, total_norm
+from hvdtrain.parallel.update import UpdateRule, copied_statistics, update
 from hvdtrain.parallel.waiting import WaitTime
 
 HANDED_ON = (*SENDS, *RECEIPTS, "REDUCE")
@@ -113,17 +112,12 @@ class Runtime:
 
         `step.is_bad` says whether this rank left out an update.
         """
-        before = self._statistics() if self.rule.skips else []
+        statistics = copied_statistics(self.parts) if self.rule.skips else []
         self.run(program, step)
         if step.is_bad:
-            for value, kept in before:
-                value.copy_(kept)
+            for value, before in statistics:
+                value.copy_(before)
         return step
-
-    def _statistics(self) -> list[tuple[Tensor, Tensor]]:
-        """The running statistics of this rank's stages, each with a copy."""
-        found = (part.model.statistics().values() for part in self.parts.values())
-        return [(value, value.clone()) for values in found for value in values]
 
     def gradients(self, program: Program, step: Step) -> dict[str, Tensor]:
         """Run a training program up to its updates: the reduced gradients, by name, copied."""
@@ -265,31 +259,9 @@ class Runtime:
         self.parts[stage].gradients.start(self.program.shares[stage])
 
     def _update(self, step: Step, task: Task) -> None:
-        part = self.parts[task.key[0]]
         if self.exchange:
             self.exchange.flush()
-        if not self.rule.needs_norm:
-            step.reduction.add(part.gradients.finish())
-            is_bad = not part.gradients.are_finite()
-            step.is_bad |= is_bad
-        else:
-            if not step.is_finished:
-                self._judge(step)
-            is_bad = step.is_bad
-        if part.optimizer is not None and not is_bad:
-            part.optimizer.step()
-        part.gradients.zero()
-
-    def _judge(self, step: Step) -> None:
-        """Whether the gradients of all stages together may change the weights; clip them."""
-        for part in self.parts.values():
-            step.reduction.add(part.gradients.finish())
-        step.norm = norm = total_norm(self.parts, self.exchange)
-        rule = self.rule
-        step.is_bad = not norm <= rule.largest_norm or math.isinf(norm)  # not a number is no less
-        if rule.clip_norm is not None and not step.is_bad:
-            clip_gradients(norm, rule.clip_norm, self.parts)
-        step.is_finished = True
+        update(self.rule, task.key[0], self.parts, self.exchange, step)
 
     def _keep_event(self, task: Task, began: float, waiting: float) -> None:
         if self.device.type == "cuda":

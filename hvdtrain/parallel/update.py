@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.part import Part
+from hvdtrain.parallel.step import Step
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,54 @@ class UpdateRule:
     def needs_norm(self) -> bool:
         """Whether the norm over all stages has to be known before any of them is updated."""
         return self.clip_norm is not None or self.largest_norm < math.inf or self.skips
+
+
+def update(
+    rule: UpdateRule,
+    stage: int,
+    parts: Mapping[int, Part],
+    exchange: Exchange | None,
+    step: Step,
+) -> None:
+    """Let the reduced gradients of a stage change its weights, unless they are bad; forget them.
+
+    Where the rule asks for the norm, the first stage of the step waits for all of them.
+    """
+    part = parts[stage]
+    if not rule.needs_norm:
+        step.reduction.add(part.gradients.finish())
+        is_bad = not part.gradients.are_finite()
+        step.is_bad |= is_bad
+    else:
+        if not step.is_finished:
+            _judge(rule, parts, exchange, step)
+        is_bad = step.is_bad
+    if part.optimizer is not None and not is_bad:
+        part.optimizer.step()
+    part.gradients.zero()
+
+
+def copied_statistics(parts: Mapping[int, Part]) -> list[tuple[Tensor, Tensor]]:
+    """The running statistics of all stages, each with a copy to be restored from."""
+    return [
+        (value, value.clone())
+        for part in parts.values()
+        for value in part.model.statistics().values()
+    ]
+
+
+def _judge(
+    rule: UpdateRule, parts: Mapping[int, Part], exchange: Exchange | None, step: Step
+) -> None:
+    """Whether the gradients of all stages together may change the weights; clip them."""
+    for part in parts.values():
+        step.reduction.add(part.gradients.finish())
+    step.norm = total_norm(parts, exchange)
+    # Not a number is not within the limit either.
+    step.is_bad = not (step.norm <= rule.largest_norm and step.norm < math.inf)
+    if rule.clip_norm is not None and not step.is_bad:
+        clip_gradients(step.norm, rule.clip_norm, parts)
+    step.is_finished = True
 
 
 def total_norm(parts: Mapping[int, Part], exchange: Exchange | None) -> float:

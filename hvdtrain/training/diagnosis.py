@@ -15,6 +15,7 @@ from torch import Tensor
 from hvdtrain.parallel.reduce import all_finite
 from hvdtrain.parallel.stage import StageModel
 from hvdtrain.parallel.step import Step
+from hvdtrain.parallel.update import copied_statistics
 from hvdtrain.training.feed import Feed
 from hvdtrain.training.randomness import seed_step
 from hvdtrain.training.setup import Session
@@ -42,11 +43,7 @@ class Sighting(NamedTuple):
 def diagnose(session: Session, taken: Taken) -> str:
     """Run a step again without updating anything; what is wrong with it, in words. Collective."""
     runtime, sightings = session.runtime, list[Sighting]()
-    statistics = [
-        (value, value.clone())
-        for part in session.parts.values()
-        for value in part.model.statistics().values()
-    ]
+    statistics = copied_statistics(session.parts)
     events, runtime.events = runtime.events, None
     assert runtime.activity is not None
     newest, _ = runtime.activity.now()

@@ -43,9 +43,8 @@ def evaluate_epoch(run: Run, may_be_best: bool) -> None:
     """
     session, progress = run.session, run.progress
     final: dict[str, Any] = dict.fromkeys(("val_loss", "val_accuracy"))
-    final["train_loss"] = None  # every step was skipped
-    if progress.epoch_samples:
-        final["train_loss"] = progress.epoch_loss_sum / progress.epoch_samples
+    counted = progress.epoch_samples  # none where every step was skipped
+    final["train_loss"] = progress.epoch_loss_sum / counted if counted else None
     if len(session.held_rows):
         final["val_loss"], final["val_accuracy"] = evaluate(session, "train", session.held_rows)
     test_rows = np.arange(session.index.splits["test"].count)
@@ -74,7 +73,6 @@ def evaluate_epoch(run: Run, may_be_best: bool) -> None:
     # Without a hold-out the training loss decides: never the test split.
     metric, sign = ("val_accuracy", 1) if len(session.held_rows) else ("train_loss", -1)
     best = progress.best
-    if final[metric] is None:
-        return
-    if may_be_best and (best is None or sign * final[metric] > sign * best["value"]):
+    is_candidate = may_be_best and final[metric] is not None
+    if is_candidate and (best is None or sign * final[metric] > sign * best["value"]):
         progress.best = {"metric": metric, "value": final[metric], "step": progress.step}

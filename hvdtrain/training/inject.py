@@ -37,11 +37,11 @@ class Injector:
         self.session, self.folder = session, folder
         self.faults = [fault for fault in faults if fault.rank == session.world.rank]
         self._held: list[IO[bytes]] = []
-        self._do: dict[str, Callable[[Fault], bool]] = {
-            "kill": lambda fault: _signal(signal.SIGKILL),
-            "segfault": lambda fault: bool(ctypes.string_at(0)),
+        self._do: dict[str, Callable[[Fault], object]] = {
+            "kill": lambda fault: os.kill(os.getpid(), signal.SIGKILL),
+            "segfault": lambda fault: ctypes.string_at(0),
             "memory": self._ask_for_memory,
-            "stop": lambda fault: _signal(signal.SIGSTOP),
+            "stop": lambda fault: os.kill(os.getpid(), signal.SIGSTOP),
             "corrupt": self._corrupt,
             "truncate": self._truncate,
             "fill": self._fill,
@@ -62,10 +62,10 @@ class Injector:
 
     def _once(self, fault: Fault) -> None:
         mark = self._place(f"{fault.kind}-step-{fault.step}-rank-{fault.rank}")
-        if not mark.exists():
-            mark.touch()
-            if not self._do[fault.kind](fault):
-                mark.unlink()  # not possible yet
+        if mark.exists() or (fault.kind == "corrupt" and not self._newest_parts()):
+            return  # over, or not possible yet
+        mark.touch()
+        self._do[fault.kind](fault)
 
     def _place(self, name: str) -> Path:
         folder = self.folder.path / "injected"
@@ -94,28 +94,22 @@ class Injector:
 
         model.calls[name] = spoiled
 
-    def _ask_for_memory(self, fault: Fault) -> bool:
+    def _ask_for_memory(self, fault: Fault) -> None:
         torch.empty(MORE_THAN_THERE_IS, dtype=torch.uint8, device=self.session.device)
-        return True
 
-    def _corrupt(self, fault: Fault) -> bool:
-        """Change a byte of a part of the newest checkpoint."""
-        for checkpoint in store.stored(self.folder.checkpoints)[-1:]:
-            dice = random.Random(fault.seed)
-            parts = sorted(checkpoint.glob("*.safetensors"))
-            if not parts:  # being removed
-                return False
-            part = dice.choice(parts)
-            with part.open("r+b") as file:
-                place = dice.randrange(part.stat().st_size)
-                file.seek(place)
-                byte = file.read(1)[0]
-                file.seek(place)
-                file.write(bytes([byte ^ (1 << dice.randrange(8))]))
-            return True
-        return False
+    def _newest_parts(self) -> list[Path]:
+        newest = store.stored(self.folder.checkpoints)[-1:]
+        return sorted(part for path in newest for part in path.glob("*.safetensors"))
 
-    def _truncate(self, fault: Fault) -> bool:
+    def _corrupt(self, fault: Fault) -> None:
+        """Change a bit of a part of the newest checkpoint."""
+        dice = random.Random(fault.seed)
+        part = dice.choice(self._newest_parts())
+        content = bytearray(part.read_bytes())
+        content[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
+        part.write_bytes(content)
+
+    def _truncate(self, fault: Fault) -> None:
         """From now on read a copy of the training set, in which one shard is cut in half."""
         samples = self.session.splits["train"]
         index, folder = samples.index, self._place(f"rank-{fault.rank:04d}-data")
@@ -130,7 +124,6 @@ class Injector:
         os.truncate(folder / victim.file, (folder / victim.file).stat().st_size // 2)
         samples.index = replace(index, folder=folder)
         samples.close()
-        return True
 
     def _check_disk(self) -> None:
         path = self.folder.path
@@ -142,7 +135,7 @@ class Injector:
                 "need them; put --run on a small file system (mount -t tmpfs -o size=64m none DIR)"
             )
 
-    def _fill(self, fault: Fault) -> bool:
+    def _fill(self, fault: Fault) -> None:
         """Write until nothing more can be written; the room is free again when this rank ends."""
         path = self._place("filling")
         file = path.open("wb", buffering=0)
@@ -151,7 +144,6 @@ class Injector:
         with suppress(OSError):
             while file.write(bytes(2**16)):
                 pass
-        return True
 
 
 def make_injector(session: Session, folder: RunFolder, console: Console) -> Injector | None:
@@ -162,8 +154,3 @@ def make_injector(session: Session, folder: RunFolder, console: Console) -> Inje
     for fault in faults:
         console.say(f"to be injected: {fault.kind} at step {fault.step} on rank {fault.rank}")
     return Injector(faults, session, folder)
-
-
-def _signal(number: int) -> bool:
-    os.kill(os.getpid(), number)
-    return True

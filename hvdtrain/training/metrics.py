@@ -126,11 +126,12 @@ class Records:
                 each.mkdir(exist_ok=True)
         text = configfile.to_yaml(config)
         write_text(folder.config, text, "the configuration", DataError)
-        held = folder.metrics.read_text()
-        for message in filter(None, os.environ.get(AFTER_FAULTS, "").split("\n")):
-            if json.dumps(message) not in held:  # cut away with what came after the checkpoint
-                step = kept.get("step", 0)
-                self.event("fault", step=step, cause="rank failed", message=message)
+        if faults := os.environ.get(AFTER_FAULTS):
+            held = folder.metrics.read_text()
+            for message in filter(None, faults.split("\n")):
+                if json.dumps(message) not in held:  # cut away with what followed the checkpoint
+                    step = kept.get("step", 0)
+                    self.event("fault", step=step, cause="rank failed", message=message)
 
     def event(self, event: str, **values: Any) -> None:
         """Append one line to metrics.jsonl, and its numbers of a step or epoch to TensorBoard."""

@@ -13,6 +13,7 @@ from hvdtrain.training.checkpoint.manifest import Manifest
 from hvdtrain.training.checkpoint.store import MODEL, OPTIMIZER
 from hvdtrain.training.console import Console
 from hvdtrain.training.layout import put_state
+from hvdtrain.training.metrics import RunFolder
 from hvdtrain.training.optimizer import state_shapes
 from hvdtrain.training.progress import Progress
 from hvdtrain.training.setup import Session
@@ -31,7 +32,7 @@ class _Found:
     shapes: dict[str, Shape]
 
 
-def restore(session: Session, run: Path, console: Console) -> dict[str, Any] | None:
+def restore(session: Session, run: RunFolder, console: Console) -> dict[str, Any] | None:
     """Put the newest checkpoint that verifies into model and optimizer; the progress it holds.
 
     Collective. None where the folder holds no checkpoint at all. Those that fail are set aside.
@@ -40,11 +41,11 @@ def restore(session: Session, run: Path, console: Console) -> dict[str, Any] | N
         UsageError: if it is of another data set or another model.
         DataError: if none verifies.
     """
-    here, folder = session.world, run.resolve() / "checkpoints"
+    here, folder = session.world, run.checkpoints.resolve()
     if here.rank == 0:
         store.restore_replaced(folder)
     directory = session.config.replicate
-    home = copies.home(directory, run, here.rank) if directory else None
+    home = copies.home(directory, run.path, here.rank) if directory else None
     faulty: list[tuple[Path, str]] = []
     for path in _candidates(folder, home, here):
         found, fault = _verify(path, here)

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from hvdtrain import alert, failure, world
 from hvdtrain.activity import Activity
 from hvdtrain.config import TrainConfig
@@ -17,7 +15,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.models import weights
 from hvdtrain.training import metrics
 from hvdtrain.training.build import stalled
-from hvdtrain.training.checkpoint import copies, partfile, store
+from hvdtrain.training.checkpoint import partfile, store
 from hvdtrain.training.console import Console
 from hvdtrain.training.control import Control
 from hvdtrain.training.diagnosis import Taken
@@ -26,6 +24,7 @@ from hvdtrain.training.heartbeat import Heartbeat, silent
 from hvdtrain.training.inject import Injector, make_injector
 from hvdtrain.training.layout import agree_on_weights, put_tensors
 from hvdtrain.training.progress import Progress
+from hvdtrain.training.replication import Replication, mend_records, open_replication
 from hvdtrain.training.restore import restore
 from hvdtrain.training.saver import Saver
 from hvdtrain.training.setup import Session, open_session
@@ -34,21 +33,6 @@ from hvdtrain.world import World
 
 SECONDS_TO_LOOK = 5.0  # at the heartbeats, before the job is ended
 SECONDS_TO_SHOW = 30.0  # in which a network file system shows a new folder to other hosts
-
-
-@dataclass
-class Copies:
-    """Where this rank keeps second copies, and of whose parts.
-
-    Attributes:
-        is_new: whether none was made since the run was opened.
-        before: what the checkpoint under way is to replace.
-    """
-
-    home: Path
-    owner: int
-    is_new: bool = True
-    before: copies.Identity | None = None
 
 
 @dataclass
@@ -65,7 +49,7 @@ class Run:
     saver: Saver
     heartbeat: Heartbeat
     injector: Injector | None
-    copies: Copies | None
+    replication: Replication | None
     stragglers: Stragglers
     interval: tuple[float, str]  # between checkpoints, in epochs, steps or minutes
     taken: deque[Taken] = field(default_factory=lambda: deque(maxlen=4))  # the last steps
@@ -140,17 +124,17 @@ def open_run(config: TrainConfig, stop: StopRequest) -> Run:
     here = world.current()
     session = open_session(config, here)
     partfile.check(session.tensors())
-    _mend_records(config, here)
+    mend_records(config, here)
     found = metrics.find_folder(config) if here.rank == 0 else None
     folder = metrics.RunFolder(here.broadcast(found.path if found else None))
     console = Console(here.rank, launched=here.size > 1 or world.activity_path() is not None)
-    kept = restore(session, folder.path, console) if config.resume else None
+    kept = restore(session, folder, console) if config.resume else None
     progress = Progress.of(kept) if kept else Progress(session.index.hash)
     if kept is None and config.weights is not None:
         _start_from(session, Path(config.weights), console)
     agree_on_weights(session)
     injector = make_injector(session, folder, console)
-    second = _copies(config, folder.path, here, console)
+    replication = open_replication(config, folder, here, console)
     records = None
     if here.rank == 0:
         store.clean(folder.checkpoints)
@@ -163,49 +147,11 @@ def open_run(config: TrainConfig, stop: StopRequest) -> Run:
         *(session, progress, console, Control(here, session.device), stop, folder, records, saver),
         Heartbeat(folder.heartbeats, here.rank, session.device, activity.now),
         injector,
-        second,
+        replication,
         Stragglers(peers(session.plan, here.size)),
         config.checkpoint_interval(),
         first_step=progress.step,
     )
-
-
-def _mend_records(config: TrainConfig, here: World) -> None:
-    """Give the run folder back the records that it lost, from the rank that has most. Collective.
-
-    Raises:
-        DataError: if they cannot be written.
-    """
-    if not (config.replicate and config.resume and config.run):
-        return
-    run = Path(config.run)
-    home = copies.home(config.replicate, run, here.rank)
-    sizes = here.gather(copies.records_bytes(home))
-    if here.rank == int(np.argmax(sizes)):
-        copies.mend_records(run, home)
-    here.barrier()
-
-
-def _copies(config: TrainConfig, run: Path, here: World, console: Console) -> Copies | None:
-    """Where this rank keeps second copies, made if it is asked for. Collective.
-
-    Raises:
-        UsageError: if it cannot be made.
-    """
-    if not config.replicate:
-        return None
-    home = copies.home(config.replicate, run, here.rank)
-    try:
-        home.mkdir(parents=True, exist_ok=True)
-        if not config.resume:
-            copies.clear(home)
-    except OSError as error:
-        raise UsageError(f"--replicate: {home} cannot be made: {error.strerror}") from None
-    hosts = here.gather(socket.gethostname())
-    owners = copies.owners(hosts)
-    if any(hosts[rank] == hosts[owner] for rank, owner in enumerate(owners)):
-        console.say("note: --replicate keeps some copies on the host of their first copy")
-    return Copies(home, owners[here.rank])
 
 
 def _stalled(line: str, config: TrainConfig, folder: metrics.RunFolder, here: World) -> None:

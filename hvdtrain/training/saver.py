@@ -26,7 +26,7 @@ class Saver:
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder, self.rank = folder, rank
         self.pending = False
-        self._commit: Callable[[], object] | None = None
+        self._settle: Callable[[], object]
         self._buffers: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -38,12 +38,12 @@ class Saver:
         return self.pending and not busy and self._error is None
 
     def begin(
-        self, name: str, tensors: Mapping[str, Tensor], commit: Callable[[], object] | None
+        self, name: str, tensors: Mapping[str, Tensor], settle: Callable[[], object]
     ) -> None:
         """Copy the tensors, and start to write the copy as this rank's part of `name`.
 
         Args:
-            commit: what this rank does once all parts are written; rank 0 makes the checkpoint.
+            settle: what this rank does once all parts are written; rank 0 makes the checkpoint.
         """
         assert not self.pending, "one checkpoint at a time"
         self.join()
@@ -51,15 +51,14 @@ class Saver:
         if any(tensor.device.type == "cuda" for tensor in tensors.values()):
             torch.cuda.synchronize()
         self._buffers = copies
-        self.pending, self._commit = True, commit
+        self.pending, self._settle = True, settle
         self._start(lambda: store.write_part(self.folder, name, self.rank, copies))
 
     def settle(self) -> None:
         """All ranks have written their parts: what is left to do is done in the thread."""
         self.join()
         self.pending = False
-        if self._commit is not None:
-            self._start(self._commit)
+        self._start(self._settle)
 
     def join(self) -> None:
         """Return once the thread has nothing to do.

@@ -1,19 +1,16 @@
 """When a run saves and how: copied at once on all ranks, written and committed beside training."""
 
-import socket
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from hvdtrain.errors import DataError
-from hvdtrain.training.checkpoint import copies, store
+from hvdtrain.training.checkpoint import store
 from hvdtrain.training.control import Agreed
 from hvdtrain.training.layout import own_share
 from hvdtrain.training.metrics import Records
-from hvdtrain.training.run import Copies, Run
+from hvdtrain.training.run import Run
 
 
 def is_wanted(run: Run) -> bool:
@@ -56,11 +53,10 @@ def begin(run: Run) -> None:
         run.records.event("checkpoint", step=run.progress.step, path=name)
         kept = asdict(run.progress) | run.records.sizes()
         commit = partial(_commit, run, run.records, name, kept)
-    if run.copies is not None:
-        run.copies.before = copies.identity(run.folder.checkpoints.resolve() / name)
-        commit = partial(_commit_and_copy, run, run.copies, name, commit)
+    if run.replication is not None:
+        run.replication.expect(name)
     share = own_share(session.plan, session.parts, session.world.rank)
-    run.saver.begin(name, share, commit)
+    run.saver.begin(name, share, partial(_settle, run, name, commit))
 
 
 def follow(run: Run, agreed: Agreed) -> None:
@@ -88,24 +84,12 @@ def _join_all(run: Run) -> None:
         run.session.world.barrier()
 
 
-def _commit_and_copy(
-    run: Run, mine: Copies, name: str, commit: Callable[[], object] | None
-) -> None:
-    """In this rank's thread: commit, if that is its task, and keep a copy of another's part."""
+def _settle(run: Run, name: str, commit: Callable[[], object] | None) -> None:
+    """What this rank does in its thread once all parts of a checkpoint are written."""
     if commit is not None:
         commit()
-    here, checkpoint = run.session.world, run.folder.checkpoints.resolve() / name
-    try:
-        written = copies.wait_for(checkpoint, mine.before).progress["metrics_bytes"]
-        if here.local_rank == 0:  # first: what the checkpoint counts on
-            config, metrics = run.folder.config, run.folder.metrics
-            copies.copy_record(config, config.stat().st_size, mine.home, is_new=True)
-            copies.copy_record(metrics, written, mine.home, mine.is_new)
-        copies.copy_part(checkpoint, mine.owner, mine.home)
-        mine.is_new = False
-    except (DataError, OSError) as error:  # the run goes on: the first copy is on the disk
-        where = f"rank {here.rank} on {socket.gethostname()}"
-        print(f"hvdtrain: {where} keeps no second copy of {name}: {error}", file=sys.stderr)
+    if run.replication is not None:
+        run.replication.keep(name)
 
 
 def _commit(run: Run, records: Records, name: str, kept: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 
 from hvdtrain.errors import CheckFailed
 from hvdtrain.training import saving
-from hvdtrain.training.control import Agreed, Vitals
+from hvdtrain.training.control import Agreed
 from hvdtrain.training.diagnosis import diagnose
 from hvdtrain.training.health import as_lists
 from hvdtrain.training.optimizer import learning_rate
@@ -68,8 +68,9 @@ class StepLog:
         good = [agreed for agreed in self.window if agreed.finite and not agreed.bad]
         loss = sum(agreed.loss_sum for agreed in good) / max(1, sum(one.samples for one in good))
         now = self.window[-1].posted_at
-        vitals = np.stack([agreed.vitals for agreed in self.window])
         if self.run.records is not None:
+            vitals = np.stack([agreed.vitals for agreed in self.window])
+            ranks = as_lists(vitals)
             self.run.records.event(
                 "step",
                 step=self.step,
@@ -78,11 +79,9 @@ class StepLog:
                 loss=loss if good else None,
                 lr=self.rate,
                 images_per_second=samples / (now - self.window_began),
-                slowest_rank=int(
-                    np.median(vitals, axis=0)[:, Vitals._fields.index("own_seconds")].argmax()
-                ),
+                slowest_rank=int(np.argmax(np.array(ranks["own_seconds"], float))),
                 slowest_step_seconds=float(vitals[..., 0].max()),
-                ranks=as_lists(vitals),
+                ranks=ranks,
             )
             for straggler in self.run.stragglers.look(vitals):
                 self.run.report(self.step, "straggler", str(straggler))

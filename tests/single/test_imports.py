@@ -33,6 +33,7 @@ FLOORS = (
         "configfile",
         "ranges",
         "injection",
+        "harmless",
         "alert",
         "errors",
         "arguments",

@@ -1,7 +1,6 @@
 """Whole runs of several ranks, as users start and end them. Nothing here is simulated."""
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -9,21 +8,16 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from hvdtrain.launch import mpirun
 from tests.conftest import Program, program_environment
+from tests.single.training.jobs import summary_of
 
 LONG = ("--model", "cnn", "--batch-size", "10", "--epochs", "100000", "--log-every", "1")
 HORUN = ("horovodrun", "--mpi", "--binding-args=--bind-to none --map-by :OVERSUBSCRIBE")
-
-
-def summary_of(run: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((run / "summary.json").read_text())
-    return content
 
 
 @pytest.mark.parametrize("start", ["own", "mpirun", "horovodrun"])

@@ -21,8 +21,7 @@ from hvdtrain.training.checkpoint.manifest import MANIFEST
 
 SECONDS_TO_SHOW = 60.0  # in which a network file system shows what another rank has committed
 
-
-Identity = tuple[int, int]
+Identity = tuple[int, int]  # inode, and time of the last change
 
 
 def home(directory: str, run: Path, rank: int) -> Path:
@@ -33,7 +32,10 @@ def home(directory: str, run: Path, rank: int) -> Path:
 
 
 def owners(hosts: Sequence[str]) -> list[int]:
-    """For the rank of each host the rank whose part it copies: of another host, if there is one.
+    """For each rank the one whose part it copies: of another host, if there is one.
+
+    Args:
+        hosts: of each rank.
 
     Each part has one copy. Only where a host has more than half of all ranks some of its parts
     are copied by itself.
@@ -166,12 +168,8 @@ def mend_records(run: Path, home: Path) -> None:
     Raises:
         DataError: if they cannot be written.
     """
-    for copy in home.glob("*.*"):
-        if (
-            copy.is_file()
-            and copy.suffix in (".yaml", ".jsonl")
-            and not (run / copy.name).exists()
-        ):
+    for copy in records(home):
+        if not (run / copy.name).exists():
             try:
                 run.mkdir(parents=True, exist_ok=True)
                 _copy(copy, run / copy.name)

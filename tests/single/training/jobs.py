@@ -4,7 +4,8 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,23 @@ def ranks_of(process: "subprocess.Popen[str]") -> list[psutil.Process]:
     children = psutil.Process(process.pid).children(recursive=True)
     commands = [(child, child.cmdline()) for child in children]
     return [child for child, words in commands if "hvdtrain" in words and "-np" not in words]
+
+
+def summary_of(run: Path) -> dict[str, Any]:
+    """The summary of a run that is over."""
+    content: dict[str, Any] = json.loads((run / "summary.json").read_text())
+    return content
+
+
+@contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    """A file system of its own in a new folder; only root may mount one."""
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", folder], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
 
 
 def events_of(run: Path, event: str) -> list[dict[str, Any]]:

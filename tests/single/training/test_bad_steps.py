@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Program
-from tests.single.training.jobs import events_of, samples_of
+from tests.single.training.jobs import events_of, samples_of, summary_of
 
 PLANS = {
     "one": (),
@@ -49,7 +49,7 @@ def test_a_skipped_step_changes_nothing(
         run, ledger = tmp_path / name, tmp_path / f"{name}.csv"
         done = hvdtrain(*command(small_set, run, plan, *options, "--ledger", ledger), cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-        summary = json.loads((run / "summary.json").read_text())
+        summary = summary_of(run)
         digests[name] = summary["weights_sha256"]
         assert summary["skipped_steps"] == (name == "skipped")
     assert digests["skipped"] == digests["three"] != digests["four"]
@@ -73,7 +73,7 @@ def test_a_run_goes_on_after_a_skipped_step(
     assert done.returncode == 0, done.stderr
     assert [line["step"] for line in events_of(run, "fault")] == [3, 4]
     assert all(line["loss"] > 0 for line in events_of(run, "step"))
-    summary = json.loads((run / "summary.json").read_text())
+    summary = summary_of(run)
     assert summary["skipped_steps"] == 2
     assert summary["final"]["train_loss"] > 0
     assert summary["steps"] == 20
@@ -91,7 +91,7 @@ def test_a_run_is_resumed_that_has_skipped_all_its_steps(
     done = hvdtrain(*common, "--epochs", 2, "--resume")
     assert done.returncode == 0, done.stderr
     assert "resumed after step 7" in done.stdout
-    summary = json.loads((run / "summary.json").read_text())
+    summary = summary_of(run)
     assert summary["skipped_steps"] == 7
     assert summary["best"]["step"] == 14
     assert events_of(run, "epoch")[0]["train_loss"] is None

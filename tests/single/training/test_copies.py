@@ -11,7 +11,7 @@ from hvdtrain.errors import DataError
 from hvdtrain.training.checkpoint import copies, load
 from tests.conftest import Program
 from tests.single.training.checkpoints import make, save
-from tests.single.training.jobs import samples_of
+from tests.single.training.jobs import samples_of, summary_of
 
 
 @pytest.mark.parametrize(
@@ -130,11 +130,7 @@ def test_a_job_goes_on_when_a_disk_is_lost(
     plain = tmp_path / "plain"
     done = hvdtrain(*common[:-6], "--run", plain, "--epochs", 4)
     assert done.returncode == 0, done.stderr
-    digests = [
-        json.loads((folder / "summary.json").read_text())["weights_sha256"]
-        for folder in (run, plain)
-    ]
-    assert digests[0] == digests[1]
+    assert summary_of(run)["weights_sha256"] == summary_of(plain)["weights_sha256"]
 
 
 def test_a_new_run_takes_nothing_from_the_copies_of_another_one(
@@ -152,11 +148,7 @@ def test_a_new_run_takes_nothing_from_the_copies_of_another_one(
     alone = tmp_path / "alone"
     done = hvdtrain(*plain, "--run", alone, "--seed", 2)
     assert done.returncode == 0, done.stderr
-    digests = [
-        json.loads((folder / "summary.json").read_text())["weights_sha256"]
-        for folder in (run, alone)
-    ]
-    assert digests[0] == digests[1]
+    assert summary_of(run)["weights_sha256"] == summary_of(alone)["weights_sha256"]
 
 
 def test_a_disk_that_takes_no_copy_costs_a_line_and_not_the_run(

@@ -2,16 +2,14 @@
 
 import json
 import os
-import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from hvdtrain.training import checkpoint
 from tests.conftest import Program
-from tests.single.training.jobs import events_of, samples_of
+from tests.single.training.jobs import events_of, samples_of, small_disk, summary_of
 
 EPOCHS, EPOCH = 3, 601
 ALERT = 'printf \'%s|%s|%s\\n\' "$HVDTRAIN_CAUSE" "$HVDTRAIN_MESSAGE" "$HVDTRAIN_RUN" >> '
@@ -43,7 +41,7 @@ def undisturbed(
     run = tmp_path_factory.mktemp("undisturbed") / "run"
     done = hvdtrain(*command(small_set, run))
     assert done.returncode == 0, done.stderr
-    digest: str = json.loads((run / "summary.json").read_text())["weights_sha256"]
+    digest: str = summary_of(run)["weights_sha256"]
     return digest
 
 
@@ -60,8 +58,7 @@ def test_a_rank_that_fails_ends_the_job_and_another_start_finishes_it(
     assert DIES[kind] in lines[0]
     assert lines[1].startswith("hvdtrain: starting again on 3 rank(s) from the last checkpoint")
     assert len(lines) == 2
-    summary = json.loads((run / "summary.json").read_text())
-    assert summary["weights_sha256"] == undisturbed
+    assert summary_of(run)["weights_sha256"] == undisturbed
     for samples in samples_of(run.with_suffix(".csv"), EPOCHS):
         assert len(samples) == len(set(samples)) == EPOCH
     (message,) = failures_of(run)
@@ -76,7 +73,7 @@ def test_a_job_goes_on_with_fewer_ranks_and_without_the_faults_of_those_that_are
     options = ("--inject", fault, "--restarts", 2, "--min-ranks", 1)
     done = hvdtrain(*command(small_set, run, *options))
     assert done.returncode == 0, done.stderr
-    summary = json.loads((run / "summary.json").read_text())
+    summary = summary_of(run)
     starts = done.stderr.count("starting again on")
     assert summary["ranks"] == 3 - starts
     assert len(failures_of(run)) == starts
@@ -162,8 +159,7 @@ def test_a_corrupt_checkpoint_is_passed_over(
     assert "skipped a checkpoint, now damaged-step-00000022: " in done.stdout
     assert "resumed after step 11" in done.stdout
     assert "SHA-256 is not that of the manifest" in done.stdout
-    summary = json.loads((run / "summary.json").read_text())
-    assert summary["weights_sha256"] == undisturbed
+    assert summary_of(run)["weights_sha256"] == undisturbed
     for samples in samples_of(run.with_suffix(".csv"), EPOCHS):
         assert len(samples) == len(set(samples)) == EPOCH
 
@@ -180,33 +176,22 @@ def test_a_truncated_shard_ends_the_run_with_its_name_and_the_run_goes_on_withou
     assert {path.name: path.read_bytes() for path in small_set.iterdir()} == before
     done = hvdtrain(*command(small_set, run, "--resume"))
     assert done.returncode == 0, done.stderr
-    summary = json.loads((run / "summary.json").read_text())
-    assert summary["weights_sha256"] == undisturbed
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, small enough to be filled."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", folder], check=True)
-    yield folder
-    subprocess.run(["umount", folder], check=True)
+    assert summary_of(run)["weights_sha256"] == undisturbed
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a file system")
 def test_a_full_disk_ends_the_run_in_one_line_and_the_run_goes_on_with_room(
-    hvdtrain: Program, small_set: Path, disk: Path, undisturbed: str
+    hvdtrain: Program, small_set: Path, tmp_path: Path, undisturbed: str
 ) -> None:
-    run = disk / "run"
-    done = hvdtrain(*command(small_set, run, "--inject", "fill step=8 rank=1"))
-    assert done.returncode == 3, done.stderr
-    assert "No space left on device" in done.stderr
-    assert checkpoint.load_newest(run / "checkpoints")[2] == []
-    done = hvdtrain(*command(small_set, run, "--resume"))
-    assert done.returncode == 0, done.stderr
-    summary = json.loads((run / "summary.json").read_text())
-    assert summary["weights_sha256"] == undisturbed
+    with small_disk(tmp_path / "disk", "64m") as disk:
+        run = disk / "run"
+        done = hvdtrain(*command(small_set, run, "--inject", "fill step=8 rank=1"))
+        assert done.returncode == 3, done.stderr
+        assert "No space left on device" in done.stderr
+        assert checkpoint.load_newest(run / "checkpoints")[2] == []
+        done = hvdtrain(*command(small_set, run, "--resume"))
+        assert done.returncode == 0, done.stderr
+        assert summary_of(run)["weights_sha256"] == undisturbed
 
 
 @pytest.mark.parametrize(

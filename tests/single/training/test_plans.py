@@ -16,13 +16,9 @@ from hvdtrain.launch import mpirun
 from hvdtrain.parallel.actions import from_csv
 from hvdtrain.training import checkpoint
 from tests.conftest import Program, program_environment
+from tests.single.training.jobs import summary_of
 
 HERE = "tests.single.training.plan_models"
-
-
-def summary_of(run: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((run / "summary.json").read_text())
-    return content
 
 
 def train(hvdtrain: Program, data: Path, run: Path, *options: Any, **settings: Any) -> Any:

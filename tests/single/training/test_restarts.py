@@ -1,6 +1,5 @@
 """`train --restarts`: a job that loses ranks and goes on."""
 
-import json
 import signal
 import time
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 from hvdtrain.parallel.planfile import refit
 from hvdtrain.training import checkpoint
 from tests.conftest import Program
-from tests.single.training.jobs import begin, ranks_of, samples_of, saves
+from tests.single.training.jobs import begin, ranks_of, samples_of, saves, summary_of
 
 EPOCHS = 12
 
@@ -55,7 +54,7 @@ def test_a_job_that_loses_a_rank_twice_goes_on(
     assert said.count("was ended by signal 9") == 2
     assert f"starting again on {ranks} rank(s) from the last checkpoint of {run}" in said
     assert "; 0 restart(s) left" in said
-    assert json.loads((run / "summary.json").read_text())["ranks"] == ranks
+    assert summary_of(run)["ranks"] == ranks
     for samples in samples_of(ledger, EPOCHS):
         assert len(samples) == len(set(samples)) == 601
 

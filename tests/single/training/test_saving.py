@@ -1,19 +1,24 @@
 """Checkpoints beside training, and what is left after a kill at any moment."""
 
-import json
 import os
 import random
 import signal
-import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from hvdtrain.training import checkpoint
 from tests.conftest import Program
-from tests.single.training.jobs import begin, events_of, ranks_of, samples_of, saves
+from tests.single.training.jobs import (
+    begin,
+    events_of,
+    ranks_of,
+    samples_of,
+    saves,
+    small_disk,
+    summary_of,
+)
 
 EPOCH, EPOCHS = 601, 8
 KILLS = int(os.environ.get("HVDTRAIN_KILLS", "10"))
@@ -61,7 +66,7 @@ def undisturbed(
         run = tmp_path_factory.mktemp("undisturbed") / layout
         done = hvdtrain(*command(layout, small_set, run))
         assert done.returncode == 0, done.stderr
-        found[layout] = json.loads((run / "summary.json").read_text())["weights_sha256"]
+        found[layout] = summary_of(run)["weights_sha256"]
     return found
 
 
@@ -89,7 +94,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
     assert "was ended by signal 9" in said
     done = hvdtrain(*command(layout, small_set, run), "--resume")
     assert done.returncode == 0, done.stderr
-    summary = json.loads((run / "summary.json").read_text())
+    summary = summary_of(run)
     assert summary["weights_sha256"] == undisturbed[layout]
     for samples in samples_of(run.with_suffix(".csv"), EPOCHS):
         assert len(samples) == len(set(samples)) == EPOCH
@@ -126,34 +131,26 @@ def test_a_run_goes_on_inside_an_epoch_under_another_plan_from_the_newest_that_v
         assert len(samples) == len(set(samples)) == EPOCH
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system that holds one checkpoint of the CNN, and not two."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1536k", "none", folder], check=True)
-    yield folder
-    subprocess.run(["umount", folder], check=True)
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a file system")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_disk_that_fills_ends_the_run_with_its_last_checkpoint(
-    hvdtrain: Program, small_set: Path, small_disk: Path, ranks: int
+    hvdtrain: Program, small_set: Path, tmp_path: Path, ranks: int
 ) -> None:
-    run = small_disk / "run"
-    done = hvdtrain(
-        *("train", "--model", "cnn", "--data", small_set, "--run", run, "--ranks", ranks),
-        *("--checkpoint-every", "3 steps"),
-    )
-    assert done.returncode == 3
-    assert len(done.stderr.splitlines()) == 1, done.stderr
-    assert done.stderr.endswith("cannot be written: No space left on device\n")
-    newest, path, skipped = checkpoint.load_newest(run / "checkpoints")
-    assert newest is not None
-    assert path is not None
-    assert path.name == "step-00000003"
-    assert skipped == []
+    """The disk holds one checkpoint of the CNN, and not two."""
+    with small_disk(tmp_path / "disk", "1536k") as disk:
+        run = disk / "run"
+        done = hvdtrain(
+            *("train", "--model", "cnn", "--data", small_set, "--run", run, "--ranks", ranks),
+            *("--checkpoint-every", "3 steps"),
+        )
+        assert done.returncode == 3
+        assert len(done.stderr.splitlines()) == 1, done.stderr
+        assert done.stderr.endswith("cannot be written: No space left on device\n")
+        newest, path, skipped = checkpoint.load_newest(run / "checkpoints")
+        assert newest is not None
+        assert path is not None
+        assert path.name == "step-00000003"
+        assert skipped == []
 
 
 def test_a_loss_that_is_no_number_does_not_cost_the_checkpoint_before(

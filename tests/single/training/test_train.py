@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,14 +13,9 @@ import yaml
 
 from hvdtrain.training import checkpoint
 from tests.conftest import Program, program_environment
-from tests.single.training.jobs import begin, events_of
+from tests.single.training.jobs import begin, events_of, summary_of
 
 TRAIN = ("train", "--model", "cnn", "--epochs", "2", "--batch-size", "50", "--seed", "3")
-
-
-def summary_of(run: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((run / "summary.json").read_text())
-    return content
 
 
 @pytest.fixture(scope="module")
