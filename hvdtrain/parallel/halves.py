@@ -2,7 +2,8 @@
 
 PyTorch's own split for zero-bubble schedules (Qi et al., arXiv 2401.10241). It is exact for what
 plain autograd is exact for; hooks on parameters do not fire, and a backward function that
-communicates would run twice, so the plan refuses the split where there is one.
+communicates would run twice, so the plan refuses the split where there is one. Importing it takes
+longer than importing torch, so only a schedule that splits does.
 """
 
 from collections.abc import Sequence
@@ -10,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import _backward
 
 Groups = list[dict[str, Any]]  # PyTorch's, opaque to us
 
@@ -23,6 +23,8 @@ def backward_input(
     Args:
         output: of the stage, or the loss. gradient: of the output; None for a loss.
     """
+    from torch.distributed.pipelining import _backward
+
     gradients = None if gradient is None else [gradient]
     _, groups = _backward.stage_backward_input([output], gradients, [given], iter(parameters))
     return groups
@@ -30,6 +32,8 @@ def backward_input(
 
 def backward_weight(groups: Groups, parameters: Sequence[nn.Parameter]) -> None:
     """Add the gradients of the weights to theirs."""
+    from torch.distributed.pipelining import _backward
+
     _backward.stage_backward_weight(iter(parameters), groups)
 
 
