@@ -68,7 +68,7 @@ def _in_words(seen: list[Sighting], norms: Mapping[str, Tensor], places: Mapping
     """The first bad component: in forward the first in the model, in backward the last."""
     if seen:
         first = min(seen)
-        why = "its weights are not, either" if first.has_bad_weights else "its input is"
+        why = "nor are its weights" if first.has_bad_weights else "input and weights are"
         return f"the output of {first.component} is the first that is not finite ({why})"
     bad = [name for name, norm in norms.items() if not norm.isfinite()]
     if bad:

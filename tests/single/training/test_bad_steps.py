@@ -55,8 +55,8 @@ def test_a_skipped_step_changes_nothing(
     assert digests["skipped"] == digests["three"] != digests["four"]
     (line,) = events_of(tmp_path / "skipped", "fault")
     assert line["step"] == 4
-    said = f"the output of {component} is the first that is not finite (its input is); skipped"
-    assert said in line["message"]
+    said = f"the output of {component} is the first that is not finite (input and weights are)"
+    assert f"{said}; skipped" in line["message"]
     counts = [len(samples_of(tmp_path / f"{name}.csv", 1)[0]) for name in digests]
     assert counts == [36, 36, 48], "what entered no gradient is not in the ledger"
 
@@ -116,7 +116,8 @@ def test_a_bad_step_stops_all_ranks_and_the_component_is_named(
     done = hvdtrain(*command(small_set, tmp_path / "run", plan, *options), cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     assert "the loss became nan at step 3 (epoch 1): " in done.stderr
-    assert "the output of layer4.0 is the first that is not finite (its input is)" in done.stderr
+    said = "the output of layer4.0 is the first that is not finite (input and weights are)"
+    assert said in done.stderr
     assert len(done.stderr.splitlines()) == 1
     (line,) = events_of(tmp_path / "run", "fault")
     assert line["cause"] == "bad step"
@@ -140,10 +141,11 @@ def test_gradients_above_the_limit_are_bad_and_their_largest_part_is_named(
 def test_weights_that_are_no_numbers_are_named(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
-    """Plain SGD with a rate that throws the weights out of fp32 in its first step."""
+    """Plain SGD with a rate that is infinite in fp32: so are the weights after the first step."""
     done = hvdtrain(
         *("train", "--model", "cnn", "--data", small_set, "--run", tmp_path / "run"),
-        *("--optimizer", "sgd", "--lr", "1e38", "--max-steps", 3),
+        *("--optimizer", "sgd", "--lr", "1e39", "--max-steps", 3),
     )
     assert done.returncode == 1
-    assert "is the first that is not finite" in done.stderr
+    said = "step 2 (epoch 1): the output of conv1 is the first that is not finite"
+    assert f"{said} (nor are its weights)" in done.stderr
