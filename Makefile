@@ -20,7 +20,7 @@ SHELL := /bin/bash
 VENV := .venv
 PYTHON := python3
 TORCH_INDEX ?=
-TEST_WORKERS := 2
+TEST_WORKERS := 3
 
 chosen := $(shell cat $(VENV)/.mpi 2>/dev/null)
 MPI := $(or $(word 1,$(chosen)),wheel)
@@ -97,7 +97,7 @@ lint: setup
 	@$(bin)/mypy
 
 test: lint
-	@PATH="$(bin):$$PATH" $(bin)/python -m pytest --quiet --numprocesses $(TEST_WORKERS) --dist loadfile
+	@PATH="$(bin):$$PATH" $(bin)/python -m pytest --quiet --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 demo: setup
 	@PATH="$(bin):$$PATH" $(bin)/python tools/demo.py

@@ -14,6 +14,23 @@ ROOT = Path(__file__).parent.parent
 Program = Callable[..., subprocess.CompletedProcess[str]]
 
 
+# Files that take minutes, the longest first: what begins last would be waited for alone.
+LONGEST = (
+    *("single/test_mpi.py", "single/training/test_saving.py", "single/training/test_faults.py"),
+    *("slurm/test_scripts.py", "slurm/test_jobs.py", "slurm/test_study.py"),
+    *("single/test_launch_ranks.py", "single/training/test_plans.py"),
+    *("single/training/test_bad_steps.py", "single/training/test_train.py"),
+    *("single/training/test_copies.py", "single/test_doctor.py", "single/test_readme.py"),
+    *("single/training/test_restarts.py", "single/training/test_options.py"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first."""
+    places = {ROOT / "tests" / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
 @pytest.fixture(scope="session")
 def small_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """601 training images (an uneven tail) and their test images, of 5 classes."""

@@ -19,10 +19,10 @@ from hvdtrain.config import TrainConfig
 from tests.conftest import ROOT, program_environment
 
 README = (ROOT / "README.md").read_text()
-PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "data/README.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "data/README.md", "slurm/README.md")
 BLOCK = re.compile(r"<!-- test: exit (\d+) -->\n```(\w+)\n(.*?)```", re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-NUMBER = re.compile(r"\b\d[\d,.]*(?:nan)?")
+NUMBER = re.compile(r"\b\d[\d,.]*(?:e[+-]\d+)?(?:nan)?")
 
 
 @dataclass(frozen=True)
