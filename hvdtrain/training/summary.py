@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdtrain.training import metrics
+from hvdtrain.training import provenance
 from hvdtrain.training.layout import weights_sha256
 from hvdtrain.training.run import Run
 
@@ -48,7 +48,8 @@ def summarise(run: Run) -> dict[str, Any]:
         "final": progress.final,
         "best": progress.best,
         "weights_sha256": digest,
-        "versions": metrics.versions(),
+        "machine": provenance.machine(session.device, session.world.threads),
+        "versions": provenance.versions(),
     }
 
 
