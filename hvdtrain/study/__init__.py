@@ -1,0 +1,1 @@
+"""Scaling studies: from run folders to a report."""

@@ -1,0 +1,206 @@
+"""The pictures of a report, for one column of a paper each (3.4 inches wide)."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+from hvdtrain.study.results import Result
+from hvdtrain.study.series import Series
+from hvdtrain.study.statistics import Estimate
+
+WIDTH, HEIGHT, DPI = 3.4, 2.55, 300
+# Okabe and Ito's colours, which all readers can tell apart.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = "osD^vP*"
+STYLE: Any = {
+    "font.size": 8,
+    "axes.titlesize": 8,
+    "legend.fontsize": 7,
+    "legend.frameon": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.linewidth": 0.4,
+    "grid.alpha": 0.5,
+    "lines.linewidth": 1.2,
+    "lines.markersize": 4,
+    "savefig.dpi": DPI,
+    "savefig.bbox": "tight",
+}
+PARTS = {
+    "ideal": "ideal",
+    "computing": "slower computing",
+    "communication": "communication",
+    "imbalance": "imbalance",
+    "bubble": "pipeline bubble",
+    "data": "data",
+}
+
+
+def draw(series: Sequence[Series], folder: Path) -> dict[str, str]:
+    """Draw all pictures into the folder; what each one shows, by file name."""
+    with pyplot.rc_context(STYLE):
+        found = {
+            "speedup.png": ("Speed-up over one rank; dashed: ideal.", _speedup),
+            "efficiency.png": ("Efficiency; dashed: ideal.", _efficiency),
+            "time.png": ("Where the time of the steps goes, by ranks.", _time),
+            "accuracy.png": ("Test accuracy by epoch, medians and ranges of repeats.", _accuracy),
+            "loss.png": ("Test loss by epoch, medians and ranges of repeats.", _loss),
+            "memory.png": ("Peak memory of the rank with most.", _memory),
+        }
+        shown = {}
+        for name, (text, drawing) in found.items():
+            figure, axes = pyplot.subplots(figsize=(WIDTH, HEIGHT))
+            if drawing(axes, series):
+                figure.savefig(folder / name)
+                shown[name] = text
+            pyplot.close(figure)
+    return shown
+
+
+def _speedup(axes: Any, series: Sequence[Series]) -> bool:
+    most = max(size.ranks for one in series for size in one.sizes)
+    axes.plot([1, most], [1, most], "--", color="grey", linewidth=0.8, label="ideal")
+    for place, one in enumerate(series):
+        ranks = [size.ranks for size in one.sizes]
+        colour = COLOURS[place % len(COLOURS)]
+        _points(axes, ranks, [size.speedup for size in one.sizes], place, _label(one, series))
+        for fit in one.fits[:1]:
+            along = np.linspace(1, most, 200)
+            base = one.sizes[0].images_per_second.value
+            law = [fit.throughput(n) / base for n in along]
+            axes.plot(along, law, ":", color=colour, linewidth=0.9, label=fit.name)
+    _by_ranks(axes, series, "speed-up")
+    axes.legend()
+    return True
+
+
+def _efficiency(axes: Any, series: Sequence[Series]) -> bool:
+    axes.axhline(1, linestyle="--", color="grey", linewidth=0.8)
+    for place, one in enumerate(series):
+        ranks = [size.ranks for size in one.sizes]
+        _points(axes, ranks, [size.efficiency for size in one.sizes], place, _label(one, series))
+    axes.set_ylim(bottom=0)
+    _by_ranks(axes, series, "efficiency")
+    if len(series) > 1:
+        axes.legend()
+    return True
+
+
+def _time(axes: Any, series: Sequence[Series]) -> bool:
+    sizes = [(one, size) for one in series for size in one.sizes]
+    places = np.arange(len(sizes))
+    below = np.zeros(len(sizes))
+    for number, (name, label) in enumerate(PARTS.items()):
+        values = np.array([max(getattr(size.lost, name), 0.0) for _, size in sizes])
+        if values.max() > 0.005 * max(size.lost.ideal for _, size in sizes):
+            axes.bar(places, values, 0.7, bottom=below, label=label, color=COLOURS[number])
+        below += values
+    several = len(series) > 1
+    axes.set_xticks(
+        places, [f"{size.ranks}\n{one.plan}" if several else size.ranks for one, size in sizes]
+    )
+    axes.set_xlabel("ranks")
+    axes.set_ylabel("seconds of training")
+    axes.grid(axis="x", visible=False)
+    axes.set_ylim(top=1.25 * below.max())
+    axes.legend(ncols=2, loc="upper right")
+    return True
+
+
+def _accuracy(axes: Any, series: Sequence[Series]) -> bool:
+    return _curves(axes, series, "accuracy", "test accuracy")
+
+
+def _loss(axes: Any, series: Sequence[Series]) -> bool:
+    return _curves(axes, series, "loss", "test loss")
+
+
+def _curves(axes: Any, series: Sequence[Series], name: str, label: str) -> bool:
+    drawn = 0
+    for one in series:
+        for size in one.sizes:
+            epochs = _by_epoch(size.runs, name)
+            if not epochs:
+                continue
+            colour, marker = COLOURS[drawn % len(COLOURS)], MARKERS[drawn % len(MARKERS)]
+            numbers = sorted(epochs)
+            middle = [float(np.median(epochs[number])) for number in numbers]
+            words = f"{size.ranks} rank{'s' if size.ranks > 1 else ''}"
+            words += f", {one.plan}" if len(series) > 1 else ""
+            axes.plot(numbers, middle, marker=marker, color=colour, label=words)
+            low, high = ([f(epochs[number]) for number in numbers] for f in (min, max))
+            axes.fill_between(numbers, low, high, color=colour, alpha=0.15, linewidth=0)
+            drawn += 1
+    axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
+    axes.set_xlabel("epoch")
+    axes.set_ylabel(label)
+    axes.legend()
+    return drawn > 0
+
+
+def _by_epoch(runs: Sequence[Result], name: str) -> dict[int, list[float]]:
+    """The values of whole epochs, of all repeats."""
+    found: dict[int, list[float]] = {}
+    for run in runs:
+        for epoch in run.epochs:
+            if (value := getattr(epoch, name)) is not None:
+                found.setdefault(epoch.number, []).append(value)
+    return found
+
+
+def _memory(axes: Any, series: Sequence[Series]) -> bool:
+    for place, one in enumerate(series):
+        ranks = [size.ranks for size in one.sizes]
+        peaks = [
+            Estimate(float(np.median([run.peak_memory_bytes for run in size.runs])) / 2**30)
+            for size in one.sizes
+        ]
+        _points(axes, ranks, peaks, place, _label(one, series))
+    axes.set_ylim(bottom=0)
+    _by_ranks(axes, series, "GiB of the rank with most")
+    if len(series) > 1:
+        axes.legend()
+    return True
+
+
+def _points(
+    axes: Any, ranks: Sequence[int], values: Sequence[Estimate], place: int, label: str
+) -> None:
+    """Medians with intervals; no line between sizes that were not measured."""
+    below = [value.value - (value.value if value.low is None else value.low) for value in values]
+    above = [(value.value if value.high is None else value.high) - value.value for value in values]
+    axes.errorbar(
+        ranks,
+        [value.value for value in values],
+        yerr=[below, above],
+        fmt=MARKERS[place % len(MARKERS)],
+        color=COLOURS[place % len(COLOURS)],
+        capsize=2,
+        label=label,
+    )
+
+
+def _by_ranks(axes: Any, series: Sequence[Series], label: str) -> None:
+    ranks = sorted({size.ranks for one in series for size in one.sizes})
+    if ranks[-1] > 8:
+        axes.set_xscale("log", base=2)
+    axes.set_xticks(ranks, [str(number) for number in ranks])
+    axes.minorticks_off()
+    axes.set_xlabel("ranks")
+    axes.set_ylabel(label)
+
+
+def _label(one: Series, series: Sequence[Series]) -> str:
+    """What tells a series from the others."""
+    words = []
+    for name in ("model", "plan", "precision", "scaling"):
+        if len({getattr(other, name) for other in series}) > 1:
+            words.append(str(getattr(one, name)))
+    return ", ".join(words) or "measured"

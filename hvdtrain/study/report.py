@@ -1,0 +1,249 @@
+"""A scaling report: Markdown, CSV and pictures from run folders alone."""
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hvdtrain import __version__, files
+from hvdtrain.errors import DataError
+from hvdtrain.study import plots
+from hvdtrain.study.results import Result, find, machines
+from hvdtrain.study.series import Series, Size, arrange
+from hvdtrain.study.statistics import Estimate, Fit, usl_peak
+from hvdtrain.study.words import BIBTEX, INTERVALS, methods
+
+RUN_COLUMNS = (
+    *("model", "plan", "ranks", "threads", "batch_size", "seed", "samples", "seconds"),
+    *("startup_seconds", "train_seconds", "images_per_second", "exposed", "bubble", "data"),
+    *("imbalance", "peak_memory_bytes", "accuracy", "core_hours"),
+)
+
+
+def write(runs: list[str], to: str, efficiency: float, price: float | None) -> Path:
+    """Write the report of these runs into the folder `to`; the path of `report.md`.
+
+    Args:
+        efficiency: that is wanted, 0 to 1.
+        price: of a core-hour, in any currency.
+
+    Raises:
+        UsageError: if there is no finished run.
+        DataError: if a run cannot be read, or the report not written.
+    """
+    results, left_out = find(runs)
+    series, without = arrange(results)
+    folder = Path(to)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        pictures = plots.draw(series, folder) if series else {}
+    except OSError as error:
+        raise DataError(f"{folder} cannot be written: {error.strerror}") from None
+    text = as_markdown(series, results, [*left_out, *without], pictures, efficiency, price)
+    for name, content in (
+        ("report.md", text),
+        ("runs.csv", _runs_csv(results)),
+        ("sizes.csv", _sizes_csv(series)),
+    ):
+        files.write_text(folder / name, content, "the report", DataError)
+    return folder / "report.md"
+
+
+def as_markdown(
+    series: Sequence[Series],
+    results: Sequence[Result],
+    left_out: Sequence[str],
+    pictures: dict[str, str],
+    efficiency: float,
+    price: float | None,
+) -> str:
+    """The text of the report."""
+    parts = ["# Scaling report", _origin(results)]
+    parts += [_section(one, efficiency, price) for one in series]
+    if not series:
+        parts.append("No runs on one and on several ranks with the same settings to compare.")
+    parts += [f"![{text}]({name})\n\n*{text}*" for name, text in pictures.items()]
+    parts += ["## Intervals", INTERVALS]
+    if series:
+        parts += ["## For a paper", methods(series, results), f"```bibtex\n{BIBTEX}\n```"]
+    if left_out:
+        parts += ["## Left out", "\n".join(f"- {line}" for line in left_out)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _origin(results: Sequence[Result]) -> str:
+    """Machine, versions, seeds and settings."""
+    seeds = sorted({result.seed for result in results})
+    versions: dict[str, list[str]] = {}
+    for result in results:
+        for name, version in result.versions.items():
+            if version not in versions.setdefault(name, []):
+                versions[name].append(version)
+    settings = _common_settings(results)
+    lines = [
+        f"- Made by hvdtrain {__version__} from {len(results)} runs.",
+        *(f"- Machine: {text}." for text in machines(list(results))),
+        f"- Versions: {', '.join(f'{n} {_either(found)}' for n, found in versions.items())}.",
+        f"- Seeds: {', '.join(map(str, seeds))}.",
+        f"- Settings of all runs: {settings}.",
+    ]
+    return "\n".join(lines)
+
+
+def _either(versions: Sequence[str]) -> str:
+    return " or ".join(versions)
+
+
+def _common_settings(results: Sequence[Result]) -> str:
+    first = results[0].settings
+    same = {
+        name: value
+        for name, value in first.items()
+        if value not in (None, False) and all(r.settings.get(name) == value for r in results)
+    }
+    return ", ".join(f"{name} {value}" for name, value in same.items())
+
+
+def _section(one: Series, efficiency: float, price: float | None) -> str:
+    base = one.sizes[0].runs[0]
+    best = one.best_serial[0]
+    said = (
+        f"The base is one rank with {_threads(base.threads)}, as each rank of the other sizes has"
+    )
+    said += (
+        f" (global batch {base.batch_size})."
+        if one.scaling == "strong"
+        else f" (batch {base.batch_size} a rank)."
+    )
+    if best.threads != base.threads:
+        said += f" The best serial run has {_threads(best.threads)}."
+    parts = [f"## {one.title}", said, _table(one, price), _lost_table(one)]
+    parts.append(_worth(one, efficiency))
+    laws = [_law(fit, one.sizes[-1].ranks) for fit in one.fits]
+    missing = {"Amdahl", "USL"} - {fit.name for fit in one.fits}
+    laws += [
+        f"- {name}: not fitted, {len(one.sizes)} sizes are too few." for name in sorted(missing)
+    ]
+    parts.append("\n".join(laws))
+    return "\n\n".join(parts)
+
+
+def _table(one: Series, price: float | None) -> str:
+    heads = ["ranks", "repeats", "images/s", "speed-up", "efficiency", "over the best serial run"]
+    heads += ["seconds", "communication", "bubble", "peak memory (MiB)", "accuracy", "core-hours"]
+    if price is not None:
+        heads.append("cost")
+    rows = []
+    for size in one.sizes:
+        trained = [run.train_seconds for run in size.runs]
+        row = [
+            *(str(size.ranks), str(len(size.runs)), _number(size.images_per_second, ",.0f")),
+            *(_number(size.speedup, ".2f"), _number(size.efficiency, ".2f")),
+            *(_number(size.speedup_over_best, ".2f"), _number(size.seconds, ",.1f")),
+            _part([run.exposed for run in size.runs], trained),
+            _part([run.bubble for run in size.runs], trained),
+            f"{_middle([run.peak_memory_bytes for run in size.runs]) / 2**20:,.0f}",
+            _accuracy(size),
+            _number(size.core_hours, ".4f"),
+        ]
+        if price is not None:
+            row.append(f"{size.core_hours.value * price:,.2f}")
+        rows.append(row)
+    return _markdown_table(heads, rows)
+
+
+def _lost_table(one: Series) -> str:
+    heads = ["ranks", "steps (s)", "ideal", "slower computing", "communication", "imbalance"]
+    heads += ["bubble", "data", "start-up (not in steps)"]
+    rows = []
+    for size in one.sizes:
+        lost = size.lost
+        whole = _middle([run.train_seconds for run in size.runs])
+        values = [lost.computing, lost.communication, lost.imbalance, lost.bubble, lost.data]
+        rows.append(
+            [
+                *(str(size.ranks), f"{whole:,.1f}", f"{lost.ideal:,.1f}"),
+                *(f"{value:+,.1f}" for value in values),
+                f"{lost.startup:,.1f}",
+            ]
+        )
+    return "Why it is not linear, in seconds:\n\n" + _markdown_table(heads, rows)
+
+
+def _worth(one: Series, efficiency: float) -> str:
+    most = one.worth(efficiency)
+    text = (
+        f"At an efficiency of {efficiency:.0%} or more, the most ranks worth paying for are {most}"
+    )
+    return f"{text} (of the sizes measured)."
+
+
+def _law(fit: Fit, most: int) -> str:
+    said = [
+        f"{name.replace('_', ' ')} {_number(item, '.3g')}" for name, item in fit.parameters.items()
+    ]
+    text = f"- {fit.name}: {', '.join(said)}"
+    if fit.name == "USL" and (peak := usl_peak(fit)) is not None:
+        beyond = ", beyond what was measured" if peak > most else ""
+        text += f"; throughput peaks at {peak:.1f} ranks{beyond}"
+    return f"{text}. Caution: {fit.warning}." if fit.warning else f"{text}."
+
+
+def _number(estimate: Estimate, form: str) -> str:
+    text = format(estimate.value, form)
+    if estimate.low is None or estimate.high is None:
+        return text
+    return f"{text} ({format(estimate.low, form)} to {format(estimate.high, form)})"
+
+
+def _part(seconds: Sequence[float], whole: Sequence[float]) -> str:
+    return f"{_middle([part / all_ for part, all_ in zip(seconds, whole, strict=True)]):.1%}"
+
+
+def _accuracy(size: Size) -> str:
+    known = [run.accuracy for run in size.runs if run.accuracy is not None]
+    return f"{_middle(known):.4f}" if known else "-"
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread{'s' if count > 1 else ''}"
+
+
+def _middle(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
+
+
+def _markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _runs_csv(results: Sequence[Result]) -> str:
+    rows = [[str(run.path), *(getattr(run, name) for name in RUN_COLUMNS)] for run in results]
+    return _csv(["run", *RUN_COLUMNS], rows)
+
+
+def _sizes_csv(series: Sequence[Series]) -> str:
+    names = ("images_per_second", "speedup", "efficiency", "speedup_over_best", "seconds")
+    heads = ["model", "plan", "precision", "scaling", "ranks", "repeats"]
+    heads += [f"{name}{end}" for name in names for end in ("", "_low", "_high")]
+    rows = []
+    for one in series:
+        for size in one.sizes:
+            row: list[Any] = [one.model, one.plan, one.precision, one.scaling, size.ranks]
+            row.append(len(size.runs))
+            for name in names:
+                estimate = getattr(size, name)
+                row += [estimate.value, estimate.low, estimate.high]
+            rows.append(row)
+    return _csv(heads, rows)
+
+
+def _csv(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(heads)
+    writer.writerows(rows)
+    return text.getvalue()

@@ -1,0 +1,199 @@
+"""What a run folder says of a finished run."""
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvdtrain import configfile
+from hvdtrain.errors import DataError, UsageError
+
+# Runs that differ in these alone are one series: sizes, repeats, and where the files are.
+NOT_SETTINGS = frozenset({"plan", "ranks", "seed", "batch_size", "run", "ledger", "trace"})
+NOT_COMPARED = configfile.MAY_CHANGE_ON_RESUME - {"plan", "microbatches", "schedule", "recompute"}
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """An epoch's line of metrics; losses and accuracies are None where there is none."""
+
+    number: int
+    seconds: float
+    train_loss: float | None
+    loss: float | None
+    accuracy: float | None
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished run.
+
+    Attributes:
+        plan: single, dp, mp, hp:SxR, or plan for another one.
+        settings: what else decides what is computed, without repeats and sizes.
+        seconds: from the first step to the end of the last, evaluation included.
+        train_seconds: of the steps alone.
+        exposed, bubble, data, imbalance: seconds of `train_seconds`, the mean over the ranks, in
+            which a rank waited for communication (imbalance included), for its turn in a
+            pipeline, for images, and for a slower rank.
+        peak_memory_bytes: of the rank with most.
+    """
+
+    path: Path
+    model: str
+    plan: str
+    ranks: int
+    threads: int
+    batch_size: int
+    seed: int
+    settings: dict[str, Any]
+    samples: int
+    seconds: float
+    startup_seconds: float
+    train_seconds: float
+    images_per_second: float
+    exposed: float
+    bubble: float
+    data: float
+    imbalance: float
+    peak_memory_bytes: int
+    accuracy: float | None
+    epochs: tuple[Epoch, ...]
+    machine: dict[str, Any]
+    versions: dict[str, str]
+
+    @property
+    def cores(self) -> int:
+        """That it used."""
+        return self.ranks * self.threads
+
+    @property
+    def core_hours(self) -> float:
+        """Start-up included."""
+        return self.cores * (self.seconds + self.startup_seconds) / 3600
+
+
+def find(paths: list[str]) -> tuple[list[Result], list[str]]:
+    """The finished runs among these folders and the folders below them, and what was left out.
+
+    Raises:
+        UsageError: if a folder does not exist, or none holds a finished run.
+        DataError: if a summary cannot be understood.
+    """
+    results, left_out = [], []
+    for path in map(Path, paths):
+        if not path.is_dir():
+            raise UsageError(f"{path}: there is no such folder")
+        for found in sorted(path.rglob("config.yaml")):
+            if (found.parent / "summary.json").exists():
+                results.append(read(found.parent))
+            else:
+                left_out.append(f"{found.parent} is not finished")
+    if not results:
+        raise UsageError(f"no finished run in {', '.join(paths)}: a run ends with a summary.json")
+    return results, left_out
+
+
+def read(run: Path) -> Result:
+    """One run.
+
+    Raises:
+        DataError: if its files cannot be understood.
+    """
+    try:
+        summary = json.loads((run / "summary.json").read_text())
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        config = configfile.load(run / "config.yaml")
+        return _result(run, summary, lines, config)
+    except (OSError, ValueError, KeyError, TypeError, UsageError) as error:
+        reason = " ".join(str(error).split())
+        raise DataError(f"{run} cannot be read as a finished run: {reason}") from None
+
+
+def _result(
+    run: Path, summary: dict[str, Any], lines: list[dict[str, Any]], config: dict[str, Any]
+) -> Result:
+    steps = [line for line in lines if line["event"] == "step"]
+    train_seconds = float(summary["train_seconds"])
+    machine = dict(summary.get("machine", {}))
+    data, imbalance = _shares(steps, int(config["batch_size"]))
+    return Result(
+        path=run,
+        model=str(summary["model"]),
+        plan=plan_name(summary["plan"]),
+        ranks=int(summary["ranks"]),
+        threads=int(machine.get("threads", 1)),
+        batch_size=int(config["batch_size"]),
+        seed=int(config["seed"]),
+        settings={
+            name: value
+            for name, value in config.items()
+            if name not in NOT_SETTINGS and name not in NOT_COMPARED
+        },
+        samples=int(summary["samples"]),
+        seconds=float(summary["seconds"]),
+        startup_seconds=float(summary["startup_seconds"]),
+        train_seconds=train_seconds,
+        images_per_second=float(summary["images_per_second"]),
+        exposed=float(summary["communication"]["exposed_fraction"]) * train_seconds,
+        bubble=float(summary["bubble_fraction"]) * train_seconds,
+        data=data * train_seconds,
+        imbalance=imbalance * train_seconds,
+        peak_memory_bytes=max(map(int, summary["peak_memory_bytes"])),
+        accuracy=summary["final"]["test_accuracy"],
+        epochs=tuple(_epoch(line) for line in lines if line["event"] == "epoch"),
+        machine=machine,
+        versions=dict(summary["versions"]),
+    )
+
+
+def plan_name(plan: dict[str, Any]) -> str:
+    """The short form of a plan, as the command line has it."""
+    replicas = [len(stage["ranks"]) for stage in plan["stages"]]
+    if len(replicas) == 1:
+        return "single" if replicas[0] == 1 else "dp"
+    if set(replicas) == {1}:
+        return "mp"
+    return f"hp:{len(replicas)}x{replicas[0]}" if len(set(replicas)) == 1 else "plan"
+
+
+def machines(results: list[Result]) -> list[str]:
+    """The machines of these runs in words, the most frequent first."""
+    said = [
+        f"{item.get('processor', 'unknown processor')}, {item.get('cores', '?')} cores a host"
+        + (f", {item['accelerator']}" if item.get("accelerator") else "")
+        for item in (result.machine for result in results)
+    ]
+    return [text for text, _ in Counter(said).most_common()]
+
+
+def _shares(steps: list[dict[str, Any]], batch_size: int) -> tuple[float, float]:
+    """Which part of a step ranks wait for images, and for a slower one: means over step lines."""
+    data, imbalance = [0.0], [0.0]
+    for line in steps:
+        if (ranks := line.get("ranks")) and line["images_per_second"] > 0:
+            step_seconds = batch_size / line["images_per_second"]
+            own = np.array(ranks["own_seconds"], float)
+            waited = np.array(ranks["data_seconds"], float)
+            data.append(float(waited.mean()) / step_seconds)
+            imbalance.append(float(own.max() - own.mean()) / step_seconds)
+    places = slice(1 if len(data) > 1 else 0, None)
+    means = (float(np.mean(shares[places])) for shares in (data, imbalance))
+    first, second = (min(share, 1.0) for share in means)
+    return first, second
+
+
+def _epoch(line: dict[str, Any]) -> Epoch:
+    def first(*names: str) -> float | None:
+        return next((line[name] for name in names if line.get(name) is not None), None)
+
+    return Epoch(
+        number=int(line["epoch"]),
+        seconds=float(line["seconds"]),
+        train_loss=line.get("train_loss"),
+        loss=first("test_loss", "val_loss"),
+        accuracy=first("test_accuracy", "val_accuracy"),
+    )

@@ -1,0 +1,107 @@
+"""Which runs are compared with which, and where their time went."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdtrain.study.results import Result, plan_name
+from hvdtrain.study.series import arrange
+
+
+def _run(ranks: int, rate: float, **changes: Any) -> Result:
+    number = _run.count = getattr(_run, "count", 0) + 1  # type: ignore[attr-defined]
+    values: dict[str, Any] = {
+        "path": Path(f"run-{number}"),
+        "model": "cnn",
+        "plan": "single" if ranks == 1 else "dp",
+        "ranks": ranks,
+        "threads": 1,
+        "batch_size": 64,
+        "seed": number,
+        "settings": {"precision": "fp32"},
+        "samples": 1000,
+        "seconds": 1000 / rate + 1,
+        "startup_seconds": 2.0,
+        "train_seconds": 1000 / rate,
+        "images_per_second": rate,
+        "exposed": 0.0,
+        "bubble": 0.0,
+        "data": 0.0,
+        "imbalance": 0.0,
+        "peak_memory_bytes": 2**20,
+        "accuracy": 0.5,
+        "epochs": (),
+        "machine": {},
+        "versions": {},
+    }
+    return Result(**values | changes)
+
+
+def test_sizes_are_compared_with_one_rank_of_as_many_threads() -> None:
+    runs = [_run(1, 100), _run(1, 104), _run(1, 150, threads=2), _run(2, 180), _run(2, 190)]
+    (series,), left_out = arrange(runs)
+    assert (series.scaling, series.plan) == ("strong", "dp")
+    assert [size.ranks for size in series.sizes] == [1, 2]
+    assert series.sizes[1].speedup.value == pytest.approx(185 / 102)
+    assert series.sizes[1].efficiency.value == pytest.approx(185 / 204)
+    assert series.sizes[1].speedup_over_best.value == pytest.approx(185 / 150)
+    assert series.best_serial[0].threads == 2
+    assert not left_out
+
+
+def test_the_same_batch_is_strong_scaling_and_the_same_share_is_weak() -> None:
+    runs = [_run(1, 100), _run(2, 150), _run(4, 380, batch_size=256), _run(2, 195, batch_size=128)]
+    found, left_out = arrange(runs)
+    by_scaling = {series.scaling: [size.ranks for size in series.sizes] for series in found}
+    assert by_scaling == {"strong": [1, 2], "weak": [1, 2, 4]}
+    assert not left_out
+
+
+def test_other_settings_and_plans_are_other_series() -> None:
+    bf16 = {"settings": {"precision": "bf16"}}
+    runs = [_run(1, 100), _run(2, 150), _run(2, 120, plan="mp"), _run(1, 200, **bf16)]
+    runs += [_run(2, 300, **bf16), _run(4, 200, plan="hp:2x2")]
+    found, left_out = arrange(runs)
+    assert sorted(series.title for series in found) == [
+        "cnn, dp, bf16, strong scaling",
+        "cnn, dp, fp32, strong scaling",
+        "cnn, hp, fp32, strong scaling",
+        "cnn, mp, fp32, strong scaling",
+    ]
+    assert not left_out
+
+
+def test_a_run_without_a_base_is_left_out_and_named() -> None:
+    runs = [_run(1, 100), _run(2, 150, threads=2)]
+    found, left_out = arrange(runs)
+    assert not found
+    assert len(left_out) == 2
+    assert "no run on one rank with the same settings and threads" in left_out[1]
+
+
+def test_lost_time_adds_up_to_the_steps() -> None:
+    base = _run(1, 100, data=0.5)
+    slow = _run(4, 200, exposed=1.2, imbalance=0.7, bubble=0.3, data=0.4)
+    (series,), _ = arrange([base, slow])
+    lost = series.sizes[1].lost
+    assert lost.ideal == pytest.approx(2.5)
+    assert lost.imbalance == pytest.approx(0.7)
+    assert lost.communication == pytest.approx(0.5)
+    assert lost.data == pytest.approx(0.4 - 0.5 / 4)
+    parts = [lost.ideal, lost.imbalance, lost.communication, lost.bubble, lost.data]
+    assert sum(parts) + lost.computing == pytest.approx(5.0)
+
+
+def test_the_most_ranks_worth_paying_for_are_those_used_well_enough() -> None:
+    (series,), _ = arrange([_run(1, 100), _run(2, 180), _run(4, 290), _run(8, 300)])
+    assert [series.worth(wanted) for wanted in (0.95, 0.9, 0.7, 0.1)] == [1, 2, 4, 8]
+
+
+def test_plans_have_the_names_of_the_command_line() -> None:
+    def named(*replicas: int) -> str:
+        return plan_name({"stages": [{"ranks": list(range(n))} for n in replicas]})
+
+    assert [named(1), named(4), named(1, 1), named(2, 2), named(3, 1)] == [
+        *("single", "dp", "mp", "hp:2x2", "plan")
+    ]

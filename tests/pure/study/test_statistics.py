@@ -1,0 +1,74 @@
+"""Laws found again in what they made, and intervals that hold what they should."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdtrain.study import statistics
+from hvdtrain.study.statistics import amdahl, median, ratio, usl, usl_peak
+
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
+
+
+@settings(max_examples=15, deadline=None)
+@given(serial=st.floats(0.0, 0.6), one=st.floats(10, 1e5))
+def test_amdahls_law_is_found_again(serial: float, one: float) -> None:
+    fit = amdahl({n: [one / (serial + (1 - serial) / n)] for n in SIZES})
+    assert fit is not None
+    assert fit.parameters["serial_fraction"].value == pytest.approx(serial, abs=1e-4)
+    assert fit.parameters["images_per_second"].value == pytest.approx(one, rel=1e-4)
+    assert fit.throughput(64) == pytest.approx(one / (serial + (1 - serial) / 64), rel=1e-2)
+
+
+@settings(max_examples=15, deadline=None)
+@given(contention=st.floats(0.01, 0.3), coherency=st.floats(0.001, 0.05))
+def test_the_universal_law_is_found_again_with_its_peak(
+    contention: float, coherency: float
+) -> None:
+    fit = usl(
+        {n: [500 * n / (1 + contention * (n - 1) + coherency * n * (n - 1))] * 2 for n in SIZES}
+    )
+    assert fit is not None
+    assert fit.parameters["contention"].value == pytest.approx(contention, abs=1e-4)
+    assert fit.parameters["coherency"].value == pytest.approx(coherency, abs=1e-4)
+    peak = usl_peak(fit)
+    assert peak == pytest.approx(np.sqrt((1 - contention) / coherency), rel=1e-2)
+
+
+def test_few_sizes_are_not_fitted_and_four_only_with_a_warning() -> None:
+    rates = {n: [100.0 * n**0.8, 102.0 * n**0.8] for n in SIZES}
+    assert amdahl({n: rates[n] for n in (1, 2)}) is None
+    assert usl({n: rates[n] for n in (1, 2, 4)}) is None
+    fit = usl({n: rates[n] for n in (1, 2, 4, 8)})
+    assert fit is not None
+    assert "4 sizes barely carry three parameters" in fit.warning
+
+
+def test_without_repeats_there_is_no_interval_and_that_is_said() -> None:
+    fit = amdahl({n: [100.0 * n**0.9] for n in (1, 2, 4)})
+    assert fit is not None
+    assert fit.parameters["serial_fraction"].low is None
+    assert "without repeats" in fit.warning
+    assert median([3.0]).low is None
+    assert ratio([3.0], [1.0, 2.0]).low is None
+
+
+def test_an_interval_holds_the_truth_about_as_often_as_it_says() -> None:
+    generator, held = np.random.default_rng(1), 0
+    for _ in range(200):
+        found = median(list(generator.normal(10, 1, 25)))
+        assert found.low is not None
+        assert found.high is not None
+        held += found.low <= 10 <= found.high
+    assert held / 200 == pytest.approx(statistics.CONFIDENCE, abs=0.06)
+
+
+def test_a_ratio_is_one_of_medians_and_the_same_each_time() -> None:
+    over, under = [10.0, 12.0, 50.0], [5.0, 6.0, 7.0]
+    found = ratio(over, under)
+    assert found.value == 2.0
+    assert found == ratio(over, under)
+    assert found.low is not None
+    assert found.high is not None
+    assert 10 / 7 <= found.low <= 2.0 <= found.high <= 10.0
