@@ -53,15 +53,15 @@ def report_as_json(checks: Sequence[Check], lines: LaunchLines) -> str:
     return json.dumps(report, indent=1)
 
 
-def report_as_text(checks: Sequence[Check], lines: LaunchLines) -> str:
-    """The report in plain lines, for files and pipes."""
+def report_as_text(checks: Sequence[Check], lines: LaunchLines, closing: str | None = None) -> str:
+    """The report in plain lines, for files and pipes; its last is `closing`, else the verdict."""
     width = max(len(check.name) for check in checks)
     rows = []
     for check in checks:
         rows.append(f"{check.state:5}  {check.name:{width}}  {check.text}")
         if check.cure:
             rows.append(f"{'':5}  {'':{width}}  cure: {check.cure}")
-    return "\n".join([*rows, "", *_launch_rows(lines), verdict(checks, lines)])
+    return "\n".join([*rows, "", *_launch_rows(lines), closing or verdict(checks, lines)])
 
 
 def waiting(text: str) -> AbstractContextManager[object]:
@@ -73,10 +73,10 @@ def waiting(text: str) -> AbstractContextManager[object]:
     return Console().status(text)
 
 
-def show(checks: Sequence[Check], lines: LaunchLines) -> None:
+def show(checks: Sequence[Check], lines: LaunchLines, closing: str | None = None) -> None:
     """Print the report: in columns and colours on a terminal, in plain lines otherwise."""
     if not sys.stdout.isatty():
-        print(report_as_text(checks, lines))
+        print(report_as_text(checks, lines, closing))
         return
     from rich.console import Console
     from rich.table import Table
@@ -91,7 +91,7 @@ def show(checks: Sequence[Check], lines: LaunchLines) -> None:
     console.print(table)
     # Printed as they are: a wrapped line could not be copied.
     print("", *_launch_rows(lines), sep="\n")
-    console.print(Text(verdict(checks, lines), "bold"))
+    console.print(Text(closing or verdict(checks, lines), "bold"))
 
 
 def _launch_rows(lines: LaunchLines) -> list[str]:

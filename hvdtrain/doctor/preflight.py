@@ -1,0 +1,187 @@
+"""Is this allocation fit: the ranks of a job look at each other before they train."""
+
+import os
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdtrain import __version__, world
+from hvdtrain.doctor.check import Check, is_fit, report_as_json, show
+from hvdtrain.errors import UsageError
+from hvdtrain.world import World
+
+SECONDS_TO_SHOW = 10.0  # a network file system may show another host's file so late
+ELEMENTS = 25_000_000 // 4  # of the sum that is timed: a small ResNet's gradients
+ROUNDS = 5
+MEGA = 2**20
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank sees of itself."""
+
+    host: str
+    cores: tuple[int, ...]
+    threads: int
+    gpus: str
+    shared_memory: int
+    versions: str
+    folder_seconds: float | None
+
+
+def preflight(as_json: bool) -> int:
+    """Examine the ranks of this job, and print on rank 0 what was found. Collective.
+
+    Returns:
+        The exit code: 0 if the allocation is fit, 1 if a check failed.
+
+    Raises:
+        UsageError: outside a job of several ranks, or if its ranks do not find each other.
+    """
+    here = world.start()
+    if here.size == 1:
+        raise UsageError(
+            "doctor --job looks at the ranks of a job: start it as you start train, such as "
+            "srun --mpi=pmix hvdtrain doctor --job"
+        )
+    seen = here.gather(_look(here))
+    checks = [*checks_of(here.launcher, seen), _sum(here)]
+    world.stop()
+    if here.rank == 0:
+        faults = [check.name for check in checks if check.state == "fault"]
+        closing = f"This job has faults: {', '.join(faults)}." if faults else "This job is fit."
+        print(report_as_json(checks, {})) if as_json else show(checks, {}, closing)
+    return 0 if is_fit(checks) else 1
+
+
+def checks_of(launcher: str, seen: Sequence[Seen]) -> list[Check]:
+    """What follows from what the ranks see."""
+    return [
+        _ranks(launcher, seen),
+        _same("versions", [one.versions for one in seen], "use one environment on all nodes"),
+        _affinity(seen),
+        _gpus(seen),
+        _shared_memory(seen),
+        _folder(seen),
+    ]
+
+
+def _look(here: World) -> Seen:
+    memory = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None
+    return Seen(
+        host=socket.gethostname(),
+        cores=tuple(sorted(os.sched_getaffinity(0))),
+        threads=here.threads,
+        gpus=os.environ.get("CUDA_VISIBLE_DEVICES", "") if _has_gpus() else "",
+        shared_memory=memory.f_bavail * memory.f_frsize if memory else 0,
+        versions=f"hvdtrain {__version__}, Python {sys.version.split()[0]}",
+        folder_seconds=_see_folder(here),
+    )
+
+
+def _has_gpus() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _see_folder(here: World) -> float | None:
+    """How late this rank sees a file that rank 0 makes in the current folder; None for never."""
+    path = here.broadcast(Path.cwd() / f".hvdtrain-doctor-{os.getpid()}")
+    if here.rank == 0:
+        path.touch()
+    here.barrier()
+    began = time.monotonic()
+    late: float | None = None
+    while late is None and time.monotonic() - began < SECONDS_TO_SHOW:
+        if path.exists():
+            late = time.monotonic() - began
+        else:
+            time.sleep(0.05)
+    here.barrier()
+    if here.rank == 0:
+        path.unlink()
+    return late
+
+
+def _sum(here: World) -> Check:
+    """Time and check an all-reduce of Horovod's."""
+    import torch
+
+    horovod = world.start_horovod(4 * ELEMENTS)
+    values = torch.full((ELEMENTS,), float(here.rank))
+    wanted, best, right = here.size * (here.size - 1) / 2, float("inf"), True
+    for _ in range(ROUNDS):
+        here.barrier()
+        began = time.perf_counter()
+        summed = horovod.allreduce(values, op=horovod.Sum, name="preflight")
+        best = min(best, time.perf_counter() - began)
+        right = right and bool((summed == wanted).all())
+    if not all(here.gather(right)):
+        return Check("all-reduce", "fault", "the sum is wrong", "ask the site about its MPI")
+    slowest = max(here.gather(best))
+    rate = 4 * ELEMENTS / MEGA / slowest
+    return Check("all-reduce", "ok", f"24 MiB in {1e3 * slowest:.1f} ms, {rate:,.0f} MiB/s")
+
+
+def _ranks(launcher: str, seen: Sequence[Seen]) -> Check:
+    hosts = Counter(one.host for one in seen)
+    said = ", ".join(f"{count} on {host}" for host, count in hosts.items())
+    return Check("ranks", "ok", f"{len(seen)} by {launcher}: {said}")
+
+
+def _same(name: str, values: Sequence[str], cure: str) -> Check:
+    found = Counter(values)
+    if len(found) == 1:
+        return Check(name, "ok", f"{values[0]} on all ranks")
+    said = "; ".join(f"{value} on {count} rank(s)" for value, count in found.items())
+    return Check(name, "fault", said, cure)
+
+
+def _affinity(seen: Sequence[Seen]) -> Check:
+    """Whether each rank has cores enough, and cores of its own."""
+    crowded = []
+    for host in dict.fromkeys(one.host for one in seen):
+        ranks = [one for one in seen if one.host == host]
+        cores = {core for one in ranks for core in one.cores}
+        threads = sum(one.threads for one in ranks)
+        if threads > len(cores):
+            crowded.append(f"{threads} threads on {len(cores)} cores of {host}")
+    each = sorted({one.threads for one in seen})
+    text = f"{' or '.join(map(str, each))} thread(s) a rank"
+    if crowded:
+        cure = "ask for more CPUs a task (--cpus-per-task), or fewer ranks"
+        return Check("cores", "note", f"{text}: {'; '.join(crowded)}", cure)
+    return Check("cores", "ok", text)
+
+
+def _gpus(seen: Sequence[Seen]) -> Check:
+    having = [one for one in seen if one.gpus]
+    if not having:
+        return Check("GPUs", "ok", "none: ranks train on CPUs")
+    if len(having) < len(seen):
+        hosts = ", ".join(sorted({one.host for one in seen if not one.gpus}))
+        return Check("GPUs", "fault", f"none on {hosts}", "ask for GPUs on every node")
+    return Check("GPUs", "ok", f"{having[0].gpus} on {having[0].host}")
+
+
+def _shared_memory(seen: Sequence[Seen]) -> Check:
+    least = min(seen, key=lambda one: one.shared_memory)
+    text = f"{least.shared_memory / MEGA:,.0f} MiB free in /dev/shm of {least.host}"
+    if least.shared_memory < 64 * MEGA:
+        return Check("shared memory", "fault", text, "MPI needs it: ask the site, or free it")
+    return Check("shared memory", "ok", text)
+
+
+def _folder(seen: Sequence[Seen]) -> Check:
+    blind = sorted({one.host for one in seen if one.folder_seconds is None})
+    name = "file system"
+    if blind:
+        text = f"{Path.cwd()} is not the same folder on {', '.join(blind)}"
+        return Check(name, "fault", text, "work in a folder that all nodes share")
+    late = max(one.folder_seconds or 0.0 for one in seen)
+    return Check(name, "ok", f"all ranks see {Path.cwd()}, a new file within {late:.1f} s")
