@@ -11,6 +11,7 @@ from hvdtrain.bench.options import LoaderConfig, StepConfig
 from hvdtrain.commands import COMMANDS
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import Interrupted, Preempted, UsageError
+from hvdtrain.jobs.options import JobOptions
 from hvdtrain.planner.options import PlanConfig
 
 PLAN_COMMANDS = {
@@ -58,6 +59,9 @@ def _parser() -> Parser:
     commands = parser.add_subcommands(dest="command")
     examine = Parser(description="Check that this machine is fit, with a cure for each fault.")
     examine.add_argument("--json", action="store_true", help="print one JSON object")
+    examine.add_argument(
+        "--job", action="store_true", help="look at the ranks of this job, under its launcher"
+    )
     commands.add_subcommand("doctor", examine, help="is this machine fit?")
     data = Parser(description="Fetch, pack, make, check and describe data sets.")
     commands.add_subcommand("data", data, help="fetch, pack, synth, verify, info")
@@ -73,6 +77,15 @@ def _parser() -> Parser:
         "--which", type=Literal["best", "last"], default="best", help="which checkpoint"
     )
     commands.add_subcommand("export", exporting, help="write a run's weights as a file")
+    jobs = Parser(description="Run as jobs of Slurm, and see how they fare.")
+    commands.add_subcommand("jobs", jobs, help="submit, sweep, status, logs, cancel")
+    _add_job_commands(jobs)
+    report = Parser(description="Make a scaling report of finished runs: Markdown, CSV, pictures.")
+    report.add_argument("runs", type=str, nargs="+", help="run folders, or folders of them")
+    report.add_argument("--to", required=True, type=str, help="folder for the report")
+    report.add_argument("--efficiency", type=float, default=0.75, help="that is wanted, 0 to 1")
+    report.add_argument("--price", type=float | None, default=None, help="of a core-hour")
+    commands.add_subcommand("report", report, help="make a scaling report of runs")
     plan = Parser(description="Look at a plan: which ranks hold what, and when they work.")
     commands.add_subcommand("plan", plan, help="show, check, simulate")
     _add_commands(plan, "plan", {name: (PlanConfig, text) for name, text in PLAN_COMMANDS.items()})
@@ -108,6 +121,32 @@ def _add_data_commands(data: Parser) -> None:
     info.add_argument("destination", type=str, help="folder of a data set")
     info.add_argument("--json", action="store_true", help="print one JSON object")
     commands.add_subcommand("info", info, help="describe a data set")
+
+
+def _add_job_commands(jobs: Parser) -> None:
+    commands = jobs.add_subcommands(dest="jobs_command")
+    submit = Parser(description="Make a run a job; every option of train is one here.")
+    submit.add_argument("--config", action="config", help="YAML file with keys of these options")
+    add_dataclass(submit, JobOptions)
+    add_dataclass(submit, TrainConfig)
+    commands.add_subcommand("submit", submit, help="make a run a job")
+    sweep = Parser(description="Make every run of a study a job, repeats as arrays.")
+    sweep.add_argument("study", type=str, help="YAML file; a list means each of its values")
+    sweep.add_argument("--to", required=True, type=str, help="folder for the runs")
+    sweep.add_argument("--dry-run", action="store_true", help="print the scripts, submit nothing")
+    commands.add_subcommand("sweep", sweep, help="make the runs of a study jobs")
+    status = Parser(description="A line for each run: its job, how far it is, how it fares.")
+    status.add_argument("runs", type=str, nargs="*", help="run folders, or folders of them; runs")
+    status.add_argument("--json", action="store_true", help="print one JSON list")
+    commands.add_subcommand("status", status, help="how jobs fare")
+    logs = Parser(description="What a rank of a run's newest job has printed.")
+    logs.add_argument("run", type=str, help="run folder")
+    logs.add_argument("--rank", type=int, default=0, help="which rank")
+    logs.add_argument("--follow", action="store_true", help="go on until the job is over")
+    commands.add_subcommand("logs", logs, help="what a rank has printed")
+    cancel = Parser(description="End the jobs of runs; what was saved stays.")
+    cancel.add_argument("runs", type=str, nargs="+", help="run folders, or folders of them")
+    commands.add_subcommand("cancel", cancel, help="end jobs")
 
 
 def _add_commands(owner: Parser, name: str, options: dict[str, tuple[type, str]]) -> None:

@@ -5,22 +5,29 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from hvdtrain import failure, launch, launchers, models
 from hvdtrain.bench.options import LoaderConfig, StepConfig
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import CheckFailed, DataError, Interrupted, Preempted, UsageError
+from hvdtrain.jobs.options import JobOptions
 from hvdtrain.planner.options import PlanConfig
 from hvdtrain.training.stop import StopRequest
 
+Options = TypeVar("Options", TrainConfig, JobOptions)
 BATCHES_MADE = 8  # for a benchmark without a data set
 
 
-def doctor(arguments: Sequence[str], json: bool) -> int:
-    """Is this machine fit?"""
+def doctor(arguments: Sequence[str], json: bool, job: bool) -> int:
+    """Is this machine fit, or this job?"""
+    if job:
+        launchers.check_pmix(launchers.detect(os.environ), os.environ)
+        from hvdtrain.doctor.preflight import preflight
+
+        return preflight(json)
     from hvdtrain.doctor import doctor as examine
 
     return int(examine(as_json=json))
@@ -80,8 +87,7 @@ def data_info(arguments: Sequence[str], destination: str, json: bool) -> int:
 
 def train(arguments: Sequence[str], **values: Any) -> int:
     """Train on the ranks of the launcher, or start --ranks of them here."""
-    settings = TrainConfig(**{item.name: values[item.name] for item in fields(TrainConfig)})
-    settings.check()
+    settings = _of(TrainConfig, values).check()
     started = launchers.detect(os.environ)
     launchers.check_pmix(started, os.environ)
     if settings.restarts and started.launcher != "none":
@@ -106,6 +112,71 @@ def train(arguments: Sequence[str], **values: Any) -> int:
             raise
         except (Exception, KeyboardInterrupt) as error:
             failure.fail(error, failure.Listener(settings.on_alert, settings.run))
+    return 0
+
+
+def jobs_submit(arguments: Sequence[str], **values: Any) -> int:
+    """Make a run a job of the cluster."""
+    training, job = _of(TrainConfig, values).check(), _of(JobOptions, values)
+    from hvdtrain.training.precheck import check_before_launch
+
+    job.ranks_per_node(training)
+    check_before_launch(training)
+    from hvdtrain.jobs.submit import submit
+
+    print("\n".join(submit(training, job)))
+    return 0
+
+
+def jobs_sweep(arguments: Sequence[str], study: str, to: str, dry_run: bool) -> int:
+    """Make the runs of a study jobs."""
+    from hvdtrain.jobs import grid, sweep
+    from hvdtrain.training.precheck import check_before_launch
+
+    found = grid.load(study, to)
+    for cell in found.cells:
+        check_before_launch(cell.runs[0])
+    print("\n".join(sweep.sweep(found, to, dry_run)))
+    return 0
+
+
+def jobs_status(arguments: Sequence[str], runs: list[str], json: bool) -> int:
+    """How the jobs of runs fare, as a table."""
+    from hvdtrain.jobs import table, watch
+
+    rows = watch.rows(watch.runs_of(runs or ["runs"]))
+    print(_as_json([asdict(row) for row in rows]) if json else table.as_text(rows))
+    return 0
+
+
+def jobs_logs(arguments: Sequence[str], run: str, rank: int, follow: bool) -> int:
+    """What a rank of a run's newest job has printed."""
+    from hvdtrain.jobs import logs
+
+    logs.show(run, rank, follow)
+    return 0
+
+
+def jobs_cancel(arguments: Sequence[str], runs: list[str]) -> int:
+    """End the jobs of runs."""
+    from hvdtrain.jobs import cancel
+
+    for line in cancel.cancel(runs):
+        print(line)
+    return 0
+
+
+def report(
+    arguments: Sequence[str], runs: list[str], to: str, efficiency: float, price: float | None
+) -> int:
+    """Make a scaling report of finished runs."""
+    if not 0 < efficiency <= 1:
+        raise UsageError(f"--efficiency must be above 0 and at most 1, not {efficiency}")
+    if price is not None and not 0 <= price < float("inf"):
+        raise UsageError(f"--price must be 0 or more, not {price}")
+    from hvdtrain.study import report as reporting
+
+    print(reporting.write(runs, to, efficiency, price))
     return 0
 
 
@@ -203,12 +274,23 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "data info": data_info,
     "train": train,
     "export": export,
+    "jobs submit": jobs_submit,
+    "jobs sweep": jobs_sweep,
+    "jobs status": jobs_status,
+    "jobs logs": jobs_logs,
+    "jobs cancel": jobs_cancel,
+    "report": report,
     "plan show": plan_show,
     "plan simulate": plan_simulate,
     "plan check": plan_check,
     "bench step": bench_step,
     "bench loader": bench_loader,
 }
+
+
+def _of(kind: type[Options], values: dict[str, Any]) -> Options:
+    """The part of a command's values that a dataclass holds."""
+    return kind(**{item.name: values[item.name] for item in fields(kind)})
 
 
 def _made_for(config: StepConfig, folder: Path) -> str:

@@ -6,7 +6,6 @@ from typing import Any
 
 from hvdtrain import harmless
 from hvdtrain.config import TrainConfig
-from hvdtrain.errors import UsageError
 
 # A run may be continued with other values of these: they say where, how and how long it runs. Of
 # what a step computes they change rounding, and which samples local batch norm sees together.
@@ -45,13 +44,4 @@ def load(path: Path) -> dict[str, Any]:
     Raises:
         UsageError: if it is none.
     """
-    import yaml
-
-    try:
-        content = yaml.safe_load(harmless.read_text(path))
-    except (yaml.YAMLError, ValueError) as error:  # such as a date that no calendar has
-        reason = " ".join(str(error).split())
-        raise UsageError(f"{path} cannot be read as YAML: {reason}") from None
-    if not isinstance(content, dict):
-        raise UsageError(f"{path} holds no configuration: expected lines of 'key: value'")
-    return content
+    return harmless.read_mapping(path, "configuration")

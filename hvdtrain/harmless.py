@@ -1,6 +1,7 @@
 """YAML files of users, looked at before a parser that they could harm."""
 
 from pathlib import Path
+from typing import Any
 
 from hvdtrain.errors import UsageError
 
@@ -34,3 +35,24 @@ def read_text(path: Path) -> str:
         reason = " ".join(str(error).split())
         raise UsageError(f"{path} cannot be read as YAML: {reason}") from None
     return text
+
+
+def read_mapping(path: Path, what: str) -> dict[str, Any]:
+    """The keys and values of such a file.
+
+    Args:
+        what: the file should hold, for an error.
+
+    Raises:
+        UsageError: as `read_text`, or if it holds something else.
+    """
+    import yaml
+
+    try:
+        content = yaml.safe_load(read_text(path))
+    except (yaml.YAMLError, ValueError) as error:  # such as a date that no calendar has
+        reason = " ".join(str(error).split())
+        raise UsageError(f"{path} cannot be read as YAML: {reason}") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"{path} holds no {what}: expected lines of 'key: value'")
+    return content

@@ -1,0 +1,127 @@
+"""The runs of a study, from a YAML file of values and lists of values."""
+
+import itertools
+import math
+import random
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from hvdtrain import harmless
+from hvdtrain.arguments import Parser, add_dataclass, nearest
+from hvdtrain.config import TrainConfig, about
+from hvdtrain.errors import UsageError
+from hvdtrain.jobs.options import JobOptions
+
+MOST_RUNS = 1000
+OF_ONE_RUN = ("run", "resume", "restarts", "ledger", "trace", "dry_run")
+Options = TypeVar("Options")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyOptions:
+    """What a study has beside the options of its runs and jobs."""
+
+    repeats: int = field(default=1, metadata=about("runs of each, with seeds one after the other"))
+    scaling: Literal["strong", "weak"] = field(
+        default="strong", metadata=about("whether batch_size is the global one or each rank's")
+    )
+    ranks_per_node: int | None = field(
+        default=None, metadata=about("from which follow the nodes; default: all on one")
+    )
+    in_flight: int | None = field(
+        default=None, metadata=about("runs that may wait or run at a time; default: any number")
+    )
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The repeats of one size: they differ in their seeds alone, and are one submission."""
+
+    runs: tuple[TrainConfig, ...]
+    job: JobOptions
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A study.
+
+    Attributes:
+        cells: in the order in which they are submitted, which is random.
+    """
+
+    cells: tuple[Cell, ...]
+    options: StudyOptions
+
+
+def load(path: str, folder: str) -> Grid:
+    """The study of a file, whose keys are options of `train`, of `jobs submit` and of a study.
+
+    A list means every one of its values, in all combinations.
+
+    Args:
+        folder: for the run folders.
+
+    Raises:
+        UsageError: if a key is unknown, a value of another type or out of range.
+    """
+    content = harmless.read_mapping(Path(path), "study")
+    kinds = (StudyOptions, JobOptions, TrainConfig)
+    known = [item.name for kind in kinds for item in fields(kind)]
+    for name in content:
+        if name not in known:
+            raise UsageError(f"{path}: unknown key {name}{nearest(str(name), known)}")
+        if name in OF_ONE_RUN:
+            raise UsageError(f"{path}: {name} is of a single run: leave it out")
+    if not isinstance(content.get("time", ""), str):
+        raise UsageError(f"{path}: write time in quotes, such as '1:30:00'")  # YAML counts in 60s
+    axes = {name: value if isinstance(value, list) else [value] for name, value in content.items()}
+    combinations = math.prod(map(len, axes.values()))
+    if not 0 < combinations <= MOST_RUNS:
+        raise UsageError(f"{path} asks for {combinations:,} sizes: give 1 to {MOST_RUNS:,}")
+    parser = Parser()
+    for kind in kinds:
+        add_dataclass(parser, kind)
+    cells: dict[str, Cell] = {}
+    for values in itertools.product(*axes.values()):
+        chosen = dict(zip(axes, values, strict=True))
+        try:
+            parsed = parser.parse_object(chosen).as_dict()
+        except UsageError as error:
+            raise UsageError(f"{path}: {error}") from None
+        study = _of(StudyOptions, parsed)
+        name = "-".join(f"{key}={_plain(chosen[key])}" for key in axes if len(axes[key]) > 1)
+        cell = _cell(parsed, study, str(Path(folder) / name) if name else folder)
+        # One rank runs the same under every plan: that is one size.
+        cells.setdefault(repr([replace(cell.runs[0], run=None), cell.job]), cell)
+    found = list(cells.values())
+    random.Random(0).shuffle(found)  # what else the cluster does must not follow the sizes
+    return Grid(tuple(found), study)
+
+
+def _cell(parsed: dict[str, Any], study: StudyOptions, stem: str) -> Cell:
+    """The repeats of one combination of values."""
+    for name in ("repeats", "ranks_per_node", "in_flight"):
+        value = getattr(study, name)
+        if value is not None and not 0 < value <= MOST_RUNS:
+            raise UsageError(f"{name} must be between 1 and {MOST_RUNS}, not {value}")
+    job, run = _of(JobOptions, parsed), _of(TrainConfig, parsed)
+    ranks = run.ranks or 1
+    if study.scaling == "weak":
+        run = replace(run, batch_size=run.batch_size * ranks)
+    if ranks == 1:
+        run = replace(run, plan=None)
+    if study.ranks_per_node:
+        job = replace(job, nodes=-(-ranks // study.ranks_per_node))
+    seeds = range(run.seed, run.seed + study.repeats)
+    runs = [replace(run, ranks=ranks, seed=n, run=f"{stem}-seed={n}").check() for n in seeds]
+    job.ranks_per_node(run)
+    return Cell(tuple(runs), job)
+
+
+def _of(kind: type[Options], parsed: dict[str, Any]) -> Options:
+    return kind(**{item.name: parsed[item.name] for item in fields(kind)})  # type: ignore[arg-type]
+
+
+def _plain(value: Any) -> str:
+    return "".join(c if c.isalnum() or c in "-_." else "-" for c in str(value))

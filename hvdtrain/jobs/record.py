@@ -1,0 +1,88 @@
+"""What a run folder keeps of its jobs: `job.json`, and the version of the code."""
+
+import json
+import subprocess
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hvdtrain import __version__, files
+from hvdtrain.errors import DataError
+
+RECORD = "job.json"
+LOGS = "logs"
+PATCH = "code.patch"
+
+
+@dataclass(frozen=True)
+class Record:
+    """The jobs of a run.
+
+    Attributes:
+        cluster: "slurm" or "local".
+        jobs: their numbers, the newest last.
+        arguments: the command line of each rank.
+        ranks, nodes: what was asked for.
+        logs: folder of what the jobs print.
+        submitted: seconds since 1970, of the newest.
+        version: of hvdtrain, and of its code where that is a git clone.
+    """
+
+    cluster: str
+    jobs: tuple[str, ...]
+    arguments: tuple[str, ...]
+    ranks: int
+    nodes: int
+    logs: str
+    submitted: float
+    version: str
+
+
+def write(run: Path, record: Record) -> None:
+    """Keep it in the run folder.
+
+    Raises:
+        DataError: if it cannot be written.
+    """
+    text = json.dumps(asdict(record), indent=1)
+    files.write_text(run / RECORD, text, "the record", DataError)
+
+
+def read(run: Path) -> Record | None:
+    """The record of a run folder; None where no job was made for it.
+
+    Raises:
+        DataError: if it cannot be understood.
+    """
+    path = run / RECORD
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+        lists = {name: tuple(map(str, content[name])) for name in ("jobs", "arguments")}
+        return Record(**content | lists)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise DataError(f"{path} is no record of a job ({error}): remove it") from None
+
+
+def code_version(run: Path) -> str:
+    """The version of the code; what a git clone has changed since its commit goes into the run."""
+    root = Path(__file__).parents[2]
+    commit = _git(root, "describe", "--always", "--dirty", "--abbrev=12").strip()
+    if not commit:
+        return __version__
+    if commit.endswith("-dirty"):
+        files.write_text(run / PATCH, _git(root, "diff", "HEAD"), "the patch", DataError)
+    return f"{__version__}, {commit}"
+
+
+def _git(root: Path, *arguments: str) -> str:
+    if not (root / ".git").exists():
+        return ""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, errors="replace"
+        )
+    except OSError:
+        return ""
+    return done.stdout if done.returncode == 0 else ""

@@ -1,0 +1,53 @@
+"""The script of a job: what submitit is told."""
+
+from typing import Any
+
+from hvdtrain.jobs.options import JobOptions
+from hvdtrain.jobs.site import Site
+
+# A job that ends with 75 has saved: it goes back into the queue where the site allows it.
+REQUEUE = (
+    "code=$?",
+    "if ((code == 75)); then",
+    "    scontrol requeue $SLURM_JOB_ID && sleep 60",
+    "fi",
+    "exit $code",
+)
+KEEP_CODE = ("exit $?",)
+
+
+def parameters(job: JobOptions, site: Site, ranks_per_node: int, name: str) -> dict[str, Any]:
+    """The parameters of submitit's SlurmExecutor for a job.
+
+    Args:
+        ranks_per_node: tasks of each node.
+        name: of the job.
+    """
+    options: dict[str, Any] = {"requeue": True} if site.requeue else {"no-requeue": True}
+    found = {
+        "job_name": name,
+        "partition": job.partition or site.partition,
+        "account": job.account or site.account,
+        "qos": site.qos,
+        "constraint": site.constraint,
+        "time": job.minutes(),
+        "nodes": job.nodes,
+        "ntasks_per_node": ranks_per_node,
+        "cpus_per_task": job.cpus_per_rank,
+        "signal_delay_s": site.warning_seconds,
+        # Since Slurm 22.05 srun has to be told again how many CPUs a task has.
+        "setup": [*site.setup, "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK"],
+        "teardown": list(REQUEUE if site.requeue else KEEP_CODE),
+        "srun_args": [f"--mpi={site.mpi}", "--kill-on-bad-exit=1"],
+        "wckey": "",
+        "additional_parameters": options | site.options,
+    }
+    if job.gpus_per_node:
+        kind, _, model = site.gpus.partition(":")
+        wanted = f"{model}:{job.gpus_per_node}" if model else str(job.gpus_per_node)
+        if kind == "gres":
+            options["gres"] = f"gpu:{wanted}"
+        else:
+            options["gpus-per-node"] = wanted
+        found["additional_parameters"] = options | site.options
+    return {key: value for key, value in found.items() if value is not None}

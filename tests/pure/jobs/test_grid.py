@@ -1,0 +1,72 @@
+"""The runs that a study's file asks for."""
+
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.errors import UsageError
+from hvdtrain.jobs import grid
+from hvdtrain.jobs.grid import Grid
+
+
+def _load(tmp_path: Path, text: str) -> Grid:
+    path = tmp_path / "study.yaml"
+    path.write_text(f"model: cnn\ndata: d\n{text}")
+    return grid.load(str(path), "runs")
+
+
+def test_lists_are_combined_and_one_rank_is_the_base_of_all_plans(tmp_path: Path) -> None:
+    found = _load(tmp_path, "ranks: [1, 2, 4]\nplan: [dp, mp]\nrepeats: 3\nseed: 10\n")
+    sizes = sorted((c.runs[0].ranks or 0, c.runs[0].plan or "") for c in found.cells)
+    assert sizes == [(1, ""), (2, "dp"), (2, "mp"), (4, "dp"), (4, "mp")]
+    assert all([run.seed for run in cell.runs] == [10, 11, 12] for cell in found.cells)
+    folders = [run.run for cell in found.cells for run in cell.runs]
+    assert len(set(folders)) == 15
+    assert "runs/ranks=4-plan=mp-seed=12" in folders
+
+
+def test_the_order_is_not_that_of_the_file_and_always_the_same(tmp_path: Path) -> None:
+    text = "ranks: [1, 2, 3, 4, 5, 6, 7, 8]\n"
+    order = [cell.runs[0].ranks for cell in _load(tmp_path, text).cells]
+    assert order != sorted(order, key=lambda ranks: ranks or 0)
+    assert order == [cell.runs[0].ranks for cell in _load(tmp_path, text).cells]
+
+
+def test_weak_scaling_keeps_the_batch_of_a_rank(tmp_path: Path) -> None:
+    found = _load(tmp_path, "ranks: [1, 4]\nbatch_size: 32\nscaling: weak\n")
+    assert {c.runs[0].ranks: c.runs[0].batch_size for c in found.cells} == {1: 32, 4: 128}
+
+
+def test_nodes_follow_from_the_ranks_of_each(tmp_path: Path) -> None:
+    found = _load(tmp_path, "ranks: [1, 2, 4, 8]\nranks_per_node: 2\n")
+    assert {c.runs[0].ranks: c.job.nodes for c in found.cells} == {1: 1, 2: 1, 4: 2, 8: 4}
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("rank: 2", "unknown key rank; did you mean"),
+        ("ranks: two", "--ranks must be a whole number"),
+        ("ranks: []", "asks for 0 sizes"),
+        ("ranks: 3\nranks_per_node: 2", "cannot be spread evenly"),
+        ("repeats: 0", "repeats must be between 1 and"),
+        ("scaling: loose", "loose"),
+        ("run: here", "run is of a single run"),
+        ("time: 1:30:00", "write time in quotes"),
+        ("lr: -1", "--lr must be above 0"),
+        (f"seed: {list(range(1001))}", "asks for 1,001 sizes"),
+    ],
+)
+def test_what_makes_no_study_is_refused_in_one_line(
+    tmp_path: Path, text: str, reason: str
+) -> None:
+    with pytest.raises(UsageError, match=reason) as caught:
+        _load(tmp_path, text)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_study_without_model_or_data_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "study.yaml"
+    path.write_text("ranks: 2\n")
+    with pytest.raises(UsageError, match="model"):
+        grid.load(str(path), "runs")

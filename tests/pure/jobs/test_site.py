@@ -1,0 +1,78 @@
+"""Site files: the example, mistakes, and harmful ones."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdtrain.errors import UsageError
+from hvdtrain.jobs.options import JobOptions
+from hvdtrain.jobs.script import parameters
+from hvdtrain.jobs.site import Site, load
+from tests.conftest import ROOT
+
+
+def test_the_example_is_one() -> None:
+    site = load(str(ROOT / "slurm" / "sites" / "example.yaml"))
+    assert site.partition == "gpu"
+    assert site.setup == ["module load python openmpi"]
+    assert site.options["mail-type"] == "END,FAIL"
+
+
+def test_without_a_file_there_is_a_default() -> None:
+    assert load(None) == Site()
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("partiton: gpu", "unknown key partiton; did you mean partition"),
+        ("requeue: 'no'", "requeue must be true or false, not 'no'"),
+        ("setup: module load mpi", "setup must be a list of lines"),
+        ("warning_seconds: true", "warning_seconds must be a number"),
+        ("options: [a]", "options must be keys and values"),
+        ("- a", "holds no description of a site"),
+        ("a: [", "cannot be read as YAML"),
+    ],
+)
+def test_mistakes_are_named(tmp_path: Path, text: str, reason: str) -> None:
+    path = tmp_path / "site.yaml"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=reason.replace("?", r"\?").replace("[", r"\[")):
+        load(str(path))
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(max_size=80) | st.dictionaries(st.text(), st.text()).map(str))
+def test_any_text_is_a_site_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, text: str
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "any-site.yaml"
+    path.write_bytes(text.encode(errors="surrogatepass"))
+    try:
+        assert isinstance(load(str(path)), Site)
+    except UsageError as error:
+        assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "option", "value"),
+    [
+        ("gpus-per-node", "gpus-per-node", "2"),
+        ("gpus-per-node:a100", "gpus-per-node", "a100:2"),
+        ("gres", "gres", "gpu:2"),
+        ("gres:v100", "gres", "gpu:v100:2"),
+    ],
+)
+def test_gpus_are_asked_for_as_the_site_wants(gpus: str, option: str, value: str) -> None:
+    found = parameters(JobOptions(gpus_per_node=2), Site(gpus=gpus), 2, "name")
+    assert found["additional_parameters"] == {"requeue": True, option: value}
+
+
+def test_the_command_line_wins_over_the_site() -> None:
+    site = Site(partition="low", account="a", options={"exclusive": "user"}, requeue=False)
+    found = parameters(JobOptions(partition="high"), site, 1, "name")
+    assert (found["partition"], found["account"]) == ("high", "a")
+    assert found["additional_parameters"] == {"no-requeue": True, "exclusive": "user"}
+    assert not any("requeue" in line for line in found["teardown"])

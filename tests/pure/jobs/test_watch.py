@@ -1,0 +1,73 @@
+"""What is said of runs whose files are half-written, old or gone."""
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.errors import DataError, UsageError
+from hvdtrain.jobs import record, table, watch
+from hvdtrain.jobs.record import Record
+from hvdtrain.jobs.slurm import _minutes
+
+RECORD = Record("local", ("999999999",), ("train",), 1, 1, "logs", 0.0, "0.1.0")
+
+
+def test_a_run_whose_process_is_gone_has_failed_unless_it_has_a_summary(tmp_path: Path) -> None:
+    record.write(tmp_path, RECORD)
+    (tmp_path / "metrics.jsonl").write_text(
+        json.dumps({"event": "step", "step": 7, "epoch": 2, "images_per_second": 10.5})
+        + '\n{"event": "epo'
+    )
+    (row,) = watch.rows(watch.runs_of([str(tmp_path)]))
+    assert (row.state, row.step, row.epoch, row.images_per_second) == ("FAILED", 7, 2, 10.5)
+    (tmp_path / "summary.json").write_text("{}")
+    (row,) = watch.rows(watch.runs_of([str(tmp_path)]))
+    assert row.state == "COMPLETED"
+
+
+def test_the_last_words_of_hvdtrain_are_the_note(tmp_path: Path) -> None:
+    logs = tmp_path / record.LOGS
+    record.write(tmp_path, replace(RECORD, logs=str(logs)))
+    logs.mkdir()
+    (logs / f"{RECORD.jobs[0]}_0_log.err").write_text(
+        "hvdtrain: disk full\nslurmstepd: error: killed\n"
+    )
+    (row,) = watch.rows(watch.runs_of([str(tmp_path)]))
+    assert row.note == "disk full"
+    assert "disk full" in table.as_text([row])
+
+
+def test_the_sign_of_life_is_that_of_the_rank_silent_longest(tmp_path: Path) -> None:
+    record.write(tmp_path, RECORD)
+    beats = tmp_path / "heartbeats"
+    beats.mkdir()
+    for rank, ago in enumerate((5, 90)):
+        text = json.dumps({"time": time.time() - ago})
+        (beats / f"rank-{rank:04d}.json").write_text(text)
+    (row,) = watch.rows(watch.runs_of([str(tmp_path)]))
+    assert row.heartbeat_seconds == pytest.approx(90, abs=5)
+
+
+def test_a_folder_of_runs_is_looked_into(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        record.write(tmp_path / name, RECORD)
+    (tmp_path / "c").mkdir()
+    assert [run.name for run, _ in watch.runs_of([str(tmp_path)])] == ["a", "b"]
+    with pytest.raises(UsageError, match="no run with a job"):
+        watch.runs_of([str(tmp_path / "c")])
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"jobs": 3}', "[" * 5000])
+def test_a_record_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / record.RECORD).write_text(text)
+    with pytest.raises(DataError, match="is no record of a job"):
+        record.read(tmp_path)
+
+
+def test_limits_of_partitions_are_minutes() -> None:
+    limits = {"infinite": None, "1-00:00:00": 1440, "30:00": 30, "2:00:00": 120, "n/a": None}
+    assert {text: _minutes(text) for text in limits} == limits
