@@ -1,0 +1,196 @@
+"""`hvdtrain jobs` on a real Slurm."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from tests.single.training.jobs import events_of, summary_of
+from tests.slurm.cluster import Cluster, samples_each_epoch, wait_for
+
+SLOW = ("--inject", "slow step=1 seconds=0.2 steps=100000")
+
+
+def _submit(cluster: Cluster, data: Path, run: Path, *options: object) -> str:
+    """The number of the job that was made."""
+    said = cluster.run(
+        *("hvdtrain", "jobs", "submit", "--model", "cnn", "--data", data, "--run", run),
+        *("--log-every", 1, *options),
+    )
+    found = re.search(r"job (\d+)$", said.strip())
+    assert found, said
+    return found[1]
+
+
+def _status(cluster: Cluster, run: Path) -> dict[str, Any]:
+    (row,) = json.loads(cluster.run("hvdtrain", "jobs", "status", run, "--json"))
+    assert isinstance(row, dict)
+    return row
+
+
+def test_a_run_becomes_a_job_and_is_recognised(
+    cluster: Cluster, small_set: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    asked = ("--ranks", 4, "--nodes", 2, "--epochs", 2)
+    number = _submit(cluster, small_set, run, *asked)
+    again = cluster.run(
+        *("hvdtrain", "jobs", "submit", "--model", "cnn", "--data", small_set, "--run", run),
+        *("--log-every", 1, *asked),
+    )
+    assert again.strip() == f"{run} is job {number} already"
+    cluster.wait(number, "COMPLETED")
+    summary = summary_of(run)
+    assert (summary["ranks"], summary["epochs"]) == (4, 2)
+    row = _status(cluster, run)
+    assert (row["job"], row["state"], row["epoch"], row["step"]) == (number, "COMPLETED", 2, 20)
+    assert row["accuracy"] == summary["final"]["test_accuracy"]
+    assert row["images_per_second"] > 0
+    assert "trained 1,202 samples" in cluster.run("hvdtrain", "jobs", "logs", run)
+    record = json.loads((run / "job.json").read_text())
+    assert record["jobs"] == [number]
+    assert record["version"]
+    done = cluster.run(
+        *("hvdtrain", "jobs", "submit", "--model", "cnn", "--data", small_set, "--run", run),
+        *("--log-every", 1, *asked),
+    )
+    assert done.strip() == f"{run} is done already"
+
+
+def test_what_would_be_submitted_is_shown_as_it_is(
+    cluster: Cluster, small_set: Path, tmp_path: Path
+) -> None:
+    site = tmp_path / "site.yaml"
+    site.write_text(
+        "partition: high\naccount: physics\nrequeue: false\nsetup: [module load mpi]\n"
+    )
+    script = cluster.run(
+        *("hvdtrain", "jobs", "submit", "--model", "cnn", "--data", small_set, "--dry-run"),
+        *("--run", tmp_path / "run", "--ranks", 4, "--nodes", 2, "--cpus-per-rank", 2),
+        *("--gpus-per-node", 2, "--time", "0:30:00", "--site", site),
+    )
+    wanted = ["partition=high", "account=physics", "nodes=2", "ntasks-per-node=2", "time=30"]
+    for option in [*wanted, "cpus-per-task=2", "gpus-per-node=2", "no-requeue", "signal=USR2@180"]:
+        assert f"#SBATCH --{option}\n" in script
+    assert "\nmodule load mpi\n" in script
+    assert re.search(r"^srun .*--mpi=pmix --kill-on-bad-exit=1 .*submitit", script, re.MULTILINE)
+    assert not (tmp_path / "run" / "config.yaml").exists()
+    assert cluster.run("squeue", "--noheader", "--partition=high") == ""
+
+
+def test_a_preempted_job_goes_back_into_the_queue_by_itself(
+    cluster: Cluster, small_set: Path, tmp_path: Path
+) -> None:
+    run, ledger = tmp_path / "run", tmp_path / "ledger.csv"
+    number = _submit(
+        *(cluster, small_set, run, "--ranks", 2, "--nodes", 2, "--epochs", 20),
+        *("--ledger", ledger, "--partition", "low", *SLOW),
+    )
+    wait_for(
+        lambda: (run / "metrics.jsonl").exists() and len(events_of(run, "step")) > 2,
+        120,
+        lambda: cluster.job(number)["JobState"],
+    )
+    other = cluster.submit(
+        *("--partition=high", "--nodes=4", "--ntasks-per-node=4", "--output=/dev/null"),
+        *("--wrap", "srun sleep 1"),
+    )
+    cluster.wait(other, "COMPLETED")
+    cluster.wait(number, "PENDING")
+    assert _status(cluster, run)["state"] == "PENDING"
+    cluster.release(number)
+    assert cluster.wait(number, "COMPLETED")["Restarts"] == "1"
+    assert "resumed after step" in cluster.run("hvdtrain", "jobs", "logs", run)
+    epochs = samples_each_epoch(ledger)
+    assert len(epochs) == 20
+    assert all(len(samples) == 601 and set(samples.values()) == {1} for samples in epochs)
+
+
+def test_a_job_that_is_killed_is_seen_with_its_last_words(
+    cluster: Cluster, small_set: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    number = _submit(cluster, small_set, run, "--ranks", 2, "--inject", "kill step=12 rank=1")
+    assert cluster.wait(number, "FAILED", "COMPLETED")["JobState"] == "FAILED"
+    row = _status(cluster, run)
+    assert row["state"] == "FAILED"
+    assert row["note"]
+
+
+def test_a_chain_goes_on_where_requeue_is_forbidden(
+    cluster: Cluster, small_set: Path, tmp_path: Path
+) -> None:
+    site, run = tmp_path / "site.yaml", tmp_path / "run"
+    site.write_text("requeue: false\nwarning_seconds: 60\n")
+    said = cluster.run(
+        *("hvdtrain", "jobs", "submit", "--model", "cnn", "--data", small_set, "--run", run),
+        *("--ranks", 2, "--epochs", 20, "--time", 2, "--chain", 3, "--site", site, *SLOW),
+    )
+    first, second, third = re.findall(r"\d+", said.strip().rpartition("job ")[2])
+    assert cluster.wait(first, "FAILED", "COMPLETED")["ExitCode"] == "75:0"
+    cluster.wait(second, "COMPLETED")
+    cluster.wait(third, "CANCELLED")
+    assert summary_of(run)["steps"] == 200
+
+
+def test_cancelling_leaves_no_process(cluster: Cluster, small_set: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    number = _submit(cluster, small_set, run, "--ranks", 2, "--epochs", 20, *SLOW)
+    wait_for(
+        lambda: _status(cluster, run)["step"] is not None,
+        120,
+        lambda: cluster.job(number)["JobState"],
+    )
+    assert len(cluster.processes(str(run))) >= 2
+    assert (
+        cluster.run("hvdtrain", "jobs", "cancel", run).strip() == f"{run}: job {number} cancelled"
+    )
+    cluster.wait(number, "CANCELLED")
+    wait_for(lambda: not cluster.processes(str(run)), 30, lambda: str(cluster.processes(str(run))))
+    assert "no job of it waits" in cluster.run("hvdtrain", "jobs", "cancel", run)
+
+
+def test_what_does_not_fit_the_cluster_is_refused_in_one_line(
+    cluster: Cluster, small_set: Path, tmp_path: Path
+) -> None:
+    site = tmp_path / "site.yaml"
+    site.write_text("mpi: pmi1\n")
+    cases: list[tuple[tuple[object, ...], str]] = [
+        (("--partition", "debug"), "no partition debug here: there are high, low"),
+        (("--ranks", 3, "--nodes", 2), "--ranks 3 cannot be spread evenly over --nodes 2"),
+        (("--time", "soon"), "--time 'soon' is not understood"),
+        (("--site", site), "knows no --mpi=pmi1"),
+        (("--nodes", 5, "--ranks", 5), "--nodes 5, but low has 4 nodes"),
+        (("--time", "0:20:00", "--restarts", 1), "--restarts is for hvdtrain's own launcher"),
+    ]
+    for options, reason in cases:
+        done = cluster.start(
+            *("hvdtrain", "jobs", "submit", "--model", "cnn", "--data", small_set),
+            *("--run", tmp_path / "run", *options),
+        )
+        assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+        assert reason in done.stderr
+
+
+def test_doctor_looks_at_a_job_from_inside(cluster: Cluster) -> None:
+    start = ("srun", "--nodes=2", "--ntasks-per-node=2", "--mpi=pmix")
+    said = cluster.run(*start, "hvdtrain", "doctor", "--job")
+    assert "4 by srun: 2 on n" in said
+    assert "all ranks see" in said
+    assert said.strip().endswith("This job is fit.")
+    alone = cluster.start("hvdtrain", "doctor", "--job")
+    assert (alone.returncode, len(alone.stderr.splitlines())) == (2, 1)
+
+
+def test_the_same_job_runs_without_a_cluster(
+    cluster: Cluster, small_set: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    _submit(cluster, small_set, run, "--cluster", "local", "--ranks", 2, "--max-steps", 5)
+    wait_for(
+        lambda: _status(cluster, run)["state"] != "RUNNING",
+        120,
+        lambda: str(_status(cluster, run)),
+    )
+    assert summary_of(run)["steps"] == 5
+    assert "trained 320 samples" in cluster.run("hvdtrain", "jobs", "logs", run)

@@ -1,0 +1,163 @@
+"""The scripts of slurm/, submitted as a user does."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.single.training.jobs import events_of, summary_of
+from tests.slurm.cluster import Cluster, samples_each_epoch, wait_for
+
+SCRIPTS = Path("slurm")
+SLOW = ("--inject", "slow step=1 seconds=0.2 steps=100000")
+
+
+def _options(data: Path, run: Path) -> list[object]:
+    """A run of 20 epochs of 10 steps, saved after each epoch, with a ledger."""
+    return [
+        *("--model", "cnn", "--data", data, "--epochs", 20, "--ledger", run.with_suffix(".csv")),
+        *("--log-every", 1),
+    ]
+
+
+def _output(tmp_path: Path) -> str:
+    return f"--output={tmp_path}/%j.log"
+
+
+def _is_training(run: Path) -> bool:
+    return (run / "metrics.jsonl").exists() and len(events_of(run, "step")) > 2
+
+
+@pytest.mark.parametrize(
+    ("script", "request_", "plan", "ranks"),
+    [
+        ("train.sbatch", ("--ntasks-per-node=2", "--cpus-per-task=1"), "dp", 2),
+        ("nodes.sbatch", (), "dp", 4),
+        ("nodes.sbatch", ("--ntasks-per-node=1", "--cpus-per-task=1"), "mp", 2),
+        ("gpus.sbatch", (), "hp:2x1", 2),
+    ],
+    ids=["one node", "two nodes", "a pipeline across nodes", "GPUs"],
+)
+def test_a_job_trains(
+    cluster: Cluster,
+    small_set: Path,
+    tmp_path: Path,
+    script: str,
+    request_: tuple[str, ...],
+    plan: str,
+    ranks: int,
+) -> None:
+    run = tmp_path / "run"
+    number = cluster.submit(
+        *(_output(tmp_path), *request_, SCRIPTS / script),
+        *("--model", "cnn", "--data", small_set, "--plan", plan, "--max-steps", 5),
+        RUN=str(run),
+    )
+    cluster.wait(number, "COMPLETED")
+    summary = summary_of(run)
+    assert (summary["ranks"], summary["steps"]) == (ranks, 5)
+
+
+def test_an_array_repeats_a_run_with_other_seeds(
+    cluster: Cluster, small_set: Path, tmp_path: Path
+) -> None:
+    number = cluster.submit(
+        *("--array=0-1", "--ntasks-per-node=1", f"--output={tmp_path}/%A-%a.log"),
+        *(SCRIPTS / "repeats.sbatch", "--model", "cnn", "--data", small_set, "--max-steps", 3),
+        RUN=str(tmp_path / "run"),
+    )
+    for seed in (0, 1):
+        cluster.wait(f"{number}_{seed}", "COMPLETED")
+    weights = {summary_of(tmp_path / f"run-{seed}")["weights_sha256"] for seed in (0, 1)}
+    assert len(weights) == 2
+
+
+def test_a_preempted_job_saves_and_finishes_later(
+    cluster: Cluster, small_set: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    number = cluster.submit(
+        *(_output(tmp_path), "--partition=low", "--ntasks-per-node=1", "--cpus-per-task=1"),
+        *(SCRIPTS / "nodes.sbatch", *_options(small_set, run), *SLOW),
+        RUN=str(run),
+    )
+    wait_for(lambda: _is_training(run), 120, lambda: cluster.job(number)["JobState"])
+    other = cluster.submit(
+        *("--partition=high", "--nodes=4", "--ntasks-per-node=4", "--output=/dev/null"),
+        *("--wrap", "srun sleep 1"),
+    )
+    cluster.wait(other, "COMPLETED")
+    _finishes(cluster, number, run, tmp_path / f"{number}.log")
+
+
+def test_a_job_whose_time_is_up_saves_and_goes_on(
+    cluster: Cluster, small_set: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    number = cluster.submit(
+        *(_output(tmp_path), "--ntasks-per-node=2", "--cpus-per-task=1"),
+        *("--time=2", "--signal=USR1@75", SCRIPTS / "train.sbatch"),
+        *(*_options(small_set, run), "--inject", "slow step=1 seconds=0.25 steps=100000"),
+        RUN=str(run),
+    )
+    wait_for(lambda: _is_training(run), 120, lambda: cluster.job(number)["JobState"])
+    _finishes(cluster, number, run, tmp_path / f"{number}.log")
+
+
+def _finishes(cluster: Cluster, number: str, run: Path, log: Path) -> None:
+    """It was requeued, goes on where it was, and has every sample once an epoch."""
+    cluster.wait(number, "PENDING")
+    assert not (run / "summary.json").exists()
+    while cluster.wait(number, "PENDING", "COMPLETED")["JobState"] == "PENDING":
+        cluster.release(number)
+        cluster.wait(number, "RUNNING", "COMPLETED")
+    assert int(cluster.job(number)["Restarts"]) >= 1
+    assert "resumed after step" in log.read_text()
+    assert summary_of(run)["steps"] == 200
+    epochs = samples_each_epoch(run.with_suffix(".csv"))
+    assert len(epochs) == 20
+    assert all(len(samples) == 601 and set(samples.values()) == {1} for samples in epochs)
+
+
+def test_the_job_of_a_node_that_dies_goes_on_elsewhere(
+    own_cluster: Cluster, small_set: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    number = own_cluster.submit(
+        *(_output(tmp_path), "--nodelist=n2,n3", "--ntasks-per-node=1", "--cpus-per-task=1"),
+        *(SCRIPTS / "nodes.sbatch", *_options(small_set, run), *SLOW),
+        RUN=str(run),
+    )
+    wait_for(lambda: _is_training(run), 120, lambda: own_cluster.job(number)["JobState"])
+    own_cluster.kill_node("n3")
+    own_cluster.wait(number, "PENDING")
+    own_cluster.run("scontrol", "update", f"JobId={number}", "ReqNodeList=")
+    _finishes(own_cluster, number, run, tmp_path / f"{number}.log")
+
+
+def test_a_rank_that_is_killed_fails_the_job(
+    cluster: Cluster, small_set: Path, tmp_path: Path
+) -> None:
+    number = cluster.submit(
+        *(_output(tmp_path), "--ntasks-per-node=2", "--cpus-per-task=1"),
+        *(SCRIPTS / "train.sbatch", *_options(small_set, tmp_path / "run")),
+        *("--inject", "kill step=12 rank=1"),
+        RUN=str(tmp_path / "run"),
+    )
+    assert cluster.wait(number, "FAILED", "COMPLETED")["JobState"] == "FAILED"
+    assert "Killed" in (tmp_path / f"{number}.log").read_text()
+
+
+def test_a_job_that_is_cancelled_leaves_no_process(
+    cluster: Cluster, small_set: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    number = cluster.submit(
+        *(_output(tmp_path), "--ntasks-per-node=2", "--cpus-per-task=1"),
+        *(SCRIPTS / "train.sbatch", *_options(small_set, run), *SLOW),
+        RUN=str(run),
+    )
+    wait_for(lambda: _is_training(run), 120, lambda: cluster.job(number)["JobState"])
+    assert len(cluster.processes(str(run))) >= 2
+    cluster.run("scancel", number)
+    cluster.wait(number, "CANCELLED")
+    wait_for(lambda: not cluster.processes(str(run)), 30, lambda: str(cluster.processes(str(run))))
