@@ -118,11 +118,11 @@ def train(arguments: Sequence[str], **values: Any) -> int:
 def jobs_submit(arguments: Sequence[str], **values: Any) -> int:
     """Make a run a job of the cluster."""
     training, job = _of(TrainConfig, values).check(), _of(JobOptions, values)
-    from hvdtrain.training.precheck import check_before_launch
-
     job.ranks_per_node(training)
-    check_before_launch(training)
     from hvdtrain.jobs.submit import submit
+    from hvdtrain.training.submission import check_before_submission
+
+    check_before_submission(training)
 
     print("\n".join(submit(training, job)))
     return 0
@@ -131,12 +131,13 @@ def jobs_submit(arguments: Sequence[str], **values: Any) -> int:
 def jobs_sweep(arguments: Sequence[str], study: str, to: str, dry_run: bool) -> int:
     """Make the runs of a study jobs."""
     from hvdtrain.jobs import grid, sweep
-    from hvdtrain.training.precheck import check_before_launch
+    from hvdtrain.training.submission import check_before_submission
 
     found = grid.load(study, to)
     for cell in found.cells:
-        check_before_launch(cell.runs[0])
-    print("\n".join(sweep.sweep(found, to, dry_run)))
+        check_before_submission(cell.runs[0])
+    for line in sweep.sweep(found, to, dry_run):
+        print(line, flush=True)
     return 0
 
 

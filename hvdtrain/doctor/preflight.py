@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hvdtrain import __version__, world
 from hvdtrain.doctor.check import Check, is_fit, report_as_json, show
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import DataError, UsageError
 from hvdtrain.world import World
 
 SECONDS_TO_SHOW = 10.0  # a network file system may show another host's file so late
@@ -27,7 +27,7 @@ class Seen:
     host: str
     cores: tuple[int, ...]
     threads: int
-    gpus: str
+    gpus: int
     shared_memory: int
     versions: str
     folder_seconds: float | None
@@ -41,6 +41,7 @@ def preflight(as_json: bool) -> int:
 
     Raises:
         UsageError: outside a job of several ranks, or if its ranks do not find each other.
+        DataError: if the current folder cannot be written to.
     """
     here = world.start()
     if here.size == 1:
@@ -48,13 +49,16 @@ def preflight(as_json: bool) -> int:
             "doctor --job looks at the ranks of a job: start it as you start train, such as "
             "srun --mpi=pmix hvdtrain doctor --job"
         )
-    seen = here.gather(_look(here))
-    checks = [*checks_of(here.launcher, seen), _sum(here)]
+    checks = checks_of(here.launcher, here.gather(_look(here)))
+    if here.rank == 0 and not as_json:
+        # Now, as the sum may never end where the network is at fault.
+        show(checks, {}, f"Summing {4 * ELEMENTS / MEGA:.0f} MiB on all ranks ...")
+    checks.append(_sum(here))
     world.stop()
     if here.rank == 0:
         faults = [check.name for check in checks if check.state == "fault"]
         closing = f"This job has faults: {', '.join(faults)}." if faults else "This job is fit."
-        print(report_as_json(checks, {})) if as_json else show(checks, {}, closing)
+        print(report_as_json(checks, {})) if as_json else show(checks[-1:], {}, closing)
     return 0 if is_fit(checks) else 1
 
 
@@ -76,25 +80,30 @@ def _look(here: World) -> Seen:
         host=socket.gethostname(),
         cores=tuple(sorted(os.sched_getaffinity(0))),
         threads=here.threads,
-        gpus=os.environ.get("CUDA_VISIBLE_DEVICES", "") if _has_gpus() else "",
+        gpus=_gpu_count(),
         shared_memory=memory.f_bavail * memory.f_frsize if memory else 0,
         versions=f"hvdtrain {__version__}, Python {sys.version.split()[0]}",
         folder_seconds=_see_folder(here),
     )
 
 
-def _has_gpus() -> bool:
+def _gpu_count() -> int:
     import torch
 
-    return torch.cuda.is_available()
+    return torch.cuda.device_count()
 
 
 def _see_folder(here: World) -> float | None:
     """How late this rank sees a file that rank 0 makes in the current folder; None for never."""
     path = here.broadcast(Path.cwd() / f".hvdtrain-doctor-{os.getpid()}")
+    fault = ""
     if here.rank == 0:
-        path.touch()
-    here.barrier()
+        try:
+            path.touch()
+        except OSError as error:
+            fault = f"{Path.cwd()} cannot be written to ({error.strerror}): work in another folder"
+    if fault := here.broadcast(fault):
+        raise DataError(fault)
     began = time.monotonic()
     late: float | None = None
     while late is None and time.monotonic() - began < SECONDS_TO_SHOW:
@@ -166,7 +175,12 @@ def _gpus(seen: Sequence[Seen]) -> Check:
     if len(having) < len(seen):
         hosts = ", ".join(sorted({one.host for one in seen if not one.gpus}))
         return Check("GPUs", "fault", f"none on {hosts}", "ask for GPUs on every node")
-    return Check("GPUs", "ok", f"{having[0].gpus} on {having[0].host}")
+    ranks = Counter(one.host for one in seen)
+    crowded = sorted({one.host for one in seen if ranks[one.host] > one.gpus > 1})
+    if crowded:
+        text = f"fewer than ranks on {', '.join(crowded)}"
+        return Check("GPUs", "note", text, "ask for one GPU a rank (--gpus-per-node)")
+    return Check("GPUs", "ok", f"{having[0].gpus} seen by each rank of {having[0].host}")
 
 
 def _shared_memory(seen: Sequence[Seen]) -> Check:

@@ -14,12 +14,14 @@ from hvdtrain.study.results import Result
 def estimate(training: TrainConfig, job: JobOptions, runs: Path) -> str:
     """Hours and core-hours in words: from a finished run beside this one, and the most possible.
 
+    The most is that of one start: a job that goes back into the queue has its time anew.
+
     Args:
         runs: folder of other runs.
     """
     cores = (training.ranks or 1) * job.cpus_per_rank
-    limit = job.minutes() * job.chain / 60
-    most = f"at most {_hours(limit)}, {limit * cores:,.1f} core-hours"
+    limit = job.minutes() / 60
+    most = f"at most {_hours(limit)}, {limit * cores:,.1f} core-hours a start"
     like = _most_like(training, runs)
     if like is None:
         return f"{most}; no finished run of {training.model} in {runs} to estimate it from"

@@ -14,7 +14,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.jobs.options import JobOptions
 
 MOST_RUNS = 1000
-OF_ONE_RUN = ("run", "resume", "restarts", "ledger", "trace", "dry_run")
+OF_ONE_RUN = ("run", "resume", "restarts", "ledger", "trace", "dry_run", "chain")
 Options = TypeVar("Options")
 
 
@@ -30,7 +30,7 @@ class StudyOptions:
         default=None, metadata=about("from which follow the nodes; default: all on one")
     )
     in_flight: int | None = field(
-        default=None, metadata=about("runs that may wait or run at a time; default: any number")
+        default=None, metadata=about("runs that may run at a time; default: any number")
     )
 
 
@@ -91,7 +91,7 @@ def load(path: str, folder: str) -> Grid:
             raise UsageError(f"{path}: {error}") from None
         study = _of(StudyOptions, parsed)
         name = "-".join(f"{key}={_plain(chosen[key])}" for key in axes if len(axes[key]) > 1)
-        cell = _cell(parsed, study, str(Path(folder) / name) if name else folder)
+        cell = _cell(parsed, study, str(Path(folder) / (name or "run")))
         # One rank runs the same under every plan: that is one size.
         cells.setdefault(repr([replace(cell.runs[0], run=None), cell.job]), cell)
     found = list(cells.values())
@@ -113,6 +113,10 @@ def _cell(parsed: dict[str, Any], study: StudyOptions, stem: str) -> Cell:
         run = replace(run, plan=None)
     if study.ranks_per_node:
         job = replace(job, nodes=-(-ranks // study.ranks_per_node))
+    if job.gpus_per_node:
+        job = replace(job, gpus_per_node=ranks // job.nodes)
+    if run.threads is None:
+        run = replace(run, threads=job.cpus_per_rank)
     seeds = range(run.seed, run.seed + study.repeats)
     runs = [replace(run, ranks=ranks, seed=n, run=f"{stem}-seed={n}").check() for n in seeds]
     job.ranks_per_node(run)

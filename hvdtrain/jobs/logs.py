@@ -9,6 +9,7 @@ from hvdtrain.jobs import record, watch
 from hvdtrain.jobs.record import Record
 
 POLL_SECONDS = 1.0
+ASK_SECONDS = 15.0  # Slurm is asked for the state of a job so often
 
 
 def show(run: str, rank: int, follow: bool) -> None:
@@ -30,8 +31,10 @@ def show(run: str, rank: int, follow: bool) -> None:
     if not follow and not watch.log_files(kept, job, rank):
         raise UsageError(f"job {job} has not printed anything yet: is it still waiting?")
     read: dict[Path, int] = {}
+    asked, is_over = 0.0, not follow
     while True:
-        is_over = not follow or _is_over(kept, job)
+        if follow and time.monotonic() - asked > ASK_SECONDS:
+            asked, is_over = time.monotonic(), _is_over(kept, job)
         for path in watch.log_files(kept, job, rank):
             read[path] = _print_from(path, read.get(path, 0))
         if is_over:

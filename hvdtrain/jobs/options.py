@@ -27,7 +27,9 @@ class JobOptions:
     account: str | None = field(default=None, metadata=about("default: that of the site"))
     chain: int = field(
         default=1,
-        metadata=about("jobs one after the other, where a job may not go back into the queue"),
+        metadata=about(
+            "jobs, each of which goes on where the one before ended without being done"
+        ),
     )
     dry_run: bool = field(default=False, metadata=about("print the script, and submit nothing"))
 

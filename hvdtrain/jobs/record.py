@@ -19,7 +19,7 @@ class Record:
     """The jobs of a run.
 
     Attributes:
-        cluster: "slurm" or "local".
+        cluster: "slurm" or "local". host: on which they were made. name: of the jobs.
         jobs: their numbers, the newest last.
         arguments: the command line of each rank.
         ranks, nodes: what was asked for.
@@ -29,6 +29,8 @@ class Record:
     """
 
     cluster: str
+    host: str
+    name: str
     jobs: tuple[str, ...]
     arguments: tuple[str, ...]
     ranks: int

@@ -39,7 +39,6 @@ def parameters(job: JobOptions, site: Site, ranks_per_node: int, name: str) -> d
         "setup": [*site.setup, "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK"],
         "teardown": list(REQUEUE if site.requeue else KEEP_CODE),
         "srun_args": [f"--mpi={site.mpi}", "--kill-on-bad-exit=1"],
-        "wckey": "",
         "additional_parameters": options | site.options,
     }
     if job.gpus_per_node:

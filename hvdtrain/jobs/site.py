@@ -20,7 +20,7 @@ class Site:
         requeue: whether a job may go back into the queue.
         warning_seconds: how long before the end of its time a job is told to save.
         setup: shell lines before the ranks start, such as `module load openmpi`.
-        options: further options of sbatch, by name.
+        options: further options of sbatch, by name; true for one without a value.
     """
 
     partition: str | None = None
@@ -32,7 +32,7 @@ class Site:
     requeue: bool = True
     warning_seconds: int = 180
     setup: list[str] = field(default_factory=list)
-    options: dict[str, str] = field(default_factory=dict)
+    options: dict[str, str | bool] = field(default_factory=dict)
 
 
 def load(path: str | None) -> Site:
@@ -50,7 +50,11 @@ def load(path: str | None) -> Site:
             raise UsageError(f"{path}: unknown key {name}{nearest(str(name), known)}")
         _check(path, str(name), value)
     values = {name: value for name, value in content.items() if value is not None}
-    options = {str(key): str(value) for key, value in values.get("options", {}).items()}
+    options = {
+        str(key): True if value is True else str(value)
+        for key, value in values.get("options", {}).items()
+        if value is not False
+    }
     return Site(**values | {"options": options})
 
 

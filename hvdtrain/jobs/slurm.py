@@ -1,5 +1,6 @@
 """What Slurm says of jobs and of itself; sacct is not needed."""
 
+import getpass
 import re
 import subprocess
 from collections.abc import Sequence
@@ -16,9 +17,13 @@ SECONDS = 60
 
 @dataclass(frozen=True)
 class State:
-    """A job as Slurm sees it: its state in Slurm's words, its nodes, and why it waits or ended."""
+    """A job as Slurm sees it: its state in Slurm's words, its nodes, and why it waits or ended.
+
+    `name` tells it from a job that had the same number before Slurm was set up anew.
+    """
 
     state: str
+    name: str = ""
     nodes: str = ""
     elapsed: str = ""
     reason: str = ""
@@ -29,8 +34,8 @@ class State:
         return self.state in ACTIVE
 
 
-def ask(command: str, *arguments: str) -> str:
-    """What one of Slurm's commands prints.
+def ask(command: str, *arguments: str, errors_too: bool = False) -> str:
+    """What one of Slurm's commands prints, on standard error too if asked.
 
     Raises:
         UsageError: if there is no Slurm, or it refuses.
@@ -54,7 +59,7 @@ def ask(command: str, *arguments: str) -> str:
         lines = [*done.stderr.strip().splitlines(), *done.stdout.strip().splitlines()]
         reason = lines[-1] if lines else f"exit code {done.returncode}"
         raise UsageError(f"{command} failed: {reason.removeprefix(f'{command}: ')}")
-    return done.stdout
+    return done.stdout + (done.stderr if errors_too else "")
 
 
 def states(numbers: Sequence[str]) -> dict[str, State]:
@@ -67,12 +72,14 @@ def states(numbers: Sequence[str]) -> dict[str, State]:
     wanted = set(numbers)
     if not wanted:
         return {}
-    columns = "%i|%T|%N|%M|%r"
-    lines = ask("squeue", "--noheader", "--states=all", "--array", f"--format={columns}")
+    columns = "%i|%T|%N|%M|%r|%j"
+    whose = f"--user={getpass.getuser()}"
+    lines = ask("squeue", "--noheader", whose, "--states=all", "--array", f"--format={columns}")
     for line in lines.splitlines():
-        number, state, nodes, elapsed, reason = line.strip().split("|", 4)
+        number, state, nodes, elapsed, reason, name = line.strip().split("|", 5)
         if number in wanted:
-            found[number] = State(state, nodes, elapsed, "" if reason == "None" else reason)
+            why = "" if reason == "None" else reason
+            found[number] = State(state, name, nodes, elapsed, why)
     return found
 
 
@@ -86,12 +93,15 @@ def cancel(numbers: Sequence[str]) -> None:
 
 
 def mpi_kinds() -> list[str]:
-    """The kinds that `srun --mpi` takes.
+    """The kinds that `srun --mpi` takes; none where its list is not understood.
 
     Raises:
         UsageError: as `ask`.
     """
-    return re.findall(r"^\s+([a-z]\w*)$", ask("srun", "--mpi=list"), re.MULTILINE)
+    text = re.sub(r"^srun: ", "", ask("srun", "--mpi=list", errors_too=True), flags=re.MULTILINE)
+    versions = re.findall(r"versions available: (.*)$", text, re.MULTILINE)
+    kinds = re.findall(r"^\s*([a-z]\w*)$", text, re.MULTILINE)
+    return [*kinds, *(name for line in versions for name in re.split(r"[,\s]+", line) if name)]
 
 
 @dataclass(frozen=True)
@@ -110,7 +120,7 @@ def partitions() -> dict[str, Partition]:
         UsageError: as `ask`.
     """
     found: dict[str, Partition] = {}
-    for line in ask("sinfo", "--noheader", "--format=%P|%l|%D").splitlines():
+    for line in ask("sinfo", "--all", "--noheader", "--format=%P|%l|%D").splitlines():
         name, limit, nodes = line.strip().split("|")
         known = found.get(name.rstrip("*"))
         count = int(nodes) + (known.nodes if known else 0)

@@ -2,41 +2,24 @@
 
 import hashlib
 import json
-import os
+import socket
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from hvdtrain import configfile, files
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError, UsageError
-from hvdtrain.jobs import record, script, slurm, watch
+from hvdtrain.jobs import record, slurm, watch
 from hvdtrain.jobs.estimate import estimate
+from hvdtrain.jobs.executor import Request, arguments_of, dry_run, submitted
 from hvdtrain.jobs.options import JobOptions
 from hvdtrain.jobs.record import LOGS, Record
-from hvdtrain.jobs.site import Site, load
-from hvdtrain.jobs.task import Training, Trainings
+from hvdtrain.jobs.site import load
 
-
-@dataclass(frozen=True)
-class Request:
-    """Runs of one size, which become one submission.
-
-    Attributes:
-        runs: configurations with their run folders.
-        logs: folder of what their jobs print.
-        name: of the jobs.
-        parallel: how many of the runs may wait or run at a time.
-    """
-
-    runs: tuple[TrainConfig, ...]
-    job: JobOptions
-    site: Site
-    logs: Path
-    name: str
-    parallel: int = 1
+# Of two runs of one study: where they are, and what they write.
+MAY_DIFFER = frozenset({"run", "resume", "log_every", "keep_checkpoints", "on_alert"})
 
 
 def submit(training: TrainConfig, job: JobOptions) -> list[str]:
@@ -50,7 +33,12 @@ def submit(training: TrainConfig, job: JobOptions) -> list[str]:
         DataError: if the run folder cannot be written.
     """
     run = run_folder(training)
-    settled = replace(training, run=str(run), ranks=training.ranks or 1)
+    settled = replace(
+        training,
+        run=str(run),
+        ranks=training.ranks or 1,
+        threads=training.threads or job.cpus_per_rank,
+    )
     request = Request((settled,), job, load(job.site), run / LOGS, run.name)
     check(request)
     if job.dry_run:
@@ -91,41 +79,39 @@ def check(request: Request) -> None:
             raise UsageError("--resume is not needed: the same run goes on where it was")
         job.ranks_per_node(training)
     minutes = job.minutes()
+    if site.warning_seconds > 30 * minutes:
+        raise UsageError(
+            f"--time {job.time} is too short: a job is told to save {site.warning_seconds} s "
+            "before its end; give more, or a smaller warning_seconds in the site's file"
+        )
     if job.cluster == "local":
         if job.chain > 1:
             raise UsageError("--chain is for a queue: leave it out with --cluster local")
         return
     known = slurm.partitions()
-    default = next((name for name, found in known.items() if found.is_default), None)
-    name = job.partition or site.partition or default
-    if name is not None:
-        if name not in known:
+    default = next((name for name, found in known.items() if found.is_default), "")
+    for name in (job.partition or site.partition or default).split(","):
+        if name and name not in known:
             raise UsageError(f"no partition {name} here: there are {', '.join(sorted(known))}")
-        if (limit := known[name].minutes) is not None and minutes > limit:
+        limit = known[name].minutes if name else None
+        if limit is not None and minutes > limit:
             raise UsageError(f"--time {job.time} is above the limit of {name}, {limit} minutes")
-        if job.nodes > known[name].nodes:
+        if name and job.nodes > known[name].nodes:
             raise UsageError(f"--nodes {job.nodes}, but {name} has {known[name].nodes} nodes")
     kinds = slurm.mpi_kinds()
-    if site.mpi not in kinds:
+    if kinds and site.mpi not in kinds:
         raise UsageError(
             f"this Slurm's srun knows no --mpi={site.mpi}: it knows {', '.join(kinds)}; "
             "put one of them as mpi into the site's file"
         )
 
 
-def dry_run(request: Request) -> str:
-    """The script that sbatch would be given."""
-    if request.job.cluster == "local":
-        return "\n".join(" ".join(("hvdtrain", *_arguments(run))) for run in request.runs)
-    executor = _executor(request)
-    if len(request.runs) > 1:
-        executor.parameters["map_count"] = len(request.runs)
-    text: str = executor._make_submission_file_text(executor._submitit_command_str, "")
-    return text
-
-
-def not_needed(training: TrainConfig) -> str:
+def not_needed(training: TrainConfig, is_exact: bool = False) -> str:
     """Why no job has to be made for a run; empty if one has to.
+
+    Args:
+        is_exact: whether the run of the folder must not differ even in what may change when a run
+            goes on, such as its plan: a study would show one for the other.
 
     Raises:
         UsageError: if its folder holds a run of another configuration.
@@ -135,10 +121,18 @@ def not_needed(training: TrainConfig) -> str:
     if not saved.exists():
         return ""
     old = configfile.load(saved)
-    if changed := configfile.differences(old, training):
+    changed = configfile.differences(old, training)
+    if is_exact:
+        now = asdict(training)
+        changed = [
+            f"{name} was {old[name]!r}, is {now[name]!r}"
+            for name in now
+            if name not in MAY_DIFFER and name in old and old[name] != now[name]
+        ]
+    if changed:
         raise UsageError(
             f"{run} holds a run of another configuration ({'; '.join(changed)}): "
-            "choose another --run"
+            f"choose another {'--to' if is_exact else '--run'}"
         )
     kept = record.read(run)
     states = watch.states(kept) if kept else {}
@@ -159,7 +153,7 @@ def make(request: Request, dependency: str | None = None) -> list[str]:
     """
     for training in request.runs:
         _keep_configuration(training)
-    jobs = _submitted(request, dependency)
+    jobs = submitted(request, dependency)
     for place, training in enumerate(request.runs):
         run = Path(training.run or "")
         earlier = record.read(run)
@@ -167,8 +161,10 @@ def make(request: Request, dependency: str | None = None) -> list[str]:
             run,
             Record(
                 cluster=request.job.cluster,
+                host=socket.gethostname(),
+                name=request.name,
                 jobs=(*(earlier.jobs if earlier else ()), jobs[min(place, len(jobs) - 1)]),
-                arguments=_arguments(training),
+                arguments=arguments_of(training),
                 ranks=training.ranks or 1,
                 nodes=request.job.nodes,
                 logs=str(request.logs.absolute()),
@@ -186,58 +182,11 @@ def _keep_configuration(training: TrainConfig) -> None:
         run.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DataError(f"{run} cannot be made: {error.strerror}") from None
+    # The summary of a run that goes on is not its summary: it would count as done.
+    if (run / "summary.json").exists():
+        (run / "summary.json").replace(run / "summary-before.json")
     text = configfile.to_yaml(training)
     files.write_text(run / "config.yaml", text, "the configuration", DataError)
-
-
-def _arguments(training: TrainConfig) -> tuple[str, ...]:
-    """A run without a checkpoint begins with --resume, too: its folder is there."""
-    run = str(training.run)
-    return ("train", "--config", str(Path(run) / "config.yaml"), "--run", run, "--resume")
-
-
-def _submitted(request: Request, dependency: str | None) -> list[str]:
-    """Hand the runs to submitit; one number for each, or one for all on this machine."""
-    import submitit
-
-    executor = _executor(request)
-    arguments = [_arguments(training) for training in request.runs]
-    where = {name: os.environ[name] for name in ("SLURM_CONF",) if name in os.environ}
-    if request.job.cluster == "local":
-        return [str(executor.submit(Trainings(tuple(arguments))).job_id)]
-    if dependency is not None:
-        executor.parameters["dependency"] = dependency
-        executor.parameters["additional_parameters"]["kill-on-invalid-dep"] = "yes"
-    try:
-        with submitit.helpers.clean_env():
-            os.environ |= where  # which is not that of a job that this is called in
-            with executor.batch():
-                jobs = [executor.submit(Training(words)) for words in arguments]
-        return [str(job.job_id) for job in jobs]
-    except submitit.core.utils.FailedJobError as error:
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        raise UsageError(f"sbatch refused the job: {lines[-1]}") from None
-
-
-def _executor(request: Request) -> Any:
-    """submitit's executor for a request."""
-    import submitit
-
-    job, site = request.job, request.site
-    if job.cluster == "local":
-        executor = submitit.LocalExecutor(folder=request.logs)
-        executor.update_parameters(
-            timeout_min=job.minutes(),
-            gpus_per_node=job.gpus_per_node,
-            signal_delay_s=site.warning_seconds,
-        )
-        return executor
-    each = job.ranks_per_node(request.runs[0])
-    on_slurm = submitit.SlurmExecutor(folder=request.logs)
-    on_slurm.update_parameters(
-        **script.parameters(job, site, each, request.name), array_parallelism=request.parallel
-    )
-    return on_slurm
 
 
 def numbers_of(jobs: Sequence[str]) -> str:

@@ -1,40 +1,46 @@
 """The jobs of a study."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from hvdtrain.jobs import site
+from hvdtrain.jobs.executor import Request, dry_run
 from hvdtrain.jobs.grid import Cell, Grid
 from hvdtrain.jobs.record import LOGS
-from hvdtrain.jobs.submit import Request, check, dry_run, make, not_needed, numbers_of
+from hvdtrain.jobs.submit import check, make, not_needed, numbers_of
 
 
-def sweep(grid: Grid, folder: str, is_dry: bool) -> list[str]:
-    """Submit every run of a study that is not done yet; what became of each size, in lines.
+def sweep(grid: Grid, folder: str, is_dry: bool) -> Iterator[str]:
+    """Submit every run of a study that is not done yet; what becomes of each size, in lines.
 
     One submission a size, since the runs of an array ask for the same nodes; repeats are an array.
-    Made again, it submits what failed and nothing else.
+    Made again, it submits what failed and nothing else. On this machine without Slurm all runs are
+    one job, one after the other.
 
     Raises:
-        UsageError, DataError: as `submit`.
+        UsageError, DataError: as `submit`; nothing is submitted if a run does not fit.
     """
     requests = [_request(cell, grid, folder) for cell in grid.cells]
     for request in requests:
         check(request)
     if is_dry:
-        return [dry_run(request) for request in requests]
-    said, made = list[str](), list[list[str]]()
+        yield from map(dry_run, requests)
+        return
+    pending = []
     for request in requests:
-        reasons = [not_needed(run) for run in request.runs]
-        said += filter(None, reasons)
-        pending = [run for run, why in zip(request.runs, reasons, strict=True) if not why]
-        if not pending:
-            continue
-        jobs = make(replace(request, runs=tuple(pending)), _dependency(grid, made))
-        made.append(jobs)
-        count = f"{len(pending)} run{'s' if len(pending) > 1 else ''}"
-        said.append(f"{request.name}: {count}, job {numbers_of(jobs)}")
-    return said
+        reasons = [not_needed(run, is_exact=True) for run in request.runs]
+        yield from filter(None, reasons)
+        runs = [run for run, why in zip(request.runs, reasons, strict=True) if not why]
+        if runs:
+            pending.append(replace(request, runs=tuple(runs)))
+    if pending and pending[0].job.cluster == "local":
+        pending = [_one_after_the_other(pending, Path(folder))]
+    made: list[list[str]] = []
+    for request in pending:
+        made.append(make(request, _dependency(grid, made)))
+        count = f"{len(request.runs)} run{'s' if len(request.runs) > 1 else ''}"
+        yield f"{request.name}: {count}, job {numbers_of(made[-1])}"
 
 
 def _request(cell: Cell, grid: Grid, folder: str) -> Request:
@@ -44,13 +50,21 @@ def _request(cell: Cell, grid: Grid, folder: str) -> Request:
         job=cell.job,
         site=site.load(cell.job.site),
         logs=Path(folder) / LOGS,
-        name=Path(cell.runs[0].run or "").name.rpartition("-seed=")[0] or cell.runs[0].model,
+        name=Path(cell.runs[0].run or "").name.rpartition("-seed=")[0],
         parallel=min(most, len(cell.runs)),
     )
 
 
+def _one_after_the_other(requests: list[Request], folder: Path) -> Request:
+    """One request for all runs, with time for all."""
+    runs = [run for request in requests for run in request.runs]
+    minutes = sum(request.job.minutes() * len(request.runs) for request in requests)
+    job = replace(requests[0].job, time=str(minutes))
+    return replace(requests[0], runs=tuple(runs), job=job, name=folder.name)
+
+
 def _dependency(grid: Grid, made: list[list[str]]) -> str | None:
-    """What the next submission has to wait for, so that no more runs than wanted are in flight."""
+    """What the next submission has to wait for, so that no more runs than wanted run at a time."""
     if grid.options.in_flight is None:
         return None
     together = max(1, grid.options.in_flight // grid.options.repeats)

@@ -28,9 +28,13 @@ class Trainings:
     """The runs of a job on this machine, one after the other."""
 
     arguments: tuple[tuple[str, ...], ...]
+    visible_gpus: str | None  # submitit hides all
 
     def __call__(self) -> None:
         """Run each of them, in processes that hear of the end of the job's time."""
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+        if self.visible_gpus is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = self.visible_gpus
         running: list[subprocess.Popen[bytes]] = []
 
         def pass_on(number: int, frame: object) -> None:

@@ -1,9 +1,10 @@
 """How the jobs of runs fare: by Slurm, and by what the runs write themselves."""
 
 import json
+import socket
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from hvdtrain.jobs import record, slurm
 from hvdtrain.jobs.record import Record
 from hvdtrain.jobs.slurm import State
 
-TAIL = 2**18  # bytes of metrics that are looked at
+TAIL = 2**20  # bytes of metrics that are looked at
+SAVED = ", state saved; "
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,17 @@ def runs_of(paths: Iterable[str]) -> list[tuple[Path, Record]]:
 
 def states(kept: Record) -> dict[str, State]:
     """The states of a run's jobs that are still known, by number."""
+    return _own(kept, slurm.states(kept.jobs) if kept.cluster == "slurm" else {})
+
+
+def _own(kept: Record, known: Mapping[str, State]) -> dict[str, State]:
+    """Of what Slurm, or this machine, knows, what belongs to a run."""
     if kept.cluster == "slurm":
-        return slurm.states(kept.jobs)
+        # Numbers begin again where Slurm was set up anew.
+        own = {number: known[number] for number in kept.jobs if number in known}
+        return {number: state for number, state in own.items() if state.name == kept.name}
+    if kept.host != socket.gethostname():
+        return {}
     return {number: State("RUNNING") for number in kept.jobs if _is_alive(number)}
 
 
@@ -68,7 +79,7 @@ def rows(runs: Iterable[tuple[Path, Record]]) -> list[Row]:
     known = slurm.states(on_slurm) if on_slurm else {}
     found = []
     for run, kept in runs:
-        own = known if kept.cluster == "slurm" else states(kept)
+        own = _own(kept, known)
         job = next((n for n in kept.jobs if n in own and own[n].state == "RUNNING"), "")
         job = job or next((n for n in kept.jobs if n in own and own[n].is_active), kept.jobs[-1])
         found.append(_row(run, kept, job, own.get(job)))
@@ -76,8 +87,10 @@ def rows(runs: Iterable[tuple[Path, Record]]) -> list[Row]:
 
 
 def _row(run: Path, kept: Record, job: str, state: State | None) -> Row:
-    if state is None:  # Slurm has forgotten it, or it was a process of this machine
-        state = State("COMPLETED" if (run / "summary.json").exists() else "FAILED")
+    is_done = (run / "summary.json").exists()  # put aside when a run goes on
+    if is_done or state is None:  # Slurm has forgotten it, or it was a process of a machine
+        over = replace(state or State(""), state="COMPLETED" if is_done else "FAILED", reason="")
+        state = state if state is not None and state.is_active and not is_done else over
     lines = _metrics(run)
     steps = [line for line in lines if line.get("event") in ("step", "epoch")]
     epochs = [line for line in lines if line.get("event") == "epoch"]
@@ -98,7 +111,7 @@ def _row(run: Path, kept: Record, job: str, state: State | None) -> Row:
         step=last.get("step"),
         accuracy=measured.get("test_accuracy") if accuracy is None else accuracy,
         images_per_second=last.get("images_per_second"),
-        heartbeat_seconds=_heartbeat(run),
+        heartbeat_seconds=_heartbeat(run, kept.ranks),
         note=note,
     )
 
@@ -110,12 +123,15 @@ def log_files(kept: Record, job: str, rank: int) -> list[Path]:
 
 
 def last_line(kept: Record, job: str) -> str:
-    """The last line of hvdtrain's own that a rank of a job has printed, else the last of all."""
+    """The last line of hvdtrain's own that a rank of a job has printed, else the last of all.
+
+    What earlier starts of the job said when they left with their state saved does not count.
+    """
     found = ""
-    for path in sorted((Path(kept.logs)).glob(f"{job}_*_log.err")):
+    for path in sorted(Path(kept.logs).glob(f"{job}_*_log.err")):
         lines = [line for line in _tail(path).splitlines() if line.strip()]
-        own = [line for line in lines if line.startswith("hvdtrain: ")]
-        if own:
+        own = [line for line in lines if line.startswith("hvdtrain: ") and SAVED not in line]
+        if own and not own[-1].endswith(":"):  # the heading of a traceback
             return own[-1].removeprefix("hvdtrain: ")
         found = found or (lines[-1] if lines else "")
     return found
@@ -134,10 +150,11 @@ def _metrics(run: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _heartbeat(run: Path) -> float | None:
+def _heartbeat(run: Path, ranks: int) -> float | None:
     """Seconds since the last sign of life of the rank that has been silent longest."""
     times = []
-    for path in (run / "heartbeats").glob("rank-*.json"):
+    for rank in range(ranks):
+        path = run / "heartbeats" / f"rank-{rank:04d}.json"
         try:
             times.append(float(json.loads(path.read_text())["time"]))
         except (OSError, ValueError, KeyError, TypeError):

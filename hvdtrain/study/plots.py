@@ -11,7 +11,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 from hvdtrain.study.results import Result
-from hvdtrain.study.series import Series
+from hvdtrain.study.series import Lost, Series
 from hvdtrain.study.statistics import Estimate
 
 WIDTH, HEIGHT, DPI = 3.4, 2.55, 300
@@ -52,6 +52,7 @@ def draw(series: Sequence[Series], folder: Path) -> dict[str, str]:
             "time.png": ("Where the time of the steps goes, by ranks.", _time),
             "accuracy.png": ("Test accuracy by epoch, medians and ranges of repeats.", _accuracy),
             "loss.png": ("Test loss by epoch, medians and ranges of repeats.", _loss),
+            "train_loss.png": ("Training loss by epoch, medians and ranges.", _train_loss),
             "memory.png": ("Peak memory of the rank with most.", _memory),
         }
         shown = {}
@@ -71,11 +72,11 @@ def _speedup(axes: Any, series: Sequence[Series]) -> bool:
         ranks = [size.ranks for size in one.sizes]
         colour = COLOURS[place % len(COLOURS)]
         _points(axes, ranks, [size.speedup for size in one.sizes], place, _label(one, series))
-        for fit in one.fits[:1]:
+        for fit, dots in zip(one.fits, (":", "-."), strict=False):
             along = np.linspace(1, most, 200)
             base = one.sizes[0].images_per_second.value
             law = [fit.throughput(n) / base for n in along]
-            axes.plot(along, law, ":", color=colour, linewidth=0.9, label=fit.name)
+            axes.plot(along, law, dots, color=colour, linewidth=0.9, label=fit.name)
     _by_ranks(axes, series, "speed-up")
     axes.legend()
     return True
@@ -98,7 +99,7 @@ def _time(axes: Any, series: Sequence[Series]) -> bool:
     places = np.arange(len(sizes))
     below = np.zeros(len(sizes))
     for number, (name, label) in enumerate(PARTS.items()):
-        values = np.array([max(getattr(size.lost, name), 0.0) for _, size in sizes])
+        values = np.array([max(_part(size.lost, name), 0.0) for _, size in sizes])
         if values.max() > 0.005 * max(size.lost.ideal for _, size in sizes):
             axes.bar(places, values, 0.7, bottom=below, label=label, color=COLOURS[number])
         below += values
@@ -114,12 +115,22 @@ def _time(axes: Any, series: Sequence[Series]) -> bool:
     return True
 
 
+def _part(lost: Lost, name: str) -> float:
+    """Seconds of a bar; what computed faster than ideal makes the ideal part shorter."""
+    faster = min(lost.computing, 0.0) if name == "ideal" else 0.0
+    return float(getattr(lost, name)) + faster
+
+
 def _accuracy(axes: Any, series: Sequence[Series]) -> bool:
     return _curves(axes, series, "accuracy", "test accuracy")
 
 
 def _loss(axes: Any, series: Sequence[Series]) -> bool:
     return _curves(axes, series, "loss", "test loss")
+
+
+def _train_loss(axes: Any, series: Sequence[Series]) -> bool:
+    return _curves(axes, series, "train_loss", "training loss")
 
 
 def _curves(axes: Any, series: Sequence[Series], name: str, label: str) -> bool:

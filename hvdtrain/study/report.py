@@ -100,7 +100,9 @@ def _common_settings(results: Sequence[Result]) -> str:
     same = {
         name: value
         for name, value in first.items()
-        if value not in (None, False) and all(r.settings.get(name) == value for r in results)
+        if value not in (None, False)
+        and name not in ("processor", "accelerator")  # said as the machine
+        and all(result.settings.get(name) == value for result in results)
     }
     return ", ".join(f"{name} {value}" for name, value in same.items())
 
@@ -121,7 +123,9 @@ def _section(one: Series, efficiency: float, price: float | None) -> str:
     parts = [f"## {one.title}", said, _table(one, price), _lost_table(one)]
     parts.append(_worth(one, efficiency))
     laws = [_law(fit, one.sizes[-1].ranks) for fit in one.fits]
-    missing = {"Amdahl", "USL"} - {fit.name for fit in one.fits}
+    # Amdahl's law is of a problem that does not grow.
+    missing = {"Amdahl", "USL"} if one.scaling == "strong" else {"USL"}
+    missing -= {fit.name for fit in one.fits}
     laws += [
         f"- {name}: not fitted, {len(one.sizes)} sizes are too few." for name in sorted(missing)
     ]
@@ -131,7 +135,15 @@ def _section(one: Series, efficiency: float, price: float | None) -> str:
 
 def _table(one: Series, price: float | None) -> str:
     heads = ["ranks", "repeats", "images/s", "speed-up", "efficiency", "over the best serial run"]
-    heads += ["seconds", "communication", "bubble", "peak memory (MiB)", "accuracy", "core-hours"]
+    epochs = max(len(run.epochs) for size in one.sizes for run in size.runs)
+    heads += [
+        f"seconds ({epochs} epochs)",
+        "communication",
+        "bubble",
+        "peak memory (MiB)",
+        "accuracy",
+        "core-hours",
+    ]
     if price is not None:
         heads.append("cost")
     rows = []

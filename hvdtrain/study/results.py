@@ -1,6 +1,7 @@
 """What a run folder says of a finished run."""
 
 import json
+import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,12 @@ import numpy as np
 from hvdtrain import configfile
 from hvdtrain.errors import DataError, UsageError
 
-# Runs that differ in these alone are one series: sizes, repeats, and where the files are.
-NOT_SETTINGS = frozenset({"plan", "ranks", "seed", "batch_size", "run", "ledger", "trace"})
-NOT_COMPARED = configfile.MAY_CHANGE_ON_RESUME - {"plan", "microbatches", "schedule", "recompute"}
+# Runs that differ in these alone are compared: sizes, repeats, where files are, how they are kept.
+NOT_SETTINGS = frozenset(
+    {"plan", "ranks", "threads", "seed", "batch_size", "run", "resume", "ledger", "trace"}
+    | {"log_every", "stall_timeout", "keep_checkpoints", "restarts", "min_ranks", "on_alert"}
+)
+SHORT_PLANS = re.compile(r"single|dp|mp|hp:\d+x\d+")
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,6 @@ class Epoch:
     """An epoch's line of metrics; losses and accuracies are None where there is none."""
 
     number: int
-    seconds: float
     train_loss: float | None
     loss: float | None
     accuracy: float | None
@@ -32,8 +35,8 @@ class Result:
     """A finished run.
 
     Attributes:
-        plan: single, dp, mp, hp:SxR, or plan for another one.
-        settings: what else decides what is computed, without repeats and sizes.
+        plan: single, dp, mp, hp:SxR, or the file of another one.
+        settings: what else decides what is computed and on what, without repeats and sizes.
         seconds: from the first step to the end of the last, evaluation included.
         train_seconds: of the steps alone.
         exposed, bubble, data, imbalance: seconds of `train_seconds`, the mean over the ranks, in
@@ -81,17 +84,25 @@ def find(paths: list[str]) -> tuple[list[Result], list[str]]:
 
     Raises:
         UsageError: if a folder does not exist, or none holds a finished run.
-        DataError: if a summary cannot be understood.
     """
-    results, left_out = [], []
+    results: list[Result] = []
+    left_out: list[str] = []
+    seen: set[Path] = set()
     for path in map(Path, paths):
         if not path.is_dir():
             raise UsageError(f"{path}: there is no such folder")
         for found in sorted(path.rglob("config.yaml")):
-            if (found.parent / "summary.json").exists():
-                results.append(read(found.parent))
-            else:
+            run = found.parent.resolve()
+            if run in seen:
+                continue
+            seen.add(run)
+            if not (run / "summary.json").exists():
                 left_out.append(f"{found.parent} is not finished")
+                continue
+            try:
+                results.append(read(found.parent))
+            except DataError as error:
+                left_out.append(str(error))
     if not results:
         raise UsageError(f"no finished run in {', '.join(paths)}: a run ends with a summary.json")
     return results, left_out
@@ -119,20 +130,17 @@ def _result(
     steps = [line for line in lines if line["event"] == "step"]
     train_seconds = float(summary["train_seconds"])
     machine = dict(summary.get("machine", {}))
-    data, imbalance = _shares(steps, int(config["batch_size"]))
+    data, imbalance = _shares(steps, int(config["batch_size"]), summary["plan"])
     return Result(
         path=run,
         model=str(summary["model"]),
-        plan=plan_name(summary["plan"]),
+        plan=_plan(summary["plan"], config.get("plan")),
         ranks=int(summary["ranks"]),
         threads=int(machine.get("threads", 1)),
         batch_size=int(config["batch_size"]),
         seed=int(config["seed"]),
-        settings={
-            name: value
-            for name, value in config.items()
-            if name not in NOT_SETTINGS and name not in NOT_COMPARED
-        },
+        settings={name: value for name, value in config.items() if name not in NOT_SETTINGS}
+        | {name: machine.get(name) for name in ("processor", "accelerator")},
         samples=int(summary["samples"]),
         seconds=float(summary["seconds"]),
         startup_seconds=float(summary["startup_seconds"]),
@@ -160,6 +168,11 @@ def plan_name(plan: dict[str, Any]) -> str:
     return f"hp:{len(replicas)}x{replicas[0]}" if len(set(replicas)) == 1 else "plan"
 
 
+def _plan(plan: dict[str, Any], asked: str | None) -> str:
+    """Its short name; of a plan from a file that file, as shapes alone do not tell such apart."""
+    return plan_name(plan) if asked is None or SHORT_PLANS.fullmatch(asked) else asked
+
+
 def machines(results: list[Result]) -> list[str]:
     """The machines of these runs in words, the most frequent first."""
     said = [
@@ -170,8 +183,13 @@ def machines(results: list[Result]) -> list[str]:
     return [text for text, _ in Counter(said).most_common()]
 
 
-def _shares(steps: list[dict[str, Any]], batch_size: int) -> tuple[float, float]:
-    """Which part of a step ranks wait for images, and for a slower one: means over step lines."""
+def _shares(
+    steps: list[dict[str, Any]], batch_size: int, plan: dict[str, Any]
+) -> tuple[float, float]:
+    """Which part of a step ranks wait for images, and for a slower replica of their stage.
+
+    Means over ranks and step lines. Stages that cost unlike are no imbalance: that is the bubble.
+    """
     data, imbalance = [0.0], [0.0]
     for line in steps:
         if (ranks := line.get("ranks")) and line["images_per_second"] > 0:
@@ -179,7 +197,12 @@ def _shares(steps: list[dict[str, Any]], batch_size: int) -> tuple[float, float]
             own = np.array(ranks["own_seconds"], float)
             waited = np.array(ranks["data_seconds"], float)
             data.append(float(waited.mean()) / step_seconds)
-            imbalance.append(float(own.max() - own.mean()) / step_seconds)
+            waits = np.zeros(len(own))
+            for stage in plan["stages"]:
+                replicas = np.array(stage["ranks"], int)
+                behind = own[replicas].max() - own[replicas]
+                waits[replicas] = np.maximum(waits[replicas], behind)
+            imbalance.append(float(waits.mean()) / step_seconds)
     places = slice(1 if len(data) > 1 else 0, None)
     means = (float(np.mean(shares[places])) for shares in (data, imbalance))
     first, second = (min(share, 1.0) for share in means)
@@ -192,7 +215,6 @@ def _epoch(line: dict[str, Any]) -> Epoch:
 
     return Epoch(
         number=int(line["epoch"]),
-        seconds=float(line["seconds"]),
         train_loss=line.get("train_loss"),
         loss=first("test_loss", "val_loss"),
         accuracy=first("test_accuracy", "val_accuracy"),

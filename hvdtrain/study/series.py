@@ -58,7 +58,8 @@ class Series:
     """A model under one kind of plan.
 
     Attributes:
-        plan: dp, mp, hp or plan.
+        plan: dp, mp, hp (or hp:SxR, where one number of ranks has several), or a file.
+        batch_size: of all ranks together in strong scaling, of each rank in weak scaling.
         scaling: strong if all sizes take the same global batch, weak if each rank takes the same.
         best_serial: the fastest one-rank runs with any number of threads.
         sizes: by number of ranks, from one.
@@ -68,6 +69,7 @@ class Series:
     model: str
     plan: str
     scaling: Scaling
+    batch_size: int
     precision: str
     best_serial: tuple[Result, ...]
     sizes: tuple[Size, ...]
@@ -76,7 +78,8 @@ class Series:
     @property
     def title(self) -> str:
         """In words."""
-        return f"{self.model}, {self.plan}, {self.precision}, {self.scaling} scaling"
+        batch = f"batch {self.batch_size}" + (" a rank" if self.scaling == "weak" else "")
+        return f"{self.model}, {self.plan}, {self.precision}, {self.scaling} scaling, {batch}"
 
     def worth(self, efficiency: float) -> int:
         """The most ranks measured that are used at least so well; 1 has an efficiency of 1."""
@@ -93,11 +96,11 @@ def arrange(results: Iterable[Result]) -> tuple[list[Series], list[str]]:
     for runs in groups.values():
         alone = [run for run in runs if run.ranks == 1]
         used: set[object] = set()
-        for plan in sorted({_family(run) for run in runs if run.ranks > 1}):
-            several = [run for run in runs if run.ranks > 1 and _family(run) == plan]
+        for plan, several in _by_plan([run for run in runs if run.ranks > 1]).items():
             for scaling in SCALINGS:
-                made = _series(plan, scaling, alone, several)
-                if made is not None:
+                # A run that is compared as strong scaling is not one of weak scaling, too.
+                pending = [run for run in several if run.path not in used]
+                for made in _all_series(plan, scaling, alone, pending):
                     found.append(made)
                     used |= {run.path for size in made.sizes for run in size.runs}
                     used |= {run.path for run in made.best_serial}
@@ -111,26 +114,40 @@ def arrange(results: Iterable[Result]) -> tuple[list[Series], list[str]]:
     return found, left_out
 
 
-def _family(run: Result) -> str:
-    return run.plan.partition(":")[0]
+def _by_plan(runs: Iterable[Result]) -> dict[str, list[Result]]:
+    """Runs that make one series: hp:2x1 and hp:2x2 do, unless a number of ranks has both kinds."""
+    found: dict[str, list[Result]] = defaultdict(list)
+    for run in sorted(runs, key=lambda run: run.plan):
+        found["hp" if run.plan.startswith("hp:") else run.plan].append(run)
+    hybrid = found.get("hp", [])
+    if len({(run.ranks, run.plan) for run in hybrid}) > len({run.ranks for run in hybrid}):
+        del found["hp"]
+        for run in hybrid:
+            found[run.plan].append(run)
+    return found
+
+
+def _all_series(
+    plan: str, scaling: Scaling, alone: Sequence[Result], several: Sequence[Result]
+) -> list[Series]:
+    """A series for each batch and number of threads that one rank and several have."""
+    of_alone = {(float(run.batch_size), run.threads) for run in alone}
+    shared = of_alone & {(_batch(run, scaling), run.threads) for run in several}
+    return [_series(plan, scaling, wanted, alone, several) for wanted in sorted(shared)]
+
+
+def _batch(run: Result, scaling: Scaling) -> float:
+    return run.batch_size if scaling == "strong" else run.batch_size / run.ranks
 
 
 def _series(
-    plan: str, scaling: Scaling, alone: Sequence[Result], several: Sequence[Result]
-) -> Series | None:
-    """One series; None where no run on several ranks has a base of its batch and threads."""
-
-    def batch(run: Result) -> float:
-        return run.batch_size if scaling == "strong" else run.batch_size / run.ranks
-
-    bases: list[tuple[float, int]] = [
-        (base.batch_size, base.threads)
-        for base in alone
-        if any((batch(run), run.threads) == (base.batch_size, base.threads) for run in several)
-    ]
-    if not bases:
-        return None
-    wanted = max(set(bases), key=bases.count)
+    plan: str,
+    scaling: Scaling,
+    wanted: tuple[float, int],
+    alone: Sequence[Result],
+    several: Sequence[Result],
+) -> Series:
+    """The series of a batch and a number of threads."""
     base = [run for run in alone if (run.batch_size, run.threads) == wanted]
     same_batch = [run for run in alone if run.batch_size == wanted[0]]
     by_threads: dict[int, list[Result]] = defaultdict(list)
@@ -140,7 +157,7 @@ def _series(
     by_ranks: dict[int, list[Result]] = defaultdict(list)
     by_ranks[1] = base
     for run in several:
-        if (batch(run), run.threads) == wanted:
+        if (_batch(run, scaling), run.threads) == wanted:
             by_ranks[run.ranks].append(run)
     sizes = tuple(_size(by_ranks[ranks], base, best) for ranks in sorted(by_ranks))
     rates = {size.ranks: _rates(size.runs) for size in sizes}
@@ -148,10 +165,16 @@ def _series(
         model=base[0].model,
         plan=plan,
         scaling=scaling,
+        batch_size=round(wanted[0]),
         precision=str(base[0].settings.get("precision", "fp32")),
         best_serial=tuple(best),
         sizes=sizes,
-        fits=tuple(fit for fit in (amdahl(rates), usl(rates)) if fit is not None),
+        # Amdahl's law is of a problem that does not grow.
+        fits=tuple(
+            fit
+            for fit in (amdahl(rates) if scaling == "strong" else None, usl(rates))
+            if fit is not None
+        ),
     )
 
 

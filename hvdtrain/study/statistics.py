@@ -6,7 +6,7 @@ holds the same numbers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,8 @@ FIT_RESAMPLES = 500
 SIZES_FOR_AMDAHL = 3  # one more than its parameters
 SIZES_FOR_USL = 4
 SIZES_TO_TRUST_USL = 6
+NOTHING = 1e-6  # a parameter this near to its bound is at it
+BAD_FIT = 0.1  # of a throughput
 
 Throughputs = Mapping[int, Sequence[float]]  # of the repeats, by number of ranks
 
@@ -101,9 +103,9 @@ def usl(measured: Throughputs) -> Fit | None:
 
 
 def usl_peak(fit: Fit) -> float | None:
-    """The number of ranks beyond which throughput falls; None if it never does."""
+    """The number of ranks beyond which throughput falls; None if none is known."""
     contention, coherency = (fit.parameters[name].value for name in ("contention", "coherency"))
-    return float(np.sqrt((1 - contention) / coherency)) if coherency > 0 else None
+    return float(np.sqrt((1 - contention) / coherency)) if coherency > NOTHING else None
 
 
 def _amdahl(ranks: NDArray[np.float64], one: float, serial: float) -> NDArray[np.float64]:
@@ -145,7 +147,8 @@ def _fit(name: str, measured: Throughputs, sizes_needed: int) -> Fit | None:
             None if low is None else float(low),
             None if high is None else float(high),
         )
-    return Fit(name, parameters, _warning(name, measured, parameters, has_repeats))
+    fit = Fit(name, parameters, "")
+    return replace(fit, warning=_warning(fit, measured, has_repeats))
 
 
 def _least_squares(
@@ -168,15 +171,20 @@ def _resample(measured: Throughputs, generator: np.random.Generator) -> Throughp
     return {n: list(generator.choice(values, len(values))) for n, values in measured.items()}
 
 
-def _warning(
-    name: str, measured: Throughputs, parameters: Mapping[str, Estimate], has_repeats: bool
-) -> str:
+def _warning(fit: Fit, measured: Throughputs, has_repeats: bool) -> str:
+    """What limits the worth of a fit."""
     found = []
-    if name == "USL" and len(measured) < SIZES_TO_TRUST_USL:
+    farthest = max(abs(fit.throughput(n) / np.median(seen) - 1) for n, seen in measured.items())
+    if farthest > BAD_FIT:
+        found.append(f"it is {farthest:.0%} off at a size, so it does not describe these runs")
+    for name, item in list(fit.parameters.items())[1:]:
+        if not NOTHING < item.value < 1 - NOTHING:
+            found.append(f"{name.replace('_', ' ')} is at its bound")
+    if fit.name == "USL" and len(measured) < SIZES_TO_TRUST_USL:
         found.append(f"{len(measured)} sizes barely carry three parameters")
     if not has_repeats:
         found.append("without repeats of each size there is no interval")
-    coherency = parameters.get("coherency")
-    if coherency is not None and coherency.low is not None and coherency.low <= 1e-6:
+    coherency = fit.parameters.get("coherency")
+    if coherency is not None and (coherency.low or 0.0) <= NOTHING:
         found.append("coherency may be nothing, so the peak is not known")
     return "; ".join(found)

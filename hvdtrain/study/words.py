@@ -12,7 +12,9 @@ INTERVALS = (
     "repeats' range, so read them as that. Communication, bubble and data are seconds in which "
     "ranks waited, as parts of their own time, means over the ranks. Imbalance is the part of "
     "waiting that a slower rank explains. Slower computing is what is left: caches, memory and "
-    "cores that ranks share, smaller pieces of a batch; it is negative where pieces fit better."
+    "cores that ranks share, smaller pieces of a batch; it is negative where pieces fit better. "
+    "Core-hours are ranks times threads times the time from the last start, start-up included: "
+    "what a run that was killed had to do again is not in them."
 )
 
 BIBTEX = f"""@software{{hvdtrain,

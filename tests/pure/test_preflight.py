@@ -7,7 +7,7 @@ import pytest
 
 from hvdtrain.doctor.preflight import Seen, checks_of
 
-GOOD = Seen("n1", (0, 1), 2, "", 2**30, "hvdtrain 1", 0.0)
+GOOD = Seen("n1", (0, 1), 2, 0, 2**30, "hvdtrain 1", 0.0)
 
 
 def _states(*seen: Seen) -> dict[str, tuple[str, str]]:
@@ -27,7 +27,7 @@ def test_a_good_job_has_no_fault() -> None:
         ({"host": "n1"}, "cores", "note", "4 threads on 2 cores of n1"),
         ({"shared_memory": 2**20}, "shared memory", "fault", "1 MiB free in /dev/shm of n2"),
         ({"folder_seconds": None}, "file system", "fault", "is not the same folder on n2"),
-        ({"gpus": "0"}, "GPUs", "fault", "none on n1"),
+        ({"gpus": 2}, "GPUs", "fault", "none on n1"),
     ],
 )
 def test_each_fault_is_named(changes: dict[str, Any], name: str, state: str, text: str) -> None:

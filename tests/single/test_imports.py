@@ -49,7 +49,7 @@ OWNERS = {
     "safetensors": {"training.checkpoint.partfile"},
     "tensorflow": {"doctor"},
     "keras": {"doctor"},
-    "submitit": {"jobs.submit"},
+    "submitit": {"jobs.executor"},
 }
 
 

@@ -114,14 +114,14 @@ def test_a_job_that_is_killed_is_seen_with_its_last_words(
     assert cluster.wait(number, "FAILED", "COMPLETED")["JobState"] == "FAILED"
     row = _status(cluster, run)
     assert row["state"] == "FAILED"
-    assert row["note"]
+    assert "Killed" in row["note"]
 
 
 def test_a_chain_goes_on_where_requeue_is_forbidden(
     cluster: Cluster, small_set: Path, tmp_path: Path
 ) -> None:
     site, run = tmp_path / "site.yaml", tmp_path / "run"
-    site.write_text("requeue: false\nwarning_seconds: 60\n")
+    site.write_text("requeue: false\nwarning_seconds: 60\noptions: {exclusive: true}\n")
     said = cluster.run(
         *("hvdtrain", "jobs", "submit", "--model", "cnn", "--data", small_set, "--run", run),
         *("--ranks", 2, "--epochs", 20, "--time", 2, "--chain", 3, "--site", site, *SLOW),
@@ -130,6 +130,7 @@ def test_a_chain_goes_on_where_requeue_is_forbidden(
     assert cluster.wait(first, "FAILED", "COMPLETED")["ExitCode"] == "75:0"
     cluster.wait(second, "COMPLETED")
     cluster.wait(third, "CANCELLED")
+    assert _status(cluster, run)["state"] == "COMPLETED"
     assert summary_of(run)["steps"] == 200
 
 
@@ -160,6 +161,8 @@ def test_what_does_not_fit_the_cluster_is_refused_in_one_line(
         (("--ranks", 3, "--nodes", 2), "--ranks 3 cannot be spread evenly over --nodes 2"),
         (("--time", "soon"), "--time 'soon' is not understood"),
         (("--site", site), "knows no --mpi=pmi1"),
+        (("--plan", "hp:3x2", "--ranks", 4), "hp:3x2"),
+        (("--time", 3), "--time 3 is too short"),
         (("--nodes", 5, "--ranks", 5), "--nodes 5, but low has 4 nodes"),
         (("--time", "0:20:00", "--restarts", 1), "--restarts is for hvdtrain's own launcher"),
     ]
@@ -176,6 +179,7 @@ def test_doctor_looks_at_a_job_from_inside(cluster: Cluster) -> None:
     start = ("srun", "--nodes=2", "--ntasks-per-node=2", "--mpi=pmix")
     said = cluster.run(*start, "hvdtrain", "doctor", "--job")
     assert "4 by srun: 2 on n" in said
+    assert "24 MiB in " in said
     assert "all ranks see" in said
     assert said.strip().endswith("This job is fit.")
     alone = cluster.start("hvdtrain", "doctor", "--job")

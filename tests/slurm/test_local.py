@@ -1,6 +1,7 @@
 """slurm/local: a real Slurm that comes and goes without a trace."""
 
 import subprocess
+import tempfile
 from pathlib import Path
 
 from tests.slurm.cluster import LOCAL, Cluster
@@ -34,9 +35,11 @@ def test_nothing_is_left_of_it_and_its_jobs(own_cluster: Cluster) -> None:
     own_cluster.run(LOCAL / "up", own_cluster.folder)
 
 
-def test_a_folder_that_holds_something_else_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("\\end")
-    done = subprocess.run([LOCAL / "up", tmp_path], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "holds something else" in done.stderr or "too long a name" in done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+def test_a_folder_that_holds_something_else_is_refused(cluster: Cluster) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        kept = Path(folder) / "slurm.conf"
+        kept.write_text("ClusterName=campus\n")
+        for command in ("up", "down"):
+            done = subprocess.run([LOCAL / command, folder], capture_output=True, text=True)
+            assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+        assert kept.read_text() == "ClusterName=campus\n"

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.study.results import plan_name
 from tests.single.training.jobs import events_of, summary_of
 from tests.slurm.cluster import Cluster, samples_each_epoch, wait_for
 
@@ -55,6 +56,7 @@ def test_a_job_trains(
     cluster.wait(number, "COMPLETED")
     summary = summary_of(run)
     assert (summary["ranks"], summary["steps"]) == (ranks, 5)
+    assert plan_name(summary["plan"]) == ("mp" if plan == "hp:2x1" else plan)
 
 
 def test_an_array_repeats_a_run_with_other_seeds(

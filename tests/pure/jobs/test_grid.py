@@ -42,6 +42,20 @@ def test_nodes_follow_from_the_ranks_of_each(tmp_path: Path) -> None:
     assert {c.runs[0].ranks: c.job.nodes for c in found.cells} == {1: 1, 2: 1, 4: 2, 8: 4}
 
 
+def test_gpus_and_threads_follow_from_the_ranks_of_a_node(tmp_path: Path) -> None:
+    found = _load(tmp_path, "ranks: [1, 2, 8]\nranks_per_node: 4\ngpus_per_node: 4\n")
+    sizes = {c.runs[0].ranks: (c.job.nodes, c.job.gpus_per_node) for c in found.cells}
+    assert sizes == {1: (1, 1), 2: (1, 2), 8: (2, 4)}
+    assert {run.threads for cell in found.cells for run in cell.runs} == {1}
+    found = _load(tmp_path, "ranks: [1, 2]\ncpus_per_rank: 3\n")
+    assert {run.threads for cell in found.cells for run in cell.runs} == {3}
+
+
+def test_repeats_alone_are_in_the_folder_too(tmp_path: Path) -> None:
+    (cell,) = _load(tmp_path, "repeats: 2\n").cells
+    assert [run.run for run in cell.runs] == ["runs/run-seed=0", "runs/run-seed=1"]
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [

@@ -1,6 +1,7 @@
 """What is said of runs whose files are half-written, old or gone."""
 
 import json
+import socket
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,10 @@ from hvdtrain.jobs import record, table, watch
 from hvdtrain.jobs.record import Record
 from hvdtrain.jobs.slurm import _minutes
 
-RECORD = Record("local", ("999999999",), ("train",), 1, 1, "logs", 0.0, "0.1.0")
+RECORD = Record(
+    *("local", socket.gethostname(), "run", ("999999999",), ("train",)),
+    *(2, 1, "logs", 0.0, "0.1.0"),
+)
 
 
 def test_a_run_whose_process_is_gone_has_failed_unless_it_has_a_summary(tmp_path: Path) -> None:

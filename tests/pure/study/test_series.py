@@ -64,10 +64,33 @@ def test_other_settings_and_plans_are_other_series() -> None:
     runs += [_run(2, 300, **bf16), _run(4, 200, plan="hp:2x2")]
     found, left_out = arrange(runs)
     assert sorted(series.title for series in found) == [
-        "cnn, dp, bf16, strong scaling",
-        "cnn, dp, fp32, strong scaling",
-        "cnn, hp, fp32, strong scaling",
-        "cnn, mp, fp32, strong scaling",
+        "cnn, dp, bf16, strong scaling, batch 64",
+        "cnn, dp, fp32, strong scaling, batch 64",
+        "cnn, hp, fp32, strong scaling, batch 64",
+        "cnn, mp, fp32, strong scaling, batch 64",
+    ]
+    assert not left_out
+
+
+def test_two_hybrid_plans_of_one_size_are_no_repeats_of_each_other() -> None:
+    runs = [_run(1, 100), _run(8, 500, plan="hp:2x4"), _run(8, 400, plan="hp:4x2")]
+    runs += [_run(2, 110, plan="a.json"), _run(2, 120, plan="b.json")]
+    found, left_out = arrange(runs)
+    assert sorted(series.plan for series in found) == ["a.json", "b.json", "hp:2x4", "hp:4x2"]
+    assert not left_out
+
+
+def test_each_batch_and_number_of_threads_is_a_series_and_none_is_weak_by_chance() -> None:
+    runs = [
+        _run(ranks, 100.0 * ranks, batch_size=batch, threads=threads)
+        for ranks in (1, 2)
+        for batch in (64, 128)
+        for threads in (1, 2)
+    ]
+    found, left_out = arrange(runs)
+    assert {series.scaling for series in found} == {"strong"}
+    assert sorted((one.batch_size, one.sizes[0].runs[0].threads) for one in found) == [
+        *((64, 1), (64, 2), (128, 1), (128, 2))
     ]
     assert not left_out
 

@@ -54,6 +54,18 @@ def test_without_repeats_there_is_no_interval_and_that_is_said() -> None:
     assert ratio([3.0], [1.0, 2.0]).low is None
 
 
+def test_what_a_law_does_not_describe_is_said() -> None:
+    faster = amdahl({1: [100.0], 2: [235.0], 4: [505.0], 8: [1050.0]})
+    slower = amdahl({1: [100.0], 2: [55.0], 4: [25.0], 8: [7.5]})
+    assert faster is not None
+    assert slower is not None
+    assert "serial fraction is at its bound" in faster.warning
+    assert "so it does not describe these runs" in slower.warning
+    fit = usl({1: [100.0], 2: [235.0], 4: [505.0], 8: [1050.0]})
+    assert fit is not None
+    assert usl_peak(fit) is None
+
+
 def test_an_interval_holds_the_truth_about_as_often_as_it_says() -> None:
     generator, held = np.random.default_rng(1), 0
     for _ in range(200):
