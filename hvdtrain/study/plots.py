@@ -26,6 +26,7 @@ STYLE: Any = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
+    "axes.axisbelow": True,
     "grid.linewidth": 0.4,
     "grid.alpha": 0.5,
     "lines.linewidth": 1.2,
@@ -87,7 +88,7 @@ def _efficiency(axes: Any, series: Sequence[Series]) -> bool:
     for place, one in enumerate(series):
         ranks = [size.ranks for size in one.sizes]
         _points(axes, ranks, [size.efficiency for size in one.sizes], place, _label(one, series))
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, max(1.1, axes.get_ylim()[1]))
     _by_ranks(axes, series, "efficiency")
     if len(series) > 1:
         axes.legend()
@@ -174,7 +175,7 @@ def _memory(axes: Any, series: Sequence[Series]) -> bool:
             for size in one.sizes
         ]
         _points(axes, ranks, peaks, place, _label(one, series))
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
     _by_ranks(axes, series, "GiB of the rank with most")
     if len(series) > 1:
         axes.legend()

@@ -160,7 +160,7 @@ def _table(one: Series, price: float | None) -> str:
             _number(size.core_hours, ".4f"),
         ]
         if price is not None:
-            row.append(f"{size.core_hours.value * price:,.2f}")
+            row.append(f"{size.core_hours.value * price:.3g}")
         rows.append(row)
     return _markdown_table(heads, rows)
 
@@ -193,7 +193,8 @@ def _worth(one: Series, efficiency: float) -> str:
 
 def _law(fit: Fit, most: int) -> str:
     said = [
-        f"{name.replace('_', ' ')} {_number(item, '.3g')}" for name, item in fit.parameters.items()
+        f"{name.replace('_', ' ')} {_number(item, ',.0f' if item.value > 1 else '.3g')}"
+        for name, item in fit.parameters.items()
     ]
     text = f"- {fit.name}: {', '.join(said)}"
     if fit.name == "USL" and (peak := usl_peak(fit)) is not None:

@@ -25,11 +25,16 @@ BATCH_NORM: dict[str, Any] = {"batch_size": 26, "microbatches": 2}
 def parity_of(
     here: World, plan: str, model: str, blocks: int | None = None, **settings: Any
 ) -> Parity:
-    """The parity of a plan; `blocks` cuts a transformer, whose blocks are two components each."""
+    """The parity of a plan; `blocks` cuts a transformer, whose blocks are two components each.
+
+    Of resnet18 the first block of each layer is enough: the second ones are alike.
+    """
     synchronous, microbatches = settings.pop("synchronous", False), settings.pop("microbatches", 0)
     components = models.components(model, CLASSES, SIZES[model])
     if blocks is not None:
         components = [*components[: 1 + 2 * blocks], components[-1]]
+    if model == "resnet18":
+        components = [part for part in components if not part.name.endswith(".1")]
     made = PLANS[here.size][plan]([part.name for part in components])
     made = replace(made, microbatches=microbatches or made.microbatches)
     options: dict[str, Any] = {"precision": "fp64", "batch_size": 13, "seed": 3} | settings
@@ -113,7 +118,12 @@ def test_recompute_changes_nothing(here: World, whole_plan: str) -> None:
 @pytest.mark.parametrize("batch_norm", ["local", "sync"])
 def test_recompute_leaves_batch_norm_alone(here: World, some_plan: str, batch_norm: str) -> None:
     parity = parity_of(
-        here, some_plan, "resnet18", batch_norm=batch_norm, recompute="layer*.0,stem", **BATCH_NORM
+        here,
+        some_plan,
+        "resnet18",
+        batch_norm=batch_norm,
+        recompute="layer1.0,layer3.0,stem",
+        **BATCH_NORM,
     )
     assert parity.is_within, parity
 
