@@ -161,7 +161,7 @@ def test_what_does_not_fit_the_cluster_is_refused_in_one_line(
         (("--ranks", 3, "--nodes", 2), "--ranks 3 cannot be spread evenly over --nodes 2"),
         (("--time", "soon"), "--time 'soon' is not understood"),
         (("--site", site), "knows no --mpi=pmi1"),
-        (("--plan", "hp:3x2", "--ranks", 4), "hp:3x2"),
+        (("--plan", "hp:9x1"), "9 stages"),
         (("--time", 3), "--time 3 is too short"),
         (("--nodes", 5, "--ranks", 5), "--nodes 5, but low has 4 nodes"),
         (("--time", "0:20:00", "--restarts", 1), "--restarts is for hvdtrain's own launcher"),
