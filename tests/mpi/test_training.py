@@ -50,7 +50,8 @@ def assert_close(found: dict[str, Any], reference: dict[str, Any], bound: float)
 
 
 def test_fifty_steps_of_a_transformer_end_in_the_weights_of_the_serial_run(here: World) -> None:
-    components = models.components("vit_tiny", CLASSES, SIZES["vit_tiny"])
+    every = models.components("vit_tiny", CLASSES, SIZES["vit_tiny"])
+    components = [*every[:7], every[-1]]  # three of its twelve blocks
     config = TrainConfig(
         model="vit_tiny", data="", precision="fp64", optimizer="sgd", lr=0.05, clip_norm=1.0
     )
