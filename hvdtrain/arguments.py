@@ -3,14 +3,16 @@
 import dataclasses
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, NoReturn, TypeVar, get_type_hints
 
 from jsonargparse import ArgumentParser
 
 from hvdtrain import harmless
 from hvdtrain.errors import UsageError
+
+Options = TypeVar("Options")
 
 
 class Parser(ArgumentParser):
@@ -77,6 +79,12 @@ def add_dataclass(parser: ArgumentParser, owner: type) -> None:
             parser.add_argument(flag, type=hints[item.name], required=True, help=text)
         else:
             parser.add_argument(flag, type=hints[item.name], default=item.default, help=text)
+
+
+def part_of(kind: type[Options], values: Mapping[str, Any]) -> Options:
+    """The dataclass of these of the parsed values that are its fields."""
+    names = [item.name for item in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    return kind(**{name: values[name] for name in names})
 
 
 def _long_options(parser: ArgumentParser) -> set[str]:

@@ -1,6 +1,7 @@
 """The command line: what it accepts, and how it ends."""
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -30,7 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         sys.exit(run(sys.argv[1:] if arguments is None else arguments))
     except (Interrupted, Preempted) as stopped:
-        # All ranks leave with it in good order, after world.stop().
+        # All ranks leave with it in good order, after world.stop(); srun terminates those that
+        # are not gone when the first one is.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if launchers.detect(os.environ).rank == 0:
             print(f"hvdtrain: {stopped}", file=sys.stderr, flush=True)
         sys.exit(stopped.exit_code)

@@ -18,10 +18,15 @@ MAY_CHANGE_ON_RESUME = frozenset(
 )
 
 
-def differences(old: dict[str, Any], new: TrainConfig) -> list[str]:
-    """Say how `new` differs from a saved configuration in what a run computes."""
+# Of a run of a study nothing else may: the study would show one run for the other.
+MAY_CHANGE_IN_STUDY = frozenset({"run", "resume", "log_every", "keep_checkpoints", "on_alert"})
+
+
+def differences(
+    old: dict[str, Any], new: TrainConfig, may_change: frozenset[str] = MAY_CHANGE_ON_RESUME
+) -> list[str]:
+    """Say how `new` differs from a saved configuration in what may not change."""
     current = asdict(new)
-    may_change = MAY_CHANGE_ON_RESUME
     if new.lr_schedule != "constant":
         may_change = may_change - {"epochs", "max_steps"}  # they stretch the schedule
     return [

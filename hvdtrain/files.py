@@ -9,6 +9,11 @@ from typing import IO
 from hvdtrain.errors import HvdtrainError, UsageError
 
 
+def plain_name(text: str) -> str:
+    """A text as a part of a file's name that no shell minds."""
+    return "".join(c if c.isalnum() or c in "-_." else "-" for c in text)
+
+
 def check_target(path: str, option: str) -> None:
     """Refuse, before the work, a file that could not be written after it.
 

@@ -5,17 +5,18 @@ import math
 import random
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from hvdtrain import harmless
-from hvdtrain.arguments import Parser, add_dataclass, nearest
+from hvdtrain.arguments import Parser, add_dataclass, nearest, part_of
 from hvdtrain.config import TrainConfig, about
 from hvdtrain.errors import UsageError
+from hvdtrain.files import plain_name
 from hvdtrain.jobs.options import JobOptions
 
 MOST_RUNS = 1000
 OF_ONE_RUN = ("run", "resume", "restarts", "ledger", "trace", "dry_run", "chain")
-Options = TypeVar("Options")
+OF_THE_STUDY = ("repeats", "in_flight", "cluster", "site")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +74,8 @@ def load(path: str, folder: str) -> Grid:
             raise UsageError(f"{path}: unknown key {name}{nearest(str(name), known)}")
         if name in OF_ONE_RUN:
             raise UsageError(f"{path}: {name} is of a single run: leave it out")
+        if name in OF_THE_STUDY and isinstance(content[name], list):
+            raise UsageError(f"{path}: {name} is of the whole study: give one value")
     if not isinstance(content.get("time", ""), str):
         raise UsageError(f"{path}: write time in quotes, such as '1:30:00'")  # YAML counts in 60s
     axes = {name: value if isinstance(value, list) else [value] for name, value in content.items()}
@@ -89,8 +92,9 @@ def load(path: str, folder: str) -> Grid:
             parsed = parser.parse_object(chosen).as_dict()
         except UsageError as error:
             raise UsageError(f"{path}: {error}") from None
-        study = _of(StudyOptions, parsed)
-        name = "-".join(f"{key}={_plain(chosen[key])}" for key in axes if len(axes[key]) > 1)
+        study = part_of(StudyOptions, parsed)
+        varied = [key for key in axes if len(axes[key]) > 1]
+        name = "-".join(f"{key}={plain_name(str(chosen[key]))}" for key in varied)
         cell = _cell(parsed, study, str(Path(folder) / (name or "run")))
         # One rank runs the same under every plan: that is one size.
         cells.setdefault(repr([replace(cell.runs[0], run=None), cell.job]), cell)
@@ -105,7 +109,7 @@ def _cell(parsed: dict[str, Any], study: StudyOptions, stem: str) -> Cell:
         value = getattr(study, name)
         if value is not None and not 0 < value <= MOST_RUNS:
             raise UsageError(f"{name} must be between 1 and {MOST_RUNS}, not {value}")
-    job, run = _of(JobOptions, parsed), _of(TrainConfig, parsed)
+    job, run = part_of(JobOptions, parsed), part_of(TrainConfig, parsed)
     ranks = run.ranks or 1
     if study.scaling == "weak":
         run = replace(run, batch_size=run.batch_size * ranks)
@@ -121,11 +125,3 @@ def _cell(parsed: dict[str, Any], study: StudyOptions, stem: str) -> Cell:
     runs = [replace(run, ranks=ranks, seed=n, run=f"{stem}-seed={n}").check() for n in seeds]
     job.ranks_per_node(run)
     return Cell(tuple(runs), job)
-
-
-def _of(kind: type[Options], parsed: dict[str, Any]) -> Options:
-    return kind(**{item.name: parsed[item.name] for item in fields(kind)})  # type: ignore[arg-type]
-
-
-def _plain(value: Any) -> str:
-    return "".join(c if c.isalnum() or c in "-_." else "-" for c in str(value))

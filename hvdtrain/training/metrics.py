@@ -14,7 +14,7 @@ from typing import Any
 from hvdtrain import configfile
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError, UsageError
-from hvdtrain.files import write_text
+from hvdtrain.files import plain_name, write_text
 
 LEDGER_HEADER = "epoch,step,rank,sample\n"
 # What ended the starts before this one, a line each, in the environment: said by the launcher.
@@ -191,8 +191,7 @@ def make_folder(config: TrainConfig) -> Path:
     Raises:
         DataError: if it cannot be made.
     """
-    model = "".join(c if c.isalnum() or c in "-_" else "-" for c in config.model)
-    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{model}"
+    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{plain_name(config.model)}"
     for number in count(1):
         path = Path("runs") / (stem if number == 1 else f"{stem}-{number}")
         try:

@@ -26,9 +26,7 @@ class StopRequest:
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._previous.items():
-            # srun terminates all ranks once the first has left, and these are about to.
-            is_leaving = self.preempted and number != signal.SIGINT
-            signal.signal(number, signal.SIG_IGN if is_leaving else handler)
+            signal.signal(number, handler)
         self._previous.clear()
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
