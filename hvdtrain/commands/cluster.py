@@ -1,0 +1,77 @@
+"""The commands of jobs and studies."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from hvdtrain.arguments import part_of
+from hvdtrain.commands import common
+from hvdtrain.config import TrainConfig
+from hvdtrain.errors import UsageError
+from hvdtrain.jobs.options import JobOptions
+
+
+def jobs_submit(arguments: Sequence[str], **values: Any) -> int:
+    """Make a run a job of the cluster."""
+    training, job = part_of(TrainConfig, values).check(), part_of(JobOptions, values)
+    job.ranks_per_node(training)
+    from hvdtrain.jobs.submit import submit
+    from hvdtrain.training.submission import check_before_submission
+
+    check_before_submission(training)
+
+    print("\n".join(submit(training, job)))
+    return 0
+
+
+def jobs_sweep(arguments: Sequence[str], study: str, to: str, dry_run: bool) -> int:
+    """Make the runs of a study jobs."""
+    from hvdtrain.jobs import grid, sweep
+    from hvdtrain.training.submission import check_before_submission
+
+    found = grid.load(study, to)
+    for cell in found.cells:
+        check_before_submission(cell.runs[0])
+    for line in sweep.sweep(found, to, dry_run):
+        print(line, flush=True)
+    return 0
+
+
+def jobs_status(arguments: Sequence[str], runs: list[str], json: bool) -> int:
+    """How the jobs of runs fare, as a table."""
+    from hvdtrain.jobs import table, watch
+
+    rows = watch.rows(watch.runs_of(runs or ["runs"]))
+    print(common.as_json([asdict(row) for row in rows]) if json else table.as_text(rows))
+    return 0
+
+
+def jobs_logs(arguments: Sequence[str], run: str, rank: int, follow: bool) -> int:
+    """What a rank of a run's newest job has printed."""
+    from hvdtrain.jobs import logs
+
+    logs.show(run, rank, follow)
+    return 0
+
+
+def jobs_cancel(arguments: Sequence[str], runs: list[str]) -> int:
+    """End the jobs of runs."""
+    from hvdtrain.jobs import cancel
+
+    for line in cancel.cancel(runs):
+        print(line)
+    return 0
+
+
+def report(
+    arguments: Sequence[str], runs: list[str], to: str, efficiency: float, price: float | None
+) -> int:
+    """Make a scaling report of finished runs."""
+    if not 0 < efficiency <= 1:
+        raise UsageError(f"--efficiency must be above 0 and at most 1, not {efficiency}")
+    if price is not None and not 0 <= price < float("inf"):
+        raise UsageError(f"--price must be 0 or more, not {price}")
+    from hvdtrain.study import report as reporting
+
+    print(reporting.write(runs, to, efficiency, price))
+    return 0

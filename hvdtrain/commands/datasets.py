@@ -1,0 +1,69 @@
+"""The commands of data sets."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from hvdtrain.commands import common
+from hvdtrain.errors import DataError
+
+
+def data_fetch(arguments: Sequence[str], name: str, to: str) -> int:
+    """Download an official archive."""
+    from hvdtrain import data
+
+    print(data.fetch(name, to))
+    return 0
+
+
+def data_pack(arguments: Sequence[str], source: str, destination: str, shard_mb: int) -> int:
+    """Turn official binary files into shards."""
+    from hvdtrain import data
+
+    return _say_index(data.pack(source, destination, shard_mb=shard_mb))
+
+
+def data_synth(
+    arguments: Sequence[str],
+    destination: str,
+    images: int,
+    classes: int,
+    size: int,
+    seed: int,
+    shard_mb: int,
+) -> int:
+    """Make a learnable set from a seed."""
+    from hvdtrain import data
+
+    index = data.synth(destination, images, classes, size=size, seed=seed, shard_mb=shard_mb)
+    return _say_index(index)
+
+
+def data_verify(arguments: Sequence[str], destination: str) -> int:
+    """Name every bad shard and chunk."""
+    from hvdtrain import data
+
+    faults = data.verify(destination)
+    for fault in faults:
+        print(fault, file=sys.stderr)
+    if not faults:
+        print(f"{destination}: every shard is good")
+    return DataError.exit_code if faults else 0
+
+
+def data_info(arguments: Sequence[str], destination: str, json: bool) -> int:
+    """What a data set holds."""
+    from hvdtrain import data
+
+    content = data.info(destination)
+    print(common.as_json(content) if json else common.as_lines(content))
+    return 0
+
+
+def _say_index(index: Any) -> int:
+    counts = ", ".join(f"{split.count:,} {name}" for name, split in index.splits.items())
+    height, width, _ = index.image_shape
+    print(f"{index.folder}: {counts}, {index.classes} classes, {height}x{width} pixels")
+    for note in index.notes:
+        print(f"note: {note}")
+    return 0

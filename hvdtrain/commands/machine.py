@@ -1,0 +1,73 @@
+"""The commands that examine and measure a machine."""
+
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from hvdtrain import launch, launchers, models
+from hvdtrain.bench.options import LoaderConfig, StepConfig
+from hvdtrain.commands import common
+from hvdtrain.errors import UsageError
+
+BATCHES_MADE = 8  # for a benchmark without a data set
+
+
+def doctor(arguments: Sequence[str], json: bool, job: bool) -> int:
+    """Is this machine fit, or this job?"""
+    if job:
+        launchers.check_pmix(launchers.detect(os.environ), os.environ)
+        from hvdtrain.doctor.preflight import preflight
+
+        return preflight(json)
+    from hvdtrain.doctor import doctor as examine
+
+    return int(examine(as_json=json))
+
+
+def bench_step(arguments: Sequence[str], **values: Any) -> int:
+    """Images a second, part of the matrix rate, and where a step's time goes."""
+    config = StepConfig(**values)
+    config.training("")
+    models.check_name(config.model)
+    started = launchers.detect(os.environ)
+    launchers.check_pmix(started, os.environ)
+    if config.data is None and started.size != 1:
+        raise UsageError("bench step under a launcher needs --data: hvdtrain data synth makes one")
+    with _data_for(config) as data:
+        if started.size == 1 and (config.ranks or 1) > 1:
+            return launch.run(config.ranks or 1, [*arguments, "--data", data])
+        from hvdtrain.bench import report, step
+
+        found = step.bench_step(config, data)
+    if started.rank == 0:
+        print(
+            common.as_json(report.as_json(found)) if config.json else report.as_text(found),
+            flush=True,
+        )
+    return 0
+
+
+def bench_loader(arguments: Sequence[str], **values: Any) -> int:
+    """Images a second that a data set can be fed with."""
+    common.in_one_process("bench loader")
+    config = LoaderConfig(**values).check()
+    from hvdtrain.bench import loader
+
+    found = loader.bench_loader(config)
+    print(common.as_json(found) if config.json else loader.as_text(found))
+    return 0
+
+
+@contextmanager
+def _data_for(config: StepConfig) -> Iterator[str]:
+    """The data set of a benchmark; one of a few batches, for as long, if it was given none."""
+    if config.data is not None:
+        yield config.data
+        return
+    from hvdtrain import data
+
+    images, size = max(BATCHES_MADE * config.batch_size, 64), config.image_size or 32
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-") as folder:
+        yield str(data.synth(f"{folder}/data", images, config.classes or 10, size=size).folder)

@@ -1,0 +1,49 @@
+"""The commands that train, and that write down what was trained."""
+
+import os
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from hvdtrain import failure, launchers
+from hvdtrain.arguments import part_of
+from hvdtrain.config import TrainConfig
+from hvdtrain.errors import Interrupted, Preempted, UsageError
+from hvdtrain.training.stop import StopRequest
+
+
+def train(arguments: Sequence[str], **values: Any) -> int:
+    """Train on the ranks of the launcher, or start --ranks of them here."""
+    settings = part_of(TrainConfig, values).check()
+    started = launchers.detect(os.environ)
+    launchers.check_pmix(started, os.environ)
+    if settings.restarts and started.launcher != "none":
+        raise UsageError(
+            f"--restarts needs hvdtrain's own launcher (--ranks N), not {started.launcher}: "
+            "leave it out, and let the scheduler start the job again"
+        )
+    if started.size == 1 and ((settings.ranks or 1) > 1 or settings.restarts):
+        from hvdtrain.training.precheck import check_before_launch
+
+        check_before_launch(settings)
+        from hvdtrain.training import restarts
+
+        return restarts.run(settings, arguments)
+    # Before the seconds in which torch and MPI start: a signal is remembered from here on.
+    with StopRequest() as stop:
+        from hvdtrain.training.loop import train as run_training
+
+        try:
+            run_training(settings, stop)
+        except (Interrupted, Preempted):
+            raise
+        except (Exception, KeyboardInterrupt) as error:
+            failure.fail(error, failure.Listener(settings.on_alert, settings.run))
+    return 0
+
+
+def export(arguments: Sequence[str], run: str, file: str, which: Literal["best", "last"]) -> int:
+    """The weights of a run as a file that torchvision reads."""
+    from hvdtrain.training import export as exporting
+
+    print(f"{file}: the weights of {exporting.export(run, file, which)}")
+    return 0
