@@ -180,10 +180,10 @@ def sums(here: world.World, size: int) -> int:
     return len(numpy.unique(total))
 
 
-def median_milliseconds(act: Callable[[], object]) -> float:
+def median_milliseconds(act: Callable[[], object], repetitions: int = REPETITIONS) -> float:
     """Median time of an action in ms, after two runs to warm up."""
     times = []
-    for _ in range(REPETITIONS + 2):
+    for _ in range(repetitions + 2):
         start = time.perf_counter()
         act()
         times.append(1e3 * (time.perf_counter() - start))
