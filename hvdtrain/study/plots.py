@@ -212,7 +212,10 @@ def _by_ranks(axes: Any, series: Sequence[Series], label: str) -> None:
 def _label(one: Series, series: Sequence[Series]) -> str:
     """What tells a series from the others."""
     words = []
-    for name in ("model", "plan", "precision", "scaling"):
+    for name, text in (
+        *(("model", one.model), ("plan", one.plan), ("precision", one.precision)),
+        *(("scaling", one.scaling), ("batch_size", f"batch {one.batch_size}")),
+    ):
         if len({getattr(other, name) for other in series}) > 1:
-            words.append(str(getattr(one, name)))
+            words.append(text)
     return ", ".join(words) or "measured"

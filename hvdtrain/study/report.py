@@ -4,6 +4,7 @@ import csv
 import io
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from hvdtrain import __version__, files
@@ -155,7 +156,7 @@ def _table(one: Series, price: float | None) -> str:
             *(_number(size.speedup_over_best, ".2f"), _number(size.seconds, ",.1f")),
             _part([run.exposed for run in size.runs], trained),
             _part([run.bubble for run in size.runs], trained),
-            f"{_middle([run.peak_memory_bytes for run in size.runs]) / 2**20:,.0f}",
+            f"{median([run.peak_memory_bytes for run in size.runs]) / 2**20:,.0f}",
             _accuracy(size),
             _number(size.core_hours, ".4f"),
         ]
@@ -171,7 +172,7 @@ def _lost_table(one: Series) -> str:
     rows = []
     for size in one.sizes:
         lost = size.lost
-        whole = _middle([run.train_seconds for run in size.runs])
+        whole = median([run.train_seconds for run in size.runs])
         values = [lost.computing, lost.communication, lost.imbalance, lost.bubble, lost.data]
         rows.append(
             [
@@ -211,21 +212,16 @@ def _number(estimate: Estimate, form: str) -> str:
 
 
 def _part(seconds: Sequence[float], whole: Sequence[float]) -> str:
-    return f"{_middle([part / all_ for part, all_ in zip(seconds, whole, strict=True)]):.1%}"
+    return f"{median([part / all_ for part, all_ in zip(seconds, whole, strict=True)]):.1%}"
 
 
 def _accuracy(size: Size) -> str:
     known = [run.accuracy for run in size.runs if run.accuracy is not None]
-    return f"{_middle(known):.4f}" if known else "-"
+    return f"{median(known):.4f}" if known else "-"
 
 
 def _threads(count: int) -> str:
     return f"{count} thread{'s' if count > 1 else ''}"
-
-
-def _middle(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
 
 
 def _markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -190,7 +190,8 @@ def _shares(
 
     Means over ranks and step lines. Stages that cost unlike are no imbalance: that is the bubble.
     """
-    data, imbalance = [0.0], [0.0]
+    data: list[float] = []
+    imbalance: list[float] = []
     for line in steps:
         if (ranks := line.get("ranks")) and line["images_per_second"] > 0:
             step_seconds = batch_size / line["images_per_second"]
@@ -203,9 +204,9 @@ def _shares(
                 behind = own[replicas].max() - own[replicas]
                 waits[replicas] = np.maximum(waits[replicas], behind)
             imbalance.append(float(waits.mean()) / step_seconds)
-    places = slice(1 if len(data) > 1 else 0, None)
-    means = (float(np.mean(shares[places])) for shares in (data, imbalance))
-    first, second = (min(share, 1.0) for share in means)
+    if not data:
+        return 0.0, 0.0
+    first, second = (min(float(np.mean(shares)), 1.0) for shares in (data, imbalance))
     return first, second
 
 

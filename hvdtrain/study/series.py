@@ -4,6 +4,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import median as middle
 from typing import Literal
 
 import numpy as np
@@ -196,10 +197,6 @@ def _size(runs: Sequence[Result], base: Sequence[Result], best: Sequence[Result]
 
 def _lost(runs: Sequence[Result], base: Sequence[Result]) -> Lost:
     """For the median of each part: parts of different repeats need not add up to the whole."""
-
-    def middle(values: Iterable[float]) -> float:
-        return float(np.median(list(values)))
-
     seconds_an_image = middle(run.train_seconds / run.samples for run in base)
     data_an_image = middle(run.data / run.samples for run in base)
     samples = middle(run.samples for run in runs)
