@@ -16,8 +16,9 @@ def cancel(runs: Iterable[str]) -> list[str]:
         DataError: if a record cannot be understood.
     """
     said = []
-    for run, kept in watch.runs_of(runs):
-        active = [job for job, state in watch.states(kept).items() if state.is_active]
+    found = watch.runs_of(runs)
+    for (run, kept), own in zip(found, watch.states(kept for _, kept in found), strict=True):
+        active = [job for job, state in own.items() if state.is_active]
         if kept.cluster == "slurm" and active:
             slurm.cancel(active)
         elif kept.cluster == "local":

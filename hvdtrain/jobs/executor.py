@@ -2,7 +2,6 @@
 
 import io
 import os
-import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
@@ -37,15 +36,16 @@ class Request:
 
 
 def submitted(request: Request, dependency: str | None) -> list[str]:
-    """Hand the runs to submitit; one number for each, or one for all on this machine."""
+    """Hand the runs to submitit; the number of each one's job."""
     import submitit
 
     executor = _executor(request)
-    arguments = [arguments_of(training) for training in request.runs]
+    arguments = [_arguments(training) for training in request.runs]
     if request.job.cluster == "local":
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         with _detached():
-            return [str(executor.submit(Trainings(tuple(arguments), visible)).job_id)]
+            number = executor.submit(Trainings(tuple(arguments), visible)).job_id
+        return [str(number)] * len(arguments)
     if dependency is not None:
         executor.parameters["dependency"] = dependency
         executor.parameters["additional_parameters"]["kill-on-invalid-dep"] = "yes"
@@ -61,9 +61,13 @@ def submitted(request: Request, dependency: str | None) -> list[str]:
 
 
 def dry_run(request: Request) -> str:
-    """The script that sbatch would be given."""
+    """The script that sbatch would be given.
+
+    Raises:
+        UsageError: if there would be none.
+    """
     if request.job.cluster == "local":
-        return "\n".join(shlex.join(("hvdtrain", *arguments_of(run))) for run in request.runs)
+        raise UsageError("--dry-run shows the script of a job: with --cluster local there is none")
     executor = _executor(request)
     if len(request.runs) > 1:
         executor.parameters["map_count"] = len(request.runs)
@@ -123,7 +127,7 @@ def _executor(request: Request) -> Any:
     return on_slurm
 
 
-def arguments_of(training: TrainConfig) -> tuple[str, ...]:
+def _arguments(training: TrainConfig) -> tuple[str, ...]:
     """A run without a checkpoint begins with --resume, too: its folder is there."""
     run = str(training.run)
     return ("train", "--config", str(Path(run) / "config.yaml"), "--run", run, "--resume")

@@ -49,7 +49,8 @@ def _newest(kept: Record, rank: int) -> str:
 
 
 def _is_over(kept: Record, job: str) -> bool:
-    state = watch.states(kept).get(job)
+    (own,) = watch.states([kept])
+    state = own.get(job)
     return state is None or not state.is_active
 
 

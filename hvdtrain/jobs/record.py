@@ -21,7 +21,6 @@ class Record:
     Attributes:
         cluster: "slurm" or "local". host: on which they were made. name: of the jobs.
         jobs: their numbers, the newest last.
-        arguments: the command line of each rank.
         ranks, nodes: what was asked for.
         logs: folder of what the jobs print.
         submitted: seconds since 1970, of the newest.
@@ -32,7 +31,6 @@ class Record:
     host: str
     name: str
     jobs: tuple[str, ...]
-    arguments: tuple[str, ...]
     ranks: int
     nodes: int
     logs: str
@@ -59,8 +57,7 @@ def read(run: Path) -> Record | None:
     path = run / RECORD
     try:
         content: dict[str, Any] = json.loads(path.read_text())
-        lists = {name: tuple(map(str, content[name])) for name in ("jobs", "arguments")}
-        return Record(**content | lists)
+        return Record(**content | {"jobs": tuple(map(str, content["jobs"]))})
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:

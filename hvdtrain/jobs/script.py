@@ -23,7 +23,11 @@ def parameters(job: JobOptions, site: Site, ranks_per_node: int, name: str) -> d
         ranks_per_node: tasks of each node.
         name: of the job.
     """
-    options: dict[str, Any] = {"requeue": True} if site.requeue else {"no-requeue": True}
+    options: dict[str, Any] = {"requeue" if site.requeue else "no-requeue": True}
+    if job.gpus_per_node:
+        kind, _, model = site.gpus.partition(":")
+        wanted = f"{model}:{job.gpus_per_node}" if model else str(job.gpus_per_node)
+        options |= {"gres": f"gpu:{wanted}"} if kind == "gres" else {"gpus-per-node": wanted}
     found = {
         "job_name": name,
         "partition": job.partition or site.partition,
@@ -41,12 +45,4 @@ def parameters(job: JobOptions, site: Site, ranks_per_node: int, name: str) -> d
         "srun_args": [f"--mpi={site.mpi}", "--kill-on-bad-exit=1"],
         "additional_parameters": options | site.options,
     }
-    if job.gpus_per_node:
-        kind, _, model = site.gpus.partition(":")
-        wanted = f"{model}:{job.gpus_per_node}" if model else str(job.gpus_per_node)
-        if kind == "gres":
-            options["gres"] = f"gpu:{wanted}"
-        else:
-            options["gpus-per-node"] = wanted
-        found["additional_parameters"] = options | site.options
     return {key: value for key, value in found.items() if value is not None}

@@ -4,7 +4,7 @@ import hashlib
 import json
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -13,13 +13,10 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.jobs import record, slurm, watch
 from hvdtrain.jobs.estimate import estimate
-from hvdtrain.jobs.executor import Request, arguments_of, dry_run, submitted
+from hvdtrain.jobs.executor import Request, dry_run, submitted
 from hvdtrain.jobs.options import JobOptions
 from hvdtrain.jobs.record import LOGS, Record
 from hvdtrain.jobs.site import load
-
-# Of two runs of one study: where they are, and what they write.
-MAY_DIFFER = frozenset({"run", "resume", "log_every", "keep_checkpoints", "on_alert"})
 
 
 def submit(training: TrainConfig, job: JobOptions) -> list[str]:
@@ -40,19 +37,17 @@ def submit(training: TrainConfig, job: JobOptions) -> list[str]:
         threads=training.threads or job.cpus_per_rank,
     )
     request = Request((settled,), job, load(job.site), run / LOGS, run.name)
-    check(request)
+    check([request])
+    time_needed = estimate(settled, job, run.parent)
     if job.dry_run:
-        return [dry_run(request), f"# time: {estimate(settled, job, run.parent)}"]
-    if found := not_needed(settled):
-        return [found]
-    earlier = record.read(run)
-    jobs: list[str] = []
-    for _ in range(job.chain):
-        # The next one runs if the one before had to leave before it was done.
-        dependency = f"afternotok:{jobs[-1]}" if jobs else None
-        jobs += make(request, dependency)
-    said = f"{run} {'goes on as' if earlier else 'is'} job {', '.join(jobs)}"
-    return [f"time: {estimate(settled, job, run.parent)}", said]
+        return [dry_run(request), f"# time: {time_needed}"]
+    (reason,) = not_needed([settled])
+    if reason:
+        return [reason]
+    is_known = record.read(run) is not None
+    jobs = make(request, chain=job.chain)
+    said = f"{run} {'goes on as' if is_known else 'is'} job {', '.join(jobs)}"
+    return [f"time: {time_needed}", said]
 
 
 def run_folder(training: TrainConfig) -> Path:
@@ -61,16 +56,31 @@ def run_folder(training: TrainConfig) -> Path:
         return Path(training.run)
     content = asdict(replace(training, resume=False))
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    model = "".join(c if c.isalnum() or c in "-_" else "-" for c in training.model)
-    return Path("runs") / f"{model}-{training.ranks or 1}-{digest[:8]}"
+    return Path("runs") / f"{files.plain_name(training.model)}-{training.ranks or 1}-{digest[:8]}"
 
 
-def check(request: Request) -> None:
-    """Refuse what would fail in the job, or what the cluster would leave waiting for ever.
+def check(requests: Sequence[Request]) -> None:
+    """Refuse what would fail in a job, or what the cluster would leave waiting for ever.
 
     Raises:
         UsageError: naming it.
     """
+    for request in requests:
+        _check_job(request)
+    queued = [request for request in requests if request.job.cluster == "slurm"]
+    if not queued:
+        return
+    partitions, kinds = slurm.partitions(), slurm.mpi_kinds()
+    for request in queued:
+        _check_partition(request, partitions)
+        if kinds and request.site.mpi not in kinds:
+            raise UsageError(
+                f"this Slurm's srun knows no --mpi={request.site.mpi}: it knows "
+                f"{', '.join(kinds)}; put one of them as mpi into the site's file"
+            )
+
+
+def _check_job(request: Request) -> None:
     job, site = request.job, request.site
     for training in request.runs:
         if training.restarts:
@@ -78,65 +88,63 @@ def check(request: Request) -> None:
         if training.resume:
             raise UsageError("--resume is not needed: the same run goes on where it was")
         job.ranks_per_node(training)
-    minutes = job.minutes()
-    if site.warning_seconds > 30 * minutes:
+    if site.warning_seconds > 30 * job.minutes():
         raise UsageError(
             f"--time {job.time} is too short: a job is told to save {site.warning_seconds} s "
             "before its end; give more, or a smaller warning_seconds in the site's file"
         )
-    if job.cluster == "local":
-        if job.chain > 1:
-            raise UsageError("--chain is for a queue: leave it out with --cluster local")
-        return
-    known = slurm.partitions()
+    if job.cluster == "local" and job.chain > 1:
+        raise UsageError("--chain is for a queue: leave it out with --cluster local")
+
+
+def _check_partition(request: Request, known: Mapping[str, slurm.Partition]) -> None:
+    job = request.job
     default = next((name for name, found in known.items() if found.is_default), "")
-    for name in (job.partition or site.partition or default).split(","):
-        if name and name not in known:
+    for name in (job.partition or request.site.partition or default).split(","):
+        if not name:
+            continue
+        if name not in known:
             raise UsageError(f"no partition {name} here: there are {', '.join(sorted(known))}")
-        limit = known[name].minutes if name else None
-        if limit is not None and minutes > limit:
+        limit = known[name].minutes
+        if limit is not None and job.minutes() > limit:
             raise UsageError(f"--time {job.time} is above the limit of {name}, {limit} minutes")
-        if name and job.nodes > known[name].nodes:
+        if job.nodes > known[name].nodes:
             raise UsageError(f"--nodes {job.nodes}, but {name} has {known[name].nodes} nodes")
-    kinds = slurm.mpi_kinds()
-    if kinds and site.mpi not in kinds:
-        raise UsageError(
-            f"this Slurm's srun knows no --mpi={site.mpi}: it knows {', '.join(kinds)}; "
-            "put one of them as mpi into the site's file"
-        )
 
 
-def not_needed(training: TrainConfig, is_exact: bool = False) -> str:
-    """Why no job has to be made for a run; empty if one has to.
+def not_needed(
+    runs: Sequence[TrainConfig], may_change: frozenset[str] = configfile.MAY_CHANGE_ON_RESUME
+) -> list[str]:
+    """Why no job has to be made for each of the runs; empty for those that need one.
 
     Args:
-        is_exact: whether the run of the folder must not differ even in what may change when a run
-            goes on, such as its plan: a study would show one for the other.
+        may_change: in what a run may differ from the one in its folder.
 
     Raises:
-        UsageError: if its folder holds a run of another configuration.
+        UsageError: if a folder holds a run of another configuration.
     """
+    records = [record.read(Path(run.run or "")) for run in runs]
+    states = iter(watch.states(kept for kept in records if kept is not None))
+    found = []
+    for run, kept in zip(runs, records, strict=True):
+        own = next(states) if kept is not None else {}
+        active = [number for number, state in own.items() if state.is_active]
+        found.append(_not_needed(run, active, may_change))
+    return found
+
+
+def _not_needed(training: TrainConfig, active: Sequence[str], may_change: frozenset[str]) -> str:
     run = Path(training.run or "")
     saved = run / "config.yaml"
     if not saved.exists():
         return ""
     old = configfile.load(saved)
-    changed = configfile.differences(old, training)
-    if is_exact:
-        now = asdict(training)
-        changed = [
-            f"{name} was {old[name]!r}, is {now[name]!r}"
-            for name in now
-            if name not in MAY_DIFFER and name in old and old[name] != now[name]
-        ]
-    if changed:
+    if changed := configfile.differences(old, training, may_change):
         raise UsageError(
             f"{run} holds a run of another configuration ({'; '.join(changed)}): "
-            f"choose another {'--to' if is_exact else '--run'}"
+            "choose another folder"
         )
-    kept = record.read(run)
-    states = watch.states(kept) if kept else {}
-    if active := [number for number, state in states.items() if state.is_active]:
+    if active:
         return f"{run} is job {', '.join(active)} already"
     is_as_long = all(old.get(name) == getattr(training, name) for name in ("epochs", "max_steps"))
     if is_as_long and (run / "summary.json").exists():
@@ -144,8 +152,12 @@ def not_needed(training: TrainConfig, is_exact: bool = False) -> str:
     return ""
 
 
-def make(request: Request, dependency: str | None = None) -> list[str]:
+def make(request: Request, dependency: str | None = None, chain: int = 1) -> list[str]:
     """Submit the runs of a request and keep in each folder what was made; the jobs' numbers.
+
+    Args:
+        dependency: in sbatch's words.
+        chain: jobs of each run; the next one runs if the one before left before it was done.
 
     Raises:
         UsageError: if Slurm refuses.
@@ -153,26 +165,35 @@ def make(request: Request, dependency: str | None = None) -> list[str]:
     """
     for training in request.runs:
         _keep_configuration(training)
-    jobs = submitted(request, dependency)
-    for place, training in enumerate(request.runs):
-        run = Path(training.run or "")
-        earlier = record.read(run)
-        record.write(
-            run,
-            Record(
-                cluster=request.job.cluster,
-                host=socket.gethostname(),
-                name=request.name,
-                jobs=(*(earlier.jobs if earlier else ()), jobs[min(place, len(jobs) - 1)]),
-                arguments=arguments_of(training),
-                ranks=training.ranks or 1,
-                nodes=request.job.nodes,
-                logs=str(request.logs.absolute()),
-                submitted=time.time(),
-                version=record.code_version(run),
-            ),
-        )
-    return jobs
+    made: list[list[str]] = []  # of each link of the chain, the number of each run
+    try:
+        for _ in range(chain):
+            made.append(submitted(request, dependency))
+            dependency = f"afternotok:{numbers_of(made[-1])}"
+    finally:
+        if made:
+            for training, jobs in zip(request.runs, zip(*made, strict=True), strict=True):
+                _keep_record(request, training, jobs)
+    return [number for numbers in made for number in numbers]
+
+
+def _keep_record(request: Request, training: TrainConfig, jobs: Sequence[str]) -> None:
+    run = Path(training.run or "")
+    earlier = record.read(run)
+    record.write(
+        run,
+        Record(
+            cluster=request.job.cluster,
+            host=socket.gethostname(),
+            name=request.name,
+            jobs=(*(earlier.jobs if earlier else ()), *jobs),
+            ranks=training.ranks or 1,
+            nodes=request.job.nodes,
+            logs=str(request.logs.absolute()),
+            submitted=time.time(),
+            version=record.code_version(run),
+        ),
+    )
 
 
 def _keep_configuration(training: TrainConfig) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from hvdtrain.configfile import MAY_CHANGE_IN_STUDY
 from hvdtrain.jobs import site
 from hvdtrain.jobs.executor import Request, dry_run
 from hvdtrain.jobs.grid import Cell, Grid
@@ -22,18 +23,18 @@ def sweep(grid: Grid, folder: str, is_dry: bool) -> Iterator[str]:
         UsageError, DataError: as `submit`; nothing is submitted if a run does not fit.
     """
     requests = [_request(cell, grid, folder) for cell in grid.cells]
-    for request in requests:
-        check(request)
+    check(requests)
     if is_dry:
         yield from map(dry_run, requests)
         return
+    every = [run for request in requests for run in request.runs]
+    folders = [run.run for run in every]
+    reasons = dict(zip(folders, not_needed(every, MAY_CHANGE_IN_STUDY), strict=True))
+    yield from filter(None, reasons.values())
     pending = []
     for request in requests:
-        reasons = [not_needed(run, is_exact=True) for run in request.runs]
-        yield from filter(None, reasons)
-        runs = [run for run, why in zip(request.runs, reasons, strict=True) if not why]
-        if runs:
-            pending.append(replace(request, runs=tuple(runs)))
+        if runs := tuple(run for run in request.runs if not reasons[run.run]):
+            pending.append(replace(request, runs=runs))
     if pending and pending[0].job.cluster == "local":
         pending = [_one_after_the_other(pending, Path(folder))]
     made: list[list[str]] = []

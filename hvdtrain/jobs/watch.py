@@ -56,9 +56,16 @@ def runs_of(paths: Iterable[str]) -> list[tuple[Path, Record]]:
     return found
 
 
-def states(kept: Record) -> dict[str, State]:
-    """The states of a run's jobs that are still known, by number."""
-    return _own(kept, slurm.states(kept.jobs) if kept.cluster == "slurm" else {})
+def states(records: Iterable[Record]) -> list[dict[str, State]]:
+    """For each record the states of its jobs that are still known, by number.
+
+    Raises:
+        UsageError: if Slurm does not answer; it is asked once.
+    """
+    records = list(records)
+    numbers = [number for kept in records if kept.cluster == "slurm" for number in kept.jobs]
+    known = slurm.states(numbers)
+    return [_own(kept, known) for kept in records]
 
 
 def _own(kept: Record, known: Mapping[str, State]) -> dict[str, State]:
@@ -75,11 +82,8 @@ def _own(kept: Record, known: Mapping[str, State]) -> dict[str, State]:
 def rows(runs: Iterable[tuple[Path, Record]]) -> list[Row]:
     """One line for each run, of its newest job that runs, else of its newest."""
     runs = list(runs)
-    on_slurm = [number for _, kept in runs if kept.cluster == "slurm" for number in kept.jobs]
-    known = slurm.states(on_slurm) if on_slurm else {}
     found = []
-    for run, kept in runs:
-        own = _own(kept, known)
+    for (run, kept), own in zip(runs, states(kept for _, kept in runs), strict=True):
         job = next((n for n in kept.jobs if n in own and own[n].state == "RUNNING"), "")
         job = job or next((n for n in kept.jobs if n in own and own[n].is_active), kept.jobs[-1])
         found.append(_row(run, kept, job, own.get(job)))
@@ -87,10 +91,10 @@ def rows(runs: Iterable[tuple[Path, Record]]) -> list[Row]:
 
 
 def _row(run: Path, kept: Record, job: str, state: State | None) -> Row:
-    is_done = (run / "summary.json").exists()  # put aside when a run goes on
-    if is_done or state is None:  # Slurm has forgotten it, or it was a process of a machine
-        over = replace(state or State(""), state="COMPLETED" if is_done else "FAILED", reason="")
-        state = state if state is not None and state.is_active and not is_done else over
+    if (run / "summary.json").exists():  # it is put aside when a run goes on
+        state = replace(state or State(""), state="COMPLETED", reason="")
+    elif state is None:  # Slurm has forgotten it, or it was a process of a machine
+        state = State("FAILED")
     lines = _metrics(run)
     steps = [line for line in lines if line.get("event") in ("step", "epoch")]
     epochs = [line for line in lines if line.get("event") == "epoch"]

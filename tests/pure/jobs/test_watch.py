@@ -14,8 +14,8 @@ from hvdtrain.jobs.record import Record
 from hvdtrain.jobs.slurm import _minutes
 
 RECORD = Record(
-    *("local", socket.gethostname(), "run", ("999999999",), ("train",)),
-    *(2, 1, "logs", 0.0, "0.1.0"),
+    *("local", socket.gethostname(), "run", ("999999999",), 2, 1),
+    *("logs", 0.0, "0.1.0"),
 )
 
 
