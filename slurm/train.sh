@@ -5,6 +5,12 @@
 set -uo pipefail
 
 run=${RUN:-runs/$SLURM_JOB_NAME-${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}}${SLURM_ARRAY_TASK_ID:+-$SLURM_ARRAY_TASK_ID}
+for argument; do
+    if [[ $argument == --run || $argument == --run=* ]]; then
+        echo "${0##*/}: --run is given by RUN here: sbatch with RUN=DIR in front of it" >&2
+        exit 2
+    fi
+done
 set -- "$@" --run "$run"
 [[ ! -e $run/config.yaml ]] || set -- "$@" --resume
 
