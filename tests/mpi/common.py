@@ -1,11 +1,15 @@
 """What the tests under mpirun share: runtimes of small models, and batches for them."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
+from torch import nn
 
+from hvdtrain import models
 from hvdtrain.config import TrainConfig
+from hvdtrain.models import resnet, vit
 from hvdtrain.models.component import Component
 from hvdtrain.parallel import schedule
 from hvdtrain.parallel.cut import cut
@@ -19,7 +23,28 @@ from hvdtrain.training.plancheck import MEAN, STD, my_step, random_batch
 from hvdtrain.world import World
 
 CLASSES = 7
-SIZES = {"cnn": 16, "vit_tiny": 8, "resnet18": 8}
+
+
+def components_of(model: str, size: int) -> list[Component]:
+    """A model, or one of its kind that is small enough to try every plan with it.
+
+    "resnet" has the blocks of resnet18, and "vit" those of vit_tiny, with fewer channels.
+    """
+    if model == "vit":
+        return vit._vit(vit.Shape(width=24, depth=3, heads=3, hidden=48), CLASSES, size, None)
+    if model != "resnet":
+        return models.components(model, CLASSES, size)
+    channels = [(8, 8, 1), (8, 16, 2), (16, 16, 1), (16, 32, 2)]
+    blocks = [
+        Component(f"layer{layer}.0", partial(resnet.BasicBlock, *arguments))
+        for layer, arguments in enumerate(channels, 1)
+    ]
+    head = Component("head", partial(resnet._head, 32, CLASSES))
+    return [Component("stem", _stem), *blocks, head]
+
+
+def _stem() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8))
 
 
 def names(components: Sequence[Component]) -> list[str]:

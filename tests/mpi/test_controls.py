@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from hvdtrain import models
 from hvdtrain.config import TrainConfig
 from hvdtrain.parallel.actions import Action
 from hvdtrain.parallel.exchange import Exchange
@@ -18,17 +17,18 @@ from hvdtrain.parallel.reduce import ReplicatedGradients
 from hvdtrain.training import parts, plancheck
 from hvdtrain.training.plancheck import Parity, check_plan
 from hvdtrain.world import World
-from tests.mpi.common import CLASSES, SIZES, names
+from tests.mpi.common import CLASSES, components_of, names
 from tests.mpi.plans import PLANS
 
+SIZE = 16
 SEEN = 1e-3  # no rounding error is that large in fp64
 
 
 def check(here: World, plan: str) -> Parity:
-    components = models.components("cnn", CLASSES, SIZES["cnn"])
+    components = components_of("cnn", SIZE)
     config = TrainConfig(model="cnn", data="", precision="fp64", batch_size=13)
     made = PLANS[here.size][plan](names(components))
-    return check_plan(config, components, SIZES["cnn"], CLASSES, here, made)
+    return check_plan(config, components, SIZE, CLASSES, here, made)
 
 
 def replicas_that(change: Callable[[Tensor, str], Any] | None, operation: str) -> Any:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from hvdtrain import models
 from hvdtrain.config import TrainConfig
 from hvdtrain.models.component import Component
 from hvdtrain.parallel import schedule
@@ -18,9 +17,10 @@ from hvdtrain.parallel.program import program
 from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.training.plancheck import my_step, random_batch
 from hvdtrain.world import World
-from tests.mpi.common import CLASSES, SIZES, names, run_step, runtime_of, whole_state
+from tests.mpi.common import CLASSES, components_of, names, run_step, runtime_of, whole_state
 from tests.mpi.plans import PLANS
 
+IMAGE_SIZE = 8
 STEP_SIZES = [13, 13, 13, 13, 13, 2, 13, 13, 13, 1]  # uneven tails in between
 ALONE = World("none", 0, 1, 0, 1, 1)
 FOUR_PLANS = ("mp", "hp:2x2, zb-h1", "1+3", "all, two, one")
@@ -33,10 +33,9 @@ def train(
     here: World,
     steps: int,
 ) -> dict[str, np.ndarray]:
-    size = SIZES.get(config.model, 8)
-    runtime = runtime_of(config, plan, components, size, here)
+    runtime = runtime_of(config, plan, components, IMAGE_SIZE, here)
     for seed in range(steps):
-        run_step(runtime, plan, here, size, STEP_SIZES[seed % len(STEP_SIZES)], seed)
+        run_step(runtime, plan, here, IMAGE_SIZE, STEP_SIZES[seed % len(STEP_SIZES)], seed)
     assert runtime.activity is not None
     runtime.activity.close()
     return whole_state(plan, runtime, here)
@@ -50,10 +49,9 @@ def assert_close(found: dict[str, Any], reference: dict[str, Any], bound: float)
 
 
 def test_fifty_steps_of_a_transformer_end_in_the_weights_of_the_serial_run(here: World) -> None:
-    every = models.components("vit_tiny", CLASSES, SIZES["vit_tiny"])
-    components = [*every[:7], every[-1]]  # three of its twelve blocks
+    components = components_of("vit", IMAGE_SIZE)
     config = TrainConfig(
-        model="vit_tiny", data="", precision="fp64", optimizer="sgd", lr=0.05, clip_norm=1.0
+        model="vit", data="", precision="fp64", optimizer="sgd", lr=0.05, clip_norm=1.0
     )
     single = replicated(names(components), 1, 4, None)
     steps = 50 if here.size == 4 else 3
@@ -66,7 +64,7 @@ def test_fifty_steps_of_a_transformer_end_in_the_weights_of_the_serial_run(here:
 
 def test_clipping_scales_the_gradients_of_the_whole_model(here: World) -> None:
     # Without clipping these steps end elsewhere: the bound is felt.
-    components = models.components("cnn", CLASSES, SIZES["cnn"])
+    components = components_of("cnn", IMAGE_SIZE)
     config = TrainConfig(model="cnn", data="", precision="fp64", optimizer="sgd", clip_norm=0.1)
     plan = list(PLANS[here.size].values())[-1](names(components))
     single = replicated(names(components), 1, 1, None)
@@ -84,8 +82,8 @@ def test_replicas_with_batch_norm_stay_equal_to_the_bit(
 ) -> None:
     # Weights of a serial run cannot be followed far here: batch norm over few values multiplies
     # rounding errors a hundredfold a step. whole_state compares the replicas.
-    components = models.components("resnet18", CLASSES, SIZES["resnet18"])
-    config = TrainConfig(model="resnet18", data="", batch_norm=batch_norm)  # type: ignore[arg-type]
+    components = components_of("resnet", IMAGE_SIZE)
+    config = TrainConfig(model="resnet", data="", batch_norm=batch_norm)  # type: ignore[arg-type]
     monkeypatch.setattr("tests.mpi.test_training.STEP_SIZES", [26, 26, 25])
     for plan in list(PLANS[here.size])[:1] + list(PLANS[here.size])[-1:]:
         made = PLANS[here.size][plan](names(components))
@@ -138,7 +136,9 @@ def evaluated(plan: Plan, runtime: Runtime, here: World, batch_size: int) -> tup
     ready = program(plan, pieces, actions, here.rank)
     loss, correct = 0.0, 0
     for seed in range(3):
-        step = my_step(plan, pieces, here.rank, *random_batch(batch_size, 8, CLASSES, seed))
+        step = my_step(
+            plan, pieces, here.rank, *random_batch(batch_size, IMAGE_SIZE, CLASSES, seed)
+        )
         runtime.evaluate(ready, step)
         if step.loss_sum is not None and step.correct is not None:
             loss, correct = loss + float(step.loss_sum), correct + int(step.correct)
@@ -154,14 +154,14 @@ def test_evaluation_counts_the_same_under_every_plan(here: World, model: str) ->
     empty = [Component(f"empty{i}", nn.Identity) for i in range(7)]
     components = [*empty[:1], Component("odd", Odd), *empty[1:]]
     if model == "cnn":
-        components = models.components(model, CLASSES, 8)
+        components = components_of(model, IMAGE_SIZE)
     config = TrainConfig(model=model, data="", precision="fp64")
     single = replicated(names(components), 1, 4, None)
-    serial = runtime_of(config, single, components, 8, ALONE)
+    serial = runtime_of(config, single, components, IMAGE_SIZE, ALONE)
     loss, correct = evaluated(single, serial, ALONE, 40)
     for plan in PLANS[here.size].values():
         made = replace(plan(names(components)), microbatches=8, schedule="1f1b")
-        runtime = runtime_of(config, made, components, 8, here)
+        runtime = runtime_of(config, made, components, IMAGE_SIZE, here)
         found = evaluated(made, runtime, here, 40)
         assert found[0] == pytest.approx(loss, rel=1e-12)
         assert found[1] == correct

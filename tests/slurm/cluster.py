@@ -1,10 +1,8 @@
 """The Slurm of slurm/local, and what tests ask of it."""
 
-import csv
 import re
 import subprocess
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,6 +11,7 @@ from pathlib import Path
 import psutil
 
 from tests.conftest import ROOT, program_environment
+from tests.single.training.jobs import events_of
 
 LOCAL = ROOT / "slurm" / "local"
 
@@ -65,6 +64,29 @@ class Cluster:
         wait_for(is_there, seconds, lambda: f"job {number} is {found[0]}")
         return found[0]
 
+    def wait_until_it_trains(self, number: str, run: Path) -> None:
+        """Return once the run of this job has made a few steps."""
+
+        def is_training() -> bool:
+            return (run / "metrics.jsonl").exists() and len(events_of(run, "step")) > 2
+
+        wait_for(is_training, 240, lambda: str(self.job(number)))
+
+    def end_its_time(self, number: str, warning_seconds: int) -> None:
+        """Give a job that runs so short a time that Slurm warns it of its end, soon or now."""
+        fields = reversed(self.job(number)["RunTime"].split(":"))
+        elapsed = sum(int(part) * 60**place for place, part in enumerate(fields))
+        minutes = (elapsed + warning_seconds // 2) // 60 + 1
+        self.run("scontrol", "update", f"JobId={number}", f"TimeLimit={minutes}")
+
+    def preempt(self) -> None:
+        """Run a job that takes all nodes from those of the partition low."""
+        number = self.submit(
+            *("--partition=high", "--nodes=4", "--ntasks-per-node=4", "--output=/dev/null"),
+            *("--wrap", "srun sleep 1"),
+        )
+        self.wait(number, "COMPLETED")
+
     def release(self, number: str) -> None:
         """Let a job that was requeued start, which Slurm does after two minutes.
 
@@ -102,11 +124,3 @@ def wait_for(is_so: Callable[[], bool], seconds: float, what: Callable[[], str])
     while not is_so():
         assert time.monotonic() < until, what()
         time.sleep(0.5)
-
-
-def samples_each_epoch(ledger: Path) -> list[Counter[str]]:
-    """How often each sample is in each epoch of a ledger."""
-    with ledger.open() as file:
-        rows = list(csv.DictReader(file))
-    epochs = sorted({int(row["epoch"]) for row in rows})
-    return [Counter(row["sample"] for row in rows if int(row["epoch"]) == e) for e in epochs]

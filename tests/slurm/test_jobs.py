@@ -5,8 +5,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tests.single.training.jobs import events_of, summary_of
-from tests.slurm.cluster import Cluster, samples_each_epoch, wait_for
+from tests.single.training.jobs import samples_of, summary_of
+from tests.slurm.cluster import Cluster, wait_for
 
 SLOW = ("--inject", "slow step=1 seconds=0.2 steps=100000")
 
@@ -86,24 +86,15 @@ def test_a_preempted_job_goes_back_into_the_queue_by_itself(
         *(cluster, small_set, run, "--ranks", 2, "--nodes", 2, "--epochs", 20),
         *("--ledger", ledger, "--partition", "low", *SLOW),
     )
-    wait_for(
-        lambda: (run / "metrics.jsonl").exists() and len(events_of(run, "step")) > 2,
-        120,
-        lambda: cluster.job(number)["JobState"],
-    )
-    other = cluster.submit(
-        *("--partition=high", "--nodes=4", "--ntasks-per-node=4", "--output=/dev/null"),
-        *("--wrap", "srun sleep 1"),
-    )
-    cluster.wait(other, "COMPLETED")
+    cluster.wait_until_it_trains(number, run)
+    cluster.preempt()
     cluster.wait(number, "PENDING")
     assert _status(cluster, run)["state"] == "PENDING"
     cluster.release(number)
     assert cluster.wait(number, "COMPLETED")["Restarts"] == "1"
     assert "resumed after step" in cluster.run("hvdtrain", "jobs", "logs", run)
-    epochs = samples_each_epoch(ledger)
-    assert len(epochs) == 20
-    assert all(len(samples) == 601 and set(samples.values()) == {1} for samples in epochs)
+    for samples in samples_of(ledger, 20):
+        assert len(samples) == len(set(samples)) == 601
 
 
 def test_a_job_that_is_killed_is_seen_with_its_last_words(
@@ -121,12 +112,15 @@ def test_a_chain_goes_on_where_requeue_is_forbidden(
     cluster: Cluster, small_set: Path, tmp_path: Path
 ) -> None:
     site, run = tmp_path / "site.yaml", tmp_path / "run"
-    site.write_text("requeue: false\nwarning_seconds: 60\noptions: {exclusive: true}\n")
+    site.write_text("requeue: false\nwarning_seconds: 90\noptions: {exclusive: true}\n")
     said = cluster.run(
         *("hvdtrain", "jobs", "submit", "--model", "cnn", "--data", small_set, "--run", run),
-        *("--ranks", 2, "--epochs", 20, "--time", 2, "--chain", 3, "--site", site, *SLOW),
+        *("--ranks", 2, "--epochs", 20, "--time", 20, "--chain", 3, "--site", site, *SLOW),
+        *("--log-every", 1),
     )
     first, second, third = re.findall(r"\d+", said.strip().rpartition("job ")[2])
+    cluster.wait_until_it_trains(first, run)
+    cluster.end_its_time(first, 90)
     assert cluster.wait(first, "FAILED", "COMPLETED")["ExitCode"] == "75:0"
     cluster.wait(second, "COMPLETED")
     cluster.wait(third, "CANCELLED")
@@ -137,11 +131,7 @@ def test_a_chain_goes_on_where_requeue_is_forbidden(
 def test_cancelling_leaves_no_process(cluster: Cluster, small_set: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     number = _submit(cluster, small_set, run, "--ranks", 2, "--epochs", 20, *SLOW)
-    wait_for(
-        lambda: _status(cluster, run)["step"] is not None,
-        120,
-        lambda: cluster.job(number)["JobState"],
-    )
+    cluster.wait_until_it_trains(number, run)
     assert len(cluster.processes(str(run))) >= 2
     assert (
         cluster.run("hvdtrain", "jobs", "cancel", run).strip() == f"{run}: job {number} cancelled"

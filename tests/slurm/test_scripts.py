@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.study.results import plan_name
-from tests.single.training.jobs import events_of, summary_of
-from tests.slurm.cluster import Cluster, samples_each_epoch, wait_for
+from tests.single.training.jobs import samples_of, summary_of
+from tests.slurm.cluster import Cluster, wait_for
 
 SCRIPTS = Path("slurm")
 SLOW = ("--inject", "slow step=1 seconds=0.2 steps=100000")
@@ -22,10 +22,6 @@ def _options(data: Path, run: Path) -> list[object]:
 
 def _output(tmp_path: Path) -> str:
     return f"--output={tmp_path}/%j.log"
-
-
-def _is_training(run: Path) -> bool:
-    return (run / "metrics.jsonl").exists() and len(events_of(run, "step")) > 2
 
 
 @pytest.mark.parametrize(
@@ -82,12 +78,8 @@ def test_a_preempted_job_saves_and_finishes_later(
         *(SCRIPTS / "nodes.sbatch", *_options(small_set, run), *SLOW),
         RUN=str(run),
     )
-    wait_for(lambda: _is_training(run), 120, lambda: cluster.job(number)["JobState"])
-    other = cluster.submit(
-        *("--partition=high", "--nodes=4", "--ntasks-per-node=4", "--output=/dev/null"),
-        *("--wrap", "srun sleep 1"),
-    )
-    cluster.wait(other, "COMPLETED")
+    cluster.wait_until_it_trains(number, run)
+    cluster.preempt()
     _finishes(cluster, number, run, tmp_path / f"{number}.log")
 
 
@@ -97,11 +89,12 @@ def test_a_job_whose_time_is_up_saves_and_goes_on(
     run = tmp_path / "run"
     number = cluster.submit(
         *(_output(tmp_path), "--ntasks-per-node=2", "--cpus-per-task=1"),
-        *("--time=2", "--signal=USR1@75", SCRIPTS / "train.sbatch"),
-        *(*_options(small_set, run), "--inject", "slow step=1 seconds=0.25 steps=100000"),
+        *("--time=20", "--signal=USR1@90", SCRIPTS / "train.sbatch"),
+        *(*_options(small_set, run), *SLOW),
         RUN=str(run),
     )
-    wait_for(lambda: _is_training(run), 120, lambda: cluster.job(number)["JobState"])
+    cluster.wait_until_it_trains(number, run)
+    cluster.end_its_time(number, 90)
     _finishes(cluster, number, run, tmp_path / f"{number}.log")
 
 
@@ -115,9 +108,8 @@ def _finishes(cluster: Cluster, number: str, run: Path, log: Path) -> None:
     assert int(cluster.job(number)["Restarts"]) >= 1
     assert "resumed after step" in log.read_text()
     assert summary_of(run)["steps"] == 200
-    epochs = samples_each_epoch(run.with_suffix(".csv"))
-    assert len(epochs) == 20
-    assert all(len(samples) == 601 and set(samples.values()) == {1} for samples in epochs)
+    for samples in samples_of(run.with_suffix(".csv"), 20):
+        assert len(samples) == len(set(samples)) == 601
 
 
 def test_the_job_of_a_node_that_dies_goes_on_elsewhere(
@@ -129,7 +121,7 @@ def test_the_job_of_a_node_that_dies_goes_on_elsewhere(
         *(SCRIPTS / "nodes.sbatch", *_options(small_set, run), *SLOW),
         RUN=str(run),
     )
-    wait_for(lambda: _is_training(run), 120, lambda: own_cluster.job(number)["JobState"])
+    own_cluster.wait_until_it_trains(number, run)
     own_cluster.kill_node("n3")
     own_cluster.wait(number, "PENDING")
     own_cluster.run("scontrol", "update", f"JobId={number}", "ReqNodeList=")
@@ -158,7 +150,7 @@ def test_a_job_that_is_cancelled_leaves_no_process(
         *(SCRIPTS / "train.sbatch", *_options(small_set, run), *SLOW),
         RUN=str(run),
     )
-    wait_for(lambda: _is_training(run), 120, lambda: cluster.job(number)["JobState"])
+    cluster.wait_until_it_trains(number, run)
     assert len(cluster.processes(str(run))) >= 2
     cluster.run("scancel", number)
     cluster.wait(number, "CANCELLED")

@@ -23,10 +23,15 @@ def begin(options: Sequence[str], ready: Callable[[], object]) -> "subprocess.Po
         text=True,
         env=program_environment(),
     )
-    while not ready():
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.02)
+    wait_for(process, ready)
     return process
+
+
+def wait_for(process: "subprocess.Popen[str]", is_so: Callable[[], object]) -> None:
+    """Return once it is so; fail if the job ends before."""
+    while not is_so():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
 
 
 def saves(run: Path) -> bool:

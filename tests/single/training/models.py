@@ -20,6 +20,14 @@ def ten(classes: int, image_size: int) -> list[Component]:
     return [Component("all", build)]
 
 
+def small(classes: int, image_size: int) -> list[Component]:
+    """A single hidden layer."""
+    hidden = Component(
+        "hidden", lambda: nn.Sequential(nn.Flatten(), nn.Linear(3 * image_size**2, 8), nn.ReLU())
+    )
+    return [hidden, Component("head", partial(nn.Linear, 8, classes))]
+
+
 class Raises(nn.Module):
     """Fails in the fifth training step, on the ranks in FAULTY_RANKS, and notes when."""
 

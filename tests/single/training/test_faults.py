@@ -2,7 +2,6 @@
 
 import json
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,10 @@ from tests.conftest import Program
 from tests.single.training.jobs import events_of, samples_of, small_disk, summary_of
 
 EPOCHS, EPOCH = 3, 601
-ALERT = 'printf \'%s|%s|%s\\n\' "$HVDTRAIN_CAUSE" "$HVDTRAIN_MESSAGE" "$HVDTRAIN_RUN" >> '
+ALERT = (
+    'printf \'%s|%s|%s|%s\\n\' "$HVDTRAIN_CAUSE" "$HVDTRAIN_MESSAGE" "$HVDTRAIN_RUN"'
+    ' "$(date +%s.%N)" >> '
+)
 DIES = {
     "kill": "was ended by signal 9 (Killed) in step ",
     "segfault": "was ended by signal 11 (Segmentation fault) in step ",
@@ -21,7 +23,7 @@ DIES = {
 }
 
 
-def command(data: Path, run: Path, *options: object, ranks: int = 3) -> list[object]:
+def command(data: Path, run: Path, *options: object, ranks: int = 2) -> list[object]:
     common = ["train", "--model", "cnn", "--data", data, "--ranks", ranks, "--batch-size", 60]
     common += ["--epochs", EPOCHS, "--checkpoint-every", "3 steps", "--run", run]
     return [*common, "--ledger", run.with_suffix(".csv"), "--stall-timeout", 10, *options]
@@ -34,14 +36,20 @@ def failures_of(run: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(
+def undisturbed_run(
     tmp_path_factory: pytest.TempPathFactory, hvdtrain: Program, small_set: Path
-) -> str:
-    """The hash of the weights of a run to which nothing happens."""
+) -> Path:
+    """A run to which nothing happens."""
     run = tmp_path_factory.mktemp("undisturbed") / "run"
     done = hvdtrain(*command(small_set, run))
     assert done.returncode == 0, done.stderr
-    digest: str = summary_of(run)["weights_sha256"]
+    return run
+
+
+@pytest.fixture(scope="module")
+def undisturbed(undisturbed_run: Path) -> str:
+    """The hash of its weights."""
+    digest: str = summary_of(undisturbed_run)["weights_sha256"]
     return digest
 
 
@@ -56,14 +64,19 @@ def test_a_rank_that_fails_ends_the_job_and_another_start_finishes_it(
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("hvdtrain: ")]
     assert DIES[kind] in lines[0]
-    assert lines[1].startswith("hvdtrain: starting again on 3 rank(s) from the last checkpoint")
+    assert lines[1].startswith("hvdtrain: starting again on 2 rank(s) from the last checkpoint")
     assert len(lines) == 2
     assert summary_of(run)["weights_sha256"] == undisturbed
     for samples in samples_of(run.with_suffix(".csv"), EPOCHS):
         assert len(samples) == len(set(samples)) == EPOCH
     (message,) = failures_of(run)
     assert f"hvdtrain: {message}" == lines[0]
-    assert f"rank failed|{message}; starting again|{run}\n" in told.read_text()
+    (alert,) = [line for line in told.read_text().splitlines() if line.startswith("rank failed|")]
+    said, _, told_at = alert.rpartition("|")
+    assert said == f"rank failed|{message}; starting again|{run}"
+    (mark,) = (run / "injected").iterdir()
+    if kind != "stop":  # that takes its --stall-timeout
+        assert float(told_at) - mark.stat().st_mtime < 15
 
 
 def test_a_job_goes_on_with_fewer_ranks_and_without_the_faults_of_those_that_are_gone(
@@ -71,7 +84,7 @@ def test_a_job_goes_on_with_fewer_ranks_and_without_the_faults_of_those_that_are
 ) -> None:
     run, fault = tmp_path / "run", "kill step=8..9 rank=2; kill step=20 rank=any seed=1"
     options = ("--inject", fault, "--restarts", 2, "--min-ranks", 1)
-    done = hvdtrain(*command(small_set, run, *options))
+    done = hvdtrain(*command(small_set, run, *options, ranks=3))
     assert done.returncode == 0, done.stderr
     summary = summary_of(run)
     starts = done.stderr.count("starting again on")
@@ -86,33 +99,19 @@ def test_a_job_without_a_name_makes_one_folder(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
     common = ("train", "--model", "cnn", "--data", small_set, "--ranks", 2, "--max-steps", 1)
-    for number, options in enumerate([(), ("--restarts", 1)], start=1):
-        done = hvdtrain(*common, *options, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        folders = list((tmp_path / "runs").iterdir())
-        assert len(folders) == number
-        assert all((folder / "summary.json").exists() for folder in folders)
-
-
-@pytest.mark.parametrize("kind", ["kill", "segfault", "memory"])
-def test_the_job_is_over_in_15_seconds(
-    hvdtrain: Program, small_set: Path, tmp_path: Path, kind: str
-) -> None:
-    run = tmp_path / "run"
-    done = hvdtrain(*command(small_set, run, "--inject", f"{kind} step=8 rank=1"))
-    ended = time.time()
-    assert done.returncode == 4, done.stderr
-    (mark,) = (run / "injected").iterdir()
-    assert ended - mark.stat().st_mtime < 15
+    done = hvdtrain(*common, "--restarts", 1, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert (folder / "summary.json").exists()
 
 
 def test_a_rank_that_stands_still_is_named_by_the_others(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
-    options = ("--inject", "stop step=8 rank=2", "--stall-timeout", 14)
+    options = ("--inject", "stop step=8 rank=1", "--stall-timeout", 14)
     done = hvdtrain(*command(small_set, tmp_path / "run", *options))
     assert done.returncode == 4
-    assert "rank 2 on " in done.stderr
+    assert "rank 1 on " in done.stderr
     assert "has given no sign of life for" in done.stderr
 
 
@@ -132,7 +131,7 @@ def test_a_slow_rank_is_named_with_what_it_costs(
     run, told = tmp_path / "run", tmp_path / "told"
     fault = "slow step=6 rank=1 seconds=0.2"
     options = ("--inject", fault, "--log-every", 5, "--on-alert", f"{ALERT}{told}")
-    done = hvdtrain(*command(small_set, run, *options, ranks=2))
+    done = hvdtrain(*command(small_set, run, *options))
     assert done.returncode == 0, done.stderr
     faults = events_of(run, "fault")
     assert [line["cause"] for line in faults].count("straggler") >= 1
@@ -152,7 +151,7 @@ def test_a_corrupt_checkpoint_is_passed_over(
 ) -> None:
     run = tmp_path / "run"
     # The newest checkpoint is that after the second epoch, and the job dies before the next one.
-    fault = "corrupt step=31; kill step=32 rank=2"
+    fault = "corrupt step=31; kill step=32 rank=1"
     options = ("--inject", fault, "--restarts", 1, "--checkpoint-every", "1 epoch")
     done = hvdtrain(*command(small_set, run, *options))
     assert done.returncode == 0, done.stderr
@@ -199,7 +198,7 @@ def test_a_full_disk_ends_the_run_in_one_line_and_the_run_goes_on_with_room(
     [
         ("fill step=3", "GiB are free where"),
         ("nan step=3 component=body", "rank 0 holds no component 'body'; it holds conv1"),
-        ("kill step=3 rank=3", "there are 3 rank(s)"),
+        ("kill step=3 rank=2", "there are 2 rank(s)"),
     ],
 )
 def test_a_fault_that_cannot_happen_is_refused_and_leaves_no_run(
@@ -213,13 +212,9 @@ def test_a_fault_that_cannot_happen_is_refused_and_leaves_no_run(
     assert not run.exists()
 
 
-def test_every_rank_gives_signs_of_life(
-    hvdtrain: Program, small_set: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    assert hvdtrain(*command(small_set, run)).returncode == 0
-    for rank in range(3):
-        beat = json.loads((run / "heartbeats" / f"rank-{rank:04d}.json").read_text())
+def test_every_rank_gives_signs_of_life(undisturbed_run: Path) -> None:
+    for rank in range(2):
+        beat = json.loads((undisturbed_run / "heartbeats" / f"rank-{rank:04d}.json").read_text())
         assert beat["rank"] == rank
         assert beat["step"] == 33
         assert beat["memory_bytes"] > 2**26
@@ -239,4 +234,4 @@ def test_an_alert_is_told_of_what_ends_a_run_of_one_process(
     assert done.returncode == 1
     (line,) = told.read_text().splitlines()
     assert line.startswith("job failed|the loss became nan at step 2")
-    assert line.endswith(f"|{tmp_path / 'run'}")
+    assert f"|{tmp_path / 'run'}|" in line

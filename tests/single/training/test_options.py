@@ -47,8 +47,9 @@ def test_label_smoothing_is_torchs_in_training_and_absent_in_the_test(
 def test_a_compiled_model_learns_the_same(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
-    plain, _ = run_of(hvdtrain, small_set, tmp_path / "plain")
-    compiled, end = run_of(hvdtrain, small_set, tmp_path / "compiled", "--compile", timeout=300)
+    model = ("--model", "tests.single.training.models:small")  # compiled in less than a minute
+    plain, _ = run_of(hvdtrain, small_set, tmp_path / "plain", *model)
+    compiled, end = run_of(hvdtrain, small_set, tmp_path / "compiled", *model, "--compile")
     assert compiled == pytest.approx(plain, rel=1e-4)
     assert end["test_loss"] > 0
 
