@@ -38,6 +38,13 @@ class TrainConfig:
         )
     )
     data: str = field(metadata={"help": "folder of a packed data set (hvdtrain data pack)"})
+    stage: str | None = field(
+        default=None,
+        metadata=about(
+            "copy the data set into this folder of each host's own disk first, checked; "
+            "$VARIABLES are those of the host"
+        ),
+    )
     plan: str | None = field(
         default=None,
         metadata=about(

@@ -14,7 +14,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
     | {"device", "threads", "compile", "allreduce", "log_every", "ledger", "stall_timeout"}
     | {"weights", "trace", "run", "resume", "checkpoint_every", "keep_checkpoints"}
     | {"restarts", "min_ranks", "gradient_limit", "on_bad_step", "on_alert", "inject"}
-    | {"replicate"}
+    | {"replicate", "stage"}
 )
 
 

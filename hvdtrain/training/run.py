@@ -128,6 +128,8 @@ def open_run(config: TrainConfig, stop: StopRequest) -> Run:
     found = metrics.find_folder(config) if here.rank == 0 else None
     folder = metrics.RunFolder(here.broadcast(found.path if found else None))
     console = Console(here.rank, launched=here.size > 1 or world.activity_path() is not None)
+    if config.stage is not None:
+        console.say(f"reading the copy of {config.data} in {session.index.folder} of each host")
     kept = restore(session, folder, console) if config.resume else None
     progress = Progress.of(kept) if kept else Progress(session.index.hash)
     if kept is None and config.weights is not None:

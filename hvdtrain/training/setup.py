@@ -31,6 +31,7 @@ from hvdtrain.training.parts import (
     check_compiler,
     recomputed_components,
 )
+from hvdtrain.training.staging import staged
 from hvdtrain.world import World
 
 # For each split: shared among the ranks of a node, but twice the window of the shuffle at least.
@@ -108,7 +109,7 @@ def open_session(config: TrainConfig, here: World) -> Session:
         raise UsageError(
             f"--ranks {config.ranks}, but the launcher started {here.size}: leave --ranks out"
         )
-    index = read_index(config.data)
+    index = staged(read_index(config.data), config.stage, here)
     components = model_components(config, index)
     size = index.image_shape[0]
     plan = make_plan(config, components, size, index.classes, here.size)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain import data
 from hvdtrain.study.results import plan_name
 from tests.single.training.jobs import samples_of, summary_of
 from tests.slurm.cluster import Cluster, wait_for
@@ -28,7 +29,7 @@ def _output(tmp_path: Path) -> str:
     ("script", "request_", "plan", "ranks"),
     [
         ("train.sbatch", ("--ntasks-per-node=2", "--cpus-per-task=1"), "dp", 2),
-        ("nodes.sbatch", (), "dp", 4),
+        ("nodes.sbatch", (), "dp", 4),  # with the data staged
         ("nodes.sbatch", ("--ntasks-per-node=1", "--cpus-per-task=1"), "mp", 2),
         ("gpus.sbatch", (), "hp:2x1", 2),
     ],
@@ -43,13 +44,17 @@ def test_a_job_trains(
     plan: str,
     ranks: int,
 ) -> None:
-    run = tmp_path / "run"
+    run, disks = tmp_path / "run", tmp_path / "disk-$SLURM_NODEID"
     number = cluster.submit(
         *(_output(tmp_path), *request_, SCRIPTS / script),
         *("--model", "cnn", "--data", small_set, "--plan", plan, "--max-steps", 5),
+        *(("--stage", disks) if ranks == 4 else ()),
         RUN=str(run),
     )
     cluster.wait(number, "COMPLETED")
+    for node in range(2 if ranks == 4 else 0):
+        (copy,) = (tmp_path / f"disk-{node}").iterdir()
+        assert data.verify(copy) == []
     summary = summary_of(run)
     assert (summary["ranks"], summary["steps"]) == (ranks, 5)
     assert plan_name(summary["plan"]) == ("mp" if plan == "hp:2x1" else plan)

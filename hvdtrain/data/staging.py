@@ -1,0 +1,110 @@
+"""A copy of a data set on a disk of the host: whole and checked before it is read."""
+
+import hashlib
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import IO
+
+from hvdtrain.data.index import INDEX_FILE, Index, Shard, parse_index, size_fault
+from hvdtrain.data.shardfile import shard_sha256
+from hvdtrain.errors import DataError, UsageError
+
+_BLOCK_BYTES = 4 * 2**20
+_PREFIX = ".staging-"
+_ABANDONED_SECONDS = 3600.0
+
+
+def staged_folder(index: Index, directory: str) -> Path:
+    """Where the copy of a data set is under this directory, whose $VARIABLES are the host's.
+
+    Raises:
+        UsageError: if a variable is not set here.
+    """
+    expanded = os.path.expandvars(directory)
+    if "$" in expanded:
+        raise UsageError(f"--stage {directory}: that variable is not set on {os.uname().nodename}")
+    return Path(expanded) / f"hvdtrain-{index.hash[:16]}"
+
+
+def stage(index: Index, directory: str) -> int:
+    """Copy what is not there yet, the index last; the bytes copied.
+
+    What is there already is compared with the SHA-256 of the index, and copied again if it
+    differs. Processes that copy the same set at the same time do not disturb each other.
+
+    Raises:
+        DataError: if a shard of the source is damaged, or the copy cannot be written.
+        UsageError: as `staged_folder`.
+    """
+    folder = staged_folder(index, directory)
+    copied = 0
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(folder)
+        for split in index.splits.values():
+            for shard in split.shards:
+                if not _is_whole(folder, index, shard):
+                    _copy(index.folder / shard.file, folder / shard.file, shard.sha256)
+                    copied += shard.bytes
+        if not _has_index(folder, index):
+            with _new_file(folder / INDEX_FILE) as file:
+                file.write((index.folder / INDEX_FILE).read_bytes())
+    except OSError as error:
+        raise DataError(
+            f"{index.folder} cannot be copied to {folder} on {os.uname().nodename} "
+            f"({error.strerror}): leave --stage out, or choose another folder"
+        ) from None
+    return copied
+
+
+def _is_whole(folder: Path, index: Index, shard: Shard) -> bool:
+    copy = replace(index, folder=folder)
+    return size_fault(folder, shard) is None and shard_sha256(copy, shard) == shard.sha256
+
+
+def _has_index(folder: Path, index: Index) -> bool:
+    try:
+        return parse_index(folder).hash == index.hash
+    except DataError:
+        return False
+
+
+def _copy(source: Path, target: Path, sha256: str) -> None:
+    digest = hashlib.sha256()
+    with source.open("rb") as file, _new_file(target) as copy:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+            copy.write(block)
+        if digest.hexdigest() != sha256:
+            raise DataError(
+                f"{source}: SHA-256 is not the one of the index; restore the file or pack the "
+                "data set again"
+            )
+
+
+@contextmanager
+def _new_file(path: Path) -> Iterator[IO[bytes]]:
+    """A file that gets its name once it is whole; nothing of it is left otherwise."""
+    with NamedTemporaryFile(dir=path.parent, prefix=_PREFIX, delete=False) as file:
+        try:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            Path(file.name).replace(path)
+        except BaseException:
+            with suppress(OSError):
+                Path(file.name).unlink()
+            raise
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Files of processes that were killed while they copied."""
+    for path in folder.glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
+                path.unlink()

@@ -1,0 +1,26 @@
+"""`--stage` in a run: one rank a host copies, and all read the copy."""
+
+from hvdtrain.data.index import Index, read_index
+from hvdtrain.data.staging import stage, staged_folder
+from hvdtrain.errors import DataError, UsageError
+from hvdtrain.world import World
+
+
+def staged(index: Index, directory: str | None, here: World) -> Index:
+    """The index of the copy on this host; of the data set itself if none is wanted. Collective.
+
+    Raises:
+        DataError, UsageError: on all ranks, what went wrong on the first host where it did.
+    """
+    if directory is None:
+        return index
+    fault: DataError | UsageError | None = None
+    if here.local_rank == 0:
+        try:
+            stage(index, directory)
+        except (DataError, UsageError) as error:
+            fault = error
+    for found in here.gather(fault):
+        if found is not None:
+            raise found
+    return read_index(staged_folder(index, directory))
