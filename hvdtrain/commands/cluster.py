@@ -18,7 +18,7 @@ def jobs_submit(arguments: Sequence[str], **values: Any) -> int:
     from hvdtrain.jobs.submit import submit
     from hvdtrain.training.submission import check_before_submission
 
-    check_before_submission(training)
+    check_before_submission([training])
 
     print("\n".join(submit(training, job)))
     return 0
@@ -30,8 +30,7 @@ def jobs_sweep(arguments: Sequence[str], study: str, to: str, dry_run: bool) -> 
     from hvdtrain.training.submission import check_before_submission
 
     found = grid.load(study, to)
-    for cell in found.cells:
-        check_before_submission(cell.runs[0])
+    check_before_submission(cell.runs[0] for cell in found.cells)
     for line in sweep.sweep(found, to, dry_run):
         print(line, flush=True)
     return 0

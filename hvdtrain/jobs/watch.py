@@ -96,6 +96,8 @@ def _row(run: Path, kept: Record, job: str, state: State | None) -> Row:
     elif state is None:  # Slurm has forgotten it, or it was a process of a machine
         state = State("FAILED")
     lines = _metrics(run)
+    if state.is_active and kept.cluster == "local" and not lines:
+        state = State("PENDING")  # one process makes the runs of a study in turn
     steps = [line for line in lines if line.get("event") in ("step", "epoch")]
     epochs = [line for line in lines if line.get("event") == "epoch"]
     faults = [line for line in lines if line.get("event") == "fault"]

@@ -1,5 +1,7 @@
 """What can be checked of a run before it waits in a queue: data, model and plan."""
 
+from collections.abc import Iterable
+
 from hvdtrain import data
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.index import read_index
@@ -8,17 +10,29 @@ from hvdtrain.training.precheck import check_before_launch
 from hvdtrain.training.setup import make_plan, model_components
 
 
-def check_before_submission(config: TrainConfig) -> None:
-    """Refuse what the ranks would refuse hours later.
+def check_before_submission(runs: Iterable[TrainConfig]) -> None:
+    """Refuse what the ranks of these runs would refuse hours later.
 
     Raises:
         UsageError: if model, plan and ranks do not fit each other.
         DataError: if the data set is damaged.
     """
-    check_before_launch(config)
-    if faults := data.verify(config.data):
+    good: set[str] = set()  # data sets, which are read from end to end once
+    for config in runs:
+        check_before_launch(config)
+        if config.data not in good:
+            _verify(config.data)
+            good.add(config.data)
+        _check_plan(config)
+
+
+def _verify(folder: str) -> None:
+    if faults := data.verify(folder):
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-        raise DataError(f"{config.data} is damaged: {faults[0]}{more}")
+        raise DataError(f"{folder} is damaged: {faults[0]}{more}")
+
+
+def _check_plan(config: TrainConfig) -> None:
     index = read_index(config.data)
     components = model_components(config, index)
     make_plan(config, components, index.image_shape[0], index.classes, config.ranks or 1)

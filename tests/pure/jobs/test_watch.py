@@ -32,6 +32,19 @@ def test_a_run_whose_process_is_gone_has_failed_unless_it_has_a_summary(tmp_path
     assert row.state == "COMPLETED"
 
 
+def test_a_run_whose_turn_has_not_come_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runs of a study without Slurm are made by one process."""
+    monkeypatch.setattr(watch, "_is_alive", lambda number: number == RECORD.jobs[0])
+    record.write(tmp_path, RECORD)
+    (row,) = watch.rows(watch.runs_of([str(tmp_path)]))
+    assert row.state == "PENDING"
+    (tmp_path / "metrics.jsonl").write_text('{"event": "plan"}\n')
+    (row,) = watch.rows(watch.runs_of([str(tmp_path)]))
+    assert row.state == "RUNNING"
+
+
 def test_the_last_words_of_hvdtrain_are_the_note(tmp_path: Path) -> None:
     logs = tmp_path / record.LOGS
     record.write(tmp_path, replace(RECORD, logs=str(logs)))
