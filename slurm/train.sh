@@ -16,7 +16,9 @@ set -- "$@" --run "$run"
 
 # Since Slurm 22.05 srun has to be told again how many CPUs a task has.
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
-srun --mpi="${MPI:-pmix}" --kill-on-bad-exit=1 hvdtrain train "$@"
+# A warning before the program can obey it must not end it.
+srun --mpi="${MPI:-pmix}" --kill-on-bad-exit=1 \
+    bash -c 'trap "" USR1 USR2; exec hvdtrain train "$@"' hvdtrain "$@"
 code=$?
 
 if ((code == 75)); then

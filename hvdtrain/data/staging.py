@@ -28,7 +28,8 @@ def staged_folder(index: Index, directory: str) -> Path:
     expanded = os.path.expandvars(directory)
     if "$" in expanded:
         raise UsageError(f"--stage {directory}: that variable is not set on {os.uname().nodename}")
-    return Path(expanded) / f"hvdtrain-{index.hash[:16]}"
+    # Others can neither read nor mend what is ours.
+    return Path(expanded) / f"hvdtrain-{os.getuid()}-{index.hash[:16]}"
 
 
 def stage(index: Index, directory: str) -> int:

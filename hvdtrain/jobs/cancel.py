@@ -1,10 +1,13 @@
 """Ending the jobs of runs."""
 
 import signal
+import socket
 from collections.abc import Iterable
+from contextlib import suppress
 
 import psutil
 
+from hvdtrain.errors import UsageError
 from hvdtrain.jobs import slurm, watch
 
 
@@ -16,15 +19,23 @@ def cancel(runs: Iterable[str]) -> list[str]:
         DataError: if a record cannot be understood.
     """
     said = []
+    queued: list[str] = []
+    processes: set[int] = set()  # one process makes the runs of a study without Slurm
     found = watch.runs_of(runs)
-    for (run, kept), own in zip(found, watch.states(kept for _, kept in found), strict=True):
+    for (run, kept), own in zip(found, watch.states(found), strict=True):
         active = [job for job, state in own.items() if state.is_active]
-        if kept.cluster == "slurm" and active:
-            slurm.cancel(active)
-        elif kept.cluster == "local":
-            for job in active:
-                psutil.Process(int(job)).send_signal(signal.SIGINT)
+        if kept.cluster == "slurm":
+            queued += active
+        elif kept.host == socket.gethostname():
+            processes |= set(map(int, active))
+        elif active:
+            raise UsageError(f"{run} runs on {kept.host}: cancel it there")
         said += [f"{run}: job {job} cancelled" for job in active]
         if not active:
             said.append(f"{run}: no job of it waits or runs")
+    if queued:
+        slurm.cancel(queued)
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            psutil.Process(process).send_signal(signal.SIGINT)
     return said

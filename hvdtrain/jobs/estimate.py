@@ -33,11 +33,17 @@ def estimate(training: TrainConfig, job: JobOptions, runs: Path) -> str:
     how = f"{like.images_per_second:,.0f} images/s of {like.path}"
     if like.ranks != ranks:
         how += f" on {like.ranks} rank(s), if it scales"
+    if like.threads != job.cpus_per_rank:
+        how += f" with {like.threads} thread(s) a rank"
+    if like.settings.get("data") != training.data:
+        how += f" on {like.settings.get('data')}"
     return f"about {_hours(hours)}, {hours * cores:,.1f} core-hours by the {how}; {most}"
 
 
 def _most_like(training: TrainConfig, runs: Path) -> Result | None:
-    """A finished run of the model in this precision, on as many ranks if there is one."""
+    """A finished run of the model in this precision; of this data, with as many threads and ranks
+    if there is one.
+    """
     found = []
     for path in runs.glob("*/summary.json"):
         with suppress(DataError):
@@ -46,8 +52,15 @@ def _most_like(training: TrainConfig, runs: Path) -> Result | None:
                 *(training.model, training.precision),
             ) and result.images_per_second > 0:
                 found.append(result)
+
     ranks = training.ranks or 1
-    return min(found, key=lambda result: abs(result.ranks - ranks), default=None)
+
+    def difference(result: Result) -> tuple[bool, bool, int]:
+        other_data = result.settings.get("data") != training.data
+        other_threads = result.threads != training.threads
+        return other_data, other_threads, abs(result.ranks - ranks)
+
+    return min(found, key=difference, default=None)
 
 
 def _hours(hours: float) -> str:

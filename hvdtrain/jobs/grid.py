@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from collections import Counter
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -99,6 +100,9 @@ def load(path: str, folder: str) -> Grid:
         # One rank runs the same under every plan: that is one size.
         cells.setdefault(repr([replace(cell.runs[0], run=None), cell.job]), cell)
     found = list(cells.values())
+    folders = Counter(cell.runs[0].run for cell in found)
+    if twice := next((run for run, count in folders.items() if count > 1), None):
+        raise UsageError(f"{path}: two values make one name, {twice}: write them differently")
     random.Random(0).shuffle(found)  # what else the cluster does must not follow the sizes
     return Grid(tuple(found), study)
 

@@ -64,15 +64,14 @@ def read(run: Path) -> Record | None:
         raise DataError(f"{path} is no record of a job ({error}): remove it") from None
 
 
-def code_version(run: Path) -> str:
-    """The version of the code; what a git clone has changed since its commit goes into the run."""
+def code_version() -> tuple[str, str]:
+    """The version of the code, and what a git clone has changed since its commit."""
     root = Path(__file__).parents[2]
     commit = _git(root, "describe", "--always", "--dirty", "--abbrev=12").strip()
     if not commit:
-        return __version__
-    if commit.endswith("-dirty"):
-        files.write_text(run / PATCH, _git(root, "diff", "HEAD"), "the patch", DataError)
-    return f"{__version__}, {commit}"
+        return __version__, ""
+    patch = _git(root, "diff", "HEAD") if commit.endswith("-dirty") else ""
+    return f"{__version__}, {commit}", patch
 
 
 def _git(root: Path, *arguments: str) -> str:

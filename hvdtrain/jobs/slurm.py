@@ -1,6 +1,6 @@
 """What Slurm says of jobs and of itself; sacct is not needed."""
 
-import getpass
+import os
 import re
 import subprocess
 from collections.abc import Sequence
@@ -73,7 +73,7 @@ def states(numbers: Sequence[str]) -> dict[str, State]:
     if not wanted:
         return {}
     columns = "%i|%T|%N|%M|%r|%j"
-    whose = f"--user={getpass.getuser()}"
+    whose = f"--user={os.getuid()}"
     lines = ask("squeue", "--noheader", whose, "--states=all", "--array", f"--format={columns}")
     for line in lines.splitlines():
         number, state, nodes, elapsed, reason, name = line.strip().split("|", 5)

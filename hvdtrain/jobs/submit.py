@@ -2,9 +2,11 @@
 
 import hashlib
 import json
+import shutil
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -17,6 +19,8 @@ from hvdtrain.jobs.executor import Request, dry_run, submitted
 from hvdtrain.jobs.options import JobOptions
 from hvdtrain.jobs.record import LOGS, Record
 from hvdtrain.jobs.site import load
+
+SUMMARY_BEFORE = "summary-before.json"
 
 
 def submit(training: TrainConfig, job: JobOptions) -> list[str]:
@@ -40,7 +44,8 @@ def submit(training: TrainConfig, job: JobOptions) -> list[str]:
     check([request])
     time_needed = estimate(settled, job, run.parent)
     if job.dry_run:
-        return [dry_run(request), f"# time: {time_needed}"]
+        chain = f"# and {job.chain - 1} more, each of which waits for those before it to leave\n"
+        return [dry_run(request), f"{chain if job.chain > 1 else ''}# time: {time_needed}"]
     (reason,) = not_needed([settled])
     if reason:
         return [reason]
@@ -123,14 +128,8 @@ def not_needed(
     Raises:
         UsageError: if a folder holds a run of another configuration.
     """
-    records = [record.read(Path(run.run or "")) for run in runs]
-    states = iter(watch.states(kept for kept in records if kept is not None))
-    found = []
-    for run, kept in zip(runs, records, strict=True):
-        own = next(states) if kept is not None else {}
-        active = [number for number, state in own.items() if state.is_active]
-        found.append(_not_needed(run, active, may_change))
-    return found
+    active = watch.active(Path(run.run or "") for run in runs)
+    return [_not_needed(run, active[Path(run.run or "")], may_change) for run in runs]
 
 
 def _not_needed(training: TrainConfig, active: Sequence[str], may_change: frozenset[str]) -> str:
@@ -157,27 +156,34 @@ def make(request: Request, dependency: str | None = None, chain: int = 1) -> lis
 
     Args:
         dependency: in sbatch's words.
-        chain: jobs of each run; the next one runs if the one before left before it was done.
+        chain: jobs of each run; each runs if those before it left before the run was done.
 
     Raises:
         UsageError: if Slurm refuses.
         DataError: if a run folder cannot be written.
     """
-    for training in request.runs:
-        _keep_configuration(training)
+    version, patch = record.code_version()
     made: list[list[str]] = []  # of each link of the chain, the number of each run
     try:
-        for _ in range(chain):
-            made.append(submitted(request, dependency))
-            dependency = f"afternotok:{numbers_of(made[-1])}"
+        with ExitStack() as undo:
+            for training in request.runs:
+                undo.enter_context(_new_configuration(training, patch))
+            for _ in range(chain):
+                made.append(submitted(request, dependency))
+                undo.pop_all()
+                # All: a job that was cancelled because the run is done did not end well either.
+                before = ":".join(numbers_of(numbers) for numbers in made)
+                dependency = f"afternotok:{before}"
     finally:
         if made:
             for training, jobs in zip(request.runs, zip(*made, strict=True), strict=True):
-                _keep_record(request, training, jobs)
+                _keep_record(request, training, jobs, version)
     return [number for numbers in made for number in numbers]
 
 
-def _keep_record(request: Request, training: TrainConfig, jobs: Sequence[str]) -> None:
+def _keep_record(
+    request: Request, training: TrainConfig, jobs: Sequence[str], version: str
+) -> None:
     run = Path(training.run or "")
     earlier = record.read(run)
     record.write(
@@ -191,25 +197,45 @@ def _keep_record(request: Request, training: TrainConfig, jobs: Sequence[str]) -
             nodes=request.job.nodes,
             logs=str(request.logs.absolute()),
             submitted=time.time(),
-            version=record.code_version(run),
+            version=version,
         ),
     )
 
 
-def _keep_configuration(training: TrainConfig) -> None:
-    """Write `config.yaml`, from which every rank reads it."""
+@contextmanager
+def _new_configuration(training: TrainConfig, patch: str) -> Iterator[None]:
+    """A run folder with `config.yaml`, from which every rank reads it; as it was, after an error.
+
+    The summary of a run that goes on is not its summary: it would count as done.
+    """
     run = Path(training.run or "")
+    saved, summary = run / "config.yaml", run / "summary.json"
+    is_new = not run.exists()
     try:
         run.mkdir(parents=True, exist_ok=True)
+        old = saved.read_bytes() if saved.exists() else None
+        is_done = summary.exists()
+        if is_done:
+            summary.replace(run / SUMMARY_BEFORE)
     except OSError as error:
-        raise DataError(f"{run} cannot be made: {error.strerror}") from None
-    # The summary of a run that goes on is not its summary: it would count as done.
-    if (run / "summary.json").exists():
-        (run / "summary.json").replace(run / "summary-before.json")
-    text = configfile.to_yaml(training)
-    files.write_text(run / "config.yaml", text, "the configuration", DataError)
+        raise DataError(f"{run} cannot be made or changed: {error.strerror}") from None
+    try:
+        text = configfile.to_yaml(training)
+        files.write_text(saved, text, "the configuration", DataError)
+        if patch:
+            files.write_text(run / record.PATCH, patch, "the patch", DataError)
+        yield
+    except BaseException:
+        with suppress(OSError):
+            if is_done:
+                (run / SUMMARY_BEFORE).replace(summary)
+            if old is not None:
+                saved.write_bytes(old)
+            if is_new:
+                shutil.rmtree(run)
+        raise
 
 
 def numbers_of(jobs: Sequence[str]) -> str:
-    """The numbers of jobs in words; those of an array by its own."""
-    return ", ".join(dict.fromkeys(job.partition("_")[0] for job in jobs))
+    """The numbers of jobs as Slurm lists them; those of an array by its own."""
+    return ":".join(dict.fromkeys(job.partition("_")[0] for job in jobs))

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hvdtrain.configfile import MAY_CHANGE_IN_STUDY
-from hvdtrain.jobs import site
+from hvdtrain.jobs import site, watch
 from hvdtrain.jobs.executor import Request, dry_run
 from hvdtrain.jobs.grid import Cell, Grid
 from hvdtrain.jobs.record import LOGS
@@ -24,9 +24,6 @@ def sweep(grid: Grid, folder: str, is_dry: bool) -> Iterator[str]:
     """
     requests = [_request(cell, grid, folder) for cell in grid.cells]
     check(requests)
-    if is_dry:
-        yield from map(dry_run, requests)
-        return
     every = [run for request in requests for run in request.runs]
     folders = [run.run for run in every]
     reasons = dict(zip(folders, not_needed(every, MAY_CHANGE_IN_STUDY), strict=True))
@@ -35,13 +32,19 @@ def sweep(grid: Grid, folder: str, is_dry: bool) -> Iterator[str]:
     for request in requests:
         if runs := tuple(run for run in request.runs if not reasons[run.run]):
             pending.append(replace(request, runs=runs))
+    if is_dry:
+        yield from map(dry_run, pending)
+        return
     if pending and pending[0].job.cluster == "local":
         pending = [_one_after_the_other(pending, Path(folder))]
+    limit = grid.options.in_flight
+    others = watch.active(map(Path, filter(None, folders))) if limit is not None else {}
+    earlier = [number for numbers in others.values() for number in numbers]
     made: list[list[str]] = []
     for request in pending:
-        made.append(make(request, _dependency(grid, made)))
+        made.append(make(request, _dependency(grid, earlier, made)))
         count = f"{len(request.runs)} run{'s' if len(request.runs) > 1 else ''}"
-        yield f"{request.name}: {count}, job {numbers_of(made[-1])}"
+        yield f"{request.name}: {count}, job {numbers_of(made[-1]).replace(':', ', ')}"
 
 
 def _request(cell: Cell, grid: Grid, folder: str) -> Request:
@@ -64,11 +67,14 @@ def _one_after_the_other(requests: list[Request], folder: Path) -> Request:
     return replace(requests[0], runs=tuple(runs), job=job, name=folder.name)
 
 
-def _dependency(grid: Grid, made: list[list[str]]) -> str | None:
-    """What the next submission has to wait for, so that no more runs than wanted run at a time."""
+def _dependency(grid: Grid, earlier: list[str], made: list[list[str]]) -> str | None:
+    """What the next submission has to wait for, so that no more runs than wanted run at a time.
+
+    Args:
+        earlier: jobs of the study that wait or run already.
+    """
     if grid.options.in_flight is None:
         return None
     together = max(1, grid.options.in_flight // grid.options.repeats)
-    if len(made) < together:
-        return None
-    return f"afterany:{numbers_of(made[-together])}"
+    before = made[-together] if len(made) >= together else earlier
+    return f"afterany:{numbers_of(before)}" if before else None

@@ -17,6 +17,7 @@ from hvdtrain.jobs.slurm import State
 
 TAIL = 2**20  # bytes of metrics that are looked at
 SAVED = ", state saved; "
+FRESH_SECONDS = 60.0  # a sign of life this old is that of a run
 
 
 @dataclass(frozen=True)
@@ -56,34 +57,64 @@ def runs_of(paths: Iterable[str]) -> list[tuple[Path, Record]]:
     return found
 
 
-def states(records: Iterable[Record]) -> list[dict[str, State]]:
-    """For each record the states of its jobs that are still known, by number.
+def states(runs: Iterable[tuple[Path, Record]]) -> list[dict[str, State]]:
+    """For each run the states of its jobs that are still known, by number.
 
     Raises:
         UsageError: if Slurm does not answer; it is asked once.
     """
-    records = list(records)
-    numbers = [number for kept in records if kept.cluster == "slurm" for number in kept.jobs]
+    runs = list(runs)
+    numbers = [number for _, kept in runs if kept.cluster == "slurm" for number in kept.jobs]
     known = slurm.states(numbers)
-    return [_own(kept, known) for kept in records]
+    return [_own(run, kept, known) for run, kept in runs]
 
 
-def _own(kept: Record, known: Mapping[str, State]) -> dict[str, State]:
+def active(runs: Iterable[Path]) -> dict[Path, list[str]]:
+    """The jobs of each of these run folders that wait or run; none where none was made.
+
+    Raises:
+        UsageError, DataError: as `states` and `runs_of`.
+    """
+    found: dict[Path, list[str]] = {run: [] for run in runs}
+    having = [(run, kept) for run in found if (kept := record.read(run)) is not None]
+    for (run, _), own in zip(having, states(having), strict=True):
+        found[run] = [number for number, state in own.items() if state.is_active]
+    return found
+
+
+def _own(run: Path, kept: Record, known: Mapping[str, State]) -> dict[str, State]:
     """Of what Slurm, or this machine, knows, what belongs to a run."""
     if kept.cluster == "slurm":
         # Numbers begin again where Slurm was set up anew.
         own = {number: known[number] for number in kept.jobs if number in known}
         return {number: state for number, state in own.items() if state.name == kept.name}
+    state = _local_state(run, kept)
+    return {kept.jobs[-1]: state} if state is not None else {}
+
+
+def _local_state(run: Path, kept: Record) -> State | None:
+    """The state of a run without Slurm; None if it is over.
+
+    One process makes the runs of a study in turn, so that what it does is not what a run does.
+    """
+    beat = _beat(run, 0)
+    has_begun = beat is not None and beat["time"] > kept.submitted
     if kept.host != socket.gethostname():
-        return {}
-    return {number: State("RUNNING") for number in kept.jobs if _is_alive(number)}
+        is_fresh = beat is not None and time.time() - beat["time"] < FRESH_SECONDS
+        return State("RUNNING") if is_fresh else None
+    if not _is_alive(kept.jobs[-1]):
+        return None
+    if not has_begun:
+        return State("PENDING")
+    assert beat is not None
+    return State("RUNNING") if psutil.pid_exists(int(beat["pid"])) else None
 
 
 def rows(runs: Iterable[tuple[Path, Record]]) -> list[Row]:
     """One line for each run, of its newest job that runs, else of its newest."""
     runs = list(runs)
     found = []
-    for (run, kept), own in zip(runs, states(kept for _, kept in runs), strict=True):
+    for (run, kept), own in zip(runs, states(runs), strict=True):
         job = next((n for n in kept.jobs if n in own and own[n].state == "RUNNING"), "")
         job = job or next((n for n in kept.jobs if n in own and own[n].is_active), kept.jobs[-1])
         found.append(_row(run, kept, job, own.get(job)))
@@ -96,8 +127,6 @@ def _row(run: Path, kept: Record, job: str, state: State | None) -> Row:
     elif state is None:  # Slurm has forgotten it, or it was a process of a machine
         state = State("FAILED")
     lines = _metrics(run)
-    if state.is_active and kept.cluster == "local" and not lines:
-        state = State("PENDING")  # one process makes the runs of a study in turn
     steps = [line for line in lines if line.get("event") in ("step", "epoch")]
     epochs = [line for line in lines if line.get("event") == "epoch"]
     faults = [line for line in lines if line.get("event") == "fault"]
@@ -158,14 +187,19 @@ def _metrics(run: Path) -> list[dict[str, Any]]:
 
 def _heartbeat(run: Path, ranks: int) -> float | None:
     """Seconds since the last sign of life of the rank that has been silent longest."""
-    times = []
-    for rank in range(ranks):
-        path = run / "heartbeats" / f"rank-{rank:04d}.json"
-        try:
-            times.append(float(json.loads(path.read_text())["time"]))
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
+    beats = [_beat(run, rank) for rank in range(ranks)]
+    times = [beat["time"] for beat in beats if beat is not None]
     return time.time() - min(times) if times else None
+
+
+def _beat(run: Path, rank: int) -> dict[str, float] | None:
+    """When a rank gave its last sign of life, and its process."""
+    path = run / "heartbeats" / f"rank-{rank:04d}.json"
+    try:
+        content = json.loads(path.read_text())
+        return {name: float(content[name]) for name in ("time", "pid")}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
 
 
 def _tail(path: Path) -> str:

@@ -1,6 +1,7 @@
 """The pictures of a report, for one column of a paper each (3.4 inches wide)."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
+from hvdtrain import files
 from hvdtrain.study.results import Result
 from hvdtrain.study.series import Lost, Series
 from hvdtrain.study.statistics import Estimate
@@ -60,7 +62,8 @@ def draw(series: Sequence[Series], folder: Path) -> dict[str, str]:
         for name, (text, drawing) in found.items():
             figure, axes = pyplot.subplots(figsize=(WIDTH, HEIGHT))
             if drawing(axes, series):
-                figure.savefig(folder / name)
+                save = partial(figure.savefig, format="png")
+                files.write_whole(folder / name, save)
                 shown[name] = text
             pyplot.close(figure)
     return shown

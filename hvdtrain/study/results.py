@@ -119,7 +119,7 @@ def read(run: Path) -> Result:
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         config = configfile.load(run / "config.yaml")
         return _result(run, summary, lines, config)
-    except (OSError, ValueError, KeyError, TypeError, UsageError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, UsageError) as error:
         reason = " ".join(str(error).split())
         raise DataError(f"{run} cannot be read as a finished run: {reason}") from None
 
@@ -128,6 +128,10 @@ def _result(
     run: Path, summary: dict[str, Any], lines: list[dict[str, Any]], config: dict[str, Any]
 ) -> Result:
     steps = [line for line in lines if line["event"] == "step"]
+    if any(
+        line["stages"] != summary["plan"]["stages"] for line in lines if line["event"] == "plan"
+    ):
+        raise ValueError("it went on under another plan or number of ranks, so it is of no size")
     train_seconds = float(summary["train_seconds"])
     machine = dict(summary.get("machine", {}))
     data, imbalance = _shares(steps, int(config["batch_size"]), summary["plan"])

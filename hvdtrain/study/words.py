@@ -1,6 +1,6 @@
 """What a report says beside its numbers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from hvdtrain import __version__
 from hvdtrain.study.results import Result, machines
@@ -13,8 +13,8 @@ INTERVALS = (
     "ranks waited, as parts of their own time, means over the ranks. Imbalance is the part of "
     "waiting that a slower rank explains. Slower computing is what is left: caches, memory and "
     "cores that ranks share, smaller pieces of a batch; it is negative where pieces fit better. "
-    "Core-hours are ranks times threads times the time from the last start, start-up included: "
-    "what a run that was killed had to do again is not in them."
+    "Core-hours are ranks times threads times the time of all starts from their first step on, "
+    "and the start-up of the last one: what a run that was killed had to do again is not in them."
 )
 
 BIBTEX = f"""@software{{hvdtrain,
@@ -39,20 +39,29 @@ BIBTEX = f"""@software{{hvdtrain,
 
 def methods(series: Sequence[Series], results: Sequence[Result]) -> str:
     """A paragraph for the methods section of a paper; the settings come from the runs."""
-    first = results[0]
+    runs = [run for one in series for size in one.sizes for run in size.runs] or list(results)
     repeats = sorted({len(size.runs) for one in series for size in one.sizes})
     counts = str(repeats[0]) if len(repeats) == 1 else f"{repeats[0]} to {repeats[-1]}"
     sizes = sorted({size.ranks for one in series for size in one.sizes})
     models = ", ".join(sorted({one.model for one in series}))
     scaling = " and ".join(sorted({one.scaling for one in series}))
-    epochs = max((len(run.epochs) for run in results), default=0)
+    epochs = _all(len(run.epochs) for run in runs)
+    threads = _all(run.threads for run in runs)
+    hvdtrain, torch, horovod = (
+        _all(run.versions.get(name) or "of unknown version" for run in runs)
+        for name in ("hvdtrain", "torch", "horovod")
+    )
     return (
         f"We measured {scaling} scaling of {models} on {', '.join(map(str, sizes))} ranks "
-        f"({machines(list(results))[0]}) with hvdtrain {first.versions.get('hvdtrain', '')}, "
-        f"PyTorch {first.versions.get('torch', '')} and Horovod "
-        f"{first.versions.get('horovod', '')}. Each rank used {first.threads} thread(s), in the "
-        f"base case of one rank too. Each size was run {counts} time(s) for {epochs} epoch(s). "
+        f"({' and '.join(machines(runs))}) with hvdtrain {hvdtrain}, PyTorch {torch} and Horovod "
+        f"{horovod}. Each rank used {threads} thread(s), in the base case of one rank too. "
+        f"Each size was run {counts} time(s) for {epochs} epoch(s). "
         "Throughput is the number of images divided by the wall time of the training steps, "
         "without start-up and evaluation. We report medians with 95 % bootstrap intervals, "
         "following Hoefler and Belli (2015)."
     )
+
+
+def _all(values: Iterable[object]) -> str:
+    """Each value once, in words."""
+    return " or ".join(sorted(set(map(str, values))))

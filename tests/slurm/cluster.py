@@ -99,7 +99,7 @@ class Cluster:
 
         wait_for(lambda: not left(), 30, lambda: str(left()))
         time.sleep(3)
-        self.run("scontrol", "update", f"JobId={number}", "StartTime=now")
+        self.run("scontrol", "update", f"JobId={number}", "StartTime=now", "TimeLimit=20")
 
     def processes(self, words: str) -> list[psutil.Process]:
         """The processes of the cluster with this in their command line."""

@@ -182,7 +182,7 @@ def test_the_same_job_runs_without_a_cluster(
     run = tmp_path / "run"
     _submit(cluster, small_set, run, "--cluster", "local", "--ranks", 2, "--max-steps", 5)
     wait_for(
-        lambda: _status(cluster, run)["state"] != "RUNNING",
+        lambda: _status(cluster, run)["state"] in ("COMPLETED", "FAILED"),
         120,
         lambda: str(_status(cluster, run)),
     )

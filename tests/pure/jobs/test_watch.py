@@ -1,6 +1,7 @@
 """What is said of runs whose files are half-written, old or gone."""
 
 import json
+import os
 import socket
 import time
 from dataclasses import replace
@@ -37,12 +38,27 @@ def test_a_run_whose_turn_has_not_come_waits(
 ) -> None:
     """The runs of a study without Slurm are made by one process."""
     monkeypatch.setattr(watch, "_is_alive", lambda number: number == RECORD.jobs[0])
-    record.write(tmp_path, RECORD)
-    (row,) = watch.rows(watch.runs_of([str(tmp_path)]))
-    assert row.state == "PENDING"
-    (tmp_path / "metrics.jsonl").write_text('{"event": "plan"}\n')
-    (row,) = watch.rows(watch.runs_of([str(tmp_path)]))
-    assert row.state == "RUNNING"
+    record.write(tmp_path, replace(RECORD, submitted=1000.0))
+    beat = tmp_path / "heartbeats" / "rank-0000.json"
+    beat.parent.mkdir()
+    found = []
+    for moment, process in ((None, 0), (900, os.getpid()), (1100, os.getpid()), (1200, 2**22 + 1)):
+        if moment is not None:  # none yet, of an earlier start, of a process that lives, or not
+            beat.write_text(json.dumps({"time": moment, "pid": process}))
+        (row,) = watch.rows(watch.runs_of([str(tmp_path)]))
+        found.append(row.state)
+    assert found == ["PENDING", "PENDING", "RUNNING", "FAILED"]
+
+
+def test_a_run_of_another_host_runs_as_long_as_it_gives_signs_of_life(tmp_path: Path) -> None:
+    record.write(tmp_path, replace(RECORD, host="elsewhere"))
+    beat = tmp_path / "heartbeats" / "rank-0000.json"
+    beat.parent.mkdir()
+    found = []
+    for ago in (3, 600):
+        beat.write_text(json.dumps({"time": time.time() - ago, "pid": 1}))
+        found.append(watch.active([tmp_path])[tmp_path])
+    assert found == [list(RECORD.jobs), []]
 
 
 def test_the_last_words_of_hvdtrain_are_the_note(tmp_path: Path) -> None:
@@ -62,7 +78,7 @@ def test_the_sign_of_life_is_that_of_the_rank_silent_longest(tmp_path: Path) -> 
     beats = tmp_path / "heartbeats"
     beats.mkdir()
     for rank, ago in enumerate((5, 90)):
-        text = json.dumps({"time": time.time() - ago})
+        text = json.dumps({"time": time.time() - ago, "pid": 1})
         (beats / f"rank-{rank:04d}.json").write_text(text)
     (row,) = watch.rows(watch.runs_of([str(tmp_path)]))
     assert row.heartbeat_seconds == pytest.approx(90, abs=5)

@@ -1,0 +1,128 @@
+"""From the files of run folders to the numbers of a report."""
+
+import csv
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hvdtrain.config import TrainConfig
+from hvdtrain.errors import DataError
+from hvdtrain.jobs.estimate import estimate
+from hvdtrain.jobs.options import JobOptions
+from hvdtrain.study import report, results
+
+IMAGES = 1000
+
+
+def plan(ranks: int) -> dict[str, Any]:
+    stage = {"components": ["all"], "ranks": list(range(ranks)), "shares": [1] * ranks}
+    return {"stages": [stage], "microbatches": 1, "schedule": "1f1b"}
+
+
+def write_run(
+    folder: Path, ranks: int, train_seconds: float, own_seconds: list[float], **changes: Any
+) -> Path:
+    """A finished run of 1,000 images in 10 steps, of which a tenth waited for communication."""
+    folder.mkdir(parents=True)
+    config = TrainConfig(model="cnn", data="data", batch_size=100, ranks=ranks)
+    (folder / "config.yaml").write_text(yaml.safe_dump(asdict(config)))
+    rate = IMAGES / train_seconds
+    started = [
+        {"event": "plan", "step": 0, **plan(count)} for count in changes.pop("starts", [ranks])
+    ]
+    waits = {"own_seconds": own_seconds, "data_seconds": [0.02 * train_seconds / 10] * ranks}
+    step = {"event": "step", "step": 10, "images_per_second": rate, "ranks": waits}
+    epoch = {"event": "epoch", "epoch": 1, "train_loss": 2.0, "test_loss": 1.5}
+    lines = [*started, step, epoch | {"test_accuracy": 0.5}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    summary = {
+        "model": "cnn",
+        "ranks": ranks,
+        "plan": plan(ranks),
+        "samples": IMAGES,
+        "seconds": train_seconds + 1,
+        "startup_seconds": 4.0,
+        "train_seconds": train_seconds,
+        "images_per_second": rate,
+        "communication": {"exposed_fraction": 0.1 if ranks > 1 else 0.0},
+        "bubble_fraction": 0.05 if ranks > 1 else 0.0,
+        "peak_memory_bytes": [2**30] * ranks,
+        "final": {"test_accuracy": 0.5},
+        "machine": {"processor": "A", "cores": 2, "threads": 1},
+        "versions": {"hvdtrain": "1", "torch": "2", "horovod": "3"},
+    }
+    (folder / "summary.json").write_text(json.dumps(summary | changes))
+    return folder
+
+
+def test_each_number_of_a_size_comes_from_its_files(tmp_path: Path) -> None:
+    """100 s on one rank and 60 s on two, of which rank 1 makes rank 0 wait 0.4 s a step."""
+    write_run(tmp_path / "one", 1, 100.0, [9.0])
+    write_run(tmp_path / "two", 2, 60.0, [5.0, 5.4])
+    two = results.read(tmp_path / "two")
+    assert (two.exposed, two.bubble) == pytest.approx((6.0, 3.0))
+    assert two.data == pytest.approx(0.02 * 60)
+    assert two.imbalance == pytest.approx(0.2 / 6 * 60), "the mean of 0.4 s and none"
+    assert two.core_hours == pytest.approx(2 * (61 + 4) / 3600)
+    report.write([str(tmp_path)], str(tmp_path / "report"), 0.8, 0.5)
+    text = (tmp_path / "report" / "report.md").read_text()
+    table = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if line.startswith("| ")
+    ]
+    sizes, lost = (
+        dict(zip(head, next(row for row in table[place:] if row[0] == "2"), strict=True))
+        for place, head in enumerate(table)
+        if head[0] == "ranks"
+    )
+    assert sizes["speed-up"].startswith("1.67")
+    assert sizes["efficiency"].startswith("0.83")
+    assert sizes["communication"] == "10.0%"
+    assert sizes["bubble"] == "5.0%"
+    assert lost["ideal"] == "50.0"
+    assert (lost["communication"], lost["imbalance"], lost["bubble"]) == ("+4.0", "+2.0", "+3.0")
+    assert lost["start-up (not in steps)"] == "4.0"
+    with (tmp_path / "report" / "sizes.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["images_per_second"]) for row in rows] == pytest.approx([10, IMAGES / 60])
+    assert float(rows[1]["efficiency"]) == pytest.approx(100 / 120)
+
+
+@pytest.mark.parametrize(("starts", "ranks"), [([1, 2], 2), ([2, 1], 1)])
+def test_a_run_that_went_on_with_other_ranks_is_of_no_size(
+    tmp_path: Path, starts: list[int], ranks: int
+) -> None:
+    write_run(tmp_path / "one", 1, 100.0, [9.0])
+    write_run(tmp_path / "other", ranks, 60.0, [5.0] * starts[0], starts=starts)
+    found, left_out = results.find([str(tmp_path)])
+    assert [result.path.name for result in found] == ["one"]
+    assert "it went on under another plan or number of ranks" in left_out[0]
+
+
+@pytest.mark.parametrize("broken", ['{"event": "step"}', "[]", '"text"', "3"])
+def test_metrics_that_are_none_are_named(tmp_path: Path, broken: str) -> None:
+    run = write_run(tmp_path / "run", 1, 100.0, [9.0])
+    (run / "metrics.jsonl").write_text(broken + "\n")
+    with pytest.raises(DataError, match="cannot be read as a finished run"):
+        results.read(run)
+
+
+def test_an_estimate_prefers_the_run_that_is_most_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hvdtrain import data
+
+    length = data.synth(tmp_path / "data", IMAGES, 4, size=8).splits["train"].count
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "runs" / "one", 1, 3600.0, [9.0])
+    write_run(tmp_path / "runs" / "two", 2, 2400.0, [5.0, 5.0])
+    config = TrainConfig(model="cnn", data="data", ranks=4, threads=1, epochs=2)
+    said = estimate(config, JobOptions(), Path("runs"))
+    hours = length * 2 / (IMAGES / 2400 * 4 / 2) * 2401 / 2400 / 3600
+    assert f"about {60 * hours:.0f} min" in said
+    assert "runs/two on 2 rank(s), if it scales" in said
