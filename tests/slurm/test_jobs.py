@@ -55,6 +55,16 @@ def test_a_run_becomes_a_job_and_is_recognised(
         *("--log-every", 1, *asked),
     )
     assert done.strip() == f"{run} is done already"
+    site = tmp_path / "site.yaml"
+    site.write_text("options: {no-such-option: 1}\n")
+    before = {name: (run / name).read_bytes() for name in ("config.yaml", "summary.json")}
+    refused = cluster.start(
+        *("hvdtrain", "jobs", "submit", "--model", "cnn", "--data", small_set, "--run", run),
+        *("--ranks", 4, "--nodes", 2, "--epochs", 3, "--site", site),
+    )
+    assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1), refused.stderr
+    assert "sbatch refused the job" in refused.stderr
+    assert {name: (run / name).read_bytes() for name in before} == before
 
 
 def test_what_would_be_submitted_is_shown_as_it_is(
@@ -126,6 +136,19 @@ def test_a_chain_goes_on_where_requeue_is_forbidden(
     cluster.wait(third, "CANCELLED")
     assert _status(cluster, run)["state"] == "COMPLETED"
     assert summary_of(run)["steps"] == 200
+
+
+def test_a_chain_ends_with_the_run(cluster: Cluster, small_set: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    said = cluster.run(
+        *("hvdtrain", "jobs", "submit", "--model", "cnn", "--data", small_set, "--run", run),
+        *("--max-steps", 3, "--chain", 3),
+    )
+    first, *others = re.findall(r"\d+", said.strip().rpartition("job ")[2])
+    cluster.wait(first, "COMPLETED")
+    for number in others:
+        cluster.wait(number, "CANCELLED")
+    assert len(list((run / "logs").glob("*_0_log.out"))) == 1
 
 
 def test_cancelling_leaves_no_process(cluster: Cluster, small_set: Path, tmp_path: Path) -> None:
