@@ -16,12 +16,13 @@ Program = Callable[..., subprocess.CompletedProcess[str]]
 
 # Files that take minutes, the longest first: what begins last would be waited for alone.
 LONGEST = (
-    *("single/test_mpi.py", "single/training/test_saving.py", "single/training/test_faults.py"),
-    *("slurm/test_scripts.py", "slurm/test_jobs.py", "slurm/test_study.py"),
-    *("single/test_launch_ranks.py", "single/training/test_plans.py"),
-    *("single/training/test_bad_steps.py", "single/training/test_train.py"),
-    *("single/training/test_copies.py", "single/test_doctor.py", "single/test_readme.py"),
-    *("single/training/test_restarts.py", "single/training/test_options.py"),
+    *("single/training/test_saving.py", "slurm/test_scripts.py", "single/training/test_faults.py"),
+    *("single/test_mpi.py", "slurm/test_jobs.py", "slurm/test_site_mpi.py"),
+    *("single/test_readme.py", "single/test_launch_ranks.py", "single/training/test_train.py"),
+    *("single/training/test_plans.py", "slurm/test_study.py", "single/training/test_bad_steps.py"),
+    *("single/training/test_copies.py", "single/test_doctor.py"),
+    *("single/training/test_options.py", "single/training/test_restarts.py"),
+    *("single/bench/test_bench.py", "single/models/test_models.py", "single/test_demo.py"),
 )
 
 

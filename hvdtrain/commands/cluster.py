@@ -16,9 +16,6 @@ def jobs_submit(arguments: Sequence[str], **values: Any) -> int:
     training, job = part_of(TrainConfig, values).check(), part_of(JobOptions, values)
     job.ranks_per_node(training)
     from hvdtrain.jobs.submit import submit
-    from hvdtrain.training.submission import check_before_submission
-
-    check_before_submission([training])
 
     print("\n".join(submit(training, job)))
     return 0
@@ -27,11 +24,8 @@ def jobs_submit(arguments: Sequence[str], **values: Any) -> int:
 def jobs_sweep(arguments: Sequence[str], study: str, to: str, dry_run: bool) -> int:
     """Make the runs of a study jobs."""
     from hvdtrain.jobs import grid, sweep
-    from hvdtrain.training.submission import check_before_submission
 
-    found = grid.load(study, to)
-    check_before_submission(cell.runs[0] for cell in found.cells)
-    for line in sweep.sweep(found, to, dry_run):
+    for line in sweep.sweep(grid.load(study, to), to, dry_run):
         print(line, flush=True)
     return 0
 

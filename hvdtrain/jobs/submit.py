@@ -5,7 +5,7 @@ import json
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -42,6 +42,7 @@ def submit(training: TrainConfig, job: JobOptions) -> list[str]:
     )
     request = Request((settled,), job, load(job.site), run / LOGS, run.name)
     check([request])
+    check_runs([settled])
     time_needed = estimate(settled, job, run.parent)
     if job.dry_run:
         chain = f"# and {job.chain - 1} more, each of which waits for those before it to leave\n"
@@ -83,6 +84,17 @@ def check(requests: Sequence[Request]) -> None:
                 f"this Slurm's srun knows no --mpi={request.site.mpi}: it knows "
                 f"{', '.join(kinds)}; put one of them as mpi into the site's file"
             )
+
+
+def check_runs(runs: Iterable[TrainConfig]) -> None:
+    """Refuse what their ranks would refuse; after `check`, since it takes seconds.
+
+    Raises:
+        UsageError, DataError: naming it.
+    """
+    from hvdtrain.training.submission import check_before_submission
+
+    check_before_submission(runs)
 
 
 def _check_job(request: Request) -> None:

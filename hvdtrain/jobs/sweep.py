@@ -9,7 +9,7 @@ from hvdtrain.jobs import site, watch
 from hvdtrain.jobs.executor import Request, dry_run
 from hvdtrain.jobs.grid import Cell, Grid
 from hvdtrain.jobs.record import LOGS
-from hvdtrain.jobs.submit import check, make, not_needed, numbers_of
+from hvdtrain.jobs.submit import check, check_runs, make, not_needed, numbers_of
 
 
 def sweep(grid: Grid, folder: str, is_dry: bool) -> Iterator[str]:
@@ -24,6 +24,7 @@ def sweep(grid: Grid, folder: str, is_dry: bool) -> Iterator[str]:
     """
     requests = [_request(cell, grid, folder) for cell in grid.cells]
     check(requests)
+    check_runs(request.runs[0] for request in requests)
     every = [run for request in requests for run in request.runs]
     folders = [run.run for run in every]
     reasons = dict(zip(folders, not_needed(every, MAY_CHANGE_IN_STUDY), strict=True))

@@ -26,9 +26,7 @@ def test_amdahls_law_is_found_again(serial: float, one: float) -> None:
 def test_the_universal_law_is_found_again_with_its_peak(
     contention: float, coherency: float
 ) -> None:
-    fit = usl(
-        {n: [500 * n / (1 + contention * (n - 1) + coherency * n * (n - 1))] * 2 for n in SIZES}
-    )
+    fit = usl({n: [500 * n / (1 + contention * (n - 1) + coherency * n * (n - 1))] for n in SIZES})
     assert fit is not None
     assert fit.parameters["contention"].value == pytest.approx(contention, abs=1e-4)
     assert fit.parameters["coherency"].value == pytest.approx(coherency, abs=1e-4)
