@@ -5,8 +5,8 @@ import json
 import shutil
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -179,7 +179,7 @@ def make(request: Request, dependency: str | None = None, chain: int = 1) -> lis
     try:
         with ExitStack() as undo:
             for training in request.runs:
-                undo.enter_context(_new_configuration(training, patch))
+                _write_configuration(training, patch, undo)
             for _ in range(chain):
                 made.append(submitted(request, dependency))
                 undo.pop_all()
@@ -214,38 +214,27 @@ def _keep_record(
     )
 
 
-@contextmanager
-def _new_configuration(training: TrainConfig, patch: str) -> Iterator[None]:
-    """A run folder with `config.yaml`, from which every rank reads it; as it was, after an error.
+def _write_configuration(training: TrainConfig, patch: str, undo: ExitStack) -> None:
+    """Write `config.yaml`, from which every rank reads it; `undo` gives the folder back as it was.
 
     The summary of a run that goes on is not its summary: it would count as done.
     """
     run = Path(training.run or "")
     saved, summary = run / "config.yaml", run / "summary.json"
-    is_new = not run.exists()
     try:
+        if not run.exists():
+            undo.callback(shutil.rmtree, run, ignore_errors=True)
         run.mkdir(parents=True, exist_ok=True)
-        old = saved.read_bytes() if saved.exists() else None
-        is_done = summary.exists()
-        if is_done:
+        if saved.exists():
+            undo.callback(saved.write_bytes, saved.read_bytes())
+        if summary.exists():
             summary.replace(run / SUMMARY_BEFORE)
+            undo.callback((run / SUMMARY_BEFORE).replace, summary)
     except OSError as error:
         raise DataError(f"{run} cannot be made or changed: {error.strerror}") from None
-    try:
-        text = configfile.to_yaml(training)
-        files.write_text(saved, text, "the configuration", DataError)
-        if patch:
-            files.write_text(run / record.PATCH, patch, "the patch", DataError)
-        yield
-    except BaseException:
-        with suppress(OSError):
-            if is_done:
-                (run / SUMMARY_BEFORE).replace(summary)
-            if old is not None:
-                saved.write_bytes(old)
-            if is_new:
-                shutil.rmtree(run)
-        raise
+    files.write_text(saved, configfile.to_yaml(training), "the configuration", DataError)
+    if patch:
+        files.write_text(run / record.PATCH, patch, "the patch", DataError)
 
 
 def numbers_of(jobs: Sequence[str]) -> str:
