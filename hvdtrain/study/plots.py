@@ -76,7 +76,9 @@ def _speedup(axes: Any, series: Sequence[Series]) -> bool:
         ranks = [size.ranks for size in one.sizes]
         colour = COLOURS[place % len(COLOURS)]
         _points(axes, ranks, [size.speedup for size in one.sizes], place, _label(one, series))
-        for fit, dots in zip(one.fits, (":", "-."), strict=False):
+        # A law that does not describe the runs is in the text alone.
+        fits = [fit for fit in one.fits if fit.describes]
+        for fit, dots in zip(fits, (":", "-."), strict=False):
             along = np.linspace(1, most, 200)
             base = one.sizes[0].images_per_second.value
             law = [fit.throughput(n) / base for n in along]

@@ -41,11 +41,13 @@ class Fit:
         name: of the law.
         parameters: by name.
         warning: what limits its worth, empty if nothing does.
+        describes: whether it is near what was measured, at every size.
     """
 
     name: str
     parameters: dict[str, Estimate]
     warning: str
+    describes: bool = True
 
     def throughput(self, ranks: float) -> float:
         """Images a second that the law gives for so many ranks."""
@@ -148,7 +150,9 @@ def _fit(name: str, measured: Throughputs, sizes_needed: int) -> Fit | None:
             None if high is None else float(high),
         )
     fit = Fit(name, parameters, "")
-    return replace(fit, warning=_warning(fit, measured, has_repeats))
+    farthest = max(abs(fit.throughput(n) / np.median(seen) - 1) for n, seen in measured.items())
+    warning = _warning(fit, measured, has_repeats, farthest)
+    return replace(fit, warning=warning, describes=bool(farthest <= BAD_FIT))
 
 
 def _least_squares(
@@ -171,10 +175,9 @@ def _resample(measured: Throughputs, generator: np.random.Generator) -> Throughp
     return {n: list(generator.choice(values, len(values))) for n, values in measured.items()}
 
 
-def _warning(fit: Fit, measured: Throughputs, has_repeats: bool) -> str:
-    """What limits the worth of a fit."""
+def _warning(fit: Fit, measured: Throughputs, has_repeats: bool, farthest: float) -> str:
+    """What limits the worth of a fit, which is off by the part `farthest` at a size."""
     found = []
-    farthest = max(abs(fit.throughput(n) / np.median(seen) - 1) for n, seen in measured.items())
     if farthest > BAD_FIT:
         found.append(f"it is {farthest:.0%} off at a size, so it does not describe these runs")
     for name, item in list(fit.parameters.items())[1:]:
