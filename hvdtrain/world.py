@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from hvdtrain.errors import UsageError
 from hvdtrain.launchers import Launch, check_sizes, detect, own_mpirun
@@ -114,8 +114,12 @@ def start(allreduce: str = "auto", threads: int | None = None) -> World:
     return _world
 
 
-def start_horovod(parameter_bytes: int, groups: Sequence[tuple[int, ...]] = ()) -> Any:
-    """Start Horovod on the world's ranks, once, and return its `horovod.torch` module. Collective.
+def start_horovod(
+    parameter_bytes: int,
+    groups: Sequence[tuple[int, ...]] = (),
+    framework: Literal["torch", "tensorflow"] = "torch",
+) -> Any:
+    """Start Horovod on the world's ranks, once, and return its module of `framework`. Collective.
 
     Args:
         groups: the ranks of each process set that will be asked for, the same on all ranks.
@@ -134,7 +138,10 @@ def start_horovod(parameter_bytes: int, groups: Sequence[tuple[int, ...]] = ()) 
     world = current()
     _set_horovod_environment(parameter_bytes)
     try:
-        import horovod.torch as horovod
+        if framework == "torch":
+            import horovod.torch as horovod
+        else:
+            import horovod.tensorflow as horovod
     except ImportError as error:
         reason = " ".join(str(error).split())
         raise UsageError(
@@ -155,6 +162,13 @@ def start_horovod(parameter_bytes: int, groups: Sequence[tuple[int, ...]] = ()) 
     _process_sets.update(sets)
     _process_sets[everybody] = horovod.global_process_set
     return horovod
+
+
+def horovod() -> Any:
+    """The module that `start_horovod` returned."""
+    if _horovod is None:
+        raise RuntimeError("world.start_horovod() has not been called")
+    return _horovod
 
 
 def process_set(ranks: tuple[int, ...]) -> Any:

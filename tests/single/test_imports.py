@@ -47,8 +47,8 @@ OWNERS = {
     "mpi4py": {"world", "doctor", "parallel.exchange"},
     "h5py": {"data"},
     "safetensors": {"training.checkpoint.partfile"},
-    "tensorflow": {"doctor"},
-    "keras": {"doctor"},
+    "tensorflow": {"doctor", "tf"},
+    "keras": {"doctor", "tf"},
     "submitit": {"jobs.executor"},
 }
 

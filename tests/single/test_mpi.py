@@ -1,4 +1,4 @@
-"""Runs tests/mpi under mpirun, once for each number of ranks."""
+"""Runs tests/mpi and tests/mpi_keras under mpirun, once for each number of ranks."""
 
 import re
 import subprocess
@@ -15,8 +15,18 @@ IMPORTS = ("-o", "addopts=--import-mode=importlib")
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_everything_in_tests_mpi_passes_on_all_ranks(ranks: int) -> None:
+    everything_passes("tests/mpi", ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_everything_in_tests_mpi_keras_passes_on_all_ranks(ranks: int) -> None:
+    everything_passes("tests/mpi_keras", ranks)
+
+
+def everything_passes(folder: str, ranks: int) -> None:
+    """On all ranks, with nothing skipped."""
     done = subprocess.run(
-        [*mpirun(ranks), sys.executable, "-m", "pytest", *PYTEST, *IMPORTS, "tests/mpi"],
+        [*mpirun(ranks), sys.executable, "-m", "pytest", *PYTEST, *IMPORTS, folder],
         cwd=ROOT,
         env=program_environment() | {"COLUMNS": "100", "NO_COLOR": "1"},
         capture_output=True,

@@ -31,14 +31,17 @@ def _status(cluster: Cluster, run: Path) -> dict[str, Any]:
 def test_a_run_becomes_a_job_and_is_recognised(
     cluster: Cluster, small_set: Path, tmp_path: Path
 ) -> None:
-    run = tmp_path / "run"
-    asked = ("--ranks", 4, "--nodes", 2, "--epochs", 2)
+    run, site = tmp_path / "run", tmp_path / "site.yaml"
+    # It waits for as long as the second command takes, which is longer than it runs.
+    site.write_text("options: {begin: now+1hour}\n")
+    asked = ("--ranks", 4, "--nodes", 2, "--epochs", 2, "--site", site)
     number = _submit(cluster, small_set, run, *asked)
     again = cluster.run(
         *("hvdtrain", "jobs", "submit", "--model", "cnn", "--data", small_set, "--run", run),
         *("--log-every", 1, *asked),
     )
     assert again.strip() == f"{run} is job {number} already"
+    cluster.release(number)
     cluster.wait(number, "COMPLETED")
     summary = summary_of(run)
     assert (summary["ranks"], summary["epochs"]) == (4, 2)
@@ -55,7 +58,6 @@ def test_a_run_becomes_a_job_and_is_recognised(
         *("--log-every", 1, *asked),
     )
     assert done.strip() == f"{run} is done already"
-    site = tmp_path / "site.yaml"
     site.write_text("options: {no-such-option: 1}\n")
     before = {name: (run / name).read_bytes() for name in ("config.yaml", "summary.json")}
     refused = cluster.start(

@@ -1,0 +1,76 @@
+"""One side of keras.py: `fit` on the CIFAR-10 CNN, timed; rank 0 prints images/s as JSON.
+
+In a file of its own since a program that lies beside keras.py would import that as `keras`:
+
+    python -m benchmarks.keras_fit --data DIR [--replicas N]
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+import hvdtrain.tf as distributed
+from hvdtrain.tf.cnn import cnn
+
+
+class Clock(keras.callbacks.Callback):
+    """Notes when each window of steps ended."""
+
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        self.window = window
+        self.marks = [time.perf_counter()]
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """`batch` counts from 0."""
+        if (batch + 1) % self.window == 0:
+            self.marks.append(time.perf_counter())
+
+
+def main() -> None:
+    """Train for so many steps, and print the median window's rate."""
+    options = _options()
+    here = distributed.start()
+    scope: AbstractContextManager[object] = nullcontext()
+    if options.replicas:
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        parts = [tf.config.LogicalDeviceConfiguration()] * options.replicas
+        tf.config.set_logical_device_configuration(cpu, parts)
+        names = [f"CPU:{number}" for number in range(options.replicas)]
+        scope = tf.distribute.MirroredStrategy(names).scope()
+    data = distributed.datasets(options.data, options.images)
+    with scope:
+        model = cnn(data.classes, data.image_size, seed=0)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(distributed.optimizer(keras.optimizers.Adam(0.001)), loss)
+    clock = Clock(options.window)
+    callbacks = [clock, *(distributed.callbacks() if here.size > 1 else [])]
+    model.fit(data.train, steps_per_epoch=options.steps, verbose=0, callbacks=callbacks)
+    seconds = [later - sooner for sooner, later in zip(clock.marks, clock.marks[1:], strict=False)]
+    if here.rank == 0:
+        # The first windows hold the tracing.
+        rate = options.images * options.window / statistics.median(seconds[2:])
+        print(json.dumps({"images_per_second": rate}), flush=True)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True, help="packed CIFAR-10")
+    parser.add_argument("--images", type=int, default=64, help="images a step, over all ranks")
+    parser.add_argument("--replicas", type=int, default=0, help="of MirroredStrategy; 0: without")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--window", type=int, default=20, help="steps that are timed as one")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    main()

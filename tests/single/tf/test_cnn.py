@@ -1,0 +1,93 @@
+"""The CNN in Keras is the CNN in PyTorch: each framework in a process of its own."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.conftest import ROOT, program_environment
+
+CLASSES, SIZE, BATCH = 10, 32, 64
+
+IN_TORCH = """
+import sys
+from collections import OrderedDict
+import numpy as np, torch
+from hvdtrain import models
+given = np.load(sys.argv[1])
+parts = models.components("cnn", %(classes)d, %(size)d)
+model = torch.nn.Sequential(OrderedDict((part.name, part.build()) for part in parts))
+images = torch.from_numpy(given["images"]).permute(0, 3, 1, 2)
+loss = torch.nn.functional.cross_entropy(model(images), torch.from_numpy(given["labels"]))
+loss.backward()
+found = {name: value.detach().numpy() for name, value in model.named_parameters()}
+found |= {f"grad {name}": value.grad.numpy() for name, value in model.named_parameters()}
+np.savez(sys.argv[2], loss=loss.detach().numpy(), **found)
+"""
+
+IN_KERAS = """
+import sys
+import keras, numpy as np, tensorflow as tf
+from hvdtrain.tf.cnn import cnn, weights_from_torch
+given, theirs = np.load(sys.argv[1]), dict(np.load(sys.argv[2]))
+model = cnn(%(classes)d, %(size)d)
+model.set_weights(weights_from_torch(theirs, %(size)d))
+loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+with tf.GradientTape() as tape:
+    value = loss(given["labels"], model(given["images"], training=True))
+gradients = tape.gradient(value, model.trainable_weights)
+wanted = {name[5:]: value for name, value in theirs.items() if name.startswith("grad ")}
+np.savez(
+    sys.argv[3],
+    loss=value.numpy(),
+    parameters=model.count_params(),
+    **{f"own {n}": each.numpy() for n, each in enumerate(gradients)},
+    **{f"torch {n}": each for n, each in enumerate(weights_from_torch(wanted, %(size)d))},
+)
+assert "torch" not in sys.modules
+"""
+
+
+def run(program: str, *arguments: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", program % {"classes": CLASSES, "size": SIZE}, *arguments],
+        cwd=ROOT,
+        env=program_environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, np.ndarray], float]:
+    """What Keras found with PyTorch's weights, and PyTorch's loss."""
+    folder = tmp_path_factory.mktemp("cnn")
+    given, theirs, ours = (folder / f"{name}.npz" for name in ("given", "torch", "keras"))
+    draw = np.random.default_rng(0)
+    images = draw.standard_normal((BATCH, SIZE, SIZE, 3)).astype(np.float32)
+    np.savez(given, images=images, labels=draw.integers(0, CLASSES, BATCH))
+    run(IN_TORCH, given, theirs)
+    run(IN_KERAS, given, theirs, ours)
+    return dict(np.load(ours)), float(np.load(theirs)["loss"])
+
+
+def test_it_has_the_parameters_of_the_paper(found: tuple[dict[str, np.ndarray], float]) -> None:
+    assert found[0]["parameters"] == 282_250
+
+
+def test_loss_and_gradients_are_those_of_pytorch(
+    found: tuple[dict[str, np.ndarray], float],
+) -> None:
+    keras, loss = found
+    assert float(keras["loss"]) == pytest.approx(loss, rel=1e-5)
+    wanted = [keras[f"torch {number}"] for number in range(8)]
+    largest = max(float(np.max(np.abs(value))) for value in wanted)
+    for number, value in enumerate(wanted):
+        own = keras[f"own {number}"]
+        assert own.shape == value.shape
+        scale = max(float(np.max(np.abs(value))), 1e-6 * largest)
+        assert float(np.max(np.abs(own - value))) / scale < 1e-4, number
