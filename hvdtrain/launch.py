@@ -30,7 +30,12 @@ from hvdtrain.launchers import own_mpirun
 SAID_BY_A_RANK = frozenset({0, 1, 2, 3, 4, 75, 130})
 REMARKS_ON_A_RANK = ("MPI_ABORT was invoked", "non-zero status")
 EDGE = "-" * 70
-LAUNCHER_WORDS = r"not enough slots|prterun|prted|PRTE|PRRTE|mpirun|MPI_ABORT|Open MPI|open-mpi"
+LAUNCHER_WORDS = (
+    r"not enough slots|prterun|prted|PRTE|PRRTE|PMIx server|mpirun|MPI_ABORT|Open MPI|open-mpi"
+)
+# Where mpirun keeps its files, in a folder named by its process number alone: it fails where one
+# that was killed left a folder of this number.
+SESSIONS = ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base")  # of Open MPI 5, and 4
 SIGNALS_PASSED_ON = (
     *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
     *(signal.SIGUSR1, signal.SIGUSR2),
@@ -66,8 +71,11 @@ def supervise(
         UsageError: if there is no MPI launcher.
     """
     command = [*mpirun(ranks), sys.executable, "-m", "hvdtrain", *arguments]
-    with tempfile.TemporaryDirectory(prefix="hvdtrain-", ignore_cleanup_errors=True) as folder:
-        return _run(command, Path(folder) / "activity", environment or {})
+    bases = [os.environ[name] for name in SESSIONS if os.environ.get(name)]
+    base = bases[0] if bases and Path(bases[0]).is_dir() else None
+    with tempfile.TemporaryDirectory("", "hvdtrain-", base, ignore_cleanup_errors=True) as folder:
+        own = dict.fromkeys(SESSIONS, folder) | dict(environment or {})
+        return _run(command, Path(folder) / "activity", own)
 
 
 def _run(command: Sequence[str], activity: Path, environment: Mapping[str, str]) -> Outcome:

@@ -1,18 +1,25 @@
 """What several folders of tests need: small data sets, and the program as a user starts it."""
 
+import atexit
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from hvdtrain import data
+from hvdtrain import data, launch
 
 ROOT = Path(__file__).parent.parent
 Program = Callable[..., subprocess.CompletedProcess[str]]
 
+# Of tests that start mpirun themselves, beside those that kill it.
+_sessions = tempfile.mkdtemp(prefix="mpirun-")
+atexit.register(shutil.rmtree, _sessions, ignore_errors=True)
+os.environ[launch.SESSIONS[0]] = _sessions
 
 # Files that take minutes, the longest first: what begins last would be waited for alone.
 LONGEST = (

@@ -44,6 +44,13 @@ def test_an_end_without_reason_is_said_to_be_one() -> None:
     assert explain(5, []) == "mpirun ended with 5: it gave no reason"
 
 
+def test_what_mpirun_could_not_start_is_in_the_line() -> None:
+    banners: list[str] = []
+    reason = "The PMIx server's listener thread failed to start. We cannot\n"
+    assert not list(without_launcher_banners([FRAME, reason, "continue.\n", FRAME], banners))
+    assert explain(213, banners).endswith("listener thread failed to start. We cannot continue.")
+
+
 ABORT = "MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD"
 
 

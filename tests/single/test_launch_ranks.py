@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -45,6 +46,25 @@ def test_every_launcher_trains_the_same_run(
     for epoch in ("1", "2"):
         assert len({row[3] for row in rows if row[0] == epoch}) == 601
     assert len(rows) == 2 * 601
+
+
+def test_folders_that_killed_launchers_left_are_in_nobodys_way(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    """Open MPI names them by its process number, and ends with 213 where one is there already."""
+    left, sessions = tmp_path / "left", {"PRTE_MCA_prte_tmpdir_base": str(tmp_path / "left")}
+    most = int(Path("/proc/sys/kernel/pid_max").read_text())
+    for number in range(1, 4000):
+        number = (os.getpid() + number) % most
+        (left / f"ompi.{number}").mkdir(parents=True)
+        (left / f"ompi.{number}" / f"pmix.{socket.gethostname()}.tool.{number}").touch()
+    command = [*mpirun(1), "true"]
+    done = subprocess.run(command, env=program_environment() | sessions, capture_output=True)
+    assert done.returncode == 213
+    options = ("train", "--model", "cnn", "--data", small_set, "--ranks", 2, "--max-steps", 1)
+    trained = hvdtrain(*options, "--run", tmp_path / "run", **sessions)
+    assert trained.returncode == 0, trained.stderr
+    assert not list(left.glob("hvdtrain-*"))
 
 
 def test_one_rank_and_three_see_the_same_samples_and_reach_the_same_loss(

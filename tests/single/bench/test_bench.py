@@ -94,7 +94,8 @@ def test_ctrl_c_ends_it_and_leaves_nothing_behind(
     command += ["--steps", "1000000", *map(str, plan)]
     with subprocess.Popen(
         command,
-        env=program_environment() | {"TMPDIR": str(tmp_path)},
+        env=program_environment()
+        | dict.fromkeys(("TMPDIR", "PRTE_MCA_prte_tmpdir_base"), str(tmp_path)),
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
