@@ -5,16 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
+import tensorflow as tf
 
 from hvdtrain import world
 from hvdtrain.errors import CheckFailed, UsageError
-from hvdtrain.tf.optimizer import broadcast, fingerprint, is_distributed
+from hvdtrain.tf.optimizer import as_it_was, broadcast, fingerprint, is_distributed
 
 
 def callbacks(
     *, warmup_epochs: int = 0, save_to: str | Path | None = None
 ) -> list[keras.callbacks.Callback]:
-    """All that a model on several ranks needs, in the order in which it is needed.
+    """All that a model on several ranks needs; callbacks of your own come after these.
 
     Args:
         warmup_epochs: the learning rate grows over these from its size-th part to itself.
@@ -28,6 +30,22 @@ def callbacks(
     return found
 
 
+def gather(what: str, value: Any) -> list[Any]:
+    """Every rank's `value`. Collective.
+
+    Raises:
+        CheckFailed: if a rank is at something else.
+    """
+    told = world.current().gather((what, value))
+    for rank, (other, _) in enumerate(told):
+        if other != told[0][0]:
+            raise CheckFailed(
+                f"rank {rank} is {other} while rank 0 is {told[0][0]}: all ranks have to make the "
+                "same steps and evaluations, with the same callbacks"
+            )
+    return [theirs for _, theirs in told]
+
+
 class SameWeights(keras.callbacks.Callback):
     """All ranks begin with rank 0's variables, and are compared after each epoch.
 
@@ -36,19 +54,41 @@ class SameWeights(keras.callbacks.Callback):
     """
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Give all ranks rank 0's variables of model and optimizer.
+        """Give all ranks rank 0's variables of model and optimizers.
 
         Raises:
-            UsageError: on all ranks, if the model's optimizer averages nothing.
+            UsageError: on all ranks, if the model is not built, an optimizer of it averages
+                nothing, or ranks train unlike models for unlike numbers of steps.
         """
         if world.current().size == 1:
             return
-        if not is_distributed(self.model.optimizer):
+        optimizers = optimizers_of(self.model)
+        if not self.model.built:
             raise UsageError(
-                "the model was compiled with an optimizer that averages nothing: each rank would "
-                "train for itself; compile(hvdtrain.tf.optimizer(...))"
+                "the model is not built, so its weights cannot be made the same on all ranks: "
+                "begin it with keras.Input, or call it on a batch before fit"
             )
-        broadcast([*self.model.variables, *self.model.optimizer.variables])
+        for own in optimizers:
+            _check_distributed(own)
+        shapes = [(variable.path, variable.shape) for variable in self.model.variables]
+        built = [(type(own).__name__, own.built) for own in optimizers]
+        facts = (self.params.get("steps"), self.params.get("epochs"), built, shapes)
+        for rank, theirs in enumerate(everywhere := gather("about to train", facts)):
+            names = ("steps of an epoch", "epochs", "optimizers", "variables")
+            for name, one, other in zip(names, everywhere[0], theirs, strict=True):
+                if one != other:
+                    both = "" if name == "variables" else f": {other} and {one}"
+                    raise UsageError(
+                        f"rank {rank} has other {name} than rank 0{both}; give all ranks the same"
+                    )
+        # Whole numbers are seeds of dropout: each rank keeps its own.
+        variables = [each for each in self.model.variables if _is_float(each)]
+        states = [each for own in optimizers for each in own.variables]
+        kept = [each for each in states if "gradient_accumulator" not in each.path]
+        broadcast([*variables, *kept])
+        if self.model.jit_compile:  # XLA knows no Horovod
+            self.model.jit_compile = False
+            self.model.make_train_function(force=True)
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """All ranks evaluate the same model."""
@@ -64,29 +104,61 @@ class SameWeights(keras.callbacks.Callback):
         check_same(self.model.trainable_variables)
 
 
+def optimizers_of(model: keras.Model) -> list[Any]:
+    """Those that a model trains with: its own, or those of its attributes, as a GAN has."""
+    own = [each for each in vars(model).values() if isinstance(each, keras.optimizers.Optimizer)]
+    others = [each for each in own if each is not model.optimizer]
+    return others or [model.optimizer]
+
+
+def _check_distributed(own: Any) -> None:
+    if is_distributed(own):
+        return
+    if is_distributed(getattr(own, "inner_optimizer", None)):
+        raise UsageError(
+            "the loss is scaled outside of what averages: give hvdtrain.tf.optimizer a "
+            "keras.optimizers.LossScaleOptimizer around your optimizer"
+        )
+    raise UsageError(
+        "the model was compiled with an optimizer that averages nothing: each rank would "
+        "train for itself; compile(hvdtrain.tf.optimizer(...))"
+    )
+
+
+def _is_float(variable: keras.Variable) -> bool:
+    return bool(tf.as_dtype(variable.dtype).is_floating)
+
+
 def average_statistics(model: keras.Model) -> None:
-    """Give all ranks the mean of what is not trained and no whole number. Collective."""
+    """Give all ranks the mean of what is not trained and no whole number. Collective.
+
+    Only what differs is sent: weights of frozen layers stay as they are.
+    """
     here = world.current()
     if here.size == 1:
         return
-    variables = [
+    variables = [each for each in model.non_trainable_variables if _is_float(each)]
+    digests = gather(
+        "averaging statistics", [int(fingerprint([each.value])) for each in variables]
+    )
+    differing = [
         variable
-        for variable in model.non_trainable_variables
-        if keras.backend.is_float_dtype(variable.dtype)
+        for variable, *values in zip(variables, *digests, strict=True)
+        if len(set(values)) > 1
     ]
-    everywhere = here.gather([variable.numpy() for variable in variables])
-    for variable, *values in zip(variables, *everywhere, strict=True):
-        variable.assign(sum(values[1:], start=values[0]) / here.size)
+    everywhere = gather("averaging statistics", [each.numpy() for each in differing])
+    for variable, *values in zip(differing, *everywhere, strict=True):
+        variable.assign(np.mean(values, axis=0, dtype=np.float64).astype(values[0].dtype))
 
 
 def check_same(variables: Sequence[keras.Variable]) -> None:
     """Compare all bits of these variables on all ranks. Collective.
 
     Raises:
-        CheckFailed: on all ranks, if they differ, naming the variables and a rank.
+        CheckFailed: on all ranks, if they differ, naming a variable and a rank.
     """
-    own = [int(fingerprint([variable])) for variable in variables]
-    everywhere = world.current().gather(own)
+    own = [int(fingerprint([variable.value])) for variable in variables]
+    everywhere = gather("comparing weights", own)
     for rank, theirs in enumerate(everywhere):
         different = [
             variable.path
@@ -105,8 +177,9 @@ class ExactMetrics(keras.callbacks.Callback):
     """Metrics and losses in the logs and the history of `fit` are those of all ranks' samples.
 
     Keras's metrics count and add; here what the ranks counted is added up once an epoch, so that
-    nothing is the mean of means. Place it before whatever reads the logs. What `model.evaluate`
-    returns no callback can change: `hvdtrain.tf.evaluate` is the same over all ranks.
+    nothing is the mean of means. (A metric of your own whose variables are not sums, such as a
+    maximum, is not right.) Place it before whatever reads the logs. What `model.evaluate` returns
+    no callback can change: `hvdtrain.tf.evaluate` is the same over all ranks.
     """
 
     def __init__(self) -> None:
@@ -142,30 +215,35 @@ class ExactMetrics(keras.callbacks.Callback):
         self.is_fitting = False
 
 
-def evaluate(model: keras.Model, *data: Any, **options: Any) -> dict[str, float]:
-    """The results of `model.evaluate`, with its arguments, over the samples of all ranks."""
+def evaluate(model: keras.Model, *data: Any, **options: Any) -> dict[str, Any]:
+    """The results of `model.evaluate`, with its arguments, over the samples of all ranks.
+
+    Running statistics become their mean over the ranks first. Collective.
+    """
+    average_statistics(model)
     model.evaluate(*data, **options)
     return exact_metrics(model)
 
 
-def exact_metrics(model: keras.Model) -> dict[str, float]:
+def exact_metrics(model: keras.Model) -> dict[str, Any]:
     """The results of the model's metrics over all ranks, whose own counts stay. Collective."""
     variables = [variable for metric in model.metrics for variable in metric.variables]
     own = [variable.numpy() for variable in variables]
-    everywhere = world.current().gather(own)
+    everywhere = gather("adding up metrics", own)
     for variable, *values in zip(variables, *everywhere, strict=True):
         variable.assign(sum(values[1:], start=values[0]))
-    found = {name: float(value) for name, value in model.get_metrics_result().items()}
+    found = {name: np.asarray(value) for name, value in model.get_metrics_result().items()}
     for variable, value in zip(variables, own, strict=True):
         variable.assign(value)
-    return found
+    return {name: value if value.ndim else float(value) for name, value in found.items()}
 
 
 class WarmUp(keras.callbacks.Callback):
     """The learning rate grows evenly from its size-th part, step by step, to the one given.
 
     For a rate multiplied by the number of ranks (Goyal et al., "Accurate, Large Minibatch SGD",
-    arXiv 1706.02677): training begins with the rate of one rank.
+    arXiv 1706.02677): training begins with the rate of one rank. The steps count from the first
+    epoch of all, so that a `fit` that goes on does not warm up again.
     """
 
     def __init__(self, epochs: int, ranks: int | None = None) -> None:
@@ -173,7 +251,7 @@ class WarmUp(keras.callbacks.Callback):
         super().__init__()
         self.epochs, self.ranks = epochs, ranks
         self.rate = 0.0
-        self.step = 0
+        self.epoch = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Note the rate that is to be reached.
@@ -181,21 +259,30 @@ class WarmUp(keras.callbacks.Callback):
         Raises:
             UsageError: if it follows a schedule, or the number of steps is not known.
         """
-        self.step = 0
-        if not isinstance(self.model.optimizer._learning_rate, keras.Variable):
+        own = self.model.optimizer
+        own = getattr(own, "inner_optimizer", own)
+        if not isinstance(own._learning_rate, keras.Variable):
             raise UsageError("WarmUp sets the learning rate, and so does the optimizer's schedule")
-        if self.epochs and not self.params.get("steps"):
+        if not self.params.get("steps"):
             raise UsageError("WarmUp has to know the steps of an epoch: give fit steps_per_epoch")
         self.rate = float(self.model.optimizer.learning_rate)
 
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Note the epoch."""
+        self.epoch = epoch
+
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Set the rate of the step."""
-        steps = self.epochs * self.params["steps"]
-        if self.step <= steps:
+        steps = self.params["steps"]
+        if self.epoch < self.epochs:
+            part = (self.epoch * steps + batch) / (self.epochs * steps)
             ranks = self.ranks or world.current().size
-            part = min(1.0, self.step / steps) if steps else 1.0
             self.model.optimizer.learning_rate = self.rate * (1 + (ranks - 1) * part) / ranks
-        self.step += 1
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Between epochs, and in what is saved, the rate is the one that was given."""
+        if epoch < self.epochs:
+            self.model.optimizer.learning_rate = self.rate
 
 
 class SaveOnFirstRank(keras.callbacks.Callback):
@@ -217,5 +304,6 @@ class SaveOnFirstRank(keras.callbacks.Callback):
         if world.current().rank == 0:
             unfinished = self.path.with_name(f".unfinished-{self.path.name}")
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.model.save(unfinished)
+            with as_it_was(self.model.optimizer):
+                self.model.save(unfinished)
             unfinished.replace(self.path)

@@ -25,7 +25,9 @@ class Datasets:
 
     Each is of batches (images float32 [n, H, W, C], labels int64 [n], weights float32 [n]).
     The weights make the mean over ranks of each rank's loss the mean over the samples of the
-    global batch, where ranks have unlike numbers of them: they are 1 in all but an uneven batch.
+    global batch, where ranks have unlike numbers of them: in training they are 1 in all but an
+    uneven batch, in evaluation always. (In an uneven batch the loss and the metrics that Keras
+    logs of training are those of such a mean; gradients are exact.)
 
     Attributes:
         train: without an end, epoch after epoch: give `steps_per_epoch` to `fit`.
@@ -50,6 +52,7 @@ def datasets(
     seed: int = 0,
     holdout: float = 0.0,
     normalise: Literal["unit", "meanstd"] = "unit",
+    first_epoch: int = 0,
 ) -> Datasets:
     """Open the packed data set of a folder, for the ranks of the world.
 
@@ -59,30 +62,34 @@ def datasets(
         holdout: part of the training set held out as validation.
         normalise: "unit" divides pixels by 255; "meanstd" besides takes away the mean of each
             channel, and divides by its deviation.
+        first_epoch: whose order comes first; for a `fit` that goes on, its `initial_epoch`.
 
     Raises:
         UsageError, DataError: if the folder holds no good data set, or too few samples.
     """
     index = read_index(str(data))
     here = world.current()
-    rows, held = order.holdout(index.splits["train"].count, holdout, index.hash, seed)
+    train = index.splits["train"]
+    rows, held = order.holdout(train.count, holdout, index.hash, seed)
     if batch_size < here.size:
         raise UsageError(f"a batch of {batch_size} images is too small for {here.size} ranks")
-    split = {
-        name: open_split(index, name, CACHE_BYTES // here.local_size) for name in index.splits
-    }
+    memory = CACHE_BYTES // here.local_size
+    split = {name: open_split(index, name, memory) for name in index.splits}
 
     def training() -> Iterator[Taken]:
-        for epoch in range(2**31):
+        for epoch in range(first_epoch, 2**31):
             taken = order.epoch_order(
-                *(rows, index.hash, seed, epoch),
-                *(index.splits["train"].chunk_rows, order.window_rows(index)),
+                *(rows, index.hash, seed, epoch), train.chunk_rows, order.window_rows(index)
             )
-            yield from _batches(split["train"], taken, batch_size)
+            yield from _training(split["train"], taken, batch_size)
 
     def evaluation(samples: Samples, taken: Rows) -> tf.data.Dataset:
-        steps = -(-len(taken) // batch_size)
-        return _dataset(lambda: _batches(samples, taken, batch_size), steps, index, normalise)
+        if len(taken) < here.size:
+            raise UsageError(f"{len(taken)} samples cannot be evaluated on {here.size} ranks")
+        first, last = order.split(len(taken), [1] * here.size)[here.rank]
+        own, images = taken[first:last], -(-batch_size // here.size)
+        steps = -(-len(own) // images)
+        return _dataset(lambda: _evaluation(samples, own, images), steps, index, normalise)
 
     has_test = "test" in split
     return Datasets(
@@ -95,16 +102,23 @@ def datasets(
     )
 
 
-def _batches(samples: Samples, rows: Rows, batch_size: int) -> Iterator[Taken]:
+def _training(samples: Samples, rows: Rows, batch_size: int) -> Iterator[Taken]:
     """This rank's contiguous share of each global batch of `rows`."""
     here = world.current()
     for start, stop in order.step_slices(len(rows), batch_size):
         first, last = order.split(stop - start, [1] * here.size)[here.rank]
         weight = (last - first) * here.size / (stop - start)
-        if first == last:  # Keras has no empty batch: a sample that counts nothing
+        if first == last:  # Keras has no empty batch: a sample that weighs nothing
             first, last = (first, first + 1) if first < stop - start else (first - 1, first)
         batch = samples.gather(rows[start + first : start + last])
         yield batch.images, batch.labels, np.full(last - first, weight, np.float32)
+
+
+def _evaluation(samples: Samples, rows: Rows, images: int) -> Iterator[Taken]:
+    """All of `rows`, in batches of so many images."""
+    for start, stop in order.step_slices(len(rows), images):
+        batch = samples.gather(rows[start:stop])
+        yield batch.images, batch.labels, np.ones(stop - start, np.float32)
 
 
 def _dataset(

@@ -1,15 +1,15 @@
 """An optimizer of Keras 3 that averages gradients over all ranks before it applies them."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
 
 from hvdtrain import world
 from hvdtrain.errors import UsageError
-
-Optimizer = TypeVar("Optimizer", bound=keras.optimizers.Optimizer)
 
 if TYPE_CHECKING:
     _Mixed = Any
@@ -18,34 +18,55 @@ else:
 
 CHECK_EVERY = 100  # steps from one comparison of the ranks' weights to the next
 WHOLE = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}  # numbers by their bytes
+# Names of what is reduced: Keras's own names of optimizers count what each rank has made.
+_numbers = count()
+
+DIFFERENT = (
+    "hvdtrain: the ranks hold different weights. Give them the same ones before the first step: "
+    "build the model before fit, load weights on all ranks or on none, and change none on one "
+    "rank alone"
+)
 
 
-def optimizer(own: Optimizer) -> Optimizer:
+def optimizer(own: Any) -> Any:
     """Let `own` average the gradients over all ranks, in one grouped all-reduce a step.
 
-    The optimizer is changed, not copied: it keeps its variables and settings, and is returned for
-    convenience. When it is built the model's trainable variables take rank 0's values, so that
-    all ranks begin alike. Every 100 steps, and after the first, the weights
-    of all ranks are compared inside the step. A rank's loss counts as the mean over the samples
-    that the rank has: give all ranks as many, or weights (`hvdtrain.tf.dataset` does).
+    The optimizer is changed, not copied: it keeps its variables and settings, and is returned.
+    (Under the policy mixed_float16 what is returned is a LossScaleOptimizer around it, which
+    `compile` would make otherwise: ranks have to agree on a step that overflows.) When it is built
+    the model's trainable variables take rank 0's values, so that all ranks begin alike. Every 100
+    steps, and after the first, the weights of all ranks are compared inside the step. A rank's
+    loss counts as the mean over the samples that the rank has: give all ranks as many, or weights
+    (`hvdtrain.tf.datasets` does).
 
     With `gradient_accumulation_steps`, ranks communicate when the weights change, not before.
-    In a world of one the optimizer is returned as it was.
+    In a world of one the optimizer is returned as it was. Collective.
 
     Raises:
-        UsageError: if `own` is no optimizer of Keras 3.
+        UsageError: if `own` is no optimizer of Keras 3, or not of one class on all ranks.
     """
     if not isinstance(own, keras.optimizers.Optimizer):
         raise UsageError(
             f"a {type(own).__name__} is no optimizer of Keras 3: "
             "give one of keras.optimizers, with the settings of yours"
         )
-    if world.current().size == 1 or is_distributed(own):
+    here = world.current()
+    if here.size == 1 or is_distributed(own):
         return own
+    scales = isinstance(own, keras.optimizers.LossScaleOptimizer)
+    if keras.config.dtype_policy().name == "mixed_float16" and not scales:
+        own = keras.optimizers.LossScaleOptimizer(own)
     kind = type(own)
+    facts = here.gather((kind.__name__, own.built))
+    if len(set(facts)) > 1:
+        raise UsageError(
+            "the ranks' optimizers are of different classes, or built on some ranks alone: make "
+            "or load the same model on all ranks"
+        )
     # Saved models name the class: they load where there is no hvdtrain, as the class it was.
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     own.__class__ = type(kind.__name__, (_Averaging, kind), names)
+    own.reduction = f"optimizer.{next(_numbers)}"
     return own
 
 
@@ -54,8 +75,22 @@ def is_distributed(own: object) -> bool:
     return isinstance(own, _Averaging)
 
 
+@contextmanager
+def as_it_was(own: Any) -> Iterator[None]:
+    """The optimizer has the class that it was given with: what is saved says nothing of ranks."""
+    kind = type(own)
+    if is_distributed(own):
+        own.__class__ = kind.__mro__[2]
+    try:
+        yield
+    finally:
+        own.__class__ = kind
+
+
 class _Averaging(_Mixed):
     """What an optimizer does before its own class does: Keras 3 calls nothing but `apply`."""
+
+    reduction: str
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
         # Its own variables begin alike on all ranks, and in a traced step do not exist yet.
@@ -66,26 +101,37 @@ class _Averaging(_Mixed):
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         grads = list(grads)
         if not self.gradient_accumulation_steps:
-            grads = average(grads, self.name)
+            grads = average(grads, self.reduction)
         super().apply(grads, trainable_variables)
-        compare(trainable_variables or self._trainable_variables, self.iterations, self.name)
+        variables = trainable_variables or self._trainable_variables
+        compare(variables, self.iterations, self.reduction)
 
     def _clip_gradients(self, grads: Any) -> Any:
         # With accumulation this is called once an update, with what was accumulated.
         if self.gradient_accumulation_steps:
-            grads = average(list(grads), self.name)
+            grads = average(list(grads), self.reduction)
         return super()._clip_gradients(grads)
 
 
 def average(gradients: list[Any], name: str) -> list[Any]:
     """The mean over all ranks of each gradient; None where there is none."""
     horovod = world.horovod()
-    dense = [tf.convert_to_tensor(each) for each in gradients if each is not None]
-    if not dense:
-        return gradients
-    # A name of its own: automatic ones differ between ranks that trace at different steps.
-    found = iter(horovod.grouped_allreduce(dense, op=horovod.Average, name=f"gradients.{name}"))
-    return [None if each is None else next(found) for each in gradients]
+    found = list(gradients)
+    places: dict[tf.DType, list[int]] = {}
+    for place, each in enumerate(gradients):
+        if each is not None:
+            places.setdefault(each.dtype, []).append(place)
+    for dtype, group in places.items():
+        dense = [tf.convert_to_tensor(gradients[place]) for place in group]
+        if dtype == tf.bfloat16:  # which Horovod does not know
+            dense = [tf.cast(each, tf.float32) for each in dense]
+        # A name of its own: automatic ones differ between ranks that trace at different steps.
+        reduced = horovod.grouped_allreduce(
+            dense, op=horovod.Average, name=f"{name}.gradients.{dtype.name}"
+        )
+        for place, each in zip(group, reduced, strict=True):
+            found[place] = tf.cast(each, dtype)
+    return found
 
 
 def broadcast(variables: Sequence[keras.Variable]) -> None:
@@ -98,12 +144,9 @@ def broadcast(variables: Sequence[keras.Variable]) -> None:
 
 def compare(variables: Sequence[keras.Variable], step: Any, name: str) -> None:
     """Fail, inside the step, where ranks hold other bits; after step 1 and then every 100."""
-    horovod = world.horovod()
 
     def compared() -> Any:
-        own = fingerprint(variables)
-        whole = horovod.allreduce(own, op=horovod.Sum, name=f"weights.{name}")
-        same = tf.equal(whole, own * horovod.size())
+        same = are_same([each.value for each in variables], f"{name}.weights")
         tf.debugging.Assert(same, [DIFFERENT], summarize=1)
         return True
 
@@ -111,21 +154,22 @@ def compare(variables: Sequence[keras.Variable], step: Any, name: str) -> None:
     tf.cond(due, compared, lambda: True)
 
 
-DIFFERENT = (
-    "hvdtrain: the ranks hold different weights. Give them the same ones before the first step: "
-    "load weights on all ranks or on none, and change none on one rank alone"
-)
+def are_same(values: Sequence[Any], name: str) -> Any:
+    """Whether all ranks hold the same bits, as a tensor; false on one rank at least if not."""
+    horovod = world.horovod()
+    own = fingerprint(values)
+    return tf.equal(horovod.allreduce(own, op=horovod.Sum, name=name), own * horovod.size())
 
 
-def fingerprint(variables: Sequence[keras.Variable]) -> Any:
+def fingerprint(values: Sequence[Any]) -> Any:
     """An int64 that depends on every bit of the values, whatever their order of summation."""
     total = tf.constant(0, tf.int64)
-    for number, variable in enumerate(variables, 1):
-        value = tf.convert_to_tensor(variable.value)
-        if value.dtype.is_floating:
-            value = tf.bitcast(value, WHOLE[value.dtype.size])
+    for number, value in enumerate(values, 1):
+        bits = tf.convert_to_tensor(value)
+        if bits.dtype.is_floating:
+            bits = tf.bitcast(bits, WHOLE[bits.dtype.size])
         # Weighted by place: values that changed places are not the same.
-        flat = tf.reshape(tf.cast(value, tf.int64), [-1])
+        flat = tf.reshape(tf.cast(bits, tf.int64), [-1])
         places = tf.range(1, tf.size(flat, out_type=tf.int64) + 1, dtype=tf.int64)
         total += number * tf.reduce_sum(flat * places)
     return total

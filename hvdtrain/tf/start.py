@@ -23,13 +23,18 @@ def start(threads: int | None = None, allreduce: str = "auto") -> World:
             framework, or TensorFlow has begun already.
     """
     here = world.start(allreduce, threads)
+    if here.size > 1:
+        failure.end_all_on_exception()
     tensorflow = _import_tensorflow()
     try:
         _use_own_threads_and_gpu(tensorflow, here)
     except RuntimeError as error:
         raise UsageError(f"hvdtrain.tf.start() comes before any model: {error}") from None
     if here.size > 1:
-        failure.end_all_on_exception()
+        # A rank that makes a step which the others do not make ends the job, and says which.
+        os.environ.setdefault("HOROVOD_STALL_CHECK_TIME_SECONDS", "60")
+        os.environ.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "300")
+        os.environ.setdefault("HOROVOD_LOG_LEVEL", "warning")
         world.start_horovod(0, framework="tensorflow")
     return here
 

@@ -11,6 +11,7 @@ from hvdtrain import tf as distributed
 from hvdtrain.data import order
 from hvdtrain.data.shards import open_split, read_index
 from hvdtrain.errors import UsageError
+from hvdtrain.tf.cnn import cnn
 from hvdtrain.world import World
 
 COUNT, TEST, BATCH = 61, 20, 16
@@ -83,6 +84,21 @@ def test_a_batch_smaller_than_the_ranks_is_refused(here: World, folder: Path) ->
         return
     with pytest.raises(UsageError, match="too small for"):
         distributed.datasets(folder, here.size - 1)
+
+
+def test_what_is_evaluated_is_each_sample_once(here: World, folder: Path) -> None:
+    """As one process does it: loss and accuracy of unlike numbers of samples a rank."""
+    given = distributed.datasets(folder, BATCH, holdout=0.2)
+    index = read_index(str(folder))
+    with open_split(index, "test") as samples:
+        whole = samples.gather(np.arange(len(samples)))
+    model = cnn(given.classes, given.image_size, seed=here.size)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(distributed.optimizer(keras.optimizers.SGD()), loss, metrics=["accuracy"])
+    wanted = model.evaluate(whole.images / np.float32(255), whole.labels, 7, 0, return_dict=True)
+    found = distributed.evaluate(model, given.test, verbose=0)
+    assert found["accuracy"] == pytest.approx(wanted["accuracy"], abs=1e-6)
+    assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
 
 
 def test_a_model_learns_from_them(here: World, folder: Path) -> None:

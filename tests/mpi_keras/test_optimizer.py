@@ -204,6 +204,15 @@ def test_the_rate_warms_up(here: World) -> None:
     assert rates[8:] == [pytest.approx(0.5)] * 4
     steps = np.diff(rates[:9])
     assert np.allclose(steps, 0.5 * (1 - 1 / here.size) / 8, atol=1e-6)
+    rates.clear()
+    model.fit(images, labels, 1, epochs=4, initial_epoch=3, verbose=0, callbacks=[*warm, Note()])
+    assert rates == [pytest.approx(0.5)] * 4
+    rates.clear()
+    for epoch in range(2):
+        begins = {"epochs": epoch + 1, "initial_epoch": epoch, "steps_per_epoch": 4}
+        anew = [*distributed.callbacks(warmup_epochs=2), Note()]
+        model.fit(images, labels, 1, verbose=0, callbacks=anew, **begins)
+    assert np.allclose(np.diff(rates), 0.5 * (1 - 1 / here.size) / 8, atol=1e-6)
 
 
 def test_what_the_first_rank_saved_loads_as_it_was(
@@ -230,6 +239,110 @@ def test_bf16_averages_gradients_of_fp32(here: World) -> None:
     assert model.layers[0].compute_dtype == "bfloat16"
     assert {variable.dtype for variable in model.variables} == {"float32"}
     check_same(model.variables)
+
+
+def test_ranks_agree_on_a_step_that_overflows(here: World) -> None:
+    """One rank's loss is no number: no rank takes the step, and all scale the loss down."""
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        model = compiled(distributed.optimizer(keras.optimizers.SGD(0.1)))
+        images, labels = share(batch(0), here)
+        before = model.get_weights()
+        bad = np.full_like(images, np.inf) if here.rank == here.size - 1 else images
+        model.train_on_batch(bad, labels)
+        unchanged = zip(before, model.get_weights(), strict=True)
+        assert all(np.array_equal(old, new) for old, new in unchanged)
+        model.train_on_batch(images, labels)
+        assert not np.array_equal(before[0], model.get_weights()[0])
+    finally:
+        keras.config.set_dtype_policy("float32")
+    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    check_same(model.variables)
+    check_same(model.optimizer.variables)
+
+
+def test_a_loss_scaled_outside_of_what_averages_is_refused(here: World) -> None:
+    inner = distributed.optimizer(keras.optimizers.SGD(0.1))
+    model = compiled(keras.optimizers.LossScaleOptimizer(inner))
+    if here.size == 1:
+        return
+    with pytest.raises(UsageError, match="scaled outside of what averages"):
+        model.fit(*batch(0), verbose=0, callbacks=distributed.callbacks())
+
+
+def test_a_model_that_is_not_built_is_refused(here: World) -> None:
+    model = keras.Sequential([keras.layers.Flatten(), keras.layers.Dense(CLASSES)])
+    model.compile(distributed.optimizer(keras.optimizers.SGD(0.1)), "mse")
+    if here.size == 1:
+        return
+    with pytest.raises(UsageError, match="the model is not built"):
+        model.fit(*batch(0), verbose=0, callbacks=distributed.callbacks())
+
+
+def test_unlike_numbers_of_steps_are_refused_before_the_first(here: World) -> None:
+    model = compiled(distributed.optimizer(keras.optimizers.SGD(0.1)))
+    images, labels = batch(0, 8 * (here.rank + 1))
+    if here.size == 1:
+        return
+    with pytest.raises(
+        UsageError, match="rank 1 has other steps of an epoch than rank 0: 2 and 1"
+    ):
+        model.fit(images, labels, 8, verbose=0, callbacks=distributed.callbacks())
+
+
+def test_unlike_optimizers_are_refused(here: World) -> None:
+    kinds = [keras.optimizers.SGD, keras.optimizers.Adam]
+    if here.size == 1:
+        return
+    with pytest.raises(UsageError, match="of different classes"):
+        distributed.optimizer(kinds[min(here.rank, 1)]())
+
+
+def test_gradients_of_an_embedding_are_averaged(here: World) -> None:
+    layers = keras.layers
+    model = keras.Sequential([layers.Input((3,)), layers.Embedding(10, 4), layers.Flatten()])
+    model.add(layers.Dense(1))
+    model.compile(distributed.optimizer(keras.optimizers.SGD(0.1)), "mse")
+    words = np.random.default_rng(here.rank).integers(0, 10, (8, 3))
+    model.fit(words, np.ones((8, 1)), 4, epochs=2, verbose=0, callbacks=distributed.callbacks())
+    check_same(model.variables)
+
+
+def test_two_optimizers_of_one_model_are_both_seen(here: World) -> None:
+    class Two(keras.Model):
+        def __init__(self, second: Any) -> None:
+            super().__init__()
+            self.first, self.second = keras.layers.Dense(2), keras.layers.Dense(1)
+            self.optimizers = None
+            self.one = distributed.optimizer(keras.optimizers.SGD(0.1))
+            self.two = second
+
+        def call(self, given: Any) -> Any:
+            return self.second(self.first(given))
+
+        def train_step(self, data: Any) -> dict[str, Any]:
+            images, labels = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self(images) - labels) ** 2)
+            halves = self.first.trainable_weights, self.second.trainable_weights
+            found = tape.gradient(loss, [*halves[0], *halves[1]])
+            self.one.apply(found[:2], halves[0])
+            self.two.apply(found[2:], halves[1])
+            return {"loss": loss}
+
+    draw = np.random.default_rng(here.rank)
+    given = draw.standard_normal((16, 3)), draw.standard_normal((16, 1))
+    model = Two(distributed.optimizer(keras.optimizers.Adam(0.1)))
+    model.compile()
+    model(given[0])
+    model.fit(*given, 4, verbose=0, callbacks=distributed.callbacks())
+    check_same(model.variables)
+    if here.size > 1:
+        model = Two(keras.optimizers.Adam(0.1))
+        model.compile()
+        model(given[0])
+        with pytest.raises(UsageError, match="averages nothing"):
+            model.fit(*given, 4, verbose=0, callbacks=distributed.callbacks())
 
 
 def test_a_loop_of_ones_own_trains(here: World) -> None:
