@@ -53,7 +53,8 @@ def main() -> None:
         model.compile(distributed.optimizer(keras.optimizers.Adam(0.001)), loss)
     clock = Clock(options.window)
     callbacks = [clock, *(distributed.callbacks() if here.size > 1 else [])]
-    model.fit(data.train, steps_per_epoch=options.steps, verbose=0, callbacks=callbacks)
+    steps = {"steps_per_epoch": options.steps, "shuffle": False}
+    model.fit(data.train, **steps, verbose=0, callbacks=callbacks)
     seconds = [later - sooner for sooner, later in zip(clock.marks, clock.marks[1:], strict=False)]
     if here.rank == 0:
         # The first windows hold the tracing.

@@ -139,4 +139,4 @@ def _dataset(
 
     made = tf.data.Dataset.from_generator(make, output_signature=signature)
     counted = made.apply(tf.data.experimental.assert_cardinality(steps))
-    return counted.map(prepare, deterministic=True).prefetch(AHEAD)
+    return counted.map(prepare).prefetch(AHEAD)
