@@ -26,8 +26,8 @@ def step_seconds(run: Path, batch_size: int) -> list[float]:
     return [batch_size / line["images_per_second"] for line in lines if line["event"] == "step"]
 
 
-def run_all(commands: Sequence[Sequence[str]], threads: int, **more: str) -> str:
-    """Run commands side by side, and end if one fails; what the first printed."""
+def run_all(commands: Sequence[Sequence[str]], threads: int, **more: str) -> list[str]:
+    """Run commands side by side, and end if one fails; what each printed."""
     environment = os.environ | AS_ROOT | {"OMP_NUM_THREADS": str(threads)} | more
     processes = [
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
@@ -36,7 +36,7 @@ def run_all(commands: Sequence[Sequence[str]], threads: int, **more: str) -> str
     printed = [process.communicate()[0] for process in processes]
     if any(process.returncode for process in processes):
         sys.exit(f"failed: {' '.join(commands[0])}")
-    return printed[0]
+    return printed
 
 
 def rounds(count: int, sides: Sequence[Callable[[int], float]]) -> list[list[float]]:

@@ -94,7 +94,7 @@ def _theirs(options: argparse.Namespace, data: Path) -> float:
         commands = [[*launch.mpirun(options.ranks), *own, "--job", "-1"]]
     else:
         commands = [[*own, "--job", str(rank)] for rank in range(options.ranks)]
-    seconds = json.loads(common.run_all(commands, threads=1))
+    seconds = json.loads(common.run_all(commands, threads=1)[0])
     return float(statistics.median(seconds[WARM_UP:]))
 
 

@@ -40,7 +40,7 @@ def main() -> None:
         return
     own = [sys.executable, __file__, "--is-rank"]
     own += ["--rounds", str(options.rounds), "--largest", str(options.largest)]
-    _print_table(json.loads(common.run_all([[*mpirun(RANKS), *own]], threads=1)))
+    _print_table(json.loads(common.run_all([[*mpirun(RANKS), *own]], threads=1)[0]))
 
 
 def _print_table(found: dict[str, list[list[float]]]) -> None:

@@ -11,13 +11,14 @@ clone's folder.
 
 import argparse
 import json
-import statistics
 import sys
 from pathlib import Path
 
 import common
 
 from hvdtrain.launch import mpirun
+
+RANKS = "hvdtrain, 2 ranks x 1 thread"
 
 
 def main() -> None:
@@ -28,26 +29,25 @@ def main() -> None:
         fit = [sys.executable, "-m", "benchmarks.keras_fit", "--data", str(options.data)]
         fit += ["--images", str(images), "--steps", str(options.steps), *more]
         command = [*mpirun(ranks), *fit] if ranks > 1 else fit
-        found = common.run_all([command] * jobs, threads)
-        return jobs * float(json.loads(found.splitlines()[-1])["images_per_second"])
+        printed = common.run_all([command] * jobs, threads, TF_CPP_MIN_LOG_LEVEL="2")
+        last = [json.loads(each.splitlines()[-1]) for each in printed]
+        return sum(float(each["images_per_second"]) for each in last)
 
     whole = options.images
     sides = {
         "plain Keras, 2 threads": lambda _: rate(whole, 2),
         "MirroredStrategy, 2 devices": lambda _: rate(whole, 2, "--replicas", "2"),
-        "hvdtrain, 2 ranks x 1 thread": lambda _: rate(whole, 1, ranks=2),
+        RANKS: lambda _: rate(whole, 1, ranks=2),
         "bound: no communication": lambda _: rate(whole // 2, 1, jobs=2),
     }
-    found = common.rounds(options.rounds, list(sides.values()))
+    rates = dict(zip(sides, common.rounds(options.rounds, list(sides.values())), strict=True))
     print(f"cnn, fp32, global batch {whole}; images/s:")
-    for name, rates in zip(sides, found, strict=True):
-        print(f"{name:>30}: {common.spread(rates, ',.0f')}")
-    own = found[2]
-    for name, rates in list(zip(sides, found, strict=True)):
-        if rates is not own:
-            ratios = [mine / theirs for mine, theirs in zip(own, rates, strict=True)]
-            print(f"{'2 ranks : ' + name:>40}: {common.spread(ratios)}")
-    print(f"median part of the bound: {statistics.median(own) / statistics.median(found[3]):.2f}")
+    for name, found in rates.items():
+        print(f"{name:>30}: {common.spread(found, ',.0f')}")
+    own = rates.pop(RANKS)
+    for name, found in rates.items():
+        ratios = [mine / theirs for mine, theirs in zip(own, found, strict=True)]
+        print(f"{'2 ranks : ' + name:>40}: {common.spread(ratios)}")
 
 
 def _options() -> argparse.Namespace:

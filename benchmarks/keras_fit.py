@@ -7,10 +7,10 @@ In a file of its own since a program that lies beside keras.py would import that
 
 import argparse
 import json
-import os
 import statistics
 import time
 from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ def main() -> None:
     callbacks = [clock, *(distributed.callbacks() if here.size > 1 else [])]
     steps = {"steps_per_epoch": options.steps, "shuffle": False}
     model.fit(data.train, **steps, verbose=0, callbacks=callbacks)
-    seconds = [later - sooner for sooner, later in zip(clock.marks, clock.marks[1:], strict=False)]
+    seconds = [later - sooner for sooner, later in pairwise(clock.marks)]
     if here.rank == 0:
         # The first windows hold the tracing.
         rate = options.images * options.window / statistics.median(seconds[2:])
@@ -73,5 +73,4 @@ def _options() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     main()

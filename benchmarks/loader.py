@@ -167,7 +167,7 @@ def _waiting(options: argparse.Namespace, data: Path, run: Path) -> None:
 def _memory(options: argparse.Namespace, data: Path) -> None:
     """A set ten times larger than the memory it may take, in a process of its own."""
     own = [sys.executable, __file__, "--job", str(data), "--images", str(options.images)]
-    found = json.loads(common.run_all([own], threads=1))
+    found = json.loads(common.run_all([own], threads=1)[0])
     print(
         f"{found['set_mib']:.0f} MiB of images in at most {found['memory_mib']:.0f} MiB: "
         f"{found['rate']:,.0f} images/s, the process grew by {found['grown_mib']:.0f} MiB"

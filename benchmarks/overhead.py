@@ -80,7 +80,7 @@ def _theirs(options: argparse.Namespace, data: Path) -> float:
     own = [sys.executable, __file__, "--data", str(data)]
     for name in ("model", "images", "precision", "threads", "steps", "window"):
         own += [f"--{name}", str(getattr(options, name))]
-    return float(json.loads(common.run_all([own], options.threads)))
+    return float(json.loads(common.run_all([own], options.threads)[0]))
 
 
 def _loop(options: argparse.Namespace) -> None:

@@ -116,7 +116,7 @@ def _run(commands: list[list[str]]) -> dict[str, Any]:
     """Run commands side by side; the JSON object that the first printed."""
     with tempfile.NamedTemporaryFile() as activity:  # noted there as under our own launcher
         more = KEEP_MEMORY | {"HVDTRAIN_ACTIVITY": activity.name}
-        return dict(json.loads(common.run_all(commands, 1, **more)))
+        return dict(json.loads(common.run_all(commands, 1, **more)[0]))
 
 
 def _print(

@@ -71,8 +71,8 @@ def supervise(
         UsageError: if there is no MPI launcher.
     """
     command = [*mpirun(ranks), sys.executable, "-m", "hvdtrain", *arguments]
-    bases = [os.environ[name] for name in SESSIONS if os.environ.get(name)]
-    base = bases[0] if bases and Path(bases[0]).is_dir() else None
+    bases = (os.environ.get(name) for name in SESSIONS)
+    base = next((path for path in bases if path and Path(path).is_dir()), None)
     with tempfile.TemporaryDirectory("", "hvdtrain-", base, ignore_cleanup_errors=True) as folder:
         own = dict.fromkeys(SESSIONS, folder) | dict(environment or {})
         return _run(command, Path(folder) / "activity", own)

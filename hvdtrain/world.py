@@ -137,17 +137,7 @@ def start_horovod(
         return _horovod
     world = current()
     _set_horovod_environment(parameter_bytes)
-    try:
-        if framework == "torch":
-            import horovod.torch as horovod
-        else:
-            import horovod.tensorflow as horovod
-    except ImportError as error:
-        reason = " ".join(str(error).split())
-        raise UsageError(
-            f"Horovod cannot be loaded ({reason}), and {world.size} ranks need it: "
-            "run make setup, or python tools/build_horovod.py --install"
-        ) from None
+    horovod = _import_horovod(framework, world.size)
     everybody = tuple(range(world.size))
     partial = {tuple(sorted(group)) for group in groups} - {everybody}
     sets = {ranks: horovod.ProcessSet(list(ranks)) for ranks in sorted(partial)}
@@ -162,6 +152,21 @@ def start_horovod(
     _process_sets.update(sets)
     _process_sets[everybody] = horovod.global_process_set
     return horovod
+
+
+def _import_horovod(framework: str, ranks: int) -> Any:
+    try:
+        if framework == "torch":
+            import horovod.torch as module
+        else:
+            import horovod.tensorflow as module
+    except ImportError as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(
+            f"Horovod cannot be loaded ({reason}), and {ranks} ranks need it: "
+            "run make setup, or python tools/build_horovod.py --install"
+        ) from None
+    return module
 
 
 def horovod() -> Any:

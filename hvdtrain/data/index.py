@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.errors import DataError
+from hvdtrain.errors import DataError, UsageError
 
 INDEX_FILE = "index.json"
 FORMAT_VERSION = 1
@@ -79,6 +79,18 @@ class Index:
     def image_bytes(self) -> int:
         """Bytes of one image."""
         return math.prod(self.image_shape)
+
+    def normalisation(self, how: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """What is taken away from each channel of pixels in 0..1, and what that is divided by.
+
+        Nothing and 1 for "unit"; the train split's mean and deviation for "meanstd". Raises
+        UsageError for anything else.
+        """
+        if how == "meanstd":
+            return self.mean, self.std
+        if how != "unit":
+            raise UsageError(f"unknown normalisation {how!r}: give unit or meanstd")
+        return (0.0,) * len(self.mean), (1.0,) * len(self.std)
 
     @cached_property
     def hash(self) -> str:

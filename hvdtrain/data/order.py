@@ -48,6 +48,12 @@ def holdout(count: int, fraction: float, index_hash: str, seed: int) -> tuple[Ro
     return np.sort(shuffled[held:]), np.sort(shuffled[:held])
 
 
+def training_order(index: Index, rows: Rows, seed: int, epoch: int) -> Rows:
+    """The rows of the train split in the order of use in an epoch, as `epoch_order`."""
+    chunk_rows = index.splits["train"].chunk_rows
+    return epoch_order(rows, index.hash, seed, epoch, chunk_rows, window_rows(index))
+
+
 def epoch_order(
     rows: Rows, index_hash: str, seed: int, epoch: int, chunk_rows: int, window_rows: int
 ) -> Rows:

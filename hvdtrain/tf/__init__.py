@@ -10,15 +10,9 @@ Horovod's own Keras layer runs under Keras 3 without an error and averages nothi
 optimizer itself does, where Keras 3 calls it, and ranks whose weights differ are found out.
 """
 
-from hvdtrain.tf.callbacks import (
-    ExactMetrics,
-    SameWeights,
-    SaveOnFirstRank,
-    WarmUp,
-    callbacks,
-    evaluate,
-)
+from hvdtrain.tf.callbacks import SameWeights, SaveOnFirstRank, WarmUp, callbacks
 from hvdtrain.tf.dataset import Datasets, datasets
+from hvdtrain.tf.metrics import ExactMetrics, evaluate
 from hvdtrain.tf.optimizer import optimizer
 from hvdtrain.tf.start import start
 

@@ -1,16 +1,16 @@
-"""What ranks do together around the steps of `fit`: begin alike, measure exactly, save once."""
+"""What ranks do together around the steps of `fit`: begin alike, stay alike, save once."""
 
-from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import keras
-import numpy as np
-import tensorflow as tf
 
 from hvdtrain import world
-from hvdtrain.errors import CheckFailed, UsageError
-from hvdtrain.tf.optimizer import as_it_was, broadcast, fingerprint, is_distributed
+from hvdtrain.errors import UsageError
+from hvdtrain.tf.agreement import average_statistics, broadcast, check_same, gather, is_float
+from hvdtrain.tf.metrics import ExactMetrics
+from hvdtrain.tf.optimizer import as_it_was, is_distributed
 
 
 def callbacks(
@@ -30,22 +30,6 @@ def callbacks(
     return found
 
 
-def gather(what: str, value: Any) -> list[Any]:
-    """Every rank's `value`. Collective.
-
-    Raises:
-        CheckFailed: if a rank is at something else.
-    """
-    told = world.current().gather((what, value))
-    for rank, (other, _) in enumerate(told):
-        if other != told[0][0]:
-            raise CheckFailed(
-                f"rank {rank} is {other} while rank 0 is {told[0][0]}: all ranks have to make the "
-                "same steps and evaluations, with the same callbacks"
-            )
-    return [theirs for _, theirs in told]
-
-
 class SameWeights(keras.callbacks.Callback):
     """All ranks begin with rank 0's variables, and are compared after each epoch.
 
@@ -63,26 +47,9 @@ class SameWeights(keras.callbacks.Callback):
         if world.current().size == 1:
             return
         optimizers = optimizers_of(self.model)
-        if not self.model.built:
-            raise UsageError(
-                "the model is not built, so its weights cannot be made the same on all ranks: "
-                "begin it with keras.Input, or call it on a batch before fit"
-            )
-        for own in optimizers:
-            _check_distributed(own)
-        shapes = [(variable.path, variable.shape) for variable in self.model.variables]
-        built = [(type(own).__name__, own.built) for own in optimizers]
-        facts = (self.params.get("steps"), self.params.get("epochs"), built, shapes)
-        for rank, theirs in enumerate(everywhere := gather("about to train", facts)):
-            names = ("steps of an epoch", "epochs", "optimizers", "variables")
-            for name, one, other in zip(names, everywhere[0], theirs, strict=True):
-                if one != other:
-                    both = "" if name == "variables" else f": {other} and {one}"
-                    raise UsageError(
-                        f"rank {rank} has other {name} than rank 0{both}; give all ranks the same"
-                    )
+        _check_alike(self.model, optimizers, self.params)
         # Whole numbers are seeds of dropout: each rank keeps its own.
-        variables = [each for each in self.model.variables if _is_float(each)]
+        variables = [each for each in self.model.variables if is_float(each)]
         states = [each for own in optimizers for each in own.variables]
         kept = [each for each in states if "gradient_accumulator" not in each.path]
         broadcast([*variables, *kept])
@@ -111,6 +78,35 @@ def optimizers_of(model: keras.Model) -> list[Any]:
     return others or [model.optimizer]
 
 
+def _check_alike(model: keras.Model, optimizers: list[Any], params: dict[str, Any]) -> None:
+    """Refuse what ranks cannot train together. Collective.
+
+    Raises:
+        UsageError: on all ranks.
+    """
+    if not model.built:
+        raise UsageError(
+            "the model is not built, so its weights cannot be made the same on all ranks: "
+            "begin it with keras.Input, or call it on a batch before fit"
+        )
+    for own in optimizers:
+        _check_distributed(own)
+    facts = {
+        "steps of an epoch": params.get("steps"),
+        "epochs": params.get("epochs"),
+        "optimizers": [(type(own).__name__, own.built) for own in optimizers],
+        "variables": [(variable.path, variable.shape) for variable in model.variables],
+    }
+    everywhere = gather("about to train", facts)
+    for rank, theirs in enumerate(everywhere):
+        for name, one in everywhere[0].items():
+            if theirs[name] != one:
+                both = "" if name == "variables" else f": {theirs[name]} and {one}"
+                raise UsageError(
+                    f"rank {rank} has other {name} than rank 0{both}; give all ranks the same"
+                )
+
+
 def _check_distributed(own: Any) -> None:
     if is_distributed(own):
         return
@@ -123,119 +119,6 @@ def _check_distributed(own: Any) -> None:
         "the model was compiled with an optimizer that averages nothing: each rank would "
         "train for itself; compile(hvdtrain.tf.optimizer(...))"
     )
-
-
-def _is_float(variable: keras.Variable) -> bool:
-    return bool(tf.as_dtype(variable.dtype).is_floating)
-
-
-def average_statistics(model: keras.Model) -> None:
-    """Give all ranks the mean of what is not trained and no whole number. Collective.
-
-    Only what differs is sent: weights of frozen layers stay as they are.
-    """
-    here = world.current()
-    if here.size == 1:
-        return
-    variables = [each for each in model.non_trainable_variables if _is_float(each)]
-    digests = gather(
-        "averaging statistics", [int(fingerprint([each.value])) for each in variables]
-    )
-    differing = [
-        variable
-        for variable, *values in zip(variables, *digests, strict=True)
-        if len(set(values)) > 1
-    ]
-    everywhere = gather("averaging statistics", [each.numpy() for each in differing])
-    for variable, *values in zip(differing, *everywhere, strict=True):
-        variable.assign(np.mean(values, axis=0, dtype=np.float64).astype(values[0].dtype))
-
-
-def check_same(variables: Sequence[keras.Variable]) -> None:
-    """Compare all bits of these variables on all ranks. Collective.
-
-    Raises:
-        CheckFailed: on all ranks, if they differ, naming a variable and a rank.
-    """
-    own = [int(fingerprint([variable.value])) for variable in variables]
-    everywhere = gather("comparing weights", own)
-    for rank, theirs in enumerate(everywhere):
-        different = [
-            variable.path
-            for variable, mine, other in zip(variables, everywhere[0], theirs, strict=True)
-            if mine != other
-        ]
-        if different:
-            more = f" and {len(different) - 1} more" if len(different) > 1 else ""
-            raise CheckFailed(
-                f"rank {rank} holds another {different[0]}{more} than rank 0: load weights on all "
-                "ranks or on none, and change none on one rank alone"
-            )
-
-
-class ExactMetrics(keras.callbacks.Callback):
-    """Metrics and losses in the logs and the history of `fit` are those of all ranks' samples.
-
-    Keras's metrics count and add; here what the ranks counted is added up once an epoch, so that
-    nothing is the mean of means. (A metric of your own whose variables are not sums, such as a
-    maximum, is not right.) Place it before whatever reads the logs. What `model.evaluate` returns
-    no callback can change: `hvdtrain.tf.evaluate` is the same over all ranks.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.of_training: dict[str, Any] = {}
-        self.of_test: dict[str, Any] = {}
-        self.is_fitting = False
-
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """A new epoch counts from zero."""
-        self.is_fitting, self.of_training, self.of_test = True, {}, {}
-
-    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Take the training's metrics: evaluation uses the same variables."""
-        if self.is_fitting:
-            self.of_training = exact_metrics(self.model)
-
-    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Take the evaluation's metrics."""
-        self.of_test = exact_metrics(self.model)
-        if logs is not None:
-            logs.update(self.of_test)
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Put the metrics of all ranks into the logs of the epoch."""
-        found = self.of_training or exact_metrics(self.model)
-        if logs is not None:
-            logs.update(found)
-            logs.update({f"val_{name}": value for name, value in self.of_test.items()})
-
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Evaluations after `fit` are not of an epoch."""
-        self.is_fitting = False
-
-
-def evaluate(model: keras.Model, *data: Any, **options: Any) -> dict[str, Any]:
-    """The results of `model.evaluate`, with its arguments, over the samples of all ranks.
-
-    Running statistics become their mean over the ranks first. Collective.
-    """
-    average_statistics(model)
-    model.evaluate(*data, **options)
-    return exact_metrics(model)
-
-
-def exact_metrics(model: keras.Model) -> dict[str, Any]:
-    """The results of the model's metrics over all ranks, whose own counts stay. Collective."""
-    variables = [variable for metric in model.metrics for variable in metric.variables]
-    own = [variable.numpy() for variable in variables]
-    everywhere = gather("adding up metrics", own)
-    for variable, *values in zip(variables, *everywhere, strict=True):
-        variable.assign(sum(values[1:], start=values[0]))
-    found = {name: np.asarray(value) for name, value in model.get_metrics_result().items()}
-    for variable, value in zip(variables, own, strict=True):
-        variable.assign(value)
-    return {name: value if value.ndim else float(value) for name, value in found.items()}
 
 
 class WarmUp(keras.callbacks.Callback):
@@ -304,6 +187,8 @@ class SaveOnFirstRank(keras.callbacks.Callback):
         if world.current().rank == 0:
             unfinished = self.path.with_name(f".unfinished-{self.path.name}")
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with as_it_was(self.model.optimizer):
+            with ExitStack() as stack:
+                for own in optimizers_of(self.model):
+                    stack.enter_context(as_it_was(own))
                 self.model.save(unfinished)
             unfinished.replace(self.path)

@@ -69,37 +69,40 @@ def datasets(
     """
     index = read_index(str(data))
     here = world.current()
-    train = index.splits["train"]
-    rows, held = order.holdout(train.count, holdout, index.hash, seed)
+    rows, held = order.holdout(index.splits["train"].count, holdout, index.hash, seed)
     if batch_size < here.size:
         raise UsageError(f"a batch of {batch_size} images is too small for {here.size} ranks")
     memory = CACHE_BYTES // here.local_size
     split = {name: open_split(index, name, memory) for name in index.splits}
+    images = -(-batch_size // here.size)
 
     def training() -> Iterator[Taken]:
         for epoch in range(first_epoch, 2**31):
-            taken = order.epoch_order(
-                *(rows, index.hash, seed, epoch), train.chunk_rows, order.window_rows(index)
-            )
+            taken = order.training_order(index, rows, seed, epoch)
             yield from _training(split["train"], taken, batch_size)
 
-    def evaluation(samples: Samples, taken: Rows) -> tf.data.Dataset:
-        if len(taken) < here.size:
-            raise UsageError(f"{len(taken)} samples cannot be evaluated on {here.size} ranks")
-        first, last = order.split(len(taken), [1] * here.size)[here.rank]
-        own, images = taken[first:last], -(-batch_size // here.size)
+    def evaluation(name: str, taken: Rows) -> tf.data.Dataset:
+        own = _own_share(taken)
         steps = -(-len(own) // images)
-        return _dataset(lambda: _evaluation(samples, own, images), steps, index, normalise)
+        return _dataset(lambda: _evaluation(split[name], own, images), steps, index, normalise)
 
-    has_test = "test" in split
     return Datasets(
         train=_dataset(training, tf.data.INFINITE_CARDINALITY, index, normalise),
-        validation=evaluation(split["train"], held) if len(held) else None,
-        test=evaluation(split["test"], np.arange(len(split["test"]))) if has_test else None,
+        validation=evaluation("train", held) if len(held) else None,
+        test=evaluation("test", np.arange(len(split["test"]))) if "test" in split else None,
         steps_per_epoch=-(-len(rows) // batch_size),
         classes=index.classes,
         image_size=index.image_shape[0],
     )
+
+
+def _own_share(rows: Rows) -> Rows:
+    """This rank's contiguous share of what is evaluated."""
+    here = world.current()
+    if len(rows) < here.size:
+        raise UsageError(f"{len(rows)} samples cannot be evaluated on {here.size} ranks")
+    first, last = order.split(len(rows), [1] * here.size)[here.rank]
+    return rows[first:last]
 
 
 def _training(samples: Samples, rows: Rows, batch_size: int) -> Iterator[Taken]:
@@ -109,7 +112,8 @@ def _training(samples: Samples, rows: Rows, batch_size: int) -> Iterator[Taken]:
         first, last = order.split(stop - start, [1] * here.size)[here.rank]
         weight = (last - first) * here.size / (stop - start)
         if first == last:  # Keras has no empty batch: a sample that weighs nothing
-            first, last = (first, first + 1) if first < stop - start else (first - 1, first)
+            first = min(first, stop - start - 1)
+            last = first + 1
         batch = samples.gather(rows[start + first : start + last])
         yield batch.images, batch.labels, np.full(last - first, weight, np.float32)
 
@@ -130,9 +134,7 @@ def _dataset(
         tf.TensorSpec((None,), tf.int64),
         tf.TensorSpec((None,), tf.float32),
     )
-    mean, std = np.zeros(index.image_shape[2], np.float32), np.ones(1, np.float32)
-    if normalise == "meanstd":
-        mean, std = np.asarray(index.mean, np.float32), np.asarray(index.std, np.float32)
+    mean, std = (np.asarray(each, np.float32) for each in index.normalisation(normalise))
 
     def prepare(images: tf.Tensor, labels: tf.Tensor, weights: tf.Tensor) -> tuple[tf.Tensor, ...]:
         return (tf.cast(images, tf.float32) / 255 - mean) / std, labels, weights

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from hvdtrain import world
 from hvdtrain.errors import UsageError
+from hvdtrain.tf.agreement import broadcast, fingerprint, gather
 
 if TYPE_CHECKING:
     _Mixed = Any
@@ -17,7 +18,6 @@ else:
     _Mixed = object  # the class that `_Averaging` is mixed into has what it calls
 
 CHECK_EVERY = 100  # steps from one comparison of the ranks' weights to the next
-WHOLE = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}  # numbers by their bytes
 # Names of what is reduced: Keras's own names of optimizers count what each rank has made.
 _numbers = count()
 
@@ -50,14 +50,13 @@ def optimizer(own: Any) -> Any:
             f"a {type(own).__name__} is no optimizer of Keras 3: "
             "give one of keras.optimizers, with the settings of yours"
         )
-    here = world.current()
-    if here.size == 1 or is_distributed(own):
+    if world.current().size == 1 or is_distributed(own):
         return own
     scales = isinstance(own, keras.optimizers.LossScaleOptimizer)
     if keras.config.dtype_policy().name == "mixed_float16" and not scales:
         own = keras.optimizers.LossScaleOptimizer(own)
     kind = type(own)
-    facts = here.gather((kind.__name__, own.built))
+    facts = gather("making an optimizer distributed", (kind.__name__, own.built))
     if len(set(facts)) > 1:
         raise UsageError(
             "the ranks' optimizers are of different classes, or built on some ranks alone: make "
@@ -79,8 +78,10 @@ def is_distributed(own: object) -> bool:
 def as_it_was(own: Any) -> Iterator[None]:
     """The optimizer has the class that it was given with: what is saved says nothing of ranks."""
     kind = type(own)
-    if is_distributed(own):
-        own.__class__ = kind.__mro__[2]
+    if not is_distributed(own):
+        yield
+        return
+    _, own.__class__ = kind.__bases__
     try:
         yield
     finally:
@@ -134,14 +135,6 @@ def average(gradients: list[Any], name: str) -> list[Any]:
     return found
 
 
-def broadcast(variables: Sequence[keras.Variable]) -> None:
-    """Give all ranks the values of rank 0. Collective."""
-    here = world.current()
-    own = [variable.numpy() for variable in variables] if here.rank == 0 else None
-    for variable, value in zip(variables, here.broadcast(own), strict=True):
-        variable.assign(value)
-
-
 def compare(variables: Sequence[keras.Variable], step: Any, name: str) -> None:
     """Fail, inside the step, where ranks hold other bits; after step 1 and then every 100."""
 
@@ -159,17 +152,3 @@ def are_same(values: Sequence[Any], name: str) -> Any:
     horovod = world.horovod()
     own = fingerprint(values)
     return tf.equal(horovod.allreduce(own, op=horovod.Sum, name=name), own * horovod.size())
-
-
-def fingerprint(values: Sequence[Any]) -> Any:
-    """An int64 that depends on every bit of the values, whatever their order of summation."""
-    total = tf.constant(0, tf.int64)
-    for number, value in enumerate(values, 1):
-        bits = tf.convert_to_tensor(value)
-        if bits.dtype.is_floating:
-            bits = tf.bitcast(bits, WHOLE[bits.dtype.size])
-        # Weighted by place: values that changed places are not the same.
-        flat = tf.reshape(tf.cast(bits, tf.int64), [-1])
-        places = tf.range(1, tf.size(flat, out_type=tf.int64) + 1, dtype=tf.int64)
-        total += number * tf.reduce_sum(flat * places)
-    return total

@@ -3,6 +3,7 @@
 import math
 import socket
 from collections.abc import Sequence
+from importlib import import_module
 
 from hvdtrain import failure, world
 from hvdtrain.activity import Activity
@@ -38,6 +39,9 @@ def build_runtime(
     parts = build_parts(config, plan, components, here, exchange, device)
     if not any(here.gather(any(part.parameters for part in parts.values()))):
         raise UsageError(f"model {config.model} has no parameters that are trained")
+    if any(number < plan.last for number in parts):
+        # What torch loads in its first backward pass from a gradient: not while others wait.
+        import_module("torch.fx.experimental.symbolic_shapes")
     forms = probe_forms(plan, parts, image_size, config, here, device)
     return Runtime(
         here.rank,

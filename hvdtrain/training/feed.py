@@ -53,18 +53,14 @@ class Feeder:
 
 def epoch_rows(session: Session, epoch: int) -> Rows:
     """The training samples of an epoch in the order of use."""
-    index = session.index
-    return order.epoch_order(
-        *(session.train_rows, index.hash, session.config.seed, epoch),
-        *(index.splits["train"].chunk_rows, order.window_rows(index)),
-    )
+    return order.training_order(session.index, session.train_rows, session.config.seed, epoch)
 
 
 def augmentation(config: TrainConfig, index: Index, epoch: int) -> Callable[[Batch], Batch] | None:
     """What an epoch's batches go through, if anything."""
     if config.augment == "none" and config.cutout is None:
         return None
-    blank = index.mean if config.normalise == "meanstd" else (0.0,) * 3
+    blank, _ = index.normalisation(config.normalise)
     fill = np.round(255 * np.asarray(blank)).astype(np.uint8)
 
     def augment(batch: Batch) -> Batch:

@@ -2,11 +2,15 @@
 
 import math
 from collections.abc import Mapping
+from inspect import unwrap
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from hvdtrain.config import TrainConfig
+
+Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
 
 
 def make_optimizer(
@@ -17,9 +21,21 @@ def make_optimizer(
     values = list(parameters.values())
     if config.optimizer == "sgd":
         nesterov = config.momentum > 0
-        return torch.optim.SGD(values, lr, config.momentum, 0, decay, nesterov, fused=True)
-    kind = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
-    return kind(values, lr=lr, weight_decay=decay, fused=True)
+        sgd = _without_compiler(torch.optim.SGD)
+        return sgd(values, lr, config.momentum, 0, decay, nesterov, fused=True)
+    adam = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
+    return _without_compiler(adam)(values, lr=lr, weight_decay=decay, fused=True)
+
+
+def _without_compiler(kind: type[Kind]) -> type[Kind]:
+    """The class, its methods without torch's guards against their being compiled.
+
+    The guards load torch's compiler, which takes a third of a rank's start, and which nothing
+    here applies to an optimizer.
+    """
+    methods = {name: unwrap(getattr(kind, name)) for name in ("add_param_group", "zero_grad")}
+    step = torch.no_grad()(unwrap(kind.step))
+    return cast(type[Kind], type(kind.__name__, (kind,), methods | {"step": step}))
 
 
 def learning_rate(config: TrainConfig, epoch_length: int, position: int) -> float:

@@ -111,19 +111,14 @@ def open_session(config: TrainConfig, here: World) -> Session:
         )
     index = staged(read_index(config.data), config.stage, here)
     components = model_components(config, index)
-    size = index.image_shape[0]
-    plan = make_plan(config, components, size, index.classes, here.size)
+    size, first = index.image_shape[0], here.rank == 0
+    plan = here.broadcast(_checked_plan(config, components, index, here.size) if first else None)
     train_rows, held_rows = order.holdout(
         index.splits["train"].count, config.holdout, index.hash, config.seed
     )
-    if here.rank == 0:
-        _prove(config, plan)
     device = choose_device(config, here)
     torch.set_num_threads(here.threads)
-    mean, std = (
-        (index.mean, index.std) if config.normalise == "meanstd" else ([0.0] * 3, [1.0] * 3)
-    )
-    images = Images(mean, std, device, config.precision)
+    images = Images(*index.normalisation(config.normalise), device, config.precision)
     if config.compile:
         check_compiler(device)
     splits = _open_splits(index, plan, here)
@@ -140,6 +135,20 @@ def open_session(config: TrainConfig, here: World) -> Session:
         held_rows=held_rows,
         splits=splits,
     )
+
+
+def _checked_plan(
+    config: TrainConfig, components: Sequence[Component], index: Index, ranks: int
+) -> Plan:
+    """The plan, after what one rank can check for all, who need not load what that takes.
+
+    Raises:
+        UsageError: if model and images, or model, plan and ranks do not fit.
+    """
+    check_components(components, config, index)
+    plan = make_plan(config, components, index.image_shape[0], index.classes, ranks)
+    _prove(config, plan)
+    return plan
 
 
 def make_plan(
@@ -194,10 +203,10 @@ def evaluation_plan(plan: Plan) -> Plan:
 
 
 def model_components(config: TrainConfig, index: Index) -> list[Component]:
-    """The components of the run's model, checked against the data set.
+    """The components of the run's model.
 
     Raises:
-        UsageError: if images or classes of the data set are not those of the model.
+        UsageError: if the model cannot have images of the data set's size.
     """
     height, width, channels = index.image_shape
     if channels != 3 or height != width:
@@ -209,9 +218,17 @@ def model_components(config: TrainConfig, index: Index) -> list[Component]:
         raise UsageError(
             f"--image-size {config.image_size}, but the images of {config.data} are {height}"
         )
-    components = models.components(config.model, index.classes, height, config.patch_size)
-    boundaries(components, height, classes=index.classes, dtype=DTYPES[config.precision])
-    return components
+    return models.components(config.model, index.classes, height, config.patch_size)
+
+
+def check_components(components: Sequence[Component], config: TrainConfig, index: Index) -> None:
+    """Hand images of the data set's size through, without computing anything.
+
+    Raises:
+        UsageError: if images or classes of the data set are not those of the model.
+    """
+    dtype = DTYPES[config.precision]
+    boundaries(components, index.image_shape[0], classes=index.classes, dtype=dtype)
 
 
 def choose_device(config: TrainConfig, here: World) -> torch.device:

@@ -7,7 +7,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.data.index import read_index
 from hvdtrain.errors import DataError
 from hvdtrain.training.precheck import check_before_launch
-from hvdtrain.training.setup import make_plan, model_components
+from hvdtrain.training.setup import check_components, make_plan, model_components
 
 
 def check_before_submission(runs: Iterable[TrainConfig]) -> None:
@@ -35,4 +35,5 @@ def _verify(folder: str) -> None:
 def _check_plan(config: TrainConfig) -> None:
     index = read_index(config.data)
     components = model_components(config, index)
+    check_components(components, config, index)
     make_plan(config, components, index.image_shape[0], index.classes, config.ranks or 1)

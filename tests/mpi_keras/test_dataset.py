@@ -14,7 +14,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.tf.cnn import cnn
 from hvdtrain.world import World
 
-COUNT, TEST, BATCH = 61, 20, 16
+COUNT, BATCH = 61, 16
 
 
 @pytest.fixture(scope="module")

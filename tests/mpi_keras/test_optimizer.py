@@ -9,9 +9,8 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain import tf as distributed
-from hvdtrain import world
 from hvdtrain.errors import CheckFailed, UsageError
-from hvdtrain.tf.callbacks import check_same
+from hvdtrain.tf.agreement import check_same
 from hvdtrain.tf.cnn import cnn
 from hvdtrain.tf.optimizer import is_distributed
 from hvdtrain.world import World
@@ -153,13 +152,17 @@ def test_weights_that_one_rank_changed_end_the_step(here: World) -> None:
 def test_an_optimizer_keeps_its_class_and_settings(here: World) -> None:
     own = keras.optimizers.AdamW(3e-4, weight_decay=0.1)
     own.exclude_from_weight_decay(var_names=["bias"])
+    settings = own.get_config()
     made = distributed.optimizer(own)
     assert made is own
     assert is_distributed(made) == (here.size > 1)
     assert distributed.optimizer(made) is made
     assert type(made).__name__ == "AdamW"
     assert isinstance(made, keras.optimizers.AdamW)
-    assert made.get_config() == own.get_config()
+    assert made.get_config() == settings
+    bias, kernel = (keras.Variable(np.zeros(2), name=name) for name in ("bias", "kernel"))
+    made.build([bias, kernel])
+    assert [made._use_weight_decay(each) for each in (bias, kernel)] == [False, True]
     with pytest.raises(UsageError, match="no optimizer of Keras 3"):
         distributed.optimizer("adam")
 
@@ -313,7 +316,6 @@ def test_two_optimizers_of_one_model_are_both_seen(here: World) -> None:
         def __init__(self, second: Any) -> None:
             super().__init__()
             self.first, self.second = keras.layers.Dense(2), keras.layers.Dense(1)
-            self.optimizers = None
             self.one = distributed.optimizer(keras.optimizers.SGD(0.1))
             self.two = second
 
@@ -360,4 +362,3 @@ def test_a_loop_of_ones_own_trains(here: World) -> None:
     for seed in range(3):
         step(*share(batch(seed), here))
     check_same(model.variables)
-    assert world.current() is here

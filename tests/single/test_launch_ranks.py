@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -53,14 +54,16 @@ def test_folders_that_killed_launchers_left_are_in_nobodys_way(
 ) -> None:
     """Open MPI names them by its process number, and ends with 213 where one is there already."""
     left, sessions = tmp_path / "left", {"PRTE_MCA_prte_tmpdir_base": str(tmp_path / "left")}
-    most = int(Path("/proc/sys/kernel/pid_max").read_text())
-    for number in range(1, 4000):
-        number = (os.getpid() + number) % most
-        (left / f"ompi.{number}").mkdir(parents=True)
-        (left / f"ompi.{number}" / f"pmix.{socket.gethostname()}.tool.{number}").touch()
-    command = [*mpirun(1), "true"]
+    leave = f"mkdir -p {left}/ompi.$$ && touch {left}/ompi.$$/pmix.{socket.gethostname()}.tool.$$"
+    command = ["sh", "-c", f"{leave} && exec {shlex.join(mpirun(1))} true"]
     done = subprocess.run(command, env=program_environment() | sessions, capture_output=True)
     assert done.returncode == 213
+    # Those of the processes that the launcher starts next; it may not be in their way either.
+    most = int(Path("/proc/sys/kernel/pid_max").read_text())
+    new = int(subprocess.check_output(["sh", "-c", "echo $$"]))
+    for number in ((new + more) % most for more in range(4000)):
+        (left / f"ompi.{number}").mkdir(exist_ok=True)
+        (left / f"ompi.{number}" / f"pmix.{socket.gethostname()}.tool.{number}").touch()
     options = ("train", "--model", "cnn", "--data", small_set, "--ranks", 2, "--max-steps", 1)
     trained = hvdtrain(*options, "--run", tmp_path / "run", **sessions)
     assert trained.returncode == 0, trained.stderr

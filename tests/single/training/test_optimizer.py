@@ -1,3 +1,6 @@
+import subprocess
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -42,6 +45,49 @@ def test_cosine_falls_from_the_peak_to_zero_after_warm_up() -> None:
 
 def test_step_falls_to_a_tenth_at_half_and_at_three_quarters() -> None:
     assert rates(lr_schedule="step") == [1.0] * 50 + [0.1] * 25 + [0.01] * 25
+
+
+@pytest.mark.parametrize(
+    ("kind", "plain"),
+    [
+        ("sgd", lambda values: torch.optim.SGD(values, 0.1, 0.9, 0, 0.01, True)),
+        ("adam", lambda values: torch.optim.Adam(values, 0.1, weight_decay=0.01)),
+        ("adamw", lambda values: torch.optim.AdamW(values, 0.1, weight_decay=0.01)),
+    ],
+)
+def test_steps_are_those_of_torch(kind: str, plain: Callable[..., torch.optim.Optimizer]) -> None:
+    settings, weights = config(optimizer=kind, lr=0.1, weight_decay=0.01), []
+    makers = (lambda values: make_optimizer(settings, {"weight": values[0]}), plain)
+    for make in makers:
+        weight = nn.Parameter(torch.linspace(-1, 1, 24))
+        optimizer = make([weight])
+        for step in range(5):
+            optimizer.zero_grad()
+            torch.sin(weight * (step + 1)).sum().backward()
+            optimizer.step()
+        assert weight.grad is not None
+        assert not weight.grad.requires_grad
+        weights.append(weight.detach())
+    torch.testing.assert_close(*weights)
+
+
+def test_a_rank_loads_no_compiler() -> None:
+    """Beside the first, which checks the model for all: that is a third of a rank's start."""
+    program = (
+        "import sys\n"
+        "import torch\n"
+        "from hvdtrain.config import TrainConfig\n"
+        "from hvdtrain.training.optimizer import make_optimizer\n"
+        "weight = torch.nn.Parameter(torch.ones(3))\n"
+        "config = TrainConfig(model='cnn', data='d', epochs=1, batch_size=1)\n"
+        "optimizer = make_optimizer(config, {'weight': weight})\n"
+        "weight.sum().backward()\n"
+        "optimizer.step()\n"
+        "optimizer.zero_grad()\n"
+        "print({'torch._dynamo', 'sympy'} & set(sys.modules))\n"
+    )
+    printed = subprocess.check_output([sys.executable, "-c", program], text=True)
+    assert printed == "set()\n"
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adam", "adamw"])
