@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import common
-import torch
+import numpy as np
 
 from hvdtrain import models
 from hvdtrain.models.component import tensor_shapes
@@ -61,12 +61,17 @@ def _training(options: argparse.Namespace, folder: Path) -> None:
 
 def _disk(rounds: int, folder: Path) -> None:
     shapes = tensor_shapes(models.components("resnet50", 10, 32))
-    tensors = {f"{store.MODEL}{name}": torch.randn(shape) for name, shape in shapes.items()}
+    draw = np.random.default_rng(0)
+    tensors = {
+        f"{store.MODEL}{name}": draw.standard_normal(shape, np.float32)
+        for name, shape in shapes.items()
+    }
     momentum = [name for name in shapes if name.endswith(("weight", "bias"))]
     tensors |= {
-        f"{store.OPTIMIZER}{name}/momentum": torch.randn(shapes[name]) for name in momentum
+        f"{store.OPTIMIZER}{name}/momentum": draw.standard_normal(shapes[name], np.float32)
+        for name in momentum
     }
-    content = b"".join(tensor.numpy().tobytes() for tensor in tensors.values())
+    content = b"".join(tensor.tobytes() for tensor in tensors.values())
     plain = folder / "plain"
 
     def write() -> None:

@@ -89,6 +89,9 @@ def _parser() -> Parser:
     report.add_argument("--efficiency", type=float, default=0.75, help="that is wanted, 0 to 1")
     report.add_argument("--price", type=float | None, default=None, help="of a core-hour")
     commands.add_subcommand("report", report, help="make a scaling report of runs")
+    reproduce = Parser(description="Make the runs of a published experiment, and its tables.")
+    commands.add_subcommand("reproduce", reproduce, help="paper-a")
+    _add_reproductions(reproduce)
     plan = Parser(description="Look at a plan: which ranks hold what, and when they work.")
     commands.add_subcommand("plan", plan, help="show, check, simulate")
     _add_commands(plan, "plan", {name: (PlanConfig, text) for name, text in PLAN_COMMANDS.items()})
@@ -150,6 +153,20 @@ def _add_job_commands(jobs: Parser) -> None:
     cancel = Parser(description="End the jobs of runs; what was saved stays.")
     cancel.add_argument("runs", type=str, nargs="+", help="run folders, or folders of them")
     commands.add_subcommand("cancel", cancel, help="end jobs")
+
+
+def _add_reproductions(reproduce: Parser) -> None:
+    commands = reproduce.add_subcommands(dest="reproduce_command")
+    paper = Parser(
+        description="One device against MirroredStrategy and Horovod on CIFAR-10 "
+        "(doi 10.55145/ajest.2026.05.01.009): table 2, figures 4 and 5, a verdict on the claim."
+    )
+    paper.add_argument("--data", required=True, type=str, help="packed CIFAR-10")
+    paper.add_argument("--to", required=True, type=str, help="folder for runs and report")
+    paper.add_argument("--epochs", type=int, default=10, help="of each run; the paper has 10")
+    paper.add_argument("--repeats", type=int, default=3, help="runs of each arm")
+    paper.add_argument("--ranks", type=int, default=2, help="ranks, and mirrors")
+    commands.add_subcommand("paper-a", paper, help="data parallelism on CPUs")
 
 
 def _add_commands(owner: Parser, name: str, options: dict[str, tuple[type, str]]) -> None:

@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 from hvdtrain import injection
 from hvdtrain.errors import UsageError
+from hvdtrain.frameworks import check_framework
 from hvdtrain.ranges import check_ranges, flag
 
 Precision = Literal["fp32", "bf16", "fp64"]
@@ -37,6 +38,9 @@ class TrainConfig:
             "cnn, resnet18, resnet50, vit_tiny, vit_b16, or package.module:function of your own"
         )
     )
+    framework: Literal["torch", "tensorflow"] = field(
+        default="torch", metadata=about("torch, or tensorflow: Keras 3, data parallel")
+    )
     data: str = field(metadata={"help": "folder of a packed data set (hvdtrain data pack)"})
     stage: str | None = field(
         default=None,
@@ -48,7 +52,8 @@ class TrainConfig:
     plan: str | None = field(
         default=None,
         metadata=about(
-            "single, dp, mp, hp:SxR (S stages of R replicas) or a JSON file; "
+            "single, dp, mp, hp:SxR (S stages of R replicas) or a JSON file; of tensorflow "
+            "single, dp, or mirrored[:N]: MirroredStrategy on N devices of one process; "
             "default: single on one rank, dp on more"
         ),
     )
@@ -252,6 +257,7 @@ class TrainConfig:
             if getattr(self, item.name) is None and type(None) not in get_args(item.type):
                 raise UsageError(f"{flag(item.name)} must have a value")
         check_ranges(vars(self))
+        check_framework(vars(self))
         self.checkpoint_interval()
         if self.inject:
             injection.parse(self.inject, self.ranks or MOST_RANKS)

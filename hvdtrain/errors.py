@@ -48,3 +48,9 @@ class Interrupted(HvdtrainError):
     """The user ended the command with Ctrl-C."""
 
     exit_code = 130
+
+
+def one_line(error: BaseException) -> str:
+    """Return type and first line of the message of `error`."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

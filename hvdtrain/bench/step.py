@@ -8,6 +8,7 @@ which works while Python goes on, the rest is counted as computing.
 import statistics
 import time
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle, islice, pairwise
 from typing import Any
 
@@ -20,6 +21,7 @@ from hvdtrain.bench.components import component_seconds
 from hvdtrain.bench.matrix import matrix_rate
 from hvdtrain.bench.options import StepConfig
 from hvdtrain.bench.report import Found
+from hvdtrain.data import order
 from hvdtrain.data.loader import Loader
 from hvdtrain.errors import Interrupted, Preempted, UsageError
 from hvdtrain.models.costs import component_costs
@@ -28,9 +30,9 @@ from hvdtrain.parallel.runtime import HANDED_ON
 from hvdtrain.parallel.stage import DTYPES
 from hvdtrain.parallel.step import Step
 from hvdtrain.training.control import Control, Vitals, Wishes
-from hvdtrain.training.feed import Feed, Feeder, augmentation, epoch_rows, requests
-from hvdtrain.training.layout import agree_on_weights
-from hvdtrain.training.setup import Session, model_components, open_session
+from hvdtrain.training.feed import Feed, Feeder, augmentation, requests
+from hvdtrain.training.pytorch import TorchSession, read_later
+from hvdtrain.training.setup import model_components, open_session
 from hvdtrain.training.stop import StopRequest
 
 WARM_UP = 3
@@ -52,13 +54,13 @@ def bench_step(config: StepConfig, data: str) -> Found:
             f"--batch-size {training.batch_size} is more than the {len(session.train_rows)} "
             "training images: use a larger set or a smaller batch"
         )
-    agree_on_weights(session)
+    session.agree()
     with StopRequest() as stop:
         times = _timed_steps(session, config.steps, stop)
     here.barrier()
     components = _my_components(session)
     here.barrier()
-    rates = here.gather(matrix_rate(session.device, training.precision))
+    rates = here.gather(matrix_rate(session.runtime.device, training.precision))
     each_step = [
         statistics.median(values) for values in zip(*here.gather(times.step), strict=True)
     ]
@@ -89,17 +91,18 @@ class _Times:
     spent: dict[str, float]
 
 
-def _timed_steps(session: Session, count: int, stop: StopRequest) -> _Times:
+def _timed_steps(session: TorchSession, count: int, stop: StopRequest) -> _Times:
     config, size = session.config, session.config.batch_size
-    rows = epoch_rows(session, 0)
+    rows = order.training_order(session.index, session.train_rows, config.seed, 0)
     whole = [(start, start + size) for start in range(0, len(rows) - size + 1, size)]
     slices = list(islice(cycle(whole), WARM_UP + count))
     program = session.program(size, is_training=True)
     samples = program.cut.samples(session.plan.last, session.world.rank)
-    control = Control(session.world, session.device)
+    control = Control(session.world, session.loss_delay)
+    own_rows = partial(session.own_rows, is_training=True)
     feeder = Feeder(session.splits["train"], augmentation(config, session.index, 0))
-    totals, marks = dict.fromkeys(SHARES, 0.0), _Marks(session.device)
-    with Loader(feeder, requests(session, rows, slices, True)) as loader:
+    totals, marks = dict.fromkeys(SHARES, 0.0), _Marks(session.device == "cuda")
+    with Loader(feeder, requests(rows, slices, own_rows)) as loader:
         session.world.barrier()
         for number in range(len(slices)):
             if number >= WARM_UP:
@@ -109,7 +112,7 @@ def _timed_steps(session: Session, count: int, stop: StopRequest) -> _Times:
             waited = time.perf_counter() - began
             step = session.runtime.train(program, Step(feed.images, feed.labels))
             agreed = control.post(
-                *(step.loss_sum, samples, Wishes(stop.interrupted, stop.preempted)),
+                *(read_later(step.loss_sum), samples, Wishes(stop.interrupted, stop.preempted)),
                 Vitals(0.0, 0.0),
             )
             if agreed is not None and agreed.stop is not None:
@@ -120,7 +123,7 @@ def _timed_steps(session: Session, count: int, stop: StopRequest) -> _Times:
         control.drain()
     seconds = marks.seconds()
     spent = {name: total / count for name, total in totals.items()}
-    rest = "rest" if session.device.type == "cpu" else "compute"
+    rest = "rest" if session.device == "cpu" else "compute"
     spent[rest] += max(0.0, statistics.mean(seconds) - sum(spent.values()))
     return _Times(seconds, spent)
 
@@ -133,8 +136,8 @@ def _leave(code: int) -> None:
 class _Marks:
     """Times between steps; on a GPU without waiting for it."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.is_cuda = device.type == "cuda"
+    def __init__(self, is_cuda: bool) -> None:
+        self.is_cuda = is_cuda
         self.times: list[Any] = []
 
     def add(self) -> None:
@@ -162,7 +165,7 @@ def _count(totals: dict[str, float], step: Step, waited: float) -> None:
     totals["bubble"] += step.waited.bubble
 
 
-def _my_components(session: Session) -> dict[str, tuple[float, float]]:
+def _my_components(session: TorchSession) -> dict[str, tuple[float, float]]:
     """Seconds a step of what this rank holds: of its largest micro-batch, in proportion."""
     pieces, rank = session.cut(session.config.batch_size, is_training=True), session.world.rank
     rows = {
@@ -180,17 +183,17 @@ def _my_components(session: Session) -> dict[str, tuple[float, float]]:
     return found
 
 
-def _input(session: Session, stage: int, rows: int) -> Tensor:
+def _input(session: TorchSession, stage: int, rows: int) -> Tensor:
     """What a stage reads: images, or random activations."""
     if stage == 0:
         shape = (rows, *session.index.image_shape)
         pixels = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
         return session.runtime.images(pixels)
     form = session.runtime.handover.forms[stage - 1]
-    return form.empty(rows, session.device).normal_().requires_grad_()
+    return form.empty(rows, session.runtime.device).normal_().requires_grad_()
 
 
-def _flops(session: Session) -> float:
+def _flops(session: TorchSession) -> float:
     """Counted operations of a training step of all ranks."""
     size = session.index.image_shape[0]
     costs = component_costs(
@@ -204,7 +207,7 @@ def _flops(session: Session) -> float:
 
 
 def _by_component(
-    session: Session, mine: dict[str, tuple[float, float]]
+    session: TorchSession, mine: dict[str, tuple[float, float]]
 ) -> dict[str, tuple[float, float]]:
     """Seconds a step, averaged over the ranks that hold a component, in the model's order."""
     found: dict[str, list[tuple[float, float]]] = {}
@@ -221,10 +224,10 @@ def _by_component(
     }
 
 
-def _setting(session: Session) -> str:
+def _setting(session: TorchSession) -> str:
     config, here = session.config, session.world
     return (
         f"{config.model}, {session.parameters:,} parameters, {config.precision}, {here.size} "
-        f"rank(s) x {here.threads} thread(s) on {session.device.type}, {len(session.plan.stages)} "
+        f"rank(s) x {here.threads} thread(s) on {session.device}, {len(session.plan.stages)} "
         f"stage(s), {config.batch_size} images a step"
     )

@@ -19,6 +19,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "jobs logs": cluster.jobs_logs,
     "jobs cancel": cluster.jobs_cancel,
     "report": cluster.report,
+    "reproduce paper-a": cluster.reproduce_paper_a,
     "plan show": plans.plan_show,
     "plan simulate": plans.plan_simulate,
     "plan check": plans.plan_check,

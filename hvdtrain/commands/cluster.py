@@ -68,3 +68,15 @@ def report(
 
     print(reporting.write(runs, to, efficiency, price))
     return 0
+
+
+def reproduce_paper_a(
+    arguments: Sequence[str], data: str, to: str, epochs: int, repeats: int, ranks: int
+) -> int:
+    """Make the runs of paper A, and write what came of them."""
+    from hvdtrain.study import paper_a
+
+    print(
+        paper_a.reproduce(data, to, epochs, repeats, ranks, lambda line: print(line, flush=True))
+    )
+    return 0

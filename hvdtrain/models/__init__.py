@@ -50,13 +50,13 @@ def components(
     for what, value in (("classes", classes), ("image size", image_size)):
         if value < 1:
             raise UsageError(f"{what} {value} is not possible: it must be at least 1")
-    from hvdtrain.models import load
+    from hvdtrain.models import find, load
 
     if model in REGISTRY:
-        function = load.find_function(REGISTRY[model])
-        made = function(classes, image_size, **load.patch_argument(model, function, patch_size))
+        function = find.find_function(REGISTRY[model])
+        made = function(classes, image_size, **find.patch_argument(model, function, patch_size))
     else:
-        function = load.find_function(model)
-        patch = load.patch_argument(model, function, patch_size)
-        made = load.call(model, function, classes, image_size, patch)
+        function = find.find_function(model)
+        patch = find.patch_argument(model, function, patch_size)
+        made = find.call(model, function, classes, image_size, patch)
     return load.as_components(model, made)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from hvdtrain.errors import HvdtrainError, UsageError
+from hvdtrain.errors import HvdtrainError, UsageError, one_line
 
 IMAGE_CHANNELS = 3
 _NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
@@ -155,12 +155,6 @@ def check_logits(last: Component, shape: tuple[int, ...], classes: int | None) -
             f"the last component, {last.name!r}, emits shape {shape}, "
             f"not ({shape[0]}, {wanted}): it must emit one logit for each class"
         )
-
-
-def one_line(error: BaseException) -> str:
-    """Return type and first line of the message of `error`."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 @contextmanager

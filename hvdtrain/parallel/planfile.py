@@ -68,7 +68,7 @@ def refit(text: str | None, ranks: int) -> str | None:
     A pipeline keeps its stages, or the next smaller number that divides the ranks; a file names
     its ranks, and data parallelism takes its place.
     """
-    if text is None or text in ("dp", "mp"):
+    if text is None or text in ("dp", "mp") or text.startswith("mirrored"):
         return text
     if ranks == 1 or not text.startswith("hp:"):
         return "single" if ranks == 1 else "dp"

@@ -84,12 +84,6 @@ class StageModel:
         return {name: _digest(tensor) for name, tensor in self.tensors().items()}
 
 
-def sha256_of(digests: Mapping[str, str]) -> str:
-    """One digest of all tensors of a model, wherever each of them was held."""
-    lines = "".join(f"{name} {digest}\n" for name, digest in sorted(digests.items()))
-    return hashlib.sha256(lines.encode()).hexdigest()
-
-
 def _digest(tensor: Tensor) -> str:
     digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())

@@ -1,6 +1,6 @@
 """The pictures of a report, for one column of a paper each (3.4 inches wide)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 from hvdtrain import files
+from hvdtrain.errors import DataError
 from hvdtrain.study.results import Result
 from hvdtrain.study.series import Lost, Series
 from hvdtrain.study.statistics import Estimate
@@ -139,22 +140,47 @@ def _train_loss(axes: Any, series: Sequence[Series]) -> bool:
     return _curves(axes, series, "train_loss", "training loss")
 
 
+def draw_by_epoch(arms: Mapping[str, Sequence[Result]], name: str, label: str, to: Path) -> None:
+    """Draw what each arm's runs have of `name` by epoch: medians and ranges.
+
+    Raises:
+        DataError: if it cannot be written.
+    """
+    with pyplot.rc_context(STYLE):
+        figure, axes = pyplot.subplots(figsize=(WIDTH, HEIGHT))
+        _draw_curves(axes, arms, name, label)
+        try:
+            files.write_whole(to, partial(figure.savefig, format="png"))
+        except OSError as error:
+            raise DataError(f"{to} cannot be written: {error.strerror}") from None
+        finally:
+            pyplot.close(figure)
+
+
 def _curves(axes: Any, series: Sequence[Series], name: str, label: str) -> bool:
-    drawn = 0
+    curves: dict[str, Sequence[Result]] = {}
     for one in series:
         for size in one.sizes:
-            epochs = _by_epoch(size.runs, name)
-            if not epochs:
-                continue
-            colour, marker = COLOURS[drawn % len(COLOURS)], MARKERS[drawn % len(MARKERS)]
-            numbers = sorted(epochs)
-            middle = [float(np.median(epochs[number])) for number in numbers]
             words = f"{size.ranks} rank{'s' if size.ranks > 1 else ''}"
-            words += f", {one.plan}" if len(series) > 1 else ""
-            axes.plot(numbers, middle, marker=marker, color=colour, label=words)
-            low, high = ([f(epochs[number]) for number in numbers] for f in (min, max))
-            axes.fill_between(numbers, low, high, color=colour, alpha=0.15, linewidth=0)
-            drawn += 1
+            if len(series) > 1:
+                words += f", {_label(one, series)}"
+            curves[words] = size.runs
+    return _draw_curves(axes, curves, name, label)
+
+
+def _draw_curves(axes: Any, curves: Mapping[str, Sequence[Result]], name: str, label: str) -> bool:
+    drawn = 0
+    for words, runs in curves.items():
+        epochs = _by_epoch(runs, name)
+        if not epochs:
+            continue
+        colour, marker = COLOURS[drawn % len(COLOURS)], MARKERS[drawn % len(MARKERS)]
+        numbers = sorted(epochs)
+        middle = [float(np.median(epochs[number])) for number in numbers]
+        axes.plot(numbers, middle, marker=marker, color=colour, label=words)
+        low, high = ([f(epochs[number]) for number in numbers] for f in (min, max))
+        axes.fill_between(numbers, low, high, color=colour, alpha=0.15, linewidth=0)
+        drawn += 1
     axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
     axes.set_xlabel("epoch")
     axes.set_ylabel(label)
@@ -218,7 +244,8 @@ def _label(one: Series, series: Sequence[Series]) -> str:
     """What tells a series from the others."""
     words = []
     for name, text in (
-        *(("model", one.model), ("plan", one.plan), ("precision", one.precision)),
+        *(("model", one.model), ("framework", one.framework), ("plan", one.plan)),
+        ("precision", one.precision),
         *(("scaling", one.scaling), ("batch_size", f"batch {one.batch_size}")),
     ):
         if len({getattr(other, name) for other in series}) > 1:

@@ -60,7 +60,7 @@ def as_markdown(
     price: float | None,
 ) -> str:
     """The text of the report."""
-    parts = ["# Scaling report", _origin(results)]
+    parts = ["# Scaling report", origin(results)]
     parts += [_section(one, efficiency, price) for one in series]
     if not series:
         parts.append("No runs on one and on several ranks with the same settings to compare.")
@@ -73,7 +73,7 @@ def as_markdown(
     return "\n\n".join(parts) + "\n"
 
 
-def _origin(results: Sequence[Result]) -> str:
+def origin(results: Sequence[Result]) -> str:
     """Machine, versions, seeds and settings."""
     seeds = sorted({result.seed for result in results})
     versions: dict[str, list[str]] = {}
@@ -151,14 +151,14 @@ def _table(one: Series, price: float | None) -> str:
     for size in one.sizes:
         trained = [run.train_seconds for run in size.runs]
         row = [
-            *(str(size.ranks), str(len(size.runs)), _number(size.images_per_second, ",.0f")),
-            *(_number(size.speedup, ".2f"), _number(size.efficiency, ".2f")),
-            *(_number(size.speedup_over_best, ".2f"), _number(size.seconds, ",.1f")),
+            *(str(size.ranks), str(len(size.runs)), number(size.images_per_second, ",.0f")),
+            *(number(size.speedup, ".2f"), number(size.efficiency, ".2f")),
+            *(number(size.speedup_over_best, ".2f"), number(size.seconds, ",.1f")),
             _part([run.exposed for run in size.runs], trained),
             _part([run.bubble for run in size.runs], trained),
             f"{median([run.peak_memory_bytes for run in size.runs]) / 2**20:,.0f}",
             _accuracy(size),
-            _number(size.core_hours, ".4f"),
+            number(size.core_hours, ".4f"),
         ]
         if price is not None:
             row.append(f"{size.core_hours.value * price:.3g}")
@@ -194,7 +194,7 @@ def _worth(one: Series, efficiency: float) -> str:
 
 def _law(fit: Fit, most: int) -> str:
     said = [
-        f"{name.replace('_', ' ')} {_number(item, ',.0f' if item.value > 1 else '.3g')}"
+        f"{name.replace('_', ' ')} {number(item, ',.0f' if item.value > 1 else '.3g')}"
         for name, item in fit.parameters.items()
     ]
     text = f"- {fit.name}: {', '.join(said)}"
@@ -204,7 +204,8 @@ def _law(fit: Fit, most: int) -> str:
     return f"{text}. Caution: {fit.warning}." if fit.warning else f"{text}."
 
 
-def _number(estimate: Estimate, form: str) -> str:
+def number(estimate: Estimate, form: str) -> str:
+    """An estimate with its interval."""
     text = format(estimate.value, form)
     if estimate.low is None or estimate.high is None:
         return text

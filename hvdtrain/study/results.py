@@ -11,6 +11,7 @@ import numpy as np
 
 from hvdtrain import configfile
 from hvdtrain.errors import DataError, UsageError
+from hvdtrain.frameworks import mirrored_devices
 
 # Runs that differ in these alone are compared: sizes, repeats, where files are, how they are kept.
 NOT_SETTINGS = frozenset(
@@ -35,7 +36,8 @@ class Result:
     """A finished run.
 
     Attributes:
-        plan: single, dp, mp, hp:SxR, or the file of another one.
+        plan: single, dp, mp, hp:SxR, mirrored, or the file of another one.
+        ranks: and the devices of a rank that has several.
         settings: what else decides what is computed and on what, without repeats and sizes.
         seconds: from the first step to the end of the last, evaluation included.
         train_seconds: of the steps alone.
@@ -134,16 +136,18 @@ def _result(
         raise ValueError("it went on under another plan or number of ranks, so it is of no size")
     train_seconds = float(summary["train_seconds"])
     machine = dict(summary.get("machine", {}))
+    devices = int(summary.get("devices_a_rank", 1))
     data, imbalance = _shares(steps, int(config["batch_size"]), summary["plan"])
     return Result(
         path=run,
         model=str(summary["model"]),
         plan=_plan(summary["plan"], config.get("plan")),
-        ranks=int(summary["ranks"]),
-        threads=int(machine.get("threads", 1)),
+        ranks=int(summary["ranks"]) * devices,
+        threads=max(1, int(machine.get("threads", 1)) // devices),
         batch_size=int(config["batch_size"]),
         seed=int(config["seed"]),
-        settings={name: value for name, value in config.items() if name not in NOT_SETTINGS}
+        settings={"framework": "torch"}  # as runs are that do not say it
+        | {name: value for name, value in config.items() if name not in NOT_SETTINGS}
         | {name: machine.get(name) for name in ("processor", "accelerator")},
         samples=int(summary["samples"]),
         seconds=float(summary["seconds"]),
@@ -174,6 +178,8 @@ def plan_name(plan: dict[str, Any]) -> str:
 
 def _plan(plan: dict[str, Any], asked: str | None) -> str:
     """Its short name; of a plan from a file that file, as shapes alone do not tell such apart."""
+    if asked is not None and mirrored_devices(asked) is not None:
+        return "mirrored"
     return plan_name(plan) if asked is None or SHORT_PLANS.fullmatch(asked) else asked
 
 

@@ -68,6 +68,7 @@ class Series:
     """
 
     model: str
+    framework: str
     plan: str
     scaling: Scaling
     batch_size: int
@@ -80,7 +81,8 @@ class Series:
     def title(self) -> str:
         """In words."""
         batch = f"batch {self.batch_size}" + (" a rank" if self.scaling == "weak" else "")
-        return f"{self.model}, {self.plan}, {self.precision}, {self.scaling} scaling, {batch}"
+        model = self.model if self.framework == "torch" else f"{self.model} ({self.framework})"
+        return f"{model}, {self.plan}, {self.precision}, {self.scaling} scaling, {batch}"
 
     def worth(self, efficiency: float) -> int:
         """The most ranks measured that are used at least so well; 1 has an efficiency of 1."""
@@ -167,6 +169,7 @@ def _series(
         plan=plan,
         scaling=scaling,
         batch_size=round(wanted[0]),
+        framework=str(base[0].settings.get("framework", "torch")),
         precision=str(base[0].settings.get("precision", "fp32")),
         best_serial=tuple(best),
         sizes=sizes,

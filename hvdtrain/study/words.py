@@ -17,6 +17,9 @@ INTERVALS = (
     "and the start-up of the last one: what a run that was killed had to do again is not in them."
 )
 
+# By the distributions whose versions runs note.
+NAMES = {"torch": "PyTorch", "tensorflow": "TensorFlow", "tensorflow-cpu": "TensorFlow"}
+
 BIBTEX = f"""@software{{hvdtrain,
   title   = {{hvdtrain: training image classifiers on many processes}},
   version = {{{__version__}}},
@@ -47,14 +50,19 @@ def methods(series: Sequence[Series], results: Sequence[Result]) -> str:
     scaling = " and ".join(sorted({one.scaling for one in series}))
     epochs = _all(len(run.epochs) for run in runs)
     threads = _all(run.threads for run in runs)
-    hvdtrain, torch, horovod = (
+    hvdtrain, horovod = (
         _all(run.versions.get(name) or "of unknown version" for run in runs)
-        for name in ("hvdtrain", "torch", "horovod")
+        for name in ("hvdtrain", "horovod")
+    )
+    known = {name: {run.versions[name] for run in runs if name in run.versions} for name in NAMES}
+    frameworks = " and ".join(
+        f"{NAMES[name]} {_all(known[name])}" for name in NAMES if known[name]
     )
     return (
         f"We measured {scaling} scaling of {models} on {', '.join(map(str, sizes))} ranks "
-        f"({' and '.join(machines(runs))}) with hvdtrain {hvdtrain}, PyTorch {torch} and Horovod "
-        f"{horovod}. Each rank used {threads} thread(s), in the base case of one rank too. "
+        f"({' and '.join(machines(runs))}) with hvdtrain {hvdtrain}, {frameworks or 'PyTorch'} "
+        f"and Horovod {horovod}. Each rank used {threads} thread(s), in the base case of one rank "
+        "too. "
         f"Each size was run {counts} time(s) for {epochs} epoch(s). "
         "Throughput is the number of images divided by the wall time of the training steps, "
         "without start-up and evaluation. We report medians with 95 % bootstrap intervals, "

@@ -15,6 +15,9 @@ def cnn(classes: int, image_size: int, seed: int | None = None) -> keras.Model:
     layers = keras.layers
     conv = {"kernel_size": 3, "padding": "same", "activation": "relu"}
 
+    # The head computes in fp32 also where the layers before it compute in bf16.
+    precise = "float64" if keras.config.dtype_policy().name == "float64" else "float32"
+
     def kernel(number: int) -> keras.initializers.Initializer:
         own = None if seed is None else seed + number
         return keras.initializers.GlorotUniform(seed=own)
@@ -28,8 +31,7 @@ def cnn(classes: int, image_size: int, seed: int | None = None) -> keras.Model:
             layers.MaxPooling2D(2),
             layers.Flatten(),
             layers.Dense(64, "relu", name="dense", kernel_initializer=kernel(2)),
-            # In fp32 also where the layers before it compute in bf16.
-            layers.Dense(classes, name="head", kernel_initializer=kernel(3), dtype="float32"),
+            layers.Dense(classes, name="head", kernel_initializer=kernel(3), dtype=precise),
         ],
         name="cnn",
     )

@@ -32,30 +32,53 @@ def start(threads: int | None = None, allreduce: str = "auto") -> World:
         UsageError: if MPI or Horovod is missing, Keras computes with another framework, or
             TensorFlow has begun already.
     """
-    if keras.config.backend() != "tensorflow":
-        raise UsageError(
-            f"Keras computes with {keras.config.backend()}: set KERAS_BACKEND=tensorflow"
-        )
+    check_backend()
     here = world.start(allreduce, threads)
     if here.size > 1:
         failure.end_all_on_exception()
     try:
-        _use_own_threads_and_gpu(here)
+        use_own_threads(here)
+        use_gpus(here)
     except RuntimeError as error:
         raise UsageError(f"hvdtrain.tf.start() comes before any model: {error}") from None
+    start_horovod(here)
+    return here
+
+
+def check_backend() -> None:
+    """Raise UsageError where Keras computes with another framework."""
+    if keras.config.backend() != "tensorflow":
+        raise UsageError(
+            f"Keras computes with {keras.config.backend()}: set KERAS_BACKEND=tensorflow"
+        )
+
+
+def start_horovod(here: World) -> None:
+    """Start Horovod where there are ranks to talk to. Collective.
+
+    Raises:
+        UsageError: if it is missing.
+    """
     if here.size > 1:
         for name, value in HOROVOD.items():
             os.environ.setdefault(name, value)
         world.start_horovod(0, framework="tensorflow")
-    return here
 
 
-def _use_own_threads_and_gpu(here: World) -> None:
-    """Raises RuntimeError if TensorFlow has begun already."""
-    config = tf.config
-    config.threading.set_intra_op_parallelism_threads(here.threads)
-    gpus = config.list_physical_devices("GPU")
-    if gpus:
-        own = gpus[here.local_rank % len(gpus)]
-        config.set_visible_devices(own, "GPU")
-        config.experimental.set_memory_growth(own, True)
+def use_own_threads(here: World) -> None:
+    """Give TensorFlow the threads of this rank; RuntimeError if it has begun already."""
+    tf.config.threading.set_intra_op_parallelism_threads(here.threads)
+
+
+def use_gpus(here: World, every: bool = False) -> int:
+    """Show TensorFlow the GPU of this rank, or every one; the number of those that it sees.
+
+    Raises:
+        RuntimeError: if it has begun already.
+    """
+    gpus = tf.config.list_physical_devices("GPU")
+    own = gpus if every or not gpus else [gpus[here.local_rank % len(gpus)]]
+    tf.config.set_visible_devices(own, "GPU")
+    for gpu in own:
+        tf.config.experimental.set_memory_growth(gpu, True)
+    return len(own)

@@ -1,14 +1,13 @@
 """The interpreter of a plan on this rank, with all that it needs."""
 
 import math
-import socket
 from collections.abc import Sequence
 from importlib import import_module
 
-from hvdtrain import failure, world
+from hvdtrain import world
 from hvdtrain.activity import Activity
 from hvdtrain.config import TrainConfig
-from hvdtrain.errors import RankError, UsageError
+from hvdtrain.errors import UsageError
 from hvdtrain.models.component import Component
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.handover import Handover
@@ -17,6 +16,7 @@ from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.stage import Images
 from hvdtrain.parallel.update import UpdateRule
 from hvdtrain.training.parts import build_parts, probe_forms
+from hvdtrain.training.stall import patience, stalled
 from hvdtrain.world import World
 
 
@@ -50,7 +50,7 @@ def build_runtime(
         images,
         Handover(here.rank, forms, exchange, device),
         config.precision,
-        activity=Activity(world.activity_path(), here.rank, _patience(config), stalled),
+        activity=Activity(world.activity_path(), here.rank, patience(config), stalled),
         rule=_rule(config),
         label_smoothing=config.label_smoothing,
         keep_events=config.trace is not None,
@@ -62,26 +62,4 @@ def _rule(config: TrainConfig) -> UpdateRule:
         config.clip_norm,
         config.gradient_limit if config.gradient_limit is not None else math.inf,
         skips=config.on_bad_step == "skip",
-    )
-
-
-def _patience(config: TrainConfig) -> float:
-    """Seconds that an action may take: the first of each kind may compile its components."""
-    return config.stall_timeout * (10 if config.compile else 1)
-
-
-def stalled(line: str, silent: str = "", listener: failure.Listener | None = None) -> None:
-    """End the job from the watchdog's thread.
-
-    Args:
-        silent: the ranks that give no sign of life, where that is known.
-    """
-    rank, host = world.current().rank, socket.gethostname()
-    advice = silent or "look at the ranks it names, or allow more"
-    failure.fail(
-        RankError(
-            f"rank {rank} on {host} has been stuck for longer than --stall-timeout allows, in "
-            f"{line}: {advice}"
-        ),
-        listener,
     )

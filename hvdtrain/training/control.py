@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from hvdtrain.errors import Interrupted, Preempted
 from hvdtrain.poll import wait_until
@@ -106,27 +104,31 @@ class Agreed:
 class Control:
     """Sends each step's vector and hands out the agreement of the step before.
 
-    On a GPU the loss is not waited for: it is copied beside the computation, and its step's
-    vector leaves one step later.
+    Args:
+        delay: steps after which a step's vector leaves: 1 on a GPU, whose loss is not waited for
+            but copied beside the computation.
     """
 
-    def __init__(self, world: World, device: torch.device) -> None:
-        self.world = world
-        self.delay = 1 if device.type == "cuda" else 0
+    def __init__(self, world: World, delay: int) -> None:
+        self.world, self.delay = world, delay
         self.waiting: deque[tuple[Callable[[], float], np.ndarray, float]] = deque()
         self.in_flight: tuple[np.ndarray, Any, float] | None = None
 
     def post(
-        self, loss_sum: Tensor | None, samples: int, wishes: Wishes, vitals: Vitals
+        self, read_loss: Callable[[], float], samples: int, wishes: Wishes, vitals: Vitals
     ) -> Agreed | None:
-        """Send this rank's part of a step; return the newest agreement that is not yet read."""
+        """Send this rank's part of a step; return the newest agreement that is not yet read.
+
+        Args:
+            read_loss: gives the sum of the losses of `samples`; called when the vector leaves.
+        """
         fields = len(Vitals._fields)
         vector = np.zeros(HEADER + self.world.size * fields)
         vector[INTERRUPT], vector[PREEMPT], vector[SAVE] = wishes[:3]
         vector[WRITTEN], vector[BAD], vector[SAMPLES] = wishes.written, wishes.bad, samples
         own = HEADER + self.world.rank * fields
         vector[own : own + fields] = vitals
-        self.waiting.append((_read_later(loss_sum), vector, time.perf_counter()))
+        self.waiting.append((read_loss, vector, time.perf_counter()))
         agreed = self._receive()
         if len(self.waiting) > self.delay:
             self._send()
@@ -159,20 +161,3 @@ class Control:
             wait_until(request.Test)
         self.in_flight = None
         return Agreed.of(total, posted_at)
-
-
-def _read_later(value: Tensor | None) -> Callable[[], float]:
-    if value is None:
-        return lambda: 0.0
-    if value.device.type == "cpu":
-        return lambda: float(value)
-    host = torch.empty((), dtype=value.dtype, pin_memory=True)
-    host.copy_(value, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-
-    def read() -> float:
-        copied.synchronize()
-        return float(host)
-
-    return read

@@ -12,23 +12,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hvdtrain.parallel.part import Part
+from hvdtrain.parallel.plan import Plan
+from hvdtrain.parallel.program import Program
 from hvdtrain.parallel.reduce import all_finite
+from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.stage import StageModel
 from hvdtrain.parallel.step import Step
 from hvdtrain.parallel.update import copied_statistics
-from hvdtrain.training.feed import Feed
-from hvdtrain.training.randomness import seed_step
-from hvdtrain.training.setup import Session
-
-
-class Taken(NamedTuple):
-    """A step that was taken a moment ago: what it takes to run it again."""
-
-    step: int
-    position: int
-    batch_size: int
-    feed: Feed
-    norm: float  # of its gradients, where it was asked for
+from hvdtrain.training.session import Taken
+from hvdtrain.world import World
 
 
 class Sighting(NamedTuple):
@@ -40,28 +33,28 @@ class Sighting(NamedTuple):
     has_bad_weights: bool
 
 
-def diagnose(session: Session, taken: Taken) -> str:
-    """Run a step again without updating anything; what is wrong with it, in words. Collective."""
-    runtime, sightings = session.runtime, list[Sighting]()
-    statistics = copied_statistics(session.parts)
+def diagnose(runtime: Runtime, plan: Plan, here: World, program: Program, taken: Taken) -> str:
+    """Run a step again without updating anything; what is wrong with it, in words. Collective.
+
+    The generators are as they were when the step began.
+    """
+    sightings, places = list[Sighting](), _places(plan)
+    statistics = copied_statistics(runtime.parts)
     events, runtime.events = runtime.events, None
     assert runtime.activity is not None
     newest, _ = runtime.activity.now()
     runtime.activity.step(taken.step)
-    seed_step(session, taken.position)
-    with _watched(session, sightings):
-        program = session.program(taken.batch_size, is_training=True)
-        step = Step(taken.feed.images, taken.feed.labels)
-        gradients = runtime.gradients(program, step)
+    with _watched(runtime.parts, places, here.rank, sightings):
+        gradients = runtime.gradients(program, Step(taken.feed.images, taken.feed.labels))
     runtime.events = events
     runtime.activity.step(newest)
     for value, kept in statistics:
         value.copy_(kept)
     with runtime.activity.doing("gathering what each rank found in a bad step"):
-        told = session.world.gather((sightings, _norms(session, gradients)))
+        told = here.gather((sightings, _norms(runtime.parts, gradients)))
     seen = [sighting for theirs, _ in told for sighting in theirs]
     norms = {name: norm for _, theirs in told for name, norm in theirs.items()}
-    return _in_words(seen, norms, _places(session))
+    return _in_words(seen, norms, places)
 
 
 def _in_words(seen: list[Sighting], norms: Mapping[str, Tensor], places: Mapping[str, int]) -> str:
@@ -82,10 +75,10 @@ def _in_words(seen: list[Sighting], norms: Mapping[str, Tensor], places: Mapping
     )
 
 
-def _norms(session: Session, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _norms(parts: Mapping[int, Part], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The norm of the gradients of each component that this rank holds."""
     found = {}
-    for part in session.parts.values():
+    for part in parts.values():
         for component in part.model.components:
             own = [value for name, value in gradients.items() if name.startswith(f"{component}.")]
             if own:
@@ -93,16 +86,17 @@ def _norms(session: Session, gradients: Mapping[str, Tensor]) -> dict[str, Tenso
     return found
 
 
-def _places(session: Session) -> dict[str, int]:
-    names = [name for stage in session.plan.stages for name in stage.components]
+def _places(plan: Plan) -> dict[str, int]:
+    names = [name for stage in plan.stages for name in stage.components]
     return {name: place for place, name in enumerate(names)}
 
 
 @contextmanager
-def _watched(session: Session, sightings: list[Sighting]) -> Iterator[None]:
+def _watched(
+    parts: Mapping[int, Part], places: Mapping[str, int], rank: int, sightings: list[Sighting]
+) -> Iterator[None]:
     """Look at what each component emits from what is finite."""
-    places, rank = _places(session), session.world.rank
-    models = [part.model for part in session.parts.values()]
+    models = [part.model for part in parts.values()]
     before = [dict(model.calls) for model in models]
     for model in models:
         for name, call in model.calls.items():

@@ -1,37 +1,27 @@
 """Evaluation: a forward-only schedule over a split, with exact counts at any number of ranks."""
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 
 from hvdtrain.data import order
 from hvdtrain.data.loader import Loader
-from hvdtrain.parallel.step import Step
 from hvdtrain.training.feed import Feeder, requests
 from hvdtrain.training.run import Run
-from hvdtrain.training.setup import Session, evaluation_plan
-
-EVALUATION_IMAGES = 256  # a replica and a forward pass
+from hvdtrain.training.session import Session
 
 
 def evaluate(session: Session, split: str, rows: np.ndarray) -> tuple[float, float]:
     """Mean loss and accuracy over `rows` of a split, each row counted once on one rank."""
-    plan = evaluation_plan(session.plan)
-    replicas = max(len(stage.ranks) for stage in plan.stages)
-    slices = order.step_slices(len(rows), EVALUATION_IMAGES * replicas * plan.microbatches)
-    totals = torch.zeros(2, dtype=torch.float64, device=session.device)
-    feeder = Feeder(session.splits[split])
-    with Loader(feeder, requests(session, rows, slices, is_training=False)) as feeds:
-        for (start, stop), feed in zip(slices, feeds, strict=True):
-            program = session.program(stop - start, is_training=False)
-            step = session.runtime.evaluate(program, Step(feed.images, feed.labels))
-            if step.loss_sum is not None and step.correct is not None:
-                totals += torch.stack([step.loss_sum.double(), step.correct.double()])
-    assert session.runtime.activity is not None
-    with session.runtime.activity.doing("adding up an evaluation"):
-        loss_sum, correct = np.sum(session.world.gather(totals.cpu().numpy()), axis=0)
+    slices = order.step_slices(len(rows), session.evaluation_images)
+    sizes = [stop - start for start, stop in slices]
+    asked = requests(rows, slices, partial(session.own_rows, is_training=False))
+    with Loader(Feeder(session.splits[split]), asked) as feeds:
+        own = session.evaluate(zip(feeds, sizes, strict=True))
+    with session.activity.doing("adding up an evaluation"):
+        loss_sum, correct = np.sum(session.world.gather(own), axis=0)
     return float(loss_sum) / len(rows), round(correct) / len(rows)
 
 

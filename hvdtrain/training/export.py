@@ -8,6 +8,7 @@ from hvdtrain.errors import DataError, UsageError
 from hvdtrain.files import check_target
 from hvdtrain.models import weights
 from hvdtrain.training import checkpoint
+from hvdtrain.training.tensors import to_tensor
 
 
 def export(run: str, file: str, which: Literal["best", "last"] = "best") -> Path:
@@ -26,7 +27,13 @@ def export(run: str, file: str, which: Literal["best", "last"] = "best") -> Path
     folder = Path(run)
     if not (folder / "config.yaml").is_file():
         raise UsageError(f"{run} is not the folder of a run: there is no config.yaml in it")
-    model = str(configfile.load(folder / "config.yaml").get("model"))
+    config = configfile.load(folder / "config.yaml")
+    model = str(config.get("model"))
+    if config.get("framework") == "tensorflow":
+        raise UsageError(
+            f"{run} is a run in TensorFlow, whose weights PyTorch does not read: its checkpoints "
+            "are safetensors files by Keras's names"
+        )
     checkpoints = folder / "checkpoints"
     best = checkpoint.best(checkpoints) if which == "best" else None
     if best is not None:
@@ -38,5 +45,6 @@ def export(run: str, file: str, which: Literal["best", "last"] = "best") -> Path
                 skipped[0] if skipped else f"{run} holds no checkpoint: it has saved none yet"
             )
         saved, path = newest, found
-    weights.write(Path(file), model, saved.tensors)
+    state = {name: to_tensor(array) for name, array in saved.tensors.items()}
+    weights.write(Path(file), model, state)
     return path

@@ -4,16 +4,16 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hvdtrain.config import TrainConfig
-from hvdtrain.data import order
 from hvdtrain.data.augment import crop_flip, cutout
-from hvdtrain.data.shards import Batch, Index, Samples
-from hvdtrain.parallel.cut import Range
-from hvdtrain.training.setup import Session
+from hvdtrain.data.order import Range, Rows
+from hvdtrain.data.shards import Batch, Index, Samples, open_split
+from hvdtrain.world import World
 
-Rows = NDArray[np.int64]
+# For each split: shared among the ranks of a node, but twice the window of the shuffle at least.
+CACHE_BYTES_A_NODE = 4 * 2**30
+SMALLEST_CACHE_BYTES = 512 * 2**20
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,6 @@ class Feeder:
         return Feed(batch.images, batch.ids, labels)
 
 
-def epoch_rows(session: Session, epoch: int) -> Rows:
-    """The training samples of an epoch in the order of use."""
-    return order.training_order(session.index, session.train_rows, session.config.seed, epoch)
-
-
 def augmentation(config: TrainConfig, index: Index, epoch: int) -> Callable[[Batch], Batch] | None:
     """What an epoch's batches go through, if anything."""
     if config.augment == "none" and config.cutout is None:
@@ -75,15 +70,32 @@ def augmentation(config: TrainConfig, index: Index, epoch: int) -> Callable[[Bat
 
 
 def requests(
-    session: Session, rows: Rows, slices: Iterable[Range], is_training: bool
+    rows: Rows, slices: Iterable[Range], own_rows: Callable[[Rows], tuple[Rows, Rows]]
 ) -> Iterator[tuple[Rows, Rows]]:
-    """What this rank reads for each global batch, a range of `rows`."""
-    rank, last = session.world.rank, session.plan.last
+    """What this rank reads for each global batch, a range of `rows`.
+
+    Args:
+        own_rows: what it needs of such a batch, as of a `Session`.
+    """
     for start, stop in slices:
-        parts, batch = session.cut(stop - start, is_training).parts, rows[start:stop]
-        yield taken(batch, parts[0].get(rank, ())), taken(batch, parts[last].get(rank, ()))
+        yield own_rows(rows[start:stop])
 
 
 def taken(batch: np.ndarray, ranges: Iterable[Range]) -> np.ndarray:
     """The samples of a batch that lie in `ranges`, which may be none."""
     return np.concatenate([batch[:0], *(batch[first:last] for first, last in ranges)])
+
+
+def open_splits(index: Index, here: World, reads: bool) -> dict[str, Samples]:
+    """All splits, in memory already where they fit: reading them is not a part of any step.
+
+    Args:
+        reads: whether this rank reads anything: what holds neither the first stage nor the last
+            does not.
+    """
+    memory = max(SMALLEST_CACHE_BYTES, CACHE_BYTES_A_NODE // here.local_size)
+    splits = {name: open_split(index, name, memory) for name in index.splits}
+    if reads:
+        for samples in splits.values():
+            samples.load()
+    return splits

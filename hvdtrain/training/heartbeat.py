@@ -16,11 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 
 BEAT_SECONDS = 2.0
 SILENT_BEATS = 4  # after so many without a sign of life a rank counts as silent
-PROCESSOR_SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "acpitz")
 
 
 class Heartbeat:
@@ -28,6 +26,7 @@ class Heartbeat:
 
     Args:
         folder: of all ranks' files, which is there.
+        memory_bytes, celsius: measure what is so called, as a `Session` does.
         doing: the step of this rank, and what it does.
 
     Attributes:
@@ -35,12 +34,17 @@ class Heartbeat:
     """
 
     def __init__(
-        self, folder: Path, rank: int, device: torch.device, doing: Callable[[], tuple[int, str]]
+        self,
+        folder: Path,
+        rank: int,
+        memory_bytes: Callable[[], float],
+        celsius: Callable[[], float],
+        doing: Callable[[], tuple[int, str]],
     ) -> None:
         self.path = file_of(folder, rank)
-        self.rank, self.device, self.doing = rank, device, doing
+        self.rank, self.doing = rank, doing
+        self._measure_memory, self._measure_celsius = memory_bytes, celsius
         self.memory_bytes, self.load, self.celsius = 0.0, 0.0, math.nan
-        self._process = psutil.Process()
         self._closed = threading.Event()
         self._beat()
         self._thread = threading.Thread(target=self._run, name="hvdtrain-heartbeat", daemon=True)
@@ -58,18 +62,14 @@ class Heartbeat:
 
     def _beat(self) -> None:
         self.load = os.getloadavg()[0]
-        self.celsius = celsius(self.device)
-        self.memory_bytes = float(
-            torch.cuda.memory_allocated(self.device)
-            if self.device.type == "cuda"
-            else self._process.memory_info().rss
-        )
+        self.celsius = self._measure_celsius()
+        self.memory_bytes = self._measure_memory()
         step, action = self.doing()
         content = {
             "time": round(time.time(), 3),
             "rank": self.rank,
             "host": socket.gethostname(),
-            "pid": self._process.pid,
+            "pid": os.getpid(),
             "step": step,
             "doing": action,
             "memory_bytes": int(self.memory_bytes),
@@ -100,20 +100,6 @@ def silent(folder: Path, size: int) -> list[str]:
         for rank, time in seen.items()
         if newest - time > SILENT_BEATS * BEAT_SECONDS
     ]
-
-
-def celsius(device: torch.device) -> float:
-    """The temperature of the GPU, or of the processor's hottest sensor; nan if none is known."""
-    if device.type == "cuda":
-        with suppress(Exception):  # whatever the driver's library has to say
-            return float(torch.cuda.temperature(device))
-        return math.nan
-    with suppress(Exception):  # not on every system
-        found = psutil.sensors_temperatures()
-        for name in PROCESSOR_SENSORS:
-            if found.get(name):
-                return max(sensor.current for sensor in found[name])
-    return math.nan
 
 
 def _read(path: Path) -> dict[str, Any]:

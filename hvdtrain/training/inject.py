@@ -12,15 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
-import torch
-from torch import Tensor
-
 from hvdtrain.errors import UsageError
 from hvdtrain.injection import Fault, parse
 from hvdtrain.training.checkpoint import store
 from hvdtrain.training.console import Console
 from hvdtrain.training.metrics import RunFolder
-from hvdtrain.training.setup import Session
+from hvdtrain.training.session import Session
 
 MOST_FILLED = 2**30  # bytes: a disk that others need is not filled
 MORE_THAN_THERE_IS = 2**60  # bytes
@@ -40,7 +37,7 @@ class Injector:
         self._do: dict[str, Callable[[Fault], object]] = {
             "kill": lambda fault: os.kill(os.getpid(), signal.SIGKILL),
             "segfault": lambda fault: ctypes.string_at(0),
-            "memory": self._ask_for_memory,
+            "memory": lambda fault: self.session.ask_for_memory(MORE_THAN_THERE_IS),
             "stop": lambda fault: os.kill(os.getpid(), signal.SIGSTOP),
             "corrupt": self._corrupt,
             "truncate": self._truncate,
@@ -74,28 +71,8 @@ class Injector:
 
     def _spoil(self, fault: Fault) -> None:
         """From `fault.step` on, for `fault.steps`, a component emits what is not a number."""
-        calls = {
-            name: part.model for part in self.session.parts.values() for name in part.model.calls
-        }
-        name = fault.component or next(iter(calls), "")
-        if name not in calls:
-            raise UsageError(
-                f"--inject nan: rank {fault.rank} holds no component {name!r}; "
-                f"it holds {', '.join(calls)}"
-            )
-        model, activity = calls[name], self.session.runtime.activity
-        assert activity is not None
-        whole = model.calls[name]
-
-        def spoiled(given: Tensor) -> Tensor:
-            output = whole(given)
-            is_due = fault.step <= activity.now()[0] < fault.step + fault.steps
-            return output * torch.nan if is_due and torch.is_grad_enabled() else output
-
-        model.calls[name] = spoiled
-
-    def _ask_for_memory(self, fault: Fault) -> None:
-        torch.empty(MORE_THAN_THERE_IS, dtype=torch.uint8, device=self.session.device)
+        activity, steps = self.session.activity, range(fault.step, fault.step + fault.steps)
+        self.session.spoil(fault.component, lambda: activity.now()[0] in steps)
 
     def _newest_parts(self) -> list[Path]:
         newest = store.stored(self.folder.checkpoints)[-1:]

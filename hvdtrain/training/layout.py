@@ -1,17 +1,14 @@
 """A model's state between its names and the ranks that hold it under a plan."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from hvdtrain.errors import CheckFailed
 from hvdtrain.parallel.part import Part
 from hvdtrain.parallel.plan import Plan
-from hvdtrain.parallel.stage import sha256_of
-from hvdtrain.training.checkpoint.store import MODEL, OPTIMIZER
+from hvdtrain.training.checkpoint.store import MODEL, OPTIMIZER, owners
 from hvdtrain.training.optimizer import restore_state, state_by_name
-from hvdtrain.training.setup import Session
 from hvdtrain.world import World
 
 STATE_TAG = 1
@@ -55,23 +52,14 @@ def own_share(plan: Plan, parts: Mapping[int, Part], rank: int) -> dict[str, Ten
     return share
 
 
-def owners(sizes: Sequence[int], count: int) -> list[int]:
-    """Which of `count` owners, about equally loaded, has each of `sizes`; in ascending order."""
-    whole, begin, found = max(1, sum(sizes)), 0, []
-    for size in sizes:
-        found.append(min(count - 1, (2 * begin + size) * count // (2 * whole)))
-        begin += size
-    return found
-
-
 def put_state(
-    session: Session,
+    parts: Mapping[int, Part],
     tensors: Mapping[str, Tensor],
     optimizer: Mapping[str, Mapping[str, Tensor]],
 ) -> None:
     """Copy this rank's part of a whole state into its model and optimizers."""
-    put_tensors(session, tensors)
-    for part in session.parts.values():
+    put_tensors(parts, tensors)
+    for part in parts.values():
         if part.optimizer is None:
             continue
         parameters = part.model.parameters()
@@ -80,18 +68,24 @@ def put_state(
 
 
 @torch.no_grad()
-def put_tensors(session: Session, tensors: Mapping[str, Tensor]) -> None:
+def put_tensors(parts: Mapping[int, Part], tensors: Mapping[str, Tensor]) -> None:
     """Copy what this rank holds of `tensors` into its model."""
-    for name, tensor in session.tensors().items():
-        if name in tensors:
-            tensor.copy_(tensors[name])
+    for part in parts.values():
+        for name, tensor in part.model.tensors().items():
+            if name in tensors:
+                tensor.copy_(tensors[name])
 
 
-def agree_on_weights(session: Session) -> None:
-    """Give replicas their first one's weights: components are seeded, a user's may not be."""
-    here = session.world
-    digests = here.gather(session.digests())
-    for number, stage in enumerate(session.plan.stages):
+def agree_on_weights(
+    plan: Plan, parts: Mapping[int, Part], own: Mapping[str, str], here: World
+) -> None:
+    """Give replicas their first one's weights: components are seeded, a user's may not be.
+
+    Args:
+        own: the digests of what this rank holds.
+    """
+    digests = here.gather(own)
+    for number, stage in enumerate(plan.stages):
         owner = stage.ranks[0]
         if all(
             digests[rank].get(name) == digest
@@ -100,31 +94,12 @@ def agree_on_weights(session: Session) -> None:
             if name.startswith(tuple(f"{part}." for part in stage.components))
         ):
             continue
-        held = session.parts.get(number)
+        held = parts.get(number)
         state = here.broadcast(_tensors_of(held) if held and here.rank == owner else None, owner)
         if held is not None:
             with torch.no_grad():
                 for name, tensor in held.model.tensors().items():
                     tensor.copy_(state[name])
-
-
-def weights_sha256(session: Session) -> str:
-    """The digest of all parameters and buffers, the same for any plan. Collective.
-
-    Raises:
-        CheckFailed: if replicas hold different weights.
-    """
-    whole: dict[str, str] = {}
-    owner: dict[str, int] = {}
-    for rank, digests in enumerate(session.world.gather(session.digests())):
-        for name, digest in digests.items():
-            if whole.setdefault(name, digest) != digest:
-                raise CheckFailed(
-                    f"rank {rank} ended with another {name} than rank {owner[name]}: "
-                    "the replicas did not stay together (hvdtrain doctor checks MPI and Horovod)"
-                )
-            owner.setdefault(name, rank)
-    return sha256_of(whole)
 
 
 def _tensors_of(part: Part) -> dict[str, Tensor]:

@@ -1,30 +1,33 @@
 """Training from the first step to the summary: the table of contents of a run."""
 
 import math
+import os
 import time
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import psutil
 
-from hvdtrain import failure, world
+from hvdtrain import failure, quiet, world
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
 from hvdtrain.data.loader import Loader
 from hvdtrain.errors import CheckFailed, Interrupted, Preempted
-from hvdtrain.parallel.step import Step
 from hvdtrain.training import saving
 from hvdtrain.training.control import Agreed, Vitals, Wishes
-from hvdtrain.training.diagnosis import Taken
 from hvdtrain.training.evaluate import evaluate_epoch
-from hvdtrain.training.feed import Feed, Feeder, augmentation, epoch_rows, requests
-from hvdtrain.training.optimizer import learning_rate
-from hvdtrain.training.randomness import seed_step
+from hvdtrain.training.feed import Feed, Feeder, augmentation, requests
+from hvdtrain.training.rate import learning_rate
 from hvdtrain.training.run import Run, open_run
+from hvdtrain.training.session import Result, Session, Taken
 from hvdtrain.training.steplog import StepLog
 from hvdtrain.training.stop import StopRequest
 from hvdtrain.training.summary import summarise
-from hvdtrain.training.tracing import TRACED_STEPS, write_trace
+from hvdtrain.world import World
+
+TRACED_STEPS = 20
+REMARKS_OF_TENSORFLOW = ("oneDNN custom operations are on", "absl::InitializeLog()")
 
 
 def train(config: TrainConfig, stop: StopRequest | None = None) -> dict[str, Any]:
@@ -44,11 +47,25 @@ def train(config: TrainConfig, stop: StopRequest | None = None) -> dict[str, Any
         here = world.start(config.allreduce, config.threads)
         if here.size > 1:
             failure.end_all_on_exception()
-        run = open_run(config, stop)
+        run = open_run(_open_session(config, here), stop)
         summary = _train(run)
         run.session.close()
         world.stop()
     return summary
+
+
+def _open_session(config: TrainConfig, here: World) -> Session:
+    """What computes the run, in its framework; only that one is loaded."""
+    if config.framework == "tensorflow":
+        # Its remarks on processors and plug-ins; errors come as exceptions.
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+        with quiet.without(REMARKS_OF_TENSORFLOW):
+            from hvdtrain.tf import session
+
+            return session.open_session(config, here)
+    from hvdtrain.training import setup
+
+    return setup.open_session(config, here)
 
 
 def _train(run: Run) -> dict[str, Any]:
@@ -74,8 +91,7 @@ def _train(run: Run) -> dict[str, Any]:
             saving.begin(run)
     saving.finish(run)
     run.count_seconds()
-    if run.session.runtime.events:
-        write_trace(run)
+    run.session.write_trace()
     with run.activity.doing("summing up the run"):
         summary = summarise(run)
     run.close(summary)
@@ -92,7 +108,7 @@ def _announce(run: Run) -> None:
     run.console.say(
         f"{config.model}, {session.parameters:,} parameters, {config.precision}; "
         f"{session.world.size} rank(s) x {session.world.threads} thread(s) on "
-        f"{session.device.type}; {len(session.train_rows):,} training samples, "
+        f"{session.device}; {len(session.train_rows):,} training samples, "
         f"{math.ceil(len(session.train_rows) / config.batch_size):,} steps an epoch"
     )
     run.console.say_plan(session.plan)
@@ -107,19 +123,18 @@ def _train_epoch(run: Run) -> int | None:
     """Train to the end of the epoch; the exit code if all ranks agreed to stop before."""
     session, progress, config = run.session, run.progress, run.session.config
     length = len(session.train_rows)
-    if session.runtime.exchange is not None:
-        with run.activity.doing("comparing the hosts' clocks"):
-            session.runtime.exchange.align_clocks()
+    session.align_clocks()
     epoch, offset = order.locate(progress.position, length)
     began = time.perf_counter()
-    rows = epoch_rows(session, epoch)
+    rows = order.training_order(session.index, session.train_rows, config.seed, epoch)
     last = config.total_samples(length) - epoch * length
     slices = [
         piece for piece in order.step_slices(length, config.batch_size, offset) if piece[0] < last
     ]
     log = StepLog(run, epoch, length)
     feeder = Feeder(session.splits["train"], augmentation(config, session.index, epoch))
-    loader = Loader(feeder, requests(session, rows, slices, is_training=True))
+    asked = requests(rows, slices, partial(session.own_rows, is_training=True))
+    loader = Loader(feeder, asked)
     epochs = math.ceil(config.total_samples(length) / length)
     code = None
     with run.console.bar(f"epoch {epoch + 1}/{epochs}", len(slices)), loader:
@@ -150,42 +165,37 @@ def _count_train_seconds(run: Run, since: float) -> float:
 def _step(run: Run, feed: Feed, epoch: int, batch_size: int, data_seconds: float) -> Agreed | None:
     """One step of all ranks; the agreement on an earlier one."""
     session, progress, config = run.session, run.progress, run.session.config
-    runtime = session.runtime
     began = time.perf_counter()
-    session.set_learning_rate(learning_rate(config, len(session.train_rows), progress.position))
-    seed_step(session, progress.position)
+    rate = learning_rate(config, len(session.train_rows), progress.position)
     progress.step += 1
     run.activity.step(progress.step)
     if run.injector is not None:
         run.injector.before(progress.step)
-    program = session.program(batch_size, is_training=True)
-    step = runtime.train(program, Step(feed.images, feed.labels))
-    progress.count(step)
-    run.taken.append(Taken(progress.step, progress.position, batch_size, feed, step.norm))
+    result = session.train(feed, progress.position, batch_size, rate)
+    progress.count(result)
+    run.taken.append(Taken(progress.step, progress.position, batch_size, feed, result.norm))
     progress.position += batch_size
-    if config.ledger and not step.is_bad:
+    if config.ledger and not result.is_bad:
         stem = f"{epoch + 1},{progress.step},{session.world.rank}"
         run.ledger += [f"{stem},{sample}\n" for sample in feed.ids.tolist()]
-    if runtime.events is not None and progress.step - run.first_step == TRACED_STEPS:
-        write_trace(run)
-    samples = program.cut.samples(session.plan.last, session.world.rank)
-    vitals = _vitals(run, step, time.perf_counter() - began, data_seconds)
+    if progress.step - run.first_step == TRACED_STEPS:
+        session.write_trace()
+    vitals = _vitals(run, result, time.perf_counter() - began, data_seconds)
     with run.activity.doing("agreeing with all ranks on the step before"):
-        return run.control.post(step.loss_sum, samples, _wishes(run, step), vitals)
+        return run.control.post(result.read_loss, result.samples, _wishes(run, result), vitals)
 
 
-def _wishes(run: Run, step: Step) -> Wishes:
+def _wishes(run: Run, result: Result) -> Wishes:
     stop, saver = run.stop, run.saver
     wants = saving.is_wanted(run)
-    return Wishes(stop.interrupted, stop.preempted, wants, saver.written, step.is_bad)
+    return Wishes(stop.interrupted, stop.preempted, wants, saver.written, result.is_bad)
 
 
-def _vitals(run: Run, step: Step, seconds: float, data_seconds: float) -> Vitals:
+def _vitals(run: Run, result: Result, seconds: float, data_seconds: float) -> Vitals:
     """How this rank fared in a step that took so long after the wait for its data."""
-    waited = step.reduction.exposed + step.waited.transfer + step.waited.bubble
     pulse, whole = run.heartbeat, data_seconds + seconds
     measured = pulse.memory_bytes, pulse.load, pulse.celsius
-    return Vitals(whole, whole - waited, data_seconds, *measured)
+    return Vitals(whole, whole - result.waited_seconds, data_seconds, *measured)
 
 
 def _leave(run: Run, code: int) -> None:

@@ -2,9 +2,7 @@
 
 import json
 import os
-import sys
 import time
-import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -15,6 +13,7 @@ from hvdtrain import configfile
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.files import plain_name, write_text
+from hvdtrain.training.board import Board
 
 LEDGER_HEADER = "epoch,step,rank,sample\n"
 # What ended the starts before this one, a line each, in the environment: said by the launcher.
@@ -120,7 +119,8 @@ class Records:
             is_own = config.resume and own == config.ledger
             self.ledger = _open_ledger(Path(config.ledger), kept, is_own)
         self.metrics = AppendOnly(folder.metrics, kept.get("metrics_bytes", 0))
-        self.board = _tensorboard(folder.tensorboard, kept.get("step"))
+        with _writing(folder.tensorboard):
+            self.board = Board(folder.tensorboard, kept["step"] + 1 if kept else None)
         for each in (folder.heartbeats, folder.checkpoints):
             with _writing(each):
                 each.mkdir(exist_ok=True)
@@ -142,7 +142,7 @@ class Records:
             with _writing(self.folder.tensorboard):
                 for name, value in values.items():
                     if isinstance(value, int | float) and name not in ("step", "epoch"):
-                        self.board.add_scalar(f"{event}/{name}", value, values["step"])
+                        self.board.add(f"{event}/{name}", value, values["step"])
 
     def write_ledger(self, lines: list[str]) -> None:
         """Append one text a rank, each of whole lines."""
@@ -220,13 +220,3 @@ def _open_ledger(path: Path, kept: dict[str, Any], is_own: bool) -> AppendOnly:
     ledger = AppendOnly(path, 0)
     ledger.write(LEDGER_HEADER)
     return ledger
-
-
-def _tensorboard(path: Path, resumed_step: int | None) -> Any:
-    # TensorBoard's writer loads TensorFlow where it is installed, unless this module exists.
-    sys.modules.setdefault("tensorboard.compat.notf", types.ModuleType("tensorboard.compat.notf"))
-    from torch.utils.tensorboard import SummaryWriter
-
-    purge = None if resumed_step is None else resumed_step + 1
-    with _writing(path):
-        return SummaryWriter(str(path), purge_step=purge)

@@ -1,6 +1,5 @@
-"""The optimizer and its learning rate as a function of the position in training."""
+"""The optimizer, and its state by parameter name."""
 
-import math
 from collections.abc import Mapping
 from inspect import unwrap
 from typing import TypeVar, cast
@@ -36,26 +35,6 @@ def _without_compiler(kind: type[Kind]) -> type[Kind]:
     methods = {name: unwrap(getattr(kind, name)) for name in ("add_param_group", "zero_grad")}
     step = torch.no_grad()(unwrap(kind.step))
     return cast(type[Kind], type(kind.__name__, (kind,), methods | {"step": step}))
-
-
-def learning_rate(config: TrainConfig, epoch_length: int, position: int) -> float:
-    """The learning rate of the step that starts at `position` (samples consumed so far).
-
-    Linear warm-up from zero (Goyal et al., arXiv 1706.02677), then constant, a cosine to zero
-    over the rest (Loshchilov and Hutter, arXiv 1608.03983), or a tenth at 50 % and at 75 %.
-    """
-    peak = config.learning_rate()
-    warmup = config.warmup_epochs * epoch_length
-    if position < warmup:
-        return peak * min(1.0, (position + config.batch_size) / warmup)
-    total = config.total_samples(epoch_length)
-    done = min(1.0, (position - warmup) / max(1.0, total - warmup))
-    if config.lr_schedule == "cosine":
-        return peak * 0.5 * (1 + math.cos(math.pi * done))
-    if config.lr_schedule == "step":
-        progress = position / total
-        return peak * (0.01 if progress >= 0.75 else 0.1 if progress >= 0.5 else 1.0)
-    return peak
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:

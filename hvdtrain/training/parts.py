@@ -9,8 +9,8 @@ import torch
 from hvdtrain import world
 from hvdtrain.arguments import nearest
 from hvdtrain.config import TrainConfig
-from hvdtrain.errors import UsageError
-from hvdtrain.models.component import Component, build_component, one_line
+from hvdtrain.errors import UsageError, one_line
+from hvdtrain.models.component import Component, build_component
 from hvdtrain.parallel.batchnorm import synchronise
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.form import Form

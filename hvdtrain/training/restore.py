@@ -1,7 +1,6 @@
 """Going on from a checkpoint, under whatever plan the run has now."""
 
 import socket
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,16 +9,12 @@ from hvdtrain.errors import DataError, UsageError
 from hvdtrain.training.checkpoint import copies, partfile, store
 from hvdtrain.training.checkpoint import manifest as manifests
 from hvdtrain.training.checkpoint.manifest import Manifest
-from hvdtrain.training.checkpoint.store import MODEL, OPTIMIZER
+from hvdtrain.training.checkpoint.store import MODEL
 from hvdtrain.training.console import Console
-from hvdtrain.training.layout import put_state
 from hvdtrain.training.metrics import RunFolder
-from hvdtrain.training.optimizer import state_shapes
 from hvdtrain.training.progress import Progress
-from hvdtrain.training.setup import Session
+from hvdtrain.training.session import Session, Shape
 from hvdtrain.world import World
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -142,7 +137,8 @@ def _put(session: Session, found: _Found) -> None:
     }
     if model != session.shapes:
         raise UsageError(f"{found.path} holds the parameters of another model")
-    own = _expected(session, found.progress)
+    progress = found.progress
+    own = session.expected(progress["step"] > progress.get("skipped_steps", 0))
     for name, shape in own.items():
         if found.shapes.get(name) != shape:
             raise DataError(f"{found.path} holds no {name} of shape {shape}")
@@ -151,16 +147,4 @@ def _put(session: Session, found: _Found) -> None:
         for part in sorted({found.places[name] for name in own})
         for name, tensor in partfile.read(found.path / part, own.keys()).items()
     }
-    put_state(session, *store.by_kind(held))
-
-
-def _expected(session: Session, progress: Mapping[str, Any]) -> dict[str, Shape]:
-    """What this rank holds of a checkpoint, by the names that it has there."""
-    expected = {f"{MODEL}{name}": tuple(value.shape) for name, value in session.tensors().items()}
-    for part in session.parts.values():
-        if part.optimizer is None or progress["step"] == progress.get("skipped_steps", 0):
-            continue  # it has no state before its first update
-        for name, parameter in part.model.parameters().items():
-            entries = state_shapes(session.config, parameter.shape)
-            expected |= {f"{OPTIMIZER}{name}/{key}": shape for key, shape in entries.items()}
-    return expected
+    session.put(held)

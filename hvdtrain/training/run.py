@@ -12,22 +12,19 @@ from hvdtrain import alert, failure, world
 from hvdtrain.activity import Activity
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
-from hvdtrain.models import weights
 from hvdtrain.training import metrics
-from hvdtrain.training.build import stalled
-from hvdtrain.training.checkpoint import partfile, store
+from hvdtrain.training.checkpoint import store
 from hvdtrain.training.console import Console
 from hvdtrain.training.control import Control
-from hvdtrain.training.diagnosis import Taken
 from hvdtrain.training.health import Stragglers, peers
 from hvdtrain.training.heartbeat import Heartbeat, silent
 from hvdtrain.training.inject import Injector, make_injector
-from hvdtrain.training.layout import agree_on_weights, put_tensors
 from hvdtrain.training.progress import Progress
 from hvdtrain.training.replication import Replication, mend_records, open_replication
 from hvdtrain.training.restore import restore
 from hvdtrain.training.saver import Saver
-from hvdtrain.training.setup import Session, open_session
+from hvdtrain.training.session import Session, Taken
+from hvdtrain.training.stall import stalled
 from hvdtrain.training.stop import StopRequest
 from hvdtrain.world import World
 
@@ -64,8 +61,7 @@ class Run:
     @property
     def activity(self) -> Activity:
         """Where this rank notes what it does."""
-        assert self.session.runtime.activity is not None
-        return self.session.runtime.activity
+        return self.session.activity
 
     @property
     def trained(self) -> bool:
@@ -115,15 +111,13 @@ class Run:
         self.clock = now
 
 
-def open_run(config: TrainConfig, stop: StopRequest) -> Run:
-    """Build the session, open or make the run folder, and restore what it holds. Collective.
+def open_run(session: Session, stop: StopRequest) -> Run:
+    """Open or make the run folder of a session, and restore what it holds. Collective.
 
     Raises:
         UsageError, DataError: for whatever a user can get wrong.
     """
-    here = world.current()
-    session = open_session(config, here)
-    partfile.check(session.tensors())
+    config, here = session.config, session.world
     mend_records(config, here)
     found = metrics.find_folder(config) if here.rank == 0 else None
     folder = metrics.RunFolder(here.broadcast(found.path if found else None))
@@ -133,8 +127,8 @@ def open_run(config: TrainConfig, stop: StopRequest) -> Run:
     kept = restore(session, folder, console) if config.resume else None
     progress = Progress.of(kept) if kept else Progress(session.index.hash)
     if kept is None and config.weights is not None:
-        _start_from(session, Path(config.weights), console)
-    agree_on_weights(session)
+        console.say(session.start_from(Path(config.weights)))
+    session.agree()
     injector = make_injector(session, folder, console)
     replication = open_replication(config, folder, here, console)
     records = None
@@ -142,12 +136,20 @@ def open_run(config: TrainConfig, stop: StopRequest) -> Run:
         store.clean(folder.checkpoints)
         records = metrics.Records(folder, config, kept or {})
     saver = Saver(_shared(folder.checkpoints, here), here.rank)
-    activity = session.runtime.activity
-    assert activity is not None
-    activity.on_stall = lambda line: _stalled(line, config, folder, here)
+    session.activity.on_stall = lambda line: _stalled(line, config, folder, here)
     return Run(
-        *(session, progress, console, Control(here, session.device), stop, folder, records, saver),
-        Heartbeat(folder.heartbeats, here.rank, session.device, activity.now),
+        session,
+        progress,
+        console,
+        Control(here, session.loss_delay),
+        stop,
+        folder,
+        records,
+        saver,
+        Heartbeat(
+            *(folder.heartbeats, here.rank, session.memory_bytes, session.celsius),
+            session.activity.now,
+        ),
         injector,
         replication,
         Stragglers(peers(session.plan, here.size)),
@@ -185,15 +187,3 @@ def _shared(folder: Path, here: World) -> Path:
             f"{path} is not there on {blind[0]}: --run must be on a disk that all ranks share"
         )
     return path
-
-
-def _start_from(session: Session, path: Path, console: Console) -> None:
-    """Put the weights of a file into the model, on each rank what it holds.
-
-    Raises:
-        UsageError, DataError: if the file is not there, or not of this model.
-    """
-    last = session.plan.stages[-1].components[-1]
-    found, other = weights.read(path, session.config.model, session.shapes, last)
-    put_tensors(session, found)
-    console.say(f"started from {path}" + (f"; {last} starts anew" if other else ""))

@@ -3,12 +3,11 @@
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from hvdtrain.training.checkpoint import store
 
@@ -27,7 +26,6 @@ class Saver:
         self.folder, self.rank = folder, rank
         self.pending = False
         self._settle: Callable[[], object]
-        self._buffers: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -38,19 +36,17 @@ class Saver:
         return self.pending and not busy and self._error is None
 
     def begin(
-        self, name: str, tensors: Mapping[str, Tensor], settle: Callable[[], object]
+        self, name: str, copy: Callable[[], dict[str, np.ndarray]], settle: Callable[[], object]
     ) -> None:
-        """Copy the tensors, and start to write the copy as this rank's part of `name`.
+        """Start to write what `copy` gives as this rank's part of `name`.
 
         Args:
+            copy: copies the tensors, into memory that is not in use once the last part is written.
             settle: what this rank does once all parts are written; rank 0 makes the checkpoint.
         """
         assert not self.pending, "one checkpoint at a time"
         self.join()
-        copies = {key: self._copy(key, tensor) for key, tensor in tensors.items()}
-        if any(tensor.device.type == "cuda" for tensor in tensors.values()):
-            torch.cuda.synchronize()
-        self._buffers = copies
+        copies = copy()
         self.pending, self._settle = True, settle
         self._start(lambda: store.write_part(self.folder, name, self.rank, copies))
 
@@ -80,14 +76,6 @@ class Saver:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
-
-    def _copy(self, key: str, tensor: Tensor) -> Tensor:
-        """A copy on the CPU, contiguous, in the memory of the last one of this name."""
-        buffer = self._buffers.get(key)
-        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            on_gpu = tensor.device.type == "cuda"
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
-        return buffer.copy_(tensor.detach(), non_blocking=True)
 
     def _start(self, work: Callable[[], object]) -> None:
         def run() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 from hvdtrain.training.checkpoint import store
 from hvdtrain.training.control import Agreed
-from hvdtrain.training.layout import own_share
 from hvdtrain.training.metrics import Records
 from hvdtrain.training.run import Run
 
@@ -55,8 +54,7 @@ def begin(run: Run) -> None:
         commit = partial(_commit, run, run.records, name, kept)
     if run.replication is not None:
         run.replication.expect(name)
-    share = own_share(session.plan, session.parts, session.world.rank)
-    run.saver.begin(name, share, partial(_settle, run, name, commit))
+    run.saver.begin(name, session.share, partial(_settle, run, name, commit))
 
 
 def follow(run: Run, agreed: Agreed) -> None:

@@ -1,105 +1,33 @@
 """From a configuration to everything that a rank needs to run its first step."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Sequence
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from hvdtrain import models
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
-from hvdtrain.data.shards import Index, Samples, open_split, read_index
+from hvdtrain.data.shards import Index, read_index
 from hvdtrain.errors import UsageError
 from hvdtrain.files import check_target
 from hvdtrain.models.component import Component, boundaries, parameter_count, tensor_shapes
 from hvdtrain.models.costs import component_costs
 from hvdtrain.parallel import plan as plans
 from hvdtrain.parallel import planfile, schedule
-from hvdtrain.parallel.cut import Cut, cut
-from hvdtrain.parallel.part import Part
+from hvdtrain.parallel.cut import cut
 from hvdtrain.parallel.plan import Plan
-from hvdtrain.parallel.program import Program, program
-from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.stage import DTYPES, Images
 from hvdtrain.parallel.validate import validate
+from hvdtrain.training import tensors
 from hvdtrain.training.build import build_runtime
-from hvdtrain.training.optimizer import set_learning_rate
-from hvdtrain.training.parts import (
-    check_compiler,
-    recomputed_components,
-)
+from hvdtrain.training.feed import open_splits
+from hvdtrain.training.parts import check_compiler, recomputed_components
+from hvdtrain.training.pytorch import TorchSession
 from hvdtrain.training.staging import staged
 from hvdtrain.world import World
 
-# For each split: shared among the ranks of a node, but twice the window of the shuffle at least.
-CACHE_BYTES_A_NODE = 4 * 2**30
-SMALLEST_CACHE_BYTES = 512 * 2**20
 
-
-@dataclass
-class Session:
-    """One rank's part of a run, ready to train."""
-
-    config: TrainConfig
-    world: World
-    index: Index
-    plan: Plan
-    device: torch.device
-    shapes: dict[str, tuple[int, ...]]  # of all parameters and buffers of the model, by name
-    parameters: int
-    runtime: Runtime
-    train_rows: np.ndarray
-    held_rows: np.ndarray
-    splits: dict[str, Samples]
-
-    @property
-    def parts(self) -> Mapping[int, Part]:
-        """What this rank holds, by stage."""
-        return self.runtime.parts
-
-    def cut(self, batch_size: int, is_training: bool) -> Cut:
-        """How a global batch of this size is cut."""
-        return cut(self.plan if is_training else evaluation_plan(self.plan), batch_size)
-
-    def program(self, batch_size: int, is_training: bool) -> Program:
-        """What this rank does for it."""
-        plan = self.plan if is_training else evaluation_plan(self.plan)
-        return _program(plan, batch_size, self.world.rank, is_training)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The parameters and buffers that this rank holds, by name."""
-        return {
-            name: tensor
-            for part in self.parts.values()
-            for name, tensor in part.model.tensors().items()
-        }
-
-    def digests(self) -> dict[str, str]:
-        """SHA-256 of each of these."""
-        return {
-            name: digest
-            for part in self.parts.values()
-            for name, digest in part.model.digests().items()
-        }
-
-    def set_learning_rate(self, value: float) -> None:
-        """Use `value` from the next step on."""
-        for part in self.parts.values():
-            if part.optimizer is not None:
-                set_learning_rate(part.optimizer, value)
-
-    def close(self) -> None:
-        """Let the data set's memory and files go."""
-        if self.runtime.activity is not None:
-            self.runtime.activity.close()
-        for samples in self.splits.values():
-            samples.close()
-
-
-def open_session(config: TrainConfig, here: World) -> Session:
+def open_session(config: TrainConfig, here: World) -> TorchSession:
     """Check everything that can be checked before the first step, then build it. Collective.
 
     Raises:
@@ -121,20 +49,24 @@ def open_session(config: TrainConfig, here: World) -> Session:
     images = Images(*index.normalisation(config.normalise), device, config.precision)
     if config.compile:
         check_compiler(device)
-    splits = _open_splits(index, plan, here)
-    return Session(
+    splits = open_splits(index, here, {0, plan.last} & set(plan.stages_of(here.rank)) != set())
+    runtime = build_runtime(config, plan, components, images, size, here)
+    assert runtime.activity is not None
+    session = TorchSession(
         config=config,
         world=here,
         index=index,
         plan=plan,
-        device=device,
         shapes=tensor_shapes(components),
         parameters=parameter_count(components),
-        runtime=build_runtime(config, plan, components, images, size, here),
+        runtime=runtime,
+        activity=runtime.activity,
         train_rows=train_rows,
         held_rows=held_rows,
         splits=splits,
     )
+    tensors.check(session.tensors())
+    return session
 
 
 def _checked_plan(
@@ -195,13 +127,6 @@ def _prove(config: TrainConfig, plan: Plan) -> None:
         check_target(config.trace, "--trace")
 
 
-@lru_cache(maxsize=8)
-def evaluation_plan(plan: Plan) -> Plan:
-    """The plan as it evaluates: enough micro-batches to keep the stages of a pipeline busy."""
-    stages = len(plan.stages)
-    return replace(plan, microbatches=2 * stages if stages > 1 else 1)
-
-
 def model_components(config: TrainConfig, index: Index) -> list[Component]:
     """The components of the run's model.
 
@@ -245,25 +170,3 @@ def choose_device(config: TrainConfig, here: World) -> torch.device:
     device = torch.device("cuda", here.local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
-
-
-def _open_splits(index: Index, plan: Plan, here: World) -> dict[str, Samples]:
-    """Both splits, in memory already where they fit: reading them is not a part of any step.
-
-    Ranks that hold neither the first stage nor the last read nothing.
-    """
-    memory = max(SMALLEST_CACHE_BYTES, CACHE_BYTES_A_NODE // here.local_size)
-    splits = {name: open_split(index, name, memory) for name in index.splits}
-    if {0, plan.last} & set(plan.stages_of(here.rank)):
-        for samples in splits.values():
-            samples.load()
-    return splits
-
-
-@lru_cache(maxsize=64)
-def _program(plan: Plan, batch_size: int, rank: int, is_training: bool) -> Program:
-    pieces = cut(plan, batch_size)
-    made = (
-        schedule.training_step(plan, pieces) if is_training else schedule.evaluation(plan, pieces)
-    )
-    return program(plan, pieces, made[rank], rank)

@@ -8,9 +8,8 @@ import numpy as np
 from hvdtrain.errors import CheckFailed
 from hvdtrain.training import saving
 from hvdtrain.training.control import Agreed
-from hvdtrain.training.diagnosis import diagnose
 from hvdtrain.training.health import as_lists
-from hvdtrain.training.optimizer import learning_rate
+from hvdtrain.training.rate import learning_rate
 from hvdtrain.training.run import Run
 
 MOST_SKIPPED = 10  # in a row
@@ -101,7 +100,7 @@ class StepLog:
             what = f"the norm of the gradients was {taken.norm:.3g}, above {limit:g},"
         elif agreed.finite:
             what = "the gradients were not finite"
-        where = diagnose(run.session, taken)
+        where = run.session.diagnose(taken)
         message = f"{what} at step {self.step} (epoch {self.epoch + 1}): {where}"
         run.skipped_in_a_row += 1
         # A step is skipped on all ranks or on none.

@@ -7,7 +7,6 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.data.index import read_index
 from hvdtrain.errors import DataError
 from hvdtrain.training.precheck import check_before_launch
-from hvdtrain.training.setup import check_components, make_plan, model_components
 
 
 def check_before_submission(runs: Iterable[TrainConfig]) -> None:
@@ -23,7 +22,8 @@ def check_before_submission(runs: Iterable[TrainConfig]) -> None:
         if config.data not in good:
             _verify(config.data)
             good.add(config.data)
-        _check_plan(config)
+        if config.framework == "torch":
+            _check_plan(config)
 
 
 def _verify(folder: str) -> None:
@@ -33,6 +33,8 @@ def _verify(folder: str) -> None:
 
 
 def _check_plan(config: TrainConfig) -> None:
+    from hvdtrain.training.setup import check_components, make_plan, model_components
+
     index = read_index(config.data)
     components = model_components(config, index)
     check_components(components, config, index)

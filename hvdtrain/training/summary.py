@@ -1,13 +1,13 @@
 """The summary of a finished run."""
 
-import resource
+import hashlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
+from hvdtrain.errors import CheckFailed
 from hvdtrain.training import provenance
-from hvdtrain.training.layout import weights_sha256
 from hvdtrain.training.run import Run
 
 
@@ -18,7 +18,7 @@ def summarise(run: Run) -> dict[str, Any]:
         CheckFailed: if ranks hold different weights.
     """
     session, progress = run.session, run.progress
-    digest = weights_sha256(session)
+    digest = weights_sha256(session.world.gather(session.digests()))
     # Each rank's share of its own time: ranks that wait for another one do so on their clocks.
     own = max(progress.train_seconds, 1e-9)
     spent = [
@@ -29,9 +29,11 @@ def summarise(run: Run) -> dict[str, Any]:
         session.world.gather([seconds / own for seconds in spent]), axis=0
     )
     return {
+        "framework": session.config.framework,
         "model": session.config.model,
         "parameters": session.parameters,
         "ranks": session.world.size,
+        "devices_a_rank": session.devices,
         "plan": session.plan.to_json(),
         "epochs": progress.position / len(session.train_rows),
         "steps": progress.step,
@@ -44,17 +46,33 @@ def summarise(run: Run) -> dict[str, Any]:
         "communication": {"exposed_fraction": exposed, "total_fraction": total},
         "bubble_fraction": bubble,
         "compute_fraction": compute,
-        "peak_memory_bytes": session.world.gather(_peak_memory(session.device)),
+        "peak_memory_bytes": session.world.gather(session.peak_memory_bytes()),
         "final": progress.final,
         "best": progress.best,
         "weights_sha256": digest,
-        "machine": provenance.machine(session.device, session.world.threads),
-        "versions": provenance.versions(),
+        "machine": provenance.machine(session.accelerator, session.world.threads),
+        "versions": provenance.versions(session.libraries),
     }
 
 
-def _peak_memory(device: torch.device) -> int:
-    """Bytes: the process's largest resident set, or the most the GPU had allocated."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def weights_sha256(told: Sequence[Mapping[str, str]]) -> str:
+    """The digest of all parameters and buffers, the same for any plan.
+
+    Args:
+        told: the digests of what each rank holds.
+
+    Raises:
+        CheckFailed: if ranks that hold the same components hold different weights.
+    """
+    whole: dict[str, str] = {}
+    owner: dict[str, int] = {}
+    for rank, digests in enumerate(told):
+        for name, digest in digests.items():
+            if whole.setdefault(name, digest) != digest:
+                raise CheckFailed(
+                    f"rank {rank} ended with another {name} than rank {owner[name]}: "
+                    "the replicas did not stay together (hvdtrain doctor checks MPI and Horovod)"
+                )
+            owner.setdefault(name, rank)
+    lines = "".join(f"{name} {digest}\n" for name, digest in sorted(whole.items()))
+    return hashlib.sha256(lines.encode()).hexdigest()

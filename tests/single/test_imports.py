@@ -32,6 +32,8 @@ FLOORS = (
         "config",
         "configfile",
         "ranges",
+        "frameworks",
+        "quiet",
         "injection",
         "harmless",
         "alert",

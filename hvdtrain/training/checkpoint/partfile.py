@@ -13,26 +13,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from hvdtrain.errors import DataError, UsageError
+from hvdtrain.errors import DataError
 
+# By the names of NumPy; bfloat16 is that of ml_dtypes.
 DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.bool: "BOOL",
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "complex64": "C64",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "bool": "BOOL",
 }
 
 
@@ -45,28 +45,17 @@ class Entry:
     sha256: str
 
 
-def check(tensors: Mapping[str, Tensor]) -> None:
-    """Refuse, before the work, a model that cannot be saved.
-
-    Raises:
-        UsageError: if a tensor is of a dtype that the format does not have.
-    """
-    for name, tensor in tensors.items():
-        if tensor.dtype not in DTYPES:
-            raise UsageError(f"{name} is of {tensor.dtype}, which a checkpoint cannot hold")
-
-
-def write(path: Path, tensors: Mapping[str, Tensor]) -> Entry:
-    """Write tensors on the CPU, contiguous, and return once they are on the disk.
+def write(path: Path, tensors: Mapping[str, np.ndarray]) -> Entry:
+    """Write contiguous arrays, and return once they are on the disk.
 
     Raises:
         OSError: if the disk is full or not writable.
     """
     header, end = {}, 0
     for name, tensor in tensors.items():
-        begin, end = end, end + tensor.numel() * tensor.element_size()
+        begin, end = end, end + tensor.nbytes
         header[name] = {
-            "dtype": DTYPES[tensor.dtype],
+            "dtype": DTYPES[tensor.dtype.name],
             "shape": list(tensor.shape),
             "data_offsets": [begin, end],
         }
@@ -108,7 +97,7 @@ def verify(folder: Path, entry: Entry) -> None:
         raise DataError(f"{path} is damaged: its SHA-256 is not that of the manifest")
 
 
-def read(path: Path, names: Collection[str] | None = None) -> dict[str, Tensor]:
+def read(path: Path, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
     """The tensors of a part, or those of `names` that it holds.
 
     Raises:
@@ -116,8 +105,7 @@ def read(path: Path, names: Collection[str] | None = None) -> dict[str, Tensor]:
     """
     with _open(path) as file:
         held = [name for name in file.keys() if names is None or name in names]  # noqa: SIM118
-        # A clone, because what is read lies in the mapped file.
-        return {name: file.get_tensor(name).clone() for name in held}
+        return {name: file.get_tensor(name) for name in held}
 
 
 def shapes(path: Path) -> dict[str, tuple[int, ...]]:
@@ -138,12 +126,12 @@ def _open(path: Path) -> Iterator[Any]:
     from safetensors import safe_open
 
     try:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(path, framework="np") as file:
             yield file
-    except Exception as error:  # of the library, and of torch for what it never wrote
+    except Exception as error:  # of the library, and of NumPy for what was never written
         raise DataError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
 
 
-def _memory(tensor: Tensor) -> Any:
+def _memory(tensor: np.ndarray) -> Any:
     """The tensor's bytes, in place."""
-    return tensor.reshape(-1).view(torch.uint8).numpy()
+    return tensor.reshape(-1).view(np.uint8)

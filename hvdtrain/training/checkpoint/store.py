@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from torch import Tensor
+import numpy as np
 
 from hvdtrain import files
 from hvdtrain.errors import DataError
@@ -31,6 +31,7 @@ REPLACED, REMOVED = f"{UNFINISHED}replaced-", f"{UNFINISHED}removed-"
 SET_ASIDE = "damaged-"
 BEST = "best.json"
 MODEL, OPTIMIZER = "model/", "optimizer/"
+Kept = TypeVar("Kept")
 RECEIPT_SECONDS = 60.0  # a network file system may show another rank's file this late
 
 
@@ -44,12 +45,12 @@ class Checkpoint:
         progress: position, counts and sizes, as the loop keeps them.
     """
 
-    tensors: dict[str, Tensor]
-    optimizer: dict[str, dict[str, Tensor]]
+    tensors: dict[str, np.ndarray]
+    optimizer: dict[str, dict[str, np.ndarray]]
     progress: dict[str, Any]
 
 
-def write_part(folder: Path, name: str, rank: int, tensors: dict[str, Tensor]) -> Entry:
+def write_part(folder: Path, name: str, rank: int, tensors: dict[str, np.ndarray]) -> Entry:
     """Write a rank's part of the checkpoint `name`, and leave a receipt beside it.
 
     Raises:
@@ -206,7 +207,7 @@ def load(path: Path) -> Checkpoint:
         DataError: if a file is missing, differs from its hash, or holds something else.
     """
     manifest = manifests.read(path)
-    held: dict[str, Tensor] = {}
+    held: dict[str, np.ndarray] = {}
     for entry in manifest.parts:
         partfile.verify(path, entry)
         part = partfile.read(path / entry.name)
@@ -217,14 +218,14 @@ def load(path: Path) -> Checkpoint:
     return Checkpoint(tensors, optimizer, manifest.progress)
 
 
-def by_kind(held: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+def by_kind(held: dict[str, Kept]) -> tuple[dict[str, Kept], dict[str, dict[str, Kept]]]:
     """The model's tensors by name, and the optimizer's by parameter and their own name.
 
     Raises:
         DataError: if a name is neither.
     """
-    tensors: dict[str, Tensor] = {}
-    optimizer: dict[str, dict[str, Tensor]] = {}
+    tensors: dict[str, Kept] = {}
+    optimizer: dict[str, dict[str, Kept]] = {}
     for name, tensor in held.items():
         parameter, _, key = name.removeprefix(OPTIMIZER).rpartition("/")
         if name.startswith(MODEL):
@@ -234,6 +235,15 @@ def by_kind(held: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, dict[
         else:
             raise DataError(f"a checkpoint holds no {name[:60]!r}")
     return tensors, optimizer
+
+
+def owners(sizes: Sequence[int], count: int) -> list[int]:
+    """Which of `count` owners, about equally loaded, has each of `sizes`; in ascending order."""
+    whole, begin, found = max(1, sum(sizes)), 0, []
+    for size in sizes:
+        found.append(min(count - 1, (2 * begin + size) * count // (2 * whole)))
+        begin += size
+    return found
 
 
 def _receipt(folder: Path, rank: int) -> Path:

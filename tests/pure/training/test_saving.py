@@ -11,7 +11,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.training.checkpoint import manifest
 from hvdtrain.training.checkpoint.manifest import Manifest
-from hvdtrain.training.layout import owners
+from hvdtrain.training.checkpoint.store import owners
 from hvdtrain.training.progress import Progress
 
 JSON = st.recursive(

@@ -2,22 +2,26 @@
 
 from pathlib import Path
 
-import torch
+import ml_dtypes
+import numpy as np
 
 from hvdtrain.training.checkpoint import Checkpoint, store
 
 
 def make(step: int) -> Checkpoint:
-    generator = torch.Generator().manual_seed(step)
-    tensors = {
-        "stem.conv.weight": torch.randn(4, 3, 3, 3, generator=generator),
-        "stem.bn.running_mean": torch.randn(4, generator=generator, dtype=torch.float64),
-        "stem.bn.num_batches_tracked": torch.tensor(step),
-        "head.half": torch.randn(5, generator=generator).to(torch.bfloat16),
-        "head.none": torch.empty(0, 3),
+    draw = np.random.default_rng(step)
+    tensors: dict[str, np.ndarray] = {
+        "stem.conv.weight": draw.standard_normal((4, 3, 3, 3), np.float32),
+        "stem.bn.running_mean": draw.standard_normal(4),
+        "stem.bn.num_batches_tracked": np.array(step),
+        "head.half": draw.standard_normal(5).astype(ml_dtypes.bfloat16),
+        "head.none": np.empty((0, 3), np.float32),
     }
     optimizer = {
-        "stem.conv.weight": {"exp_avg": torch.ones(4, 3, 3, 3), "step": torch.tensor(3.0)}
+        "stem.conv.weight": {
+            "exp_avg": np.ones((4, 3, 3, 3), np.float32),
+            "step": np.array(3, np.float32),
+        }
     }
     return Checkpoint(tensors, optimizer, {"step": step, "position": 64 * step})
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +17,7 @@ from hvdtrain.errors import DataError
 from hvdtrain.training import checkpoint
 from hvdtrain.training.checkpoint import manifest as manifests
 from hvdtrain.training.checkpoint import partfile, store
+from hvdtrain.training.tensors import Copies, to_array, to_tensor
 from tests.single.training.checkpoints import make, save
 
 PART = "part-0001.safetensors"
@@ -28,9 +30,11 @@ def test_everything_reads_back_to_the_bit(tmp_path: Path) -> None:
     assert read.tensors.keys() == saved.tensors.keys()
     for name, tensor in saved.tensors.items():
         assert read.tensors[name].dtype == tensor.dtype
-        assert torch.equal(read.tensors[name], tensor), name
-    assert torch.equal(read.optimizer["stem.conv.weight"]["step"], torch.tensor(3.0))
-    assert torch.equal(read.optimizer["stem.conv.weight"]["exp_avg"], torch.ones(4, 3, 3, 3))
+        assert read.tensors[name].shape == tensor.shape
+        assert read.tensors[name].tobytes() == tensor.tobytes(), name
+    state = read.optimizer["stem.conv.weight"]
+    assert state["step"] == 3
+    assert np.array_equal(state["exp_avg"], np.ones((4, 3, 3, 3)))
 
 
 def test_other_programs_read_a_part(tmp_path: Path) -> None:
@@ -38,15 +42,42 @@ def test_other_programs_read_a_part(tmp_path: Path) -> None:
 
     path = save(tmp_path, make(7), ranks=1)
     found = load_file(path / "part-0000.safetensors")
-    assert torch.equal(found["model/stem.conv.weight"], make(7).tensors["stem.conv.weight"])
+    weight = make(7).tensors["stem.conv.weight"]
+    assert np.array_equal(found["model/stem.conv.weight"].numpy(), weight)
+    half = to_tensor(make(7).tensors["head.half"])
+    assert half.dtype == torch.bfloat16
+    assert torch.equal(found["model/head.half"], half)
     assert sorted(item.name for item in path.iterdir()) == [
         "manifest.json",
         "part-0000.safetensors",
     ]
 
 
+@pytest.mark.parametrize("dtype", partfile.DTYPES)
+def test_tensors_become_arrays_and_come_back(tmp_path: Path, dtype: str) -> None:
+    tensor = torch.tensor([[0, 1, 2], [3, 4, 5]]).to(getattr(torch, dtype))
+    array = to_array(tensor)
+    assert (array.dtype.name, array.shape) == (dtype, (2, 3))
+    partfile.write(tmp_path / "part", {"x": array, "scalar": to_array(tensor[1, 1])})
+    read = {name: to_tensor(value) for name, value in partfile.read(tmp_path / "part").items()}
+    assert read["x"].dtype == tensor.dtype
+    assert torch.equal(read["x"], tensor)
+    assert torch.equal(read["scalar"], tensor[1, 1])
+
+
+def test_copies_are_used_again_and_are_no_view() -> None:
+    copies, tensor = Copies(), torch.zeros(3, 2).t()
+    first = copies.of({"x": tensor})["x"]
+    tensor += 1
+    assert not first.any()
+    assert first.flags.c_contiguous
+    second = copies.of({"x": tensor})["x"]
+    assert np.shares_memory(first, second)
+    assert second.all()
+
+
 def test_a_part_gives_the_tensors_that_are_asked_for(tmp_path: Path) -> None:
-    tensors = {"a": torch.arange(3), "b": torch.ones(2, 2), "c": torch.tensor(True)}
+    tensors = {"a": np.arange(3), "b": np.ones((2, 2)), "c": np.array(True)}
     partfile.write(tmp_path / "part", tensors)
     assert partfile.read(tmp_path / "part", {"b", "x"}).keys() == {"b"}
     assert partfile.shapes(tmp_path / "part") == {"a": (3,), "b": (2, 2), "c": ()}

@@ -8,12 +8,8 @@ import torch
 from torch import nn
 
 from hvdtrain.config import TrainConfig
-from hvdtrain.training.optimizer import (
-    learning_rate,
-    make_optimizer,
-    restore_state,
-    state_by_name,
-)
+from hvdtrain.training.optimizer import make_optimizer, restore_state, state_by_name
+from hvdtrain.training.rate import learning_rate
 
 
 def config(**values: Any) -> TrainConfig:

@@ -1,0 +1,29 @@
+"""Keeps known remarks of libraries, which nobody can act on, from standard error."""
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+
+@contextmanager
+def without(remarks: Sequence[str]) -> Iterator[None]:
+    """Leave out the lines that hold one of `remarks` of what is written to descriptor 2 inside.
+
+    All else is written when it is left, however that is.
+    """
+    sys.stderr.flush()
+    before = os.dup(2)
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(before, 2)
+            os.close(before)
+            held.seek(0)
+            for line in held:
+                if not any(remark.encode() in line for remark in remarks):
+                    os.write(2, line)

@@ -1,0 +1,166 @@
+"""A training step of Keras as one traced function: forward, backward, all-reduce and update."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain import world
+from hvdtrain.config import TrainConfig
+from hvdtrain.tf.agreement import is_float
+
+
+class Done(NamedTuple):
+    """What a traced step gives: the sum of its losses, and how it went.
+
+    Attributes:
+        norm: of all gradients.
+        exposed_seconds: from the last gradient to the last reduced one.
+    """
+
+    loss_sum: Any
+    norm: Any
+    is_bad: Any
+    exposed_seconds: Any
+
+
+class Steps:
+    """The traced functions of one rank.
+
+    Images are uint8 [n, H, W, C], labels int64 [n]. The loss is the mean over the samples of the
+    global batch: each rank's gradients are parts of a sum.
+
+    Args:
+        normalisation: what is taken away from each channel, and what it is divided by.
+        ranks: that reduce their gradients.
+        replicas: of MirroredStrategy, whose optimizer adds their gradients up; 1 without.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        optimizer: Any,
+        config: TrainConfig,
+        normalisation: tuple[Sequence[float], Sequence[float]],
+        ranks: int,
+        replicas: int = 1,
+    ) -> None:
+        self.model, self.optimizer, self.config = model, optimizer, config
+        self.ranks, self.replicas = ranks, replicas
+        self.dtype = tf.float64 if config.precision == "fp64" else tf.float32
+        kind = self.dtype.as_numpy_dtype
+        self.mean, self.std = (np.asarray(each, kind) for each in normalisation)
+        self.weights = list(model.trainable_variables)
+        # Running statistics: every rank takes the mean of what they all found.
+        self.statistics = [each for each in model.non_trainable_weights if is_float(each)]
+        self.forget()
+
+    def forget(self) -> None:
+        """Trace anew what was traced."""
+        self.train = tf.function(self.once)
+        self.evaluate = tf.function(self._evaluate, reduce_retracing=True)
+
+    def trace(self, images: np.ndarray, labels: np.ndarray, counts: Any, whole: Any) -> None:
+        """Trace a step on such a batch, without making it."""
+        self.train.get_concrete_function(images, labels, counts, whole)
+
+    def prepare(self, images: Any) -> Any:
+        """Images as the model reads them."""
+        return (tf.cast(images, self.dtype) / 255 - self.mean) / self.std
+
+    def gradients(
+        self, images: Any, labels: Any, counts: Any, whole: Any
+    ) -> tuple[Any, list[Any]]:
+        """The sum of the losses, and this rank's part of each gradient.
+
+        Args:
+            counts: 1, or 0 where the images stand in for none, as no layer takes no image.
+            whole: samples of the global batch.
+        """
+        with tf.GradientTape() as tape:
+            logits = tf.cast(self.model(self.prepare(images), training=True), self.dtype)
+            loss_sum = counts * tf.reduce_sum(self._losses(logits, labels))
+            loss = loss_sum / whole
+        found = tape.gradient(loss, self.weights)
+        dense = [
+            tf.zeros_like(weight) if each is None else tf.convert_to_tensor(each)
+            for weight, each in zip(self.weights, found, strict=True)
+        ]
+        return loss_sum, dense
+
+    def _losses(self, logits: Any, labels: Any) -> Any:
+        part = self.config.label_smoothing
+        if not part:
+            return tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+        classes = logits.shape[-1]
+        targets = tf.one_hot(labels, classes, dtype=self.dtype) * (1 - part) + part / classes
+        return tf.nn.softmax_cross_entropy_with_logits(targets, logits)
+
+    def once(self, images: Any, labels: Any, counts: Any, whole: Any) -> Done:
+        """One step; its arguments as those of `gradients`."""
+        before = [tf.identity(each) for each in self.statistics]
+        loss_sum, gradients = self.gradients(images, labels, counts, whole)
+        gradients, exposed = self._reduced(gradients)
+        norm = tf.linalg.global_norm([tf.cast(each, self.dtype) for each in gradients])
+        limit = self.config.gradient_limit
+        is_good = tf.math.is_finite(norm)
+        if limit is not None:
+            is_good = is_good & (norm <= limit)
+        if self.replicas > 1:  # each sees its own gradients: what is bad ends the run behind them
+            self.optimizer.apply(self._decayed(gradients), self.weights)
+        else:
+            tf.cond(
+                is_good, lambda: self._update(gradients, norm), lambda: self._leave_out(before)
+            )
+        return Done(loss_sum, norm, ~is_good, exposed)
+
+    def _reduced(self, gradients: list[Any]) -> tuple[list[Any], Any]:
+        """The sums over all ranks, and the seconds that this took."""
+        if self.ranks == 1:
+            return gradients, tf.zeros((), tf.float64)
+        horovod = world.horovod()
+        with tf.control_dependencies(gradients):
+            began = tf.timestamp()
+        own = [tf.convert_to_tensor(each) / self.ranks for each in self.statistics]
+        sent = [*gradients, *own]
+        found: list[Any] = [None] * len(sent)
+        for kind in dict.fromkeys(each.dtype for each in sent):
+            places = [place for place, each in enumerate(sent) if each.dtype == kind]
+            group = [sent[place] for place in places]
+            reduced = horovod.grouped_allreduce(group, name=f"step.{kind.name}", op=horovod.Sum)
+            for place, each in zip(places, reduced, strict=True):
+                found[place] = each
+        with tf.control_dependencies(found):
+            ended = tf.timestamp()
+        for statistic, mean in zip(self.statistics, found[len(gradients) :], strict=True):
+            statistic.assign(mean)
+        return found[: len(gradients)], ended - began
+
+    def _update(self, gradients: list[Any], norm: Any) -> None:
+        if self.config.clip_norm is not None:
+            scale = tf.minimum(tf.ones((), norm.dtype), self.config.clip_norm / norm)
+            gradients = [each * tf.cast(scale, each.dtype) for each in gradients]
+        self.optimizer.apply(self._decayed(gradients), self.weights)
+
+    def _leave_out(self, statistics: list[Any]) -> None:
+        for own, before in zip(self.statistics, statistics, strict=True):
+            own.assign(before)
+
+    def _decayed(self, gradients: list[Any]) -> list[Any]:
+        """With the weight decay of an optimizer that has none of its own (as in PyTorch)."""
+        decay = self.config.weight_decay / self.replicas
+        if not decay or self.config.optimizer == "adamw":
+            return gradients
+        return [
+            each + decay * tf.convert_to_tensor(weight)
+            for each, weight in zip(gradients, self.weights, strict=True)
+        ]
+
+    def _evaluate(self, images: Any, labels: Any) -> tuple[Any, Any]:
+        """Sum of losses, and number of right answers."""
+        logits = tf.cast(self.model(self.prepare(images), training=False), self.dtype)
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+        right = tf.math.argmax(logits, axis=-1) == labels
+        return tf.reduce_sum(losses), tf.reduce_sum(tf.cast(right, tf.int64))

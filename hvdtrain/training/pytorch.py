@@ -1,0 +1,266 @@
+"""A run's session in PyTorch: a plan's interpreter, and the state that it works on."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from hvdtrain.data.order import Rows
+from hvdtrain.errors import UsageError
+from hvdtrain.models import weights
+from hvdtrain.parallel import schedule
+from hvdtrain.parallel.actions import COMPUTE
+from hvdtrain.parallel.cut import Cut, cut
+from hvdtrain.parallel.part import Part
+from hvdtrain.parallel.plan import Plan
+from hvdtrain.parallel.program import Program, program
+from hvdtrain.parallel.runtime import Runtime
+from hvdtrain.parallel.step import Step
+from hvdtrain.training import layout, tensors
+from hvdtrain.training.checkpoint import store
+from hvdtrain.training.checkpoint.store import MODEL, OPTIMIZER
+from hvdtrain.training.diagnosis import diagnose
+from hvdtrain.training.feed import Feed, taken
+from hvdtrain.training.optimizer import set_learning_rate, state_shapes
+from hvdtrain.training.randomness import step_seed
+from hvdtrain.training.session import Result, Session, Shape, Taken
+from hvdtrain.training.tracing import write_trace
+
+EVALUATION_IMAGES = 256  # a replica and a forward pass
+
+
+@dataclass(kw_only=True)
+class TorchSession(Session):
+    """What a `Session` is, under any plan."""
+
+    runtime: Runtime
+    copies: tensors.Copies = field(default_factory=tensors.Copies)
+    libraries = ("torch",)
+
+    @property
+    @override
+    def device(self) -> str:
+        return self.runtime.device.type
+
+    @property
+    @override
+    def accelerator(self) -> str | None:
+        return torch.cuda.get_device_name(self.runtime.device) if self.device == "cuda" else None
+
+    @property
+    @override
+    def loss_delay(self) -> int:
+        return 1 if self.device == "cuda" else 0
+
+    @property
+    @override
+    def evaluation_images(self) -> int:
+        plan = evaluation_plan(self.plan)
+        replicas = max(len(stage.ranks) for stage in plan.stages)
+        return EVALUATION_IMAGES * replicas * plan.microbatches
+
+    @property
+    def parts(self) -> Mapping[int, Part]:
+        """What this rank holds, by stage."""
+        return self.runtime.parts
+
+    def cut(self, batch_size: int, is_training: bool) -> Cut:
+        """How a global batch of this size is cut."""
+        return cut(self.plan if is_training else evaluation_plan(self.plan), batch_size)
+
+    def program(self, batch_size: int, is_training: bool) -> Program:
+        """What this rank does for it."""
+        plan = self.plan if is_training else evaluation_plan(self.plan)
+        return _program(plan, batch_size, self.world.rank, is_training)
+
+    @override
+    def own_rows(self, batch: Rows, is_training: bool) -> tuple[Rows, Rows]:
+        parts, rank = self.cut(len(batch), is_training).parts, self.world.rank
+        first, last = (parts[stage].get(rank, ()) for stage in (0, self.plan.last))
+        return taken(batch, first), taken(batch, last)
+
+    @override
+    def train(self, feed: Feed, position: int, batch_size: int, rate: float) -> Result:
+        for part in self.parts.values():
+            if part.optimizer is not None:
+                set_learning_rate(part.optimizer, rate)
+        self._seed(position)
+        todo = self.program(batch_size, is_training=True)
+        step = self.runtime.train(todo, Step(feed.images, feed.labels))
+        return Result(
+            read_loss=read_later(step.loss_sum),
+            samples=todo.cut.samples(self.plan.last, self.world.rank),
+            norm=step.norm,
+            is_bad=step.is_bad,
+            exposed_seconds=step.reduction.exposed + step.waited.transfer,
+            communication_seconds=step.reduction.total + step.waited.transfer,
+            bubble_seconds=step.waited.bubble,
+            compute_seconds=sum(step.seconds[kind] for kind in COMPUTE),
+        )
+
+    @override
+    def evaluate(self, batches: Iterable[tuple[Feed, int]]) -> tuple[float, float]:
+        totals = torch.zeros(2, dtype=torch.float64, device=self.runtime.device)
+        for feed, batch_size in batches:
+            todo = self.program(batch_size, is_training=False)
+            step = self.runtime.evaluate(todo, Step(feed.images, feed.labels))
+            if step.loss_sum is not None and step.correct is not None:
+                totals += torch.stack([step.loss_sum.double(), step.correct.double()])
+        loss_sum, correct = totals.tolist()
+        return loss_sum, correct
+
+    @override
+    def diagnose(self, taken: Taken) -> str:
+        self._seed(taken.position)
+        todo = self.program(taken.batch_size, is_training=True)
+        return diagnose(self.runtime, self.plan, self.world, todo, taken)
+
+    @override
+    def align_clocks(self) -> None:
+        if self.runtime.exchange is not None:
+            with self.activity.doing("comparing the hosts' clocks"):
+                self.runtime.exchange.align_clocks()
+
+    @override
+    def write_trace(self) -> None:
+        if self.runtime.events is not None and self.config.trace is not None:
+            write_trace(self.runtime, self.world, self.config.trace)
+
+    @override
+    def agree(self) -> None:
+        layout.agree_on_weights(self.plan, self.parts, self.digests(), self.world)
+
+    @override
+    def start_from(self, path: Path) -> str:
+        last = self.plan.stages[-1].components[-1]
+        found, other = weights.read(path, self.config.model, self.shapes, last)
+        layout.put_tensors(self.parts, found)
+        return f"started from {path}" + (f"; {last} starts anew" if other else "")
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The parameters and buffers that this rank holds, by name."""
+        return {
+            name: tensor
+            for part in self.parts.values()
+            for name, tensor in part.model.tensors().items()
+        }
+
+    @override
+    def digests(self) -> dict[str, str]:
+        return {
+            name: digest
+            for part in self.parts.values()
+            for name, digest in part.model.digests().items()
+        }
+
+    @override
+    def share(self) -> dict[str, np.ndarray]:
+        return self.copies.of(layout.own_share(self.plan, self.parts, self.world.rank))
+
+    @override
+    def expected(self, was_updated: bool) -> dict[str, Shape]:
+        found = {f"{MODEL}{name}": tuple(value.shape) for name, value in self.tensors().items()}
+        for part in self.parts.values():
+            if part.optimizer is None or not was_updated:
+                continue  # it has no state before its first update
+            for name, parameter in part.model.parameters().items():
+                entries = state_shapes(self.config, parameter.shape)
+                found |= {f"{OPTIMIZER}{name}/{key}": shape for key, shape in entries.items()}
+        return found
+
+    @override
+    def put(self, found: Mapping[str, np.ndarray]) -> None:
+        state, optimizer = store.by_kind(
+            {name: tensors.to_tensor(array) for name, array in found.items()}
+        )
+        layout.put_state(self.parts, state, optimizer)
+
+    @override
+    def spoil(self, component: str | None, is_due: Callable[[], bool]) -> None:
+        calls = {name: part.model for part in self.parts.values() for name in part.model.calls}
+        name = component or next(iter(calls), "")
+        if name not in calls:
+            raise UsageError(
+                f"--inject nan: rank {self.world.rank} holds no component {name!r}; "
+                f"it holds {', '.join(calls)}"
+            )
+        model = calls[name]
+        whole = model.calls[name]
+
+        def spoiled(given: Tensor) -> Tensor:
+            output = whole(given)
+            return output * torch.nan if torch.is_grad_enabled() and is_due() else output
+
+        model.calls[name] = spoiled
+
+    @override
+    def ask_for_memory(self, count: int) -> None:
+        torch.empty(count, dtype=torch.uint8, device=self.runtime.device)
+
+    @override
+    def memory_bytes(self) -> float:
+        if self.device == "cuda":
+            return float(torch.cuda.memory_allocated(self.runtime.device))
+        return super().memory_bytes()
+
+    @override
+    def peak_memory_bytes(self) -> int:
+        if self.device == "cuda":
+            return torch.cuda.max_memory_allocated(self.runtime.device)
+        return super().peak_memory_bytes()
+
+    @override
+    def celsius(self) -> float:
+        if self.device == "cuda":
+            with suppress(Exception):  # whatever the driver's library has to say
+                return float(torch.cuda.temperature(self.runtime.device))
+            return math.nan
+        return super().celsius()
+
+    def _seed(self, position: int) -> None:
+        """Seed what a step can draw from; torch.manual_seed takes 0.5 ms for all generators."""
+        seed = step_seed(self.config.seed, position, self.world.rank)
+        torch.default_generator.manual_seed(seed)
+        if self.device == "cuda":
+            torch.cuda.manual_seed(seed)
+
+
+@lru_cache(maxsize=8)
+def evaluation_plan(plan: Plan) -> Plan:
+    """The plan as it evaluates: enough micro-batches to keep the stages of a pipeline busy."""
+    stages = len(plan.stages)
+    return replace(plan, microbatches=2 * stages if stages > 1 else 1)
+
+
+def read_later(value: Tensor | None) -> Callable[[], float]:
+    """What gives the number in a tensor; of one on a GPU a copy is begun at once."""
+    if value is None:
+        return lambda: 0.0
+    if value.device.type == "cpu":
+        return lambda: float(value)
+    host = torch.empty((), dtype=value.dtype, pin_memory=True)
+    host.copy_(value, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def read() -> float:
+        copied.synchronize()
+        return float(host)
+
+    return read
+
+
+@lru_cache(maxsize=64)
+def _program(plan: Plan, batch_size: int, rank: int, is_training: bool) -> Program:
+    pieces = cut(plan, batch_size)
+    made = (
+        schedule.training_step(plan, pieces) if is_training else schedule.evaluation(plan, pieces)
+    )
+    return program(plan, pieces, made[rank], rank)

@@ -1,0 +1,29 @@
+"""What becomes of a rank that stands still."""
+
+import socket
+
+from hvdtrain import failure, world
+from hvdtrain.config import TrainConfig
+from hvdtrain.errors import RankError
+
+
+def patience(config: TrainConfig) -> float:
+    """Seconds that an action may take: the first of each kind may compile its components."""
+    return config.stall_timeout * (10 if config.compile else 1)
+
+
+def stalled(line: str, silent: str = "", listener: failure.Listener | None = None) -> None:
+    """End the job from the watchdog's thread.
+
+    Args:
+        silent: the ranks that give no sign of life, where that is known.
+    """
+    rank, host = world.current().rank, socket.gethostname()
+    advice = silent or "look at the ranks it names, or allow more"
+    failure.fail(
+        RankError(
+            f"rank {rank} on {host} has been stuck for longer than --stall-timeout allows, in "
+            f"{line}: {advice}"
+        ),
+        listener,
+    )

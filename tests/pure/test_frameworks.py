@@ -1,0 +1,46 @@
+"""What a configuration may ask of each framework."""
+
+from typing import Any
+
+import pytest
+
+from hvdtrain.config import TrainConfig
+from hvdtrain.errors import UsageError
+from hvdtrain.frameworks import mirrored_devices
+
+
+def config(**values: Any) -> TrainConfig:
+    return TrainConfig(**{"model": "cnn", "data": "d", "framework": "tensorflow", **values})
+
+
+@pytest.mark.parametrize("plan", [None, "single", "dp", "mirrored", "mirrored:4"])
+def test_keras_is_data_parallel(plan: str | None) -> None:
+    assert config(plan=plan).check().plan == plan
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"plan": "mp"}, "--framework tensorflow knows no plan mp: there are single, dp and "),
+        ({"plan": "plan.json"}, "knows no plan plan.json"),
+        ({"plan": "mirrored:0"}, "mirrored:0 is no plan: mirrored:N is N devices"),
+        ({"plan": "mirrored:x"}, "mirrored:x is no plan"),
+        ({"plan": "mirrored", "ranks": 2}, "runs in one process, not on 2 ranks"),
+        ({"plan": "mirrored", "clip_norm": 1.0}, "--clip-norm does not go with --plan mirrored"),
+        ({"plan": "mirrored", "on_bad_step": "skip"}, "--on-bad-step does not go with"),
+        ({"plan": "mirrored", "framework": "torch"}, "add --framework tensorflow"),
+        ({"schedule": "1f1b"}, "--schedule does not go with --framework tensorflow"),
+        ({"compile": True}, "--compile does not go with"),
+        ({"batch_norm": "sync"}, "--batch-norm does not go with"),
+        ({"weights": "w.pth"}, "--weights does not go with"),
+        ({"trace": "t.json"}, "--trace does not go with"),
+    ],
+)
+def test_what_a_framework_does_not_do_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message.replace("(", r"\(")):
+        config(**values).check()
+
+
+def test_mirrors_are_counted() -> None:
+    plans = (None, "single", "mirrored", "mirrored:3")
+    assert [mirrored_devices(plan) for plan in plans] == [None, None, 0, 3]

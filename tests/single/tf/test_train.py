@@ -1,0 +1,210 @@
+"""`train --framework tensorflow`: what a run in PyTorch promises, Keras keeps."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Program
+from tests.single.training.jobs import (
+    begin,
+    events_of,
+    ranks_of,
+    samples_of,
+    summary_of,
+)
+
+EPOCHS, EPOCH = 2, 601
+MODELS = '''
+import keras
+
+def normed(classes, image_size):
+    """Running statistics, and a layer that draws at random."""
+    layers = keras.layers
+    return keras.Sequential([
+        layers.Input((image_size, image_size, 3)),
+        layers.Conv2D(4, 3, strides=2, name="conv"),
+        layers.BatchNormalization(name="norm"),
+        layers.Flatten(),
+        layers.Dropout(0.5),
+        layers.Dense(classes, name="head"),
+    ])
+
+def softmax(classes, image_size):
+    layers = keras.layers
+    given = layers.Input((image_size, image_size, 3))
+    return keras.Sequential([given, layers.Flatten(), layers.Dense(classes, "softmax")])
+'''
+
+
+def command(data: Path, run: Path, *options: object, ranks: int = 2) -> list[object]:
+    common = ["train", "--framework", "tensorflow", "--data", data, "--run", run]
+    common += ["--model", "cnn", "--batch-size", 60, "--epochs", EPOCHS, "--ranks", ranks]
+    return [*common, "--ledger", run.with_suffix(".csv"), *options]
+
+
+def trained(program: Program, *options: Any, **more: Any) -> dict[str, Any]:
+    """The summary of a run that comes to its end."""
+    words = command(*options, **more)
+    done = program(*words)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return summary_of(options[1])
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    tmp_path_factory: pytest.TempPathFactory, hvdtrain: Program, small_set: Path
+) -> dict[str, Any]:
+    """The summary of a run of two ranks to which nothing happens."""
+    run = tmp_path_factory.mktemp("undisturbed") / "run"
+    summary = trained(hvdtrain, small_set, run, "--checkpoint-every", "3 steps")
+    assert events_of(run, "epoch")[-1]["test_accuracy"] == summary["final"]["test_accuracy"]
+    return summary
+
+
+def test_ranks_and_mirrors_train_what_one_device_does(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    """In fp64; the last batch of an epoch is one sample, which only one of three ranks has."""
+    losses, samples = [], []
+    for name, ranks, plan in (("one", 1, "single"), ("three", 3, "dp"), ("two", 1, "mirrored:2")):
+        run = tmp_path / name
+        options: tuple[str, ...] = ("--precision", "fp64", "--plan", plan, "--holdout", "0.1")
+        options += ("--label-smoothing", "0.1", "--weight-decay", "0.1")
+        summary = trained(hvdtrain, small_set, run, *options, ranks=ranks)
+        assert summary["framework"] == "tensorflow"
+        assert summary["devices_a_rank"] == (2 if name == "two" else 1)
+        assert (summary["communication"]["exposed_fraction"] > 0) == (ranks > 1)
+        kinds = ("train_loss", "val_loss", "test_loss")
+        losses.append([line[kind] for line in events_of(run, "epoch") for kind in kinds])
+        samples.append([set(ids) for ids in samples_of(run.with_suffix(".csv"), EPOCHS)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-10)
+    assert losses[2] == pytest.approx(losses[0], rel=1e-10)
+    assert samples[0] == samples[1] == samples[2]
+
+
+def test_a_run_that_is_asked_to_stop_goes_on_to_the_same_bits(
+    small_set: Path, tmp_path: Path, hvdtrain: Program, undisturbed: dict[str, Any]
+) -> None:
+    run = tmp_path / "run"
+    words = [str(word) for word in command(small_set, run, "--checkpoint-every", "3 steps")]
+    process = begin(words, lambda: (run / "checkpoints" / "step-00000003").exists())
+    os.kill(ranks_of(process)[1].pid, signal.SIGUSR1)
+    said = process.communicate()[1]
+    assert process.returncode == 75, said
+    assert "state saved" in said
+    summary = trained(hvdtrain, small_set, run, "--checkpoint-every", "3 steps", "--resume")
+    assert summary["weights_sha256"] == undisturbed["weights_sha256"]
+    for ids in samples_of(run.with_suffix(".csv"), EPOCHS):
+        assert len(ids) == len(set(ids)) == EPOCH
+    done = hvdtrain("export", run, tmp_path / "weights.pth")
+    assert done.returncode == 2
+    assert "is a run in TensorFlow" in done.stderr
+
+
+def test_a_rank_that_is_killed_ends_the_job_and_another_start_finishes_it(
+    hvdtrain: Program, small_set: Path, tmp_path: Path, undisturbed: dict[str, Any]
+) -> None:
+    run = tmp_path / "run"
+    options = ("--checkpoint-every", "3 steps", "--inject", "kill step=8 rank=1", "--restarts", 1)
+    done = hvdtrain(*command(small_set, run, *options))
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("hvdtrain: ")]
+    assert "was ended by signal 9 (Killed) in step " in lines[0]
+    assert lines[1].startswith("hvdtrain: starting again on 2 rank(s) from the last checkpoint")
+    assert summary_of(run)["weights_sha256"] == undisturbed["weights_sha256"]
+    for ids in samples_of(run.with_suffix(".csv"), EPOCHS):
+        assert len(ids) == len(set(ids)) == EPOCH
+
+
+def test_a_layer_that_emits_no_numbers_is_named(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    options = ("--inject", "nan step=4 rank=1 component=conv2")
+    done = hvdtrain(*command(small_set, tmp_path / "stops", *options))
+    assert done.returncode == 1
+    assert done.stderr.startswith(
+        "hvdtrain: the loss became nan at step 4 (epoch 1): the output of conv2 is the first that "
+        "is not finite (input and weights are); "
+    )
+    assert len(done.stderr.splitlines()) == 1
+    skipped = ("--on-bad-step", "skip")
+    summary = trained(hvdtrain, small_set, tmp_path / "skips", *options, *skipped)
+    assert summary["skipped_steps"] == 1
+    done = hvdtrain(*command(small_set, tmp_path / "all", "--inject", "nan step=4 component=x"))
+    assert (done.returncode, done.stderr) == (
+        2,
+        "hvdtrain: --inject nan: rank 0 holds no layer 'x'; it holds conv1, conv2, dense, head\n",
+    )
+
+
+def test_a_step_that_is_skipped_changes_nothing(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    """Running statistics neither: three steps and a skipped one are three steps, to the bit."""
+    (tmp_path / "own.py").write_text(MODELS)
+    digests = []
+    for steps, more in ((3, ()), (4, ("--inject", "nan step=4 rank=1", "--on-bad-step", "skip"))):
+        run = tmp_path / str(steps)
+        options = ("--model", "own:normed", "--max-steps", steps, *more)
+        done = hvdtrain(*command(small_set, run, *options), cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        digests.append(summary_of(run)["weights_sha256"])
+    assert digests[0] == digests[1]
+
+
+def test_a_model_of_ones_own_goes_on_to_the_same_bits(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    """Running statistics are the same on all ranks; what is drawn is a matter of the position."""
+    (tmp_path / "own.py").write_text(MODELS)
+    digests = []
+    for name, stops in (("through", (6,)), ("in two parts", (2, 6))):
+        run = tmp_path / name.replace(" ", "-")
+        for number, steps in enumerate(stops):
+            options = ("--model", "own:normed", "--max-steps", steps, "--precision", "bf16")
+            again = ("--resume",) if number else ()
+            done = hvdtrain(*command(small_set, run, *options, *again), cwd=tmp_path)
+            assert done.returncode == 0, done.stderr
+        digests.append(summary_of(run)["weights_sha256"])
+    assert digests[0] == digests[1]
+
+
+def test_a_damaged_shard_ends_the_run(hvdtrain: Program, small_set: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    # Of a set in memory, which is read no more, a rank never sees it.
+    data = tmp_path / "data"
+    data.mkdir()
+    for path in small_set.iterdir():
+        (data / path.name).write_bytes(path.read_bytes())
+    shard = next(data.glob("train-*.h5"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    done = hvdtrain(*command(data, run))
+    assert done.returncode == 3, done.stderr
+    assert shard.name in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--model", "own:softmax"), "ends in a softmax, which belongs to the loss"),
+        (("--model", "resnet18"), "--framework tensorflow has no resnet18: there is cnn, and "),
+        (("--device", "cuda"), "--device cuda, but TensorFlow sees no GPU here"),
+        (("--image-size", "32"), "--image-size 32, but the images of "),
+    ],
+)
+def test_what_cannot_be_is_one_line(
+    hvdtrain: Program, small_set: Path, tmp_path: Path, options: tuple[str, ...], message: str
+) -> None:
+    (tmp_path / "own.py").write_text(MODELS)
+    words = command(small_set, tmp_path / "run", *options, ranks=1)
+    done = hvdtrain(*words, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
