@@ -1,0 +1,101 @@
+"""What is said of a published claim, given what was measured."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdtrain.errors import UsageError
+from hvdtrain.study import paper_a
+from hvdtrain.study.paper_a import KERAS, MIRRORED, SINGLE, TORCH
+from hvdtrain.study.results import Result
+
+NAMES = {arm.key: arm.name for arm in paper_a.arms("d", 10, 2)}
+
+
+def runs(seconds: list[float], accuracy: float = 0.69, **changes: Any) -> list[Result]:
+    values: dict[str, Any] = {
+        "path": Path("run"),
+        "model": "cnn",
+        "plan": "single",
+        "ranks": 1,
+        "threads": 2,
+        "batch_size": 64,
+        "seed": 0,
+        "settings": {},
+        "samples": 6400,
+        "startup_seconds": 2.0,
+        "train_seconds": 10.0,
+        "images_per_second": 640.0,
+        "exposed": 0.0,
+        "bubble": 0.0,
+        "data": 0.0,
+        "imbalance": 0.0,
+        "peak_memory_bytes": 1,
+        "accuracy": accuracy,
+        "epochs": (),
+        "machine": {},
+        "versions": {},
+    }
+    return [Result(**values | {"seconds": one} | changes) for one in seconds]
+
+
+def test_the_arms_differ_in_nothing_but_how_they_are_distributed() -> None:
+    arms = paper_a.arms("d", 10, 2)
+    assert [arm.key for arm in arms] == [SINGLE, MIRRORED, KERAS, TORCH]
+    settings = [vars(arm.config) for arm in arms]
+    different = {name for name in settings[0] if len({str(one[name]) for one in settings}) > 1}
+    assert different == {"framework", "plan"}
+    one = arms[0].config
+    assert (one.model, one.batch_size, one.lr, one.epochs) == ("cnn", 64, 0.001, 10)
+    assert (one.optimizer, one.normalise, one.holdout) == ("adam", "unit", 0.2)
+    for arm in [*arms, *paper_a.small_arms("d", 2)]:
+        arm.config.check()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "accuracy", "said"),
+    [
+        ([80, 81, 82], 0.695, ["19.0% less time", "The claim holds here; the gain is as much as"]),
+        ([50, 51, 52], 0.69, ["49.0% less time", "the gain is more than the paper's"]),
+        ([95, 96, 97], 0.69, ["4.0% less time", "the gain is less than the paper's"]),
+        ([120, 125, 130], 0.69, ["25.0% more time", "The claim does not hold here"]),
+        ([95, 100, 105], 0.69, ["within the noise"]),
+        ([80, 81, 82], 0.65, ["-4.00 points", "NOT within one point", "for the time alone"]),
+        ([80], 0.69, ["no interval", "cannot be told without repeats"]),
+    ],
+)
+def test_the_verdict_is_what_the_intervals_say(
+    seconds: list[float], accuracy: float, said: list[str]
+) -> None:
+    base = runs([99.9, 100.0, 100.1][: len(seconds)] if len(seconds) > 1 else [100.0])
+    text = paper_a.verdict({SINGLE: base, MIRRORED: runs(seconds, accuracy)}, NAMES)
+    for words in said:
+        assert words in text
+
+
+def test_the_cost_of_mirrors_is_told_from_what_the_images_cost() -> None:
+    def rate(images: int, milliseconds: float) -> list[Result]:
+        rate = images / milliseconds * 1e3
+        return runs([1.0], batch_size=images, images_per_second=rate)
+
+    found = {
+        SINGLE: rate(64, 14.0),
+        MIRRORED: rate(64, 20.0),
+        f"small-{SINGLE}": rate(2, 2.0),
+        f"small-{MIRRORED}": rate(2, 7.0),
+    }
+    text = paper_a.cost_of_mirrors(found)
+    assert "14.00 ms on the single device and 20.00 ms on the mirrors" in text
+    assert "add 5.00 ms to each step whatever it computes, and +1.00 ms" in text
+
+
+@pytest.mark.parametrize(
+    ("epochs", "repeats", "ranks", "option"),
+    [(0, 1, 2, "--epochs"), (1, 0, 2, "--repeats"), (1, 1, 1, "--ranks")],
+)
+def test_numbers_that_make_no_comparison_are_refused(
+    tmp_path: Path, epochs: int, repeats: int, ranks: int, option: str
+) -> None:
+    with pytest.raises(UsageError, match=option):
+        paper_a.reproduce("d", str(tmp_path), epochs, repeats, ranks, print)

@@ -1,0 +1,44 @@
+"""A published experiment made again: real runs of every arm, short ones."""
+
+import time
+from pathlib import Path
+
+from tests.conftest import Program
+from tests.single.training.jobs import summary_of
+
+
+def test_the_runs_of_paper_a_are_made_once(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    to = tmp_path / "paper"
+    words = ("reproduce", "paper-a", "--data", small_set, "--to", to)
+    command = (*words, "--epochs", "1", "--repeats", "1")
+    done = hvdtrain(*command)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == str(to / "report.md")
+    text = (to / "report.md").read_text()
+    rows = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| ")][2:]
+    assert [row[0].strip() for row in rows] == [
+        *("single device", "MirroredStrategy", "Horovod, TensorFlow", "Horovod, PyTorch"),
+    ]
+    assert [row[1].strip() for row in rows][1:] == ["2 x 1"] * 3
+    assert [row[6].strip() for row in rows] == ["156.63", "126.12", "-", "-"]
+    for number in (4, 5):
+        assert (to / f"figure{number}.png").read_bytes().startswith(b"\x89PNG")
+    frameworks = {path.name: summary_of(path)["framework"] for path in (to / "runs").iterdir()}
+    assert len(frameworks) == 6
+    assert [name for name in frameworks if frameworks[name] == "torch"] == ["horovod-torch-0"]
+    began = time.monotonic()
+    (to / "report.md").unlink()
+    done = hvdtrain(*command)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(" is finished") == 6
+    assert (to / "report.md").read_text() == text
+    assert time.monotonic() - began < 60
+
+
+def test_without_a_data_set_nothing_is_begun(hvdtrain: Program, tmp_path: Path) -> None:
+    done = hvdtrain("reproduce", "paper-a", "--data", tmp_path / "none", "--to", tmp_path / "to")
+    assert done.returncode == 3
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "to").exists()
