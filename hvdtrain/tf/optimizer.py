@@ -11,6 +11,7 @@ import tensorflow as tf
 from hvdtrain import world
 from hvdtrain.errors import UsageError
 from hvdtrain.tf.agreement import broadcast, fingerprint, gather
+from hvdtrain.tf.reduction import sums
 
 if TYPE_CHECKING:
     _Mixed = Any
@@ -29,7 +30,7 @@ DIFFERENT = (
 
 
 def optimizer(own: Any) -> Any:
-    """Let `own` average the gradients over all ranks, in one grouped all-reduce a step.
+    """Let `own` average the gradients over all ranks, in one all-reduce a step.
 
     The optimizer is changed, not copied: it keeps its variables and settings, and is returned.
     (Under the policy mixed_float16 what is returned is a LossScaleOptimizer around it, which
@@ -116,22 +117,14 @@ class _Averaging(_Mixed):
 
 def average(gradients: list[Any], name: str) -> list[Any]:
     """The mean over all ranks of each gradient; None where there is none."""
-    horovod = world.horovod()
+    places = [place for place, each in enumerate(gradients) if each is not None]
+    dense = [tf.convert_to_tensor(gradients[place]) for place in places]
+    # Horovod does not know bfloat16.
+    known = [tf.cast(each, tf.float32) if each.dtype == tf.bfloat16 else each for each in dense]
     found = list(gradients)
-    places: dict[tf.DType, list[int]] = {}
-    for place, each in enumerate(gradients):
-        if each is not None:
-            places.setdefault(each.dtype, []).append(place)
-    for dtype, group in places.items():
-        dense = [tf.convert_to_tensor(gradients[place]) for place in group]
-        if dtype == tf.bfloat16:  # which Horovod does not know
-            dense = [tf.cast(each, tf.float32) for each in dense]
-        # A name of its own: automatic ones differ between ranks that trace at different steps.
-        reduced = horovod.grouped_allreduce(
-            dense, op=horovod.Average, name=f"{name}.gradients.{dtype.name}"
-        )
-        for place, each in zip(group, reduced, strict=True):
-            found[place] = tf.cast(each, dtype)
+    # A name of its own: automatic ones differ between ranks that trace at different steps.
+    for place, own, total in zip(places, dense, sums(known, f"{name}.gradients"), strict=True):
+        found[place] = tf.cast(total / world.current().size, own.dtype)
     return found
 
 

@@ -7,9 +7,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain import world
 from hvdtrain.config import TrainConfig
 from hvdtrain.tf.agreement import is_float
+from hvdtrain.tf.reduction import sums
 
 
 class Done(NamedTuple):
@@ -120,18 +120,10 @@ class Steps:
         """The sums over all ranks, and the seconds that this took."""
         if self.ranks == 1:
             return gradients, tf.zeros((), tf.float64)
-        horovod = world.horovod()
         with tf.control_dependencies(gradients):
             began = tf.timestamp()
         own = [tf.convert_to_tensor(each) / self.ranks for each in self.statistics]
-        sent = [*gradients, *own]
-        found: list[Any] = [None] * len(sent)
-        for kind in dict.fromkeys(each.dtype for each in sent):
-            places = [place for place, each in enumerate(sent) if each.dtype == kind]
-            group = [sent[place] for place in places]
-            reduced = horovod.grouped_allreduce(group, name=f"step.{kind.name}", op=horovod.Sum)
-            for place, each in zip(places, reduced, strict=True):
-                found[place] = each
+        found = sums([*gradients, *own], "step")
         with tf.control_dependencies(found):
             ended = tf.timestamp()
         for statistic, mean in zip(self.statistics, found[len(gradients) :], strict=True):
