@@ -28,8 +28,10 @@ from hvdtrain.world import activity_path, import_mpi
 # out before the job ends.
 SECONDS_TO_BE_ENDED = 5.0
 SECONDS_TO_JOIN = 20
-# What torch says, on a CPU and on a GPU, in an error that has no class of its own on both.
-OUT_OF_MEMORY = ("can't allocate memory", "cannot allocate memory", "out of memory")
+# What frameworks say, on a CPU and on a GPU, in errors that have no class of their own on both.
+OUT_OF_MEMORY = (
+    *("can't allocate memory", "cannot allocate memory", "out of memory", "oom when allocating"),
+)
 
 _ALONE = (("RANK", 0), ("SIZE", 1))
 _first_failure: socket.socket | None = None

@@ -7,6 +7,8 @@ from typing import Any
 from hvdtrain.errors import UsageError
 from hvdtrain.ranges import flag
 
+# Of TensorFlow, on standard error, whatever it is told of its log.
+REMARKS = ("oneDNN custom operations are on", "absl::InitializeLog()")
 # What Keras is not asked to do, with the values that ask for nothing.
 OF_TORCH = {
     "microbatches": None,
@@ -44,6 +46,11 @@ def check_framework(values: Mapping[str, Any]) -> None:
     _check_absent(values, OF_TORCH, "--framework tensorflow")
     if devices is not None:
         _check_absent(values, NOT_OF_MIRRORED, f"--plan {values['plan']}")
+        if devices > values["batch_size"]:
+            raise UsageError(
+                f"--plan {values['plan']} has more devices than --batch-size "
+                f"{values['batch_size']} has images"
+            )
         if (values["ranks"] or 1) > 1:
             raise UsageError(
                 f"--plan {values['plan']} runs in one process, not on {values['ranks']} ranks: "

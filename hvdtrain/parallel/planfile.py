@@ -10,6 +10,7 @@ from typing import Any
 from hvdtrain.arguments import nearest
 from hvdtrain.errors import UsageError
 from hvdtrain.files import write_text
+from hvdtrain.frameworks import mirrored_devices
 from hvdtrain.parallel.plan import (
     CHUNKS_A_RANK,
     DEFAULT_SCHEDULE,
@@ -68,7 +69,7 @@ def refit(text: str | None, ranks: int) -> str | None:
     A pipeline keeps its stages, or the next smaller number that divides the ranks; a file names
     its ranks, and data parallelism takes its place.
     """
-    if text is None or text in ("dp", "mp") or text.startswith("mirrored"):
+    if text is None or text in ("dp", "mp") or mirrored_devices(text) is not None:
         return text
     if ranks == 1 or not text.startswith("hp:"):
         return "single" if ranks == 1 else "dp"

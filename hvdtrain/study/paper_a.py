@@ -14,10 +14,12 @@ from hvdtrain.study import plots
 from hvdtrain.study.report import number, origin
 from hvdtrain.study.reproduction import Arm, run_all
 from hvdtrain.study.results import Result, read
-from hvdtrain.study.statistics import Estimate, median, ratio
+from hvdtrain.study.statistics import Estimate, difference, median, ratio
 
 EPOCHS = 10
-SINGLE, MIRRORED, KERAS, TORCH = "single", "mirrored", "horovod-tensorflow", "horovod-torch"
+SINGLE, MIRRORED, KERAS = "single", "mirrored", "horovod-tensorflow"
+SINGLE_TORCH, TORCH = "single-torch", "horovod-torch"
+BASES = {MIRRORED: SINGLE, KERAS: SINGLE, TORCH: SINGLE_TORCH}  # of the same framework
 # Seconds, and accuracy on the test images.
 PAPER = {SINGLE: (156.63, 0.6892), MIRRORED: (126.12, 0.6907)}
 CLAIMED = 0.195  # less time
@@ -26,7 +28,7 @@ SMALL_BATCH, SMALL_STEPS = 2, 500  # a step of which is hardly any computing
 
 
 def arms(data: str, epochs: int, ranks: int) -> list[Arm]:
-    """The paper's two arms, and Horovod's; the paper's settings."""
+    """The paper's two arms, Horovod's, and its base in PyTorch; the paper's settings, on CPUs."""
     base = TrainConfig(
         model="cnn",
         data=data,
@@ -36,6 +38,7 @@ def arms(data: str, epochs: int, ranks: int) -> list[Arm]:
         lr=0.001,
         normalise="unit",
         holdout=0.2,
+        device="cpu",
     )
     shared = vars(base)
 
@@ -43,9 +46,10 @@ def arms(data: str, epochs: int, ranks: int) -> list[Arm]:
         return Arm(key, name, ranks, TrainConfig(**{**shared, **settings}))
 
     return [
-        arm(SINGLE, "single device", 1, framework="tensorflow", plan="single"),
+        arm(SINGLE, "single device, TensorFlow", 1, framework="tensorflow", plan="single"),
         arm(MIRRORED, "MirroredStrategy", 1, framework="tensorflow", plan=f"mirrored:{ranks}"),
         arm(KERAS, "Horovod, TensorFlow", ranks, framework="tensorflow", plan="dp"),
+        arm(SINGLE_TORCH, "single device, PyTorch", 1, plan="single"),
         arm(TORCH, "Horovod, PyTorch", ranks, plan="dp"),
     ]
 
@@ -121,7 +125,13 @@ def write(folder: Path, both: Sequence[Arm], results: Mapping[str, list[Result]]
 
 
 def _table(main: Mapping[str, list[Result]], names: Mapping[str, str]) -> str:
-    heads = ["arm", "ranks x threads", "seconds", "time against single", "images/s of steps"]
+    heads = [
+        "arm",
+        "ranks x threads",
+        "seconds",
+        "time against single device",
+        "images/s of steps",
+    ]
     heads += ["test accuracy", "paper: seconds", "paper: accuracy"]
     rows = [heads, ["---"] * len(heads)]
     for key, runs in main.items():
@@ -132,7 +142,7 @@ def _table(main: Mapping[str, list[Result]], names: Mapping[str, str]) -> str:
                 names[key],
                 f"{first.ranks} x {first.threads}",
                 number(median([run.seconds for run in runs]), ".1f"),
-                "1" if key == SINGLE else number(_time_ratio(main, key), ".3f"),
+                number(_time_ratio(main, key), ".3f") if key in BASES else "1",
                 number(median([run.images_per_second for run in runs]), ",.0f"),
                 number(median(_accuracies(runs)), ".4f"),
                 f"{published[0]:.2f}" if published else "-",
@@ -143,7 +153,8 @@ def _table(main: Mapping[str, list[Result]], names: Mapping[str, str]) -> str:
 
 
 def _time_ratio(main: Mapping[str, list[Result]], key: str) -> Estimate:
-    return ratio([run.seconds for run in main[key]], [run.seconds for run in main[SINGLE]])
+    own, base = ([run.seconds for run in main[each]] for each in (key, BASES[key]))
+    return ratio(own, base)
 
 
 def _accuracies(runs: Sequence[Result]) -> list[float]:
@@ -156,17 +167,28 @@ def verdict(main: Mapping[str, list[Result]], names: Mapping[str, str]) -> str:
         f"The paper found that distribution took {CLAIMED:.1%} less time, at an accuracy within "
         "one point."
     ]
-    for key in (key for key in main if key != SINGLE):
+    for key, base in BASES.items():
+        if key not in main:
+            continue
         found = _time_ratio(main, key)
-        base, own = median(_accuracies(main[SINGLE])), median(_accuracies(main[key]))
-        difference = 100 * (own.value - base.value)
-        within = "within" if abs(own.value - base.value) <= POINT else "NOT within"
+        lost = difference(_accuracies(main[key]), _accuracies(main[base]))
         parts.append(
-            f"- {names[key]} {_less_time(found)}; its accuracy is {own.value:.4f}, "
-            f"{difference:+.2f} points from the single device's, {within} one point. "
-            f"{_holds(found, within == 'within')}"
+            f"- {names[key]} {_less_time(found)}; its accuracy is {_points(lost)}. "
+            f"{_holds(found, _is_within(lost))}"
         )
     return "\n".join(parts)
+
+
+def _points(lost: Estimate) -> str:
+    said = f"{100 * lost.value:+.2f} points from the single device's"
+    if lost.low is not None and lost.high is not None:
+        said += f" ({100 * lost.low:+.2f} to {100 * lost.high:+.2f})"
+    return f"{said}, {'within' if _is_within(lost) else 'NOT within'} one point"
+
+
+def _is_within(lost: Estimate) -> bool:
+    ends = (lost.value, lost.low or lost.value, lost.high or lost.value)
+    return all(abs(end) <= POINT for end in ends)
 
 
 def _less_time(found: Estimate) -> str:
@@ -198,7 +220,7 @@ def cost_of_mirrors(results: Mapping[str, list[Result]]) -> str:
     """Where the time of a mirrored step goes that a single device's does not have."""
     whole, small = (
         {
-            key: 1e3 * median(_step_seconds(results[f"{prefix}{key}"])).value
+            key: 1e3 * median([run.step_seconds for run in results[f"{prefix}{key}"]]).value
             for key in (SINGLE, MIRRORED)
         }
         for prefix in ("", "small-")
@@ -211,7 +233,3 @@ def cost_of_mirrors(results: Mapping[str, list[Result]]) -> str:
         f"{fixed:.2f} ms to each step whatever it computes, and {more - fixed:+.2f} ms that "
         "depend on the images."
     )
-
-
-def _step_seconds(runs: Sequence[Result]) -> list[float]:
-    return [run.batch_size / run.images_per_second for run in runs]

@@ -7,7 +7,18 @@ from pathlib import Path
 
 from hvdtrain import configfile, files, launch
 from hvdtrain.config import TrainConfig
-from hvdtrain.errors import DataError, HvdtrainError, Interrupted, Preempted, RankError
+from hvdtrain.errors import (
+    CheckFailed,
+    DataError,
+    HvdtrainError,
+    Interrupted,
+    Preempted,
+    RankError,
+    UsageError,
+)
+
+KINDS: tuple[type[HvdtrainError], ...] = (CheckFailed, UsageError, DataError)
+KINDS += (RankError, Interrupted, Preempted)
 
 
 @dataclass(frozen=True)
@@ -34,6 +45,7 @@ def run_all(
     spread over all of them. Runs that are finished are kept, those that were ended go on.
 
     Raises:
+        UsageError: if a folder holds a run of other settings.
         HvdtrainError: as the run that failed; the others stay.
     """
     todo = [(arm, seed) for arm in arms for seed in range(repeats)]
@@ -42,12 +54,26 @@ def run_all(
     for number, (arm, seed) in enumerate(todo, 1):
         folder = to / "runs" / f"{arm.key}-{seed}"
         found[arm.key].append(folder)
+        config = replace(arm.config, seed=seed, run=str(folder))
+        _check_same(folder / "config.yaml", config)
         if (folder / "summary.json").exists():
             say(f"run {number} of {len(todo)}: {folder} is finished")
             continue
         say(f"run {number} of {len(todo)}: {arm.name}, seed {seed}")
-        _run(replace(arm.config, seed=seed, run=str(folder)), arm.ranks, to / "configs")
+        _run(config, arm.ranks, to / "configs")
     return found
+
+
+def _check_same(path: Path, config: TrainConfig) -> None:
+    """Raise UsageError if the folder holds a run of other settings."""
+    if path.exists():
+        saved = configfile.load(path)
+        changed = configfile.differences(saved, config, configfile.MAY_CHANGE_IN_STUDY)
+        if changed:
+            raise UsageError(
+                f"{path.parent} holds a run of other settings ({'; '.join(changed)}): "
+                "choose another --to"
+            )
 
 
 def _run(config: TrainConfig, ranks: int, folder: Path) -> None:
@@ -63,8 +89,5 @@ def _run(config: TrainConfig, ranks: int, folder: Path) -> None:
     outcome = launch.supervise(ranks, ["train", "--config", str(path), *goes_on])
     if outcome.code == 0:
         return
-    kinds: list[type[HvdtrainError]] = [Interrupted, Preempted]
-    for kind in kinds:
-        if outcome.code == kind.exit_code:
-            raise kind("the same command goes on from here")
-    raise RankError(f"{run} failed with exit code {outcome.code}: {outcome.message.strip()}")
+    kind = next((kind for kind in KINDS if kind.exit_code == outcome.code), RankError)
+    raise kind(f"{run} has stopped; the same command goes on from here once that is mended")

@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,7 @@ class Result:
             which a rank waited for communication (imbalance included), for its turn in a
             pipeline, for images, and for a slower rank.
         peak_memory_bytes: of the rank with most.
+        step_seconds: of a step of a whole batch, the median.
     """
 
     path: Path
@@ -69,6 +71,7 @@ class Result:
     epochs: tuple[Epoch, ...]
     machine: dict[str, Any]
     versions: dict[str, str]
+    step_seconds: float = 0.0
 
     @property
     def cores(self) -> int:
@@ -130,13 +133,15 @@ def _result(
     run: Path, summary: dict[str, Any], lines: list[dict[str, Any]], config: dict[str, Any]
 ) -> Result:
     steps = [line for line in lines if line["event"] == "step"]
+    devices = int(summary.get("devices_a_rank", 1))
     if any(
-        line["stages"] != summary["plan"]["stages"] for line in lines if line["event"] == "plan"
+        line["stages"] != summary["plan"]["stages"] or line.get("devices_a_rank", 1) != devices
+        for line in lines
+        if line["event"] == "plan"
     ):
         raise ValueError("it went on under another plan or number of ranks, so it is of no size")
     train_seconds = float(summary["train_seconds"])
     machine = dict(summary.get("machine", {}))
-    devices = int(summary.get("devices_a_rank", 1))
     data, imbalance = _shares(steps, int(config["batch_size"]), summary["plan"])
     return Result(
         path=run,
@@ -163,7 +168,14 @@ def _result(
         epochs=tuple(_epoch(line) for line in lines if line["event"] == "epoch"),
         machine=machine,
         versions=dict(summary["versions"]),
+        step_seconds=_step_seconds(steps, int(config["batch_size"])),
     )
+
+
+def _step_seconds(steps: list[dict[str, Any]], batch_size: int) -> float:
+    """The median of the step lines but the first, in which libraries make themselves ready."""
+    rates = [line["images_per_second"] for line in steps]
+    return batch_size / median(rates[1:] or rates) if rates else 0.0
 
 
 def plan_name(plan: dict[str, Any]) -> str:

@@ -79,6 +79,20 @@ def ratio(over: Sequence[float], under: Sequence[float]) -> Estimate:
     return Estimate(value, float(low), float(high))
 
 
+def difference(first: Sequence[float], second: Sequence[float]) -> Estimate:
+    """The median of `first` less that of `second`, which are not paired."""
+    value = float(np.median(first) - np.median(second))
+    if min(len(first), len(second)) < 2:
+        return Estimate(value)
+
+    def statistic(one: NDArray[np.float64], other: NDArray[np.float64], axis: int) -> object:
+        return np.median(one, axis=axis) - np.median(other, axis=axis)
+
+    found = stats.bootstrap((first, second), statistic, **_SETTINGS, rng=np.random.default_rng(0))
+    low, high = found.confidence_interval
+    return Estimate(value, float(low), float(high))
+
+
 _SETTINGS = {
     "confidence_level": CONFIDENCE,
     "n_resamples": RESAMPLES,

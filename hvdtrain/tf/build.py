@@ -3,12 +3,14 @@
 from typing import Any
 
 import keras
+import numpy as np
 
 from hvdtrain import models
 from hvdtrain.config import TrainConfig
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import UsageError, one_line
 from hvdtrain.models import find
 from hvdtrain.tf.cnn import cnn
+from hvdtrain.training.checkpoint import partfile
 
 POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp64": "float64"}
 
@@ -19,24 +21,25 @@ def build_model(config: TrainConfig, classes: int, image_size: int) -> keras.Mod
     Raises:
         UsageError: if there is no such model, or it is not one that a run can train.
     """
+    keras.config.set_floatx("float64" if config.precision == "fp64" else "float32")
     keras.config.set_dtype_policy(POLICIES[config.precision])
     keras.utils.set_random_seed(config.seed)
     if config.model == "cnn":
-        return cnn(classes, image_size, config.seed)
-    models.check_name(config.model)
-    if config.model in models.REGISTRY:
-        raise UsageError(
-            f"--framework tensorflow has no {config.model}: there is cnn, and "
-            "package.module:function for a Keras model of your own"
-        )
-    function = find.find_function(config.model)
-    made = find.call(config.model, function, classes, image_size, {})
-    check_model(config.model, made, classes, image_size)
-    return made
+        made: object = cnn(classes, image_size, config.seed)
+    else:
+        models.check_name(config.model)
+        if config.model in models.REGISTRY:
+            raise UsageError(
+                f"--framework tensorflow has no {config.model}: there is cnn, and "
+                "package.module:function for a Keras model of your own"
+            )
+        function = find.find_function(config.model)
+        made = find.call(config.model, function, classes, image_size, {})
+    return checked(config.model, made, classes, image_size)
 
 
-def check_model(name: str, made: object, classes: int, image_size: int) -> None:
-    """Refuse what a step cannot train.
+def checked(name: str, made: object, classes: int, image_size: int) -> keras.Model:
+    """The model that was made, built, if a step can train it.
 
     Raises:
         UsageError: saying what is wrong with it.
@@ -46,28 +49,62 @@ def check_model(name: str, made: object, classes: int, image_size: int) -> None:
             f"model {name!r} returned a {type(made).__name__}: with --framework tensorflow it "
             "must return a keras.Model"
         )
-    if not made.built:
-        made.build((None, image_size, image_size, 3))
-    shape = tuple(made.compute_output_shape((2, image_size, image_size, 3)))
+    try:
+        emitted = made(np.zeros((2, image_size, image_size, 3), keras.config.floatx()))
+        shape = tuple(emitted.shape)
+    except Exception as error:
+        raise UsageError(
+            f"model {name!r} cannot take images of {image_size}x{image_size} and give one tensor: "
+            f"{one_line(error)}"
+        ) from error
     if shape != (2, classes):
         raise UsageError(
             f"model {name!r} emits shape {shape} for 2 images, not (2, {classes}): "
             "it must emit one logit for each class"
         )
-    last = getattr(made.layers[-1], "activation", None) if made.layers else None
-    if last is keras.activations.softmax:
+    _check_loss(name, made)
+    _check_weights(name, made)
+    return made
+
+
+def _check_loss(name: str, model: keras.Model) -> None:
+    last = model.layers[-1] if model.layers else model
+    is_softmax = getattr(last, "activation", None) is keras.activations.softmax
+    if is_softmax or isinstance(last, keras.layers.Softmax):
         raise UsageError(
             f"model {name!r} ends in a softmax, which belongs to the loss: let it emit logits"
         )
-    if not made.trainable_weights:
+    if model.losses:
+        raise UsageError(
+            f"model {name!r} has losses of its own (regularisers), which a run does not add: "
+            "leave them out, and use --weight-decay"
+        )
+
+
+def _check_weights(name: str, model: keras.Model) -> None:
+    if not model.trainable_weights:
         raise UsageError(f"model {name} has no parameters that are trained")
-    paths = [weight.path for weight in made.weights]
-    if len(set(paths)) < len(paths):
-        raise UsageError(f"model {name!r} has two weights of one name: name its layers apart")
+    check_names(weight.path for weight in model.weights)
+    for weight in model.weights:
+        if weight.dtype not in partfile.DTYPES:
+            raise UsageError(f"{weight.path} is of {weight.dtype}, which a checkpoint cannot hold")
+
+
+def check_names(paths: Any) -> None:
+    """Raise UsageError if two variables have one name, by which a checkpoint keeps them."""
+    seen: set[str] = set()
+    for path in paths:
+        if path in seen:
+            raise UsageError(f"the model has two variables {path}: name its layers apart")
+        seen.add(path)
 
 
 def build_optimizer(config: TrainConfig, model: keras.Model) -> Any:
-    """The optimizer of a run, with its variables; its constants are Keras's own."""
+    """The optimizer of a run, with its variables; its constants are Keras's own.
+
+    Raises:
+        UsageError: if it would keep two parameters' states under one name.
+    """
     rate = config.learning_rate()
     if config.optimizer == "sgd":
         nesterov = config.momentum > 0
@@ -77,4 +114,5 @@ def build_optimizer(config: TrainConfig, model: keras.Model) -> Any:
     else:
         own = keras.optimizers.AdamW(rate, weight_decay=config.weight_decay)
     own.build(model.trainable_variables)
+    check_names(variable.path for variable in own.variables)
     return own

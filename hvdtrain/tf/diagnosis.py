@@ -1,31 +1,42 @@
-"""Where a bad step of a Keras model went wrong: it is run again, layer by layer."""
+"""Where a bad step of a Keras model went wrong: it is run again, and each layer is looked at."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.tf.reduction import sums
 from hvdtrain.tf.step import Steps
 from hvdtrain.world import World
 
+Sighting = tuple[int, str, bool]  # number and name of a layer; whether its weights are bad
 
-def diagnose(steps: Steps, here: World, arguments: tuple[Any, ...]) -> str:
+
+def diagnose(
+    steps: Steps, here: World, arguments: tuple[Any, ...], seed: Callable[[], Any]
+) -> str:
     """Run a step again without updating anything; what is wrong with it, in words. Collective.
 
-    The generators are as they were when the step began. Running statistics are changed.
+    Running statistics are changed.
+
+    Args:
+        arguments: of `Steps.gradients`.
+        seed: makes generators as they were when the step began.
     """
-    images, labels, counts, whole = arguments
-    seen = here.gather(_first_bad_layer(steps, images) if counts else None)
-    found = [each for each in seen if each is not None]
-    if found:
-        _, layer, has_bad_weights = min(found)
+    sightings: list[Sighting] = []
+    seed()
+    with _watched(steps, sightings):
+        _, gradients = steps.gradients(*arguments)
+    seen = [sighting for theirs in here.gather(sightings) for sighting in theirs]
+    if here.size > 1:
+        gradients = sums(gradients, "diagnosis")
+    if seen:
+        _, layer, has_bad_weights = min(seen)
         why = "nor are its weights" if has_bad_weights else "input and weights are"
         return f"the output of {layer} is the first that is not finite ({why})"
-    _, gradients = steps.gradients(images, labels, counts, whole)
-    told = here.gather([each.numpy() for each in gradients])
-    sums = [np.sum(parts, axis=0) for parts in zip(*told, strict=True)]
-    norms = [float(np.linalg.norm(each.astype(np.float64))) for each in sums]
+    norms = [float(np.linalg.norm(each.numpy().astype(np.float64))) for each in gradients]
     names = [weight.path for weight in steps.weights]
     bad = [name for name, norm in zip(names, norms, strict=True) if not np.isfinite(norm)]
     if bad:  # backward goes from the last to the first
@@ -37,29 +48,33 @@ def diagnose(steps: Steps, here: World, arguments: tuple[Any, ...]) -> str:
     )
 
 
-def _first_bad_layer(steps: Steps, images: np.ndarray) -> tuple[int, str, bool] | None:
-    """Number and name of the first layer that emits what is not finite; are its weights bad too?
-
-    None as well for a model that is no graph of layers, whose inside cannot be looked at.
-    """
+@contextmanager
+def _watched(steps: Steps, sightings: list[Sighting]) -> Iterator[None]:
+    """Note the layers that emit what is not finite from what is."""
+    layers = list(steps.model.layers)
+    before = [layer.call for layer in layers]
+    for number, layer in enumerate(layers):
+        layer.call = _looking(number, layer, layer.call, sightings)
     try:
-        layers = [each for each in steps.model.layers if not _is_input(each)]
-        outputs = [layer.output for layer in layers]
-    except AttributeError:
-        return None
-    inside = keras.Model(steps.model.inputs, outputs)
-    emitted = inside(steps.prepare(images), training=True)
-    emitted = emitted if isinstance(emitted, list) else [emitted]
-    for number, (layer, output) in enumerate(zip(layers, emitted, strict=True)):
-        if not _is_finite(output):
-            return number, layer.name, not all(map(_is_finite, layer.weights))
-    return None
+        yield
+    finally:
+        for layer, call in zip(layers, before, strict=True):
+            layer.call = call
 
 
-def _is_input(layer: keras.layers.Layer) -> bool:
-    return isinstance(layer, keras.layers.InputLayer)
+def _looking(
+    number: int, layer: Any, call: Callable[..., Any], sightings: list[Sighting]
+) -> Callable[..., Any]:
+    def look(*given: Any, **options: Any) -> Any:
+        output = call(*given, **options)
+        if _are_finite(given) and not _are_finite(output):
+            sightings.append((number, layer.name, not _are_finite(layer.weights)))
+        return output
+
+    return look
 
 
-def _is_finite(value: Any) -> bool:
-    number = tf.cast(tf.convert_to_tensor(value), tf.float64)
-    return bool(tf.reduce_all(tf.math.is_finite(number)))
+def _are_finite(values: Any) -> bool:
+    found = (tf.convert_to_tensor(each) for each in tf.nest.flatten(values) if each is not None)
+    numbers = (each for each in found if each.dtype.is_floating)
+    return all(bool(tf.reduce_all(tf.math.is_finite(each))) for each in numbers)

@@ -1,5 +1,6 @@
 """MirroredStrategy: one process, whose devices each take a part of the batch."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -46,34 +47,27 @@ class MirroredSteps:
         """Trace anew what was traced."""
         self._traced = tf.function(self._on_all)
 
-    def train(self, images: np.ndarray, labels: np.ndarray, counts: Any, whole: Any) -> Done:
+    def train(self, images: np.ndarray, labels: np.ndarray, whole: Any) -> Done:
         """One step, on a contiguous part of the batch for each device."""
-        done: Done = self._traced(*self._parts(images, labels, counts), whole)
+        done: Done = self._traced(*self._parts(images, labels), whole)
         return done
 
-    def trace(self, images: np.ndarray, labels: np.ndarray, counts: Any, whole: Any) -> None:
+    def trace(self, images: np.ndarray, labels: np.ndarray, whole: Any) -> None:
         """Trace a step on such a batch, without making it."""
-        self._traced.get_concrete_function(*self._parts(images, labels, counts), whole)
+        self._traced.get_concrete_function(*self._parts(images, labels), whole)
 
-    def _parts(self, images: np.ndarray, labels: np.ndarray, counts: Any) -> list[Any]:
-        cuts = order.split(len(images), [1] * self.count)
-        own: list[tuple[np.ndarray, np.ndarray, Any]] = []
-        for start, stop in cuts:
-            if start == stop:  # no layer takes no image
-                own.append((images[:1], labels[:1], np.zeros_like(counts)))
-            else:
-                own.append((images[start:stop], labels[start:stop], counts))
-        return [self._spread(values) for values in zip(*own, strict=True)]
+    def _parts(self, *arrays: np.ndarray) -> list[Any]:
+        cuts = order.split(len(arrays[0]), [1] * self.count)
+        return [self._spread([each[start:stop] for start, stop in cuts]) for each in arrays]
 
-    def _spread(self, values: tuple[Any, ...]) -> Any:
+    def _spread(self, values: Sequence[np.ndarray]) -> Any:
         def of(context: Any) -> Any:
             return tf.constant(values[context.replica_id_in_sync_group])
 
         return self.strategy.experimental_distribute_values_from_function(of)
 
-    def _on_all(self, images: Any, labels: Any, counts: Any, whole: Any) -> Done:
-        arguments = (images, labels, counts, whole)
-        done: Done = self.strategy.run(self.steps.once, args=arguments)
+    def _on_all(self, images: Any, labels: Any, whole: Any) -> Done:
+        done: Done = self.strategy.run(self.steps.once, args=(images, labels, whole))
         own = self.strategy.experimental_local_results
         norms = tf.stack(own(done.norm))
         return Done(

@@ -119,12 +119,10 @@ def average(gradients: list[Any], name: str) -> list[Any]:
     """The mean over all ranks of each gradient; None where there is none."""
     places = [place for place, each in enumerate(gradients) if each is not None]
     dense = [tf.convert_to_tensor(gradients[place]) for place in places]
-    # Horovod does not know bfloat16.
-    known = [tf.cast(each, tf.float32) if each.dtype == tf.bfloat16 else each for each in dense]
     found = list(gradients)
     # A name of its own: automatic ones differ between ranks that trace at different steps.
-    for place, own, total in zip(places, dense, sums(known, f"{name}.gradients"), strict=True):
-        found[place] = tf.cast(total / world.current().size, own.dtype)
+    for place, total in zip(places, sums(dense, f"{name}.gradients"), strict=True):
+        found[place] = total / tf.cast(world.current().size, total.dtype)
     return found
 
 

@@ -3,7 +3,6 @@
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,27 +12,16 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from hvdtrain import world
-from hvdtrain.activity import Activity
-from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
 from hvdtrain.data.order import Rows
-from hvdtrain.data.shards import read_index
 from hvdtrain.errors import UsageError
-from hvdtrain.frameworks import mirrored_devices
-from hvdtrain.parallel.plan import replicated
 from hvdtrain.tf import agreement, diagnosis
-from hvdtrain.tf.build import build_model, build_optimizer
-from hvdtrain.tf.mirrored import MirroredSteps, make_strategy
-from hvdtrain.tf.start import check_backend, start_horovod, use_gpus, use_own_threads
+from hvdtrain.tf.mirrored import MirroredSteps
 from hvdtrain.tf.step import Steps
 from hvdtrain.training.checkpoint.store import MODEL, OPTIMIZER, owners
-from hvdtrain.training.feed import Feed, open_splits
+from hvdtrain.training.feed import Feed
 from hvdtrain.training.randomness import step_seed
 from hvdtrain.training.session import Result, Session, Shape, Taken
-from hvdtrain.training.staging import staged
-from hvdtrain.training.stall import patience, stalled
-from hvdtrain.world import World
 
 EVALUATION_IMAGES = 256  # a rank
 
@@ -81,7 +69,7 @@ class KerasSession(Session):
     @property
     @override
     def loss_delay(self) -> int:
-        return 1 if self.gpus else 0
+        return 0  # what else a step gives is waited for
 
     @property
     @override
@@ -123,13 +111,7 @@ class KerasSession(Session):
         (self.mirrored or self.steps).trace(*arguments)
 
     def _arguments(self, feed: Feed, batch_size: int) -> tuple[Any, ...]:
-        """What the traced step takes; an image that does not count for a rank without any."""
-        kind = self.steps.dtype.as_numpy_dtype
-        images, labels, counts = feed.images, feed.labels, kind(1)
-        if not len(images):
-            images, labels = np.zeros((1, *images.shape[1:]), np.uint8), np.zeros(1, np.int64)
-            counts = kind(0)
-        return images, labels, counts, kind(batch_size)
+        return feed.images, feed.labels, self.steps.dtype.as_numpy_dtype(batch_size)
 
     @override
     def evaluate(self, batches: Iterable[tuple[Feed, int]]) -> tuple[float, float]:
@@ -143,12 +125,17 @@ class KerasSession(Session):
 
     @override
     def diagnose(self, taken: Taken) -> str:
+        if self.mirrored is not None:
+            return (
+                "the weights have taken it, so where it began is not known (--plan dp finds out)"
+            )
         newest, _ = self.activity.now()
         self.activity.step(taken.step)
-        self._seed(taken.position)
         kept = [each.numpy() for each in self.steps.statistics]
         arguments = self._arguments(taken.feed, taken.batch_size)
-        said = diagnosis.diagnose(self.steps, self.world, arguments)
+        said = diagnosis.diagnose(
+            self.steps, self.world, arguments, lambda: self._seed(taken.position)
+        )
         for own, before in zip(self.steps.statistics, kept, strict=True):
             own.assign(before)
         self.activity.step(newest)
@@ -170,12 +157,10 @@ class KerasSession(Session):
 
     def _kept(self) -> dict[str, Any]:
         """All variables that a checkpoint holds, by the names that they have there."""
-        own = [each for each in self.optimizer.variables if each is not self._rate_variable()]
+        rate = self.optimizer.learning_rate
+        own = [each for each in self.optimizer.variables if each is not rate]
         found = {f"{MODEL}{weight.path}": weight for weight in self.model.weights}
         return found | {f"{OPTIMIZER}{each.path}": each for each in own}
-
-    def _rate_variable(self) -> Any:
-        return self.optimizer.learning_rate
 
     @override
     def share(self) -> dict[str, np.ndarray]:
@@ -234,7 +219,8 @@ class KerasSession(Session):
         return self._gpu_memory("peak") if self.gpus else super().peak_memory_bytes()
 
     def _gpu_memory(self, which: str) -> int:
-        return int(tf.config.experimental.get_memory_info("GPU:0")[which])
+        info = tf.config.experimental.get_memory_info
+        return sum(int(info(f"GPU:{number}")[which]) for number in range(self.gpus))
 
     @override
     def celsius(self) -> float:
@@ -248,88 +234,6 @@ class KerasSession(Session):
             for number, state in enumerate(self.seeds):
                 words = np.array([seed >> 32, (seed + number) & 0xFFFFFFFF], np.uint32)
                 state.assign(words)
-
-
-def open_session(config: TrainConfig, here: World) -> KerasSession:
-    """Check everything that can be checked before the first step, then build it. Collective.
-
-    Raises:
-        UsageError, DataError: for whatever a user can get wrong.
-    """
-    if config.ranks is not None and config.ranks != here.size:
-        raise UsageError(
-            f"--ranks {config.ranks}, but the launcher started {here.size}: leave --ranks out"
-        )
-    check_backend()
-    devices = mirrored_devices(config.plan)
-    if here.size > 1 and (config.plan == "single" or devices is not None):
-        raise UsageError(
-            f"--plan {config.plan} runs on one rank, not on {here.size}: use --plan dp"
-        )
-    use_own_threads(here)
-    gpus = _gpus(config, here, devices)
-    start_horovod(here)
-    index = staged(read_index(config.data), config.stage, here)
-    size = index.image_shape[0]
-    _check_images(config, index.image_shape)
-    train_rows, held_rows = order.holdout(
-        index.splits["train"].count, config.holdout, index.hash, config.seed
-    )
-    strategy = None
-    if devices is not None:
-        strategy = make_strategy(config.plan or "", devices, gpus, here)
-    with strategy.scope() if strategy else nullcontext():
-        model = build_model(config, index.classes, size)
-        optimizer = build_optimizer(config, model)
-    replicas = int(strategy.num_replicas_in_sync) if strategy else 1
-    normalisation = index.normalisation(config.normalise)
-    steps = Steps(model, optimizer, config, normalisation, here.size, replicas)
-    names = [layer.name for layer in model.layers if layer.weights]
-    saved = {id(weight) for weight in model.weights}
-    session = KerasSession(
-        config=config,
-        world=here,
-        index=index,
-        plan=replicated(names, here.size, None, None),
-        shapes={weight.path: tuple(weight.shape) for weight in model.weights},
-        parameters=sum(int(np.prod(weight.shape)) for weight in model.trainable_weights),
-        activity=Activity(world.activity_path(), here.rank, patience(config), stalled),
-        train_rows=train_rows,
-        held_rows=held_rows,
-        splits=open_splits(index, here, reads=True),
-        model=model,
-        optimizer=optimizer,
-        steps=steps,
-        mirrored=MirroredSteps(steps, strategy) if strategy else None,
-        seeds=[each for each in model.variables if id(each) not in saved],
-        gpus=gpus,
-    )
-    session.trace()
-    return session
-
-
-def _gpus(config: TrainConfig, here: World, devices: int | None) -> int:
-    """How many GPUs this rank uses, and nothing else sees any."""
-    if config.device == "cpu":
-        tf.config.set_visible_devices([], "GPU")
-        return 0
-    found = use_gpus(here, every=devices is not None)
-    if config.device == "cuda" and not found:
-        raise UsageError("--device cuda, but TensorFlow sees no GPU here: use --device cpu")
-    return found
-
-
-def _check_images(config: TrainConfig, shape: tuple[int, int, int]) -> None:
-    height, width, channels = shape
-    if channels != 3 or height != width:
-        raise UsageError(
-            f"{config.data} holds images of {height}x{width}x{channels}: "
-            "models need square images of 3 channels"
-        )
-    if config.image_size not in (None, height):
-        raise UsageError(
-            f"--image-size {config.image_size}, but the images of {config.data} are {height}"
-        )
 
 
 def _digest(array: np.ndarray) -> str:

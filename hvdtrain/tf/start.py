@@ -1,20 +1,20 @@
 """Joins the ranks of the launcher, for a program that trains with Keras."""
 
 import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import keras
 import tensorflow as tf
 
 from hvdtrain import failure, world
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import UsageError, one_line
 from hvdtrain.world import World
 
 HOROVOD = {
     # A step that some ranks do not make ends the job, after a warning that names them.
     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "300",
     "HOROVOD_LOG_LEVEL": "warning",
-    # Gradients are many tensors here, of one group: always the same ones travel together.
-    "HOROVOD_FUSION_THRESHOLD": str(64 * 2**20),
 }
 
 
@@ -36,13 +36,23 @@ def start(threads: int | None = None, allreduce: str = "auto") -> World:
     here = world.start(allreduce, threads)
     if here.size > 1:
         failure.end_all_on_exception()
-    try:
+    with before_any_model():
         use_own_threads(here)
-        use_gpus(here)
-    except RuntimeError as error:
-        raise UsageError(f"hvdtrain.tf.start() comes before any model: {error}") from None
+        use_gpus([here.local_rank])
     start_horovod(here)
     return here
+
+
+@contextmanager
+def before_any_model() -> Iterator[None]:
+    """Turn what TensorFlow refuses once it has begun into an error of one line."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise UsageError(
+            f"TensorFlow has begun already in this process ({one_line(error)}): this comes before "
+            "any model"
+        ) from None
 
 
 def check_backend() -> None:
@@ -53,7 +63,7 @@ def check_backend() -> None:
         )
 
 
-def start_horovod(here: World) -> None:
+def start_horovod(here: World, parameter_bytes: int = 0) -> None:
     """Start Horovod where there are ranks to talk to. Collective.
 
     Raises:
@@ -62,22 +72,25 @@ def start_horovod(here: World) -> None:
     if here.size > 1:
         for name, value in HOROVOD.items():
             os.environ.setdefault(name, value)
-        world.start_horovod(0, framework="tensorflow")
+        world.start_horovod(parameter_bytes, framework="tensorflow")
 
 
 def use_own_threads(here: World) -> None:
-    """Give TensorFlow the threads of this rank; RuntimeError if it has begun already."""
-    tf.config.threading.set_intra_op_parallelism_threads(here.threads)
+    """Give TensorFlow the threads of this rank; RuntimeError if it has begun with others."""
+    if tf.config.threading.get_intra_op_parallelism_threads() != here.threads:
+        tf.config.threading.set_intra_op_parallelism_threads(here.threads)
 
 
-def use_gpus(here: World, every: bool = False) -> int:
-    """Show TensorFlow the GPU of this rank, or every one; the number of those that it sees.
+def use_gpus(numbers: Iterable[int]) -> int:
+    """Show TensorFlow these GPUs, modulo those that there are; how many it sees then.
 
     Raises:
-        RuntimeError: if it has begun already.
+        RuntimeError: if it has begun with others.
     """
     gpus = tf.config.list_physical_devices("GPU")
-    own = gpus if every or not gpus else [gpus[here.local_rank % len(gpus)]]
+    if not gpus:
+        return 0
+    own = [gpus[number] for number in sorted({number % len(gpus) for number in numbers})]
     tf.config.set_visible_devices(own, "GPU")
     for gpu in own:
         tf.config.experimental.set_memory_growth(gpu, True)

@@ -29,13 +29,14 @@ class Done(NamedTuple):
 class Steps:
     """The traced functions of one rank.
 
-    Images are uint8 [n, H, W, C], labels int64 [n]. The loss is the mean over the samples of the
-    global batch: each rank's gradients are parts of a sum.
+    Images are uint8 [n, H, W, C], labels int64 [n]; n is 0 on a rank that has no part of a batch.
+    The loss is the mean over the samples of the global batch: each rank's gradients are parts of a
+    sum.
 
     Args:
         normalisation: what is taken away from each channel, and what it is divided by.
         ranks: that reduce their gradients.
-        replicas: of MirroredStrategy, whose optimizer adds their gradients up; 1 without.
+        mirrors: devices of MirroredStrategy, whose optimizer adds their gradients up; 0 without.
     """
 
     def __init__(
@@ -45,16 +46,19 @@ class Steps:
         config: TrainConfig,
         normalisation: tuple[Sequence[float], Sequence[float]],
         ranks: int,
-        replicas: int = 1,
+        mirrors: int = 0,
     ) -> None:
         self.model, self.optimizer, self.config = model, optimizer, config
-        self.ranks, self.replicas = ranks, replicas
+        self.ranks, self.mirrors = ranks, mirrors
         self.dtype = tf.float64 if config.precision == "fp64" else tf.float32
         kind = self.dtype.as_numpy_dtype
         self.mean, self.std = (np.asarray(each, kind) for each in normalisation)
         self.weights = list(model.trainable_variables)
-        # Running statistics: every rank takes the mean of what they all found.
+        # Running statistics: all take the mean, by samples, of what each found.
         self.statistics = [each for each in model.non_trainable_weights if is_float(each)]
+        # No constant: TensorFlow computes once, before the first step, what it is given constants
+        # for, all-reduces among them, which the other ranks would wait for in the next.
+        self.zero = tf.Variable(0, dtype=self.dtype, trainable=False)
         self.forget()
 
     def forget(self) -> None:
@@ -62,26 +66,27 @@ class Steps:
         self.train = tf.function(self.once)
         self.evaluate = tf.function(self._evaluate, reduce_retracing=True)
 
-    def trace(self, images: np.ndarray, labels: np.ndarray, counts: Any, whole: Any) -> None:
+    def trace(self, images: np.ndarray, labels: np.ndarray, whole: Any) -> None:
         """Trace a step on such a batch, without making it."""
-        self.train.get_concrete_function(images, labels, counts, whole)
+        self.train.get_concrete_function(images, labels, whole)
 
     def prepare(self, images: Any) -> Any:
         """Images as the model reads them."""
         return (tf.cast(images, self.dtype) / 255 - self.mean) / self.std
 
-    def gradients(
-        self, images: Any, labels: Any, counts: Any, whole: Any
-    ) -> tuple[Any, list[Any]]:
+    def gradients(self, images: Any, labels: Any, whole: Any) -> tuple[Any, list[Any]]:
         """The sum of the losses, and this rank's part of each gradient.
 
         Args:
-            counts: 1, or 0 where the images stand in for none, as no layer takes no image.
             whole: samples of the global batch.
         """
+        if images.shape[0] == 0:  # which no layer takes
+            zero = tf.convert_to_tensor(self.zero)
+            nothing = [tf.fill(each.shape, tf.cast(zero, each.dtype)) for each in self.weights]
+            return zero, nothing
         with tf.GradientTape() as tape:
             logits = tf.cast(self.model(self.prepare(images), training=True), self.dtype)
-            loss_sum = counts * tf.reduce_sum(self._losses(logits, labels))
+            loss_sum = tf.reduce_sum(self._losses(logits, labels))
             loss = loss_sum / whole
         found = tape.gradient(loss, self.weights)
         dense = [
@@ -98,37 +103,48 @@ class Steps:
         targets = tf.one_hot(labels, classes, dtype=self.dtype) * (1 - part) + part / classes
         return tf.nn.softmax_cross_entropy_with_logits(targets, logits)
 
-    def once(self, images: Any, labels: Any, counts: Any, whole: Any) -> Done:
+    def once(self, images: Any, labels: Any, whole: Any) -> Done:
         """One step; its arguments as those of `gradients`."""
         before = [tf.identity(each) for each in self.statistics]
-        loss_sum, gradients = self.gradients(images, labels, counts, whole)
-        gradients, exposed = self._reduced(gradients)
+        loss_sum, gradients = self.gradients(images, labels, whole)
+        own = tf.cast(images.shape[0], self.dtype) / whole
+        gradients, exposed = self._reduced(gradients, own)
         norm = tf.linalg.global_norm([tf.cast(each, self.dtype) for each in gradients])
         limit = self.config.gradient_limit
         is_good = tf.math.is_finite(norm)
         if limit is not None:
             is_good = is_good & (norm <= limit)
-        if self.replicas > 1:  # each sees its own gradients: what is bad ends the run behind them
+        if self.mirrors:  # each sees its own gradients: what is bad ends the run behind the update
             self.optimizer.apply(self._decayed(gradients), self.weights)
         else:
-            tf.cond(
-                is_good, lambda: self._update(gradients, norm), lambda: self._leave_out(before)
-            )
+            tf.cond(is_good, lambda: self._update(gradients, norm), lambda: self._assign(before))
         return Done(loss_sum, norm, ~is_good, exposed)
 
-    def _reduced(self, gradients: list[Any]) -> tuple[list[Any], Any]:
-        """The sums over all ranks, and the seconds that this took."""
+    def _reduced(self, gradients: list[Any], own: Any) -> tuple[list[Any], Any]:
+        """The sums over all ranks, and the seconds that this took.
+
+        Args:
+            own: this rank's part of the samples.
+        """
+        statistics = [
+            tf.convert_to_tensor(each) * tf.cast(own, each.dtype) for each in self.statistics
+        ]
+        if self.mirrors and statistics:  # the optimizer adds the gradients up
+            context = tf.distribute.get_replica_context()
+            self._assign(context.all_reduce(tf.distribute.ReduceOp.SUM, statistics))
         if self.ranks == 1:
             return gradients, tf.zeros((), tf.float64)
         with tf.control_dependencies(gradients):
             began = tf.timestamp()
-        own = [tf.convert_to_tensor(each) / self.ranks for each in self.statistics]
-        found = sums([*gradients, *own], "step")
+        found = sums([*gradients, *statistics], "step")
         with tf.control_dependencies(found):
             ended = tf.timestamp()
-        for statistic, mean in zip(self.statistics, found[len(gradients) :], strict=True):
-            statistic.assign(mean)
+        self._assign(found[len(gradients) :])
         return found[: len(gradients)], ended - began
+
+    def _assign(self, statistics: Sequence[Any]) -> None:
+        for own, value in zip(self.statistics, statistics, strict=True):
+            own.assign(value)
 
     def _update(self, gradients: list[Any], norm: Any) -> None:
         if self.config.clip_norm is not None:
@@ -136,13 +152,9 @@ class Steps:
             gradients = [each * tf.cast(scale, each.dtype) for each in gradients]
         self.optimizer.apply(self._decayed(gradients), self.weights)
 
-    def _leave_out(self, statistics: list[Any]) -> None:
-        for own, before in zip(self.statistics, statistics, strict=True):
-            own.assign(before)
-
     def _decayed(self, gradients: list[Any]) -> list[Any]:
         """With the weight decay of an optimizer that has none of its own (as in PyTorch)."""
-        decay = self.config.weight_decay / self.replicas
+        decay = self.config.weight_decay / max(1, self.mirrors)
         if not decay or self.config.optimizer == "adamw":
             return gradients
         return [

@@ -5,6 +5,7 @@ import os
 import time
 from contextlib import nullcontext
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import psutil
@@ -13,11 +14,13 @@ from hvdtrain import failure, quiet, world
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
 from hvdtrain.data.loader import Loader
-from hvdtrain.errors import CheckFailed, Interrupted, Preempted
+from hvdtrain.errors import CheckFailed, Interrupted, Preempted, UsageError
+from hvdtrain.frameworks import REMARKS
 from hvdtrain.training import saving
 from hvdtrain.training.control import Agreed, Vitals, Wishes
 from hvdtrain.training.evaluate import evaluate_epoch
 from hvdtrain.training.feed import Feed, Feeder, augmentation, requests
+from hvdtrain.training.precheck import NO_TENSORFLOW
 from hvdtrain.training.rate import learning_rate
 from hvdtrain.training.run import Run, open_run
 from hvdtrain.training.session import Result, Session, Taken
@@ -27,7 +30,6 @@ from hvdtrain.training.summary import summarise
 from hvdtrain.world import World
 
 TRACED_STEPS = 20
-REMARKS_OF_TENSORFLOW = ("oneDNN custom operations are on", "absl::InitializeLog()")
 
 
 def train(config: TrainConfig, stop: StopRequest | None = None) -> dict[str, Any]:
@@ -59,10 +61,11 @@ def _open_session(config: TrainConfig, here: World) -> Session:
     if config.framework == "tensorflow":
         # Its remarks on processors and plug-ins; errors come as exceptions.
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-        with quiet.without(REMARKS_OF_TENSORFLOW):
-            from hvdtrain.tf import session
-
-            return session.open_session(config, here)
+        if find_spec("tensorflow") is None:
+            raise UsageError(NO_TENSORFLOW)
+        with quiet.without(REMARKS):
+            from hvdtrain.tf import opening
+        return opening.open_session(config, here)
     from hvdtrain.training import setup
 
     return setup.open_session(config, here)
@@ -116,7 +119,8 @@ def _announce(run: Run) -> None:
         run.console.say(f"resumed after step {run.progress.step:,}")
     run.console.header()
     if run.records is not None:
-        run.records.event("plan", step=run.progress.step, **session.plan.to_json())
+        said = session.plan.to_json() | {"devices_a_rank": session.devices}
+        run.records.event("plan", step=run.progress.step, **said)
 
 
 def _train_epoch(run: Run) -> int | None:

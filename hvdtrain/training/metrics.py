@@ -13,7 +13,6 @@ from hvdtrain import configfile
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.files import plain_name, write_text
-from hvdtrain.training.board import Board
 
 LEDGER_HEADER = "epoch,step,rank,sample\n"
 # What ended the starts before this one, a line each, in the environment: said by the launcher.
@@ -119,6 +118,8 @@ class Records:
             is_own = config.resume and own == config.ledger
             self.ledger = _open_ledger(Path(config.ledger), kept, is_own)
         self.metrics = AppendOnly(folder.metrics, kept.get("metrics_bytes", 0))
+        from hvdtrain.training.board import Board  # loads TensorBoard: on rank 0 alone
+
         with _writing(folder.tensorboard):
             self.board = Board(folder.tensorboard, kept["step"] + 1 if kept else None)
         for each in (folder.heartbeats, folder.checkpoints):

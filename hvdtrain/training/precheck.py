@@ -1,11 +1,15 @@
 """What can be checked before ranks are started: nothing here loads torch."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 from hvdtrain import models
 from hvdtrain.config import TrainConfig
-from hvdtrain.data.index import read_index
+from hvdtrain.data.index import Index, read_index
 from hvdtrain.errors import UsageError
+from hvdtrain.world import World
+
+NO_TENSORFLOW = "TensorFlow is not installed: pip install tensorflow-cpu, or leave --framework out"
 
 
 def check_before_launch(config: TrainConfig) -> None:
@@ -17,6 +21,8 @@ def check_before_launch(config: TrainConfig) -> None:
     if config.min_ranks is not None and not config.restarts:
         raise UsageError("--min-ranks says how to start again: give --restarts too")
     models.check_name(config.model)
+    if config.framework == "tensorflow" and find_spec("tensorflow") is None:
+        raise UsageError(NO_TENSORFLOW)
     read_index(config.data)
     if config.plan == "single" and (config.ranks or 1) > 1:
         raise UsageError(f"--plan single runs on one rank, not on {config.ranks}: use --plan dp")
@@ -24,3 +30,25 @@ def check_before_launch(config: TrainConfig) -> None:
         raise UsageError(f"--weights {config.weights}: there is no such file")
     if config.resume and not config.replicate and not Path(config.run or "").is_dir():
         raise UsageError(f"{config.run} holds no run to resume")
+
+
+def check_started(config: TrainConfig, here: World) -> None:
+    """Raise UsageError unless the launcher started as many ranks as are asked for."""
+    if config.ranks is not None and config.ranks != here.size:
+        raise UsageError(
+            f"--ranks {config.ranks}, but the launcher started {here.size}: leave --ranks out"
+        )
+
+
+def check_images(config: TrainConfig, index: Index) -> None:
+    """Raise UsageError unless images are square, of 3 channels, and of the size asked for."""
+    height, width, channels = index.image_shape
+    if channels != 3 or height != width:
+        raise UsageError(
+            f"{config.data} holds images of {height}x{width}x{channels}: "
+            "models need square images of 3 channels"
+        )
+    if config.image_size not in (None, height):
+        raise UsageError(
+            f"--image-size {config.image_size}, but the images of {config.data} are {height}"
+        )

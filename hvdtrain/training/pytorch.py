@@ -130,7 +130,7 @@ class TorchSession(Session):
 
     @override
     def write_trace(self) -> None:
-        if self.runtime.events is not None and self.config.trace is not None:
+        if self.runtime.events and self.config.trace is not None:
             write_trace(self.runtime, self.world, self.config.trace)
 
     @override

@@ -22,6 +22,7 @@ from hvdtrain.training import tensors
 from hvdtrain.training.build import build_runtime
 from hvdtrain.training.feed import open_splits
 from hvdtrain.training.parts import check_compiler, recomputed_components
+from hvdtrain.training.precheck import check_images, check_started
 from hvdtrain.training.pytorch import TorchSession
 from hvdtrain.training.staging import staged
 from hvdtrain.world import World
@@ -33,10 +34,7 @@ def open_session(config: TrainConfig, here: World) -> TorchSession:
     Raises:
         UsageError, DataError: for whatever a user can get wrong.
     """
-    if config.ranks is not None and config.ranks != here.size:
-        raise UsageError(
-            f"--ranks {config.ranks}, but the launcher started {here.size}: leave --ranks out"
-        )
+    check_started(config, here)
     index = staged(read_index(config.data), config.stage, here)
     components = model_components(config, index)
     size, first = index.image_shape[0], here.rank == 0
@@ -133,16 +131,8 @@ def model_components(config: TrainConfig, index: Index) -> list[Component]:
     Raises:
         UsageError: if the model cannot have images of the data set's size.
     """
-    height, width, channels = index.image_shape
-    if channels != 3 or height != width:
-        raise UsageError(
-            f"{config.data} holds images of {height}x{width}x{channels}: "
-            "models need square images of 3 channels"
-        )
-    if config.image_size not in (None, height):
-        raise UsageError(
-            f"--image-size {config.image_size}, but the images of {config.data} are {height}"
-        )
+    check_images(config, index)
+    height = index.image_shape[0]
     return models.components(config.model, index.classes, height, config.patch_size)
 
 

@@ -25,6 +25,7 @@ def test_keras_is_data_parallel(plan: str | None) -> None:
         ({"plan": "plan.json"}, "knows no plan plan.json"),
         ({"plan": "mirrored:0"}, "mirrored:0 is no plan: mirrored:N is N devices"),
         ({"plan": "mirrored:x"}, "mirrored:x is no plan"),
+        ({"plan": "mirrored:65"}, "has more devices than --batch-size 64 has images"),
         ({"plan": "mirrored", "ranks": 2}, "runs in one process, not on 2 ranks"),
         ({"plan": "mirrored", "clip_norm": 1.0}, "--clip-norm does not go with --plan mirrored"),
         ({"plan": "mirrored", "on_bad_step": "skip"}, "--on-bad-step does not go with"),

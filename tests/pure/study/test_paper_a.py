@@ -7,7 +7,7 @@ import pytest
 
 from hvdtrain.errors import UsageError
 from hvdtrain.study import paper_a
-from hvdtrain.study.paper_a import KERAS, MIRRORED, SINGLE, TORCH
+from hvdtrain.study.paper_a import KERAS, MIRRORED, SINGLE, SINGLE_TORCH, TORCH
 from hvdtrain.study.results import Result
 
 NAMES = {arm.key: arm.name for arm in paper_a.arms("d", 10, 2)}
@@ -42,7 +42,7 @@ def runs(seconds: list[float], accuracy: float = 0.69, **changes: Any) -> list[R
 
 def test_the_arms_differ_in_nothing_but_how_they_are_distributed() -> None:
     arms = paper_a.arms("d", 10, 2)
-    assert [arm.key for arm in arms] == [SINGLE, MIRRORED, KERAS, TORCH]
+    assert [arm.key for arm in arms] == [SINGLE, MIRRORED, KERAS, SINGLE_TORCH, TORCH]
     settings = [vars(arm.config) for arm in arms]
     different = {name for name in settings[0] if len({str(one[name]) for one in settings}) > 1}
     assert different == {"framework", "plan"}
@@ -74,17 +74,20 @@ def test_the_verdict_is_what_the_intervals_say(
         assert words in text
 
 
-def test_the_cost_of_mirrors_is_told_from_what_the_images_cost() -> None:
-    def rate(images: int, milliseconds: float) -> list[Result]:
-        rate = images / milliseconds * 1e3
-        return runs([1.0], batch_size=images, images_per_second=rate)
+def test_horovod_is_compared_with_one_device_of_its_framework() -> None:
+    main = {SINGLE: runs([100, 101]), KERAS: runs([90, 91])}
+    main |= {SINGLE_TORCH: runs([50, 51]), TORCH: runs([75, 76])}
+    lines = paper_a.verdict(main, NAMES).splitlines()
+    assert "Horovod, TensorFlow took 10.0% less time" in lines[1]
+    assert "Horovod, PyTorch took 49.5% more time" in lines[2]
 
-    found = {
-        SINGLE: rate(64, 14.0),
-        MIRRORED: rate(64, 20.0),
-        f"small-{SINGLE}": rate(2, 2.0),
-        f"small-{MIRRORED}": rate(2, 7.0),
-    }
+
+def test_the_cost_of_mirrors_is_told_from_what_the_images_cost() -> None:
+    def step(milliseconds: float) -> list[Result]:
+        return runs([1.0], step_seconds=milliseconds / 1e3)
+
+    found = {SINGLE: step(14.0), MIRRORED: step(20.0)}
+    found |= {f"small-{SINGLE}": step(2.0), f"small-{MIRRORED}": step(7.0)}
     text = paper_a.cost_of_mirrors(found)
     assert "14.00 ms on the single device and 20.00 ms on the mirrors" in text
     assert "add 5.00 ms to each step whatever it computes, and +1.00 ms" in text

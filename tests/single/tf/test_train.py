@@ -5,8 +5,10 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from hvdtrain.training import checkpoint
 from tests.conftest import Program
 from tests.single.training.jobs import (
     begin,
@@ -31,6 +33,35 @@ def normed(classes, image_size):
         layers.Dropout(0.5),
         layers.Dense(classes, name="head"),
     ])
+
+def subclass(classes, image_size):
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.flat = keras.layers.Flatten()
+            self.head = keras.layers.Dense(classes, name="head")
+
+        def call(self, images):
+            return self.head(self.flat(images))
+
+    return Own()
+
+def regularised(classes, image_size):
+    layers = keras.layers
+    given = layers.Input((image_size, image_size, 3))
+    head = layers.Dense(classes, kernel_regularizer="l2")
+    return keras.Sequential([given, layers.Flatten(), head])
+
+def larger(classes, image_size):
+    layers = keras.layers
+    given = layers.Input((2 * image_size, 2 * image_size, 3))
+    return keras.Sequential([given, layers.Flatten(), layers.Dense(classes)])
+
+def two(classes, image_size):
+    layers = keras.layers
+    given = layers.Input((image_size, image_size, 3))
+    flat = layers.Flatten()(given)
+    return keras.Model(given, [layers.Dense(classes)(flat), layers.Dense(classes)(flat)])
 
 def softmax(classes, image_size):
     layers = keras.layers
@@ -173,6 +204,58 @@ def test_a_model_of_ones_own_goes_on_to_the_same_bits(
     assert digests[0] == digests[1]
 
 
+def test_running_statistics_are_those_of_all_samples(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    """After a step on two images: of three ranks one has none of them."""
+    (tmp_path / "own.py").write_text(MODELS)
+    means = {}
+    for plan, ranks in (("single", 1), ("dp", 3), ("mirrored:1", 1), ("mirrored:2", 1)):
+        run = tmp_path / plan.replace(":", "-")
+        options = ("--model", "own:normed", "--max-steps", 1, "--batch-size", 2, "--plan", plan)
+        done = hvdtrain(*command(small_set, run, *options, ranks=ranks), cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        held = checkpoint.load_newest(run / "checkpoints")[0]
+        assert held is not None
+        (mean,) = (each for name, each in held.tensors.items() if name.endswith("moving_mean"))
+        means[plan] = mean
+    assert np.abs(means["single"]).max() > 0
+    for mean in means.values():
+        assert mean == pytest.approx(means["single"], rel=1e-4)
+
+
+def test_a_model_that_is_a_class_trains_and_its_bad_layer_is_named(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "own.py").write_text(MODELS)
+    words = command(small_set, tmp_path / "run", "--model", "own:subclass", "--max-steps", 2)
+    done = hvdtrain(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    words = command(small_set, tmp_path / "bad", "--model", "own:subclass")
+    done = hvdtrain(*words, "--inject", "nan step=2 component=head", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "the output of head is the first that is not finite" in done.stderr
+
+
+def test_mirrors_end_at_a_bad_step_and_say_what_they_know(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    options = ("--plan", "mirrored:2", "--inject", "nan step=3 component=conv2")
+    done = hvdtrain(*command(small_set, tmp_path / "run", *options, ranks=1))
+    assert done.returncode == 1
+    assert "at step 3 (epoch 1): the weights have taken it, so where it began" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_out_of_memory_is_a_failed_rank(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    done = hvdtrain(*command(small_set, tmp_path / "run", "--inject", "memory step=2", ranks=1))
+    assert done.returncode == 4, done.stderr
+    assert " is out of memory: " in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_a_damaged_shard_ends_the_run(hvdtrain: Program, small_set: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     # Of a set in memory, which is read no more, a rank never sees it.
@@ -193,6 +276,9 @@ def test_a_damaged_shard_ends_the_run(hvdtrain: Program, small_set: Path, tmp_pa
     ("options", "message"),
     [
         (("--model", "own:softmax"), "ends in a softmax, which belongs to the loss"),
+        (("--model", "own:regularised"), "has losses of its own (regularisers)"),
+        (("--model", "own:larger"), "cannot take images of 16x16 and give one tensor: "),
+        (("--model", "own:two"), "cannot take images of 16x16 and give one tensor: "),
         (("--model", "resnet18"), "--framework tensorflow has no resnet18: there is cnn, and "),
         (("--device", "cuda"), "--device cuda, but TensorFlow sees no GPU here"),
         (("--image-size", "32"), "--image-size 32, but the images of "),
