@@ -4,7 +4,7 @@
 
 The CIFAR-10 CNN with Adam, fp32, on random images: a whole step, the same on two images, the sum
 of the gradients over the devices alone, and that sum with the update of weights and optimizer.
-Each side in a process of its own, with all cores, in turns.
+Each side in a process of its own, with all cores, in turns. To be run in the clone's folder.
 """
 
 import argparse
@@ -17,7 +17,6 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-import common
 import numpy as np
 
 IMAGES, SMALL = 64, 2
@@ -36,10 +35,12 @@ def main() -> None:
     if options.side is not None:
         print(json.dumps(_measure(options.side)), flush=True)
         return
+    import common  # of the script's folder, in which there is a keras.py, too
+
     found: dict[int, list[list[float]]] = {1: [], options.devices: []}
 
     def measured(devices: int) -> float:
-        own = [sys.executable, __file__, "--side", str(devices)]
+        own = [sys.executable, "-m", "benchmarks.mirrored", "--side", str(devices)]
         printed = common.run_all([own], options.devices, TF_CPP_MIN_LOG_LEVEL="2")
         found[devices].append(json.loads(printed[0].splitlines()[-1]))
         return 0.0
