@@ -83,12 +83,7 @@ def _parser() -> Parser:
     jobs = Parser(description="Run as jobs of Slurm, and see how they fare.")
     commands.add_subcommand("jobs", jobs, help="submit, sweep, status, logs, cancel")
     _add_job_commands(jobs)
-    report = Parser(description="Make a scaling report of finished runs: Markdown, CSV, pictures.")
-    report.add_argument("runs", type=str, nargs="+", help="run folders, or folders of them")
-    report.add_argument("--to", required=True, type=str, help="folder for the report")
-    report.add_argument("--efficiency", type=float, default=0.75, help="that is wanted, 0 to 1")
-    report.add_argument("--price", type=float | None, default=None, help="of a core-hour")
-    commands.add_subcommand("report", report, help="make a scaling report of runs")
+    commands.add_subcommand("report", _report(), help="make a scaling report of runs")
     reproduce = Parser(description="Make the runs of a published experiment, and its tables.")
     commands.add_subcommand("reproduce", reproduce, help="paper-a")
     _add_reproductions(reproduce)
@@ -153,6 +148,15 @@ def _add_job_commands(jobs: Parser) -> None:
     cancel = Parser(description="End the jobs of runs; what was saved stays.")
     cancel.add_argument("runs", type=str, nargs="+", help="run folders, or folders of them")
     commands.add_subcommand("cancel", cancel, help="end jobs")
+
+
+def _report() -> Parser:
+    report = Parser(description="Make a scaling report of finished runs: Markdown, CSV, pictures.")
+    report.add_argument("runs", type=str, nargs="+", help="run folders, or folders of them")
+    report.add_argument("--to", required=True, type=str, help="folder for the report")
+    report.add_argument("--efficiency", type=float, default=0.75, help="that is wanted, 0 to 1")
+    report.add_argument("--price", type=float | None, default=None, help="of a core-hour")
+    return report
 
 
 def _add_reproductions(reproduce: Parser) -> None:

@@ -5,14 +5,13 @@ to learn how to train. The names of the fields are the keys of the YAML file; an
 command line is the same name with dashes.
 """
 
-import re
 from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
 from hvdtrain import injection
 from hvdtrain.errors import UsageError
 from hvdtrain.frameworks import check_framework
-from hvdtrain.ranges import check_ranges, flag
+from hvdtrain.ranges import check_ranges, flag, interval
 
 Precision = Literal["fp32", "bf16", "fp64"]
 Device = Literal["cpu", "cuda"]
@@ -288,14 +287,7 @@ class TrainConfig:
         Raises:
             UsageError: if --checkpoint-every is nothing of the kind.
         """
-        found = re.fullmatch(r"(\d+(?:\.\d+)?) *(epoch|step|minute)s?", self.checkpoint_every)
-        number = float(found[1]) if found else 0.0
-        if found is None or number == 0 or (found[2] != "minute" and number % 1):
-            raise UsageError(
-                f"--checkpoint-every {self.checkpoint_every!r} is not understood: "
-                "give it as '2 epochs', '500 steps' or '10 minutes'"
-            )
-        return number, found[2]
+        return interval(self.checkpoint_every)
 
     def learning_rate(self) -> float:
         """The peak learning rate, after --lr-base-batch."""

@@ -1,5 +1,6 @@
 """Ranges that the values of a configuration must lie in."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,3 +40,19 @@ def check_ranges(values: Mapping[str, Any]) -> None:
         raise UsageError(
             f"--label-smoothing must be 0 or more and below 1, not {values['label_smoothing']}"
         )
+
+
+def interval(text: str) -> tuple[float, str]:
+    """The number, and "epoch", "step" or "minute", of `--checkpoint-every`.
+
+    Raises:
+        UsageError: if it is nothing of the kind.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) *(epoch|step|minute)s?", text)
+    number = float(found[1]) if found else 0.0
+    if found is None or number == 0 or (found[2] != "minute" and number % 1):
+        raise UsageError(
+            f"--checkpoint-every {text!r} is not understood: "
+            "give it as '2 epochs', '500 steps' or '10 minutes'"
+        )
+    return number, found[2]

@@ -17,8 +17,10 @@ from hvdtrain.errors import (
     UsageError,
 )
 
-KINDS: tuple[type[HvdtrainError], ...] = (CheckFailed, UsageError, DataError)
-KINDS += (RankError, Interrupted, Preempted)
+# By their exit codes a run that stopped says why.
+KINDS: tuple[type[HvdtrainError], ...] = (
+    *(CheckFailed, UsageError, DataError, RankError, Preempted, Interrupted),
+)
 
 
 @dataclass(frozen=True)

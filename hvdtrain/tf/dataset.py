@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import Literal
 
@@ -77,14 +79,12 @@ def datasets(
     images = -(-batch_size // here.size)
 
     def training() -> Iterator[Taken]:
-        for epoch in range(first_epoch, 2**31):
-            taken = order.training_order(index, rows, seed, epoch)
-            yield from _training(split["train"], taken, batch_size)
+        orders = (order.training_order(index, rows, seed, epoch) for epoch in count(first_epoch))
+        return chain.from_iterable(_training(split["train"], each, batch_size) for each in orders)
 
     def evaluation(name: str, taken: Rows) -> tf.data.Dataset:
-        own = _own_share(taken)
-        steps = -(-len(own) // images)
-        return _dataset(lambda: _evaluation(split[name], own, images), steps, index, normalise)
+        batches = partial(_evaluation, split[name], own := _own_share(taken), images)
+        return _dataset(batches, -(-len(own) // images), index, normalise)
 
     return Datasets(
         train=_dataset(training, tf.data.INFINITE_CARDINALITY, index, normalise),

@@ -9,9 +9,8 @@ import tensorflow as tf
 
 from hvdtrain.tf.reduction import sums
 from hvdtrain.tf.step import Steps
+from hvdtrain.training.badstep import Sighting, in_words
 from hvdtrain.world import World
-
-Sighting = tuple[int, str, bool]  # number and name of a layer; whether its weights are bad
 
 
 def diagnose(
@@ -27,34 +26,25 @@ def diagnose(
     """
     sightings: list[Sighting] = []
     seed()
-    with _watched(steps, sightings):
+    with _watched(steps, here.rank, sightings):
         _, gradients = steps.gradients(*arguments)
     seen = [sighting for theirs in here.gather(sightings) for sighting in theirs]
     if here.size > 1:
         gradients = sums(gradients, "diagnosis")
-    if seen:
-        _, layer, has_bad_weights = min(seen)
-        why = "nor are its weights" if has_bad_weights else "input and weights are"
-        return f"the output of {layer} is the first that is not finite ({why})"
-    norms = [float(np.linalg.norm(each.numpy().astype(np.float64))) for each in gradients]
-    names = [weight.path for weight in steps.weights]
-    bad = [name for name, norm in zip(names, norms, strict=True) if not np.isfinite(norm)]
-    if bad:  # backward goes from the last to the first
-        return f"all outputs are finite, and the gradient of {bad[-1]} is the first that is not"
-    largest = int(np.argmax(norms))
-    return (
-        f"run again, the norm of all gradients is {float(np.linalg.norm(norms)):.3g}, the largest "
-        f"part of it {norms[largest]:.3g} in {names[largest]}"
-    )
+    norms = {
+        weight.path: float(np.linalg.norm(gradient.numpy().astype(np.float64)))
+        for weight, gradient in zip(steps.weights, gradients, strict=True)
+    }
+    return in_words(seen, norms, {name: place for place, name in enumerate(norms)})
 
 
 @contextmanager
-def _watched(steps: Steps, sightings: list[Sighting]) -> Iterator[None]:
+def _watched(steps: Steps, rank: int, sightings: list[Sighting]) -> Iterator[None]:
     """Note the layers that emit what is not finite from what is."""
     layers = list(steps.model.layers)
     before = [layer.call for layer in layers]
     for number, layer in enumerate(layers):
-        layer.call = _looking(number, layer, layer.call, sightings)
+        layer.call = _looking(number, layer, rank, sightings)
     try:
         yield
     finally:
@@ -62,13 +52,14 @@ def _watched(steps: Steps, sightings: list[Sighting]) -> Iterator[None]:
             layer.call = call
 
 
-def _looking(
-    number: int, layer: Any, call: Callable[..., Any], sightings: list[Sighting]
-) -> Callable[..., Any]:
+def _looking(number: int, layer: Any, rank: int, sightings: list[Sighting]) -> Callable[..., Any]:
+    call = layer.call
+
     def look(*given: Any, **options: Any) -> Any:
         output = call(*given, **options)
         if _are_finite(given) and not _are_finite(output):
-            sightings.append((number, layer.name, not _are_finite(layer.weights)))
+            has_bad_weights = not _are_finite(layer.weights)
+            sightings.append(Sighting(number, layer.name, rank, has_bad_weights))
         return output
 
     return look

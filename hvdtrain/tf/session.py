@@ -68,11 +68,6 @@ class KerasSession(Session):
 
     @property
     @override
-    def loss_delay(self) -> int:
-        return 0  # what else a step gives is waited for
-
-    @property
-    @override
     def evaluation_images(self) -> int:
         return EVALUATION_IMAGES * self.world.size
 

@@ -7,7 +7,6 @@ GPU the one after that), whose update, if it was a good one, the weights have ta
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,17 +19,9 @@ from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.stage import StageModel
 from hvdtrain.parallel.step import Step
 from hvdtrain.parallel.update import copied_statistics
+from hvdtrain.training.badstep import Sighting, in_words
 from hvdtrain.training.session import Taken
 from hvdtrain.world import World
-
-
-class Sighting(NamedTuple):
-    """A component whose output was not finite; `place` is its number in the model."""
-
-    place: int
-    component: str
-    rank: int
-    has_bad_weights: bool
 
 
 def diagnose(runtime: Runtime, plan: Plan, here: World, program: Program, taken: Taken) -> str:
@@ -54,35 +45,17 @@ def diagnose(runtime: Runtime, plan: Plan, here: World, program: Program, taken:
         told = here.gather((sightings, _norms(runtime.parts, gradients)))
     seen = [sighting for theirs, _ in told for sighting in theirs]
     norms = {name: norm for _, theirs in told for name, norm in theirs.items()}
-    return _in_words(seen, norms, places)
+    return in_words(seen, norms, places)
 
 
-def _in_words(seen: list[Sighting], norms: Mapping[str, Tensor], places: Mapping[str, int]) -> str:
-    """The first bad component: in forward the first in the model, in backward the last."""
-    if seen:
-        first = min(seen)
-        why = "nor are its weights" if first.has_bad_weights else "input and weights are"
-        return f"the output of {first.component} is the first that is not finite ({why})"
-    bad = [name for name, norm in norms.items() if not norm.isfinite()]
-    if bad:
-        last = max(bad, key=lambda name: places[name])
-        return f"all outputs are finite, and the gradient of {last} is the first that is not"
-    total = float(torch.stack(list(norms.values())).norm()) if norms else 0.0
-    largest = max(norms, key=lambda name: float(norms[name]), default="")
-    return (
-        f"run again, the norm of all gradients is {total:.3g}, the largest part of it "
-        f"{float(norms[largest]):.3g} in {largest}"
-    )
-
-
-def _norms(parts: Mapping[int, Part], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _norms(parts: Mapping[int, Part], gradients: Mapping[str, Tensor]) -> dict[str, float]:
     """The norm of the gradients of each component that this rank holds."""
     found = {}
     for part in parts.values():
         for component in part.model.components:
             own = [value for name, value in gradients.items() if name.startswith(f"{component}.")]
             if own:
-                found[component] = torch.nn.utils.get_total_norm(own).double().cpu()
+                found[component] = float(torch.nn.utils.get_total_norm(own))
     return found
 
 
