@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
@@ -150,14 +151,14 @@ def _join_to_end(launch: Launch) -> None:
 def _is_first_to_fail(job: str) -> bool:
     """True for one rank of the node only.
 
-    Our own launcher has a folder for the job, in which a file can be made once. Elsewhere a name
-    in the abstract socket namespace has one owner; it lives as long as the process, so nothing
-    is left behind, but a rank that fails after that one has gone is heard too.
+    Our own launcher and mpirun have a folder for the job, in which a file can be made once.
+    Elsewhere a name in the abstract socket namespace has one owner; it lives as long as the
+    process, so nothing is left behind, but a rank that fails after that one has gone is heard too.
     """
     global _first_failure
-    if activity := activity_path():
+    if mark := _mark_of_failure():
         try:
-            activity.with_name("failed").touch(exist_ok=False)
+            mark.touch(exist_ok=False)
         except FileExistsError:
             return False
         except OSError:
@@ -169,3 +170,13 @@ def _is_first_to_fail(job: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def _mark_of_failure() -> Path | None:
+    """A file in the job's folder on this node, which its launcher removes with all in it."""
+    if activity := activity_path():
+        return activity.with_name("failed")
+    folder, job = (os.environ.get(name) for name in ("PMIX_SERVER_TMPDIR", "PMIX_NAMESPACE"))
+    if folder and job and "SLURM_STEP_ID" not in os.environ and Path(folder).is_dir():
+        return Path(folder, f"hvdtrain-failed-{job}")
+    return None

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shlex
 import signal
 import socket
@@ -198,6 +199,28 @@ def test_ranks_that_disagree_with_the_launcher_are_refused(
     )
     assert done.returncode == 2
     assert done.stderr.count("--ranks 4, but the launcher started 2") == 1
+
+
+def test_a_rank_that_fails_when_the_first_has_gone_is_not_heard(tmp_path: Path) -> None:
+    """As on a loaded machine, where the launcher ends the second only after it has failed too."""
+    script = tmp_path / "fail.py"
+    script.write_text(
+        "import sys\n"
+        "from hvdtrain import failure\n"
+        "from hvdtrain.errors import UsageError\n"
+        "failure.SECONDS_TO_BE_ENDED = 0\n"
+        "failure.fail(UsageError(f'rank {sys.argv[1]} was wrong'))\n"
+    )
+    ranks = [f"OMPI_COMM_WORLD_SIZE=2 '{sys.executable}' '{script}' {rank}" for rank in range(2)]
+    done = subprocess.run(
+        [*mpirun(1), "sh", "-c", "; ".join(ranks)],
+        capture_output=True,
+        text=True,
+        env=program_environment(),
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert re.findall("rank . was wrong", done.stderr) == ["rank 0 was wrong"]
 
 
 def test_horovodrun_on_gloo_is_refused_in_one_line(hvdtrain: Program, small_set: Path) -> None:
