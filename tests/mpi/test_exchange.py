@@ -155,12 +155,12 @@ def test_waiting_for_work_is_told_from_waiting_for_the_wire(
     here.barrier()
     rows = torch.zeros(1000)
     if here.rank == 0:
-        time.sleep(0.3)  # work
+        time.sleep(1)  # work
         exchange.send(rows, 1, 3)
     else:
         waited = exchange.wait([exchange.receive(rows, 0, 3)])
-        assert 0.2 < waited.bubble < 0.4
-        assert waited.transfer < 0.1
+        assert waited.bubble > 0.5
+        assert waited.transfer < 0.4
     exchange.flush()
     here.barrier()
 
