@@ -225,5 +225,11 @@ def cost_of_mirrors(results: Mapping[str, list[Result]]) -> str:
         f"{whole[MIRRORED]:.2f} ms on the mirrors; a step on {SMALL_BATCH}, which is hardly any "
         f"computing, {small[SINGLE]:.2f} and {small[MIRRORED]:.2f} ms. So the mirrors add "
         f"{fixed:.2f} ms to each step whatever it computes, and {more - fixed:+.2f} ms that "
-        "depend on the images."
+        "depend on the images. The fixed part is the sum of the gradients over the mirrors and "
+        "the update, which every mirror makes of its own copy of weights and optimizer with its "
+        "part of the threads, where a single device makes it once with all of them: "
+        "`benchmarks/mirrored.py` measures each by itself. The other part is forward and "
+        "backward, which a single device spreads over the cores operation by operation and "
+        "mirrors by parts of the batch: on the cores of one processor mirrors add no computing "
+        "power."
     )
