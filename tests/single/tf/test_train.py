@@ -151,6 +151,55 @@ def test_a_rank_that_is_killed_ends_the_job_and_another_start_finishes_it(
         assert len(ids) == len(set(ids)) == EPOCH
 
 
+@pytest.mark.parametrize(
+    ("parts", "asked"),
+    [
+        ((("dp", 2, 4), ("dp", 3, 9)), ("--clip-norm", "0.05", "--optimizer", "adamw")),
+        ((("mirrored:2", 1, 4), ("single", 1, 6), ("mirrored:2", 1, 9)), ()),
+    ],
+    ids=["ranks", "mirrors"],
+)
+def test_a_run_goes_on_elsewhere(
+    hvdtrain: Program,
+    small_set: Path,
+    tmp_path: Path,
+    parts: tuple[tuple[str, int, int], ...],
+    asked: tuple[str, ...],
+) -> None:
+    """In fp64: the loss of every step is that of one device that makes them all."""
+    losses = []
+    for name, stops in (("one", (("single", 1, 9),)), ("other", parts)):
+        run = tmp_path / name
+        for number, (plan, ranks, steps) in enumerate(stops):
+            options = ("--precision", "fp64", "--log-every", 1, "--plan", plan, *asked)
+            options += ("--max-steps", steps, *(("--resume",) if number else ()))
+            done = hvdtrain(*command(small_set, run, *options, ranks=ranks))
+            assert done.returncode == 0, done.stderr
+        losses.append([line["loss"] for line in events_of(run, "step")])
+    assert len(losses[0]) == 9
+    assert losses[1] == pytest.approx(losses[0], rel=1e-10)
+    assert len(set(losses[0])) == 9
+
+
+def test_a_rank_that_stands_still_ends_the_job(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    options = ("--inject", "stop step=4 rank=1", "--stall-timeout", 10)
+    done = hvdtrain(*command(small_set, tmp_path / "run", *options))
+    assert done.returncode == 4, done.stderr
+    words = ("has been stuck for longer", "has given no sign of life")
+    assert any(each in done.stderr for each in words), done.stderr
+
+
+def test_a_gradient_above_the_limit_is_a_bad_step(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    done = hvdtrain(*command(small_set, tmp_path / "run", "--gradient-limit", 1e-6, ranks=1))
+    assert done.returncode == 1, done.stderr
+    assert ", above 1e-06, at step 1 (epoch 1): " in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_a_layer_that_emits_no_numbers_is_named(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
