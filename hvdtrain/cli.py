@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from hvdtrain import __version__, failure, launchers
 from hvdtrain.arguments import Parser, add_dataclass
-from hvdtrain.bench.options import LoaderConfig, StepConfig
+from hvdtrain.bench.options import LoaderConfig, NetworkConfig, StepConfig
 from hvdtrain.commands import COMMANDS
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import Interrupted, Preempted, UsageError
@@ -23,6 +23,8 @@ PLAN_COMMANDS = {
 BENCH_COMMANDS: dict[str, tuple[type, str]] = {
     "step": (StepConfig, "Images/s, part of the machine's matrix rate, where a step's time goes."),
     "loader": (LoaderConfig, "Images/s that a data set can be fed with."),
+    "allreduce": (NetworkConfig, "Seconds of a sum over ranks, by size and algorithm."),
+    "exchange": (NetworkConfig, "Seconds of a hand-over from rank to rank, by size."),
 }
 
 
@@ -91,7 +93,7 @@ def _parser() -> Parser:
     commands.add_subcommand("plan", plan, help="show, check, simulate")
     _add_commands(plan, "plan", {name: (PlanConfig, text) for name, text in PLAN_COMMANDS.items()})
     bench = Parser(description="Measure what a step costs here, and where its time goes.")
-    commands.add_subcommand("bench", bench, help="step, loader")
+    commands.add_subcommand("bench", bench, help="step, loader, allreduce, exchange")
     _add_commands(bench, "bench", BENCH_COMMANDS)
     return parser
 

@@ -51,7 +51,8 @@ class TrainConfig:
     plan: str | None = field(
         default=None,
         metadata=about(
-            "single, dp, mp, hp:SxR (S stages of R replicas) or a JSON file; of tensorflow "
+            "single, dp, mp, hp:SxR (S stages of R replicas), auto (measured and chosen here) "
+            "or a JSON file; of tensorflow "
             "single, dp, or mirrored[:N]: MirroredStrategy on N devices of one process; "
             "default: single on one rank, dp on more"
         ),
@@ -81,6 +82,10 @@ class TrainConfig:
             "order of forwards and backwards: gpipe, 1f1b, interleaved or zb-h1; "
             "default: as the plan file says, else 1f1b"
         ),
+    )
+    memory_limit: float | None = field(
+        default=None,
+        metadata=about("GiB that a rank may hold, process included, under --plan auto"),
     )
     precision: Precision = field(
         default="fp32", metadata=about("fp32, bf16 (autocast, fp32 weights) or fp64")

@@ -10,7 +10,17 @@ from hvdtrain.config import TrainConfig
 # A run may be continued with other values of these: they say where, how and how long it runs. Of
 # what a step computes they change rounding, and which samples local batch norm sees together.
 MAY_CHANGE_ON_RESUME = frozenset(
-    {"data", "plan", "ranks", "epochs", "max_steps", "microbatches", "schedule", "recompute"}
+    {
+        "data",
+        "plan",
+        "ranks",
+        "memory_limit",
+        "epochs",
+        "max_steps",
+        "microbatches",
+        "schedule",
+        "recompute",
+    }
     | {"device", "threads", "compile", "allreduce", "log_every", "ledger", "stall_timeout"}
     | {"weights", "trace", "run", "resume", "checkpoint_every", "keep_checkpoints"}
     | {"restarts", "min_ranks", "gradient_limit", "on_bad_step", "on_alert", "inject"}

@@ -9,7 +9,7 @@ from hvdtrain.errors import UsageError
 POSITIVE = ("batch_size", "lr", "log_every", "stall_timeout", "keep_checkpoints")
 POSITIVE_OR_NONE = (
     *("epochs", "max_steps", "ranks", "min_ranks", "threads", "lr_base_batch", "microbatches"),
-    *("clip_norm", "gradient_limit", "cutout", "image_size", "patch_size"),
+    *("clip_norm", "gradient_limit", "memory_limit", "cutout", "image_size", "patch_size"),
 )
 NOT_NEGATIVE = ("warmup_epochs", "momentum", "weight_decay", "seed", "restarts")
 

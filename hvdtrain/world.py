@@ -6,11 +6,13 @@ process that no launcher started is a world of one and loads neither MPI nor Hor
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from hvdtrain.algorithms import ALGORITHMS
 from hvdtrain.errors import UsageError
 from hvdtrain.launchers import Launch, check_sizes, detect, own_mpirun
 from hvdtrain.memory import keep_freed_memory
@@ -60,6 +62,8 @@ class World:
         assert message is not None
         return message.recv()
 
+
+TUNED = ("HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD")
 
 _world: World | None = None
 _horovod: Any = None
@@ -169,6 +173,26 @@ def _import_horovod(framework: str, ranks: int) -> Any:
     return module
 
 
+@contextmanager
+def horovod_for_a_while() -> Iterator[Any]:
+    """Horovod's module for PyTorch, running on all ranks until the block ends. Collective.
+
+    It can be started once more after that, with groups of ranks that are known by then. Only once
+    with a cycle time or a threshold that the environment gives: at the next start after such a
+    one Horovod 0.28 crashes. So here it runs with its own.
+    """
+    world = current()
+    set_aside = {name: os.environ.pop(name) for name in TUNED if name in os.environ}
+    module = _import_horovod("torch", world.size)
+    os.environ.setdefault("HOROVOD_LOG_LEVEL", "error")
+    world.barrier()
+    module.init()
+    yield module
+    world.barrier()
+    module.shutdown()
+    os.environ.update(set_aside)
+
+
 def horovod() -> Any:
     """The module that `start_horovod` returned."""
     if _horovod is None:
@@ -217,13 +241,7 @@ def _set_mpi_environment(launch: Launch, allreduce: str) -> None:
             "PMIX_PREFIX": sys.prefix,
             "PMIX_SECURITY_MODE": "native",
         }
-    if allreduce == "ring":
-        settings |= {
-            "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
-            "OMPI_MCA_coll_tuned_allreduce_algorithm": "4",
-            "OMPI_MCA_coll_han_priority": "0",
-            "MPIR_CVAR_ALLREDUCE_INTRA_ALGORITHM": "ring",
-        }
+    settings |= ALGORITHMS[allreduce]
     for name, value in settings.items():
         os.environ.setdefault(name, value)
 

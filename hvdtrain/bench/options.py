@@ -3,8 +3,11 @@
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
+from hvdtrain.algorithms import ALGORITHMS
 from hvdtrain.config import Device, Precision, TrainConfig, about
 from hvdtrain.errors import UsageError
+
+LARGEST_MESSAGE = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,4 +98,42 @@ class LoaderConfig:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise UsageError(f"--{name.replace('_', '-')} must be above 0, not {value}")
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkConfig:
+    """What `bench allreduce` and `bench exchange` send between ranks."""
+
+    ranks: int | None = field(default=None, metadata=about("as of train"))
+    largest: int = field(default=64 * 2**20, metadata=about("bytes of the largest message"))
+    algorithm: str = field(
+        default="auto",
+        metadata=about(
+            f"{', '.join(ALGORITHMS)}, or all: the MPI library's own, where it has it (allreduce)"
+        ),
+    )
+    json: bool = field(default=False, metadata=about("print one JSON object"))
+
+    @property
+    def algorithms(self) -> list[str]:
+        """One, or all of them."""
+        return list(ALGORITHMS) if self.algorithm == "all" else [self.algorithm]
+
+    def check(self) -> "NetworkConfig":
+        """Return the configuration itself if every value is in range.
+
+        Raises:
+            UsageError: naming the option.
+        """
+        if self.algorithm not in (*ALGORITHMS, "all"):
+            raise UsageError(
+                f"--algorithm {self.algorithm}: there are {', '.join(ALGORITHMS)}, and all"
+            )
+        if not 4 <= self.largest <= LARGEST_MESSAGE:
+            raise UsageError(
+                f"--largest must be between 4 and {LARGEST_MESSAGE} bytes, not {self.largest}"
+            )
+        if self.ranks is not None and self.ranks < 2:
+            raise UsageError(f"--ranks must be at least 2, not {self.ranks}: it is between ranks")
         return self

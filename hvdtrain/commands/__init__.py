@@ -25,4 +25,6 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "plan check": plans.plan_check,
     "bench step": machine.bench_step,
     "bench loader": machine.bench_loader,
+    "bench allreduce": machine.bench_allreduce,
+    "bench exchange": machine.bench_exchange,
 }

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from hvdtrain import launch, launchers, models
-from hvdtrain.bench.options import LoaderConfig, StepConfig
+from hvdtrain.algorithms import ALGORITHMS
+from hvdtrain.bench.options import LoaderConfig, NetworkConfig, StepConfig
 from hvdtrain.commands import common
 from hvdtrain.errors import UsageError
 
@@ -57,6 +58,41 @@ def bench_loader(arguments: Sequence[str], **values: Any) -> int:
 
     found = loader.bench_loader(config)
     print(common.as_json(found) if config.json else loader.as_text(found))
+    return 0
+
+
+def bench_allreduce(arguments: Sequence[str], **values: Any) -> int:
+    """Seconds of a sum over ranks, by its size, by each algorithm that is asked for."""
+    config = NetworkConfig(**values).check()
+    if launchers.detect(os.environ).size != 1:
+        return _print_table("allreduce", config)
+    for algorithm in config.algorithms:
+        if not config.json:
+            print(f"all-reduce: {algorithm}", flush=True)
+        outcome = launch.supervise(config.ranks or 2, [*arguments], ALGORITHMS[algorithm])
+        if outcome.code:
+            return outcome.code
+    return 0
+
+
+def bench_exchange(arguments: Sequence[str], **values: Any) -> int:
+    """Seconds of a hand-over from rank to rank, by its size."""
+    config = NetworkConfig(**values).check()
+    if launchers.detect(os.environ).size != 1:
+        return _print_table("exchange", config)
+    return launch.run(config.ranks or 2, arguments)
+
+
+def _print_table(name: str, config: NetworkConfig) -> int:
+    """Measure on the ranks of this job."""
+    started = launchers.detect(os.environ)
+    launchers.check_pmix(started, os.environ)
+    from hvdtrain.bench import collectives
+
+    measure = {"allreduce": collectives.bench_allreduce, "exchange": collectives.bench_exchange}
+    table = measure[name](config.largest)
+    if started.rank == 0:
+        print(common.as_json(table.as_json()) if config.json else table.as_text(), flush=True)
     return 0
 
 

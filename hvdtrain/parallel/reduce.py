@@ -15,14 +15,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from hvdtrain.parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, group_by_bytes
 from hvdtrain.parallel.cut import Share
 from hvdtrain.parallel.waiting import ReductionTime
 from hvdtrain.poll import wait_until
-
-BUCKET_BYTES = 25 * 2**20
-# The first bucket is small, so that reductions begin early in backward, as in PyTorch's DDP (Li et
-# al., "PyTorch Distributed", VLDB 2020).
-FIRST_BUCKET_BYTES = 2**20
 
 
 class Gradients(Protocol):
@@ -224,23 +220,6 @@ def horovod_gradients(
         horovod.synchronize(handle)
 
     return ReplicatedGradients(parameters, statistics, all_reduce, wait)
-
-
-def group_by_bytes(sizes: Sequence[int], limit: int, first: int) -> list[list[int]]:
-    """Indices of `sizes` in order, in groups closed as soon as they reach `limit` bytes.
-
-    Args:
-        first: the limit of the first group.
-    """
-    groups: list[list[int]] = [[]]
-    held = 0
-    for index, size in enumerate(sizes):
-        if held >= (limit if len(groups) > 1 else first):
-            groups.append([])
-            held = 0
-        groups[-1].append(index)
-        held += size
-    return groups
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:

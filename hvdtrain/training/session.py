@@ -73,6 +73,8 @@ class Session(ABC):
         shapes: of all parameters and buffers of the model, by name.
         parameters: how many there are.
         train_rows, held_rows: of the train split, to train on and held out.
+        remarks: on how the plan came about.
+        predicted_seconds: of a step, if the plan was chosen here.
         libraries: distributions whose versions decide what is computed.
     """
 
@@ -86,6 +88,8 @@ class Session(ABC):
     train_rows: Rows
     held_rows: Rows
     splits: dict[str, Samples]
+    remarks: tuple[str, ...] = ()
+    predicted_seconds: float | None = None
     libraries: ClassVar[tuple[str, ...]]
 
     @property

@@ -22,6 +22,7 @@ from hvdtrain.training import tensors
 from hvdtrain.training.build import build_runtime
 from hvdtrain.training.feed import open_splits
 from hvdtrain.training.parts import check_compiler, recomputed_components
+from hvdtrain.training.planning import AUTO, Chosen, choose_plan
 from hvdtrain.training.precheck import check_images, check_started
 from hvdtrain.training.pytorch import TorchSession
 from hvdtrain.training.staging import staged
@@ -38,7 +39,9 @@ def open_session(config: TrainConfig, here: World) -> TorchSession:
     index = staged(read_index(config.data), config.stage, here)
     components = model_components(config, index)
     size, first = index.image_shape[0], here.rank == 0
-    plan = here.broadcast(_checked_plan(config, components, index, here.size) if first else None)
+    is_open = config.plan in AUTO
+    check = _check_without_plan if is_open else _checked_plan
+    plan = here.broadcast(check(config, components, index, here.size) if first else None)
     train_rows, held_rows = order.holdout(
         index.splits["train"].count, config.holdout, index.hash, config.seed
     )
@@ -47,6 +50,12 @@ def open_session(config: TrainConfig, here: World) -> TorchSession:
     images = Images(*index.normalisation(config.normalise), device, config.precision)
     if config.compile:
         check_compiler(device)
+    chosen = Chosen(plan)
+    if is_open:
+        chosen = choose_plan(config, components, size, index.classes, images, here)
+        plan = chosen.plan
+        if first:
+            _prove(config, plan)
     splits = open_splits(index, here, {0, plan.last} & set(plan.stages_of(here.rank)) != set())
     runtime = build_runtime(config, plan, components, images, size, here)
     assert runtime.activity is not None
@@ -62,9 +71,24 @@ def open_session(config: TrainConfig, here: World) -> TorchSession:
         train_rows=train_rows,
         held_rows=held_rows,
         splits=splits,
+        remarks=chosen.remarks,
+        predicted_seconds=chosen.predicted_seconds,
     )
     tensors.check(session.tensors())
     return session
+
+
+def _check_without_plan(
+    config: TrainConfig, components: Sequence[Component], index: Index, ranks: int
+) -> None:
+    """What can be checked before a plan is chosen.
+
+    Raises:
+        UsageError: if model and images do not fit.
+    """
+    check_components(components, config, index)
+    if config.trace is not None:
+        check_target(config.trace, "--trace")
 
 
 def _checked_plan(
