@@ -32,6 +32,7 @@ FLOORS = (
         "config",
         "configfile",
         "ranges",
+        "algorithms",
         "frameworks",
         "quiet",
         "injection",

@@ -1,0 +1,164 @@
+"""What a step of a plan takes: the schedule played through with the times of a profile."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+from hvdtrain.parallel.actions import Action, boundary
+from hvdtrain.parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, group_by_bytes
+from hvdtrain.parallel.cut import Cut
+from hvdtrain.parallel.plan import Plan
+from hvdtrain.parallel.simulate import Costs
+from hvdtrain.planner.components import Profile
+from hvdtrain.planner.curve import Curve, total
+from hvdtrain.planner.network import Network
+
+if TYPE_CHECKING:
+    from hvdtrain.models.costs import ComponentCost
+
+
+@dataclass(frozen=True)
+class Known:
+    """All that is known of a model, the ranks and what is between them.
+
+    Attributes:
+        costs: of the components, in the order of the model.
+        recomputed: names of components that run again in backward.
+    """
+
+    costs: "Sequence[ComponentCost]"
+    profile: Profile
+    network: Network
+    recomputed: Collection[str] = ()
+
+    @property
+    def by_name(self) -> "Mapping[str, ComponentCost]":
+        """The components' costs."""
+        return {cost.name: cost for cost in self.costs}
+
+
+def plan_costs(plan: Plan, cut: Cut, known: Known) -> Costs:
+    """What a simulation of the plan needs.
+
+    A reduction counts from the end of the backward during which its first buckets were sent: what
+    is not hidden there, and what sending them beside it has cost that backward.
+    """
+    by_name, profile, network = known.by_name, known.profile, known.network
+
+    @cache
+    def curve(rank: int, stage: int, kind: str) -> Curve:
+        return stage_curve(known, rank, plan.stages[stage].components, kind)
+
+    @cache
+    def compute_rows(rank: int, stage: int, kind: str, rows: int) -> float:
+        return curve(rank, stage, kind)(rows)
+
+    def compute(rank: int, action: Action) -> float:
+        own = profile.ranks[rank]
+        if action.kind == "STEP":
+            held = plan.stages[action.stage].components
+            return own.action + sum(own.components[name].update for name in held)
+        assert action.microbatch is not None
+        rows = cut.rows(action.stage, rank, action.microbatch)
+        if not rows:
+            return 0.0
+        if action.kind == "LOAD":
+            return own.load(rows) if action.stage == 0 else 0.0
+        return own.action + compute_rows(rank, action.stage, action.kind, rows)
+
+    def hand_over(sender: int, receiver: int, action: Action) -> float:
+        assert action.microbatch is not None
+        crossed = boundary(action.stage, action.kind)
+        before, behind = (sender, receiver) if action.kind == "SEND_F" else (receiver, sender)
+        rows = sum(
+            piece.sent[1] - piece.sent[0]
+            for piece in cut.pieces[crossed, action.microbatch]
+            if (piece.sender, piece.receiver) == (before, behind)
+        )
+        size = by_name[plan.stages[crossed].components[-1]].output_bytes
+        return network.hand_over_seconds(sender, receiver, rows * size)
+
+    def reduce(stage: int) -> float:
+        return reduction_seconds(plan, cut, stage, known)
+
+    return Costs(compute, hand_over, cache(reduce))
+
+
+def stage_curve(known: Known, rank: int, components: Sequence[str], kind: str) -> Curve:
+    """Seconds of an action of `kind` (F, B, I or W) on some components, by samples."""
+    held = [known.profile.ranks[rank].components[name] for name in components]
+    again = [
+        known.profile.ranks[rank].components[name].forward
+        for name in components
+        if name in known.recomputed
+    ]
+    if kind == "F":
+        return total([each.forward for each in held])
+    if kind == "B":
+        return total([each.backward for each in held] + again)
+    halves = [each.input_half if kind == "I" else each.weight_half for each in held]
+    # Where halves were not measured, each is half: the operations are as many.
+    found = [
+        half if half is not None else each.backward.times(0.5)
+        for half, each in zip(halves, held, strict=True)
+    ]
+    return total(found + (again if kind == "I" else []))
+
+
+def reduction_seconds(plan: Plan, cut: Cut, stage: int, known: Known) -> float:
+    """What the reduction of a stage's gradients adds to a step, behind its last backward.
+
+    Buckets are reduced one after another, the first while backward computes: both are slower for
+    it. Where a backward is split its buckets wait for the end.
+    """
+    ranks = plan.stages[stage].ranks
+    if len(ranks) == 1:
+        return 0.0
+    backwards = list(plan.stages[stage].components)[::-1]
+    sizes = [known.by_name[name].parameter_bytes for name in backwards]
+    groups = group_by_bytes(sizes, BUCKET_BYTES, FIRST_BUCKET_BYTES)
+    seconds = [
+        known.network.reduce_seconds(ranks, sum(sizes[k] for k in group)) for group in groups
+    ]
+    if plan.schedule == "zb-h1" and len(plan.stages) > 1:
+        return sum(seconds)
+    ready = _ready_times(plan, cut, stage, known, backwards)
+    ends_at = [ready[group[-1]] for group in groups]
+    return exposed_seconds(ends_at, seconds, ready[-1], known)
+
+
+def _ready_times(
+    plan: Plan, cut: Cut, stage: int, known: Known, backwards: Sequence[str]
+) -> list[float]:
+    """When the gradients of each component are complete, from the start of the last backward."""
+    last = cut.microbatches - 1
+    slowest = [0.0] * len(backwards)
+    for rank in plan.stages[stage].ranks:
+        rows, now = cut.rows(stage, rank, last), 0.0
+        for place, name in enumerate(backwards):
+            now += stage_curve(known, rank, [name], "B")(rows) if rows else 0.0
+            slowest[place] = max(slowest[place], now)
+    return slowest
+
+
+def exposed_seconds(
+    ready: Sequence[float], seconds: Sequence[float], computed: float, known: Known
+) -> float:
+    """Seconds that reductions add behind a backward that alone takes `computed`.
+
+    Args:
+        ready: when each could begin, if nothing slowed the backward down.
+        seconds: of each, alone.
+    """
+    compute, reduce = known.network.contention
+    now = ended = 0.0  # of the clock; of it, the time for which reductions have lasted
+    late = 0.0  # by which the backward is behind its own time
+    for began, length in zip(ready, seconds, strict=True):
+        now = max(ended, began + late)
+        beside = max(0.0, computed + late - now)  # that the backward goes on for, undisturbed
+        overlap = min(length * reduce, beside * compute)
+        late += overlap * (1 - 1 / compute)
+        rest = length - overlap / reduce
+        ended = now + overlap + rest
+    return max(ended, computed + late) - computed

@@ -1,0 +1,97 @@
+"""Seconds of something by its size, as measured: straight between points, and never falling."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Line(NamedTuple):
+    """Seconds of a size: `fixed + size * each`; alpha and beta of a message."""
+
+    fixed: float
+    each: float
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A piecewise linear function through (size, seconds), sizes ascending.
+
+    Below the first point and beyond the last it goes on as the neighbouring piece does; a unit of
+    a size below the first point takes no less than one of that point.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    @classmethod
+    def of(cls, sizes: Iterable[float], seconds: Iterable[float]) -> "Curve":
+        """Through measured points; one that is above a larger size's was disturbed: it is lowered.
+
+        As Alpa (Zheng et al., OSDI 2022) cleans up its measured bandwidths.
+        """
+        pairs = sorted(zip(sizes, seconds, strict=True))
+        lowered = np.minimum.accumulate([seconds for _, seconds in pairs[::-1]])[::-1]
+        return cls(tuple((float(s), float(t)) for (s, _), t in zip(pairs, lowered, strict=True)))
+
+    @classmethod
+    def straight(cls, line: Line, largest: float = 1.0) -> "Curve":
+        """A line."""
+        return cls(((0.0, line.fixed), (largest, line.fixed + largest * line.each)))
+
+    def __call__(self, size: float) -> float:
+        """Seconds of one size."""
+        return float(self.at([size])[0])
+
+    def at(self, sizes: Sequence[float]) -> np.ndarray:
+        """Seconds of several sizes: fp64 of their shape."""
+        x, y = self._arrays
+        given = np.asarray(sizes, np.float64)
+        if len(x) == 1:
+            return np.full(given.shape, y[0]) * (given / x[0] if x[0] else 1.0)
+        inside = np.interp(given, x, y)
+        first, last = ((y[k + 1] - y[k]) / (x[k + 1] - x[k]) for k in (0, len(x) - 2))
+        share = given / x[0] if x[0] else 0.0
+        below = np.maximum(y[0] - (x[0] - given) * first, y[0] * share)
+        beyond = y[-1] + (given - x[-1]) * last
+        found: np.ndarray = np.where(given < x[0], below, np.where(given > x[-1], beyond, inside))
+        return found
+
+    @cached_property
+    def line(self) -> Line:
+        """The line that is closest to the points, by relative error; neither part is negative."""
+        x, y = self._arrays
+        if len(x) == 1:
+            return Line(0.0, y[0] / x[0]) if x[0] else Line(float(y[0]), 0.0)
+        weights = 1 / np.maximum(y, 1e-12)
+        columns = np.stack([np.ones_like(x), x], axis=1) * weights[:, None]
+        fixed, each = np.linalg.lstsq(columns, y * weights, rcond=None)[0]
+        if fixed < 0:
+            ratios = x / np.maximum(y, 1e-12)
+            return Line(0.0, float(ratios.sum() / (ratios**2).sum()))
+        return Line(float(fixed), float(max(0.0, each)))
+
+    @cached_property
+    def least_each(self) -> float:
+        """The fewest seconds that one unit of size takes, at whatever measured size."""
+        x, y = self._arrays
+        rates = [seconds / size for size, seconds in zip(x, y, strict=True) if size > 0]
+        if len(x) > 1:  # beyond the last point a unit takes the last piece's slope, in the limit
+            rates.append((y[-1] - y[-2]) / (x[-1] - x[-2]))
+        return float(min(rates))
+
+    def times(self, factor: float) -> "Curve":
+        """The same on something so many times as slow."""
+        return Curve(tuple((size, factor * seconds) for size, seconds in self.points))
+
+    @cached_property
+    def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        sizes, seconds = zip(*self.points, strict=True)
+        return np.asarray(sizes, np.float64), np.asarray(seconds, np.float64)
+
+
+def total(curves: Sequence[Curve]) -> Curve:
+    """The sum of several."""
+    sizes = sorted({size for curve in curves for size, _ in curve.points})
+    return Curve(tuple((size, sum(curve(size) for curve in curves)) for size in sizes))

@@ -1,0 +1,81 @@
+"""Why a plan was chosen, in words and as a table by component."""
+
+from hvdtrain.parallel.plan import Plan, labels
+from hvdtrain.planner.cost import Known
+from hvdtrain.planner.solve import Candidate, Question, Solution
+
+SHOWN = 5  # candidates
+MIB = 2**20
+
+
+def explain(question: Question, solution: Solution) -> list[str]:
+    """The chosen plan against the others, and what no plan can be better than."""
+    chosen = solution.chosen
+    lines = [
+        f"chosen: {chosen.name}, {1e3 * chosen.seconds:.2f} ms a step predicted; no plan can take "
+        f"less than {1e3 * solution.bound:.2f} ms: it is {solution.gap:.1%} above that"
+    ]
+    others = [each for each in solution.candidates if each.plan != chosen.plan]
+    for other in others[:SHOWN]:
+        lines.append(
+            f"  {other.name} ({len(other.plan.stages)} stage(s), {other.plan.microbatches} "
+            f"micro-batch(es), {other.plan.schedule}): {1e3 * other.seconds:.2f} ms, "
+            f"{why_longer(chosen, other)}"
+        )
+    return lines
+
+
+def why_longer(chosen: Candidate, other: Candidate) -> str:
+    """What another plan loses by."""
+    more = other.seconds / chosen.seconds - 1
+    bubble = other.overview.timeline.bubble_fraction
+    own = chosen.overview.timeline.bubble_fraction
+    if more < 0:
+        return f"{-more:.1%} shorter, but there is more to it"
+    if bubble > own + 0.01:
+        return f"{more:.1%} longer: its ranks wait {bubble:.1%} of the step, not {own:.1%}"
+    return f"{more:.1%} longer"
+
+
+def component_table(question: Question, plan: Plan) -> list[str]:
+    """Each component: its times for the samples it is given, bytes, label, and ranks."""
+    known, given = question.known, labels(plan)
+    lines = [
+        f"{'component':<24}{'forward ms':>12}{'backward ms':>12}{'update ms':>11}"
+        f"{'MiB':>9}{'out KiB':>9}  {'label':<7}ranks"
+    ]
+    for stage in plan.stages:
+        rows = -(-question.batch_size * stage.shares[0] // sum(stage.shares))
+        for name in stage.components:
+            times = known.profile.ranks[stage.ranks[0]].components[name]
+            cost = known.by_name[name]
+            lines.append(
+                f"{name[:23]:<24}{1e3 * times.forward(rows):>12.3f}"
+                f"{1e3 * times.backward(rows):>12.3f}{1e3 * times.update:>11.3f}"
+                f"{cost.parameter_bytes / MIB:>9.2f}{cost.output_bytes / 1024:>9.1f}  "
+                f"{given[name]:<7}{','.join(map(str, stage.ranks))}"
+            )
+    return lines
+
+
+def paper_objective(known: Known, plan: Plan, batch_size: int) -> float:
+    """Paper B's: the sum over components of computing and communicating, by their strategies.
+
+    Baligodugula and Amsaad, arXiv 2503.23186: sum of t_comp(c_i) + t_comm(c_i, s_i), in seconds.
+    It knows neither overlap nor a pipeline's bubble, and takes stages one after another.
+    """
+    seconds = 0.0
+    last = plan.last
+    for number, stage in enumerate(plan.stages):
+        rows = -(-batch_size // len(stage.ranks))
+        for name in stage.components:
+            times = known.profile.ranks[stage.ranks[0]].components[name]
+            seconds += times.forward(rows) + times.backward(rows)
+            if len(stage.ranks) > 1:
+                size = known.by_name[name].parameter_bytes
+                seconds += known.network.reduce_seconds(stage.ranks, size)
+        if number < last:
+            size = known.by_name[stage.components[-1]].output_bytes * rows
+            behind = plan.stages[number + 1].ranks[0]
+            seconds += 2 * known.network.hand_over_seconds(stage.ranks[0], behind, size)
+    return seconds

@@ -1,0 +1,72 @@
+"""What a plan is predicted to take, against what can be worked out by hand."""
+
+import pytest
+
+from hvdtrain.parallel.cut import cut
+from hvdtrain.parallel.plan import Plan, Stage, pipeline, replicated
+from hvdtrain.parallel.schedule import training_step
+from hvdtrain.parallel.simulate import simulate
+from hvdtrain.planner.cost import Known, exposed_seconds, plan_costs
+from hvdtrain.planner.network import Contention
+from tests.pure.planner.machines import component, known, network
+
+COSTS = [component(number) for number in range(4)]
+NAMES = [cost.name for cost in COSTS]
+
+
+def seconds(plan: Plan, given: Known, batch_size: int) -> float:
+    pieces = cut(plan, batch_size)
+    return simulate(
+        training_step(plan, pieces), plan, pieces, plan_costs(plan, pieces, given)
+    ).seconds
+
+
+def test_one_rank_takes_the_sum_of_its_components() -> None:
+    given = known(COSTS, [1, 2, 3, 4], [1], network(1))
+    assert seconds(replicated(NAMES, 1, 1, None), given, 8) == pytest.approx(3 * 10 * 8)
+
+
+def test_replicas_take_their_share_and_what_no_backward_hides() -> None:
+    """One bucket: it can go only when the whole backward is over."""
+    given = known(COSTS, [1, 1, 1, 1], [1, 1], network(2, reduce_each=0.5))
+    assert seconds(replicated(NAMES, 2, 1, None), given, 8) == pytest.approx(3 * 4 * 4 + 2000)
+
+
+def test_the_slowest_replica_is_waited_for() -> None:
+    given = known(COSTS, [1, 1, 1, 1], [1, 2], network(2))
+    even = replicated(NAMES, 2, 1, None)
+    uneven = Plan((Stage(tuple(NAMES), (0, 1), (2, 1)),))
+    assert seconds(even, given, 12) == pytest.approx(3 * 4 * 6 * 2)
+    assert seconds(uneven, given, 12) == pytest.approx(3 * 4 * 8)
+
+
+def test_a_pipeline_fills_and_hands_over() -> None:
+    """GPipe: m + p - 1 micro-batches of each kind; a hand-over each way at each end of them."""
+    given = known(COSTS, [1, 1, 1, 1], [1, 1], network(2, latency=0.25))
+    plan = pipeline(NAMES, [1] * 4, 2, 2, 1, 4, "gpipe")
+    assert seconds(plan, given, 8) == pytest.approx((4 + 1) * 3 * 2 * 2 + 2 * 0.25)
+
+
+def test_what_is_recomputed_runs_forward_twice() -> None:
+    given = known(COSTS, [1, 1, 1, 1], [1], network(1))
+    again = Known(given.costs, given.profile, given.network, {"part0", "part2"})
+    plan = replicated(NAMES, 1, 1, None)
+    assert seconds(plan, again, 8) == pytest.approx(3 * 4 * 8 + 2 * 8)
+
+
+@pytest.mark.parametrize(
+    ("ready", "each", "contention", "wanted"),
+    [
+        ([10.0], [3.0], (1, 1), 3.0),  # nothing is hidden
+        ([4.0, 10.0], [3.0, 1.0], (1, 1), 1.0),  # the first is
+        ([4.0, 10.0], [8.0, 1.0], (1, 1), 3.0),  # the second waits for the first
+        # Half as fast beside each other: 3 s of the sum are 6 beside a backward that does 3.
+        ([4.0], [3.0], (2, 2), 3.0),
+        ([9.0], [3.0], (2, 2), 3.0),  # the last second takes 2, in which 1 of the sum is done
+    ],
+)
+def test_sums_beside_a_backward(
+    ready: "list[float]", each: "list[float]", contention: "tuple[int, int]", wanted: float
+) -> None:
+    given = known(COSTS, [1] * 4, [1, 1], network(2, contention=Contention(*contention)))
+    assert exposed_seconds(ready, each, 10.0, given) == pytest.approx(wanted)

@@ -1,0 +1,113 @@
+"""Which plan is chosen where it is known which is best."""
+
+import itertools
+import random
+
+import pytest
+
+from hvdtrain.errors import UsageError
+from hvdtrain.parallel.plan import Plan, Stage
+from hvdtrain.planner.solve import Question, lower_bound, play, solve
+from tests.pure.planner.machines import component, known, network
+
+MIB = 2**20
+
+
+def question(ranks: int = 2, **options: object) -> Question:
+    costs = [component(number) for number in range(6)]
+    values: dict[str, object] = {"slowness": [1] * ranks, "reduce_each": 0.0, "each": 0.0}
+    values |= {name: options.pop(name) for name in list(options) if name in values}
+    between = network(ranks, 0.0, float(str(values["each"])), float(str(values["reduce_each"])))
+    given = known(costs, [1] * 6, values["slowness"], between)  # type: ignore[arg-type]
+    return Question(given, 32, "sgd", **options)  # type: ignore[arg-type]
+
+
+def test_data_parallelism_is_chosen_where_sums_cost_nothing() -> None:
+    solution = solve(question())
+    assert solution.chosen.name == "dp"
+    assert solution.chosen.plan.stages[0].shares == (1, 1)
+    assert solution.chosen.seconds == pytest.approx(solution.bound)
+
+
+def test_a_pipeline_is_chosen_where_sums_cost_much() -> None:
+    solution = solve(question(reduce_each=1.0))
+    assert [len(stage.components) for stage in solution.chosen.plan.stages] == [3, 3]
+    assert solution.chosen.plan.microbatches > 8
+    assert 0 < solution.gap < 0.1
+
+
+def test_unlike_ranks_have_unequal_shares_or_stages() -> None:
+    solution = solve(question(slowness=[1, 2]))
+    assert solution.chosen.plan.stages[0].shares == (22, 10)
+    solution = solve(question(slowness=[1, 2], reduce_each=1.0))
+    assert [len(stage.components) for stage in solution.chosen.plan.stages] == [4, 2]
+
+
+def test_one_rank_runs_alone() -> None:
+    assert solve(question(1)).chosen.name == "single"
+
+
+def test_what_a_user_has_set_stays() -> None:
+    solution = solve(question(reduce_each=1.0, microbatches=4, schedules=("gpipe",)))
+    assert (solution.chosen.plan.microbatches, solution.chosen.plan.schedule) == (4, "gpipe")
+
+
+def test_a_limit_below_what_replicas_need_gives_stages() -> None:
+    costs = [component(number, parameter_bytes=100 * MIB) for number in range(4)]
+    given = known(costs, [1] * 4, [1, 1], network(2))
+    free = solve(Question(given, 8, "adam"))
+    assert free.chosen.name == "dp"
+    assert free.chosen.rank_bytes[0] > 1600 * MIB
+    limits = [900 * MIB] * 2
+    bound = solve(Question(given, 8, "adam", limits=limits))
+    assert len(bound.chosen.plan.stages) == 2
+    assert all(a <= b for a, b in zip(bound.chosen.rank_bytes, limits, strict=True))
+    with pytest.raises(UsageError, match=r"no plan fits: under the closest, .* lacks 0"):
+        solve(Question(given, 8, "adam", limits=[700 * MIB] * 2))
+    with pytest.raises(UsageError, match=r"part0 alone needs 0.39 GiB, 0.\d\d more than a rank"):
+        solve(Question(given, 8, "adam", limits=[300 * MIB] * 2))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_plan_is_shorter_than_the_bound_and_few_than_the_chosen(seed: int) -> None:
+    """All divisions of small models into stages, of all numbers of micro-batches tried."""
+    draw = random.Random(seed)
+    n, ranks = draw.randint(2, 4), draw.randint(2, 3)
+    costs = [
+        component(number, draw.choice([100, 10_000]), draw.choice([10, 1000]))
+        for number in range(n)
+    ]
+    slowness = [draw.choice([1.0, 1.0, 1.5]) for _ in range(ranks)]
+    between = network(
+        ranks,
+        latency=draw.choice([0.0, 0.1]),
+        each=draw.choice([0.0, 1e-4]),
+        reduce_each=draw.choice([0.0, 1e-3]),
+    )
+    given = known(costs, [0.1 + draw.random() for _ in range(n)], slowness, between)
+    asked = Question(given, 12, "sgd")
+    solution = solve(asked)
+    assert solution.bound == lower_bound(asked)
+    found = []
+    for plan in all_plans([cost.name for cost in costs], ranks):
+        seconds = play(asked, plan, "any").seconds
+        assert seconds >= solution.bound * (1 - 1e-9)
+        found.append(seconds)
+    assert solution.chosen.seconds <= 1.03 * min(found)
+
+
+def all_plans(names: "list[str]", ranks: int) -> "list[Plan]":
+    """Of equal shares, and every division into stages."""
+    found = []
+    for stages in range(1, min(len(names), ranks) + 1):
+        for cuts in itertools.combinations(range(1, len(names)), stages - 1):
+            for parts in itertools.combinations(range(1, ranks), stages - 1):
+                edges, bounds = (0, *cuts, len(names)), (0, *parts, ranks)
+                made = tuple(
+                    Stage(tuple(names[a:b]), tuple(range(c, d)), (1,) * (d - c))
+                    for (a, b), (c, d) in zip(
+                        itertools.pairwise(edges), itertools.pairwise(bounds), strict=True
+                    )
+                )
+                found += [Plan(made, number) for number in ([1] if stages == 1 else [2, 4])]
+    return found

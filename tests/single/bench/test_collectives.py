@@ -1,0 +1,48 @@
+"""`bench allreduce` and `bench exchange`, on real ranks."""
+
+import json
+
+import pytest
+
+from hvdtrain.algorithms import ALGORITHMS
+from tests.conftest import Program
+
+
+def test_sums_of_all_sizes_are_timed(hvdtrain: Program) -> None:
+    done = hvdtrain(
+        *("bench", "allreduce", "--ranks", 3, "--largest", 5000, "--algorithm", "tree", "--json")
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert list(found["seconds"]) == ["Horovod", "MPI"]
+    for seconds in found["seconds"].values():
+        assert [int(size) for size in seconds] == [4, 16, 64, 256, 1024, 4096, 16384]
+        assert all(each > 0 for each in seconds.values())
+    assert found["contention"]["compute"] >= 1
+
+
+def test_hand_overs_of_all_sizes_are_timed(hvdtrain: Program) -> None:
+    done = hvdtrain("bench", "exchange", "--ranks", 2, "--largest", 1000)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "hand-over of a tensor from rank to rank, one way"
+    assert [line.split()[0] for line in lines[2:7]] == ["4", "16", "64", "256", "1024"]
+    assert lines[7].startswith("on one host: about ")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("allreduce", "--ranks", 1), "--ranks must be at least 2, not 1: it is between ranks"),
+        (
+            ("exchange", "--algorithm", "fast"),
+            f"--algorithm fast: there are {', '.join(ALGORITHMS)}, and all",
+        ),
+        (("exchange", "--largest", 0), "--largest must be between 4 and 1073741824 bytes, not 0"),
+    ],
+)
+def test_what_cannot_be_is_one_line(
+    hvdtrain: Program, options: tuple[object, ...], message: str
+) -> None:
+    done = hvdtrain("bench", *options)
+    assert (done.returncode, done.stderr) == (2, f"hvdtrain: {message}\n")
