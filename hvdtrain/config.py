@@ -51,7 +51,8 @@ class TrainConfig:
     plan: str | None = field(
         default=None,
         metadata=about(
-            "single, dp, mp, hp:SxR (S stages of R replicas), auto (measured and chosen here) "
+            "single, dp, mp, hp:SxR (S stages of R replicas), auto (measured and chosen here), "
+            "adaptive (and changed while training) "
             "or a JSON file; of tensorflow "
             "single, dp, or mirrored[:N]: MirroredStrategy on N devices of one process; "
             "default: single on one rank, dp on more"

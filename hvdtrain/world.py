@@ -173,6 +173,15 @@ def _import_horovod(framework: str, ranks: int) -> Any:
     return module
 
 
+def allow_new_groups() -> None:
+    """Have Horovod, once it starts, take groups of ranks that nobody knows yet; none does for two.
+
+    What the user has set wins.
+    """
+    if current().size > 2:
+        os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
+
+
 @contextmanager
 def horovod_for_a_while() -> Iterator[Any]:
     """Horovod's module for PyTorch, running on all ranks until the block ends. Collective.

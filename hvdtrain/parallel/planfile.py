@@ -23,7 +23,7 @@ from hvdtrain.parallel.plan import (
     with_options,
 )
 
-SHORT_FORMS = ("single", "dp", "mp", "hp:SxR", "auto")
+SHORT_FORMS = ("single", "dp", "mp", "hp:SxR", "auto", "adaptive")
 
 
 def parse(
@@ -50,8 +50,10 @@ def parse(
         check_schedule(schedule)
     if text == "single" and ranks > 1:
         raise UsageError(f"--plan single runs on one rank, not on {ranks}: use --plan dp")
-    if text == "auto":
-        raise UsageError("--plan auto is chosen by train, on the ranks of the run; give it there")
+    if text in ("auto", "adaptive"):
+        raise UsageError(
+            f"--plan {text} is chosen by train, on the ranks of the run; give it there"
+        )
     if text in ("single", "dp"):
         return replicated(components, ranks, microbatches, schedule)
     if shape := _pipeline_shape(text, ranks, schedule):
@@ -71,7 +73,11 @@ def refit(text: str | None, ranks: int) -> str | None:
     A pipeline keeps its stages, or the next smaller number that divides the ranks; a file names
     its ranks, and data parallelism takes its place.
     """
-    if text is None or text in ("dp", "mp", "auto") or mirrored_devices(text) is not None:
+    if (
+        text is None
+        or text in ("dp", "mp", "auto", "adaptive")
+        or mirrored_devices(text) is not None
+    ):
         return text
     if ranks == 1 or not text.startswith("hp:"):
         return "single" if ranks == 1 else "dp"

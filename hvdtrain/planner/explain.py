@@ -1,5 +1,7 @@
 """Why a plan was chosen, in words and as a table by component."""
 
+from typing import Any
+
 from hvdtrain.parallel.plan import Plan, labels
 from hvdtrain.planner.cost import Known
 from hvdtrain.planner.solve import Candidate, Question, Solution
@@ -35,6 +37,18 @@ def why_longer(chosen: Candidate, other: Candidate) -> str:
     if bubble > own + 0.01:
         return f"{more:.1%} longer: its ranks wait {bubble:.1%} of the step, not {own:.1%}"
     return f"{more:.1%} longer"
+
+
+def in_short(candidate: Candidate) -> dict[str, Any]:
+    """A candidate, for a log."""
+    plan = candidate.plan
+    return {
+        "name": candidate.name,
+        "seconds": candidate.seconds,
+        "stages": [[len(s.components), list(s.ranks), list(s.shares)] for s in plan.stages],
+        "microbatches": plan.microbatches,
+        "schedule": plan.schedule,
+    }
 
 
 def component_table(question: Question, plan: Plan) -> list[str]:

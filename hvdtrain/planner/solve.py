@@ -7,7 +7,7 @@ through with all costs, and the shortest of those that fit is chosen.
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 MOST_MICROBATCHES = 64
 BETTER = 0.985  # a plan has to be so much shorter than a simpler one to be preferred
 GIB = 2**30
+WORK = "compute"  # the kind of a timeline's events
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,15 @@ class Candidate:
         memory = self.overview.memory
         return tuple(memory[rank].total + self.resident[rank] for rank in sorted(memory))
 
+    @property
+    def own_seconds(self) -> tuple[float, ...]:
+        """What each rank computes in a step."""
+        events = self.overview.timeline.events
+        return tuple(
+            sum(each.end - each.start for each in events if (each.rank, each.kind) == (rank, WORK))
+            for rank in self.plan.ranks
+        )
+
     def shortage(self, limits: Sequence[float] | None) -> float:
         """Bytes that the rank which lacks most lacks; 0 if the plan fits."""
         if limits is None:
@@ -122,6 +132,21 @@ def solve(question: Question) -> Solution:
 def _parts(plan: Plan) -> int:
     """How much there is to a plan: of two that are as fast the simpler is better."""
     return len(plan.stages) * plan.microbatches
+
+
+def calibrated(question: Question, plan: Plan, own_seconds: Sequence[float]) -> Question:
+    """The question with each rank as slow as steps of `plan` showed it to be.
+
+    So a profile follows what time-sharing with other processes costs, which short measurements
+    of components do not show.
+
+    Args:
+        own_seconds: what each rank took in a step, without waiting for others.
+    """
+    predicted = play(question, plan, "").own_seconds
+    factors = [own / max(each, 1e-9) for own, each in zip(own_seconds, predicted, strict=True)]
+    known = question.known
+    return replace(question, known=replace(known, profile=known.profile.scaled(factors)))
 
 
 def play(question: Question, plan: Plan, name: str) -> Candidate:

@@ -28,14 +28,18 @@ def build_runtime(
     image_size: int,
     here: World,
     synchronous: bool = False,
+    before: Runtime | None = None,
 ) -> Runtime:
     """The interpreter of a plan on this rank. Collective.
 
     Args:
         synchronous: as in `Exchange`.
+        before: that of another plan, whose place it takes; it must not be used any more.
     """
     device = images.device
-    exchange = Exchange(here.communicator, device, synchronous) if here.communicator else None
+    exchange = before.exchange if before else None
+    if exchange is None and here.communicator is not None:
+        exchange = Exchange(here.communicator, device, synchronous)
     parts = build_parts(config, plan, components, here, exchange, device)
     if not any(here.gather(any(part.parameters for part in parts.values()))):
         raise UsageError(f"model {config.model} has no parameters that are trained")
@@ -50,11 +54,15 @@ def build_runtime(
         images,
         Handover(here.rank, forms, exchange, device),
         config.precision,
-        activity=Activity(world.activity_path(), here.rank, patience(config), stalled),
+        activity=before.activity if before else _activity(config, here),
         rule=_rule(config),
         label_smoothing=config.label_smoothing,
         keep_events=config.trace is not None,
     )
+
+
+def _activity(config: TrainConfig, here: World) -> Activity:
+    return Activity(world.activity_path(), here.rank, patience(config), stalled)
 
 
 def _rule(config: TrainConfig) -> UpdateRule:

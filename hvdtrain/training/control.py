@@ -18,7 +18,7 @@ from hvdtrain.errors import Interrupted, Preempted
 from hvdtrain.poll import wait_until
 from hvdtrain.world import World
 
-INTERRUPT, PREEMPT, SAVE, WRITTEN, BAD, LOSS, SAMPLES, HEADER = range(8)
+INTERRUPT, PREEMPT, SAVE, CHANGE, WRITTEN, BAD, LOSS, SAMPLES, HEADER = range(9)
 
 
 class Wishes(NamedTuple):
@@ -29,6 +29,7 @@ class Wishes(NamedTuple):
     save: bool = False  # a checkpoint is due
     written: bool = False  # its part of the pending checkpoint is on the disk
     bad: bool = False  # it left out an update
+    change: bool = False  # the plan, or what is known of the ranks, is to be another
 
 
 class Vitals(NamedTuple):
@@ -58,6 +59,7 @@ class Agreed:
     Attributes:
         stop: the exit code to leave with, or None to go on.
         save: whether a rank asks for a checkpoint.
+        change: whether rank 0 asks all to come together over the plan.
         written: how many ranks have written their part of the pending checkpoint.
         bad: how many ranks left out an update.
         loss: mean loss over the samples of the step.
@@ -68,6 +70,7 @@ class Agreed:
 
     stop: int | None
     save: bool
+    change: bool
     written: int
     bad: int
     loss_sum: float
@@ -92,6 +95,7 @@ class Agreed:
         return cls(
             Interrupted.exit_code if total[INTERRUPT] else stop,
             bool(total[SAVE]),
+            bool(total[CHANGE]),
             round(total[WRITTEN]),
             round(total[BAD]),
             float(total[LOSS]),
@@ -126,6 +130,7 @@ class Control:
         vector = np.zeros(HEADER + self.world.size * fields)
         vector[INTERRUPT], vector[PREEMPT], vector[SAVE] = wishes[:3]
         vector[WRITTEN], vector[BAD], vector[SAMPLES] = wishes.written, wishes.bad, samples
+        vector[CHANGE] = wishes.change
         own = HEADER + self.world.rank * fields
         vector[own : own + fields] = vitals
         self.waiting.append((read_loss, vector, time.perf_counter()))

@@ -2,16 +2,21 @@
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hvdtrain.parallel.part import Part
 from hvdtrain.parallel.plan import Plan
+from hvdtrain.parallel.relayout import moves
+from hvdtrain.poll import wait_until
 from hvdtrain.training.checkpoint.store import MODEL, OPTIMIZER, owners
 from hvdtrain.training.optimizer import restore_state, state_by_name
+from hvdtrain.training.tensors import to_array
 from hvdtrain.world import World
 
 STATE_TAG = 1
+MOVE_TAG = 1000  # and above
 
 
 def gather_tensors(plan: Plan, parts: Mapping[int, Part], here: World) -> dict[str, Tensor]:
@@ -37,19 +42,66 @@ def own_share(plan: Plan, parts: Mapping[int, Part], rank: int) -> dict[str, Ten
     """
     share: dict[str, Tensor] = {}
     for number, part in parts.items():
-        parameters, own = part.model.parameters(), part.optimizer
-        optimizer = state_by_name(own, parameters) if own else {}
-        named = {
-            name: {f"{MODEL}{name}": tensor}
-            | {f"{OPTIMIZER}{name}/{key}": value for key, value in optimizer.get(name, {}).items()}
-            for name, tensor in part.model.tensors().items()
-        }
+        named = _named(part)
         sizes = [tensor.nbytes for tensor in part.model.tensors().values()]
         ranks = plan.stages[number].ranks
         for group, owner in zip(named.values(), owners(sizes, len(ranks)), strict=True):
             if ranks[owner] == rank:
                 share |= group
     return share
+
+
+def _named(part: Part) -> dict[str, dict[str, Tensor]]:
+    """Of each parameter and buffer: it and its optimizer's, named as in a checkpoint."""
+    parameters, own = part.model.parameters(), part.optimizer
+    optimizer = state_by_name(own, parameters) if own else {}
+    return {
+        name: {f"{MODEL}{name}": tensor}
+        | {f"{OPTIMIZER}{name}/{key}": value for key, value in optimizer.get(name, {}).items()}
+        for name, tensor in part.model.tensors().items()
+    }
+
+
+def state_under(
+    before: Plan, after: Plan, parts: Mapping[int, Part], here: World
+) -> dict[str, np.ndarray]:
+    """What this rank needs of a checkpoint under another plan, from the ranks' memory. Collective.
+
+    Arrays of what the rank holds already are its tensors' own memory.
+    """
+    own = _by_component(parts)
+    planned, sending = moves(before, after), []
+    found: dict[str, np.ndarray] = {}
+    for number, move in enumerate(planned):
+        if move.sender == here.rank:
+            assert here.communicator is not None
+            state = own[move.component]
+            sending.append(here.communicator.isend(state, move.receiver, MOVE_TAG + number))
+    for number, move in enumerate(planned):
+        if move.receiver == here.rank:
+            found |= here.receive(move.sender, MOVE_TAG + number)
+    for request in sending:
+        wait_until(lambda request=request: request.test()[0])  # type: ignore[misc]
+    for stage in after.stages:
+        if here.rank in stage.ranks:
+            for component in stage.components:
+                found |= own.get(component, {})
+    return found
+
+
+def _by_component(parts: Mapping[int, Part]) -> dict[str, dict[str, np.ndarray]]:
+    """All that this rank holds."""
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for part in parts.values():
+        named = _named(part)
+        for component, module in part.model.components.items():
+            tensors = (*module.named_parameters(), *module.named_buffers())
+            found[component] = {
+                key: to_array(tensor.detach().cpu())
+                for name, _ in tensors
+                for key, tensor in named[f"{component}.{name}"].items()
+            }
+    return found
 
 
 def put_state(

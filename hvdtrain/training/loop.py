@@ -20,6 +20,7 @@ from hvdtrain.training import saving
 from hvdtrain.training.control import Agreed, Vitals, Wishes
 from hvdtrain.training.evaluate import evaluate_epoch
 from hvdtrain.training.feed import Feed, Feeder, augmentation, requests
+from hvdtrain.training.health import Stragglers, peers
 from hvdtrain.training.precheck import NO_TENSORFLOW
 from hvdtrain.training.rate import learning_rate
 from hvdtrain.training.run import Run, open_run
@@ -129,6 +130,38 @@ def _announce(run: Run) -> None:
 
 def _train_epoch(run: Run) -> int | None:
     """Train to the end of the epoch; the exit code if all ranks agreed to stop before."""
+    length = len(run.session.train_rows)
+    while True:
+        code = _train_under_plan(run)
+        if code is not None or run.trained or run.progress.position % length == 0:
+            return code
+        _change_plan(run)
+
+
+def _change_plan(run: Run) -> None:
+    """Go on under the plan that rank 0 wants. Collective; no agreement is under way."""
+    assert run.adapter is not None
+    with run.activity.doing("changing the plan"):
+        said = run.adapter.change()
+    run.stragglers = Stragglers(peers(run.session.plan, run.session.world.size))
+    if said is not None:
+        _say_decision(run, said)
+
+
+def _say_decision(run: Run, said: dict[str, Any]) -> None:
+    """Tell of a decision on the plan; on rank 0."""
+    assert run.records is not None
+    plan = run.session.plan.to_json() | {"devices_a_rank": run.session.devices}
+    run.records.event("plan", step=run.progress.step, **plan, **said)
+    run.console.say(
+        f"step {run.progress.step:,}: {said['cause']}: {said['decision']}: {said['reason']}"
+    )
+    if said["decision"] == "change":
+        run.console.say_plan(run.session.plan)
+
+
+def _train_under_plan(run: Run) -> int | None:
+    """Train to the end of the epoch or a change of the plan; the exit code if all are to stop."""
     session, progress, config = run.session, run.progress, run.session.config
     length = len(session.train_rows)
     session.align_clocks()
@@ -155,12 +188,25 @@ def _train_epoch(run: Run) -> int | None:
                 if code is None:
                     log.flush()
                     saving.begin(run)
+            if code is None and (start, end) != slices[-1] and _is_change_due(run, agreed):
+                break
             if code is not None:
                 break
         code = log.drain() or code
     log.flush()
     _count_train_seconds(run, began)
     return code
+
+
+def _is_change_due(run: Run, agreed: Agreed | None) -> bool:
+    """Whether all ranks change the plan now; on rank 0 the adapter follows the step."""
+    if run.adapter is None or agreed is None:
+        return False
+    config, length = run.session.config, len(run.session.train_rows)
+    left = config.total_samples(length) - run.progress.position
+    for thought in run.adapter.follow(agreed, left // config.batch_size):
+        _say_decision(run, thought)
+    return agreed.change
 
 
 def _count_train_seconds(run: Run, since: float) -> float:
@@ -196,7 +242,10 @@ def _step(run: Run, feed: Feed, epoch: int, batch_size: int, data_seconds: float
 def _wishes(run: Run, result: Result) -> Wishes:
     stop, saver = run.stop, run.saver
     wants = saving.is_wanted(run)
-    return Wishes(stop.interrupted, stop.preempted, wants, saver.written, result.is_bad)
+    changes = run.adapter is not None and run.adapter.wishes
+    return Wishes(
+        *(stop.interrupted, stop.preempted, wants, saver.written, result.is_bad), changes
+    )
 
 
 def _vitals(run: Run, result: Result, seconds: float, data_seconds: float) -> Vitals:

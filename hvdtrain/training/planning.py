@@ -29,11 +29,12 @@ AUTO = ("auto", "adaptive")
 
 @dataclass(frozen=True)
 class Chosen:
-    """A plan, and in words why it was chosen; `solution` is None where there was no choice."""
+    """A plan, and in words why it was chosen; the rest on rank 0, where there was a choice."""
 
     plan: Plan
     remarks: tuple[str, ...] = ()
     solution: Solution | None = None
+    question: Question | None = None
 
     @property
     def predicted_seconds(self) -> float | None:
@@ -71,7 +72,7 @@ def choose_plan(
             f"plan: measured in {measured - began:.1f} s, chosen in {ended - measured:.2f} s",
             *explain(asked, solution),
         )
-        chosen = Chosen(solution.chosen.plan, remarks, solution)
+        chosen = Chosen(solution.chosen.plan, remarks, solution, asked)
     told = here.broadcast(chosen.plan if chosen else None)
     return chosen or Chosen(told)
 

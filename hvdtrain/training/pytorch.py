@@ -1,7 +1,7 @@
 """A run's session in PyTorch: a plan's interpreter, and the state that it works on."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -15,12 +15,14 @@ from typing_extensions import override
 from hvdtrain.data.order import Rows
 from hvdtrain.errors import UsageError
 from hvdtrain.models import weights
+from hvdtrain.models.component import Component
 from hvdtrain.parallel import schedule
 from hvdtrain.parallel.actions import COMPUTE
 from hvdtrain.parallel.cut import Cut, cut
 from hvdtrain.parallel.part import Part
 from hvdtrain.parallel.plan import Plan
 from hvdtrain.parallel.program import Program, program
+from hvdtrain.parallel.relayout import is_same_layout
 from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.step import Step
 from hvdtrain.training import layout, tensors
@@ -30,6 +32,7 @@ from hvdtrain.training.diagnosis import diagnose
 from hvdtrain.training.feed import Feed, taken
 from hvdtrain.training.optimizer import set_learning_rate, state_shapes
 from hvdtrain.training.randomness import step_seed
+from hvdtrain.training.relayout import under_plan
 from hvdtrain.training.session import Result, Session, Shape, Taken
 from hvdtrain.training.tracing import write_trace
 
@@ -41,6 +44,7 @@ class TorchSession(Session):
     """What a `Session` is, under any plan."""
 
     runtime: Runtime
+    components: Sequence[Component]
     copies: tensors.Copies = field(default_factory=tensors.Copies)
     libraries = ("torch",)
 
@@ -104,6 +108,16 @@ class TorchSession(Session):
             bubble_seconds=step.waited.bubble,
             compute_seconds=sum(step.seconds[kind] for kind in COMPUTE),
         )
+
+    @override
+    def change_plan(self, plan: Plan) -> None:
+        if not is_same_layout(self.plan, plan):
+            self.runtime = under_plan(
+                *(self.runtime, self.config, self.plan, plan, self.components),
+                self.index.image_shape[0],
+                self.world,
+            )
+        self.plan = plan
 
     @override
     def evaluate(self, batches: Iterable[tuple[Feed, int]]) -> tuple[float, float]:

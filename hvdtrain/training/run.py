@@ -6,7 +6,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain import alert, failure, world
 from hvdtrain.activity import Activity
@@ -27,6 +27,9 @@ from hvdtrain.training.session import Session, Taken
 from hvdtrain.training.stall import stalled
 from hvdtrain.training.stop import StopRequest
 from hvdtrain.world import World
+
+if TYPE_CHECKING:
+    from hvdtrain.training.adapting import Adapter
 
 SECONDS_TO_LOOK = 5.0  # at the heartbeats, before the job is ended
 SECONDS_TO_SHOW = 30.0  # in which a network file system shows a new folder to other hosts
@@ -49,6 +52,7 @@ class Run:
     replication: Replication | None
     stragglers: Stragglers
     interval: tuple[float, str]  # between checkpoints, in epochs, steps or minutes
+    adapter: "Adapter | None" = None
     taken: deque[Taken] = field(default_factory=lambda: deque(maxlen=4))  # the last steps
     skipped_in_a_row: int = 0
     alerts: list[threading.Thread] = field(default_factory=list)
@@ -154,8 +158,18 @@ def open_run(session: Session, stop: StopRequest) -> Run:
         replication,
         Stragglers(peers(session.plan, here.size)),
         config.checkpoint_interval(),
+        _adapter(session),
         first_step=progress.step,
     )
+
+
+def _adapter(session: Session) -> "Adapter | None":
+    """Who changes the plan, where that is asked for and there is more than one."""
+    if session.config.plan != "adaptive" or session.world.size == 1:
+        return None
+    from hvdtrain.training.adapting import Adapter  # which loads torch
+
+    return Adapter(session, session.question, session.build_seconds)
 
 
 def _stalled(line: str, config: TrainConfig, folder: metrics.RunFolder, here: World) -> None:

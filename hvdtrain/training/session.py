@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 import psutil
@@ -19,6 +19,9 @@ from hvdtrain.data.shards import Index, Samples
 from hvdtrain.parallel.plan import Plan
 from hvdtrain.training.feed import Feed
 from hvdtrain.world import World
+
+if TYPE_CHECKING:
+    from hvdtrain.planner.solve import Question
 
 PROCESSOR_SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "acpitz")
 
@@ -75,6 +78,8 @@ class Session(ABC):
         train_rows, held_rows: of the train split, to train on and held out.
         remarks: on how the plan came about.
         predicted_seconds: of a step, if the plan was chosen here.
+        question: what it was chosen for, on rank 0.
+        build_seconds: what building this rank's part of the plan took.
         libraries: distributions whose versions decide what is computed.
     """
 
@@ -90,6 +95,8 @@ class Session(ABC):
     splits: dict[str, Samples]
     remarks: tuple[str, ...] = ()
     predicted_seconds: float | None = None
+    question: "Question | None" = None
+    build_seconds: float = 0.0
     libraries: ClassVar[tuple[str, ...]]
 
     @property
@@ -135,6 +142,10 @@ class Session(ABC):
     @abstractmethod
     def diagnose(self, taken: Taken) -> str:
         """Run a step again without updating anything; what is wrong with it. Collective."""
+
+    def change_plan(self, plan: Plan) -> None:
+        """Go on under another plan with the same state. Collective; between two steps."""
+        raise NotImplementedError("this framework has one plan a run")
 
     def align_clocks(self) -> None:  # noqa: B027
         """Compare the clocks of the hosts, where that is of use. Collective."""

@@ -1,10 +1,11 @@
 """From a configuration to everything that a rank needs to run its first step."""
 
+import time
 from collections.abc import Sequence
 
 import torch
 
-from hvdtrain import models
+from hvdtrain import models, world
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
 from hvdtrain.data.shards import Index, read_index
@@ -52,11 +53,15 @@ def open_session(config: TrainConfig, here: World) -> TorchSession:
         check_compiler(device)
     chosen = Chosen(plan)
     if is_open:
+        if config.plan == "adaptive":
+            world.allow_new_groups()
         chosen = choose_plan(config, components, size, index.classes, images, here)
         plan = chosen.plan
         if first:
             _prove(config, plan)
-    splits = open_splits(index, here, {0, plan.last} & set(plan.stages_of(here.rank)) != set())
+    at_an_end = {0, plan.last} & set(plan.stages_of(here.rank)) != set()
+    splits = open_splits(index, here, at_an_end or config.plan == "adaptive")
+    began = time.perf_counter()
     runtime = build_runtime(config, plan, components, images, size, here)
     assert runtime.activity is not None
     session = TorchSession(
@@ -67,6 +72,9 @@ def open_session(config: TrainConfig, here: World) -> TorchSession:
         shapes=tensor_shapes(components),
         parameters=parameter_count(components),
         runtime=runtime,
+        components=components,
+        question=chosen.question,
+        build_seconds=time.perf_counter() - began,
         activity=runtime.activity,
         train_rows=train_rows,
         held_rows=held_rows,

@@ -38,5 +38,5 @@ def _check_plan(config: TrainConfig) -> None:
     index = read_index(config.data)
     components = model_components(config, index)
     check_components(components, config, index)
-    if config.plan != "auto":
+    if config.plan not in ("auto", "adaptive"):
         make_plan(config, components, index.image_shape[0], index.classes, config.ranks or 1)

@@ -1,6 +1,7 @@
-"""`--plan auto`: what is measured on the ranks of a run, and the plan that comes of it."""
+"""`--plan auto` and `adaptive`: what is measured on the ranks of a run, and what comes of it."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from hvdtrain.planner.measure import measured_sizes
 from hvdtrain.training import planning
 from hvdtrain.world import World
 from tests.conftest import Program
-from tests.single.training.jobs import events_of, summary_of
+from tests.single.training.jobs import events_of, samples_of, summary_of
 
 RUN = ("train", "--model", "cnn", "--batch-size", 32, "--max-steps", 4, "--threads", 1)
 
@@ -31,6 +32,35 @@ def test_a_plan_is_measured_chosen_and_trained(
     held = {rank for stage in plan["stages"] for rank in stage["ranks"]}
     assert held == {0, 1, 2}
     assert summary_of(run)["steps"] == 4
+
+
+def test_a_plan_is_changed_while_training(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    """A rank that becomes slow is given less; no sample is lost or repeated."""
+    run, ledger = tmp_path / "run", tmp_path / "ledger.csv"
+    options: tuple[Any, ...] = ("train", "--model", "cnn", "--batch-size", 20, "--epochs", 3)
+    options += ("--threads", 1, "--data", small_set, "--plan", "adaptive", "--ranks", 2)
+    options += ("--run", run, "--ledger", ledger)
+    done = hvdtrain(*options, "--inject", "slow step=20 rank=1 seconds=0.15")
+    assert done.returncode == 0, done.stderr
+    first, *others = events_of(run, "plan")
+    assert "decision" not in first
+    changes = [line for line in others if line["decision"] == "change"]
+    assert changes, others
+    assert any("rank 1 takes " in line["cause"] for line in changes)
+    last = changes[-1]
+    assert last["predicted_seconds"] < last["before_seconds"]
+    assert "brings in" in last["reason"]
+    assert f"step {last['step']:,}: {last['cause']}: change" in done.stdout
+    work = dict.fromkeys((0, 1), 0.0)
+    for stage in last["stages"]:
+        for rank, share in zip(stage["ranks"], stage["shares"], strict=True):
+            work[rank] += len(stage["components"]) * share / sum(stage["shares"])
+    assert work[1] < work[0]
+    for ids in samples_of(ledger, 3):
+        assert sorted(ids) == sorted(set(ids))
+        assert len(ids) == 601
 
 
 def test_nothing_fits_is_one_line(hvdtrain: Program, small_set: Path, tmp_path: Path) -> None:

@@ -1,0 +1,83 @@
+"""A run that changes its plan goes on with the state it had, to the bit."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdtrain.config import TrainConfig
+from hvdtrain.parallel.plan import Plan, replicated
+from hvdtrain.parallel.runtime import Runtime
+from hvdtrain.training import layout
+from hvdtrain.training.relayout import under_plan
+from hvdtrain.world import World
+from tests.mpi.common import components_of, names, run_step, runtime_of, whole_state
+from tests.mpi.plans import PLANS
+from tests.mpi.test_training import ALONE, IMAGE_SIZE, STEP_SIZES, assert_close
+
+ADAM = TrainConfig(model="own", data="", precision="fp64", optimizer="adam", lr=0.01)
+
+
+def whole_optimizer(plan: Plan, runtime: Runtime, here: World) -> dict[str, bytes]:
+    """What checkpoints would hold of optimizers, on all ranks."""
+    share = layout.own_share(plan, runtime.parts, here.rank)
+    own = {name: tensor.detach().numpy().tobytes() for name, tensor in share.items()}
+    return {name: value for theirs in here.gather(own) for name, value in theirs.items()}
+
+
+def bits(state: dict[str, np.ndarray]) -> dict[str, bytes]:
+    return {name: value.tobytes() for name, value in state.items()}
+
+
+def test_weights_statistics_and_optimizer_are_those_of_before(here: World) -> None:
+    """Through all plans, each after a step that changed everything."""
+    components = components_of("resnet", IMAGE_SIZE)
+    plans = [make(names(components)) for make in PLANS[here.size].values()]
+    runtime, before = runtime_of(ADAM, plans[0], components, IMAGE_SIZE, here), plans[0]
+    seen = set()
+    for seed, after in enumerate([*plans[1:], plans[0]]):
+        run_step(runtime, before, here, IMAGE_SIZE, 26, seed)
+        state = bits(whole_state(before, runtime, here))
+        optimizer = whole_optimizer(before, runtime, here)
+        seen.add(tuple(state.values()))
+        runtime = under_plan(runtime, ADAM, before, after, components, IMAGE_SIZE, here)
+        assert bits(whole_state(after, runtime, here)) == state
+        assert whole_optimizer(after, runtime, here) == optimizer
+        assert any(name.endswith("exp_avg") for name in optimizer)
+        before = after
+    assert len(seen) == len(plans)  # each step had changed it
+    assert runtime.activity is not None
+    runtime.activity.close()
+
+
+def test_fifty_steps_through_all_plans_end_where_the_serial_run_does(here: World) -> None:
+    """In fp64; and a change that forgets the state does not."""
+    components = components_of("vit", IMAGE_SIZE)
+    plans = [make(names(components)) for make in PLANS[here.size].values()]
+    steps = 50 if here.size == 2 else 10
+    serial = replicated(names(components), 1, 1, None)
+    expected = walk(ALONE, components, [serial], steps)
+    assert_close(walk(here, components, plans, steps), expected, 1e-10)
+    with pytest.raises(AssertionError):
+        assert_close(walk(here, components, plans[:2], 4, forgets=True), expected, 1e-10)
+
+
+def walk(
+    here: World, components: Any, plans: list[Plan], steps: int, forgets: bool = False
+) -> dict[str, np.ndarray]:
+    """The state after steps that take the plans in turn."""
+    plan = plans[0]
+    runtime = runtime_of(ADAM, plan, components, IMAGE_SIZE, here)
+    for seed in range(steps):
+        run_step(runtime, plan, here, IMAGE_SIZE, STEP_SIZES[seed % len(STEP_SIZES)], seed)
+        after = plans[(seed + 1) % len(plans)]
+        if forgets:
+            assert runtime.activity is not None
+            runtime.activity.close()
+            runtime = runtime_of(ADAM, after, components, IMAGE_SIZE, here)
+        elif len(plans) > 1:
+            runtime = under_plan(runtime, ADAM, plan, after, components, IMAGE_SIZE, here)
+        plan = after
+    assert runtime.activity is not None
+    runtime.activity.close()
+    return whole_state(plan, runtime, here)
