@@ -88,6 +88,12 @@ class TrainConfig:
         default=None,
         metadata=about("GiB that a rank may hold, process included, under --plan auto"),
     )
+    profile: str | None = field(
+        default=None,
+        metadata=about(
+            "file of what --plan auto measures: read if it is there, written if it is not"
+        ),
+    )
     precision: Precision = field(
         default="fp32", metadata=about("fp32, bf16 (autocast, fp32 weights) or fp64")
     )
@@ -273,6 +279,10 @@ class TrainConfig:
         if self.compile and (self.recompute or self.batch_norm == "sync"):
             other = "--recompute" if self.recompute else "--batch-norm sync"
             raise UsageError(f"--compile and {other} exclude each other: leave one of them out")
+        if self.plan not in ("auto", "adaptive"):
+            for name in ("memory_limit", "profile"):
+                if getattr(self, name) is not None:
+                    raise UsageError(f"{flag(name)} is for --plan auto and --plan adaptive")
         if self.resume and self.run is None:
             raise UsageError("--resume needs --run, the folder of the run to continue")
         return self

@@ -15,6 +15,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "plan",
         "ranks",
         "memory_limit",
+        "profile",
         "epochs",
         "max_steps",
         "microbatches",

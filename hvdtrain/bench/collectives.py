@@ -74,16 +74,17 @@ class Table:
         return "\n".join(lines)
 
 
-def bench_allreduce(largest: int) -> Table:
+def bench_allreduce(largest: int, algorithm: str = "auto") -> Table:
     """Sums over all ranks. Collective.
 
     Args:
         largest: bytes of the largest sum.
+        algorithm: of MPI, by the names of `ALGORITHMS`.
 
     Raises:
         UsageError: if there is but one rank.
     """
-    here = _world("allreduce")
+    here = _world("allreduce", algorithm)
     horovod = world.start_horovod(largest)
     sizes = probe.sizes_up_to(largest)
     start = probe.horovod_sum(horovod)
@@ -91,19 +92,20 @@ def bench_allreduce(largest: int) -> Table:
         "Horovod": probe.reduce_curve(here, start, sizes),
         "MPI": probe.reduce_curve(here, probe.mpi_sum(here.communicator), sizes),
     }
-    contention = probe.measure_contention(here, start, curves["Horovod"])
+    size = min(probe.CONTENDED_BYTES, sizes[-1])
+    contention = probe.measure_contention(here, start, curves["Horovod"], size)
     world.stop()
-    title = f"sum of fp32 over {here.size} ranks; GB/s is what each rank sends and receives"
+    title = f"sum of fp32 over {here.size} ranks, {algorithm}; GB/s is what each rank sends"
     return Table(title, curves, 2 * (here.size - 1) / here.size, contention)
 
 
-def bench_exchange(largest: int) -> Table:
+def bench_exchange(largest: int, algorithm: str = "auto") -> Table:
     """Hand-overs between two ranks of one host, and of two hosts where there are. Collective.
 
     Raises:
         UsageError: if there is but one rank.
     """
-    here = _world("exchange")
+    here = _world("exchange", algorithm)
     assert here.communicator is not None
     exchange = Exchange(here.communicator, torch.device("cpu"))
     network = probe.hand_over_curves(here, exchange, probe.sizes_up_to(largest))
@@ -113,8 +115,8 @@ def bench_exchange(largest: int) -> Table:
     return Table("hand-over of a tensor from rank to rank, one way", curves, 1.0)
 
 
-def _world(name: str) -> World:
-    here = world.start()
+def _world(name: str, algorithm: str) -> World:
+    here = world.start(algorithm)
     torch.set_num_threads(here.threads)
     if here.size < 2:
         raise UsageError(f"bench {name} is between ranks: give --ranks 2 or more")

@@ -65,11 +65,14 @@ def bench_allreduce(arguments: Sequence[str], **values: Any) -> int:
     """Seconds of a sum over ranks, by its size, by each algorithm that is asked for."""
     config = NetworkConfig(**values).check()
     if launchers.detect(os.environ).size != 1:
+        if config.algorithm == "all":
+            raise UsageError("MPI reads its algorithm when it starts: under a launcher name one")
         return _print_table("allreduce", config)
     for algorithm in config.algorithms:
         if not config.json:
             print(f"all-reduce: {algorithm}", flush=True)
-        outcome = launch.supervise(config.ranks or 2, [*arguments], ALGORITHMS[algorithm])
+        given = [*arguments, "--algorithm", algorithm]
+        outcome = launch.supervise(config.ranks or 2, given, ALGORITHMS[algorithm])
         if outcome.code:
             return outcome.code
     return 0
@@ -90,7 +93,7 @@ def _print_table(name: str, config: NetworkConfig) -> int:
     from hvdtrain.bench import collectives
 
     measure = {"allreduce": collectives.bench_allreduce, "exchange": collectives.bench_exchange}
-    table = measure[name](config.largest)
+    table = measure[name](config.largest, config.algorithm)
     if started.rank == 0:
         print(common.as_json(table.as_json()) if config.json else table.as_text(), flush=True)
     return 0

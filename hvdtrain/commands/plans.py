@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from hvdtrain import launch, launchers, models
@@ -15,7 +16,12 @@ def plan_show(arguments: Sequence[str], **values: Any) -> int:
     common.in_one_process("plan show")
     from hvdtrain.training import plancommands
 
-    found = plancommands.show(PlanConfig(**values))
+    config = PlanConfig(**values)
+    found = plancommands.show(config)
+    if config.picture is not None:
+        from hvdtrain.study.plan_pictures import draw_strategies
+
+        draw_strategies(found.plan, Path(config.picture))
     print(common.as_json(found.as_json()) if values["json"] else found.as_text())
     return 0
 

@@ -43,6 +43,7 @@ class ComponentCost:
         saved_bytes: activations that autograd keeps for backward, without the component's input:
             that is in the predecessor's `saved_bytes` or is its output. Activations of a chain
             are at most the sum of `saved_bytes` and `output_bytes`.
+        is_differentiable: whether a gradient can come back behind it: it emits floating numbers.
     """
 
     name: str
@@ -53,6 +54,7 @@ class ComponentCost:
     output_shape: tuple[int, ...]
     output_bytes: int
     saved_bytes: int
+    is_differentiable: bool = True
 
 
 def component_costs(
@@ -151,4 +153,5 @@ def _cost(component: Component, module: nn.Module, small: _Run, large: _Run) -> 
         output_shape=output_shape,
         output_bytes=prod(output_shape) * small.emitted.element_size(),
         saved_bytes=(large.saved_bytes - small.saved_bytes) // samples,
+        is_differentiable=small.emitted.is_floating_point(),
     )

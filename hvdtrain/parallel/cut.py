@@ -119,10 +119,16 @@ def _microbatches(plan: Plan, batch_size: int) -> int:
 def _pieces(
     parts: Sequence[dict[int, tuple[Range, ...]]], stage: int, microbatch: int
 ) -> Iterator[Piece]:
+    # Both sides' ranges go through the micro-batch in order: what is past stays so.
+    receivers = [(rank, ranges[microbatch]) for rank, ranges in parts[stage + 1].items()]
+    passed = 0
     for sender, sent in parts[stage].items():
         first, last = sent[microbatch]
-        for receiver, received in parts[stage + 1].items():
-            start, stop = received[microbatch]
+        while passed < len(receivers) and receivers[passed][1][1] <= first:
+            passed += 1
+        for receiver, (start, stop) in receivers[passed:]:
+            if start >= last:
+                break
             low, high = max(first, start), min(last, stop)
             if low < high:
                 yield Piece(

@@ -12,6 +12,7 @@ SETTLING = 3  # steps after a change that are like no others
 # By so much a rank's own time, or all ranks' waiting, has to change for all of a window. KungFu
 # (Mai et al., OSDI 2020) acts where throughput falls to 0.8 of what it was.
 DRIFT = 1.2
+FLOOR = 1e-3  # seconds: less is noise, however short the steps are
 HYSTERESIS = 0.05  # of a step: a smaller gain is no reason for a change
 MARGIN = 2.0  # times the cost of a change that it has to bring in
 
@@ -23,6 +24,7 @@ class Drift:
     cause: str
     own_seconds: tuple[float, ...]
     step_seconds: float
+    is_waiting: bool = False  # for the network, or for ranks that wait for each other
 
 
 @dataclass
@@ -50,11 +52,13 @@ class Watch:
             self.base = np.median(found, axis=0)
             self.steps.clear()
             return None
-        cause = self._cause(found)
-        if cause is None:
-            return None
         now = np.median(found, axis=0)
-        return Drift(cause, tuple(now[:-2].tolist()), float(now[-1]))
+        own, whole = tuple(now[:-2].tolist()), float(now[-1])
+        if cause := self._slower_rank(found):
+            return Drift(cause, own, whole)
+        if cause := self._longer_wait(found):
+            return Drift(cause, own, whole, is_waiting=True)
+        return None
 
     @property
     def step_seconds(self) -> float | None:
@@ -66,22 +70,27 @@ class Watch:
         self.steps.clear()
         self.base, self.unsettled = None, SETTLING
 
-    def _cause(self, found: NDArray[np.float64]) -> str | None:
-        """What all steps of the window agree on."""
+    def _slower_rank(self, found: NDArray[np.float64]) -> str | None:
+        """A rank that takes another time, if all steps of the window agree on it."""
         assert self.base is not None
-        own, base = found[:, :-2], self.base[:-2]
-        slower = (own > DRIFT * base).all(axis=0)
-        faster = (own < base / DRIFT).all(axis=0)
-        if (slower | faster).any():
-            ratios = np.median(own, axis=0) / base
-            changed = np.where(slower | faster, np.abs(np.log(ratios)), 0.0)
-            rank = int(changed.argmax())
-            return f"rank {rank} takes {ratios[rank]:.2f} times as long as when the plan was new"
-        rest, whole = found[:, -2], float(self.base[-1])
-        more = (rest - self.base[-2]) / whole
-        if (more > DRIFT - 1).all():
-            return f"ranks wait {np.median(more):.0%} of a step longer than when the plan was new"
-        return None
+        own, base = found[:, :-2], np.maximum(self.base[:-2], 1e-9)
+        slower = ((own > DRIFT * base) & (own > base + FLOOR)).all(axis=0)
+        faster = ((own < base / DRIFT) & (own < base - FLOOR)).all(axis=0)
+        if not (slower | faster).any():
+            return None
+        ratios = np.median(own, axis=0) / base
+        changed = np.where(slower | faster, np.abs(np.log(np.maximum(ratios, 1e-9))), 0.0)
+        rank = int(changed.argmax())
+        return f"rank {rank} takes {ratios[rank]:.2f} times as long as when the plan was new"
+
+    def _longer_wait(self, found: NDArray[np.float64]) -> str | None:
+        """That all wait longer for what no rank computes, if all steps of the window agree."""
+        assert self.base is not None
+        more = found[:, -2] - self.base[-2]
+        part = more / self.base[-1]
+        if not ((part > DRIFT - 1) & (more > FLOOR)).all():
+            return None
+        return f"ranks wait {np.median(part):.0%} of a step longer than when the plan was new"
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ class Profile:
     @cached_property
     def slowness(self) -> tuple[float, ...]:
         """How many times as long as the fastest rank each one takes for the whole model."""
-        seconds = [_whole_model(rank) for rank in self.ranks]
+        seconds = [max(_whole_model(rank), 1e-12) for rank in self.ranks]
         return tuple(each / min(seconds) for each in seconds)
 
     def scaled(self, factors: Sequence[float]) -> "Profile":

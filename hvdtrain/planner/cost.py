@@ -10,8 +10,7 @@ from hvdtrain.parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, group_by
 from hvdtrain.parallel.cut import Cut
 from hvdtrain.parallel.plan import Plan
 from hvdtrain.parallel.simulate import Costs
-from hvdtrain.planner.components import Profile
-from hvdtrain.planner.curve import Curve, total
+from hvdtrain.planner.components import ComponentTimes, Profile
 from hvdtrain.planner.network import Network
 
 if TYPE_CHECKING:
@@ -46,13 +45,13 @@ def plan_costs(plan: Plan, cut: Cut, known: Known) -> Costs:
     """
     by_name, profile, network = known.by_name, known.profile, known.network
 
-    @cache
-    def curve(rank: int, stage: int, kind: str) -> Curve:
-        return stage_curve(known, rank, plan.stages[stage].components, kind)
+    # Of ranks that are alike, one is representative.
+    first = {id(profile.ranks[rank]): rank for rank in reversed(plan.ranks)}
+    like = {rank: first[id(profile.ranks[rank])] for rank in plan.ranks}
 
     @cache
     def compute_rows(rank: int, stage: int, kind: str, rows: int) -> float:
-        return curve(rank, stage, kind)(rows)
+        return stage_seconds(known, rank, plan.stages[stage].components, kind, rows)
 
     def compute(rank: int, action: Action) -> float:
         own = profile.ranks[rank]
@@ -65,7 +64,7 @@ def plan_costs(plan: Plan, cut: Cut, known: Known) -> Costs:
             return 0.0
         if action.kind == "LOAD":
             return own.load(rows) if action.stage == 0 else 0.0
-        return own.action + compute_rows(rank, action.stage, action.kind, rows)
+        return own.action + compute_rows(like[rank], action.stage, action.kind, rows)
 
     def hand_over(sender: int, receiver: int, action: Action) -> float:
         assert action.microbatch is not None
@@ -85,25 +84,24 @@ def plan_costs(plan: Plan, cut: Cut, known: Known) -> Costs:
     return Costs(compute, hand_over, cache(reduce))
 
 
-def stage_curve(known: Known, rank: int, components: Sequence[str], kind: str) -> Curve:
-    """Seconds of an action of `kind` (F, B, I or W) on some components, by samples."""
-    held = [known.profile.ranks[rank].components[name] for name in components]
-    again = [
-        known.profile.ranks[rank].components[name].forward
-        for name in components
-        if name in known.recomputed
-    ]
+def stage_seconds(
+    known: Known, rank: int, components: Sequence[str], kind: str, rows: int
+) -> float:
+    """Seconds of an action of `kind` (F, B, I or W) on some components and samples."""
+    times = known.profile.ranks[rank].components
+    return sum(_seconds(times[name], kind, rows, name in known.recomputed) for name in components)
+
+
+def _seconds(times: ComponentTimes, kind: str, rows: int, is_recomputed: bool) -> float:
     if kind == "F":
-        return total([each.forward for each in held])
+        return times.forward(rows)
+    again = times.forward(rows) if is_recomputed else 0.0
     if kind == "B":
-        return total([each.backward for each in held] + again)
-    halves = [each.input_half if kind == "I" else each.weight_half for each in held]
+        return times.backward(rows) + again
+    half = times.input_half if kind == "I" else times.weight_half
     # Where halves were not measured, each is half: the operations are as many.
-    found = [
-        half if half is not None else each.backward.times(0.5)
-        for half, each in zip(halves, held, strict=True)
-    ]
-    return total(found + (again if kind == "I" else []))
+    own = half(rows) if half is not None else 0.5 * times.backward(rows)
+    return own + (again if kind == "I" else 0.0)
 
 
 def reduction_seconds(plan: Plan, cut: Cut, stage: int, known: Known) -> float:
@@ -137,7 +135,7 @@ def _ready_times(
     for rank in plan.stages[stage].ranks:
         rows, now = cut.rows(stage, rank, last), 0.0
         for place, name in enumerate(backwards):
-            now += stage_curve(known, rank, [name], "B")(rows) if rows else 0.0
+            now += stage_seconds(known, rank, [name], "B", rows) if rows else 0.0
             slowest[place] = max(slowest[place], now)
     return slowest
 

@@ -1,5 +1,7 @@
 """Seconds of something by its size, as measured: straight between points, and never falling."""
 
+import math
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -42,7 +44,13 @@ class Curve:
 
     def __call__(self, size: float) -> float:
         """Seconds of one size."""
-        return float(self.at([size])[0])
+        points = self.points
+        if len(points) == 1:
+            return points[0][1] * (size / points[0][0] if points[0][0] else 1.0)
+        behind = min(max(1, bisect_right(points, (size, math.inf))), len(points) - 1)
+        (x0, y0), (x1, y1) = points[behind - 1], points[behind]
+        seconds = y0 + (size - x0) * (y1 - y0) / (x1 - x0)
+        return max(seconds, y0 * size / x0 if x0 else 0.0) if size < points[0][0] else seconds
 
     def at(self, sizes: Sequence[float]) -> np.ndarray:
         """Seconds of several sizes: fp64 of their shape."""
@@ -89,9 +97,3 @@ class Curve:
     def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
         sizes, seconds = zip(*self.points, strict=True)
         return np.asarray(sizes, np.float64), np.asarray(seconds, np.float64)
-
-
-def total(curves: Sequence[Curve]) -> Curve:
-    """The sum of several."""
-    sizes = sorted({size for curve in curves for size, _ in curve.points})
-    return Curve(tuple((size, sum(curve(size) for curve in curves)) for size in sizes))

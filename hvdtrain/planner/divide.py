@@ -1,18 +1,20 @@
 """Divides components over ranks: exact, by dynamic programming, for an estimate of the step.
 
 Components stay in the order of the model and ranks in theirs; each stage is a run of components on
-a run of ranks. With w_s the time of one micro-batch in stage s, forward and backward and what is
-handed on, and y_s what its step takes besides (reduction and update), the estimate of a step of m
-micro-batches is
+a run of ranks. With w_s the time of one micro-batch in stage s, forward and backward, a_s until
+what it needs has arrived, and y_s what its step takes besides (reduction and update), the estimate
+of a step of m micro-batches is
 
-    sum of w_s + max over s of ((m - 1) w_s + y_s):
+    sum of (w_s + a_s) + max over s of ((m - 1) w_s + y_s):
 
 the first micro-batch passes all stages, and then the slowest of them sets the pace. Alpa (Zheng et
 al., OSDI 2022, equation 2) minimises the same without y_s, trying out all values of the maximum.
-Here only those on the frontier are: a division with the smallest sum is found, then one with a
-smaller maximum than that, and so on, until no smaller maximum can make up for the larger sum.
+Here the values are bisected, best first: a division whose maximum is at least `low`, and whose sum
+is at least the smallest with a maximum below `high`, cannot be better than both together, and what
+cannot be better than the best that is known is never looked at.
 """
 
+import heapq
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 UNFIT = math.inf
+EPSILON = 1e-14
 
 
 class Run(NamedTuple):
@@ -45,6 +48,7 @@ class Times(NamedTuple):
 
     Attributes:
         passing: w: seconds of one micro-batch; UNFIT where start >= stop.
+        arriving: a: seconds until its input, and its gradient, are there.
         besides: y: seconds of a step that no micro-batch takes.
         bytes: that the fullest rank holds for good; and of those of one micro-batch in flight.
     """
@@ -53,6 +57,7 @@ class Times(NamedTuple):
     besides: np.ndarray
     bytes: np.ndarray
     flight_bytes: np.ndarray
+    arriving: "np.ndarray | float" = 0.0
 
 
 TimesOf = Callable[[int, int], Times]  # of (first rank, number of ranks)
@@ -64,13 +69,17 @@ def divide(
     microbatches: int,
     times_of: TimesOf,
     limit: float | None = None,
+    tolerance: float = 0.0,
+    better_than: float = math.inf,
 ) -> Division | None:
-    """The division with the smallest estimate; None if nothing fits.
+    """The division with the smallest estimate; None if nothing fits or none is good enough.
 
     Args:
         times_of: called once for each run of ranks; runs that are alike may share a result.
         limit: bytes that a rank may hold. With s stages from a stage to the end it holds
             min(s, m) micro-batches, as under 1F1B.
+        tolerance: how much larger the estimate may be, as a part of the smallest; 0 for none.
+        better_than: an estimate that a division must not exceed to be of interest.
     """
     tables = {
         (first, count): times_of(first, count)
@@ -78,18 +87,36 @@ def divide(
         for count in range(1, ranks - first + 1)
     }
     search = _Search(components, ranks, microbatches, tables, limit)
-    least = search.smallest_maximum()
-    if least == UNFIT:
+    least, first = search.smallest_maximum(), search.smallest_sum(UNFIT)
+    if first is None:
         return None
-    best, below = None, UNFIT
-    while (found := search.smallest_sum(below)) is not None:
-        total, maximum, runs = found
-        if best is None or total + maximum < best.seconds:
-            best = Division(runs, total + maximum)
-        if total + least >= best.seconds:
+    best = Division(first.runs, first.total + first.maximum)
+    # (bound, low, high, total): divisions with low <= maximum < high, whose sum is >= total.
+    open_intervals = [(first.total + least, least, first.maximum, first.total)]
+    while open_intervals:
+        bound, low, high, total = heapq.heappop(open_intervals)
+        if bound >= min(best.seconds * (1 - tolerance), better_than):
             break
-        below = maximum
-    return best
+        if high - low <= EPSILON * high:
+            continue
+        middle = low + (high - low) / 2
+        found = search.smallest_sum(middle)
+        heapq.heappush(open_intervals, (total + middle, middle, high, total))
+        if found is None:
+            continue
+        if found.total + found.maximum < best.seconds:
+            best = Division(found.runs, found.total + found.maximum)
+        if found.maximum > low:
+            heapq.heappush(open_intervals, (found.total + low, low, found.maximum, found.total))
+    return best if best.seconds <= better_than else None
+
+
+class _Found(NamedTuple):
+    """A division: its sum, its maximum, its runs."""
+
+    total: float
+    maximum: float
+    runs: tuple[Run, ...]
 
 
 @dataclass
@@ -127,15 +154,16 @@ class _Search:
             np.minimum(place, found, out=place)
         return float(min(best[slot, 0, 0] for slot in range(len(best)) if n))
 
-    def smallest_sum(self, below: float) -> tuple[float, float, tuple[Run, ...]] | None:
-        """The division of the smallest sum among those with a pace below that: sum, pace, runs."""
+    def smallest_sum(self, below: float) -> _Found | None:
+        """The division of the smallest sum among those with a pace below that."""
         n = self.components
         best = self._empty()
         choice = np.full((*best.shape, 2), -1, np.int32)  # (stop, count)
         for depth, first, count, tail in self._order():
             key = first, count
             allowed = (self.paces[key] < below) & self._fits(key, depth)
-            passing = np.where(allowed, self.tables[key].passing, UNFIT)
+            each = self.tables[key]
+            passing = np.where(allowed, each.passing + each.arriving, UNFIT)
             whole = passing + best[tail, first + count][None, :]
             stops = whole.argmin(axis=1)
             found = whole[np.arange(n + 1), stops]
@@ -148,7 +176,7 @@ class _Search:
             return None
         runs = self._runs(choice, slot)
         pace = max(float(self.paces[run.first, run.number][run.start, run.stop]) for run in runs)
-        return float(best[slot, 0, 0]), pace, runs
+        return _Found(float(best[slot, 0, 0]), pace, runs)
 
     def _empty(self) -> np.ndarray:
         """[depths + 1, ranks + 1, components + 1]: of what is left from a rank and a component."""

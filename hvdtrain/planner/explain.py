@@ -4,7 +4,9 @@ from typing import Any
 
 from hvdtrain.parallel.plan import Plan, labels
 from hvdtrain.planner.cost import Known
-from hvdtrain.planner.solve import Candidate, Question, Solution
+from hvdtrain.planner.play import Candidate
+from hvdtrain.planner.solve import Solution
+from hvdtrain.planner.tables import Question
 
 SHOWN = 5  # candidates
 MIB = 2**20

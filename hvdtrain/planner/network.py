@@ -1,7 +1,7 @@
 """What handing tensors on and summing gradients takes between ranks, as measured or as given."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from hvdtrain.planner.curve import Curve
@@ -27,6 +27,10 @@ class Network(Protocol):
     def contention(self) -> Contention:
         """Of computing and sums beside each other."""
 
+    @property
+    def breakpoints(self) -> Sequence[float]:
+        """Bytes between which the seconds of a sum lie on straight lines."""
+
     def reduce_seconds(self, ranks: Sequence[int], size: float) -> float:
         """Of a sum of `size` bytes over `ranks`."""
 
@@ -49,6 +53,23 @@ class MeasuredNetwork:
     hand_over: dict[bool, Curve] = field(default_factory=dict)
     contention: Contention = FREE
 
+    def scaled(self, factor: float) -> "MeasuredNetwork":
+        """One that is so many times as slow."""
+        return replace(
+            self,
+            all_reduce={
+                crosses: {number: curve.times(factor) for number, curve in curves.items()}
+                for crosses, curves in self.all_reduce.items()
+            },
+            hand_over={crosses: c.times(factor) for crosses, c in self.hand_over.items()},
+        )
+
+    @property
+    def breakpoints(self) -> Sequence[float]:
+        """As in `Network`."""
+        curves = [curve for curves in self.all_reduce.values() for curve in curves.values()]
+        return sorted({size for curve in curves for size, _ in curve.points})
+
     def reduce_seconds(self, ranks: Sequence[int], size: float) -> float:
         """As in `Network`; between two measured numbers of ranks, on the line between them."""
         if len(ranks) < 2 or not size:
@@ -67,3 +88,19 @@ class MeasuredNetwork:
             return 0.0
         crosses = self.hosts[sender] != self.hosts[receiver]
         return (self.hand_over.get(crosses) or self.hand_over[not crosses])(size)
+
+
+@dataclass(frozen=True)
+class FreeNetwork:
+    """One that takes no time."""
+
+    contention: Contention = FREE
+    breakpoints: Sequence[float] = ()
+
+    def reduce_seconds(self, ranks: Sequence[int], size: float) -> float:
+        """As in `Network`."""
+        return 0.0
+
+    def hand_over_seconds(self, sender: int, receiver: int, size: float) -> float:
+        """As in `Network`."""
+        return 0.0

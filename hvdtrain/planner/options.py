@@ -18,7 +18,10 @@ class PlanConfig:
     )
     ranks: int = field(metadata=about("ranks of the plan"))
     plan: str | None = field(
-        default=None, metadata=about("single, dp, mp, hp:SxR or a JSON file; as of train")
+        default=None,
+        metadata=about(
+            "single, dp, mp, hp:SxR or a JSON file, as of train; auto with --explain or --cluster"
+        ),
     )
     batch_size: int = field(default=64, metadata=about("images a step, over all ranks together"))
     microbatches: int | None = field(default=None, metadata=about("as of train"))
@@ -49,6 +52,20 @@ class PlanConfig:
     )
     actions: str | None = field(
         default=None, metadata=about("write what each rank does, in order, as CSV: a row a rank")
+    )
+    cluster: str | None = field(
+        default=None,
+        metadata=about(
+            "predict for a machine that is not here: 8-v100, 8-h200, 16-cpu-10g, 16-cpu-100g "
+            "or a YAML file (show --explain, simulate)"
+        ),
+    )
+    explain: bool = field(
+        default=False, metadata=about("a line for each component, and why this plan (show)")
+    )
+    picture: str | None = field(
+        default=None,
+        metadata=about("draw which ranks hold which component, and its label, as a PNG (show)"),
     )
     json: bool = field(default=False, metadata=about("print one JSON object"))
 

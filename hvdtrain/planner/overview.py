@@ -17,6 +17,8 @@ from hvdtrain.parallel.validate import validate
 OPTIMIZER_COPIES = {"sgd": 1, "adam": 2, "adamw": 2}  # of the parameters
 BACKWARD_FLOPS = 2  # of a forward: gradients of the input, and of the weights
 MIB = 2**20
+COUNTED = "Computing alone is counted: handing over and reducing are free here."
+TIMED_ALONE = "Each rank was timed alone; reductions between replicas are free here."
 LONGEST_NAMES = 44
 
 
@@ -160,13 +162,27 @@ def overview(
     pieces = cut(plan, batch_size)
     made = schedule.training_step(plan, pieces)
     validate(made, plan, pieces, synchronised=frozenset(synchronised))
+    return played(*(plan, pieces, made, costs, optimizer, recomputed, measured, synchronised))
+
+
+def played(
+    plan: Plan,
+    pieces: Cut,
+    made: Schedule,
+    costs: Sequence[ComponentCost],
+    optimizer: str,
+    recomputed: Collection[str] = (),
+    measured: Costs | None = None,
+    synchronised: Collection[int] = (),
+    remarks: tuple[str, ...] | None = None,
+) -> Overview:
+    """As `overview`, of a schedule that is taken to be correct."""
     by_name = {cost.name: cost for cost in costs}
-    played = measured or counted_costs(plan, pieces, by_name)
-    timeline = simulate(made, plan, pieces, played, synchronised=frozenset(synchronised))
+    given = measured or counted_costs(plan, pieces, by_name)
+    timeline = simulate(made, plan, pieces, given, synchronised=frozenset(synchronised))
     counted = measured is None
-    remarks = ("Computing alone is counted: handing over and reducing are free here.",)
-    if not counted:
-        remarks = ("Each rank was timed alone; reductions between replicas are free here.",)
+    if remarks is None:
+        remarks = (COUNTED if counted else TIMED_ALONE,)
     unit = "GFLOP" if counted else "s"
     return Overview(*(plan, pieces, by_name, optimizer, recomputed, made, timeline, unit, remarks))
 

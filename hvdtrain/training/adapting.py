@@ -1,15 +1,18 @@
 """`--plan adaptive`: rank 0 watches, thinks beside training, and has all ranks change the plan."""
 
+import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from hvdtrain.errors import one_line
 from hvdtrain.parallel.plan import Plan
 from hvdtrain.parallel.relayout import is_same_layout
-from hvdtrain.planner.adapt import Decision, Watch, decide
+from hvdtrain.planner.adapt import Decision, Drift, Watch, decide
 from hvdtrain.planner.explain import in_short
-from hvdtrain.planner.solve import Question, Solution, calibrated, play, solve
+from hvdtrain.planner.play import calibrated, play, prove
+from hvdtrain.planner.solve import Solution, solve
+from hvdtrain.planner.tables import Question
 from hvdtrain.training.control import Agreed
 from hvdtrain.training.session import Session
 from hvdtrain.training.vitals import own_seconds
@@ -40,9 +43,9 @@ class Adapter:
     question: Question | None
     change_seconds: float
     watch: Watch = field(default_factory=Watch)
-    thinking: "Future[Thought] | None" = None
+    thinking: threading.Thread | None = None
+    thoughts: list[Thought | Exception] = field(default_factory=list)  # one, once it is thought
     wanted: Thought | None = None
-    pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 
     @property
     def wishes(self) -> bool:
@@ -58,49 +61,64 @@ class Adapter:
         own, whole = own_seconds(agreed.vitals)
         drift = self.watch.add(own, whole)
         if drift is not None:
-            self.thinking = self.pool.submit(
-                self._think, drift.cause, self.question, drift.own_seconds, steps_left
+            # A daemon: the end of a run waits for no thought.
+            self.thinking = threading.Thread(
+                target=self._think, args=(drift, self.question, steps_left), daemon=True
             )
+            self.thinking.start()
         return []
 
     def _take_thought(self) -> list[dict[str, Any]]:
-        assert self.thinking is not None
-        if not self.thinking.done():
+        if not self.thoughts:
             return []
-        thought = self.thinking.result()
-        self.thinking, self.question = None, thought.question
+        thought, self.thinking = self.thoughts.pop(), None
+        if isinstance(thought, Exception):
+            # Nothing fits what is known now, or a fault of ours: training goes on as it is.
+            self.watch.restart()
+            reason = f"no other plan was found ({one_line(thought)})"
+            return [{"decision": "stay", "cause": "the plan was thought over", "reason": reason}]
+        self.question = thought.question
         if thought.decision.change:
             self.wanted = thought
             return []
         self.watch.restart()
         return [said(thought)]
 
-    def _think(
-        self, cause: str, question: Question, own: tuple[float, ...], steps_left: int
-    ) -> Thought:
+    def _think(self, drift: Drift, question: Question, steps_left: int) -> None:
         """In a thread of rank 0."""
+        try:
+            self.thoughts.append(self._thought(drift, question, steps_left))
+        except Exception as error:
+            self.thoughts.append(error)
+
+    def _thought(self, drift: Drift, question: Question, steps_left: int) -> Thought:
         plan = self.session.plan
-        asked = calibrated(question, plan, own)
+        whole = drift.step_seconds if drift.is_waiting else None
+        asked = calibrated(question, plan, drift.own_seconds, whole)
         current = play(asked, plan, "the plan that is").seconds
         solution = solve(asked)
-        decision = decide(
-            current, solution.chosen.seconds, steps_left, self._seconds_to(solution.chosen.plan)
-        )
-        return Thought(cause, asked, solution, current, decision)
+        chosen = solution.chosen
+        decision = decide(current, chosen.seconds, steps_left, self._seconds_to(chosen.plan))
+        if decision.change:
+            prove(asked, chosen.plan)
+        return Thought(drift.cause, asked, solution, current, decision)
 
     def _seconds_to(self, plan: Plan) -> float:
+        """What a change is expected to take."""
         if is_same_layout(self.session.plan, plan):
             return SAME_LAYOUT_SECONDS
         return max(SAME_LAYOUT_SECONDS, self.change_seconds)
 
     def change(self) -> dict[str, Any] | None:
         """Go on under the plan that rank 0 wants; on rank 0 what to say of it. Collective."""
-        thought, here = self.wanted, self.session.world
+        thought, here, before = self.wanted, self.session.world, self.session.plan
         plan = here.broadcast(thought.solution.chosen.plan if thought else None)
         began = time.perf_counter()
         self.session.change_plan(plan)
         here.barrier()
         seconds = time.perf_counter() - began
+        if not is_same_layout(before, plan):
+            self.change_seconds = seconds
         self.wanted = None
         self.watch.restart()
         if thought is None:
@@ -110,11 +128,15 @@ class Adapter:
 
 def said(thought: Thought) -> dict[str, Any]:
     """A decision, as metrics.jsonl has it."""
+    changes, other = thought.decision.change, thought.solution.chosen.seconds
     return {
-        "decision": "change" if thought.decision.change else "stay",
+        "decision": "change" if changes else "stay",
         "cause": thought.cause,
         "reason": thought.decision.reason,
-        "before_seconds": thought.current_seconds,
-        "predicted_seconds": thought.solution.chosen.seconds,
+        # Of the plan that this line names, and of the one that was, or would have been, instead.
+        "predicted_seconds": other if changes else thought.current_seconds,
+        "before_seconds" if changes else "other_seconds": (
+            thought.current_seconds if changes else other
+        ),
         "candidates": [in_short(each) for each in thought.solution.candidates],
     }

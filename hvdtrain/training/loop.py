@@ -141,8 +141,10 @@ def _train_epoch(run: Run) -> int | None:
 def _change_plan(run: Run) -> None:
     """Go on under the plan that rank 0 wants. Collective; no agreement is under way."""
     assert run.adapter is not None
+    began = time.perf_counter()
     with run.activity.doing("changing the plan"):
         said = run.adapter.change()
+    _count_train_seconds(run, began)  # a change has to earn what it takes
     run.stragglers = Stragglers(peers(run.session.plan, run.session.world.size))
     if said is not None:
         _say_decision(run, said)

@@ -116,6 +116,15 @@ def check_compiler(device: torch.device) -> None:
         ) from None
 
 
+def what_forbids_halves(config: TrainConfig, names: Sequence[str]) -> str:
+    """The option that does not allow a backward in halves; empty if none does."""
+    if config.compile:
+        return "--compile"
+    if recomputed_components(config.recompute, names):
+        return "--recompute"
+    return "--batch-norm sync" if config.batch_norm == "sync" else ""
+
+
 def recomputed_components(patterns: str | None, names: Sequence[str]) -> frozenset[str]:
     """The components that `--recompute` means.
 

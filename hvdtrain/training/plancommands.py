@@ -24,9 +24,12 @@ from hvdtrain.parallel.stage import DTYPES, Images
 from hvdtrain.parallel.trace import write_trace
 from hvdtrain.planner.options import PlanConfig
 from hvdtrain.planner.overview import Overview, overview
+from hvdtrain.planner.predict import StrategyTable
 from hvdtrain.planner.profile import Table, measured_costs, profile_parts
+from hvdtrain.training import predictions
 from hvdtrain.training.parts import build_parts_alone, probe_forms, recomputed_components
 from hvdtrain.training.plancheck import MEAN, STD, Parity, check_plan
+from hvdtrain.training.predictions import Explained
 from hvdtrain.training.setup import make_plan
 
 # A hand-over between ranks of one machine; a cluster's own has to be measured on it.
@@ -34,7 +37,7 @@ HAND_OVER_SECONDS = 20e-6
 SECONDS_A_BYTE = 1 / 4e9
 
 
-def show(config: PlanConfig) -> Overview:
+def show(config: PlanConfig) -> Overview | Explained:
     """What a plan means for a model: stages, labels, memory, and a step in counted operations.
 
     Writes the plan to `config.save` and the step to `config.trace` if they are given.
@@ -43,18 +46,31 @@ def show(config: PlanConfig) -> Overview:
         UsageError: for whatever a user can get wrong.
     """
     training = _checked(config)
+    if config.cluster and not config.explain:
+        raise UsageError("plan show --cluster needs --explain; plan simulate takes it alone")
     components = _components(config, training)
+    if config.explain:
+        return _written(config, predictions.explained(config, training, components))
     plan = make_plan(training, components, config.image_size, config.classes, config.ranks)
     return _finish(config, training, components, plan, None)
 
 
-def simulate(config: PlanConfig) -> Overview:
+def simulate(config: PlanConfig) -> Overview | Explained | StrategyTable:
     """As `show`, with times: what each rank holds is run here, alone, one rank after another.
 
     Raises:
         UsageError: for whatever a user can get wrong.
     """
     training = _checked(config)
+    if config.explain or config.picture:
+        raise UsageError("--explain and --picture are for plan show")
+    if config.cluster:
+        components = _components(config, training)
+        if config.plan is None:
+            if config.save or config.actions or config.trace:
+                raise UsageError("--save, --actions and --trace are of one plan: give --plan")
+            return predictions.table(config, training, components)
+        return _written(config, predictions.explained(config, training, components))
     here = world.start()
     torch.set_num_threads(here.threads)
     components = _components(config, training)
@@ -64,8 +80,20 @@ def simulate(config: PlanConfig) -> Overview:
     )
 
 
+def _written(config: PlanConfig, found: Explained) -> Explained:
+    """The same, after what is asked for as files."""
+    shown = found.candidate.overview
+    if config.save:
+        planfile.save(shown.plan, Path(config.save))
+    if config.actions:
+        write_text(Path(config.actions), to_csv(shown.schedule), "the actions")
+    if config.trace:
+        write_trace(Path(config.trace), shown.timeline.events, shown.unit)
+    return found
+
+
 def _checked(config: PlanConfig) -> TrainConfig:
-    for name in ("trace", "save", "actions"):
+    for name in ("trace", "save", "actions", "picture"):
         if (path := getattr(config, name)) is not None:
             check_target(path, f"--{name}")
     return config.training("fp32")
@@ -105,6 +133,8 @@ def check(config: PlanConfig) -> Parity:
     training = config.training("fp64")
     if any(path is not None for path in (config.trace, config.save, config.actions)):
         raise UsageError("plan check writes no --trace, --save or --actions: plan show does")
+    if config.cluster or config.explain or config.picture:
+        raise UsageError("--cluster, --explain and --picture are for plan show and plan simulate")
     here = world.start()
     if here.size != config.ranks:
         raise UsageError(

@@ -1,27 +1,33 @@
 """`--plan auto`: measure components and network on the ranks of the run, and choose its plan."""
 
+import socket
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import torch
 
 from hvdtrain import world
 from hvdtrain.config import TrainConfig
+from hvdtrain.files import check_target
 from hvdtrain.models.component import Component
 from hvdtrain.models.costs import ComponentCost, component_costs
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.plan import Plan, replicated
 from hvdtrain.parallel.stage import DTYPES, Images
+from hvdtrain.planner import profilefile
 from hvdtrain.planner.components import Profile, RankTimes
 from hvdtrain.planner.cost import Known
 from hvdtrain.planner.explain import explain
 from hvdtrain.planner.measure import Built, Setting, measure_rank, measured_sizes
+from hvdtrain.planner.network import MeasuredNetwork
 from hvdtrain.planner.probe import measure_network
-from hvdtrain.planner.solve import GIB, Question, Solution, solve
+from hvdtrain.planner.solve import GIB, Solution, solve
+from hvdtrain.planner.tables import Question
 from hvdtrain.training.optimizer import make_optimizer
-from hvdtrain.training.parts import build_model, recomputed_components
+from hvdtrain.training.parts import build_model, recomputed_components, what_forbids_halves
 from hvdtrain.world import World
 
 AUTO = ("auto", "adaptive")
@@ -61,20 +67,88 @@ def choose_plan(
     began = time.perf_counter()
     dtype = DTYPES[config.precision]
     costs = component_costs(components, image_size, classes=classes, dtype=dtype)
-    known = measure(config, components, costs, image_size, images, here)
+    known, how = _known(config, components, costs, image_size, images, here)
     measured = time.perf_counter()
     chosen = None
     if here.rank == 0:
+        assert known is not None
         asked = question(config, known, here.size)
         solution = solve(asked)
         ended = time.perf_counter()
         remarks = (
-            f"plan: measured in {measured - began:.1f} s, chosen in {ended - measured:.2f} s",
+            f"plan: {how} in {measured - began:.1f} s, chosen in {ended - measured:.2f} s",
             *explain(asked, solution),
         )
         chosen = Chosen(solution.chosen.plan, remarks, solution, asked)
     told = here.broadcast(chosen.plan if chosen else None)
     return chosen or Chosen(told)
+
+
+def _known(
+    config: TrainConfig,
+    components: Sequence[Component],
+    costs: Sequence[ComponentCost],
+    image_size: int,
+    images: Images,
+    here: World,
+) -> tuple[Known | None, str]:
+    """What is known of the ranks, on rank 0, and how. Collective.
+
+    Raises:
+        UsageError: if --profile is a profile of something else.
+    """
+    path, first = Path(config.profile or ""), here.rank == 0
+    subject = _subject(config, image_size, classes_of(costs), images, here)
+    read: tuple[Known | None, str] | None = None
+    if config.profile is not None and first:
+        read = _read(config, path, subject, costs, here.size)
+    held, said = here.broadcast((read[0] is not None, read[1]) if read else (False, ""))
+    if held:
+        return (read[0], said) if read else (None, said)
+    found = measure(config, components, costs, image_size, images, here)
+    if config.profile is not None and first and not said:
+        assert isinstance(found.network, MeasuredNetwork)
+        profilefile.save(path, subject, found.profile, found.network)
+    return found, f"measured{said}"
+
+
+def _read(
+    config: TrainConfig, path: Path, subject: str, costs: Sequence[ComponentCost], ranks: int
+) -> tuple[Known | None, str] | None:
+    """What --profile holds, and in words whether it is of use; None if it is to be written.
+
+    Raises:
+        UsageError: if it is no profile, or cannot be written.
+    """
+    if not path.exists():
+        check_target(str(path), "--profile")
+        return None
+    names = [cost.name for cost in costs]
+    found = profilefile.load(path, subject, names, ranks)
+    if isinstance(found, str):
+        return None, f" ({path} is of other settings: {found})"
+    recomputed = recomputed_components(config.recompute, names)
+    return Known(costs, *found, recomputed), f"read from {path}"
+
+
+def _subject(
+    config: TrainConfig, image_size: int, classes: int, images: Images, here: World
+) -> str:
+    """What is measured, in words: two that are alike are worth the same. Collective."""
+    hosts = here.gather(socket.gethostname())
+    places = ",".join(str(list(dict.fromkeys(hosts)).index(host)) for host in hosts)
+    patches = f", patches of {config.patch_size}" if config.patch_size else ""
+    return (
+        f"{config.model}{patches}, {classes} classes, {image_size} px, {config.batch_size} images,"
+        f" {config.precision}{', compiled' if config.compile else ''}, {config.optimizer}, "
+        f"all-reduce {config.allreduce}, {images.device.type}, ranks on hosts {places} x "
+        f"{here.threads} threads"
+    )
+
+
+def classes_of(costs: Sequence[ComponentCost]) -> int:
+    """What the last component tells apart."""
+    return costs[-1].output_shape[-1]
 
 
 def question(config: TrainConfig, known: Known, ranks: int) -> Question:
@@ -87,6 +161,7 @@ def question(config: TrainConfig, known: Known, ranks: int) -> Question:
         _schedules(config, [cost.name for cost in known.costs]),
         config.microbatches,
         None if limit is None else (limit * GIB,) * ranks,
+        config.batch_norm == "sync",
     )
 
 
@@ -94,11 +169,7 @@ def _schedules(config: TrainConfig, names: Sequence[str]) -> Collection[str]:
     """Those that the runtime can run for this configuration, or the one that is asked for."""
     if config.schedule is not None:
         return (config.schedule,)
-    splits = not (
-        config.compile
-        or config.batch_norm == "sync"
-        or recomputed_components(config.recompute, names)
-    )
+    splits = not what_forbids_halves(config, names)
     return ("1f1b", "interleaved", "zb-h1") if splits else ("1f1b", "interleaved")
 
 
@@ -114,13 +185,15 @@ def measure(
     names = [part.name for part in components]
     own = own_times(config, components, image_size, images, here)
     profile = Profile(tuple(here.gather(own)))
-    assert here.communicator is not None
+    recomputed = recomputed_components(config.recompute, names)
+    if here.communicator is None:
+        return Known(costs, profile, MeasuredNetwork((socket.gethostname(),)), recomputed)
     exchange = Exchange(here.communicator, images.device)
     parameter_bytes = sum(cost.parameter_bytes for cost in costs)
     handed = max(cost.output_bytes for cost in costs) * config.batch_size
     with world.horovod_for_a_while() as horovod:
         network = measure_network(here, horovod, exchange, parameter_bytes, handed)
-    return Known(costs, profile, network, recomputed_components(config.recompute, names))
+    return Known(costs, profile, network, recomputed)
 
 
 def own_times(

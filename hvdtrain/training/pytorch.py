@@ -46,6 +46,7 @@ class TorchSession(Session):
     runtime: Runtime
     components: Sequence[Component]
     copies: tensors.Copies = field(default_factory=tensors.Copies)
+    spoiled: dict[str, Callable[[], bool]] = field(default_factory=dict)  # by component
     libraries = ("torch",)
 
     @property
@@ -117,6 +118,8 @@ class TorchSession(Session):
                 self.index.image_shape[0],
                 self.world,
             )
+            for name in self.spoiled:
+                self._spoil(name)
         self.plan = plan
 
     @override
@@ -205,8 +208,16 @@ class TorchSession(Session):
                 f"--inject nan: rank {self.world.rank} holds no component {name!r}; "
                 f"it holds {', '.join(calls)}"
             )
-        model = calls[name]
-        whole = model.calls[name]
+        self.spoiled[name] = is_due
+        self._spoil(name)
+
+    def _spoil(self, name: str) -> None:
+        """Let a component emit what is no number when that is due, if this rank holds it."""
+        held = (part.model for part in self.parts.values() if name in part.model.calls)
+        model = next(held, None)
+        if model is None:
+            return
+        whole, is_due = model.calls[name], self.spoiled[name]
 
         def spoiled(given: Tensor) -> Tensor:
             output = whole(given)

@@ -1,5 +1,6 @@
 """From one plan to another between two steps, without a checkpoint: state moves in memory."""
 
+import gc
 from collections.abc import Sequence
 
 from hvdtrain.config import TrainConfig
@@ -33,4 +34,8 @@ def under_plan(
         {name: tensors.to_tensor(array) for name, array in found.items()}
     )
     layout.put_state(made.parts, state, optimizer)
+    made.events = runtime.events
+    # Its methods, in a table of its own, would keep it and its weights until the collector runs.
+    runtime.do, runtime.parts = {}, {}
+    gc.collect()
     return made

@@ -21,7 +21,7 @@ from hvdtrain.training.feed import Feed
 from hvdtrain.world import World
 
 if TYPE_CHECKING:
-    from hvdtrain.planner.solve import Question
+    from hvdtrain.planner.tables import Question
 
 PROCESSOR_SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "acpitz")
 

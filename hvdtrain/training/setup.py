@@ -22,7 +22,7 @@ from hvdtrain.parallel.validate import validate
 from hvdtrain.training import tensors
 from hvdtrain.training.build import build_runtime
 from hvdtrain.training.feed import open_splits
-from hvdtrain.training.parts import check_compiler, recomputed_components
+from hvdtrain.training.parts import check_compiler, what_forbids_halves
 from hvdtrain.training.planning import AUTO, Chosen, choose_plan
 from hvdtrain.training.precheck import check_images, check_started
 from hvdtrain.training.pytorch import TorchSession
@@ -54,6 +54,7 @@ def open_session(config: TrainConfig, here: World) -> TorchSession:
     chosen = Chosen(plan)
     if is_open:
         if config.plan == "adaptive":
+            _check_adaptive(device)
             world.allow_new_groups()
         chosen = choose_plan(config, components, size, index.classes, images, here)
         plan = chosen.plan
@@ -95,6 +96,7 @@ def _check_without_plan(
         UsageError: if model and images do not fit.
     """
     check_components(components, config, index)
+    check_choice(config, components)
     if config.trace is not None:
         check_target(config.trace, "--trace")
 
@@ -131,16 +133,20 @@ def make_plan(
         found = component_costs(components, image_size, classes=classes)
         return [cost.forward_flops for cost in found]
 
-    def splits_backward() -> str:
-        if config.compile:
-            return "--compile"
-        if recomputed_components(config.recompute, names):
-            return "--recompute"
-        return "--batch-norm sync" if config.batch_norm == "sync" else ""
-
     plan = planfile.parse(config.plan, names, ranks, config.microbatches, config.schedule, costs)
-    plans.check(plan, names, ranks, splits_backward)
+    plans.check(plan, names, ranks, lambda: what_forbids_halves(config, names))
     return plan
+
+
+def check_choice(config: TrainConfig, components: Sequence[Component]) -> None:
+    """Refuse what no plan that is chosen could be run with.
+
+    Raises:
+        UsageError: with the reason.
+    """
+    reason = what_forbids_halves(config, [part.name for part in components])
+    if config.schedule == "zb-h1" and reason:
+        raise UsageError(f"zb-h1 splits the backward, which {reason} does not allow: use 1f1b")
 
 
 def _prove(config: TrainConfig, plan: Plan) -> None:
@@ -155,6 +161,15 @@ def _prove(config: TrainConfig, plan: Plan) -> None:
     validate(schedule.training_step(plan, pieces), plan, pieces, synchronised=synchronised)
     if config.trace is not None:
         check_target(config.trace, "--trace")
+
+
+def _check_adaptive(device: torch.device) -> None:
+    """Raise UsageError where a rank's own time is not what its clock shows."""
+    if device.type == "cuda":
+        raise UsageError(
+            "--plan adaptive follows what ranks take by the clock of their host, which a GPU runs "
+            "ahead of: use --plan auto there"
+        )
 
 
 def model_components(config: TrainConfig, index: Index) -> list[Component]:

@@ -33,10 +33,17 @@ def _verify(folder: str) -> None:
 
 
 def _check_plan(config: TrainConfig) -> None:
-    from hvdtrain.training.setup import check_components, make_plan, model_components
+    from hvdtrain.training.setup import (
+        check_choice,
+        check_components,
+        make_plan,
+        model_components,
+    )
 
     index = read_index(config.data)
     components = model_components(config, index)
     check_components(components, config, index)
-    if config.plan not in ("auto", "adaptive"):
+    if config.plan in ("auto", "adaptive"):
+        check_choice(config, components)
+    else:
         make_plan(config, components, index.image_shape[0], index.classes, config.ranks or 1)

@@ -1,5 +1,6 @@
 """A run that changes its plan goes on with the state it had, to the bit."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,21 +30,24 @@ def bits(state: dict[str, np.ndarray]) -> dict[str, bytes]:
     return {name: value.tobytes() for name, value in state.items()}
 
 
-def test_weights_statistics_and_optimizer_are_those_of_before(here: World) -> None:
-    """Through all plans, each after a step that changed everything."""
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_weights_statistics_and_optimizer_are_those_of_before(here: World, optimizer: str) -> None:
+    """Through all plans, each after a step that changed everything; SGD through three, in bf16."""
     components = components_of("resnet", IMAGE_SIZE)
-    plans = [make(names(components)) for make in PLANS[here.size].values()]
-    runtime, before = runtime_of(ADAM, plans[0], components, IMAGE_SIZE, here), plans[0]
+    config, plans = ADAM, [make(names(components)) for make in PLANS[here.size].values()]
+    if optimizer == "sgd":
+        config, plans = replace(ADAM, optimizer="sgd", precision="bf16"), plans[:3]
+    runtime, before = runtime_of(config, plans[0], components, IMAGE_SIZE, here), plans[0]
     seen = set()
     for seed, after in enumerate([*plans[1:], plans[0]]):
         run_step(runtime, before, here, IMAGE_SIZE, 26, seed)
         state = bits(whole_state(before, runtime, here))
-        optimizer = whole_optimizer(before, runtime, here)
+        held = whole_optimizer(before, runtime, here)
         seen.add(tuple(state.values()))
-        runtime = under_plan(runtime, ADAM, before, after, components, IMAGE_SIZE, here)
+        runtime = under_plan(runtime, config, before, after, components, IMAGE_SIZE, here)
         assert bits(whole_state(after, runtime, here)) == state
-        assert whole_optimizer(after, runtime, here) == optimizer
-        assert any(name.endswith("exp_avg") for name in optimizer)
+        assert whole_optimizer(after, runtime, here) == held
+        assert any(name.endswith(("exp_avg", "momentum_buffer")) for name in held)
         before = after
     assert len(seen) == len(plans)  # each step had changed it
     assert runtime.activity is not None

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.planner.curve import Curve, Line, total
+from hvdtrain.planner.curve import Curve, Line
 
 POINTS = st.lists(
     st.tuples(st.integers(1, 10**6), st.floats(1e-6, 10.0)),
@@ -55,7 +55,7 @@ def test_a_disturbed_point_is_lowered() -> None:
     assert Curve.of([1, 2, 4], [9.0, 2.0, 4.0]).points == ((1, 2.0), (2, 2.0), (4, 4.0))
 
 
-def test_a_sum_is_the_sum_everywhere() -> None:
-    one, other = Curve.of([1, 4], [1.0, 4.0]), Curve.of([2, 3], [5.0, 6.0])
-    for size in (0.5, 1, 1.5, 2, 2.5, 3, 4):
-        assert total([one, other])(size) == pytest.approx(one(size) + other(size))
+@given(POINTS, st.floats(0, 10**7))
+def test_one_size_is_as_one_of_several(points: "list[tuple[int, float]]", size: float) -> None:
+    made = curve(points)
+    assert made(size) == pytest.approx(float(made.at([size])[0]), rel=1e-9, abs=1e-15)

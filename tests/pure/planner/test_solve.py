@@ -7,7 +7,9 @@ import pytest
 
 from hvdtrain.errors import UsageError
 from hvdtrain.parallel.plan import Plan, Stage
-from hvdtrain.planner.solve import Question, lower_bound, play, solve
+from hvdtrain.planner.play import play
+from hvdtrain.planner.solve import lower_bound, solve
+from hvdtrain.planner.tables import Question
 from tests.pure.planner.machines import component, known, network
 
 MIB = 2**20

@@ -22,9 +22,11 @@ def test_a_plan_is_measured_chosen_and_trained(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    options = (*RUN, "--data", small_set, "--plan", "auto", "--ranks", 3, "--run", run)
-    done = hvdtrain(*options)
+    profile = tmp_path / "profile.json"
+    options = (*RUN, "--data", small_set, "--plan", "auto", "--ranks", 3, "--profile", profile)
+    done = hvdtrain(*options, "--run", run)
     assert done.returncode == 0, done.stderr
+    assert "plan: measured in " in done.stdout
     assert "chosen: " in done.stdout
     assert "no plan can take less than" in done.stdout
     (plan,) = events_of(run, "plan")
@@ -32,6 +34,20 @@ def test_a_plan_is_measured_chosen_and_trained(
     held = {rank for stage in plan["stages"] for rank in stage["ranks"]}
     assert held == {0, 1, 2}
     assert summary_of(run)["steps"] == 4
+    done = hvdtrain(*options, "--run", tmp_path / "again")
+    assert done.returncode == 0, done.stderr
+    assert f"plan: read from {profile} in " in done.stdout
+    (again,) = events_of(tmp_path / "again", "plan")
+    assert {key: again[key] for key in ("stages", "microbatches", "schedule")} == {
+        key: plan[key] for key in ("stages", "microbatches", "schedule")
+    }
+    kept = profile.read_bytes()
+    done = hvdtrain(*options, "--batch-size", 16, "--run", tmp_path / "other")
+    assert done.returncode == 0, done.stderr
+    assert f"plan: measured ({profile} is of other settings: cnn, 5 classes, 16 px, 32 images" in (
+        done.stdout
+    )
+    assert profile.read_bytes() == kept
 
 
 def test_a_plan_is_changed_while_training(
@@ -42,19 +58,22 @@ def test_a_plan_is_changed_while_training(
     options: tuple[Any, ...] = ("train", "--model", "cnn", "--batch-size", 20, "--epochs", 3)
     options += ("--threads", 1, "--data", small_set, "--plan", "adaptive", "--ranks", 2)
     options += ("--run", run, "--ledger", ledger)
-    done = hvdtrain(*options, "--inject", "slow step=20 rank=1 seconds=0.15")
+    done = hvdtrain(*options, "--inject", "slow step=40 rank=1 seconds=0.15")
     assert done.returncode == 0, done.stderr
     first, *others = events_of(run, "plan")
     assert "decision" not in first
-    changes = [line for line in others if line["decision"] == "change"]
-    assert changes, others
-    assert any("rank 1 takes " in line["cause"] for line in changes)
-    last = changes[-1]
-    assert last["predicted_seconds"] < last["before_seconds"]
-    assert "brings in" in last["reason"]
-    assert f"step {last['step']:,}: {last['cause']}: change" in done.stdout
+    # On a busy machine there are others besides.
+    change = next(
+        line
+        for line in others
+        if line["decision"] == "change" and line["step"] > 40 and "rank 1 takes " in line["cause"]
+    )
+    assert change["predicted_seconds"] < change["before_seconds"]
+    assert "brings in" in change["reason"]
+    assert change["candidates"][0]["seconds"] > 0
+    assert f"step {change['step']:,}: {change['cause']}: change" in done.stdout
     work = dict.fromkeys((0, 1), 0.0)
-    for stage in last["stages"]:
+    for stage in change["stages"]:
         for rank, share in zip(stage["ranks"], stage["shares"], strict=True):
             work[rank] += len(stage["components"]) * share / sum(stage["shares"])
     assert work[1] < work[0]
@@ -63,12 +82,45 @@ def test_a_plan_is_changed_while_training(
         assert len(ids) == 601
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ("--plan", "auto", "--schedule", "zb-h1", "--recompute", "all"),
+            "zb-h1 splits the backward, which --recompute does not allow: use 1f1b",
+        ),
+        (
+            ("--plan", "dp", "--memory-limit", 4),
+            "--memory-limit is for --plan auto and --plan adaptive",
+        ),
+        (
+            ("--plan", "auto", "--profile", "/nowhere/profile.json"),
+            "--profile /nowhere/profile.json: there is no such folder; make it first",
+        ),
+    ],
+)
+def test_what_cannot_be_is_one_line(
+    hvdtrain: Program, small_set: Path, tmp_path: Path, options: tuple[Any, ...], message: str
+) -> None:
+    common = (*RUN, "--data", small_set, "--ranks", 2, "--run", tmp_path / "run")
+    done = hvdtrain(*common, *options)
+    assert (done.returncode, done.stderr) == (2, f"hvdtrain: {message}\n")
+    assert not (tmp_path / "run").exists()
+
+
+def test_one_rank_may_have_a_limit(hvdtrain: Program, small_set: Path, tmp_path: Path) -> None:
+    common = (*RUN, "--data", small_set, "--plan", "auto", "--run", tmp_path / "run")
+    done = hvdtrain(*common, "--memory-limit", 8)
+    assert done.returncode == 0, done.stderr
+    assert "chosen: single" in done.stdout
+
+
 def test_nothing_fits_is_one_line(hvdtrain: Program, small_set: Path, tmp_path: Path) -> None:
     options = (*RUN, "--data", small_set, "--plan", "auto", "--ranks", 2, "--run", tmp_path / "r")
     done = hvdtrain(*options, "--memory-limit", 0.1)
     assert done.returncode == 2
     assert done.stderr.startswith("hvdtrain: no plan fits: ")
-    assert "raise --memory-limit" in done.stderr
+    assert "raise the limit (--memory-limit)" in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "r").exists()
 

@@ -1,0 +1,193 @@
+"""The planner's predictions and its choice, against every plan measured: step times on two ranks.
+
+    python benchmarks/planner.py [--models cnn,resnet18,vit_tiny] [--steps 4] [--rounds 3]
+        [--picture FILE]
+
+For each model one job of two ranks, each bound to a core of its own, with one thread: components
+and network are measured once, as `--plan auto` does; then all plans are predicted, and measured
+in turns, round by round, a few steps each. A step is timed from a barrier to the end on the
+slowest rank. The error is |predicted - measured| / measured; vTrain (Bang et al., MICRO 2024)
+reports 8.4 % for one node. The choice is what `--plan auto` takes, against the plan that turned
+out the shortest.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import common
+import torch
+from scipy import stats
+
+from hvdtrain import launch, models, world
+from hvdtrain.config import TrainConfig
+from hvdtrain.models.component import Component
+from hvdtrain.models.costs import component_costs
+from hvdtrain.parallel import schedule
+from hvdtrain.parallel.cut import cut
+from hvdtrain.parallel.plan import Plan, Stage, pipeline, replicated
+from hvdtrain.parallel.program import Program, program
+from hvdtrain.parallel.runtime import Runtime
+from hvdtrain.parallel.stage import Images
+from hvdtrain.parallel.step import Step
+from hvdtrain.planner.play import play
+from hvdtrain.planner.solve import solve
+from hvdtrain.study import plan_pictures
+from hvdtrain.training import planning
+from hvdtrain.training.build import build_runtime
+from hvdtrain.training.plancheck import MEAN, STD, my_step, random_batch
+from hvdtrain.world import World
+
+RANKS, CLASSES, SIZE = 2, 10, 32
+WARM_UP = 2
+BATCHES = {"cnn": 64, "resnet18": 32, "vit_tiny": 32}
+
+
+def main() -> None:
+    """A job for each model, or one rank of it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", default=",".join(BATCHES))
+    parser.add_argument("--steps", type=int, default=4, help="of each plan in a round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--picture", help="PNG of predicted against measured times")
+    parser.add_argument("--rank-of", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank_of:
+        _rank(options)
+        return
+    errors: list[float] = []
+    pairs: dict[str, list[tuple[float, float]]] = {}
+    for model in options.models.split(","):
+        own = [sys.executable, __file__, "--rank-of", model]
+        own += ["--steps", str(options.steps), "--rounds", str(options.rounds)]
+        job = ["core" if word == "none" else word for word in launch.mpirun(RANKS)]
+        found = json.loads(common.run_all([[*job, *own]], threads=1)[0])
+        errors += _print(model, found)
+        pairs[model] = [(p, statistics.median(rounds)) for p, rounds in found["plans"].values()]
+    if options.picture:
+        plan_pictures.draw_predictions(pairs, Path(options.picture))
+    print(f"all models: mean absolute error {statistics.mean(errors):.1%} of {len(errors)} plans")
+
+
+def _print(model: str, found: dict[str, Any]) -> list[float]:
+    """The table of a model; the errors of all plans."""
+    print(
+        f"{model}, {BATCHES[model]} images a step, {RANKS} ranks x 1 thread; measured for the "
+        f"prediction in {found['profile_seconds']:.1f} s, chosen in {found['solve_seconds']:.2f} s"
+    )
+    print(f"{'plan':<26}{'predicted ms':>13}{'measured ms':>13}{'from':>9}{'to':>9}{'error':>8}")
+    errors = []
+    for name, (predicted, rounds) in found["plans"].items():
+        measured = statistics.median(rounds)
+        errors.append(abs(predicted - measured) / measured)
+        print(
+            f"{name:<26}{1e3 * predicted:>13.2f}{1e3 * measured:>13.2f}{1e3 * min(rounds):>9.2f}"
+            f"{1e3 * max(rounds):>9.2f}{predicted / measured - 1:>8.1%}"
+        )
+    pairs = [(p, statistics.median(rounds)) for p, rounds in found["plans"].values()]
+    correlation = stats.spearmanr(*zip(*pairs, strict=True)).statistic
+    best = min(pairs, key=lambda pair: pair[1])[1]
+    chosen = statistics.median(found["plans"][found["chosen"]][1])
+    print(
+        f"mean absolute error {statistics.mean(errors):.1%}, rank correlation {correlation:.3f}; "
+        f"chosen: {found['chosen']}, {chosen / best - 1:+.1%} of the best measured\n"
+    )
+    return errors
+
+
+def _plans(config: TrainConfig, components: list[Component]) -> dict[str, Plan]:
+    """At least twelve, of all kinds that two ranks can run."""
+    names = [part.name for part in components]
+    costs = component_costs(components, SIZE, classes=CLASSES)
+    work = [cost.forward_flops for cost in costs]
+    both, n = tuple(range(RANKS)), len(names)
+    found = {
+        "dp": replicated(names, RANKS, 1, None),
+        "dp, 2 micro-batches": replicated(names, RANKS, 2, None),
+        "dp, 4 micro-batches": replicated(names, RANKS, 4, None),
+        "dp, shares 3:2": Plan((Stage(tuple(names), both, (3, 2)),)),
+    }
+    for number in (2, 4, 8):
+        found[f"mp, {number}"] = pipeline(names, work, RANKS, RANKS, 1, number, "1f1b")
+    for kind in ("gpipe", "zb-h1"):
+        found[f"mp, 4, {kind}"] = pipeline(names, work, RANKS, RANKS, 1, 4, kind)
+    if n >= 2 * RANKS:
+        found["mp, 4, interleaved"] = pipeline(names, work, RANKS, 2 * RANKS, 1, 4, "interleaved")
+    middle = len(found["mp, 4"].stages[0].components)
+    for place in sorted({middle - 1, middle + 1, n // 3} - {0, n, middle}):
+        if 0 < place < n:
+            stages = (
+                Stage(tuple(names[:place]), (0,), (1,)),
+                Stage(tuple(names[place:]), (1,), (1,)),
+            )
+            found[f"cut behind {place}"] = Plan(stages, 4)
+    mixed = (Stage(tuple(names[:-1]), both, (1, 1)), Stage(tuple(names[-1:]), (1,), (1,)))
+    found["head on one rank"] = Plan(mixed, 1)
+    mixed = (Stage(tuple(names[:1]), both, (1, 1)), Stage(tuple(names[1:]), (0,), (1,)))
+    found["all but the first on one"] = Plan(mixed, 1)
+    return found
+
+
+def _rank(options: argparse.Namespace) -> None:
+    """One rank of a job: predict, measure, print on rank 0."""
+    model, here = options.rank_of, world.start(threads=1)
+    torch.set_num_threads(here.threads)
+    size = BATCHES[model]
+    config = TrainConfig(
+        model=model, data="", plan="auto", optimizer="sgd", lr=1e-4, batch_size=size
+    )
+    components = models.components(model, CLASSES, SIZE)
+    images = Images(MEAN, STD, torch.device("cpu"), config.precision)
+    costs = component_costs(components, SIZE, classes=CLASSES)
+    began = time.perf_counter()
+    known = planning.measure(config, components, costs, SIZE, images, here)
+    profiled = time.perf_counter() - began
+    asked = planning.question(config, known, RANKS)
+    began = time.perf_counter()
+    chosen = solve(asked).chosen
+    solved = time.perf_counter() - began
+    plans = _plans(config, components) | {f"chosen: {chosen.name}": chosen.plan}
+    plans = {name: here.broadcast(plan) for name, plan in plans.items()}
+    first: Runtime | None = None
+    ready: dict[str, tuple[Runtime, Program, Step]] = {}
+    for name, plan in plans.items():
+        runtime = build_runtime(config, plan, components, images, SIZE, here, before=first)
+        first = first or runtime
+        pieces = cut(plan, size)
+        actions = schedule.training_step(plan, pieces)[here.rank]
+        batch = my_step(plan, pieces, here.rank, *random_batch(size, SIZE, CLASSES, 0))
+        ready[name] = runtime, program(plan, pieces, actions, here.rank), batch
+    rounds: dict[str, list[float]] = {name: [] for name in ready}
+    for _ in range(options.rounds):
+        for name, side in ready.items():
+            steps = [_timed(*side, here) for _ in range(WARM_UP + options.steps)]
+            rounds[name].append(statistics.median(steps[WARM_UP:]))
+    if here.rank == 0:
+        predicted = {name: play(asked, plan, name).seconds for name, plan in plans.items()}
+        found = {
+            "profile_seconds": profiled,
+            "solve_seconds": solved,
+            "chosen": f"chosen: {chosen.name}",
+            "plans": {name: (predicted[name], rounds[name]) for name in plans},
+        }
+        print(json.dumps(found))
+    assert first is not None
+    if first.activity is not None:
+        first.activity.close()
+    world.stop()
+
+
+def _timed(runtime: Runtime, todo: Program, batch: Step, here: World) -> float:
+    """Seconds of one step, of the slowest rank."""
+    here.barrier()
+    began = time.perf_counter()
+    runtime.run(todo, Step(batch.images, batch.labels))
+    return float(max(here.gather(time.perf_counter() - began)))
+
+
+if __name__ == "__main__":
+    main()

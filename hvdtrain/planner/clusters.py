@@ -1,0 +1,231 @@
+"""Machines that are not here: what they take is worked out from figures of their kind.
+
+A component takes the longer of its counted operations at the rate of the device and its bytes at
+the rate of its memory, and a fixed time besides; a sum goes round a ring, on several nodes first
+within each. All of it is prediction: nothing is measured.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hvdtrain.arguments import nearest
+from hvdtrain.errors import UsageError
+from hvdtrain.harmless import read_mapping
+from hvdtrain.planner.components import ComponentTimes, Profile, RankTimes
+from hvdtrain.planner.curve import Curve, Line
+from hvdtrain.planner.network import Contention
+
+if TYPE_CHECKING:
+    from hvdtrain.models.costs import ComponentCost
+
+MOST_RANKS = 1024
+BACKWARD = 2  # forwards
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """A machine of like ranks.
+
+    Attributes:
+        ranks: how many it has. ranks_a_node: of these on one node.
+        gflops: a second of a rank, sustained in convolutions and matrix products: about a third
+            of the peak in most reports.
+        memory_gbytes: a second, of a rank's memory.
+        fixed_microseconds: of a component's forward, whatever the samples; of a backward twice.
+        memory_gib: that a rank may hold.
+        latency_microseconds, gbytes: of a message, and a second, between ranks of a node.
+        node_latency_microseconds, node_gbytes: between nodes; of a whole node.
+        contention: of computing and a sum beside each other.
+    """
+
+    ranks: int
+    ranks_a_node: int
+    gflops: float
+    memory_gbytes: float
+    memory_gib: float
+    fixed_microseconds: float = 0.0
+    latency_microseconds: float
+    gbytes: float
+    node_latency_microseconds: float = 0.0
+    node_gbytes: float = 0.0
+    compute_contention: float = 1.0
+    reduce_contention: float = 1.0
+
+    def profile(self, costs: "Sequence[ComponentCost]", copies: int) -> Profile:
+        """What each component takes on each rank.
+
+        Args:
+            copies: of the parameters, that the optimizer keeps.
+        """
+        parts = {cost.name: self._component(cost, copies) for cost in costs}
+        return Profile.alike(RankTimes(parts), self.ranks)
+
+    def _component(self, cost: "ComponentCost", copies: int) -> ComponentTimes:
+        moved = 2 * (cost.saved_bytes + cost.output_bytes)
+        rate, memory = 1e9 * self.gflops, 1e9 * self.memory_gbytes
+        each = max(cost.forward_flops / rate, moved / memory)
+        fixed = 1e-6 * self.fixed_microseconds
+        update = (3 + 2 * copies) * cost.parameter_bytes / memory + fixed
+        forward = Curve.straight(Line(fixed, each), 1024)
+        return ComponentTimes(
+            *(forward, forward.times(BACKWARD), forward, forward), update if copies else 0.0
+        )
+
+
+@dataclass(frozen=True)
+class ClusterNetwork:
+    """The network of a cluster, as in `Network`."""
+
+    cluster: Cluster
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Of each rank."""
+        cluster = self.cluster
+        return tuple(f"node{rank // cluster.ranks_a_node}" for rank in range(cluster.ranks))
+
+    @property
+    def contention(self) -> Contention:
+        """As in `Network`."""
+        return Contention(self.cluster.compute_contention, self.cluster.reduce_contention)
+
+    @property
+    def breakpoints(self) -> Sequence[float]:
+        """As in `Network`: none, a ring's time is a straight line."""
+        return ()
+
+    def reduce_seconds(self, ranks: Sequence[int], size: float) -> float:
+        """Of a ring: 2 (n - 1) messages of an n-th of the bytes; hierarchical between nodes.
+
+        Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+        workstations", JPDC 2009.
+        """
+        nodes = {rank // self.cluster.ranks_a_node for rank in ranks}
+        local = -(-len(ranks) // len(nodes))
+        cluster = self.cluster
+        within = _ring(local, size, cluster.latency_microseconds, cluster.gbytes)
+        between = _ring(len(nodes), size, cluster.node_latency_microseconds, cluster.node_gbytes)
+        return within + between
+
+    def hand_over_seconds(self, sender: int, receiver: int, size: float) -> float:
+        """As in `Network`."""
+        cluster = self.cluster
+        if sender == receiver:
+            return 0.0
+        if sender // cluster.ranks_a_node == receiver // cluster.ranks_a_node:
+            return 1e-6 * cluster.latency_microseconds + size / (1e9 * cluster.gbytes)
+        # The ranks of a node share its way out.
+        own = cluster.node_gbytes / min(cluster.ranks_a_node, cluster.ranks)
+        return 1e-6 * cluster.node_latency_microseconds + size / (1e9 * own)
+
+
+def _ring(members: int, size: float, microseconds: float, gbytes: float) -> float:
+    if members < 2:
+        return 0.0
+    return 2 * (members - 1) * (1e-6 * microseconds + size / members / (1e9 * gbytes))
+
+
+# Rates that such machines are reported to sustain in training, not their peaks: V100 about 7
+# TFLOP/s in fp32 of 15.7, and 900 GB/s of memory; H200 about 200 of 989 in bf16 (MLPerf Training
+# 4.0, ResNet-50) and 4.8 TB/s; a node of two processors about 1.5 TFLOP/s in fp32.
+PRESETS: Mapping[str, Cluster] = {
+    "8-v100": Cluster(
+        ranks=8,
+        ranks_a_node=8,
+        gflops=7_000,
+        memory_gbytes=700,
+        memory_gib=32,
+        fixed_microseconds=60,
+        latency_microseconds=10,
+        gbytes=60,
+        compute_contention=1.1,
+        reduce_contention=1.1,
+    ),
+    "8-h200": Cluster(
+        ranks=8,
+        ranks_a_node=8,
+        gflops=200_000,
+        memory_gbytes=3_800,
+        memory_gib=141,
+        fixed_microseconds=40,
+        latency_microseconds=8,
+        gbytes=350,
+        compute_contention=1.1,
+        reduce_contention=1.1,
+    ),
+    "16-cpu-10g": Cluster(
+        ranks=16,
+        ranks_a_node=1,
+        gflops=1_500,
+        memory_gbytes=300,
+        memory_gib=192,
+        fixed_microseconds=30,
+        latency_microseconds=1,
+        gbytes=10,
+        node_latency_microseconds=30,
+        node_gbytes=1.1,
+        compute_contention=1.15,
+        reduce_contention=1.15,
+    ),
+    "16-cpu-100g": Cluster(
+        ranks=16,
+        ranks_a_node=1,
+        gflops=1_500,
+        memory_gbytes=300,
+        memory_gib=192,
+        fixed_microseconds=30,
+        latency_microseconds=1,
+        gbytes=10,
+        node_latency_microseconds=2,
+        node_gbytes=11,
+        compute_contention=1.15,
+        reduce_contention=1.15,
+    ),
+}
+
+
+def load(name: str, ranks: int | None = None) -> Cluster:
+    """A preset, or the cluster of a YAML file; with another number of ranks if that is given.
+
+    Raises:
+        UsageError: naming the file and the key.
+    """
+    if name in PRESETS:
+        found = PRESETS[name]
+    elif Path(name).suffix in (".yaml", ".yml") or Path(name).exists():
+        found = _from_file(Path(name))
+    else:
+        known = (*PRESETS, "FILE.yaml")
+        raise UsageError(f"unknown cluster {name}{nearest(name, known)}")
+    found = replace(found, ranks=ranks or found.ranks)
+    if not 1 <= found.ranks <= MOST_RANKS:
+        raise UsageError(f"--ranks must be between 1 and {MOST_RANKS}, not {found.ranks}")
+    if found.ranks > found.ranks_a_node and not found.node_gbytes:
+        raise UsageError(
+            f"{name} has {found.ranks_a_node} rank(s) a node and no network between nodes "
+            f"(node_gbytes): {found.ranks} ranks do not go on it"
+        )
+    return found
+
+
+def _from_file(path: Path) -> Cluster:
+    content = read_mapping(path, "cluster")
+    known = {item.name: item for item in fields(Cluster)}
+    for key, value in content.items():
+        if key not in known:
+            raise UsageError(f"{path}: unknown key {key}{nearest(str(key), known)}")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 <= value < float("inf"):
+            raise UsageError(f"{path}: {key} must be a number that is not negative, not {value!r}")
+        if known[key].type is int and (not isinstance(value, int) or value < 1):
+            raise UsageError(f"{path}: {key} must be a whole number above 0, not {value!r}")
+    for key in ("compute_contention", "reduce_contention"):
+        if content.get(key, 1) < 1:
+            raise UsageError(f"{path}: {key} must be at least 1, not {content[key]}")
+    required = {"ranks", "ranks_a_node", "gflops", "memory_gbytes", "memory_gib", "gbytes"}
+    for key in sorted(required):
+        if not content.get(key):
+            raise UsageError(f"{path}: {key} is missing, or zero")
+    return Cluster(**{"latency_microseconds": 0.0} | content)

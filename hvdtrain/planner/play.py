@@ -1,0 +1,125 @@
+"""Plays plans through with what is known of ranks and network: candidates for a choice."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from hvdtrain.parallel.cut import cut
+from hvdtrain.parallel.plan import Plan
+from hvdtrain.parallel.schedule import training_step
+from hvdtrain.parallel.validate import validate
+from hvdtrain.planner.cost import plan_costs
+from hvdtrain.planner.network import MeasuredNetwork
+from hvdtrain.planner.overview import Overview, played
+from hvdtrain.planner.tables import Question
+
+WORK = "compute"  # the kind of a timeline's events
+LITTLE = 0.1  # of a step
+MOST_SLOWER = 10.0  # or faster, than a network was measured to be
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan with its name and what a step of it is predicted to take."""
+
+    name: str
+    overview: Overview
+    resident: tuple[int, ...]  # bytes of each rank's process before the model
+
+    @property
+    def plan(self) -> Plan:
+        """The plan."""
+        return self.overview.plan
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.overview.timeline.seconds
+
+    @cached_property
+    def rank_bytes(self) -> tuple[int, ...]:
+        """What each rank holds at its peak, its process included."""
+        memory = self.overview.memory
+        return tuple(memory[rank].total + self.resident[rank] for rank in sorted(memory))
+
+    @property
+    def own_seconds(self) -> tuple[float, ...]:
+        """What each rank computes in a step."""
+        events = self.overview.timeline.events
+        return tuple(
+            sum(each.end - each.start for each in events if (each.rank, each.kind) == (rank, WORK))
+            for rank in self.plan.ranks
+        )
+
+    def shortage(self, limits: Sequence[float] | None) -> float:
+        """Bytes that the rank which lacks most lacks; 0 if the plan fits."""
+        if limits is None:
+            return 0.0
+        pairs = zip(self.rank_bytes, limits, strict=True)
+        return max(0.0, *(held - limit for held, limit in pairs))
+
+
+def play(question: Question, plan: Plan, name: str) -> Candidate:
+    """Play a step of a plan through; that its schedule is correct is proved where it is used."""
+    known = question.known
+    pieces = cut(plan, question.batch_size)
+    found = played(
+        *(plan, pieces, training_step(plan, pieces), known.costs, question.optimizer),
+        known.recomputed,
+        plan_costs(plan, pieces, known),
+        _synchronised(question, plan),
+        remarks=(),
+    )
+    return Candidate(name, found, tuple(rank.resident_bytes for rank in known.profile.ranks))
+
+
+def prove(question: Question, plan: Plan) -> None:
+    """Prove that the plan's schedule is a correct step.
+
+    Raises:
+        ScheduleError: if it is none.
+    """
+    pieces = cut(plan, question.batch_size)
+    together = frozenset(_synchronised(question, plan))
+    validate(training_step(plan, pieces), plan, pieces, synchronised=together)
+
+
+def _synchronised(question: Question, plan: Plan) -> list[int]:
+    """Stages whose batch norms wait for each other; what that sends is not counted."""
+    if not question.is_synchronised:
+        return []
+    return [number for number, stage in enumerate(plan.stages) if len(stage.ranks) > 1]
+
+
+def calibrated(
+    question: Question,
+    plan: Plan,
+    own_seconds: Sequence[float],
+    step_seconds: float | None = None,
+) -> Question:
+    """The question with ranks and network as slow as steps of `plan` showed them to be.
+
+    So a profile follows what time-sharing with other processes costs, which short measurements
+    of components do not show.
+
+    Args:
+        own_seconds: what each rank took in a step, without waiting for others.
+        step_seconds: of the whole step, if the network is to follow what was waited for.
+    """
+    known, predicted = question.known, play(question, plan, "")
+    # A rank that has next to nothing to do shows nothing but what every step takes besides.
+    factors = [
+        own / each if each > LITTLE * predicted.seconds else 1.0
+        for own, each in zip(own_seconds, predicted.own_seconds, strict=True)
+    ]
+    scaled = replace(question, known=replace(known, profile=known.profile.scaled(factors)))
+    if step_seconds is None:
+        return scaled
+    again = play(scaled, plan, "")
+    waited = step_seconds - max(own_seconds)
+    expected = again.seconds - max(again.own_seconds)
+    if not isinstance(known.network, MeasuredNetwork) or expected <= 0 or waited <= 0:
+        return scaled
+    slower = min(MOST_SLOWER, max(1 / MOST_SLOWER, waited / expected))
+    network = known.network.scaled(slower)
+    return replace(scaled, known=replace(scaled.known, network=network))

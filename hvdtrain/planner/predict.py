@@ -1,0 +1,193 @@
+"""Predictions for machines that are not here: a plan, or the five columns of paper B's table I.
+
+Baligodugula and Amsaad, arXiv 2503.23186, table I: time, accuracy, peak memory and communication
+of one device, data, model and hybrid parallelism, and of a plan that an algorithm chose. Accuracy
+is not predicted: every plan computes the same gradients.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from hvdtrain.parallel.plan import Plan, pipeline, replicated
+from hvdtrain.planner.clusters import Cluster, ClusterNetwork
+from hvdtrain.planner.components import Profile
+from hvdtrain.planner.cost import Known
+from hvdtrain.planner.network import FreeNetwork
+from hvdtrain.planner.overview import OPTIMIZER_COPIES
+from hvdtrain.planner.play import Candidate, play
+from hvdtrain.planner.solve import GIB, lower_bound, solve
+from hvdtrain.planner.tables import Question
+
+if TYPE_CHECKING:
+    from hvdtrain.models.costs import ComponentCost
+
+IMAGES, EPOCHS = 50_000, 100  # of CIFAR-100, as paper B trains
+PREDICTED = "These are predictions from figures of the machine's kind; nothing was measured on it."
+
+
+@dataclass(frozen=True)
+class Column:
+    """One strategy.
+
+    Attributes:
+        communication: part of a step that a network without cost would save.
+    """
+
+    name: str
+    candidate: Candidate
+    communication: float
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the fullest rank."""
+        return max(self.candidate.rank_bytes)
+
+
+@dataclass(frozen=True)
+class StrategyTable:
+    """Paper B's table I for a model and a cluster."""
+
+    model: str
+    cluster: Cluster
+    batch_size: int
+    columns: tuple[Column, ...]
+    bound: float
+
+    def as_json(self) -> dict[str, Any]:
+        """As one JSON object."""
+        return {
+            "model": self.model,
+            "ranks": self.cluster.ranks,
+            "batch_size": self.batch_size,
+            "images": IMAGES,
+            "epochs": EPOCHS,
+            "remark": PREDICTED,
+            "bound_seconds": self.bound,
+            "columns": [
+                {
+                    "strategy": column.name,
+                    "plan": column.candidate.plan.to_json(),
+                    "step_seconds": column.candidate.seconds,
+                    "hours": self._hours(column),
+                    "speedup": self._speedup(column),
+                    "peak_bytes": column.peak_bytes,
+                    "communication_fraction": column.communication,
+                }
+                for column in self.columns
+            ],
+        }
+
+    def as_text(self) -> str:
+        """As a table."""
+        rows = {
+            f"hours for {EPOCHS} epochs": [f"{self._hours(each):.3g}" for each in self.columns],
+            "speed-up": [f"{self._speedup(each):.2f}" for each in self.columns],
+            "ms a step": [f"{1e3 * each.candidate.seconds:.2f}" for each in self.columns],
+            "peak memory GiB": [f"{each.peak_bytes / GIB:.2f}" for each in self.columns],
+            "communication %": [f"{100 * each.communication:.1f}" for each in self.columns],
+            "stages x replicas": [_shape(each.candidate.plan) for each in self.columns],
+            "micro-batches": [str(each.candidate.plan.microbatches) for each in self.columns],
+        }
+        heads = "".join(f"{each.name:>14}" for each in self.columns)
+        lines = [
+            f"{self.model}, {self.batch_size} images a step, {self.cluster.ranks} rank(s), "
+            f"{self.cluster.ranks_a_node} a node; {EPOCHS} epochs of {IMAGES:,} images",
+            f"{'':<20}{heads}",
+        ]
+        lines += [
+            f"{name:<20}" + "".join(f"{cell:>14}" for cell in cells)
+            for name, cells in rows.items()
+        ]
+        best = self.columns[-1].candidate.seconds
+        gap = best / self.bound - 1
+        lines.append(
+            f"no plan can take less than {1e3 * self.bound:.2f} ms a step: the chosen one is "
+            f"{gap:.1%} above that"
+        )
+        return "\n".join([*lines, PREDICTED])
+
+    def _hours(self, column: Column) -> float:
+        steps = -(-IMAGES // self.batch_size) * EPOCHS
+        return steps * column.candidate.seconds / 3600
+
+    def _speedup(self, column: Column) -> float:
+        return self.columns[0].candidate.seconds / column.candidate.seconds
+
+
+def _shape(plan: Plan) -> str:
+    """Such as 4x2, or 3:1,1 where stages differ."""
+    numbers = [len(stage.ranks) for stage in plan.stages]
+    if len(set(numbers)) == 1:
+        return f"{len(numbers)}x{numbers[0]}"
+    return ":".join(map(str, numbers))
+
+
+def question_of(
+    cluster: Cluster,
+    costs: "Sequence[ComponentCost]",
+    batch_size: int,
+    optimizer: str,
+    recomputed: Collection[str] = (),
+    **options: Any,
+) -> Question:
+    """What is asked of a cluster; `options` as of `Question`."""
+    profile = cluster.profile(costs, OPTIMIZER_COPIES[optimizer])
+    known = Known(costs, profile, ClusterNetwork(cluster), recomputed)
+    limits = (cluster.memory_gib * GIB,) * cluster.ranks
+    return Question(known, batch_size, optimizer, limits=limits, **options)
+
+
+def five_columns(model: str, cluster: Cluster, question: Question) -> StrategyTable:
+    """One device, data, model, hybrid parallelism, and what the planner chooses.
+
+    Raises:
+        UsageError: if no plan fits the memory.
+    """
+    solution = solve(question)
+    alone = _on_one(question, cluster)
+    found = [("single", alone, _single(alone))]
+    names = question.known.profile.names
+    plan = replicated(names, question.ranks, None, None)
+    found.append(("DP", question, play(question, plan, "DP")))
+    for name, shapes in (("MP", _pipelines(question)[:1]), ("hybrid", _pipelines(question)[1:])):
+        played = [play(question, plan, name) for plan in shapes]
+        if played:
+            fastest = min(
+                played, key=lambda each: (bool(each.shortage(question.limits)), each.seconds)
+            )
+            found.append((name, question, fastest))
+    found.append(("chosen", question, solution.chosen))
+    columns = tuple(
+        Column(name, candidate, _communication(asked, candidate))
+        for name, asked, candidate in found
+    )
+    return StrategyTable(model, cluster, question.batch_size, columns, lower_bound(question))
+
+
+def _on_one(question: Question, cluster: Cluster) -> Question:
+    known = question.known
+    one = replace(known, profile=Profile(known.profile.ranks[:1]))
+    return replace(question, known=one, limits=(cluster.memory_gib * GIB,))
+
+
+def _single(alone: Question) -> Candidate:
+    return play(alone, replicated(alone.known.profile.names, 1, None, None), "single")
+
+
+def _pipelines(question: Question) -> list[Plan]:
+    """Those of one rank a stage (of as many stages as there can be), then the hybrids."""
+    names, ranks = question.known.profile.names, question.ranks
+    work = [cost.forward_flops for cost in question.known.costs]
+    stages = [number for number in range(2, min(ranks, len(names)) + 1) if ranks % number == 0]
+    return [
+        pipeline(names, work, ranks, number, ranks // number, question.microbatches, "1f1b")
+        for number in reversed(stages)
+    ]
+
+
+def _communication(question: Question, candidate: Candidate) -> float:
+    """What the same plan would save on a network without cost."""
+    free = replace(question.known, network=FreeNetwork())
+    seconds = play(replace(question, known=free), candidate.plan, "").seconds
+    return 1 - seconds / candidate.seconds

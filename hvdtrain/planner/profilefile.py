@@ -1,0 +1,150 @@
+"""What was measured of ranks and network, as a file that a later run can plan with."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.errors import UsageError
+from hvdtrain.files import write_text
+from hvdtrain.planner.components import ComponentTimes, Profile, RankTimes
+from hvdtrain.planner.curve import Curve
+from hvdtrain.planner.network import Contention, MeasuredNetwork
+
+VERSION = 1
+LARGEST = 64 * 2**20  # bytes: a thousand ranks, a hundred components
+HALVES = ("input_half", "weight_half")
+
+
+def save(path: Path, subject: str, profile: Profile, network: MeasuredNetwork) -> None:
+    """Write a profile.
+
+    Args:
+        subject: model, sizes and settings that were measured, in words.
+
+    Raises:
+        UsageError: if it cannot be written.
+    """
+    content = {
+        "version": VERSION,
+        "subject": subject,
+        "ranks": [
+            {
+                "components": {name: each.to_json() for name, each in rank.components.items()},
+                "load": _points(rank.load),
+                "action": rank.action,
+                "resident_bytes": rank.resident_bytes,
+            }
+            for rank in profile.ranks
+        ],
+        "network": {
+            "hosts": list(network.hosts),
+            "all_reduce": [
+                [crosses, number, _points(curve)]
+                for crosses, curves in network.all_reduce.items()
+                for number, curve in curves.items()
+            ],
+            "hand_over": [
+                [crosses, _points(curve)] for crosses, curve in network.hand_over.items()
+            ],
+            "contention": list(network.contention),
+        },
+    }
+    write_text(path, json.dumps(content) + "\n", "the profile")
+
+
+def load(
+    path: Path, subject: str, names: Sequence[str], ranks: int
+) -> tuple[Profile, MeasuredNetwork] | str:
+    """Read a profile; one of something else is of no use, and what it is of is returned.
+
+    Raises:
+        UsageError: if it is none.
+    """
+    try:
+        with path.open("rb") as file:
+            text = file.read(LARGEST + 1)
+        if len(text) > LARGEST:
+            raise UsageError(f"{path} is no profile: it is larger than {LARGEST:,} bytes")
+        content = json.loads(text)
+    except OSError as error:
+        raise UsageError(f"the profile {path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"the profile {path} is not JSON: {error}") from None
+    try:
+        if content["version"] == VERSION and content["subject"] != subject:
+            return " ".join(str(content["subject"])[:300].split())
+        return _checked(content, names, ranks)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(
+            f"{path} is no profile ({reason}): remove it, or give another --profile"
+        ) from None
+
+
+def _checked(
+    content: Any, names: Sequence[str], number_of_ranks: int
+) -> tuple[Profile, MeasuredNetwork]:
+    """What a file holds; ValueError and its like say what is wrong."""
+    if content["version"] != VERSION:
+        raise ValueError(f"it is of version {content['version']!r:.20}")
+    ranks = tuple(_rank(each, names) for each in content["ranks"])
+    network = content["network"]
+    hosts = tuple(str(host) for host in network["hosts"])
+    if len(ranks) != number_of_ranks or len(hosts) != len(ranks):
+        raise ValueError(f"it has {len(ranks)} ranks on {len(hosts)} hosts")
+    all_reduce: dict[bool, dict[int, Curve]] = {}
+    for crosses, number, points in network["all_reduce"]:
+        all_reduce.setdefault(bool(crosses), {})[int(_number(number, least=2))] = _curve(points)
+    hand_over = {bool(crosses): _curve(points) for crosses, points in network["hand_over"]}
+    if len(ranks) > 1 and not (all_reduce and hand_over):
+        raise ValueError("its network is empty")
+    contention = Contention(*(_number(each, least=1.0) for each in network["contention"]))
+    return Profile(ranks), MeasuredNetwork(hosts, all_reduce, hand_over, contention)
+
+
+def _rank(content: Mapping[str, Any], names: Sequence[str]) -> RankTimes:
+    components = content["components"]
+    if list(components) != list(names):
+        raise ValueError("its components are not those of the model")
+    return RankTimes(
+        {name: _times(each) for name, each in components.items()},
+        _curve(content["load"]),
+        _number(content["action"]),
+        int(_number(content["resident_bytes"])),
+    )
+
+
+def _times(content: Mapping[str, Any]) -> ComponentTimes:
+    input_half, weight_half = (
+        _curve(content[name]) if name in content else None for name in HALVES
+    )
+    return ComponentTimes(
+        _curve(content["forward"]),
+        _curve(content["backward"]),
+        input_half,
+        weight_half,
+        _number(content["update"]),
+        _number(content["spread"]),
+    )
+
+
+def _points(curve: Curve) -> list[list[float]]:
+    return [list(point) for point in curve.points]
+
+
+def _curve(points: Any) -> Curve:
+    pairs = [(_number(size), _number(seconds)) for size, seconds in points]
+    sizes = [size for size, _ in pairs]
+    if not pairs or sizes != sorted(set(sizes)):
+        raise ValueError("a curve has no sizes that rise")
+    return Curve(tuple(pairs))
+
+
+def _number(value: Any, least: float = 0.0) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{value!r:.20} is no number")
+    if not math.isfinite(value) or value < least:
+        raise ValueError(f"{value!r:.20} is not {least:g} or more")
+    return float(value)

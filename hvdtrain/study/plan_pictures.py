@@ -1,0 +1,98 @@
+"""Pictures of plans: the strategy of each component, and predictions beside measurements."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from matplotlib import pyplot
+from matplotlib.patches import Patch, Rectangle
+
+from hvdtrain import files
+from hvdtrain.errors import DataError
+from hvdtrain.parallel.plan import Plan, labels
+from hvdtrain.study.plots import COLOURS, HEIGHT, MARKERS, STYLE, WIDTH
+
+MEANINGS = {
+    "single": "on the one rank",
+    "DP": "data parallel: on all ranks",
+    "HP": "hybrid: on some",
+    "MP": "model parallel: on one",
+}
+NARROW = 14  # components that go into one column
+MOST_ROWS = 32  # ranks
+
+
+def draw_strategies(plan: Plan, to: Path) -> None:
+    """Which ranks hold which component, and its label: paper B's figure 6 for any plan.
+
+    Raises:
+        DataError: if the file cannot be written.
+    """
+    given = labels(plan)
+    names = list(given)
+    ranks = plan.ranks[:MOST_ROWS]
+    width = WIDTH if len(names) <= NARROW else 2 * WIDTH
+    height = 1.3 + 0.16 * len(ranks)
+    with pyplot.rc_context(STYLE | {"axes.grid": False}):
+        figure, axes = pyplot.subplots(figsize=(width, height))
+        column = 0
+        for stage in plan.stages:
+            for name in stage.components:
+                for rank, share in zip(stage.ranks, stage.shares, strict=True):
+                    if rank in ranks:
+                        part = share / sum(stage.shares) * len(stage.ranks)
+                        _cell(axes, column, ranks.index(rank), given[name], part)
+                column += 1
+        axes.set_xlim(0, len(names))
+        axes.set_ylim(len(ranks), 0)
+        axes.set_xticks([place + 0.5 for place in range(len(names))], names, rotation=90)
+        axes.set_yticks([place + 0.5 for place in range(len(ranks))], list(map(str, ranks)))
+        axes.set_ylabel("rank" if len(ranks) == len(plan.ranks) else f"first {MOST_ROWS} ranks")
+        axes.tick_params(length=0)
+        used = [label for label in MEANINGS if label in given.values()]
+        patches = [Patch(color=_colour(label), label=f"{MEANINGS[label]}") for label in used]
+        axes.legend(handles=patches, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
+        _save(figure, to)
+
+
+def _cell(axes: Any, column: int, row: int, label: str, part: float) -> None:
+    """One component on one rank; paler where the rank's part of a batch is smaller."""
+    pale = max(0.25, min(1.0, part))
+    colour = _colour(label)
+    axes.add_patch(Rectangle((column + 0.04, row + 0.06), 0.92, 0.88, color=colour, alpha=pale))
+
+
+def _colour(label: str) -> str:
+    return COLOURS[list(MEANINGS).index(label)]
+
+
+def draw_predictions(pairs: Mapping[str, Sequence[tuple[float, float]]], to: Path) -> None:
+    """Predicted against measured seconds of steps, by model; the dashed line is a perfect one.
+
+    Raises:
+        DataError: if the file cannot be written.
+    """
+    with pyplot.rc_context(STYLE):
+        figure, axes = pyplot.subplots(figsize=(WIDTH, HEIGHT))
+        everything = [value for points in pairs.values() for pair in points for value in pair]
+        ends = [0.8 * min(everything), 1.25 * max(everything)]
+        axes.plot(ends, ends, "--", color="grey", linewidth=0.8)
+        for place, (name, points) in enumerate(pairs.items()):
+            predicted, measured = zip(*points, strict=True)
+            style: Any = {"color": COLOURS[place % len(COLOURS)], "label": name}
+            axes.plot(measured, predicted, MARKERS[place % len(MARKERS)], **style)
+        axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+        axes.set_xlabel("measured seconds a step")
+        axes.set_ylabel("predicted seconds a step")
+        axes.legend()
+        _save(figure, to)
+
+
+def _save(figure: Any, to: Path) -> None:
+    try:
+        files.write_whole(to, partial(figure.savefig, format="png"))
+    except OSError as error:
+        raise DataError(f"the picture {to} cannot be written: {error.strerror}") from None
+    finally:
+        pyplot.close(figure)

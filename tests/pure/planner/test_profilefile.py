@@ -1,0 +1,80 @@
+"""Profiles as files: they come back as they were, and what is none is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hvdtrain.errors import UsageError
+from hvdtrain.planner.components import Profile
+from hvdtrain.planner.network import Contention
+from hvdtrain.planner.profilefile import load, save
+from tests.pure.planner.machines import network, rank_times
+
+NAMES = ["a", "b"]
+PROFILE = Profile((rank_times(NAMES, [1.0, 2.0], 0.5), rank_times(NAMES, [2.0, 3.0])))
+NETWORK = network(2, 1e-6, 1e-9, 2e-9, Contention(1.5, 2.0))
+
+
+def test_what_is_saved_comes_back(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    save(path, "cnn", PROFILE, NETWORK)
+    assert load(path, "cnn", NAMES, 2) == (PROFILE, NETWORK)
+    assert load(path, "vit", NAMES, 2) == "cnn"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 2}, "it is of version 2"),
+        ({"ranks": []}, "it has 0 ranks on 2 hosts"),
+        ({"network": None}, "is no profile "),
+        ({"ranks": [{"components": {}}]}, "its components are not those of the model"),
+    ],
+)
+def test_another_profile_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    path = tmp_path / "profile.json"
+    save(path, "cnn", PROFILE, NETWORK)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(UsageError, match=message):
+        load(path, "cnn", NAMES, 2)
+    save(path, "cnn", PROFILE, NETWORK)
+    with pytest.raises(UsageError, match="it has 2 ranks on 2 hosts"):
+        load(path, "cnn", NAMES, 3)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=8,
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200)
+@given(st.data())
+def test_whatever_a_file_holds_ends_in_one_line(tmp_path: Path, data: st.DataObject) -> None:
+    """One value anywhere in it is another."""
+    path = tmp_path / "profile.json"
+    save(path, "cnn", PROFILE, NETWORK)
+    content = json.loads(path.read_text())
+    place: Any = content
+    while True:
+        keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+        key = data.draw(st.sampled_from(keys))
+        if not isinstance(place[key], dict | list) or not place[key] or data.draw(st.booleans()):
+            break
+        place = place[key]
+    place[key] = data.draw(JSON)
+    path.write_text(json.dumps(content))
+    try:
+        found = load(path, "cnn", NAMES, 2)
+    except UsageError as error:
+        assert "\n" not in str(error)
+        return
+    if not isinstance(found, str):
+        profile, _ = found
+        assert profile.names == tuple(NAMES)
+        assert all(each >= 1 for each in profile.slowness)
