@@ -142,25 +142,15 @@ def _rank(options: argparse.Namespace) -> None:
     )
     components = models.components(model, CLASSES, SIZE)
     images = Images(MEAN, STD, torch.device("cpu"), config.precision)
-    costs = component_costs(components, SIZE, classes=CLASSES)
+    subject = planning.subject_of(config, components, SIZE, CLASSES, images)
     began = time.perf_counter()
-    known = planning.measure(config, components, costs, SIZE, images, here)
+    asked = planning.question(config, planning.measure(subject, here), RANKS)
     profiled = time.perf_counter() - began
-    asked = planning.question(config, known, RANKS)
     began = time.perf_counter()
     chosen = solve(asked).chosen
     solved = time.perf_counter() - began
     plans = _plans(config, components) | {f"chosen: {chosen.name}": chosen.plan}
-    plans = {name: here.broadcast(plan) for name, plan in plans.items()}
-    first: Runtime | None = None
-    ready: dict[str, tuple[Runtime, Program, Step]] = {}
-    for name, plan in plans.items():
-        runtime = build_runtime(config, plan, components, images, SIZE, here, before=first)
-        first = first or runtime
-        pieces = cut(plan, size)
-        actions = schedule.training_step(plan, pieces)[here.rank]
-        batch = my_step(plan, pieces, here.rank, *random_batch(size, SIZE, CLASSES, 0))
-        ready[name] = runtime, program(plan, pieces, actions, here.rank), batch
+    ready = _ready(subject, plans, here)
     rounds: dict[str, list[float]] = {name: [] for name in ready}
     for _ in range(options.rounds):
         for name, side in ready.items():
@@ -175,10 +165,29 @@ def _rank(options: argparse.Namespace) -> None:
             "plans": {name: (predicted[name], rounds[name]) for name in plans},
         }
         print(json.dumps(found))
-    assert first is not None
-    if first.activity is not None:
-        first.activity.close()
+    activity = next(iter(ready.values()))[0].activity
+    if activity is not None:
+        activity.close()
     world.stop()
+
+
+def _ready(
+    subject: planning.Subject, plans: dict[str, Plan], here: World
+) -> dict[str, tuple[Runtime, Program, Step]]:
+    """All that a step of each plan needs on this rank."""
+    config, size = subject.config, subject.config.batch_size
+    first: Runtime | None = None
+    ready = {}
+    for name, plan in plans.items():
+        runtime = build_runtime(
+            config, plan, subject.components, subject.images, SIZE, here, before=first
+        )
+        first = first or runtime
+        pieces = cut(plan, size)
+        actions = schedule.training_step(plan, pieces)[here.rank]
+        batch = my_step(plan, pieces, here.rank, *random_batch(size, SIZE, CLASSES, 0))
+        ready[name] = runtime, program(plan, pieces, actions, here.rank), batch
+    return ready
 
 
 def _timed(runtime: Runtime, todo: Program, batch: Step, here: World) -> float:

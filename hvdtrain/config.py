@@ -11,7 +11,7 @@ from typing import Literal, get_args
 from hvdtrain import injection
 from hvdtrain.errors import UsageError
 from hvdtrain.frameworks import check_framework
-from hvdtrain.ranges import check_ranges, flag, interval
+from hvdtrain.ranges import check_ranges, check_together, flag, interval
 
 Precision = Literal["fp32", "bf16", "fp64"]
 Device = Literal["cpu", "cuda"]
@@ -272,19 +272,7 @@ class TrainConfig:
         self.checkpoint_interval()
         if self.inject:
             injection.parse(self.inject, self.ranks or MOST_RANKS)
-        if self.epochs is not None and self.warmup_epochs > self.epochs:
-            raise UsageError(
-                f"--warmup-epochs {self.warmup_epochs} is more than --epochs {self.epochs}"
-            )
-        if self.compile and (self.recompute or self.batch_norm == "sync"):
-            other = "--recompute" if self.recompute else "--batch-norm sync"
-            raise UsageError(f"--compile and {other} exclude each other: leave one of them out")
-        if self.plan not in ("auto", "adaptive"):
-            for name in ("memory_limit", "profile"):
-                if getattr(self, name) is not None:
-                    raise UsageError(f"{flag(name)} is for --plan auto and --plan adaptive")
-        if self.resume and self.run is None:
-            raise UsageError("--resume needs --run, the folder of the run to continue")
+        check_together(vars(self))
         return self
 
     def total_samples(self, epoch_length: int) -> int:

@@ -11,6 +11,8 @@ POSITIVE_OR_NONE = (
     *("epochs", "max_steps", "ranks", "min_ranks", "threads", "lr_base_batch", "microbatches"),
     *("clip_norm", "gradient_limit", "memory_limit", "cutout", "image_size", "patch_size"),
 )
+CHOSEN_PLANS = ("auto", "adaptive")  # by what is measured on the ranks of a run
+OF_CHOSEN_PLANS = ("memory_limit", "profile")
 NOT_NEGATIVE = ("warmup_epochs", "momentum", "weight_decay", "seed", "restarts")
 
 
@@ -40,6 +42,26 @@ def check_ranges(values: Mapping[str, Any]) -> None:
         raise UsageError(
             f"--label-smoothing must be 0 or more and below 1, not {values['label_smoothing']}"
         )
+
+
+def check_together(values: Mapping[str, Any]) -> None:
+    """Refuse options that do not go with each other.
+
+    Raises:
+        UsageError: naming both.
+    """
+    warmup, epochs = values["warmup_epochs"], values["epochs"]
+    if epochs is not None and warmup > epochs:
+        raise UsageError(f"--warmup-epochs {warmup} is more than --epochs {epochs}")
+    if values["compile"] and (values["recompute"] or values["batch_norm"] == "sync"):
+        other = "--recompute" if values["recompute"] else "--batch-norm sync"
+        raise UsageError(f"--compile and {other} exclude each other: leave one of them out")
+    if values["plan"] not in CHOSEN_PLANS:
+        for name in OF_CHOSEN_PLANS:
+            if values[name] is not None:
+                raise UsageError(f"{flag(name)} is for --plan auto and --plan adaptive")
+    if values["resume"] and values["run"] is None:
+        raise UsageError("--resume needs --run, the folder of the run to continue")
 
 
 def interval(text: str) -> tuple[float, str]:

@@ -99,13 +99,13 @@ def bench_allreduce(largest: int, algorithm: str = "auto") -> Table:
     return Table(title, curves, 2 * (here.size - 1) / here.size, contention)
 
 
-def bench_exchange(largest: int, algorithm: str = "auto") -> Table:
+def bench_exchange(largest: int) -> Table:
     """Hand-overs between two ranks of one host, and of two hosts where there are. Collective.
 
     Raises:
         UsageError: if there is but one rank.
     """
-    here = _world("exchange", algorithm)
+    here = _world("exchange")
     assert here.communicator is not None
     exchange = Exchange(here.communicator, torch.device("cpu"))
     network = probe.hand_over_curves(here, exchange, probe.sizes_up_to(largest))
@@ -115,7 +115,7 @@ def bench_exchange(largest: int, algorithm: str = "auto") -> Table:
     return Table("hand-over of a tensor from rank to rank, one way", curves, 1.0)
 
 
-def _world(name: str, algorithm: str) -> World:
+def _world(name: str, algorithm: str = "auto") -> World:
     here = world.start(algorithm)
     torch.set_num_threads(here.threads)
     if here.size < 2:

@@ -81,6 +81,8 @@ def bench_allreduce(arguments: Sequence[str], **values: Any) -> int:
 def bench_exchange(arguments: Sequence[str], **values: Any) -> int:
     """Seconds of a hand-over from rank to rank, by its size."""
     config = NetworkConfig(**values).check()
+    if config.algorithm != "auto":
+        raise UsageError("--algorithm is of sums: bench allreduce takes it")
     if launchers.detect(os.environ).size != 1:
         return _print_table("exchange", config)
     return launch.run(config.ranks or 2, arguments)
@@ -92,8 +94,10 @@ def _print_table(name: str, config: NetworkConfig) -> int:
     launchers.check_pmix(started, os.environ)
     from hvdtrain.bench import collectives
 
-    measure = {"allreduce": collectives.bench_allreduce, "exchange": collectives.bench_exchange}
-    table = measure[name](config.largest, config.algorithm)
+    if name == "allreduce":
+        table = collectives.bench_allreduce(config.largest, config.algorithm)
+    else:
+        table = collectives.bench_exchange(config.largest)
     if started.rank == 0:
         print(common.as_json(table.as_json()) if config.json else table.as_text(), flush=True)
     return 0

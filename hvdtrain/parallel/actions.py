@@ -104,6 +104,18 @@ def peers(cut: Cut, rank: int, action: Action) -> tuple[int, ...]:
     return ()
 
 
+def rows_handed(cut: Cut, sender: int, receiver: int, action: Action) -> int:
+    """Samples that `sender` hands to `receiver` in a SEND of its."""
+    assert action.microbatch is not None
+    # A gradient goes the other way, from the stage behind.
+    before, behind = (sender, receiver) if action.kind == "SEND_F" else (receiver, sender)
+    return sum(
+        piece.sent[1] - piece.sent[0]
+        for piece in cut.pieces[boundary(action.stage, action.kind), action.microbatch]
+        if (piece.sender, piece.receiver) == (before, behind)
+    )
+
+
 def tag(stage: int, kind: str, microbatch: int, microbatches: int) -> int:
     """The tag of the messages of a SEND or RECV, the same on both sides.
 

@@ -22,8 +22,9 @@ from hvdtrain.parallel.plan import (
     replicated,
     with_options,
 )
+from hvdtrain.ranges import CHOSEN_PLANS
 
-SHORT_FORMS = ("single", "dp", "mp", "hp:SxR", "auto", "adaptive")
+SHORT_FORMS = ("single", "dp", "mp", "hp:SxR", *CHOSEN_PLANS)
 
 
 def parse(
@@ -50,7 +51,7 @@ def parse(
         check_schedule(schedule)
     if text == "single" and ranks > 1:
         raise UsageError(f"--plan single runs on one rank, not on {ranks}: use --plan dp")
-    if text in ("auto", "adaptive"):
+    if text in CHOSEN_PLANS:
         raise UsageError(
             f"--plan {text} is chosen by train, on the ranks of the run; give it there"
         )
@@ -73,11 +74,7 @@ def refit(text: str | None, ranks: int) -> str | None:
     A pipeline keeps its stages, or the next smaller number that divides the ranks; a file names
     its ranks, and data parallelism takes its place.
     """
-    if (
-        text is None
-        or text in ("dp", "mp", "auto", "adaptive")
-        or mirrored_devices(text) is not None
-    ):
+    if text is None or text in ("dp", "mp", *CHOSEN_PLANS) or mirrored_devices(text) is not None:
         return text
     if ranks == 1 or not text.startswith("hp:"):
         return "single" if ranks == 1 else "dp"

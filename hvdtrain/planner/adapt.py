@@ -60,11 +60,6 @@ class Watch:
             return Drift(cause, own, whole, is_waiting=True)
         return None
 
-    @property
-    def step_seconds(self) -> float | None:
-        """Of a step when the plan was new."""
-        return None if self.base is None else float(self.base[-1])
-
     def restart(self) -> None:
         """Take what comes now as the base."""
         self.steps.clear()

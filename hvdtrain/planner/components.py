@@ -57,21 +57,17 @@ class RankTimes:
     Attributes:
         components: by name.
         load: seconds of making images ready for the first component, by samples.
-        action: seconds of an action of the schedule beyond what it computes.
         resident_bytes: of the process before a model is built.
     """
 
     components: Mapping[str, ComponentTimes]
     load: Curve = NOTHING
-    action: float = 0.0
     resident_bytes: int = 0
 
     def times(self, factor: float) -> "RankTimes":
         """On a rank that is so many times as slow."""
         slower = {name: each.times(factor) for name, each in self.components.items()}
-        return RankTimes(
-            slower, self.load.times(factor), factor * self.action, self.resident_bytes
-        )
+        return RankTimes(slower, self.load.times(factor), self.resident_bytes)
 
 
 @dataclass(frozen=True)

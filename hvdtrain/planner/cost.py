@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
-from hvdtrain.parallel.actions import Action, boundary
+from hvdtrain.parallel.actions import Action, boundary, rows_handed
 from hvdtrain.parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, group_by_bytes
 from hvdtrain.parallel.cut import Cut
 from hvdtrain.parallel.plan import Plan
@@ -57,26 +57,19 @@ def plan_costs(plan: Plan, cut: Cut, known: Known) -> Costs:
         own = profile.ranks[rank]
         if action.kind == "STEP":
             held = plan.stages[action.stage].components
-            return own.action + sum(own.components[name].update for name in held)
+            return sum(own.components[name].update for name in held)
         assert action.microbatch is not None
         rows = cut.rows(action.stage, rank, action.microbatch)
         if not rows:
             return 0.0
         if action.kind == "LOAD":
             return own.load(rows) if action.stage == 0 else 0.0
-        return own.action + compute_rows(like[rank], action.stage, action.kind, rows)
+        return compute_rows(like[rank], action.stage, action.kind, rows)
 
     def hand_over(sender: int, receiver: int, action: Action) -> float:
-        assert action.microbatch is not None
-        crossed = boundary(action.stage, action.kind)
-        before, behind = (sender, receiver) if action.kind == "SEND_F" else (receiver, sender)
-        rows = sum(
-            piece.sent[1] - piece.sent[0]
-            for piece in cut.pieces[crossed, action.microbatch]
-            if (piece.sender, piece.receiver) == (before, behind)
-        )
-        size = by_name[plan.stages[crossed].components[-1]].output_bytes
-        return network.hand_over_seconds(sender, receiver, rows * size)
+        last = plan.stages[boundary(action.stage, action.kind)].components[-1]
+        rows = rows_handed(cut, sender, receiver, action)
+        return network.hand_over_seconds(sender, receiver, rows * by_name[last].output_bytes)
 
     def reduce(stage: int) -> float:
         return reduction_seconds(plan, cut, stage, known)

@@ -2,7 +2,7 @@
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -51,20 +51,6 @@ class Curve:
         (x0, y0), (x1, y1) = points[behind - 1], points[behind]
         seconds = y0 + (size - x0) * (y1 - y0) / (x1 - x0)
         return max(seconds, y0 * size / x0 if x0 else 0.0) if size < points[0][0] else seconds
-
-    def at(self, sizes: Sequence[float]) -> np.ndarray:
-        """Seconds of several sizes: fp64 of their shape."""
-        x, y = self._arrays
-        given = np.asarray(sizes, np.float64)
-        if len(x) == 1:
-            return np.full(given.shape, y[0]) * (given / x[0] if x[0] else 1.0)
-        inside = np.interp(given, x, y)
-        first, last = ((y[k + 1] - y[k]) / (x[k + 1] - x[k]) for k in (0, len(x) - 2))
-        share = given / x[0] if x[0] else 0.0
-        below = np.maximum(y[0] - (x[0] - given) * first, y[0] * share)
-        beyond = y[-1] + (given - x[-1]) * last
-        found: np.ndarray = np.where(given < x[0], below, np.where(given > x[-1], beyond, inside))
-        return found
 
     @cached_property
     def line(self) -> Line:

@@ -86,29 +86,8 @@ def divide(
         for first in range(ranks)
         for count in range(1, ranks - first + 1)
     }
-    search = _Search(components, ranks, microbatches, tables, limit)
-    least, first = search.smallest_maximum(), search.smallest_sum(UNFIT)
-    if first is None:
-        return None
-    best = Division(first.runs, first.total + first.maximum)
-    # (bound, low, high, total): divisions with low <= maximum < high, whose sum is >= total.
-    open_intervals = [(first.total + least, least, first.maximum, first.total)]
-    while open_intervals:
-        bound, low, high, total = heapq.heappop(open_intervals)
-        if bound >= min(best.seconds * (1 - tolerance), better_than):
-            break
-        if high - low <= EPSILON * high:
-            continue
-        middle = low + (high - low) / 2
-        found = search.smallest_sum(middle)
-        heapq.heappush(open_intervals, (total + middle, middle, high, total))
-        if found is None:
-            continue
-        if found.total + found.maximum < best.seconds:
-            best = Division(found.runs, found.total + found.maximum)
-        if found.maximum > low:
-            heapq.heappush(open_intervals, (found.total + low, low, found.maximum, found.total))
-    return best if best.seconds <= better_than else None
+    found = _Search(components, ranks, microbatches, tables, limit).best(tolerance, better_than)
+    return found if found is not None and found.seconds <= better_than else None
 
 
 class _Found(NamedTuple):
@@ -117,6 +96,11 @@ class _Found(NamedTuple):
     total: float
     maximum: float
     runs: tuple[Run, ...]
+
+    @property
+    def division(self) -> Division:
+        """The same with its estimate."""
+        return Division(self.runs, self.total + self.maximum)
 
 
 @dataclass
@@ -132,6 +116,30 @@ class _Search:
         self.depths = self.ranks if self.limit is not None else 1
         self.paces = {key: _paces(each, self.microbatches) for key, each in self.tables.items()}
 
+    def best(self, tolerance: float, better_than: float) -> Division | None:
+        """The division with the smallest estimate, or one that is not better than is wanted."""
+        least, first = self.smallest_maximum(), self.smallest_sum(UNFIT)
+        if first is None:
+            return None
+        best = first.division
+        # (bound, low, high, total): divisions with low <= maximum < high, whose sum is >= total.
+        intervals = [(first.total + least, least, first.maximum, first.total)]
+        while intervals:
+            bound, low, high, total = heapq.heappop(intervals)
+            if bound >= min(best.seconds * (1 - tolerance), better_than):
+                break
+            if high - low <= EPSILON * high:
+                continue
+            middle = low + (high - low) / 2
+            heapq.heappush(intervals, (total + middle, middle, high, total))
+            found = self.smallest_sum(middle)
+            if found is not None:
+                best = min(best, found.division, key=lambda each: each.seconds)
+                if found.maximum > low:
+                    below = (found.total + low, low, found.maximum, found.total)
+                    heapq.heappush(intervals, below)
+        return best
+
     def _fits(self, key: tuple[int, int], depth: int) -> "np.ndarray | bool":
         """Which runs fit where `depth` stages, itself included, are left to the end."""
         if self.limit is None:
@@ -143,7 +151,6 @@ class _Search:
 
     def smallest_maximum(self) -> float:
         """The smallest pace that any division can have."""
-        n = self.components
         best = self._empty()
         for depth, first, count, tail in self._order():
             key = first, count
@@ -152,7 +159,7 @@ class _Search:
             found = np.maximum(pace, behind[None, :]).min(axis=1)
             place = best[self._slot(depth), first]
             np.minimum(place, found, out=place)
-        return float(min(best[slot, 0, 0] for slot in range(len(best)) if n))
+        return float(best[:, 0, 0].min())
 
     def smallest_sum(self, below: float) -> _Found | None:
         """The division of the smallest sum among those with a pace below that."""

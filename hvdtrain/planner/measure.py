@@ -110,7 +110,8 @@ def _component_times(
         sums = [sum(each) for each in whole]
         spreads.append((max(sums) - min(sums)) / statistics.median(sums))
         # A schedule that splits has several micro-batches: none is as large as the largest size.
-        is_split = setting.in_halves and not is_first and built.model.parameters()
+        is_split = setting.in_halves and not is_first and given.is_floating_point()
+        is_split = is_split and bool(built.model.parameters())
         if is_split and (rows < setting.sizes[-1] or len(setting.sizes) == 1):
             parts = times.repeated(times.in_halves)
             inputs.append(statistics.median(each[0] for each in parts))

@@ -28,6 +28,10 @@ class Network(Protocol):
         """Of computing and sums beside each other."""
 
     @property
+    def hosts(self) -> Sequence[str]:
+        """Of each rank."""
+
+    @property
     def breakpoints(self) -> Sequence[float]:
         """Bytes between which the seconds of a sum lie on straight lines."""
 
@@ -94,6 +98,7 @@ class MeasuredNetwork:
 class FreeNetwork:
     """One that takes no time."""
 
+    hosts: Sequence[str]
     contention: Contention = FREE
     breakpoints: Sequence[float] = ()
 

@@ -129,13 +129,12 @@ def question_of(
     batch_size: int,
     optimizer: str,
     recomputed: Collection[str] = (),
-    **options: Any,
 ) -> Question:
-    """What is asked of a cluster; `options` as of `Question`."""
+    """What is asked of a cluster."""
     profile = cluster.profile(costs, OPTIMIZER_COPIES[optimizer])
     known = Known(costs, profile, ClusterNetwork(cluster), recomputed)
     limits = (cluster.memory_gib * GIB,) * cluster.ranks
-    return Question(known, batch_size, optimizer, limits=limits, **options)
+    return Question(known, batch_size, optimizer, limits=limits)
 
 
 def five_columns(model: str, cluster: Cluster, question: Question) -> StrategyTable:
@@ -188,6 +187,6 @@ def _pipelines(question: Question) -> list[Plan]:
 
 def _communication(question: Question, candidate: Candidate) -> float:
     """What the same plan would save on a network without cost."""
-    free = replace(question.known, network=FreeNetwork())
+    free = replace(question.known, network=FreeNetwork(question.known.network.hosts))
     seconds = play(replace(question, known=free), candidate.plan, "").seconds
     return 1 - seconds / candidate.seconds

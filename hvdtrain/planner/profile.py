@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hvdtrain.models.component import IMAGE_CHANNELS
 from hvdtrain.parallel import schedule
-from hvdtrain.parallel.actions import RECEIPTS, SENDS, Action, boundary
+from hvdtrain.parallel.actions import RECEIPTS, SENDS, Action, boundary, rows_handed
 from hvdtrain.parallel.batchnorm import SynchronisedBatchNorm
 from hvdtrain.parallel.cut import Cut, Share
 from hvdtrain.parallel.form import Form
@@ -105,16 +105,8 @@ def measured_costs(
         return tables[rank][action.stage, action.kind, _rows(cut, rank, action)]
 
     def hand_over(sender: int, receiver: int, action: Action) -> float:
-        assert action.microbatch is not None
-        crossed = boundary(action.stage, action.kind)
-        # A gradient goes the other way, from the stage behind.
-        before, behind = (sender, receiver) if action.kind == "SEND_F" else (receiver, sender)
-        rows = sum(
-            piece.sent[1] - piece.sent[0]
-            for piece in cut.pieces[crossed, action.microbatch]
-            if (piece.sender, piece.receiver) == (before, behind)
-        )
-        return latency + rows * forms[crossed].row_bytes * seconds_a_byte
+        size = forms[boundary(action.stage, action.kind)].row_bytes
+        return latency + rows_handed(cut, sender, receiver, action) * size * seconds_a_byte
 
     return Costs(compute, hand_over, lambda stage: 0.0)
 

@@ -33,7 +33,6 @@ def save(path: Path, subject: str, profile: Profile, network: MeasuredNetwork) -
             {
                 "components": {name: each.to_json() for name, each in rank.components.items()},
                 "load": _points(rank.load),
-                "action": rank.action,
                 "resident_bytes": rank.resident_bytes,
             }
             for rank in profile.ranks
@@ -111,7 +110,6 @@ def _rank(content: Mapping[str, Any], names: Sequence[str]) -> RankTimes:
     return RankTimes(
         {name: _times(each) for name, each in components.items()},
         _curve(content["load"]),
-        _number(content["action"]),
         int(_number(content["resident_bytes"])),
     )
 

@@ -95,9 +95,7 @@ class Tables:
 
     def _places(self, ranks: tuple[int, ...]) -> tuple[object, ...]:
         """On how many hosts they are, and whether what is before them is on another."""
-        hosts = getattr(self.known.network, "hosts", None)
-        if not hosts:
-            return ()
+        hosts = self.known.network.hosts
         other = self._neighbour(ranks)
         return len({hosts[rank] for rank in ranks}), hosts[other] == hosts[ranks[0]]
 
@@ -137,8 +135,7 @@ class Tables:
             part.forward(rows) * (2 if name in again else 1) + part.backward(rows)
             for name, part in times.components.items()
         ]
-        found: np.ndarray = _spans(each) + 2 * times.action
-        return found
+        return _spans(each)
 
     def _update(self, rank: int) -> np.ndarray:
         return _spans([each.update for each in self.known.profile.ranks[rank].components.values()])

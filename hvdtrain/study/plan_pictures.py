@@ -1,17 +1,14 @@
 """Pictures of plans: the strategy of each component, and predictions beside measurements."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from matplotlib import pyplot
 from matplotlib.patches import Patch, Rectangle
 
-from hvdtrain import files
-from hvdtrain.errors import DataError
 from hvdtrain.parallel.plan import Plan, labels
-from hvdtrain.study.plots import COLOURS, HEIGHT, MARKERS, STYLE, WIDTH
+from hvdtrain.study.plots import COLOURS, HEIGHT, MARKERS, STYLE, WIDTH, save
 
 MEANINGS = {
     "single": "on the one rank",
@@ -53,7 +50,7 @@ def draw_strategies(plan: Plan, to: Path) -> None:
         used = [label for label in MEANINGS if label in given.values()]
         patches = [Patch(color=_colour(label), label=f"{MEANINGS[label]}") for label in used]
         axes.legend(handles=patches, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
-        _save(figure, to)
+        save(figure, to)
 
 
 def _cell(axes: Any, column: int, row: int, label: str, part: float) -> None:
@@ -86,13 +83,4 @@ def draw_predictions(pairs: Mapping[str, Sequence[tuple[float, float]]], to: Pat
         axes.set_xlabel("measured seconds a step")
         axes.set_ylabel("predicted seconds a step")
         axes.legend()
-        _save(figure, to)
-
-
-def _save(figure: Any, to: Path) -> None:
-    try:
-        files.write_whole(to, partial(figure.savefig, format="png"))
-    except OSError as error:
-        raise DataError(f"the picture {to} cannot be written: {error.strerror}") from None
-    finally:
-        pyplot.close(figure)
+        save(figure, to)

@@ -149,12 +149,21 @@ def draw_by_epoch(arms: Mapping[str, Sequence[Result]], name: str, label: str, t
     with pyplot.rc_context(STYLE):
         figure, axes = pyplot.subplots(figsize=(WIDTH, HEIGHT))
         _draw_curves(axes, arms, name, label)
-        try:
-            files.write_whole(to, partial(figure.savefig, format="png"))
-        except OSError as error:
-            raise DataError(f"{to} cannot be written: {error.strerror}") from None
-        finally:
-            pyplot.close(figure)
+        save(figure, to)
+
+
+def save(figure: Any, to: Path) -> None:
+    """Write a picture, and let go of it.
+
+    Raises:
+        DataError: if it cannot be written.
+    """
+    try:
+        files.write_whole(to, partial(figure.savefig, format="png"))
+    except OSError as error:
+        raise DataError(f"{to} cannot be written: {error.strerror}") from None
+    finally:
+        pyplot.close(figure)
 
 
 def _curves(axes: Any, series: Sequence[Series], name: str, label: str) -> bool:

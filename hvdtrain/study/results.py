@@ -129,16 +129,25 @@ def read(run: Path) -> Result:
         raise DataError(f"{run} cannot be read as a finished run: {reason}") from None
 
 
+def _stages(plan: dict[str, Any]) -> object:
+    return plan["stages"]
+
+
+def _ranks(plan: dict[str, Any]) -> object:
+    return {rank for stage in plan["stages"] for rank in stage["ranks"]}
+
+
 def _result(
     run: Path, summary: dict[str, Any], lines: list[dict[str, Any]], config: dict[str, Any]
 ) -> Result:
     steps = [line for line in lines if line["event"] == "step"]
     devices = int(summary.get("devices_a_rank", 1))
+    # A run that changes its plan itself stays on its ranks.
+    part = _ranks if config.get("plan") == "adaptive" else _stages
     if any(
-        line["stages"] != summary["plan"]["stages"] or line.get("devices_a_rank", 1) != devices
+        part(line) != part(summary["plan"]) or line.get("devices_a_rank", 1) != devices
         for line in lines
-        # Not of a plan that the run itself changed, on the ranks that it had.
-        if line["event"] == "plan" and not config.get("plan") == "adaptive"
+        if line["event"] == "plan"
     ):
         raise ValueError("it went on under another plan or number of ranks, so it is of no size")
     train_seconds = float(summary["train_seconds"])

@@ -116,15 +116,15 @@ def _announce(run: Run) -> None:
         f"{math.ceil(len(session.train_rows) / config.batch_size):,} steps an epoch"
     )
     run.console.say_plan(session.plan)
-    for line in session.remarks:
+    for line in session.chosen.remarks if session.chosen else ():
         run.console.say(line)
     if run.progress.step:
         run.console.say(f"resumed after step {run.progress.step:,}")
     run.console.header()
     if run.records is not None:
         said = session.plan.to_json() | {"devices_a_rank": session.devices}
-        if session.predicted_seconds is not None:
-            said["predicted_seconds"] = session.predicted_seconds
+        if session.chosen is not None and session.chosen.predicted_seconds is not None:
+            said["predicted_seconds"] = session.chosen.predicted_seconds
         run.records.event("plan", step=run.progress.step, **said)
 
 

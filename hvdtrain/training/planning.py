@@ -15,7 +15,7 @@ from hvdtrain.files import check_target
 from hvdtrain.models.component import Component
 from hvdtrain.models.costs import ComponentCost, component_costs
 from hvdtrain.parallel.exchange import Exchange
-from hvdtrain.parallel.plan import Plan, replicated
+from hvdtrain.parallel.plan import replicated
 from hvdtrain.parallel.stage import DTYPES, Images
 from hvdtrain.planner import profilefile
 from hvdtrain.planner.components import Profile, RankTimes
@@ -24,54 +24,80 @@ from hvdtrain.planner.explain import explain
 from hvdtrain.planner.measure import Built, Setting, measure_rank, measured_sizes
 from hvdtrain.planner.network import MeasuredNetwork
 from hvdtrain.planner.probe import measure_network
-from hvdtrain.planner.solve import GIB, Solution, solve
+from hvdtrain.planner.solve import GIB, solve
 from hvdtrain.planner.tables import Question
 from hvdtrain.training.optimizer import make_optimizer
 from hvdtrain.training.parts import build_model, recomputed_components, what_forbids_halves
+from hvdtrain.training.session import Chosen
 from hvdtrain.world import World
-
-AUTO = ("auto", "adaptive")
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """A plan, and in words why it was chosen; the rest on rank 0, where there was a choice."""
+class Subject:
+    """What is measured: a model in the settings of a run.
 
-    plan: Plan
-    remarks: tuple[str, ...] = ()
-    solution: Solution | None = None
-    question: Question | None = None
+    Attributes:
+        costs: of the components, in their order.
+        image_size: height and width in pixels.
+    """
+
+    config: TrainConfig
+    components: Sequence[Component]
+    costs: Sequence[ComponentCost]
+    image_size: int
+    images: Images
 
     @property
-    def predicted_seconds(self) -> float | None:
-        """Of a step."""
-        return self.solution.chosen.seconds if self.solution else None
+    def names(self) -> list[str]:
+        """The components."""
+        return [cost.name for cost in self.costs]
+
+    @property
+    def recomputed(self) -> Collection[str]:
+        """Those that run again in backward."""
+        return recomputed_components(self.config.recompute, self.names)
+
+    def words(self, here: World) -> str:
+        """Two that are described alike are worth the same on these ranks. Collective."""
+        config, hosts = self.config, here.gather(socket.gethostname())
+        places = ",".join(str(list(dict.fromkeys(hosts)).index(host)) for host in hosts)
+        patches = f", patches of {config.patch_size}" if config.patch_size else ""
+        compiled = ", compiled" if config.compile else ""
+        return (
+            f"{config.model}{patches}, {self.costs[-1].output_shape[-1]} classes, "
+            f"{self.image_size} px, {config.batch_size} images, {config.precision}{compiled}, "
+            f"{config.optimizer}, all-reduce {config.allreduce}, {self.images.device.type}, "
+            f"ranks on hosts {places} x {here.threads} threads"
+        )
 
 
-def choose_plan(
+def subject_of(
     config: TrainConfig,
     components: Sequence[Component],
     image_size: int,
     classes: int,
     images: Images,
-    here: World,
-) -> Chosen:
+) -> Subject:
+    """What a run would measure."""
+    dtype = DTYPES[config.precision]
+    costs = component_costs(components, image_size, classes=classes, dtype=dtype)
+    return Subject(config, components, costs, image_size, images)
+
+
+def choose_plan(subject: Subject, here: World) -> Chosen:
     """Measure, solve on rank 0, and tell all ranks. Collective.
 
     Raises:
         UsageError: if nothing fits.
     """
-    names = [part.name for part in components]
+    config = subject.config
     if here.size == 1 and config.memory_limit is None:
-        return Chosen(replicated(names, 1, config.microbatches, config.schedule))
+        return Chosen(replicated(subject.names, 1, config.microbatches, config.schedule))
     began = time.perf_counter()
-    dtype = DTYPES[config.precision]
-    costs = component_costs(components, image_size, classes=classes, dtype=dtype)
-    known, how = _known(config, components, costs, image_size, images, here)
+    known, how = _known(subject, here)
     measured = time.perf_counter()
     chosen = None
-    if here.rank == 0:
-        assert known is not None
+    if known is not None:
         asked = question(config, known, here.size)
         solution = solve(asked)
         ended = time.perf_counter()
@@ -79,76 +105,46 @@ def choose_plan(
             f"plan: {how} in {measured - began:.1f} s, chosen in {ended - measured:.2f} s",
             *explain(asked, solution),
         )
-        chosen = Chosen(solution.chosen.plan, remarks, solution, asked)
+        best = solution.chosen
+        chosen = Chosen(best.plan, remarks, best.seconds, asked)
     told = here.broadcast(chosen.plan if chosen else None)
     return chosen or Chosen(told)
 
 
-def _known(
-    config: TrainConfig,
-    components: Sequence[Component],
-    costs: Sequence[ComponentCost],
-    image_size: int,
-    images: Images,
-    here: World,
-) -> tuple[Known | None, str]:
-    """What is known of the ranks, on rank 0, and how. Collective.
+def _known(subject: Subject, here: World) -> tuple[Known | None, str]:
+    """What is known of the ranks, on rank 0 alone, and how. Collective.
 
     Raises:
-        UsageError: if --profile is a profile of something else.
+        UsageError: if --profile is no profile, or cannot be written.
     """
-    path, first = Path(config.profile or ""), here.rank == 0
-    subject = _subject(config, image_size, classes_of(costs), images, here)
-    read: tuple[Known | None, str] | None = None
-    if config.profile is not None and first:
-        read = _read(config, path, subject, costs, here.size)
-    held, said = here.broadcast((read[0] is not None, read[1]) if read else (False, ""))
-    if held:
-        return (read[0], said) if read else (None, said)
-    found = measure(config, components, costs, image_size, images, here)
-    if config.profile is not None and first and not said:
+    given, words, first = subject.config.profile, subject.words(here), here.rank == 0
+    read, why = None, ""
+    if given is not None and first:
+        read, why = _read(subject, Path(given), words, here.size)
+    if here.broadcast(read is not None):
+        return read, f"read from {given}"
+    found = measure(subject, here)
+    if not first:
+        return None, ""
+    if given is not None and not why:
         assert isinstance(found.network, MeasuredNetwork)
-        profilefile.save(path, subject, found.profile, found.network)
-    return found, f"measured{said}"
+        profilefile.save(Path(given), words, found.profile, found.network)
+    return found, f"measured{why}"
 
 
-def _read(
-    config: TrainConfig, path: Path, subject: str, costs: Sequence[ComponentCost], ranks: int
-) -> tuple[Known | None, str] | None:
-    """What --profile holds, and in words whether it is of use; None if it is to be written.
+def _read(subject: Subject, path: Path, words: str, ranks: int) -> tuple[Known | None, str]:
+    """What a profile holds; or None, and why it is neither of use nor to be written.
 
     Raises:
         UsageError: if it is no profile, or cannot be written.
     """
     if not path.exists():
         check_target(str(path), "--profile")
-        return None
-    names = [cost.name for cost in costs]
-    found = profilefile.load(path, subject, names, ranks)
+        return None, ""
+    found = profilefile.load(path, words, subject.names, ranks)
     if isinstance(found, str):
         return None, f" ({path} is of other settings: {found})"
-    recomputed = recomputed_components(config.recompute, names)
-    return Known(costs, *found, recomputed), f"read from {path}"
-
-
-def _subject(
-    config: TrainConfig, image_size: int, classes: int, images: Images, here: World
-) -> str:
-    """What is measured, in words: two that are alike are worth the same. Collective."""
-    hosts = here.gather(socket.gethostname())
-    places = ",".join(str(list(dict.fromkeys(hosts)).index(host)) for host in hosts)
-    patches = f", patches of {config.patch_size}" if config.patch_size else ""
-    return (
-        f"{config.model}{patches}, {classes} classes, {image_size} px, {config.batch_size} images,"
-        f" {config.precision}{', compiled' if config.compile else ''}, {config.optimizer}, "
-        f"all-reduce {config.allreduce}, {images.device.type}, ranks on hosts {places} x "
-        f"{here.threads} threads"
-    )
-
-
-def classes_of(costs: Sequence[ComponentCost]) -> int:
-    """What the last component tells apart."""
-    return costs[-1].output_shape[-1]
+    return Known(subject.costs, *found, subject.recomputed), ""
 
 
 def question(config: TrainConfig, known: Known, ranks: int) -> Question:
@@ -173,39 +169,24 @@ def _schedules(config: TrainConfig, names: Sequence[str]) -> Collection[str]:
     return ("1f1b", "interleaved", "zb-h1") if splits else ("1f1b", "interleaved")
 
 
-def measure(
-    config: TrainConfig,
-    components: Sequence[Component],
-    costs: Sequence[ComponentCost],
-    image_size: int,
-    images: Images,
-    here: World,
-) -> Known:
+def measure(subject: Subject, here: World) -> Known:
     """What is known of the ranks of this run. Collective."""
-    names = [part.name for part in components]
-    own = own_times(config, components, image_size, images, here)
-    profile = Profile(tuple(here.gather(own)))
-    recomputed = recomputed_components(config.recompute, names)
+    profile = Profile(tuple(here.gather(own_times(subject, here))))
+    costs, recomputed = subject.costs, subject.recomputed
     if here.communicator is None:
         return Known(costs, profile, MeasuredNetwork((socket.gethostname(),)), recomputed)
-    exchange = Exchange(here.communicator, images.device)
+    exchange = Exchange(here.communicator, subject.images.device)
     parameter_bytes = sum(cost.parameter_bytes for cost in costs)
-    handed = max(cost.output_bytes for cost in costs) * config.batch_size
+    handed = max(cost.output_bytes for cost in costs) * subject.config.batch_size
     with world.horovod_for_a_while() as horovod:
         network = measure_network(here, horovod, exchange, parameter_bytes, handed)
     return Known(costs, profile, network, recomputed)
 
 
-def own_times(
-    config: TrainConfig,
-    components: Sequence[Component],
-    image_size: int,
-    images: Images,
-    here: World,
-) -> RankTimes:
+def own_times(subject: Subject, here: World) -> RankTimes:
     """What each component takes on this rank. Collective."""
-    by_name = {part.name: part for part in components}
-    recomputed = recomputed_components(config.recompute, list(by_name))
+    config, images = subject.config, subject.images
+    by_name = {part.name: part for part in subject.components}
     resident = psutil.Process().memory_info().rss if images.device.type == "cpu" else 0
 
     def build(name: str) -> Built:
@@ -217,12 +198,12 @@ def own_times(
     setting = Setting(
         build,
         images,
-        image_size,
+        subject.image_size,
         measured_sizes(config.batch_size, here.size, config.microbatches),
         config.precision == "bf16",
-        "zb-h1" in _schedules(config, list(by_name)) and not recomputed,
+        "zb-h1" in _schedules(config, subject.names),
     )
-    found = measure_rank(list(by_name), setting, here)
+    found = measure_rank(subject.names, setting, here)
     if images.device.type == "cuda":
         torch.cuda.empty_cache()
-    return RankTimes(found.components, found.load, found.action, resident)
+    return RankTimes(found.components, found.load, resident)

@@ -1,7 +1,7 @@
 """`plan show --explain` and `plan simulate --cluster`: plans by component, and by prediction."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,9 +10,8 @@ from hvdtrain import world
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
 from hvdtrain.models.component import Component
-from hvdtrain.models.costs import component_costs
 from hvdtrain.parallel.plan import Plan
-from hvdtrain.parallel.stage import DTYPES, Images
+from hvdtrain.parallel.stage import Images
 from hvdtrain.planner import clusters, predict
 from hvdtrain.planner.clusters import Cluster, ClusterNetwork
 from hvdtrain.planner.components import Profile
@@ -23,9 +22,8 @@ from hvdtrain.planner.play import Candidate, play
 from hvdtrain.planner.predict import PREDICTED, StrategyTable
 from hvdtrain.planner.solve import lower_bound, solve
 from hvdtrain.planner.tables import Question
-from hvdtrain.training.parts import recomputed_components
 from hvdtrain.training.plancheck import MEAN, STD
-from hvdtrain.training.planning import own_times, question
+from hvdtrain.training.planning import own_times, question, subject_of
 from hvdtrain.training.setup import make_plan
 
 # Between ranks of one machine; `train --plan auto` measures it.
@@ -123,27 +121,19 @@ def table(
 def _question(
     config: PlanConfig, training: TrainConfig, components: Sequence[Component]
 ) -> Question:
-    names = [part.name for part in components]
-    dtype = DTYPES[training.precision]
-    costs = component_costs(components, config.image_size, classes=config.classes, dtype=dtype)
+    images = Images(MEAN, STD, torch.device("cpu"), training.precision)
+    subject = subject_of(training, components, config.image_size, config.classes, images)
+    costs, recomputed = subject.costs, subject.recomputed
     if config.cluster:
         cluster = clusters.load(config.cluster, config.ranks)
         asked = predict.question_of(
             *(cluster, costs, config.batch_size, config.optimizer),
-            recomputed_components(config.recompute, names),
-            microbatches=config.microbatches,
+            recomputed,
         )
-        schedules = question(training, asked.known, config.ranks).schedules
-        return Question(
-            *(asked.known, config.batch_size, config.optimizer, schedules),
-            config.microbatches,
-            asked.limits,
-            config.batch_norm == "sync",
-        )
+        return replace(question(training, asked.known, config.ranks), limits=asked.limits)
     here = world.start()
     torch.set_num_threads(here.threads)
-    images = Images(MEAN, STD, torch.device("cpu"), training.precision)
-    times = own_times(training, components, config.image_size, images, here)
+    times = own_times(subject, here)
     machine = Cluster(
         ranks=config.ranks,
         ranks_a_node=config.ranks,
@@ -152,10 +142,6 @@ def _question(
         memory_gib=1.0,
         **SHARED_MEMORY,
     )
-    known = Known(
-        costs,
-        Profile.alike(times, config.ranks),
-        ClusterNetwork(machine),
-        recomputed_components(config.recompute, names),
-    )
+    profile = Profile.alike(times, config.ranks)
+    known = Known(costs, profile, ClusterNetwork(machine), recomputed)
     return question(training, known, config.ranks)

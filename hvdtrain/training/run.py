@@ -169,7 +169,8 @@ def _adapter(session: Session) -> "Adapter | None":
         return None
     from hvdtrain.training.adapting import Adapter  # which loads torch
 
-    return Adapter(session, session.question, session.build_seconds)
+    assert session.chosen is not None
+    return Adapter(session, session.chosen.question, session.build_seconds)
 
 
 def _stalled(line: str, config: TrainConfig, folder: metrics.RunFolder, here: World) -> None:

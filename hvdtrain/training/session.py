@@ -67,6 +67,21 @@ class Taken(NamedTuple):
     norm: float  # of its gradients, where it was asked for
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """A plan and how it came about.
+
+    Attributes:
+        remarks: in words. predicted_seconds: of a step.
+        question: what it was chosen for. All of them on rank 0, where there was a choice.
+    """
+
+    plan: Plan
+    remarks: tuple[str, ...] = ()
+    predicted_seconds: float | None = None
+    question: "Question | None" = None
+
+
 @dataclass(kw_only=True)
 class Session(ABC):
     """One rank's part of a run, ready to train.
@@ -76,9 +91,7 @@ class Session(ABC):
         shapes: of all parameters and buffers of the model, by name.
         parameters: how many there are.
         train_rows, held_rows: of the train split, to train on and held out.
-        remarks: on how the plan came about.
-        predicted_seconds: of a step, if the plan was chosen here.
-        question: what it was chosen for, on rank 0.
+        chosen: the plan that training began with, if it was chosen here.
         build_seconds: what building this rank's part of the plan took.
         libraries: distributions whose versions decide what is computed.
     """
@@ -93,9 +106,7 @@ class Session(ABC):
     train_rows: Rows
     held_rows: Rows
     splits: dict[str, Samples]
-    remarks: tuple[str, ...] = ()
-    predicted_seconds: float | None = None
-    question: "Question | None" = None
+    chosen: Chosen | None = None
     build_seconds: float = 0.0
     libraries: ClassVar[tuple[str, ...]]
 

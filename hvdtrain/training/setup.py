@@ -19,13 +19,14 @@ from hvdtrain.parallel.cut import cut
 from hvdtrain.parallel.plan import Plan
 from hvdtrain.parallel.stage import DTYPES, Images
 from hvdtrain.parallel.validate import validate
+from hvdtrain.ranges import CHOSEN_PLANS
 from hvdtrain.training import tensors
 from hvdtrain.training.build import build_runtime
 from hvdtrain.training.feed import open_splits
 from hvdtrain.training.parts import check_compiler, what_forbids_halves
-from hvdtrain.training.planning import AUTO, Chosen, choose_plan
 from hvdtrain.training.precheck import check_images, check_started
 from hvdtrain.training.pytorch import TorchSession
+from hvdtrain.training.session import Chosen
 from hvdtrain.training.staging import staged
 from hvdtrain.world import World
 
@@ -39,10 +40,10 @@ def open_session(config: TrainConfig, here: World) -> TorchSession:
     check_started(config, here)
     index = staged(read_index(config.data), config.stage, here)
     components = model_components(config, index)
-    size, first = index.image_shape[0], here.rank == 0
-    is_open = config.plan in AUTO
-    check = _check_without_plan if is_open else _checked_plan
-    plan = here.broadcast(check(config, components, index, here.size) if first else None)
+    is_chosen = config.plan in CHOSEN_PLANS
+    check = _check_without_plan if is_chosen else _checked_plan
+    checked = check(config, components, index, here.size) if here.rank == 0 else None
+    plan = here.broadcast(checked)
     train_rows, held_rows = order.holdout(
         index.splits["train"].count, config.holdout, index.hash, config.seed
     )
@@ -51,19 +52,12 @@ def open_session(config: TrainConfig, here: World) -> TorchSession:
     images = Images(*index.normalisation(config.normalise), device, config.precision)
     if config.compile:
         check_compiler(device)
-    chosen = Chosen(plan)
-    if is_open:
-        if config.plan == "adaptive":
-            _check_adaptive(device)
-            world.allow_new_groups()
-        chosen = choose_plan(config, components, size, index.classes, images, here)
-        plan = chosen.plan
-        if first:
-            _prove(config, plan)
+    chosen = _choose(config, components, index, images, here) if is_chosen else None
+    plan = chosen.plan if chosen else plan
     at_an_end = {0, plan.last} & set(plan.stages_of(here.rank)) != set()
     splits = open_splits(index, here, at_an_end or config.plan == "adaptive")
     began = time.perf_counter()
-    runtime = build_runtime(config, plan, components, images, size, here)
+    runtime = build_runtime(config, plan, components, images, index.image_shape[0], here)
     assert runtime.activity is not None
     session = TorchSession(
         config=config,
@@ -74,17 +68,36 @@ def open_session(config: TrainConfig, here: World) -> TorchSession:
         parameters=parameter_count(components),
         runtime=runtime,
         components=components,
-        question=chosen.question,
+        chosen=chosen,
         build_seconds=time.perf_counter() - began,
         activity=runtime.activity,
         train_rows=train_rows,
         held_rows=held_rows,
         splits=splits,
-        remarks=chosen.remarks,
-        predicted_seconds=chosen.predicted_seconds,
     )
     tensors.check(session.tensors())
     return session
+
+
+def _choose(
+    config: TrainConfig, components: Sequence[Component], index: Index, images: Images, here: World
+) -> Chosen:
+    """The plan that is best by what is measured here. Collective.
+
+    Raises:
+        UsageError: if nothing fits, or adaptive is asked for where it cannot be.
+    """
+    from hvdtrain.training import planning  # of no use to other plans
+
+    if config.plan == "adaptive":
+        _check_adaptive(images.device)
+        world.allow_new_groups()
+    size, classes = index.image_shape[0], index.classes
+    subject = planning.subject_of(config, components, size, classes, images)
+    chosen = planning.choose_plan(subject, here)
+    if here.rank == 0:
+        _prove(config, chosen.plan)
+    return chosen
 
 
 def _check_without_plan(

@@ -6,6 +6,7 @@ from hvdtrain import data
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.index import read_index
 from hvdtrain.errors import DataError
+from hvdtrain.ranges import CHOSEN_PLANS
 from hvdtrain.training.precheck import check_before_launch
 
 
@@ -43,7 +44,7 @@ def _check_plan(config: TrainConfig) -> None:
     index = read_index(config.data)
     components = model_components(config, index)
     check_components(components, config, index)
-    if config.plan in ("auto", "adaptive"):
+    if config.plan in CHOSEN_PLANS:
         check_choice(config, components)
     else:
         make_plan(config, components, index.image_shape[0], index.classes, config.ranks or 1)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hvdtrain.planner.adapt import DRIFT, SETTLING, WINDOW, Drift, Watch, decide
+from hvdtrain.planner.adapt import SETTLING, WINDOW, Drift, Watch, decide
 
 
 def follow(
@@ -59,10 +59,9 @@ def test_after_a_change_the_base_is_new() -> None:
     watch = Watch()
     follow(watch, (1.0, 1.0), SETTLING + WINDOW)
     watch.restart()
-    assert watch.step_seconds is None
     assert follow(watch, (1.0, 2.0), SETTLING + 5 * WINDOW) == []
-    assert watch.step_seconds == pytest.approx(2.1)
-    assert DRIFT < 2
+    assert watch.base is not None
+    assert watch.base[-1] == pytest.approx(2.1)
 
 
 @pytest.mark.parametrize(

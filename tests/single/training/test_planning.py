@@ -7,7 +7,6 @@ import pytest
 
 from hvdtrain import models
 from hvdtrain.config import TrainConfig
-from hvdtrain.models.costs import component_costs
 from hvdtrain.parallel.stage import Images
 from hvdtrain.planner.measure import measured_sizes
 from hvdtrain.training import planning
@@ -134,8 +133,8 @@ def test_every_component_is_measured_in_every_way(model: str) -> None:
     components = models.components(model, 10, 32)
     images = Images([0.5] * 3, [0.25] * 3, torch.device("cpu"), "fp32")
     here = World("none", 0, 1, 0, 1, 1)
-    found = planning.own_times(config, components, 32, images, here)
-    costs = component_costs(components, 32, classes=10)
+    subject = planning.subject_of(config, components, 32, 10, images)
+    found, costs = planning.own_times(subject, here), subject.costs
     assert list(found.components) == [cost.name for cost in costs]
     assert found.resident_bytes > 2**20
     sizes = measured_sizes(16, 1)
