@@ -104,6 +104,16 @@ def peers(cut: Cut, rank: int, action: Action) -> tuple[int, ...]:
     return ()
 
 
+def sent_for(action: Action, last: int) -> Action | None:
+    """The SEND of other ranks that a compute action needs; None if it needs none."""
+    stage, kind, k = action
+    if kind == "F" and stage > 0:
+        return Action(stage - 1, "SEND_F", k)
+    if kind in BACKWARD and stage < last:
+        return Action(stage + 1, "SEND_B", k)
+    return None
+
+
 def rows_handed(cut: Cut, sender: int, receiver: int, action: Action) -> int:
     """Samples that `sender` hands to `receiver` in a SEND of its."""
     assert action.microbatch is not None

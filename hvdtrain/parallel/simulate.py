@@ -48,11 +48,14 @@ class Costs:
         compute: of (rank, action): F, B, I, W, LOAD or STEP.
         hand_over: of (sender, receiver, action), from a SEND to the arrival.
         reduce: of a stage's REDUCE, from the time when all its replicas have come to it.
+        communicate: of (rank, action), in which the rank does nothing else: of SEND and RECV, and
+            of a compute action whose data has arrived, to take it in.
     """
 
     compute: Callable[[int, Action], float]
     hand_over: Callable[[int, int, Action], float] = lambda sender, receiver, action: 0.0
     reduce: Callable[[int], float] = lambda stage: 0.0
+    communicate: Callable[[int, Action], float] = lambda rank, action: 0.0
 
 
 def unit_costs(
@@ -227,11 +230,14 @@ def _start(run: _Run, rank: int, action: Action, now: float) -> float | Mark:
 def _perform(run: _Run, rank: int, action: Action, before: float, start: float) -> float:
     """Note what happens; return when the rank is free again."""
     is_communication = action.kind in (*SENDS, *RECEIPTS, "REDUCE")
-    end = start if is_communication else start + run.costs.compute(rank, action)
+    handed = start + run.costs.communicate(rank, action)
+    end = handed if is_communication else handed + run.costs.compute(rank, action)
     if start > before:
         run.events[rank].append(Event(rank, action, before, start, "wait"))
-    kind = "communication" if is_communication else "compute"
-    run.events[rank].append(Event(rank, action, start, end, kind))
+    if is_communication or handed > start:
+        run.events[rank].append(Event(rank, action, start, handed, "communication"))
+    if not is_communication:
+        run.events[rank].append(Event(rank, action, handed, end, "compute"))
     run.set(Mark(rank, action), end)
     return end
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-WINDOW = 8  # steps, of which the medians count
+WINDOW = 8  # times, of which the medians count
+LEAST_SECONDS = 0.15  # of a time: of so many steps the mean, so that a burst is no change
 SETTLING = 3  # steps after a change that are like no others
 # By so much a rank's own time, or all ranks' waiting, has to change for all of a window. KungFu
 # (Mai et al., OSDI 2020) acts where throughput falls to 0.8 of what it was.
@@ -29,9 +30,15 @@ class Drift:
 
 @dataclass
 class Watch:
-    """Follows what ranks take in a step; what the first window took is the base."""
+    """Follows what ranks take in a step; what the first window took is the base.
 
-    steps: deque[NDArray[np.float64]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    Attributes:
+        unaveraged: steps that do not last for LEAST_SECONDS yet.
+        times: means of such steps.
+    """
+
+    unaveraged: list[NDArray[np.float64]] = field(default_factory=list)
+    times: deque[NDArray[np.float64]] = field(default_factory=lambda: deque(maxlen=WINDOW))
     base: NDArray[np.float64] | None = None
     unsettled: int = SETTLING
 
@@ -44,13 +51,17 @@ class Watch:
             self.unsettled -= 1
             return None
         rest = max(0.0, step_seconds - max(own_seconds))
-        self.steps.append(np.array([*own_seconds, rest, step_seconds]))
-        if len(self.steps) < WINDOW:
+        self.unaveraged.append(np.array([*own_seconds, rest, step_seconds]))
+        if sum(step[-1] for step in self.unaveraged) < LEAST_SECONDS:
             return None
-        found = np.stack(self.steps)
+        self.times.append(np.mean(self.unaveraged, axis=0))
+        self.unaveraged.clear()
+        if len(self.times) < WINDOW:
+            return None
+        found = np.stack(self.times)
         if self.base is None:
             self.base = np.median(found, axis=0)
-            self.steps.clear()
+            self.times.clear()
             return None
         now = np.median(found, axis=0)
         own, whole = tuple(now[:-2].tolist()), float(now[-1])
@@ -62,11 +73,12 @@ class Watch:
 
     def restart(self) -> None:
         """Take what comes now as the base."""
-        self.steps.clear()
+        self.times.clear()
+        self.unaveraged.clear()
         self.base, self.unsettled = None, SETTLING
 
     def _slower_rank(self, found: NDArray[np.float64]) -> str | None:
-        """A rank that takes another time, if all steps of the window agree on it."""
+        """A rank that takes another time, if all times of the window agree on it."""
         assert self.base is not None
         own, base = found[:, :-2], np.maximum(self.base[:-2], 1e-9)
         slower = ((own > DRIFT * base) & (own > base + FLOOR)).all(axis=0)
@@ -79,7 +91,7 @@ class Watch:
         return f"rank {rank} takes {ratios[rank]:.2f} times as long as when the plan was new"
 
     def _longer_wait(self, found: NDArray[np.float64]) -> str | None:
-        """That all wait longer for what no rank computes, if all steps of the window agree."""
+        """That all wait longer for what no rank computes, if all times of the window agree."""
         assert self.base is not None
         more = found[:, -2] - self.base[-2]
         part = more / self.base[-1]

@@ -3,12 +3,16 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
+
 from hvdtrain.parallel.plan import Plan, Stage, pipeline, replicated
 from hvdtrain.planner.divide import UNFIT, Division, Run, Times, divide
 from hvdtrain.planner.play import Candidate, play
+from hvdtrain.planner.refine import refined
 from hvdtrain.planner.tables import Question, Tables, shares_of
 
-MOST_UNITS = 16
+MOST_UNITS = 16  # of ranks
+MOST_PARTS = 48  # of components
 MOST_PLAYED = 3  # divisions
 TOLERANCE = 1e-3  # of an estimate, far below what measurements are sure of
 SPREAD = 1.03  # an estimate that is so much longer than the best will not win when played
@@ -41,6 +45,11 @@ def candidates(question: Question) -> Iterator[Candidate]:
         yield from _interleaved(question)
 
 
+def is_large(question: Question) -> bool:
+    """Whether playing a plan through takes so long that few are."""
+    return len(question.known.costs) * question.ranks > MANY
+
+
 def _staged_schedules(question: Question) -> list[str]:
     """Of plans that hold one stage a rank, the usual one first."""
     return [name for name in ("1f1b", "gpipe", "zb-h1") if name in question.schedules]
@@ -62,17 +71,17 @@ def _numbers_of_microbatches(question: Question) -> list[int]:
 
 
 def _named_pipelines(question: Question, schedule: str) -> Iterator[Candidate]:
-    """`mp` and `hp:SxR`, cut where the operations are even; few of many."""
+    """`mp` and `hp:SxR`, cut where the operations are even; of many ranks and components none."""
     names, ranks = question.known.profile.names, question.ranks
     shapes = [number for number in range(2, min(ranks, len(names)) + 1) if ranks % number == 0]
-    for stages in shapes[-1:] if len(names) * ranks > MANY else shapes:
+    for stages in () if is_large(question) else shapes:
         if found := _pipeline(question, stages, stages, schedule):
             yield found
 
 
 def _interleaved(question: Question) -> Iterator[Candidate]:
     """`mp` with two stages a rank."""
-    if 2 * question.ranks <= len(question.known.costs):
+    if 2 * question.ranks <= len(question.known.costs) and not is_large(question):
         found = _pipeline(question, question.ranks, 2 * question.ranks, "interleaved")
         if found is not None:
             yield found
@@ -100,15 +109,17 @@ def _divisions(question: Question, schedule: str) -> Iterator[Candidate]:
         if division is not None:
             found.append((division.seconds, number, division))
     found.sort(key=lambda each: each[0])
-    for _, number, division in found[:MOST_PLAYED]:
+    for _, number, division in found[: 1 if is_large(question) else MOST_PLAYED]:
         if len(division.runs) > 1:
             yield play(question, _as_plan(question, division, number, schedule), "divided")
 
 
 def _divided(question: Question, microbatches: int, better_than: float) -> Division | None:
-    """The best division in units of ranks, for one number of micro-batches."""
-    tables, unit = Tables(question, microbatches), unit_of(question.ranks)
-    units, components = question.ranks // unit, len(question.known.costs)
+    """The best division in units of ranks and components, for one number of micro-batches."""
+    places, unit = places_of(question), unit_of(question.ranks)
+    whole = Tables(question, microbatches)
+    tables = whole if len(places) == len(whole.places) else Tables(question, microbatches, places)
+    units, components = question.ranks // unit, len(places) - 1
 
     def times_of(first: int, number: int) -> Times:
         return tables.times_of(unit * first, unit * number)
@@ -122,16 +133,17 @@ def _divided(question: Question, microbatches: int, better_than: float) -> Divis
         )
         if found is None:
             return None
-        return tuple(
-            Run(each.start, each.stop, unit * each.first, unit * each.number)
+        runs = tuple(
+            Run(places[each.start], places[each.stop], unit * each.first, unit * each.number)
             for each in found.runs
         )
+        return runs if tables is whole else refined(whole, runs, limit)
 
     spare, runs = _spare(question), within(None)
     # What fits without a limit is the best with one: that is known without trying depths.
-    if runs is not None and spare is not None and not tables.fit(runs, spare):
+    if runs is not None and spare is not None and not whole.fit(runs, spare):
         runs = within(spare)
-    return None if runs is None else Division(runs, tables.estimate(runs))
+    return None if runs is None else Division(runs, whole.estimate(runs))
 
 
 def _spare(question: Question) -> float | None:
@@ -140,6 +152,18 @@ def _spare(question: Question) -> float | None:
         return None
     resident = [rank.resident_bytes for rank in question.known.profile.ranks]
     return min(limit - held for limit, held in zip(question.limits, resident, strict=True))
+
+
+def places_of(question: Question) -> list[int]:
+    """Between components, where a division is looked for: everywhere, where there are few."""
+    components = len(question.known.costs)
+    if components <= MOST_PARTS:
+        return list(range(components + 1))
+    each = question.known.profile.ranks[0].each
+    rows = question.batch_size // question.ranks or 1
+    done = np.cumsum(each.forward(rows) + each.backward(rows))
+    wanted = done[-1] * np.arange(1, MOST_PARTS) / MOST_PARTS
+    return sorted({0, components, *(int(np.argmin(abs(done - part))) + 1 for part in wanted)})
 
 
 def unit_of(ranks: int) -> int:

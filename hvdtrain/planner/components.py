@@ -1,11 +1,13 @@
 """What each component of a model takes on each rank, as a profile holds it; no torch here."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
-from hvdtrain.planner.curve import Curve
+import numpy as np
+
+from hvdtrain.planner.curve import Curve, stacked
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,18 @@ class ComponentTimes:
         return curves | {"update": self.update, "spread": self.spread}
 
 
+class Each(NamedTuple):
+    """Seconds of all components of a rank, in their order: fp64 [components].
+
+    Attributes:
+        forward, backward: of so many samples.
+    """
+
+    forward: Callable[[float], np.ndarray]
+    backward: Callable[[float], np.ndarray]
+    update: np.ndarray
+
+
 NOTHING = Curve(((1.0, 0.0),))
 
 
@@ -58,16 +72,33 @@ class RankTimes:
         components: by name.
         load: seconds of making images ready for the first component, by samples.
         resident_bytes: of the process before a model is built.
+        message_seconds: of posting a receipt, sending next to nothing and taking it in, besides
+            what is between ranks.
     """
 
     components: Mapping[str, ComponentTimes]
     load: Curve = NOTHING
     resident_bytes: int = 0
+    message_seconds: float = 0.0
+
+    @cached_property
+    def each(self) -> "Each":
+        """Of all components at once."""
+        return Each(
+            *(
+                stacked([part.forward for part in self.components.values()]),
+                stacked([part.backward for part in self.components.values()]),
+            ),
+            np.array([part.update for part in self.components.values()]),
+        )
 
     def times(self, factor: float) -> "RankTimes":
         """On a rank that is so many times as slow."""
         slower = {name: each.times(factor) for name, each in self.components.items()}
-        return RankTimes(slower, self.load.times(factor), self.resident_bytes)
+        return RankTimes(
+            *(slower, self.load.times(factor), self.resident_bytes),
+            factor * self.message_seconds,
+        )
 
 
 @dataclass(frozen=True)
@@ -92,9 +123,13 @@ class Profile:
 
     @cached_property
     def slowness(self) -> tuple[float, ...]:
-        """How many times as long as the fastest rank each one takes for the whole model."""
-        seconds = [max(_whole_model(rank), 1e-12) for rank in self.ranks]
-        return tuple(each / min(seconds) for each in seconds)
+        """How many times as long as the fastest rank each one takes for the whole model.
+
+        Of all measured sizes the median counts: a rank that was disturbed at one is not slow.
+        """
+        seconds = np.maximum([_whole_model(rank) for rank in self.ranks], 1e-12)
+        each: list[float] = np.median(seconds / seconds.min(axis=0), axis=1).tolist()
+        return tuple(slow / min(each) for slow in each)
 
     def scaled(self, factors: Sequence[float]) -> "Profile":
         """With each rank so many times as slow as it was measured."""
@@ -102,9 +137,8 @@ class Profile:
         return Profile(tuple(rank.times(factor) for rank, factor in pairs))
 
 
-def _whole_model(rank: RankTimes) -> float:
-    largest = [
-        each.forward.points[-1][1] + each.backward.points[-1][1]
-        for each in rank.components.values()
-    ]
-    return sum(largest)
+def _whole_model(rank: RankTimes) -> list[float]:
+    """Seconds of all components together, for each size."""
+    parts = list(rank.components.values())
+    sizes = [size for size, _ in parts[0].forward.points if size > 0]
+    return [sum(each.forward(size) + each.backward(size) for each in parts) for size in sizes]

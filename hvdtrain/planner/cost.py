@@ -5,7 +5,15 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
-from hvdtrain.parallel.actions import Action, boundary, rows_handed
+from hvdtrain.parallel.actions import (
+    RECEIPTS,
+    SENDS,
+    Action,
+    boundary,
+    peers,
+    rows_handed,
+    sent_for,
+)
 from hvdtrain.parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, group_by_bytes
 from hvdtrain.parallel.cut import Cut
 from hvdtrain.parallel.plan import Plan
@@ -67,14 +75,31 @@ def plan_costs(plan: Plan, cut: Cut, known: Known) -> Costs:
         return compute_rows(like[rank], action.stage, action.kind, rows)
 
     def hand_over(sender: int, receiver: int, action: Action) -> float:
-        last = plan.stages[boundary(action.stage, action.kind)].components[-1]
-        rows = rows_handed(cut, sender, receiver, action)
-        return network.hand_over_seconds(sender, receiver, rows * by_name[last].output_bytes)
+        return network.hand_over_seconds(sender, receiver, 1)
+
+    @cache
+    def communicate(rank: int, action: Action) -> float:
+        if action.kind in (*SENDS, *RECEIPTS):
+            return 0.5 * profile.ranks[rank].message_seconds * len(peers(cut, rank, action))
+        send = sent_for(action, plan.last)
+        if send is None:
+            return 0.0
+        # A message moves while the receiver waits for it, whenever it was sent: MPI makes no
+        # progress beside computing, and copies within a host with the receiver's own processor.
+        last = plan.stages[boundary(send.stage, send.kind)].components[-1]
+        receipt = Action(action.stage, send.kind.replace("SEND", "RECV"), send.microbatch)
+        return sum(
+            network.hand_over_seconds(
+                sender, rank, rows_handed(cut, sender, rank, send) * by_name[last].output_bytes
+            )
+            - network.hand_over_seconds(sender, rank, 1)
+            for sender in peers(cut, rank, receipt)
+        )
 
     def reduce(stage: int) -> float:
         return reduction_seconds(plan, cut, stage, known)
 
-    return Costs(compute, hand_over, cache(reduce))
+    return Costs(compute, hand_over, cache(reduce), communicate)
 
 
 def stage_seconds(

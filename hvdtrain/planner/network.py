@@ -33,7 +33,7 @@ class Network(Protocol):
 
     @property
     def breakpoints(self) -> Sequence[float]:
-        """Bytes between which the seconds of a sum lie on straight lines."""
+        """Bytes between which the seconds of a sum, or a hand-over, lie on straight lines."""
 
     def reduce_seconds(self, ranks: Sequence[int], size: float) -> float:
         """Of a sum of `size` bytes over `ranks`."""
@@ -72,6 +72,7 @@ class MeasuredNetwork:
     def breakpoints(self) -> Sequence[float]:
         """As in `Network`."""
         curves = [curve for curves in self.all_reduce.values() for curve in curves.values()]
+        curves += self.hand_over.values()
         return sorted({size for curve in curves for size, _ in curve.points})
 
     def reduce_seconds(self, ranks: Sequence[int], size: float) -> float:

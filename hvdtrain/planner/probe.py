@@ -199,6 +199,16 @@ def _trip_seconds(exchange: Exchange, other: int, begins: bool, size: int) -> fl
     return statistics.median(found[WARM_UP:])
 
 
+def message_to_oneself(exchange: Exchange) -> None:
+    """What every hand-over takes on both of its ranks: posting, sending and taking in."""
+    sent = torch.ones(1, dtype=torch.uint8, device=exchange.device)
+    rank = exchange.communicator.rank
+    receipt = exchange.receive(torch.empty_like(sent), rank, PING)
+    exchange.send(sent, rank, PING)
+    exchange.wait([receipt])
+    exchange.flush()
+
+
 def measure_contention(
     here: World,
     start: Start,

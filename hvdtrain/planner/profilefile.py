@@ -12,7 +12,7 @@ from hvdtrain.planner.components import ComponentTimes, Profile, RankTimes
 from hvdtrain.planner.curve import Curve
 from hvdtrain.planner.network import Contention, MeasuredNetwork
 
-VERSION = 1
+VERSION = 2
 LARGEST = 64 * 2**20  # bytes: a thousand ranks, a hundred components
 HALVES = ("input_half", "weight_half")
 
@@ -34,6 +34,7 @@ def save(path: Path, subject: str, profile: Profile, network: MeasuredNetwork) -
                 "components": {name: each.to_json() for name, each in rank.components.items()},
                 "load": _points(rank.load),
                 "resident_bytes": rank.resident_bytes,
+                "message_seconds": rank.message_seconds,
             }
             for rank in profile.ranks
         ],
@@ -111,6 +112,7 @@ def _rank(content: Mapping[str, Any], names: Sequence[str]) -> RankTimes:
         {name: _times(each) for name, each in components.items()},
         _curve(content["load"]),
         int(_number(content["resident_bytes"])),
+        _number(content["message_seconds"]),
     )
 
 

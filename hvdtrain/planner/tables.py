@@ -1,6 +1,7 @@
 """What the division of a model over ranks is given: times and bytes of all runs of components."""
 
-from collections.abc import Collection, Sequence
+import heapq
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,7 @@ from hvdtrain.planner.cost import Known
 from hvdtrain.planner.divide import UNFIT, Run, Times
 from hvdtrain.planner.overview import OPTIMIZER_COPIES
 
-ALIKE = 1.05  # as much as measurements of like ranks differ
+ALIKE = 1.1  # as much as measurements of like ranks differ, on a shared machine
 
 
 @dataclass(frozen=True)
@@ -39,35 +40,43 @@ class Question:
 
 
 class Tables:
-    """What `divide` is given for one number of micro-batches; runs of like ranks share it."""
+    """What `divide` is given for one number of micro-batches; runs of like ranks share it.
 
-    def __init__(self, question: Question, microbatches: int) -> None:
+    Args:
+        places: between components, where runs may begin and end: 0 before the first one; all by
+            default. Runs are then numbered by them.
+    """
+
+    def __init__(
+        self, question: Question, microbatches: int, places: Sequence[int] | None = None
+    ) -> None:
         self.question, self.known = question, question.known
         self.microbatches = microbatches
         self.rows = -(-question.batch_size // microbatches)
         costs = self.known.costs
-        self.size = len(costs) + 1
-        self.valid = np.arange(self.size)[:, None] < np.arange(self.size)[None, :]
-        self.weights = _spans([cost.parameter_bytes for cost in costs])
-        self.buffers = _spans([cost.buffer_bytes for cost in costs])
+        self.places = np.arange(len(costs) + 1) if places is None else np.asarray(places)
+        self.valid = self.places[:, None] < self.places[None, :]
+        self.weights = self._spans([cost.parameter_bytes for cost in costs])
+        self.buffers = self._spans([cost.buffer_bytes for cost in costs])
         recomputed = self.known.recomputed
-        self.saved = _spans(
+        self.times_forward = np.array([1.0 + (cost.name in recomputed) for cost in costs])
+        self.saved = self._spans(
             [c.output_bytes + (0 if c.name in recomputed else c.saved_bytes) for c in costs]
         )
         # Of one sample; behind the last component nothing is handed on.
-        self.crossing = np.array([0, *(cost.output_bytes for cost in costs[:-1]), 0], float)
+        crossing = np.array([0, *(cost.output_bytes for cost in costs[:-1]), 0], float)
+        self.crossing = crossing[self.places]
         self.made: dict[tuple[object, ...], Times] = {}
         self.computed: dict[tuple[int, int], np.ndarray] = {}
         # Behind what emits no floating numbers no gradient comes back: no stage ends there.
-        for place, cost in enumerate(costs[:-1], 1):
-            if not cost.is_differentiable:
-                self.valid[:, place] = False
+        ends = [True, *(cost.is_differentiable for cost in costs[:-1]), True]
+        self.valid &= np.array(ends)[self.places][None, :]
 
     def times_of(self, first: int, count: int) -> Times:
         """As `divide` asks for it."""
         ranks = tuple(range(first, first + count))
         profile = self.known.profile
-        key = (tuple(id(profile.ranks[rank]) for rank in ranks), *self._places(ranks))
+        key = (tuple(id(profile.ranks[rank]) for rank in ranks), *self._hosts(ranks))
         if key not in self.made:
             self.made[key] = self._make(ranks)
         return self.made[key]
@@ -93,7 +102,7 @@ class Tables:
                 return False
         return True
 
-    def _places(self, ranks: tuple[int, ...]) -> tuple[object, ...]:
+    def _hosts(self, ranks: tuple[int, ...]) -> tuple[object, ...]:
         """On how many hosts they are, and whether what is before them is on another."""
         hosts = self.known.network.hosts
         other = self._neighbour(ranks)
@@ -109,17 +118,18 @@ class Tables:
         passing = np.max(
             [self._compute(rank, own) for rank, own in zip(ranks, rows, strict=True)], axis=0
         )
-        handed = np.array([self._hand_over(ranks, size * max(rows)) for size in self.crossing])
+        taking, latency = self._taking(ranks, self.crossing * max(rows))
         reduced = self._reduced(ranks)
         update = np.max([self._update(rank) for rank in ranks], axis=0)
         copies = 2 + OPTIMIZER_COPIES[self.question.optimizer]
         return Times(
-            np.where(self.valid, passing, UNFIT),
+            # Activations at its start and gradients at its end are taken in beside nothing else.
+            np.where(self.valid, passing + taking[:, None] + taking[None, :], UNFIT),
             np.where(self.valid, reduced + update, UNFIT),
             copies * self.weights + self.buffers,
             self.saved * max(rows),
             # Its input, and the gradient of that; the rank does something else meanwhile.
-            np.where(self.valid, 2 * handed[:, None], UNFIT),
+            np.where(self.valid & (self.crossing > 0)[:, None], 2 * latency, 0.0),
         )
 
     def _compute(self, rank: int, rows: int) -> np.ndarray:
@@ -129,44 +139,47 @@ class Tables:
         return self.computed[key]
 
     def _compute_anew(self, rank: int, rows: int) -> np.ndarray:
-        times = self.known.profile.ranks[rank]
-        again = self.known.recomputed
-        each = [
-            part.forward(rows) * (2 if name in again else 1) + part.backward(rows)
-            for name, part in times.components.items()
-        ]
-        return _spans(each)
+        each = self.known.profile.ranks[rank].each
+        return self._spans(each.forward(rows) * self.times_forward + each.backward(rows))
 
     def _update(self, rank: int) -> np.ndarray:
-        return _spans([each.update for each in self.known.profile.ranks[rank].components.values()])
+        return self._spans(self.known.profile.ranks[rank].each.update)
 
-    def _hand_over(self, ranks: tuple[int, ...], size: float) -> float:
-        if not size:
-            return 0.0
-        other = self._neighbour(ranks)
-        if other in ranks:
-            return 0.0
-        return self.known.network.hand_over_seconds(other, ranks[0], size)
+    def _taking(self, ranks: tuple[int, ...], sizes: np.ndarray) -> tuple[np.ndarray, float]:
+        """Seconds of sending and taking in what crosses each place; and until it is there."""
+        other, network = self._neighbour(ranks), self.known.network
+        if other in ranks or not sizes.any():
+            return np.zeros_like(sizes), 0.0
+        latency = network.hand_over_seconds(other, ranks[0], 1)
+        own = max(self.known.profile.ranks[rank].message_seconds for rank in ranks) - latency
+
+        def seconds(size: float) -> float:
+            return own + network.hand_over_seconds(other, ranks[0], size)
+
+        return self._between(sizes, seconds), latency
 
     def _reduced(self, ranks: tuple[int, ...]) -> np.ndarray:
         if len(ranks) == 1:
             return np.zeros_like(self.weights)
-        # Between its breakpoints a network's times are straight lines.
-        network, largest = self.known.network, float(self.weights.max())
-        least = float(np.min(self.weights, where=self.weights > 0, initial=largest))
-        sizes = sorted({least, largest, *(s for s in network.breakpoints if least < s < largest)})
-        seconds = [network.reduce_seconds(ranks, size) for size in sizes]
+        network = self.known.network
+        return self._between(self.weights, lambda size: network.reduce_seconds(ranks, size))
+
+    def _between(self, sizes: np.ndarray, seconds: Callable[[float], float]) -> np.ndarray:
+        """Seconds of each size, 0 of none: between a network's breakpoints are straight lines."""
+        largest = float(sizes.max())
+        least = float(np.min(sizes, where=sizes > 0, initial=largest))
+        inner = (size for size in self.known.network.breakpoints if least < size < largest)
+        points = sorted({least, largest, *inner})
         found: np.ndarray = np.where(
-            self.weights > 0, np.interp(self.weights, sizes, seconds), 0.0
+            sizes > 0, np.interp(sizes, points, [seconds(size) for size in points]), 0.0
         )
         return found
 
-
-def _spans(values: Sequence[float]) -> np.ndarray:
-    """Sums over [start, stop): fp64 [n + 1, n + 1]; what is not start < stop means nothing."""
-    sums = np.concatenate([[0.0], np.cumsum(np.asarray(values, np.float64))])
-    found: np.ndarray = np.maximum(sums[None, :] - sums[:, None], 0.0)
-    return found
+    def _spans(self, values: Sequence[float] | np.ndarray) -> np.ndarray:
+        """Sums over runs: fp64, by places [start, stop); nothing where not start < stop."""
+        sums = np.concatenate([[0.0], np.cumsum(np.asarray(values, np.float64))])[self.places]
+        found: np.ndarray = np.maximum(sums[None, :] - sums[:, None], 0.0)
+        return found
 
 
 def shares_of(question: Question, ranks: tuple[int, ...], rows: int) -> tuple[int, ...]:
@@ -178,9 +191,15 @@ def shares_of(question: Question, ranks: tuple[int, ...], rows: int) -> tuple[in
     if max(slowness) / min(slowness) < ALIKE:
         return (1,) * len(ranks)
     counts = [int(rows >= len(ranks))] * len(ranks)  # a rank without any would show no pace
+    done_at = [
+        ((count + 1) * slow, k)
+        for k, (count, slow) in enumerate(zip(counts, slowness, strict=True))
+    ]
+    heapq.heapify(done_at)
     for _ in range(rows - sum(counts)):
-        best = min(range(len(ranks)), key=lambda k: (counts[k] + 1) * slowness[k])
+        _, best = done_at[0]
         counts[best] += 1
+        heapq.heapreplace(done_at, ((counts[best] + 1) * slowness[best], best))
     return tuple(counts)
 
 

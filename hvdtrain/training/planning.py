@@ -2,8 +2,9 @@
 
 import socket
 import time
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -14,16 +15,19 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.files import check_target
 from hvdtrain.models.component import Component
 from hvdtrain.models.costs import ComponentCost, component_costs
+from hvdtrain.parallel.buckets import group_by_bytes
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.plan import replicated
 from hvdtrain.parallel.stage import DTYPES, Images
 from hvdtrain.planner import profilefile
+from hvdtrain.planner.chain import Built
 from hvdtrain.planner.components import Profile, RankTimes
 from hvdtrain.planner.cost import Known
 from hvdtrain.planner.explain import explain
-from hvdtrain.planner.measure import Built, Setting, measure_rank, measured_sizes
+from hvdtrain.planner.measure import Setting, measure_rank, measured_sizes
 from hvdtrain.planner.network import MeasuredNetwork
-from hvdtrain.planner.probe import measure_network
+from hvdtrain.planner.overview import OPTIMIZER_COPIES
+from hvdtrain.planner.probe import measure_network, message_to_oneself
 from hvdtrain.planner.solve import GIB, solve
 from hvdtrain.planner.tables import Question
 from hvdtrain.training.optimizer import make_optimizer
@@ -171,11 +175,13 @@ def _schedules(config: TrainConfig, names: Sequence[str]) -> Collection[str]:
 
 def measure(subject: Subject, here: World) -> Known:
     """What is known of the ranks of this run. Collective."""
-    profile = Profile(tuple(here.gather(own_times(subject, here))))
     costs, recomputed = subject.costs, subject.recomputed
     if here.communicator is None:
+        profile = Profile((own_times(subject, here),))
         return Known(costs, profile, MeasuredNetwork((socket.gethostname(),)), recomputed)
     exchange = Exchange(here.communicator, subject.images.device)
+    times = own_times(subject, here, partial(message_to_oneself, exchange))
+    profile = Profile(tuple(here.gather(times)))
     parameter_bytes = sum(cost.parameter_bytes for cost in costs)
     handed = max(cost.output_bytes for cost in costs) * subject.config.batch_size
     with world.horovod_for_a_while() as horovod:
@@ -183,11 +189,13 @@ def measure(subject: Subject, here: World) -> Known:
     return Known(costs, profile, network, recomputed)
 
 
-def own_times(subject: Subject, here: World) -> RankTimes:
+def own_times(
+    subject: Subject, here: World, message: Callable[[], None] | None = None
+) -> RankTimes:
     """What each component takes on this rank. Collective."""
     config, images = subject.config, subject.images
     by_name = {part.name: part for part in subject.components}
-    resident = psutil.Process().memory_info().rss if images.device.type == "cpu" else 0
+    resident = _resident_bytes(subject)
 
     def build(name: str) -> Built:
         # What is recomputed is timed as if it were not: its forward counts twice in a plan.
@@ -202,8 +210,40 @@ def own_times(subject: Subject, here: World) -> RankTimes:
         measured_sizes(config.batch_size, here.size, config.microbatches),
         config.precision == "bf16",
         "zb-h1" in _schedules(config, subject.names),
+        message,
     )
-    found = measure_rank(subject.names, setting, here)
+    found = measure_rank(_chains(subject, setting.sizes[-1], here), setting, here)
     if images.device.type == "cuda":
         torch.cuda.empty_cache()
-    return RankTimes(found.components, found.load, resident)
+    return replace(found, resident_bytes=resident)
+
+
+def _chains(subject: Subject, rows: int, here: World) -> list[list[str]]:
+    """Components that are measured together, as many as half of the memory that is left holds."""
+    copies = 2 + OPTIMIZER_COPIES[subject.config.optimizer]
+    held = [
+        copies * cost.parameter_bytes + rows * (cost.saved_bytes + 2 * cost.output_bytes)
+        for cost in subject.costs
+    ]
+    room = max(1, int(_spare_bytes(subject, here) / 2))
+    groups = group_by_bytes(held, room, room)
+    # A chain is measured at once on all ranks: all have to have the same.
+    told: list[list[str]] = here.broadcast([[subject.names[k] for k in group] for group in groups])
+    return told
+
+
+def _spare_bytes(subject: Subject, here: World) -> float:
+    """What this rank may hold besides what it holds."""
+    device, limit = subject.images.device, subject.config.memory_limit
+    if device.type == "cuda":
+        spare = float(torch.cuda.mem_get_info(device)[0])
+    else:
+        spare = psutil.virtual_memory().available / here.local_size
+    if limit is not None:
+        spare = min(spare, limit * GIB - _resident_bytes(subject))
+    return max(spare, 0.0)
+
+
+def _resident_bytes(subject: Subject) -> int:
+    """Of this process; memory of a GPU is another matter."""
+    return psutil.Process().memory_info().rss if subject.images.device.type == "cpu" else 0

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hvdtrain.planner.adapt import SETTLING, WINDOW, Drift, Watch, decide
+from hvdtrain.planner.adapt import LEAST_SECONDS, SETTLING, WINDOW, Drift, Watch, decide
 
 
 def follow(
@@ -79,3 +79,14 @@ def test_a_change_has_to_bring_in_more_than_it_costs(
     decision = decide(current, other, left, cost)
     assert decision.change == change
     assert said in decision.reason
+
+
+def test_many_short_steps_are_one_time_of_a_window() -> None:
+    """A burst of a fifth of a second is no change of the machine, however many steps it takes."""
+    watch, step = Watch(), 0.01
+    many = round(1.1 * WINDOW * LEAST_SECONDS / step)
+    follow(watch, (step, step), SETTLING + many)
+    assert follow(watch, (step, 2 * step), 20) == []
+    assert follow(watch, (step, step), many) == []
+    (drift, *_) = follow(watch, (step, 2 * step), many)
+    assert "rank 1 takes 2.00 times" in drift.cause

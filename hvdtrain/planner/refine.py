@@ -1,0 +1,61 @@
+"""Moves the boundaries of a division one at a time, for as long as its estimate falls."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hvdtrain.planner.divide import UNFIT, Run
+from hvdtrain.planner.tables import Tables
+
+MOST_ROUNDS = 20
+
+
+def refined(tables: Tables, runs: Sequence[Run], limit: float | None) -> tuple[Run, ...]:
+    """A division that no move of one boundary makes better, over the same ranks.
+
+    Args:
+        tables: of all places.
+        limit: bytes that a rank may hold.
+    """
+    cuts = [runs[0].start, *(run.stop for run in runs)]
+    stages = [_Stage(tables, number, runs, limit) for number in range(len(runs))]
+    for _ in range(MOST_ROUNDS):
+        before = list(cuts)
+        for place in range(1, len(cuts) - 1):
+            cuts[place] = _best_place(stages, cuts, place)
+        if cuts == before:
+            break
+    return tuple(
+        run._replace(start=start, stop=stop)
+        for run, start, stop in zip(runs, cuts, cuts[1:], strict=False)
+    )
+
+
+class _Stage:
+    """What every run of components would take on the ranks of one stage: fp64 [start, stop]."""
+
+    def __init__(
+        self, tables: Tables, number: int, runs: Sequence[Run], limit: float | None
+    ) -> None:
+        times = tables.times_of(runs[number].first, runs[number].number)
+        self.whole = times.passing + times.arriving
+        with np.errstate(invalid="ignore"):
+            paces = (tables.microbatches - 1) * times.passing + times.besides
+        self.pace = np.where(np.isfinite(times.passing), paces, UNFIT)
+        if limit is not None:
+            in_flight = min(tables.microbatches, len(runs) - number)
+            fits = times.bytes + in_flight * times.flight_bytes <= limit
+            self.pace = np.where(fits, self.pace, UNFIT)
+
+
+def _best_place(stages: Sequence[_Stage], cuts: Sequence[int], place: int) -> int:
+    """Where one boundary is best, all others staying."""
+    before, behind = stages[place - 1], stages[place]
+    left, right = cuts[place - 1], cuts[place + 1]
+    pace = np.maximum(before.pace[left, :], behind.pace[:, right])
+    for number, stage in enumerate(stages):
+        if number not in (place - 1, place):
+            pace = np.maximum(pace, stage.pace[cuts[number], cuts[number + 1]])
+    estimates = before.whole[left, :] + behind.whole[:, right] + pace
+    best = int(np.argmin(estimates))
+    return best if estimates[best] < estimates[cuts[place]] else cuts[place]
