@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+from contextlib import suppress
 from pathlib import Path
 
 # glibc's malloc.h
@@ -32,6 +33,12 @@ def keep_freed_memory() -> bool:
         return False
     # In this order: the first setting of either ends glibc's own adaptation of both.
     return bool(mallopt(M_MMAP_THRESHOLD, LARGEST) and mallopt(M_TRIM_THRESHOLD, NEVER))
+
+
+def give_back_freed_memory() -> None:
+    """Give what was freed back to the system, once: what comes is of other sizes."""
+    with suppress(AttributeError, OSError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def processes_ended_for_memory() -> int:

@@ -18,8 +18,8 @@ from hvdtrain.parallel import halves
 from hvdtrain.parallel.reduce import all_finite
 from hvdtrain.parallel.stage import StageModel
 
-WARM_UP = 1
 REPEATS = 5
+LONG_SECONDS = 0.5
 ENOUGH_SECONDS = 1.0  # of one size: fewer repeats then, but no fewer than LEAST
 LEAST = 3
 
@@ -188,11 +188,13 @@ class Chain:
 
 
 def repeated(once: Callable[[], tuple[list[float], ...]]) -> list[np.ndarray]:
-    """Several measurements, the first ones dropped: for each list that is given [repeats, n]."""
-    for _ in range(WARM_UP):
-        once()
-    found: list[tuple[list[float], ...]] = []
+    """Several measurements: for each list that is given [repeats, n].
+
+    The first one is dropped, unless it is so long that what is new to it does not matter.
+    """
     began = time.perf_counter()
+    first = once()
+    found = [first] if time.perf_counter() - began > LONG_SECONDS else []
     while len(found) < REPEATS:
         found.append(once())
         if len(found) >= LEAST and time.perf_counter() - began > ENOUGH_SECONDS:

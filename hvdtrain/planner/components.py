@@ -1,7 +1,7 @@
 """What each component of a model takes on each rank, as a profile holds it; no torch here."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -71,7 +71,8 @@ class RankTimes:
     Attributes:
         components: by name.
         load: seconds of making images ready for the first component, by samples.
-        resident_bytes: of the process before a model is built.
+        resident_bytes: of the process besides what is counted of a model.
+        activation_factor: how many times as much activations take as is counted of them.
         message_seconds: of posting a receipt, sending next to nothing and taking it in, besides
             what is between ranks.
     """
@@ -80,6 +81,7 @@ class RankTimes:
     load: Curve = NOTHING
     resident_bytes: int = 0
     message_seconds: float = 0.0
+    activation_factor: float = 1.0
 
     @cached_property
     def each(self) -> "Each":
@@ -95,9 +97,11 @@ class RankTimes:
     def times(self, factor: float) -> "RankTimes":
         """On a rank that is so many times as slow."""
         slower = {name: each.times(factor) for name, each in self.components.items()}
-        return RankTimes(
-            *(slower, self.load.times(factor), self.resident_bytes),
-            factor * self.message_seconds,
+        return replace(
+            self,
+            components=slower,
+            load=self.load.times(factor),
+            message_seconds=factor * self.message_seconds,
         )
 
 

@@ -3,14 +3,15 @@
 All ranks measure the same components at once, since they share caches and memory as in a step.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hvdtrain.memory import give_back_freed_memory
 from hvdtrain.models.component import IMAGE_CHANNELS
 from hvdtrain.parallel.stage import Images
 from hvdtrain.planner.chain import Built, Chain, Halves, Seconds
@@ -20,6 +21,7 @@ from hvdtrain.world import World
 
 FEWEST_ROWS = 2  # batch norm needs two values a channel
 MOST_SIZES = 5
+MOST_MORE = 4.0  # times what is counted of activations
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class Setting:
         is_bf16: whether forwards run under autocast.
         in_halves: whether backwards are measured in halves, too.
         message: hands next to nothing to this rank itself, if there are other ranks.
+        counted: bytes of a component by its name: those it has, and those of each sample.
+        held: bytes that this process has in memory, or has allocated on its GPU.
     """
 
     build: Callable[[str], Built]
@@ -43,6 +47,8 @@ class Setting:
     is_bf16: bool = False
     in_halves: bool = False
     message: Callable[[], None] | None = None
+    counted: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    held: Callable[[], int] = lambda: 0
 
 
 def measured_sizes(
@@ -72,20 +78,26 @@ def measure_rank(chains: Sequence[Sequence[str]], setting: Setting, here: World)
     state = torch.get_rng_state()
     found: dict[str, ComponentTimes] = {}
     first: dict[int, Seconds] = {}
+    resident, factor = setting.held(), 1.0
     for number, names in enumerate(chains):
         built = [setting.build(name) for name in names]
         is_ends = number == 0, number == len(chains) - 1
         chain = Chain(built, source, *is_ends, setting.is_bf16, setting.message)
-        whole, parts = _measured(chain, setting, here)
+        held: dict[int, int] = {}
+        whole, parts = _measured(chain, setting, here, held)
+        if number == 0:  # the memory of later ones is that of the first, used again
+            resident, factor = _memory(names, setting, resident, held)
         found |= {name: _times(whole, parts, place) for place, name in enumerate(names)}
         first = first or whole
         given = chain.emitted(largest)
         source = partial(_first_rows, given)
         del built, chain
+        give_back_freed_memory()
     torch.set_rng_state(state)
     load = Curve.of(first, [float(np.median(each.load)) for each in first.values()])
     message = np.median([float(np.median(each.message)) for each in first.values()])
-    return RankTimes(found, load, message_seconds=float(message))
+    # What came besides is kept: kernels for all sizes, for example.
+    return RankTimes(found, load, max(resident, setting.held()), float(message), factor)
 
 
 def _first_rows(given: Tensor, rows: int) -> Tensor:
@@ -93,18 +105,40 @@ def _first_rows(given: Tensor, rows: int) -> Tensor:
 
 
 def _measured(
-    chain: Chain, setting: Setting, here: World
+    chain: Chain, setting: Setting, here: World, held: dict[int, int]
 ) -> tuple[dict[int, Seconds], dict[int, Halves]]:
-    """All sizes of a chain."""
+    """All sizes of a chain; notes what was held so far after each of them in `held`."""
     whole: dict[int, Seconds] = {}
     parts: dict[int, Halves] = {}
     for rows in setting.sizes:
         here.barrier()
+        give_back_freed_memory()  # by the size before, whose blocks are no use to this one
         whole[rows] = chain.whole(rows)
-        # A schedule that splits has several micro-batches: none is as large as the largest size.
-        if setting.in_halves and (rows < setting.sizes[-1] or len(setting.sizes) == 1):
+        held[rows] = setting.held()
+        if setting.in_halves and rows in _split_sizes(setting.sizes):
             parts[rows] = chain.in_halves(rows)
     return whole, parts
+
+
+def _split_sizes(sizes: Sequence[int]) -> Sequence[int]:
+    """Of which backwards are measured in halves: two tell enough, and each takes as long again.
+
+    A schedule that splits has several micro-batches: none is as large as the largest size.
+    """
+    return sizes[-4:-1:2] or sizes
+
+
+def _memory(
+    names: Sequence[str], setting: Setting, before: int, held: Mapping[int, int]
+) -> tuple[int, float]:
+    """Bytes of the process besides what is counted, and what activations are more than counted."""
+    fixed, each = (sum(setting.counted[name][k] for name in names) for k in (0, 1))
+    fewest, most = min(held), max(held)
+    factor = 1.0
+    if most > fewest and each:
+        grown = (held[most] - held[fewest]) / (most - fewest)
+        factor = min(MOST_MORE, max(1.0, grown / each))
+    return max(before, round(held[fewest] - fixed - factor * each * fewest)), factor
 
 
 def _times(whole: dict[int, Seconds], parts: dict[int, Halves], place: int) -> ComponentTimes:

@@ -8,9 +8,10 @@ from hvdtrain.parallel.cut import cut
 from hvdtrain.parallel.plan import Plan
 from hvdtrain.parallel.schedule import training_step
 from hvdtrain.parallel.validate import validate
+from hvdtrain.planner.components import RankTimes
 from hvdtrain.planner.cost import plan_costs
 from hvdtrain.planner.network import MeasuredNetwork
-from hvdtrain.planner.overview import Overview, played
+from hvdtrain.planner.overview import OPTIMIZER_COPIES, Overview, played
 from hvdtrain.planner.tables import Question
 
 WORK = "compute"  # the kind of a timeline's events
@@ -24,7 +25,7 @@ class Candidate:
 
     name: str
     overview: Overview
-    resident: tuple[int, ...]  # bytes of each rank's process before the model
+    ranks: tuple[RankTimes, ...]
 
     @property
     def plan(self) -> Plan:
@@ -38,9 +39,25 @@ class Candidate:
 
     @cached_property
     def rank_bytes(self) -> tuple[int, ...]:
-        """What each rank holds at its peak, its process included."""
+        """What each rank holds at its peak, its process and its part of a checkpoint included."""
         memory = self.overview.memory
-        return tuple(memory[rank].total + self.resident[rank] for rank in sorted(memory))
+        return tuple(
+            held.total
+            + round((self.ranks[rank].activation_factor - 1) * held.activations)
+            + self.ranks[rank].resident_bytes
+            + self._checkpoint_bytes(rank)
+            for rank, held in sorted(memory.items())
+        )
+
+    def _checkpoint_bytes(self, rank: int) -> int:
+        """Of the copy that is written while training goes on: replicas have a part of it each."""
+        plan, costs = self.plan, self.overview.costs
+        copies = 1 + OPTIMIZER_COPIES[self.overview.optimizer]
+        return sum(
+            copies * costs[name].parameter_bytes // len(plan.stages[stage].ranks)
+            for stage in plan.stages_of(rank)
+            for name in plan.stages[stage].components
+        )
 
     @property
     def own_seconds(self) -> tuple[float, ...]:
@@ -70,7 +87,7 @@ def play(question: Question, plan: Plan, name: str) -> Candidate:
         _synchronised(question, plan),
         remarks=(),
     )
-    return Candidate(name, found, tuple(rank.resident_bytes for rank in known.profile.ranks))
+    return Candidate(name, found, known.profile.ranks)
 
 
 def prove(question: Question, plan: Plan) -> None:

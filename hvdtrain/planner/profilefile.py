@@ -35,6 +35,7 @@ def save(path: Path, subject: str, profile: Profile, network: MeasuredNetwork) -
                 "load": _points(rank.load),
                 "resident_bytes": rank.resident_bytes,
                 "message_seconds": rank.message_seconds,
+                "activation_factor": rank.activation_factor,
             }
             for rank in profile.ranks
         ],
@@ -113,6 +114,7 @@ def _rank(content: Mapping[str, Any], names: Sequence[str]) -> RankTimes:
         _curve(content["load"]),
         int(_number(content["resident_bytes"])),
         _number(content["message_seconds"]),
+        _number(content["activation_factor"], least=1.0),
     )
 
 

@@ -121,13 +121,16 @@ class Tables:
         taking, latency = self._taking(ranks, self.crossing * max(rows))
         reduced = self._reduced(ranks)
         update = np.max([self._update(rank) for rank in ranks], axis=0)
-        copies = 2 + OPTIMIZER_COPIES[self.question.optimizer]
+        # With the copy that becomes a checkpoint, of which each replica writes a part.
+        copies = 2 + OPTIMIZER_COPIES[self.question.optimizer] * (1 + 1 / len(ranks))
+        copies += 1 / len(ranks)
+        profile = self.known.profile.ranks
         return Times(
             # Activations at its start and gradients at its end are taken in beside nothing else.
             np.where(self.valid, passing + taking[:, None] + taking[None, :], UNFIT),
             np.where(self.valid, reduced + update, UNFIT),
             copies * self.weights + self.buffers,
-            self.saved * max(rows),
+            self.saved * max(rows) * max(profile[rank].activation_factor for rank in ranks),
             # Its input, and the gradient of that; the rank does something else meanwhile.
             np.where(self.valid & (self.crossing > 0)[:, None], 2 * latency, 0.0),
         )

@@ -3,7 +3,7 @@
 import socket
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import torch
 from hvdtrain import world
 from hvdtrain.config import TrainConfig
 from hvdtrain.files import check_target
+from hvdtrain.memory import give_back_freed_memory
 from hvdtrain.models.component import Component
 from hvdtrain.models.costs import ComponentCost, component_costs
 from hvdtrain.parallel.buckets import group_by_bytes
@@ -34,6 +35,9 @@ from hvdtrain.training.optimizer import make_optimizer
 from hvdtrain.training.parts import build_model, recomputed_components, what_forbids_halves
 from hvdtrain.training.session import Chosen
 from hvdtrain.world import World
+
+RESERVE = 0.05  # of a memory limit, for what nobody has counted
+MORE = 2  # times what is counted of activations, when nothing has been measured
 
 
 @dataclass(frozen=True)
@@ -160,7 +164,7 @@ def question(config: TrainConfig, known: Known, ranks: int) -> Question:
         config.optimizer,
         _schedules(config, [cost.name for cost in known.costs]),
         config.microbatches,
-        None if limit is None else (limit * GIB,) * ranks,
+        None if limit is None else ((1 - RESERVE) * limit * GIB,) * ranks,
         config.batch_norm == "sync",
     )
 
@@ -180,12 +184,13 @@ def measure(subject: Subject, here: World) -> Known:
         profile = Profile((own_times(subject, here),))
         return Known(costs, profile, MeasuredNetwork((socket.gethostname(),)), recomputed)
     exchange = Exchange(here.communicator, subject.images.device)
-    times = own_times(subject, here, partial(message_to_oneself, exchange))
-    profile = Profile(tuple(here.gather(times)))
     parameter_bytes = sum(cost.parameter_bytes for cost in costs)
     handed = max(cost.output_bytes for cost in costs) * subject.config.batch_size
     with world.horovod_for_a_while() as horovod:
         network = measure_network(here, horovod, exchange, parameter_bytes, handed)
+    # Behind it, so that what Horovod holds is found to be held.
+    times = own_times(subject, here, partial(message_to_oneself, exchange))
+    profile = Profile(tuple(here.gather(times)))
     return Known(costs, profile, network, recomputed)
 
 
@@ -195,7 +200,6 @@ def own_times(
     """What each component takes on this rank. Collective."""
     config, images = subject.config, subject.images
     by_name = {part.name: part for part in subject.components}
-    resident = _resident_bytes(subject)
 
     def build(name: str) -> Built:
         # What is recomputed is timed as if it were not: its forward counts twice in a plan.
@@ -211,25 +215,32 @@ def own_times(
         config.precision == "bf16",
         "zb-h1" in _schedules(config, subject.names),
         message,
+        {cost.name: _bytes(cost, config.optimizer, subject.recomputed) for cost in subject.costs},
+        partial(_held_bytes, subject),
     )
     found = measure_rank(_chains(subject, setting.sizes[-1], here), setting, here)
     if images.device.type == "cuda":
         torch.cuda.empty_cache()
-    return replace(found, resident_bytes=resident)
+    give_back_freed_memory()
+    return found
 
 
 def _chains(subject: Subject, rows: int, here: World) -> list[list[str]]:
     """Components that are measured together, as many as half of the memory that is left holds."""
-    copies = 2 + OPTIMIZER_COPIES[subject.config.optimizer]
-    held = [
-        copies * cost.parameter_bytes + rows * (cost.saved_bytes + 2 * cost.output_bytes)
-        for cost in subject.costs
-    ]
+    counted = [_bytes(cost, subject.config.optimizer, ()) for cost in subject.costs]
+    held = [fixed + MORE * rows * each for fixed, each in counted]
     room = max(1, int(_spare_bytes(subject, here) / 2))
     groups = group_by_bytes(held, room, room)
     # A chain is measured at once on all ranks: all have to have the same.
     told: list[list[str]] = here.broadcast([[subject.names[k] for k in group] for group in groups])
     return told
+
+
+def _bytes(cost: ComponentCost, optimizer: str, recomputed: Collection[str]) -> tuple[int, int]:
+    """What is counted of a component: what it has, and what each sample leaves in it."""
+    copies = 2 + OPTIMIZER_COPIES[optimizer]
+    saved = 0 if cost.name in recomputed else cost.saved_bytes
+    return copies * cost.parameter_bytes + cost.buffer_bytes, saved + cost.output_bytes
 
 
 def _spare_bytes(subject: Subject, here: World) -> float:
@@ -240,10 +251,12 @@ def _spare_bytes(subject: Subject, here: World) -> float:
     else:
         spare = psutil.virtual_memory().available / here.local_size
     if limit is not None:
-        spare = min(spare, limit * GIB - _resident_bytes(subject))
+        spare = min(spare, limit * GIB - _held_bytes(subject))
     return max(spare, 0.0)
 
 
-def _resident_bytes(subject: Subject) -> int:
-    """Of this process; memory of a GPU is another matter."""
-    return psutil.Process().memory_info().rss if subject.images.device.type == "cpu" else 0
+def _held_bytes(subject: Subject) -> int:
+    """What this process has in memory, or has allocated on its GPU; freed memory is kept."""
+    if subject.images.device.type == "cuda":
+        return torch.cuda.memory_reserved(subject.images.device)
+    return psutil.Process().memory_info().rss

@@ -68,8 +68,11 @@ class TorchSession(Session):
     @override
     def evaluation_images(self) -> int:
         plan = evaluation_plan(self.plan)
-        replicas = max(len(stage.ranks) for stage in plan.stages)
-        return EVALUATION_IMAGES * replicas * plan.microbatches
+        replicas, images = max(len(stage.ranks) for stage in plan.stages), EVALUATION_IMAGES
+        if self.config.memory_limit is not None:  # what training works on at once has been counted
+            each = self.config.batch_size // (self.plan.microbatches * replicas)
+            images = max(1, min(images, each))
+        return images * replicas * plan.microbatches
 
     @property
     def parts(self) -> Mapping[int, Part]:
