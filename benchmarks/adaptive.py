@@ -1,6 +1,7 @@
 """`--plan adaptive` against static plans, with a busy process on one rank's core for half a run.
 
-    python benchmarks/adaptive.py [--model cnn] [--images 64] [--steps 1200] [--rounds 3] [--busy 1]
+    python benchmarks/adaptive.py [--model cnn] [--images 64] [--steps 1200] [--rounds 3]
+        [--busy 1] [--arms dp,adaptive]
 
 Two ranks, each bound to a core, with one thread. From a quarter of the steps to three quarters
 one process (or `--busy` of them) that does nothing but compute shares the core of rank 1. Plans:
@@ -44,13 +45,17 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=64, help="images a step")
     parser.add_argument("--steps", type=int, default=1200, help="of a run")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--arms", default=",".join(LOADED), help="under load")
     parser.add_argument("--busy", type=int, default=1, help="processes on the core of rank 1")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         made = data.synth(f"{folder}/data", 100 * options.images, CLASSES, size=32)
         uneven = {"stages": [{"ranks": [0, 1], "shares": [options.busy + 1, 1]}]}
         (Path(folder) / "uneven.json").write_text(json.dumps(uneven))
-        for arms, has_load in ((LOADED, True), (QUIET, False)):
+        loaded = tuple(arm for arm in options.arms.split(",") if arm)
+        for arms, has_load in ((loaded, True), (QUIET, False)):
+            if not arms:
+                continue
             sides = [_side(name, Path(folder), made.folder, has_load, options) for name in arms]
             _print(arms, has_load, common.rounds(options.rounds, sides), options)
 
@@ -118,10 +123,15 @@ def _core_of(job: "subprocess.Popen[bytes]", rank: int) -> int:
 
 
 def _decisions(run: Path) -> None:
-    """Print what an adaptive run decided."""
+    """Print what an adaptive run began with and decided."""
     for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
-        if line["event"] == "plan" and "decision" in line:
-            print(f"    {run.name}, step {line['step']}: {line['cause']}: {line['decision']}")
+        if line["event"] == "plan" and "predicted_seconds" in line:
+            said = f"{line['cause']}: {line['decision']}: " if "cause" in line else ""
+            stages = " | ".join(
+                f"{len(stage['components'])} on {stage['ranks']} by {stage['shares']}"
+                for stage in line["stages"]
+            )
+            print(f"    {run.name}, step {line['step']}: {said}{stages}", flush=True)
 
 
 def _print(

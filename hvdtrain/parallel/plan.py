@@ -53,6 +53,11 @@ class Plan:
         """The numbers of the stages that `rank` holds, ascending."""
         return tuple(i for i, stage in enumerate(self.stages) if rank in stage.ranks)
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of weights are computed apart from those of inputs."""
+        return self.schedule == "zb-h1" and len(self.stages) > 1
+
     def goes_round(self) -> bool:
         """Whether the stages go round the ranks several times, each time in the same order."""
         held = [stage.ranks for stage in self.stages]
@@ -187,7 +192,7 @@ def check(
             "the interleaved schedule is for ranks that hold several stages each, which go round "
             "them several times in the same order: use 1f1b, mp, or more stages"
         )
-    if plan.schedule == "zb-h1" and len(plan.stages) > 1 and (reason := splits_backward()):
+    if plan.splits_backward and (reason := splits_backward()):
         raise UsageError(f"zb-h1 splits the backward, which {reason} does not allow: use 1f1b")
 
 

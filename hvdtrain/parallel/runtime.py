@@ -201,6 +201,8 @@ class Runtime:
         output = step.outputs.use(task.key)
         if output.requires_grad:
             torch.autograd.backward(output, gradient)
+        if part.model.clock is not None:
+            part.model.clock.end()
         self._take_input_gradient(step, task)
         self._forget(step, task)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from hvdtrain.parallel.clock import ComponentClock
 from hvdtrain.parallel.recompute import forward_recomputed
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
@@ -24,6 +25,7 @@ class StageModel:
 
     Attributes:
         components: the modules by name. calls: what runs each of them.
+        clock: what takes their times, if anybody wants them.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class StageModel:
     ) -> None:
         self.components = dict(components)
         self.calls: dict[str, Callable[[Tensor], Tensor]] = {}
+        self.clock: ComponentClock | None = None
         for name, component in self.components.items():
             self.calls[name] = component
             if name in recomputed:
@@ -43,6 +46,8 @@ class StageModel:
 
     def __call__(self, activations: Tensor) -> Tensor:
         """Run the components one after another."""
+        if self.clock is not None and torch.is_grad_enabled():
+            return self.clock.forward(self.calls, activations)
         for call in self.calls.values():
             activations = call(activations)
         return activations

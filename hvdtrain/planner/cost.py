@@ -137,7 +137,7 @@ def reduction_seconds(plan: Plan, cut: Cut, stage: int, known: Known) -> float:
     seconds = [
         known.network.reduce_seconds(ranks, sum(sizes[k] for k in group)) for group in groups
     ]
-    if plan.schedule == "zb-h1" and len(plan.stages) > 1:
+    if plan.splits_backward:
         return sum(seconds)
     ready = _ready_times(plan, cut, stage, known, backwards)
     ends_at = [ready[group[-1]] for group in groups]

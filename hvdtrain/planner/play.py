@@ -14,7 +14,7 @@ from hvdtrain.planner.network import MeasuredNetwork
 from hvdtrain.planner.overview import OPTIMIZER_COPIES, Overview, played
 from hvdtrain.planner.tables import Question
 
-WORK = "compute"  # the kind of a timeline's events
+WORK, TRANSFER = "compute", "communication"  # kinds of a timeline's events
 LITTLE = 0.1  # of a step
 MOST_SLOWER = 10.0  # or faster, than a network was measured to be
 
@@ -62,9 +62,17 @@ class Candidate:
     @property
     def own_seconds(self) -> tuple[float, ...]:
         """What each rank computes in a step."""
+        return self._spent_on(WORK)
+
+    @property
+    def transfer_seconds(self) -> tuple[float, ...]:
+        """What each rank spends in a step on sending, and on taking in what was sent."""
+        return self._spent_on(TRANSFER)
+
+    def _spent_on(self, kind: str) -> tuple[float, ...]:
         events = self.overview.timeline.events
         return tuple(
-            sum(each.end - each.start for each in events if (each.rank, each.kind) == (rank, WORK))
+            sum(each.end - each.start for each in events if (each.rank, each.kind) == (rank, kind))
             for rank in self.plan.ranks
         )
 

@@ -95,7 +95,7 @@ def _nothing_fits(question: Question, played: "list[Candidate]") -> str:
         limit - rank.resident_bytes
         for limit, rank in zip(limits, question.known.profile.ranks, strict=True)
     )
-    copies = 2 + OPTIMIZER_COPIES[question.optimizer]
+    copies = 3 + 2 * OPTIMIZER_COPIES[question.optimizer]  # with what becomes a checkpoint
 
     def held(cost: "ComponentCost") -> int:
         return copies * cost.parameter_bytes + cost.buffer_bytes + cost.saved_bytes

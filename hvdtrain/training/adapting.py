@@ -10,13 +10,15 @@ from hvdtrain.parallel.plan import Plan
 from hvdtrain.parallel.relayout import is_same_layout
 from hvdtrain.planner.adapt import Decision, Drift, Watch, decide
 from hvdtrain.planner.explain import in_short
+from hvdtrain.planner.follow import compared, following
 from hvdtrain.planner.play import calibrated, play, prove
 from hvdtrain.planner.solve import Solution, solve
 from hvdtrain.planner.tables import Question
 from hvdtrain.training.control import Agreed
-from hvdtrain.training.session import Session
+from hvdtrain.training.session import Session, StepTimes
 from hvdtrain.training.vitals import own_seconds
 
+PROFILE_STEPS = 50  # after which components are compared with what was predicted of them
 SAME_LAYOUT_SECONDS = 0.2  # of a change that moves nothing: a loader that starts again
 
 
@@ -37,11 +39,13 @@ class Adapter:
 
     Attributes:
         change_seconds: what the last change, or the first building, took.
+        followed: steps since components were compared.
     """
 
     session: Session
     question: Question | None
     change_seconds: float
+    followed: int = 0
     watch: Watch = field(default_factory=Watch)
     thinking: threading.Thread | None = None
     thoughts: list[Thought | Exception] = field(default_factory=list)  # one, once it is thought
@@ -51,6 +55,33 @@ class Adapter:
     def wishes(self) -> bool:
         """Whether this rank asks all others to come together."""
         return self.wanted is not None
+
+    def profile(self) -> dict[str, Any] | None:
+        """Every so many steps, compare all components with their predictions. Collective.
+
+        Returns what was found, on rank 0, whose profile then follows it.
+        """
+        self.followed += 1
+        if self.followed % PROFILE_STEPS:
+            return None
+        taken: list[StepTimes] = self.session.world.gather(self.session.read_times())
+        if self.question is None or self.thinking is not None or self.wanted is not None:
+            return None
+        question, plan = self.question, self.session.plan
+        found = compared(question, plan, [each.components for each in taken])
+        self.question = following(question, found)
+        expected = play(question, plan, "the plan that is").transfer_seconds
+        pairs = zip(found, taken, expected, strict=True)
+        return {
+            "ranks": [
+                {
+                    "times_predicted": ratios,
+                    "transfer_seconds": each.transfer,
+                    "transfer_seconds_predicted": transfer,
+                }
+                for ratios, each, transfer in pairs
+            ]
+        }
 
     def follow(self, agreed: Agreed, steps_left: int) -> list[dict[str, Any]]:
         """Take a step that all ranks have done; what was decided against since."""
@@ -119,8 +150,9 @@ class Adapter:
         seconds = time.perf_counter() - began
         if not is_same_layout(before, plan):
             self.change_seconds = seconds
-        self.wanted = None
+        self.wanted, self.followed = None, 0
         self.watch.restart()
+        self.session.read_times()  # those of the plan that was
         if thought is None:
             return None
         return said(thought) | {"change_seconds": seconds}

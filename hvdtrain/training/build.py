@@ -9,6 +9,7 @@ from hvdtrain.activity import Activity
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
 from hvdtrain.models.component import Component
+from hvdtrain.parallel.clock import ComponentClock
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.handover import Handover
 from hvdtrain.parallel.plan import Plan
@@ -46,6 +47,9 @@ def build_runtime(
     if any(number < plan.last for number in parts):
         # What torch loads in its first backward pass from a gradient: not while others wait.
         import_module("torch.fx.experimental.symbolic_shapes")
+    if config.plan == "adaptive" and device.type == "cpu":
+        for part in parts.values():
+            part.model.clock = ComponentClock()
     forms = probe_forms(plan, parts, image_size, config, here, device)
     return Runtime(
         here.rank,

@@ -208,6 +208,9 @@ def _is_change_due(run: Run, agreed: Agreed | None) -> bool:
     left = config.total_samples(length) - run.progress.position
     for thought in run.adapter.follow(agreed, left // config.batch_size):
         _say_decision(run, thought)
+    found = run.adapter.profile()
+    if found is not None and run.records is not None:
+        run.records.event("profile", step=run.progress.step, **found)
     return agreed.change
 
 

@@ -33,7 +33,7 @@ from hvdtrain.training.feed import Feed, taken
 from hvdtrain.training.optimizer import set_learning_rate, state_shapes
 from hvdtrain.training.randomness import step_seed
 from hvdtrain.training.relayout import under_plan
-from hvdtrain.training.session import Result, Session, Shape, Taken
+from hvdtrain.training.session import Result, Session, Shape, StepTimes, Taken
 from hvdtrain.training.tracing import write_trace
 
 EVALUATION_IMAGES = 256  # a replica and a forward pass
@@ -47,6 +47,8 @@ class TorchSession(Session):
     components: Sequence[Component]
     copies: tensors.Copies = field(default_factory=tensors.Copies)
     spoiled: dict[str, Callable[[], bool]] = field(default_factory=dict)  # by component
+    timed_steps: int = 0  # since `read_times`
+    transfer_seconds: float = 0.0  # in them
     libraries = ("torch",)
 
     @property
@@ -102,6 +104,8 @@ class TorchSession(Session):
         self._seed(position)
         todo = self.program(batch_size, is_training=True)
         step = self.runtime.train(todo, Step(feed.images, feed.labels))
+        self.timed_steps += 1
+        self.transfer_seconds += step.waited.transfer
         return Result(
             read_loss=read_later(step.loss_sum),
             samples=todo.cut.samples(self.plan.last, self.world.rank),
@@ -112,6 +116,16 @@ class TorchSession(Session):
             bubble_seconds=step.waited.bubble,
             compute_seconds=sum(step.seconds[kind] for kind in COMPUTE),
         )
+
+    @override
+    def read_times(self) -> StepTimes:
+        steps, self.timed_steps = max(1, self.timed_steps), 0
+        clocks = [part.model.clock for part in self.parts.values()]
+        taken = {name: t for clock in clocks if clock for name, t in clock.read().items()}
+        if self.plan.splits_backward:
+            taken = {}  # weight gradients come later, all together
+        transfer, self.transfer_seconds = self.transfer_seconds / steps, 0.0
+        return StepTimes({name: sum(each) / steps for name, each in taken.items()}, transfer)
 
     @override
     def change_plan(self, plan: Plan) -> None:

@@ -5,7 +5,7 @@ import resource
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
@@ -82,6 +82,19 @@ class Chosen:
     question: "Question | None" = None
 
 
+@dataclass(frozen=True)
+class StepTimes:
+    """What a step takes on this rank, in seconds.
+
+    Attributes:
+        components: forward and backward, by name; empty where they are not watched.
+        transfer: waiting for what other ranks have sent already.
+    """
+
+    components: Mapping[str, float] = field(default_factory=dict)
+    transfer: float = 0.0
+
+
 @dataclass(kw_only=True)
 class Session(ABC):
     """One rank's part of a run, ready to train.
@@ -153,6 +166,10 @@ class Session(ABC):
     @abstractmethod
     def diagnose(self, taken: Taken) -> str:
         """Run a step again without updating anything; what is wrong with it. Collective."""
+
+    def read_times(self) -> StepTimes:
+        """What the parts of a step have taken since this was asked for before, on average."""
+        return StepTimes()
 
     def change_plan(self, plan: Plan) -> None:
         """Go on under another plan with the same state. Collective; between two steps."""

@@ -7,6 +7,7 @@ from hvdtrain.planner.components import ComponentTimes, Profile, RankTimes
 from hvdtrain.planner.cost import Known
 from hvdtrain.planner.curve import Curve, Line
 from hvdtrain.planner.network import Contention, MeasuredNetwork
+from hvdtrain.planner.tables import Question
 
 
 def component(
@@ -66,3 +67,13 @@ def known(
     """Ranks that are so many times as slow as one that takes `each`."""
     one = rank_times([cost.name for cost in costs], each)
     return Known(costs, Profile(tuple(one.times(factor) for factor in slowness)), between)
+
+
+def question(ranks: int = 2, **options: object) -> Question:
+    """Six components alike, on ranks that are alike."""
+    costs = [component(number) for number in range(6)]
+    values: dict[str, object] = {"slowness": [1] * ranks, "reduce_each": 0.0, "each": 0.0}
+    values |= {name: options.pop(name) for name in list(options) if name in values}
+    between = network(ranks, 0.0, float(str(values["each"])), float(str(values["reduce_each"])))
+    given = known(costs, [1] * 6, values["slowness"], between)  # type: ignore[arg-type]
+    return Question(given, 32, "sgd", **options)  # type: ignore[arg-type]

@@ -85,6 +85,24 @@ def test_a_plan_is_changed_while_training(
         assert len(ids) == 601
 
 
+def test_components_are_compared_with_their_predictions_while_training(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    options: tuple[Any, ...] = ("train", "--model", "cnn", "--batch-size", 20, "--max-steps", 120)
+    options += ("--threads", 1, "--data", small_set, "--plan", "adaptive", "--ranks", 2)
+    done = hvdtrain(*options, "--run", run)
+    assert done.returncode == 0, done.stderr
+    found = events_of(run, "profile")
+    assert found
+    for line in found:
+        assert len(line["ranks"]) == 2
+        # A plan that a busy machine made may give a rank little, or split its backwards.
+        for rank in line["ranks"]:
+            assert all(0.05 < ratio < 20 for ratio in rank["times_predicted"].values())
+            assert rank["transfer_seconds"] >= 0
+
+
 def test_a_rank_killed_while_the_plan_changes(small_set: Path, tmp_path: Path) -> None:
     """The run goes on from its last checkpoint, under `--plan adaptive`; nothing is lost."""
     run, ledger = tmp_path / "run", tmp_path / "ledger.csv"
@@ -167,6 +185,21 @@ def test_nothing_fits_is_one_line(hvdtrain: Program, small_set: Path, tmp_path: 
     assert "raise the limit (--memory-limit)" in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "r").exists()
+
+
+def test_what_a_limit_allows_is_not_exceeded(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    """Measured: data parallelism needs more than the limit, and the plan that is found less."""
+    common: tuple[Any, ...] = ("train", "--model", "resnet18", "--data", small_set, "--ranks", 2)
+    common += ("--threads", 1, "--batch-size", 256, "--max-steps", 2)
+    peaks = []
+    for plan in (("dp",), ("auto", "--memory-limit")):
+        given = (*plan, f"{0.85 * peaks[0] / 2**30:.3f}") if peaks else plan
+        done = hvdtrain(*common, "--plan", *given, "--run", tmp_path / plan[0])
+        assert done.returncode == 0, done.stderr
+        peaks.append(max(summary_of(tmp_path / plan[0])["peak_memory_bytes"]))
+    assert peaks[1] <= 0.85 * peaks[0]
 
 
 @pytest.mark.parametrize("model", ["cnn", "vit_tiny"])
