@@ -1,18 +1,22 @@
 """When a plan has to be thought over, and when another one is worth its change."""
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-WINDOW = 8  # times, of which the medians count
-LEAST_SECONDS = 0.15  # of a time: of so many steps the mean, so that a burst is no change
+WINDOW = 8  # steps, at least, that a change has to last; and times of which the base is made
+LEAST_SECONDS = 0.15  # of a time: of so many steps the mean
 SETTLING = 3  # steps after a change that are like no others
-# By so much a rank's own time, or all ranks' waiting, has to change for all of a window. KungFu
-# (Mai et al., OSDI 2020) acts where throughput falls to 0.8 of what it was.
+# By so much a rank's own time, or all ranks' waiting, has to change. KungFu (Mai et al., OSDI
+# 2020) acts where throughput falls to 0.8 of what it was.
 DRIFT = 1.2
+# A change counts once the logarithm of what is beyond DRIFT, times its seconds, has come to this
+# (Page, "Continuous inspection schemes", Biometrika 1954): twice as long for a second, 1.35 times
+# for four. So a processor whose speed comes and goes is not followed.
+EVIDENCE = 0.5
+MOST = 2.5  # times: what is more counts as this, so that one long step is no evidence
 FLOOR = 1e-3  # seconds: less is noise, however short the steps are
 HYSTERESIS = 0.05  # of a step: a smaller gain is no reason for a change
 MARGIN = 2.0  # times the cost of a change that it has to bring in
@@ -30,22 +34,26 @@ class Drift:
 
 @dataclass
 class Watch:
-    """Follows what ranks take in a step; what the first window took is the base.
+    """Follows what ranks take in a step; what the first times took is the base.
 
     Attributes:
         unaveraged: steps that do not last for LEAST_SECONDS yet.
-        times: means of such steps.
+        times: means of such steps: each rank's own seconds, what remains of the step, the step.
+        evidence, lasted: of each kind of change (ranks slower, ranks faster, all waiting), for as
+            long as it was there without a break: as EVIDENCE, and in steps.
     """
 
     unaveraged: list[NDArray[np.float64]] = field(default_factory=list)
-    times: deque[NDArray[np.float64]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    times: list[NDArray[np.float64]] = field(default_factory=list)
     base: NDArray[np.float64] | None = None
     unsettled: int = SETTLING
+    evidence: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    lasted: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
 
     def add(self, own_seconds: Sequence[float], step_seconds: float) -> Drift | None:
         """Take a step: each rank's own seconds, without waiting for others, and the whole step's.
 
-        Returns what has drifted, once it has for a whole window.
+        Returns what has drifted, once there is evidence of it.
         """
         if self.unsettled > 0:
             self.unsettled -= 1
@@ -54,22 +62,14 @@ class Watch:
         self.unaveraged.append(np.array([*own_seconds, rest, step_seconds]))
         if sum(step[-1] for step in self.unaveraged) < LEAST_SECONDS:
             return None
-        self.times.append(np.mean(self.unaveraged, axis=0))
+        time, steps = np.mean(self.unaveraged, axis=0), len(self.unaveraged)
         self.unaveraged.clear()
-        if len(self.times) < WINDOW:
-            return None
-        found = np.stack(self.times)
+        self.times.append(time)
         if self.base is None:
-            self.base = np.median(found, axis=0)
-            self.times.clear()
+            self._begin()
             return None
-        now = np.median(found, axis=0)
-        own, whole = tuple(now[:-2].tolist()), float(now[-1])
-        if cause := self._slower_rank(found):
-            return Drift(cause, own, whole)
-        if cause := self._longer_wait(found):
-            return Drift(cause, own, whole, is_waiting=True)
-        return None
+        self._weigh(time, steps)
+        return self._drift()
 
     def restart(self) -> None:
         """Take what comes now as the base."""
@@ -77,27 +77,47 @@ class Watch:
         self.unaveraged.clear()
         self.base, self.unsettled = None, SETTLING
 
-    def _slower_rank(self, found: NDArray[np.float64]) -> str | None:
-        """A rank that takes another time, if all times of the window agree on it."""
-        assert self.base is not None
-        own, base = found[:, :-2], np.maximum(self.base[:-2], 1e-9)
-        slower = ((own > DRIFT * base) & (own > base + FLOOR)).all(axis=0)
-        faster = ((own < base / DRIFT) & (own < base - FLOOR)).all(axis=0)
-        if not (slower | faster).any():
-            return None
-        ratios = np.median(own, axis=0) / base
-        changed = np.where(slower | faster, np.abs(np.log(np.maximum(ratios, 1e-9))), 0.0)
-        rank = int(changed.argmax())
-        return f"rank {rank} takes {ratios[rank]:.2f} times as long as when the plan was new"
+    def _begin(self) -> None:
+        """Take the base, if there are enough times for it."""
+        if len(self.times) < WINDOW:
+            return
+        self.base = np.maximum(np.median(self.times, axis=0), 1e-9)
+        self.times.clear()
+        kinds = 2 * (len(self.base) - 2) + 1
+        self.evidence, self.lasted = np.zeros(kinds), np.zeros(kinds)
 
-    def _longer_wait(self, found: NDArray[np.float64]) -> str | None:
-        """That all wait longer for what no rank computes, if all times of the window agree."""
+    def _weigh(self, time: NDArray[np.float64], steps: int) -> None:
+        """Add to the evidence of what differs, and forget that of what does not."""
         assert self.base is not None
-        more = found[:, -2] - self.base[-2]
-        part = more / self.base[-1]
-        if not ((part > DRIFT - 1) & (more > FLOOR)).all():
+        own, base = np.maximum(time[:-2], 1e-9), self.base[:-2]
+        waiting = max(0.0, time[-2] - self.base[-2])
+        ratios = np.array([*(own / base), *(base / own), 1 + waiting / self.base[-1]])
+        more = np.array([*(own - base), *(base - own), waiting])
+        differs = (ratios > DRIFT) & (more > FLOOR)
+        beyond = np.log(np.clip(ratios, DRIFT, MOST)) - np.log(DRIFT)
+        self.evidence = np.where(differs, self.evidence + beyond * steps * time[-1], 0.0)
+        self.lasted = np.where(differs, self.lasted + steps, 0.0)
+        if not differs.any():
+            self.times.clear()
+
+    def _drift(self) -> Drift | None:
+        """What there is most evidence of, if there is enough."""
+        found = np.where(self.lasted >= WINDOW, self.evidence, 0.0)
+        kind = int(found.argmax())
+        if found[kind] < EVIDENCE:
             return None
-        return f"ranks wait {np.median(part):.0%} of a step longer than when the plan was new"
+        assert self.base is not None
+        now = np.median(self.times[-WINDOW:], axis=0)
+        ranks = len(now) - 2
+        own, whole = tuple(now[:-2].tolist()), float(now[-1])
+        if kind == 2 * ranks:
+            part = (now[-2] - self.base[-2]) / self.base[-1]
+            cause = f"ranks wait {part:.0%} of a step longer than when the plan was new"
+            return Drift(cause, own, whole, is_waiting=True)
+        rank = kind % ranks
+        ratio = now[rank] / self.base[rank]
+        cause = f"rank {rank} takes {ratio:.2f} times as long as when the plan was new"
+        return Drift(cause, own, whole)
 
 
 @dataclass(frozen=True)

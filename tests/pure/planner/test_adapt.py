@@ -86,7 +86,17 @@ def test_many_short_steps_are_one_time_of_a_window() -> None:
     watch, step = Watch(), 0.01
     many = round(1.1 * WINDOW * LEAST_SECONDS / step)
     follow(watch, (step, step), SETTLING + many)
-    assert follow(watch, (step, 2 * step), 20) == []
-    assert follow(watch, (step, step), many) == []
+    for _ in range(20):
+        assert follow(watch, (step, 9 * step), 3) + follow(watch, (step, step), 20) == []
     (drift, *_) = follow(watch, (step, 2 * step), many)
     assert "rank 1 takes 2.00 times" in drift.cause
+
+
+@pytest.mark.parametrize(("times", "seconds"), [(2.0, 1.0), (1.35, 4.2), (1.25, 12.2)])
+def test_less_has_to_last_for_longer(times: float, seconds: float) -> None:
+    watch, step = Watch(), 0.05
+    follow(watch, (step, step), SETTLING + 3 * WINDOW)
+    steps = 0
+    while not follow(watch, (step, times * step), 1):
+        steps += 1
+    assert steps * 1.05 * times * step == pytest.approx(seconds, abs=2 * LEAST_SECONDS)
