@@ -22,6 +22,14 @@ TIMED_ALONE = "Each rank was timed alone; reductions between replicas are free h
 LONGEST_NAMES = 44
 
 
+def copies_held(optimizer: str, replicas: int) -> float:
+    """Copies of the parameters for a moment: a checkpoint's, and Horovod's of gradients.
+
+    A checkpoint is written from a copy while training goes on; each replica has a part of it.
+    """
+    return (1 + OPTIMIZER_COPIES[optimizer]) / replicas + (replicas > 1)
+
+
 @dataclass(frozen=True)
 class Memory:
     """What a rank holds, in bytes; activations at their peak."""

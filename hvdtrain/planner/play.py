@@ -11,7 +11,7 @@ from hvdtrain.parallel.validate import validate
 from hvdtrain.planner.components import RankTimes
 from hvdtrain.planner.cost import plan_costs
 from hvdtrain.planner.network import MeasuredNetwork
-from hvdtrain.planner.overview import OPTIMIZER_COPIES, Overview, played
+from hvdtrain.planner.overview import Overview, copies_held, played
 from hvdtrain.planner.tables import Question
 
 WORK, TRANSFER = "compute", "communication"  # kinds of a timeline's events
@@ -39,22 +39,24 @@ class Candidate:
 
     @cached_property
     def rank_bytes(self) -> tuple[int, ...]:
-        """What each rank holds at its peak, its process and its part of a checkpoint included."""
+        """What each rank holds at its peak, its process and copies for a moment included."""
         memory = self.overview.memory
         return tuple(
             held.total
             + round((self.ranks[rank].activation_factor - 1) * held.activations)
             + self.ranks[rank].resident_bytes
-            + self._checkpoint_bytes(rank)
+            + self._copied_bytes(rank)
             for rank, held in sorted(memory.items())
         )
 
-    def _checkpoint_bytes(self, rank: int) -> int:
-        """Of the copy that is written while training goes on: replicas have a part of it each."""
+    def _copied_bytes(self, rank: int) -> int:
+        """Of what becomes a checkpoint, and of gradients that are being summed."""
         plan, costs = self.plan, self.overview.costs
-        copies = 1 + OPTIMIZER_COPIES[self.overview.optimizer]
         return sum(
-            copies * costs[name].parameter_bytes // len(plan.stages[stage].ranks)
+            round(
+                copies_held(self.overview.optimizer, len(plan.stages[stage].ranks))
+                * costs[name].parameter_bytes
+            )
             for stage in plan.stages_of(rank)
             for name in plan.stages[stage].components
         )

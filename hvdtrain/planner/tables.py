@@ -8,7 +8,7 @@ import numpy as np
 
 from hvdtrain.planner.cost import Known
 from hvdtrain.planner.divide import UNFIT, Run, Times
-from hvdtrain.planner.overview import OPTIMIZER_COPIES
+from hvdtrain.planner.overview import OPTIMIZER_COPIES, copies_held
 
 ALIKE = 1.2  # as much as measurements of like ranks differ, on a shared machine
 
@@ -121,9 +121,8 @@ class Tables:
         taking, latency = self._taking(ranks, self.crossing * max(rows))
         reduced = self._reduced(ranks)
         update = np.max([self._update(rank) for rank in ranks], axis=0)
-        # With the copy that becomes a checkpoint, of which each replica writes a part.
-        copies = 2 + OPTIMIZER_COPIES[self.question.optimizer] * (1 + 1 / len(ranks))
-        copies += 1 / len(ranks)
+        optimizer = self.question.optimizer
+        copies = 2 + OPTIMIZER_COPIES[optimizer] + copies_held(optimizer, len(ranks))
         profile = self.known.profile.ranks
         return Times(
             # Activations at its start and gradients at its end are taken in beside nothing else.

@@ -50,8 +50,8 @@ def test_a_limit_below_what_replicas_need_gives_stages() -> None:
     given = known(costs, [1] * 4, [1, 1], network(2))
     free = solve(Question(given, 8, "adam"))
     assert free.chosen.name == "dp"
-    # Weights, gradients, Adam's two, and half of a checkpoint's copy.
-    assert free.chosen.rank_bytes[0] > 2200 * MIB
+    # Weights, gradients, Adam's two, half of a checkpoint's copy, what is being summed.
+    assert free.chosen.rank_bytes[0] > 2600 * MIB
     limits = [1500 * MIB] * 2
     bound = solve(Question(given, 8, "adam", limits=limits))
     assert len(bound.chosen.plan.stages) == 2

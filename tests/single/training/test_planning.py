@@ -192,7 +192,7 @@ def test_what_a_limit_allows_is_not_exceeded(
 ) -> None:
     """Measured: data parallelism needs more than the limit, and the plan that is found less."""
     common: tuple[Any, ...] = ("train", "--model", "resnet18", "--data", small_set, "--ranks", 2)
-    common += ("--threads", 1, "--batch-size", 256, "--max-steps", 2)
+    common += ("--threads", 1, "--batch-size", 512, "--max-steps", 2, "--optimizer", "sgd")
     peaks: list[int] = []
     for plan in (("dp",), ("auto", "--memory-limit")):
         given = (*plan, f"{0.85 * peaks[0] / 2**30:.3f}") if peaks else plan
