@@ -32,9 +32,9 @@ class ComponentClock:
         """Run components one after another."""
         for name, call in calls.items():
             began = time.perf_counter()
-            activations = call(activations)
+            given, activations = activations, call(activations)
             self._add(name, forward=time.perf_counter() - began)
-            if activations.requires_grad:
+            if activations.requires_grad and activations is not given:  # which has its hook
                 activations.register_hook(partial(self._begin, name))
         return activations
 

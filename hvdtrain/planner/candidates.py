@@ -1,6 +1,6 @@
 """Plans that are worth playing through: those with names, and the best divisions."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -116,34 +116,40 @@ def _divisions(question: Question, schedule: str) -> Iterator[Candidate]:
 
 def _divided(question: Question, microbatches: int, better_than: float) -> Division | None:
     """The best division in units of ranks and components, for one number of micro-batches."""
-    places, unit = places_of(question), unit_of(question.ranks)
-    whole = Tables(question, microbatches)
-    tables = whole if len(places) == len(whole.places) else Tables(question, microbatches, places)
-    units, components = question.ranks // unit, len(places) - 1
+    whole, places, spare = Tables(question, microbatches), places_of(question), _spare(question)
+    runs = _runs(whole, places, None, better_than)
+    # What fits without a limit is the best with one: that is known without trying depths.
+    if runs is not None and spare is not None and not whole.fit(runs, spare):
+        runs = _runs(whole, places, spare, better_than)
+        if runs is None and len(places) < len(whole.places):
+            runs = _runs(whole, whole.places.tolist(), spare, better_than)
+    return None if runs is None else Division(runs, whole.estimate(runs))
+
+
+def _runs(
+    whole: Tables, places: Sequence[int], limit: float | None, better_than: float
+) -> tuple[Run, ...] | None:
+    """The best division whose runs begin and end at `places`, and then wherever that is better."""
+    question, microbatches = whole.question, whole.microbatches
+    is_whole, unit = len(places) == len(whole.places), unit_of(question.ranks)
+    tables = whole if is_whole else Tables(question, microbatches, places)
 
     def times_of(first: int, number: int) -> Times:
         return tables.times_of(unit * first, unit * number)
 
-    def within(limit: float | None) -> tuple[Run, ...] | None:
-        found = divide(
-            *(components, units, microbatches, times_of),
-            limit,
-            tolerance=TOLERANCE,
-            better_than=better_than,
-        )
-        if found is None:
-            return None
-        runs = tuple(
-            Run(places[each.start], places[each.stop], unit * each.first, unit * each.number)
-            for each in found.runs
-        )
-        return runs if tables is whole else refined(whole, runs, limit)
-
-    spare, runs = _spare(question), within(None)
-    # What fits without a limit is the best with one: that is known without trying depths.
-    if runs is not None and spare is not None and not whole.fit(runs, spare):
-        runs = within(spare)
-    return None if runs is None else Division(runs, whole.estimate(runs))
+    found = divide(
+        *(len(places) - 1, question.ranks // unit, microbatches, times_of),
+        limit,
+        tolerance=TOLERANCE,
+        better_than=better_than,
+    )
+    if found is None:
+        return None
+    runs = tuple(
+        Run(places[each.start], places[each.stop], unit * each.first, unit * each.number)
+        for each in found.runs
+    )
+    return runs if is_whole else refined(whole, runs, limit)
 
 
 def _spare(question: Question) -> float | None:

@@ -127,7 +127,7 @@ class Chain:
         gradient, pending = self._first_gradient(), {}
         for number in reversed(range(len(self.built))):
             output, leaf = self.outputs.pop(), self.leaves.pop()
-            if self._splits(number, leaf):
+            if output.requires_grad and self._splits(number, leaf):
                 output = halves.detachable(output)
                 parameters = list(self.built[number].model.parameters().values())
                 began = now(given)

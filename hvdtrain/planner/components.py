@@ -131,7 +131,9 @@ class Profile:
 
         Of all measured sizes the median counts: a rank that was disturbed at one is not slow.
         """
-        seconds = np.maximum([_whole_model(rank) for rank in self.ranks], 1e-12)
+        curve = next(iter(self.ranks[0].components.values())).forward
+        sizes = [size for size, _ in curve.points if size > 0] or [1.0]
+        seconds = np.maximum([_whole_model(rank, sizes) for rank in self.ranks], 1e-12)
         each: list[float] = np.median(seconds / seconds.min(axis=0), axis=1).tolist()
         return tuple(slow / min(each) for slow in each)
 
@@ -141,8 +143,7 @@ class Profile:
         return Profile(tuple(rank.times(factor) for rank, factor in pairs))
 
 
-def _whole_model(rank: RankTimes) -> list[float]:
+def _whole_model(rank: RankTimes, sizes: Sequence[float]) -> list[float]:
     """Seconds of all components together, for each size."""
     parts = list(rank.components.values())
-    sizes = [size for size, _ in parts[0].forward.points if size > 0]
     return [sum(each.forward(size) + each.backward(size) for each in parts) for size in sizes]

@@ -21,6 +21,7 @@ from hvdtrain.world import World
 
 FEWEST_ROWS = 2  # batch norm needs two values a channel
 MOST_SIZES = 5
+TELLING_BYTES = 8 * 2**20  # of activations: what fewer take is noise
 MOST_MORE = 4.0  # times what is counted of activations
 
 
@@ -38,6 +39,7 @@ class Setting:
         message: hands next to nothing to this rank itself, if there are other ranks.
         counted: bytes of a component by its name: those it has, and those of each sample.
         held: bytes that this process has in memory, or has allocated on its GPU.
+        give_back: gives back what is free of it.
     """
 
     build: Callable[[str], Built]
@@ -49,6 +51,7 @@ class Setting:
     message: Callable[[], None] | None = None
     counted: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     held: Callable[[], int] = lambda: 0
+    give_back: Callable[[], None] = give_back_freed_memory
 
 
 def measured_sizes(
@@ -78,21 +81,24 @@ def measure_rank(chains: Sequence[Sequence[str]], setting: Setting, here: World)
     state = torch.get_rng_state()
     found: dict[str, ComponentTimes] = {}
     first: dict[int, Seconds] = {}
-    resident, factor = setting.held(), 1.0
+    before, most_told = setting.held(), 0
+    resident, factor = before, 1.0
     for number, names in enumerate(chains):
         built = [setting.build(name) for name in names]
         is_ends = number == 0, number == len(chains) - 1
         chain = Chain(built, source, *is_ends, setting.is_bf16, setting.message)
         held: dict[int, int] = {}
         whole, parts = _measured(chain, setting, here, held)
-        if number == 0:  # the memory of later ones is that of the first, used again
-            resident, factor = _memory(names, setting, resident, held)
+        told = sum(setting.counted[name][1] for name in names) if setting.counted else 0
+        if told > most_told:  # the chain that leaves most in memory tells most of it
+            most_told = told
+            resident, factor = _memory(names, setting, before, held)
         found |= {name: _times(whole, parts, place) for place, name in enumerate(names)}
         first = first or whole
         given = chain.emitted(largest)
         source = partial(_first_rows, given)
         del built, chain
-        give_back_freed_memory()
+        setting.give_back()
     torch.set_rng_state(state)
     load = Curve.of(first, [float(np.median(each.load)) for each in first.values()])
     message = np.median([float(np.median(each.message)) for each in first.values()])
@@ -112,7 +118,7 @@ def _measured(
     parts: dict[int, Halves] = {}
     for rows in setting.sizes:
         here.barrier()
-        give_back_freed_memory()  # by the size before, whose blocks are no use to this one
+        setting.give_back()  # what the size before has freed: its blocks are no use to this one
         whole[rows] = chain.whole(rows)
         held[rows] = setting.held()
         if setting.in_halves and rows in _split_sizes(setting.sizes):
@@ -135,7 +141,7 @@ def _memory(
     fixed, each = (sum(setting.counted[name][k] for name in names) for k in (0, 1))
     fewest, most = min(held), max(held)
     factor = 1.0
-    if most > fewest and each:
+    if each * (most - fewest) >= TELLING_BYTES:
         grown = (held[most] - held[fewest]) / (most - fewest)
         factor = min(MOST_MORE, max(1.0, grown / each))
     return max(before, round(held[fewest] - fixed - factor * each * fewest)), factor

@@ -8,7 +8,7 @@ from typing import Any
 from hvdtrain.errors import one_line
 from hvdtrain.parallel.plan import Plan
 from hvdtrain.parallel.relayout import is_same_layout
-from hvdtrain.planner.adapt import Decision, Drift, Watch, decide
+from hvdtrain.planner.adapt import SETTLING, Decision, Drift, Watch, decide
 from hvdtrain.planner.explain import in_short
 from hvdtrain.planner.follow import compared, following
 from hvdtrain.planner.play import calibrated, play, prove
@@ -62,6 +62,8 @@ class Adapter:
         Returns what was found, on rank 0, whose profile then follows it.
         """
         self.followed += 1
+        if self.followed == SETTLING:
+            self.session.read_times()  # the first steps are like no others
         if self.followed % PROFILE_STEPS:
             return None
         taken: list[StepTimes] = self.session.world.gather(self.session.read_times())

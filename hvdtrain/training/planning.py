@@ -215,32 +215,35 @@ def own_times(
         config.precision == "bf16",
         "zb-h1" in _schedules(config, subject.names),
         message,
-        {cost.name: _bytes(cost, config.optimizer, subject.recomputed) for cost in subject.costs},
+        {cost.name: _bytes(cost, config.optimizer) for cost in subject.costs},
         partial(_held_bytes, subject),
+        partial(_give_back, subject),
     )
-    found = measure_rank(_chains(subject, setting.sizes[-1], here), setting, here)
-    if images.device.type == "cuda":
-        torch.cuda.empty_cache()
-    give_back_freed_memory()
-    return found
+    return measure_rank(_chains(subject, setting.sizes[-1], here), setting, here)
 
 
 def _chains(subject: Subject, rows: int, here: World) -> list[list[str]]:
     """Components that are measured together, as many as half of the memory that is left holds."""
-    counted = [_bytes(cost, subject.config.optimizer, ()) for cost in subject.costs]
+    counted = [_bytes(cost, subject.config.optimizer) for cost in subject.costs]
     held = [fixed + MORE * rows * each for fixed, each in counted]
-    room = max(1, int(_spare_bytes(subject, here) / 2))
-    groups = group_by_bytes(held, room, room)
     # A chain is measured at once on all ranks: all have to have the same.
-    told: list[list[str]] = here.broadcast([[subject.names[k] for k in group] for group in groups])
-    return told
+    room = max(1, int(min(here.gather(_spare_bytes(subject, here))) / 2))
+    groups = group_by_bytes(held, room, room)
+    return [[subject.names[k] for k in group] for group in groups]
 
 
-def _bytes(cost: ComponentCost, optimizer: str, recomputed: Collection[str]) -> tuple[int, int]:
-    """What is counted of a component: what it has, and what each sample leaves in it."""
+def _bytes(cost: ComponentCost, optimizer: str) -> tuple[int, int]:
+    """What is counted of a component in its measurement: its own, and what a sample leaves."""
     copies = 2 + OPTIMIZER_COPIES[optimizer]
-    saved = 0 if cost.name in recomputed else cost.saved_bytes
-    return copies * cost.parameter_bytes + cost.buffer_bytes, saved + cost.output_bytes
+    own = copies * cost.parameter_bytes + cost.buffer_bytes
+    return own, cost.saved_bytes + cost.output_bytes
+
+
+def _give_back(subject: Subject) -> None:
+    """Give memory that is free back, to the system or to the GPU."""
+    if subject.images.device.type == "cuda":
+        torch.cuda.empty_cache()
+    give_back_freed_memory()
 
 
 def _spare_bytes(subject: Subject, here: World) -> float:

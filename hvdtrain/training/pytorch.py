@@ -122,8 +122,8 @@ class TorchSession(Session):
         steps, self.timed_steps = max(1, self.timed_steps), 0
         clocks = [part.model.clock for part in self.parts.values()]
         taken = {name: t for clock in clocks if clock for name, t in clock.read().items()}
-        if self.plan.splits_backward:
-            taken = {}  # weight gradients come later, all together
+        if self.plan.splits_backward or any(part.synchronised for part in self.parts.values()):
+            taken = {}  # weight gradients come later, all together; or others are waited for
         transfer, self.transfer_seconds = self.transfer_seconds / steps, 0.0
         return StepTimes({name: sum(each) / steps for name, each in taken.items()}, transfer)
 
@@ -154,7 +154,9 @@ class TorchSession(Session):
     def diagnose(self, taken: Taken) -> str:
         self._seed(taken.position)
         todo = self.program(taken.batch_size, is_training=True)
-        return diagnose(self.runtime, self.plan, self.world, todo, taken)
+        found = diagnose(self.runtime, self.plan, self.world, todo, taken)
+        self.read_times()  # which are not those of steps
+        return found
 
     @override
     def align_clocks(self) -> None:

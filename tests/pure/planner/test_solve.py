@@ -7,9 +7,10 @@ import pytest
 
 from hvdtrain.errors import UsageError
 from hvdtrain.parallel.plan import Plan, Stage
+from hvdtrain.planner.candidates import _runs, places_of
 from hvdtrain.planner.play import play
 from hvdtrain.planner.solve import lower_bound, solve
-from hvdtrain.planner.tables import Question
+from hvdtrain.planner.tables import Question, Tables
 from tests.pure.planner.machines import component, known, network, question
 
 MIB = 2**20
@@ -105,3 +106,27 @@ def all_plans(names: "list[str]", ranks: int) -> "list[Plan]":
                 )
                 found += [Plan(made, number) for number in ([1] if stages == 1 else [2, 4])]
     return found
+
+
+def test_of_many_components_neighbours_are_kept_together_at_first() -> None:
+    """The division that is found of a hundred is no worse than one of all places."""
+    draw = random.Random(1)
+    costs = [component(number, draw.choice([100, 9000])) for number in range(100)]
+    given = known(costs, [draw.uniform(1, 3) for _ in costs], [1] * 4, network(4, 0.0, 0.0, 1.0))
+    asked = Question(given, 32, "sgd", microbatches=8)
+    whole = Tables(asked, 8)
+    fine = _runs(whole, whole.places.tolist(), None, float("inf"))
+    coarse = _runs(whole, places_of(asked), None, float("inf"))
+    assert len(places_of(asked)) < 60
+    assert fine is not None
+    assert coarse is not None
+    assert whole.estimate(coarse) <= 1.005 * whole.estimate(fine)
+
+
+def test_a_plan_that_only_a_fine_division_fits_is_found() -> None:
+    """One component takes nearly all of the time, the others all of the memory."""
+    costs = [component(number, parameter_bytes=MIB) for number in range(100)]
+    given = known(costs, [1e-9] * 99 + [1.0], [1, 1], network(2))
+    asked = Question(given, 8, "sgd", limits=[300 * MIB] * 2, microbatches=4)
+    found = solve(asked)
+    assert all(held <= 300 * MIB for held in found.chosen.rank_bytes)
