@@ -104,14 +104,21 @@ def peers(cut: Cut, rank: int, action: Action) -> tuple[int, ...]:
     return ()
 
 
-def sent_for(action: Action, last: int) -> Action | None:
-    """The SEND of other ranks that a compute action needs; None if it needs none."""
+def receipt_for(action: Action, last: int) -> Action | None:
+    """The RECV whose data a compute action uses; None for what uses none of another stage."""
     stage, kind, k = action
     if kind == "F" and stage > 0:
-        return Action(stage - 1, "SEND_F", k)
+        return Action(stage, "RECV_F", k)
     if kind in BACKWARD and stage < last:
-        return Action(stage + 1, "SEND_B", k)
+        return Action(stage, "RECV_B", k)
     return None
+
+
+def send_of(receipt: Action) -> Action:
+    """The SEND of the neighbouring stage that a RECV is for."""
+    stage, kind, k = receipt
+    is_forward = kind == "RECV_F"
+    return Action(stage - 1 if is_forward else stage + 1, kind.replace("RECV", "SEND"), k)
 
 
 def rows_handed(cut: Cut, sender: int, receiver: int, action: Action) -> int:

@@ -1,18 +1,11 @@
 """What each component takes in the steps of a run: forward by the clock, backward by hooks."""
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple
 
 from torch import Tensor
-
-
-class Taken(NamedTuple):
-    """Seconds of one component."""
-
-    forward: float = 0.0
-    backward: float = 0.0
 
 
 class ComponentClock:
@@ -23,7 +16,7 @@ class ComponentClock:
     """
 
     def __init__(self) -> None:
-        self.taken: dict[str, Taken] = {}
+        self.taken: dict[str, float] = defaultdict(float)
         self._begun: tuple[str, float] | None = None
 
     def forward(
@@ -33,7 +26,7 @@ class ComponentClock:
         for name, call in calls.items():
             began = time.perf_counter()
             given, activations = activations, call(activations)
-            self._add(name, forward=time.perf_counter() - began)
+            self.taken[name] += time.perf_counter() - began
             if activations.requires_grad and activations is not given:  # which has its hook
                 activations.register_hook(partial(self._begin, name))
         return activations
@@ -43,17 +36,15 @@ class ComponentClock:
         if self._begun is not None:
             name, began = self._begun
             self._begun = None
-            self._add(name, backward=time.perf_counter() - began)
+            self.taken[name] += time.perf_counter() - began
 
-    def read(self) -> dict[str, Taken]:
-        """By name, since this was asked for before."""
-        found, self.taken, self._begun = self.taken, {}, None
+    def read(self) -> dict[str, float]:
+        """Seconds by name, since this was asked for before."""
+        found = dict(self.taken)
+        self.taken.clear()
+        self._begun = None
         return found
 
     def _begin(self, name: str, _: Tensor) -> None:
         self.end()
         self._begun = name, time.perf_counter()
-
-    def _add(self, name: str, forward: float = 0.0, backward: float = 0.0) -> None:
-        before = self.taken.get(name, Taken())
-        self.taken[name] = Taken(before.forward + forward, before.backward + backward)

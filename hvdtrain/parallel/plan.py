@@ -54,6 +54,11 @@ class Plan:
         return tuple(i for i, stage in enumerate(self.stages) if rank in stage.ranks)
 
     @property
+    def replicated_stages(self) -> frozenset[int]:
+        """The numbers of the stages that several ranks hold."""
+        return frozenset(i for i, stage in enumerate(self.stages) if len(stage.ranks) > 1)
+
+    @property
     def splits_backward(self) -> bool:
         """Whether gradients of weights are computed apart from those of inputs."""
         return self.schedule == "zb-h1" and len(self.stages) > 1

@@ -21,6 +21,8 @@ from hvdtrain.parallel.actions import (
     ScheduleError,
     boundary,
     peers,
+    receipt_for,
+    send_of,
 )
 from hvdtrain.parallel.cut import Cut
 from hvdtrain.parallel.plan import Plan
@@ -245,12 +247,10 @@ def _perform(run: _Run, rank: int, action: Action, before: float, start: float) 
 def _needs(run: _Run, rank: int, action: Action) -> list[tuple[Mark, float]]:
     """What has to have happened before an action can start, and how long before."""
     stage, kind, k = action
-    if kind == "F":
-        return _arrivals(run, rank, Action(stage, "RECV_F", k)) if stage else []
-    if kind in BACKWARD:
-        forward = [(Mark(rank, Action(stage, "F", k)), 0.0)]
-        after = stage < run.plan.last
-        return forward + (_arrivals(run, rank, Action(stage, "RECV_B", k)) if after else [])
+    if kind in ("F", *BACKWARD):
+        forward = [] if kind == "F" else [(Mark(rank, Action(stage, "F", k)), 0.0)]
+        receipt = receipt_for(action, run.plan.last)
+        return forward + (_arrivals(run, rank, receipt) if receipt else [])
     if kind == "W":
         return [(Mark(rank, Action(stage, "I", k)), 0.0)]
     if kind in SENDS and run.rendezvous:
@@ -266,8 +266,8 @@ def _needs(run: _Run, rank: int, action: Action) -> list[tuple[Mark, float]]:
 def _arrivals(run: _Run, rank: int, receipt: Action) -> list[tuple[Mark, float]]:
     """What the user of received data waits for; or of data that the rank itself has made."""
     stage, kind, k = receipt
-    other, sent = (stage - 1, "F") if kind == "RECV_F" else (stage + 1, "B")
-    send = Action(other, f"SEND_{sent}", k)
+    send = send_of(receipt)
+    other, sent = send.stage, send.kind[-1]
     senders = peers(run.cut, rank, receipt)
     needs = [(Mark(rank, receipt), 0.0)] if senders else []
     needs += [(Mark(peer, send), run.costs.hand_over(peer, rank, send)) for peer in senders]

@@ -6,6 +6,7 @@ however eagerly the library sends. An error shows the place as a grid of ranks a
 
 from collections.abc import Iterator, Set
 
+from hvdtrain.parallel import cut as cuts
 from hvdtrain.parallel.actions import (
     RECEIPTS,
     SENDS,
@@ -17,6 +18,7 @@ from hvdtrain.parallel.actions import (
 )
 from hvdtrain.parallel.cut import Cut
 from hvdtrain.parallel.plan import Plan
+from hvdtrain.parallel.schedule import training_step
 from hvdtrain.parallel.simulate import Deadlock, simulate, unit_costs
 
 TAG_LIMIT = 32767  # the largest tag that every MPI library allows (MPI 4.1, 9.1.2)
@@ -34,6 +36,20 @@ ORDER_OF_STAGE = (
 )
 
 Place = tuple[int, int]  # rank, index in its list
+
+
+def prove(plan: Plan, batch_size: int, is_synchronised: bool) -> None:
+    """Prove that the plan's own schedule is a correct training step.
+
+    Args:
+        is_synchronised: whether batch norms of replicas wait for each other.
+
+    Raises:
+        ScheduleError: as of `validate`.
+    """
+    pieces = cuts.cut(plan, batch_size)
+    together = plan.replicated_stages if is_synchronised else frozenset()
+    validate(training_step(plan, pieces), plan, pieces, synchronised=together)
 
 
 def validate(

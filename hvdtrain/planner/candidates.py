@@ -34,14 +34,15 @@ def candidates(question: Question) -> Iterator[Candidate]:
     staged = _staged_schedules(question)
     found: list[Candidate] = []
     for usual in staged[:1]:
-        found = [*_named_pipelines(question, usual), *_divisions(question, usual)]
+        named = () if is_large(question) else _named_pipelines(question, usual)
+        found = [*named, *_divisions(question, usual)]
     yield from found
     if found:
         best = min(found, key=lambda each: (each.shortage(question.limits), each.seconds))
         for schedule in staged[1:]:
             plan = replace(best.plan, schedule=schedule)
             yield play(question, plan, f"{best.name.split(',')[0]}, {schedule}")
-    if "interleaved" in question.schedules:
+    if "interleaved" in question.schedules and not is_large(question):
         yield from _interleaved(question)
 
 
@@ -71,17 +72,21 @@ def _numbers_of_microbatches(question: Question) -> list[int]:
 
 
 def _named_pipelines(question: Question, schedule: str) -> Iterator[Candidate]:
-    """`mp` and `hp:SxR`, cut where the operations are even; of many ranks and components none."""
-    names, ranks = question.known.profile.names, question.ranks
-    shapes = [number for number in range(2, min(ranks, len(names)) + 1) if ranks % number == 0]
-    for stages in () if is_large(question) else shapes:
+    """`mp` and `hp:SxR`, cut where the operations are even."""
+    for stages in numbers_of_stages(question):
         if found := _pipeline(question, stages, stages, schedule):
             yield found
 
 
+def numbers_of_stages(question: Question) -> list[int]:
+    """Into which the ranks can be shared out evenly, ascending."""
+    most = min(question.ranks, len(question.known.costs))
+    return [number for number in range(2, most + 1) if question.ranks % number == 0]
+
+
 def _interleaved(question: Question) -> Iterator[Candidate]:
     """`mp` with two stages a rank."""
-    if 2 * question.ranks <= len(question.known.costs) and not is_large(question):
+    if 2 * question.ranks <= len(question.known.costs):
         found = _pipeline(question, question.ranks, 2 * question.ranks, "interleaved")
         if found is not None:
             yield found
@@ -117,16 +122,16 @@ def _divisions(question: Question, schedule: str) -> Iterator[Candidate]:
 def _divided(question: Question, microbatches: int, better_than: float) -> Division | None:
     """The best division in units of ranks and components, for one number of micro-batches."""
     whole, places, spare = Tables(question, microbatches), places_of(question), _spare(question)
-    runs = _runs(whole, places, None, better_than)
+    runs = runs_at(whole, places, None, better_than)
     # What fits without a limit is the best with one: that is known without trying depths.
     if runs is not None and spare is not None and not whole.fit(runs, spare):
-        runs = _runs(whole, places, spare, better_than)
+        runs = runs_at(whole, places, spare, better_than)
         if runs is None and len(places) < len(whole.places):
-            runs = _runs(whole, whole.places.tolist(), spare, better_than)
+            runs = runs_at(whole, whole.places.tolist(), spare, better_than)
     return None if runs is None else Division(runs, whole.estimate(runs))
 
 
-def _runs(
+def runs_at(
     whole: Tables, places: Sequence[int], limit: float | None, better_than: float
 ) -> tuple[Run, ...] | None:
     """The best division whose runs begin and end at `places`, and then wherever that is better."""

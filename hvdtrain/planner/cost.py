@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
 from hvdtrain.parallel.actions import (
@@ -11,15 +11,16 @@ from hvdtrain.parallel.actions import (
     Action,
     boundary,
     peers,
+    receipt_for,
     rows_handed,
-    sent_for,
+    send_of,
 )
 from hvdtrain.parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, group_by_bytes
 from hvdtrain.parallel.cut import Cut
 from hvdtrain.parallel.plan import Plan
 from hvdtrain.parallel.simulate import Costs
 from hvdtrain.planner.components import ComponentTimes, Profile
-from hvdtrain.planner.network import Network
+from hvdtrain.planner.network import Network, latency_seconds
 
 if TYPE_CHECKING:
     from hvdtrain.models.costs import ComponentCost
@@ -39,7 +40,7 @@ class Known:
     network: Network
     recomputed: Collection[str] = ()
 
-    @property
+    @cached_property
     def by_name(self) -> "Mapping[str, ComponentCost]":
         """The components' costs."""
         return {cost.name: cost for cost in self.costs}
@@ -51,8 +52,7 @@ def plan_costs(plan: Plan, cut: Cut, known: Known) -> Costs:
     A reduction counts from the end of the backward during which its first buckets were sent: what
     is not hidden there, and what sending them beside it has cost that backward.
     """
-    by_name, profile, network = known.by_name, known.profile, known.network
-
+    profile, network = known.profile, known.network
     # Of ranks that are alike, one is representative.
     first = {id(profile.ranks[rank]): rank for rank in reversed(plan.ranks)}
     like = {rank: first[id(profile.ranks[rank])] for rank in plan.ranks}
@@ -75,31 +75,35 @@ def plan_costs(plan: Plan, cut: Cut, known: Known) -> Costs:
         return compute_rows(like[rank], action.stage, action.kind, rows)
 
     def hand_over(sender: int, receiver: int, action: Action) -> float:
-        return network.hand_over_seconds(sender, receiver, 1)
+        return latency_seconds(network, sender, receiver)
 
     @cache
     def communicate(rank: int, action: Action) -> float:
         if action.kind in (*SENDS, *RECEIPTS):
             return 0.5 * profile.ranks[rank].message_seconds * len(peers(cut, rank, action))
-        send = sent_for(action, plan.last)
-        if send is None:
-            return 0.0
-        # A message moves while the receiver waits for it, whenever it was sent: MPI makes no
-        # progress beside computing, and copies within a host with the receiver's own processor.
-        last = plan.stages[boundary(send.stage, send.kind)].components[-1]
-        receipt = Action(action.stage, send.kind.replace("SEND", "RECV"), send.microbatch)
-        return sum(
-            network.hand_over_seconds(
-                sender, rank, rows_handed(cut, sender, rank, send) * by_name[last].output_bytes
-            )
-            - network.hand_over_seconds(sender, rank, 1)
-            for sender in peers(cut, rank, receipt)
-        )
+        receipt = receipt_for(action, plan.last)
+        return taking_seconds(plan, cut, known, rank, receipt) if receipt else 0.0
 
     def reduce(stage: int) -> float:
         return reduction_seconds(plan, cut, stage, known)
 
     return Costs(compute, hand_over, cache(reduce), communicate)
+
+
+def taking_seconds(plan: Plan, cut: Cut, known: Known, rank: int, receipt: Action) -> float:
+    """What it takes a rank to take in what a RECV is for, once it has been sent.
+
+    A message moves while its receiver waits for it: MPI makes no progress beside computing, and
+    copies within a host with the receiver's own processor.
+    """
+    network, send = known.network, send_of(receipt)
+    last = plan.stages[boundary(send.stage, send.kind)].components[-1]
+    each = known.by_name[last].output_bytes
+    return sum(
+        network.hand_over_seconds(sender, rank, each * rows_handed(cut, sender, rank, send))
+        - latency_seconds(network, sender, rank)
+        for sender in peers(cut, rank, receipt)
+    )
 
 
 def stage_seconds(

@@ -75,11 +75,6 @@ class Curve:
             rates.append((y[-1] - y[-2]) / (x[-1] - x[-2]))
         return float(min(rates))
 
-    def many(self, sizes: np.ndarray) -> np.ndarray:
-        """Seconds of each size: fp64, of the same shape."""
-        found: np.ndarray = stacked([self])(sizes)[0]
-        return found
-
     def times(self, factor: float) -> "Curve":
         """The same on something so many times as slow."""
         return Curve(tuple((size, factor * seconds) for size, seconds in self.points))
@@ -90,26 +85,20 @@ class Curve:
         return np.asarray(sizes, np.float64), np.asarray(seconds, np.float64)
 
 
-def stacked(curves: Sequence[Curve]) -> Callable[[np.ndarray | float], np.ndarray]:
-    """What gives the seconds of all curves for sizes [...] at once: fp64 [curves, ...].
+def stacked(curves: Sequence[Curve]) -> Callable[[float], np.ndarray]:
+    """What gives the seconds of all curves for one size at once: fp64 [curves].
 
     As each curve does by itself; quickly, where they have the same sizes.
     """
-    first, _ = curves[0]._arrays
-    if len(first) == 1 or any(not np.array_equal(each._arrays[0], first) for each in curves):
-        return lambda sizes: np.array(
-            [np.vectorize(each, otypes=[np.float64])(sizes) for each in curves]
-        )
+    sizes = curves[0]._arrays[0]
+    if len(sizes) == 1 or any(not np.array_equal(each._arrays[0], sizes) for each in curves):
+        return lambda size: np.array([each(size) for each in curves])
     seconds = np.stack([each._arrays[1] for each in curves])
-    slopes = np.diff(seconds) / np.diff(first)
+    slopes = np.diff(seconds) / np.diff(sizes)
 
-    def evaluate(sizes: np.ndarray | float) -> np.ndarray:
-        given = np.asarray(sizes, np.float64)
-        piece = np.clip(np.searchsorted(first, given, "right") - 1, 0, len(first) - 2)
-        found = seconds[:, piece] + (given - first[piece]) * slopes[:, piece]
-        if first[0] > 0:
-            least = np.multiply.outer(seconds[:, 0] / first[0], given)
-            found = np.where(given < first[0], np.maximum(found, least), found)
-        return np.asarray(found)
+    def evaluate(size: float) -> np.ndarray:
+        piece = int(np.clip(np.searchsorted(sizes, size, "right") - 1, 0, len(sizes) - 2))
+        found: np.ndarray = seconds[:, piece] + (size - sizes[piece]) * slopes[:, piece]
+        return np.maximum(found, seconds[:, 0] / sizes[0] * size) if size < sizes[0] else found
 
     return evaluate

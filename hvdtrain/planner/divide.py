@@ -59,6 +59,16 @@ class Times(NamedTuple):
     flight_bytes: np.ndarray
     arriving: "np.ndarray | float" = 0.0
 
+    def paces(self, microbatches: int) -> np.ndarray:
+        """Of each run: all micro-batches but the first, and what a step takes besides."""
+        possible = np.isfinite(self.passing)
+        passing = np.where(possible, self.passing, 0.0)
+        return np.where(possible, (microbatches - 1) * passing + self.besides, UNFIT)
+
+    def fits(self, limit: float, in_flight: int) -> np.ndarray:
+        """Which runs fit where so many micro-batches are in flight."""
+        return np.asarray(self.bytes + in_flight * self.flight_bytes <= limit)
+
 
 TimesOf = Callable[[int, int], Times]  # of (first rank, number of ranks)
 
@@ -114,7 +124,7 @@ class _Search:
     def __post_init__(self) -> None:
         # How many stages follow matters to memory alone.
         self.depths = self.ranks if self.limit is not None else 1
-        self.paces = {key: _paces(each, self.microbatches) for key, each in self.tables.items()}
+        self.paces = {key: each.paces(self.microbatches) for key, each in self.tables.items()}
 
     def best(self, tolerance: float, better_than: float) -> Division | None:
         """The division with the smallest estimate, or one that is not better than is wanted."""
@@ -144,10 +154,7 @@ class _Search:
         """Which runs fit where `depth` stages, itself included, are left to the end."""
         if self.limit is None:
             return True
-        each = self.tables[key]
-        held = each.bytes + min(depth, self.microbatches) * each.flight_bytes
-        fits: np.ndarray = held <= self.limit
-        return fits
+        return self.tables[key].fits(self.limit, min(depth, self.microbatches))
 
     def smallest_maximum(self) -> float:
         """The smallest pace that any division can have."""
@@ -219,10 +226,3 @@ class _Search:
             if self.limit is not None:
                 slot -= 1
         return tuple(runs)
-
-
-def _paces(times: Times, microbatches: int) -> np.ndarray:
-    """Of each run: all micro-batches but the first, and what a step takes besides."""
-    passing = np.where(np.isfinite(times.passing), times.passing, 0.0)
-    paces = (microbatches - 1) * passing + times.besides
-    return np.where(np.isfinite(times.passing), paces, UNFIT)

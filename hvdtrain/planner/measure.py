@@ -4,14 +4,14 @@ All ranks measure the same components at once, since they share caches and memor
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hvdtrain.memory import give_back_freed_memory
 from hvdtrain.models.component import IMAGE_CHANNELS
 from hvdtrain.parallel.stage import Images
 from hvdtrain.planner.chain import Built, Chain, Halves, Seconds
@@ -46,12 +46,20 @@ class Setting:
     images: Images
     image_size: int
     sizes: tuple[int, ...]
-    is_bf16: bool = False
-    in_halves: bool = False
-    message: Callable[[], None] | None = None
-    counted: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    held: Callable[[], int] = lambda: 0
-    give_back: Callable[[], None] = give_back_freed_memory
+    is_bf16: bool
+    in_halves: bool
+    message: Callable[[], None] | None
+    counted: Mapping[str, tuple[int, int]]
+    held: Callable[[], int]
+    give_back: Callable[[], None]
+
+
+class Measured(NamedTuple):
+    """Of a chain, by samples; `held` is what was in memory after each."""
+
+    whole: dict[int, Seconds]
+    halves: dict[int, Halves]
+    held: dict[int, int]
 
 
 def measured_sizes(
@@ -81,20 +89,19 @@ def measure_rank(chains: Sequence[Sequence[str]], setting: Setting, here: World)
     state = torch.get_rng_state()
     found: dict[str, ComponentTimes] = {}
     first: dict[int, Seconds] = {}
-    before, most_told = setting.held(), 0
+    before, most_told = setting.held(), -1
     resident, factor = before, 1.0
     for number, names in enumerate(chains):
         built = [setting.build(name) for name in names]
         is_ends = number == 0, number == len(chains) - 1
         chain = Chain(built, source, *is_ends, setting.is_bf16, setting.message)
-        held: dict[int, int] = {}
-        whole, parts = _measured(chain, setting, here, held)
-        told = sum(setting.counted[name][1] for name in names) if setting.counted else 0
+        measured = _measured(chain, setting, here)
+        told = sum(setting.counted[name][1] for name in names)
         if told > most_told:  # the chain that leaves most in memory tells most of it
             most_told = told
-            resident, factor = _memory(names, setting, before, held)
-        found |= {name: _times(whole, parts, place) for place, name in enumerate(names)}
-        first = first or whole
+            resident, factor = _memory(names, setting, before, measured.held)
+        found |= {name: _times(measured, place) for place, name in enumerate(names)}
+        first = first or measured.whole
         given = chain.emitted(largest)
         source = partial(_first_rows, given)
         del built, chain
@@ -110,20 +117,17 @@ def _first_rows(given: Tensor, rows: int) -> Tensor:
     return given[:rows]
 
 
-def _measured(
-    chain: Chain, setting: Setting, here: World, held: dict[int, int]
-) -> tuple[dict[int, Seconds], dict[int, Halves]]:
-    """All sizes of a chain; notes what was held so far after each of them in `held`."""
-    whole: dict[int, Seconds] = {}
-    parts: dict[int, Halves] = {}
+def _measured(chain: Chain, setting: Setting, here: World) -> Measured:
+    """All sizes of a chain. Collective."""
+    found = Measured({}, {}, {})
     for rows in setting.sizes:
         here.barrier()
         setting.give_back()  # what the size before has freed: its blocks are no use to this one
-        whole[rows] = chain.whole(rows)
-        held[rows] = setting.held()
+        found.whole[rows] = chain.whole(rows)
+        found.held[rows] = setting.held()
         if setting.in_halves and rows in _split_sizes(setting.sizes):
-            parts[rows] = chain.in_halves(rows)
-    return whole, parts
+            found.halves[rows] = chain.in_halves(rows)
+    return found
 
 
 def _split_sizes(sizes: Sequence[int]) -> Sequence[int]:
@@ -147,8 +151,9 @@ def _memory(
     return max(before, round(held[fewest] - fixed - factor * each * fewest)), factor
 
 
-def _times(whole: dict[int, Seconds], parts: dict[int, Halves], place: int) -> ComponentTimes:
+def _times(measured: Measured, place: int) -> ComponentTimes:
     """What one component of a chain takes, of what was measured for each number of samples."""
+    whole, parts, _ = measured
     sums = [(each.forward + each.backward)[:, place] for each in whole.values()]
     spread = max(float((each.max() - each.min()) / np.median(each)) for each in sums)
     update = np.median([np.median(each.update[:, place]) for each in whole.values()])

@@ -7,7 +7,6 @@ from functools import cached_property
 from hvdtrain.parallel.cut import cut
 from hvdtrain.parallel.plan import Plan
 from hvdtrain.parallel.schedule import training_step
-from hvdtrain.parallel.validate import validate
 from hvdtrain.planner.components import RankTimes
 from hvdtrain.planner.cost import plan_costs
 from hvdtrain.planner.network import MeasuredNetwork
@@ -94,28 +93,11 @@ def play(question: Question, plan: Plan, name: str) -> Candidate:
         *(plan, pieces, training_step(plan, pieces), known.costs, question.optimizer),
         known.recomputed,
         plan_costs(plan, pieces, known),
-        _synchronised(question, plan),
+        # What that sends is not counted.
+        plan.replicated_stages if question.is_synchronised else (),
         remarks=(),
     )
     return Candidate(name, found, known.profile.ranks)
-
-
-def prove(question: Question, plan: Plan) -> None:
-    """Prove that the plan's schedule is a correct step.
-
-    Raises:
-        ScheduleError: if it is none.
-    """
-    pieces = cut(plan, question.batch_size)
-    together = frozenset(_synchronised(question, plan))
-    validate(training_step(plan, pieces), plan, pieces, synchronised=together)
-
-
-def _synchronised(question: Question, plan: Plan) -> list[int]:
-    """Stages whose batch norms wait for each other; what that sends is not counted."""
-    if not question.is_synchronised:
-        return []
-    return [number for number, stage in enumerate(plan.stages) if len(stage.ranks) > 1]
 
 
 def calibrated(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.parallel.plan import Plan, pipeline, replicated
+from hvdtrain.planner.candidates import numbers_of_stages
 from hvdtrain.planner.clusters import Cluster, ClusterNetwork
 from hvdtrain.planner.components import Profile
 from hvdtrain.planner.cost import Known
@@ -178,10 +179,9 @@ def _pipelines(question: Question) -> list[Plan]:
     """Those of one rank a stage (of as many stages as there can be), then the hybrids."""
     names, ranks = question.known.profile.names, question.ranks
     work = [cost.forward_flops for cost in question.known.costs]
-    stages = [number for number in range(2, min(ranks, len(names)) + 1) if ranks % number == 0]
     return [
         pipeline(names, work, ranks, number, ranks // number, question.microbatches, "1f1b")
-        for number in reversed(stages)
+        for number in reversed(numbers_of_stages(question))
     ]
 
 

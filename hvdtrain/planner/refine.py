@@ -1,6 +1,7 @@
 """Moves the boundaries of a division one at a time, for as long as its estimate falls."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,7 +19,7 @@ def refined(tables: Tables, runs: Sequence[Run], limit: float | None) -> tuple[R
         limit: bytes that a rank may hold.
     """
     cuts = [runs[0].start, *(run.stop for run in runs)]
-    stages = [_Stage(tables, number, runs, limit) for number in range(len(runs))]
+    stages = [_stage(tables, number, runs, limit) for number in range(len(runs))]
     for _ in range(MOST_ROUNDS):
         before = list(cuts)
         for place in range(1, len(cuts) - 1):
@@ -31,21 +32,20 @@ def refined(tables: Tables, runs: Sequence[Run], limit: float | None) -> tuple[R
     )
 
 
-class _Stage:
+class _Stage(NamedTuple):
     """What every run of components would take on the ranks of one stage: fp64 [start, stop]."""
 
-    def __init__(
-        self, tables: Tables, number: int, runs: Sequence[Run], limit: float | None
-    ) -> None:
-        times = tables.times_of(runs[number].first, runs[number].number)
-        self.whole = times.passing + times.arriving
-        with np.errstate(invalid="ignore"):
-            paces = (tables.microbatches - 1) * times.passing + times.besides
-        self.pace = np.where(np.isfinite(times.passing), paces, UNFIT)
-        if limit is not None:
-            in_flight = min(tables.microbatches, len(runs) - number)
-            fits = times.bytes + in_flight * times.flight_bytes <= limit
-            self.pace = np.where(fits, self.pace, UNFIT)
+    whole: np.ndarray
+    pace: np.ndarray
+
+
+def _stage(tables: Tables, number: int, runs: Sequence[Run], limit: float | None) -> _Stage:
+    times = tables.times_of(runs[number].first, runs[number].number)
+    pace = times.paces(tables.microbatches)
+    if limit is not None:
+        in_flight = min(tables.microbatches, len(runs) - number)
+        pace = np.where(times.fits(limit, in_flight), pace, UNFIT)
+    return _Stage(times.passing + times.arriving, pace)
 
 
 def _best_place(stages: Sequence[_Stage], cuts: Sequence[int], place: int) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 from hvdtrain.errors import UsageError
 from hvdtrain.parallel.plan import Plan
 from hvdtrain.planner.candidates import candidates
-from hvdtrain.planner.overview import OPTIMIZER_COPIES
+from hvdtrain.planner.overview import OPTIMIZER_COPIES, copies_held
 from hvdtrain.planner.play import Candidate
 from hvdtrain.planner.tables import Question
 
@@ -95,9 +95,10 @@ def _nothing_fits(question: Question, played: "list[Candidate]") -> str:
         limit - rank.resident_bytes
         for limit, rank in zip(limits, question.known.profile.ranks, strict=True)
     )
-    copies = 3 + 2 * OPTIMIZER_COPIES[question.optimizer]  # with what becomes a checkpoint
+    optimizer = question.optimizer
+    copies = 2 + OPTIMIZER_COPIES[optimizer] + copies_held(optimizer, replicas=1)
 
-    def held(cost: "ComponentCost") -> int:
+    def held(cost: "ComponentCost") -> float:
         return copies * cost.parameter_bytes + cost.buffer_bytes + cost.saved_bytes
 
     largest = max(question.known.costs, key=held)

@@ -8,6 +8,7 @@ import numpy as np
 
 from hvdtrain.planner.cost import Known
 from hvdtrain.planner.divide import UNFIT, Run, Times
+from hvdtrain.planner.network import latency_seconds
 from hvdtrain.planner.overview import OPTIMIZER_COPIES, copies_held
 
 ALIKE = 1.2  # as much as measurements of like ranks differ, on a shared machine
@@ -84,23 +85,17 @@ class Tables:
     def estimate(self, runs: Sequence[Run]) -> float:
         """What `divide` takes a division to be."""
         tables = [(self.times_of(run.first, run.number), (run.start, run.stop)) for run in runs]
-        passing = [float(times.passing[place]) for times, place in tables]
-        arriving = sum(float(np.broadcast_to(t.arriving, t.passing.shape)[at]) for t, at in tables)
-        besides = [float(times.besides[place]) for times, place in tables]
-        paces = [
-            (self.microbatches - 1) * own + more
-            for own, more in zip(passing, besides, strict=True)
-        ]
-        return sum(passing) + arriving + max(paces)
+        whole = sum(float((times.passing + times.arriving)[place]) for times, place in tables)
+        return whole + max(float(t.paces(self.microbatches)[place]) for t, place in tables)
 
     def fit(self, runs: Sequence[Run], limit: float) -> bool:
         """Whether no rank holds more than that."""
-        for number, run in enumerate(runs):
-            times, place = self.times_of(run.first, run.number), (run.start, run.stop)
-            in_flight = min(self.microbatches, len(runs) - number)
-            if times.bytes[place] + in_flight * times.flight_bytes[place] > limit:
-                return False
-        return True
+        return all(
+            self.times_of(run.first, run.number).fits(
+                limit, min(self.microbatches, len(runs) - number)
+            )[run.start, run.stop]
+            for number, run in enumerate(runs)
+        )
 
     def _hosts(self, ranks: tuple[int, ...]) -> tuple[object, ...]:
         """On how many hosts they are, and whether what is before them is on another."""
@@ -152,7 +147,7 @@ class Tables:
         other, network = self._neighbour(ranks), self.known.network
         if other in ranks or not sizes.any():
             return np.zeros_like(sizes), 0.0
-        latency = network.hand_over_seconds(other, ranks[0], 1)
+        latency = latency_seconds(network, other, ranks[0])
         own = max(self.known.profile.ranks[rank].message_seconds for rank in ranks) - latency
 
         def seconds(size: float) -> float:

@@ -8,10 +8,11 @@ from typing import Any
 from hvdtrain.errors import one_line
 from hvdtrain.parallel.plan import Plan
 from hvdtrain.parallel.relayout import is_same_layout
+from hvdtrain.parallel.validate import prove
 from hvdtrain.planner.adapt import SETTLING, Decision, Drift, Watch, decide
 from hvdtrain.planner.explain import in_short
 from hvdtrain.planner.follow import compared, following
-from hvdtrain.planner.play import calibrated, play, prove
+from hvdtrain.planner.play import calibrated, play
 from hvdtrain.planner.solve import Solution, solve
 from hvdtrain.planner.tables import Question
 from hvdtrain.training.control import Agreed
@@ -39,13 +40,15 @@ class Adapter:
 
     Attributes:
         change_seconds: what the last change, or the first building, took.
-        followed: steps since components were compared.
+        followed: steps under this plan.
+        expected_transfer: of each rank in a step of this plan; played through once.
     """
 
     session: Session
     question: Question | None
     change_seconds: float
     followed: int = 0
+    expected_transfer: tuple[float, ...] = ()
     watch: Watch = field(default_factory=Watch)
     thinking: threading.Thread | None = None
     thoughts: list[Thought | Exception] = field(default_factory=list)  # one, once it is thought
@@ -72,8 +75,9 @@ class Adapter:
         question, plan = self.question, self.session.plan
         found = compared(question, plan, [each.components for each in taken])
         self.question = following(question, found)
-        expected = play(question, plan, "the plan that is").transfer_seconds
-        pairs = zip(found, taken, expected, strict=True)
+        if not self.expected_transfer:
+            self.expected_transfer = play(question, plan, "the plan that is").transfer_seconds
+        pairs = zip(found, taken, self.expected_transfer, strict=True)
         return {
             "ranks": [
                 {
@@ -110,7 +114,7 @@ class Adapter:
             self.watch.restart()
             reason = f"no other plan was found ({one_line(thought)})"
             return [{"decision": "stay", "cause": "the plan was thought over", "reason": reason}]
-        self.question = thought.question
+        self.question, self.expected_transfer = thought.question, ()
         if thought.decision.change:
             self.wanted = thought
             return []
@@ -133,7 +137,7 @@ class Adapter:
         chosen = solution.chosen
         decision = decide(current, chosen.seconds, steps_left, self._seconds_to(chosen.plan))
         if decision.change:
-            prove(asked, chosen.plan)
+            prove(chosen.plan, asked.batch_size, asked.is_synchronised)
         return Thought(drift.cause, asked, solution, current, decision)
 
     def _seconds_to(self, plan: Plan) -> float:
@@ -152,7 +156,7 @@ class Adapter:
         seconds = time.perf_counter() - began
         if not is_same_layout(before, plan):
             self.change_seconds = seconds
-        self.wanted, self.followed = None, 0
+        self.wanted, self.followed, self.expected_transfer = None, 0, ()
         self.watch.restart()
         self.session.read_times()  # those of the plan that was
         if thought is None:

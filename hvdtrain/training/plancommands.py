@@ -196,17 +196,11 @@ def _finish(
     names = [part.name for part in components]
     dtype = DTYPES[training.precision]
     costs = component_costs(components, config.image_size, classes=config.classes, dtype=dtype)
-    is_synchronised = config.batch_norm == "sync"
-    synchronised = [
-        number
-        for number, stage in enumerate(plan.stages)
-        if is_synchronised and len(stage.ranks) > 1
-    ]
     found = overview(
         *(plan, costs, config.batch_size, config.optimizer),
         recomputed_components(config.recompute, names),
         measured,
-        synchronised,
+        plan.replicated_stages if config.batch_norm == "sync" else (),
     )
     if config.save:
         planfile.save(plan, Path(config.save))

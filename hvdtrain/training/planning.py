@@ -208,16 +208,16 @@ def own_times(
         return Built(model, make_optimizer(config, parameters) if parameters else None)
 
     setting = Setting(
-        build,
-        images,
-        subject.image_size,
-        measured_sizes(config.batch_size, here.size, config.microbatches),
-        config.precision == "bf16",
-        "zb-h1" in _schedules(config, subject.names),
-        message,
-        {cost.name: _bytes(cost, config.optimizer) for cost in subject.costs},
-        partial(_held_bytes, subject),
-        partial(_give_back, subject),
+        build=build,
+        images=images,
+        image_size=subject.image_size,
+        sizes=measured_sizes(config.batch_size, here.size, config.microbatches),
+        is_bf16=config.precision == "bf16",
+        in_halves="zb-h1" in _schedules(config, subject.names),
+        message=message,
+        counted={cost.name: _bytes(cost, config.optimizer) for cost in subject.costs},
+        held=partial(_held_bytes, subject),
+        give_back=partial(_give_back, subject),
     )
     return measure_rank(_chains(subject, setting.sizes[-1], here), setting, here)
 

@@ -3,8 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -16,16 +15,15 @@ from hvdtrain.data.order import Rows
 from hvdtrain.errors import UsageError
 from hvdtrain.models import weights
 from hvdtrain.models.component import Component
-from hvdtrain.parallel import schedule
 from hvdtrain.parallel.actions import COMPUTE
 from hvdtrain.parallel.cut import Cut, cut
 from hvdtrain.parallel.part import Part
 from hvdtrain.parallel.plan import Plan
-from hvdtrain.parallel.program import Program, program
+from hvdtrain.parallel.program import Program
 from hvdtrain.parallel.relayout import is_same_layout
 from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.step import Step
-from hvdtrain.training import layout, tensors
+from hvdtrain.training import layout, programs, tensors
 from hvdtrain.training.checkpoint import store
 from hvdtrain.training.checkpoint.store import MODEL, OPTIMIZER
 from hvdtrain.training.diagnosis import diagnose
@@ -35,8 +33,6 @@ from hvdtrain.training.randomness import step_seed
 from hvdtrain.training.relayout import under_plan
 from hvdtrain.training.session import Result, Session, Shape, StepTimes, Taken
 from hvdtrain.training.tracing import write_trace
-
-EVALUATION_IMAGES = 256  # a replica and a forward pass
 
 
 @dataclass(kw_only=True)
@@ -69,12 +65,11 @@ class TorchSession(Session):
     @property
     @override
     def evaluation_images(self) -> int:
-        plan = evaluation_plan(self.plan)
-        replicas, images = max(len(stage.ranks) for stage in plan.stages), EVALUATION_IMAGES
-        if self.config.memory_limit is not None:  # what training works on at once has been counted
-            each = self.config.batch_size // (self.plan.microbatches * replicas)
-            images = max(1, min(images, each))
-        return images * replicas * plan.microbatches
+        # What training works on at once has been counted where memory is limited.
+        is_limited = self.config.memory_limit is not None
+        return programs.evaluation_images(
+            self.plan, self.config.batch_size if is_limited else None
+        )
 
     @property
     def parts(self) -> Mapping[int, Part]:
@@ -83,12 +78,11 @@ class TorchSession(Session):
 
     def cut(self, batch_size: int, is_training: bool) -> Cut:
         """How a global batch of this size is cut."""
-        return cut(self.plan if is_training else evaluation_plan(self.plan), batch_size)
+        return cut(programs.plan_for(self.plan, is_training), batch_size)
 
     def program(self, batch_size: int, is_training: bool) -> Program:
         """What this rank does for it."""
-        plan = self.plan if is_training else evaluation_plan(self.plan)
-        return _program(plan, batch_size, self.world.rank, is_training)
+        return programs.program_of(self.plan, batch_size, self.world.rank, is_training)
 
     @override
     def own_rows(self, batch: Rows, is_training: bool) -> tuple[Rows, Rows]:
@@ -121,11 +115,11 @@ class TorchSession(Session):
     def read_times(self) -> StepTimes:
         steps, self.timed_steps = max(1, self.timed_steps), 0
         clocks = [part.model.clock for part in self.parts.values()]
-        taken = {name: t for clock in clocks if clock for name, t in clock.read().items()}
+        taken = {name: total for clock in clocks if clock for name, total in clock.read().items()}
         if self.plan.splits_backward or any(part.synchronised for part in self.parts.values()):
             taken = {}  # weight gradients come later, all together; or others are waited for
         transfer, self.transfer_seconds = self.transfer_seconds / steps, 0.0
-        return StepTimes({name: sum(each) / steps for name, each in taken.items()}, transfer)
+        return StepTimes({name: total / steps for name, total in taken.items()}, transfer)
 
     @override
     def change_plan(self, plan: Plan) -> None:
@@ -276,13 +270,6 @@ class TorchSession(Session):
             torch.cuda.manual_seed(seed)
 
 
-@lru_cache(maxsize=8)
-def evaluation_plan(plan: Plan) -> Plan:
-    """The plan as it evaluates: enough micro-batches to keep the stages of a pipeline busy."""
-    stages = len(plan.stages)
-    return replace(plan, microbatches=2 * stages if stages > 1 else 1)
-
-
 def read_later(value: Tensor | None) -> Callable[[], float]:
     """What gives the number in a tensor; of one on a GPU a copy is begun at once."""
     if value is None:
@@ -299,12 +286,3 @@ def read_later(value: Tensor | None) -> Callable[[], float]:
         return float(host)
 
     return read
-
-
-@lru_cache(maxsize=64)
-def _program(plan: Plan, batch_size: int, rank: int, is_training: bool) -> Program:
-    pieces = cut(plan, batch_size)
-    made = (
-        schedule.training_step(plan, pieces) if is_training else schedule.evaluation(plan, pieces)
-    )
-    return program(plan, pieces, made[rank], rank)

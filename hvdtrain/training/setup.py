@@ -14,11 +14,10 @@ from hvdtrain.files import check_target
 from hvdtrain.models.component import Component, boundaries, parameter_count, tensor_shapes
 from hvdtrain.models.costs import component_costs
 from hvdtrain.parallel import plan as plans
-from hvdtrain.parallel import planfile, schedule
-from hvdtrain.parallel.cut import cut
+from hvdtrain.parallel import planfile
 from hvdtrain.parallel.plan import Plan
 from hvdtrain.parallel.stage import DTYPES, Images
-from hvdtrain.parallel.validate import validate
+from hvdtrain.parallel.validate import prove
 from hvdtrain.ranges import CHOSEN_PLANS
 from hvdtrain.training import tensors
 from hvdtrain.training.build import build_runtime
@@ -40,20 +39,14 @@ def open_session(config: TrainConfig, here: World) -> TorchSession:
     check_started(config, here)
     index = staged(read_index(config.data), config.stage, here)
     components = model_components(config, index)
-    is_chosen = config.plan in CHOSEN_PLANS
-    check = _check_without_plan if is_chosen else _checked_plan
-    checked = check(config, components, index, here.size) if here.rank == 0 else None
-    plan = here.broadcast(checked)
+    plan = _agreed_plan(config, components, index, here)
     train_rows, held_rows = order.holdout(
         index.splits["train"].count, config.holdout, index.hash, config.seed
     )
-    device = choose_device(config, here)
-    torch.set_num_threads(here.threads)
-    images = Images(*index.normalisation(config.normalise), device, config.precision)
-    if config.compile:
-        check_compiler(device)
-    chosen = _choose(config, components, index, images, here) if is_chosen else None
+    images = _images(config, index, here)
+    chosen = None if plan else _choose(config, components, index, images, here)
     plan = chosen.plan if chosen else plan
+    assert plan is not None
     at_an_end = {0, plan.last} & set(plan.stages_of(here.rank)) != set()
     splits = open_splits(index, here, at_an_end or config.plan == "adaptive")
     began = time.perf_counter()
@@ -96,36 +89,41 @@ def _choose(
     subject = planning.subject_of(config, components, size, classes, images)
     chosen = planning.choose_plan(subject, here)
     if here.rank == 0:
-        _prove(config, chosen.plan)
+        prove(chosen.plan, config.batch_size, config.batch_norm == "sync")
     return chosen
 
 
-def _check_without_plan(
-    config: TrainConfig, components: Sequence[Component], index: Index, ranks: int
-) -> None:
-    """What can be checked before a plan is chosen.
-
-    Raises:
-        UsageError: if model and images do not fit.
-    """
-    check_components(components, config, index)
-    check_choice(config, components)
-    if config.trace is not None:
-        check_target(config.trace, "--trace")
+def _images(config: TrainConfig, index: Index, here: World) -> Images:
+    """What makes images ready, on the device of this rank, whose threads it sets."""
+    device = choose_device(config, here)
+    torch.set_num_threads(here.threads)
+    if config.compile:
+        check_compiler(device)
+    return Images(*index.normalisation(config.normalise), device, config.precision)
 
 
-def _checked_plan(
-    config: TrainConfig, components: Sequence[Component], index: Index, ranks: int
-) -> Plan:
-    """The plan, after what one rank can check for all, who need not load what that takes.
+def _agreed_plan(
+    config: TrainConfig, components: Sequence[Component], index: Index, here: World
+) -> Plan | None:
+    """The plan that is asked for, after rank 0's checks; None if it is to be chosen. Collective.
+
+    What these checks load, the other ranks need not load.
 
     Raises:
         UsageError: if model and images, or model, plan and ranks do not fit.
     """
-    check_components(components, config, index)
-    plan = make_plan(config, components, index.image_shape[0], index.classes, ranks)
-    _prove(config, plan)
-    return plan
+    plan = None
+    if here.rank == 0:
+        check_components(components, config, index)
+        if config.plan in CHOSEN_PLANS:
+            check_choice(config, components)
+        else:
+            plan = make_plan(config, components, index.image_shape[0], index.classes, here.size)
+            prove(plan, config.batch_size, config.batch_norm == "sync")
+        if config.trace is not None:
+            check_target(config.trace, "--trace")
+    agreed: Plan | None = here.broadcast(plan)
+    return agreed
 
 
 def make_plan(
@@ -160,20 +158,6 @@ def check_choice(config: TrainConfig, components: Sequence[Component]) -> None:
     reason = what_forbids_halves(config, [part.name for part in components])
     if config.schedule == "zb-h1" and reason:
         raise UsageError(f"zb-h1 splits the backward, which {reason} does not allow: use 1f1b")
-
-
-def _prove(config: TrainConfig, plan: Plan) -> None:
-    """Refuse what would fail in the first step, or after it.
-
-    Raises:
-        UsageError: if the schedule were no correct step of the plan, or a trace has no folder.
-    """
-    pieces = cut(plan, config.batch_size)
-    replicated = {i for i, stage in enumerate(plan.stages) if len(stage.ranks) > 1}
-    synchronised = frozenset(replicated if config.batch_norm == "sync" else ())
-    validate(schedule.training_step(plan, pieces), plan, pieces, synchronised=synchronised)
-    if config.trace is not None:
-        check_target(config.trace, "--trace")
 
 
 def _check_adaptive(device: torch.device) -> None:

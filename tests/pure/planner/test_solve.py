@@ -7,7 +7,7 @@ import pytest
 
 from hvdtrain.errors import UsageError
 from hvdtrain.parallel.plan import Plan, Stage
-from hvdtrain.planner.candidates import _runs, places_of
+from hvdtrain.planner.candidates import places_of, runs_at
 from hvdtrain.planner.play import play
 from hvdtrain.planner.solve import lower_bound, solve
 from hvdtrain.planner.tables import Question, Tables
@@ -115,8 +115,8 @@ def test_of_many_components_neighbours_are_kept_together_at_first() -> None:
     given = known(costs, [draw.uniform(1, 3) for _ in costs], [1] * 4, network(4, 0.0, 0.0, 1.0))
     asked = Question(given, 32, "sgd", microbatches=8)
     whole = Tables(asked, 8)
-    fine = _runs(whole, whole.places.tolist(), None, float("inf"))
-    coarse = _runs(whole, places_of(asked), None, float("inf"))
+    fine = runs_at(whole, whole.places.tolist(), None, float("inf"))
+    coarse = runs_at(whole, places_of(asked), None, float("inf"))
     assert len(places_of(asked)) < 60
     assert fine is not None
     assert coarse is not None

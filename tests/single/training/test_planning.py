@@ -16,6 +16,10 @@ from hvdtrain.world import World
 from tests.conftest import Program
 from tests.single.training.jobs import begin, events_of, ranks_of, samples_of, saves, summary_of
 
+ADAPTIVE: tuple[Any, ...] = (
+    *("train", "--model", "cnn", "--batch-size", 20, "--threads", 1),
+    *("--plan", "adaptive"),
+)
 # Three times as many: what is found of one is lost if the machine itself has just changed.
 SLOW = "; ".join(f"slow step={step} steps=40 rank=1 seconds=0.15" for step in (150, 250, 350))
 RUN = ("train", "--model", "cnn", "--batch-size", 32, "--max-steps", 4, "--threads", 1)
@@ -58,8 +62,7 @@ def test_a_plan_is_changed_while_training(
 ) -> None:
     """A rank that becomes slow is given less; no sample is lost or repeated."""
     run, ledger = tmp_path / "run", tmp_path / "ledger.csv"
-    options: tuple[Any, ...] = ("train", "--model", "cnn", "--batch-size", 20, "--epochs", 10)
-    options += ("--threads", 1, "--data", small_set, "--plan", "adaptive", "--ranks", 2)
+    options = (*ADAPTIVE, "--ranks", 2, "--epochs", 10, "--data", small_set)
     options += ("--run", run, "--ledger", ledger)
     done = hvdtrain(*options, "--inject", "slow step=200 rank=1 seconds=0.15")
     assert done.returncode == 0, done.stderr
@@ -89,25 +92,25 @@ def test_components_are_compared_with_their_predictions_while_training(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    options: tuple[Any, ...] = ("train", "--model", "cnn", "--batch-size", 20, "--max-steps", 120)
-    options += ("--threads", 1, "--data", small_set, "--plan", "adaptive", "--ranks", 2)
-    done = hvdtrain(*options, "--run", run)
+    # A schedule that does not split: there, components cannot be told apart.
+    options = (*ADAPTIVE, "--ranks", 2, "--max-steps", 120, "--schedule", "1f1b")
+    done = hvdtrain(*options, "--data", small_set, "--run", run)
     assert done.returncode == 0, done.stderr
     found = events_of(run, "profile")
     assert found
+    compared = set()
     for line in found:
         assert len(line["ranks"]) == 2
-        # A plan that a busy machine made may give a rank little, or split its backwards.
         for rank in line["ranks"]:
             assert all(0.05 < ratio < 20 for ratio in rank["times_predicted"].values())
-            assert rank["transfer_seconds"] >= 0
+            compared |= set(rank["times_predicted"])
+    assert compared >= {"conv1", "conv2"}  # the others take next to nothing of a step
 
 
 def test_a_rank_killed_while_the_plan_changes(small_set: Path, tmp_path: Path) -> None:
     """The run goes on from its last checkpoint, under `--plan adaptive`; nothing is lost."""
     run, ledger = tmp_path / "run", tmp_path / "ledger.csv"
-    options: tuple[Any, ...] = ("train", "--model", "cnn", "--batch-size", 20, "--epochs", 14)
-    options += ("--threads", 1, "--data", small_set, "--plan", "adaptive", "--ranks", 2)
+    options = (*ADAPTIVE, "--ranks", 2, "--epochs", 14, "--data", small_set)
     options += ("--run", run, "--ledger", ledger, "--checkpoint-every", "1 epoch")
     options += ("--restarts", 1, "--inject", SLOW)
     process = begin([str(word) for word in options], lambda: saves(run))
@@ -134,8 +137,7 @@ def test_a_bad_component_is_found_after_a_change_too(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    options: tuple[Any, ...] = ("train", "--model", "cnn", "--batch-size", 20, "--epochs", 16)
-    options += ("--threads", 1, "--data", small_set, "--plan", "adaptive", "--ranks", 2)
+    options = (*ADAPTIVE, "--ranks", 2, "--epochs", 16, "--data", small_set)
     fault = f"{SLOW}; nan step=430 component=dense steps=1"
     done = hvdtrain(*options, "--run", run, "--inject", fault, "--on-bad-step", "skip")
     assert done.returncode == 0, done.stderr
