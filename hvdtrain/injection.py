@@ -17,13 +17,14 @@ class Fault:
 
     Attributes:
         kind: one of `KINDS`; `hvdtrain.training.inject` says what each does.
-        step, rank: when and where it happens; `step` is the first of `steps`.
+        step, rank: when and where it happens; `step` is the first of `steps`. A `rank` of None is
+            the first that holds `component` when it is due.
         seed: of what the fault chooses by itself.
     """
 
     kind: str
     step: int
-    rank: int
+    rank: int | None
     seed: int = 0
     steps: int = 1
     seconds: float = 0.1
@@ -31,8 +32,8 @@ class Fault:
 
     def __str__(self) -> str:
         """As `--inject` takes it."""
-        words = [self.kind, f"step={self.step}", f"rank={self.rank}", f"seed={self.seed}"]
-        for name in OPTIONS.get(self.kind, ()):
+        words = [self.kind, f"step={self.step}", f"seed={self.seed}"]
+        for name in ("rank", *OPTIONS.get(self.kind, ())):
             if getattr(self, name) is not None:
                 words.append(f"{name}={getattr(self, name)}")
         return " ".join(words)
@@ -62,19 +63,26 @@ def _parse_one(text: str, ranks: int) -> Fault:
     dice = random.Random(f"{given.get('seed', '0')} {kind}")
     first, _, last = given["step"].partition("..")
     step = dice.randint(*sorted((_count(text, first), _count(text, last or first))))
-    rank = dice.randrange(ranks) if given.get("rank") == "any" else given.get("rank", "0")
-    fault = Fault(
+    return Fault(
         kind,
         step,
-        _count(text, str(rank), smallest=0),
+        _rank(text, given, dice, ranks),
         seed=_count(text, given.get("seed", "0"), smallest=0),
         steps=_count(text, given.get("steps", "1000" if kind == "slow" else "1")),
         seconds=_seconds(text, given.get("seconds", "0.1")),
         component=given.get("component"),
     )
-    if fault.rank >= ranks:
+
+
+def _rank(text: str, given: dict[str, str], dice: random.Random, ranks: int) -> int | None:
+    if given.get("rank") == "any":
+        return dice.randrange(ranks)
+    if "rank" not in given and "component" in given:
+        return None
+    rank = _count(text, given.get("rank", "0"), smallest=0)
+    if rank >= ranks:
         raise UsageError(f"--inject {text!r}: there are {ranks} rank(s), from 0 on")
-    return fault
+    return rank
 
 
 def _count(text: str, value: str, smallest: int = 1) -> int:

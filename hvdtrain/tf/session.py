@@ -175,16 +175,15 @@ class KerasSession(Session):
             variable.assign(found[name])
 
     @override
-    def spoil(self, component: str | None, is_due: Callable[[], bool]) -> None:
-        layers = {layer.name: layer for layer in self.model.layers if layer.weights}
-        name = component or next(iter(layers), "")
-        if name not in layers:
-            raise UsageError(
-                f"--inject nan: rank {self.world.rank} holds no layer {name!r}; "
-                f"it holds {', '.join(layers)}"
-            )
+    def holders(self) -> dict[str, tuple[int, ...]]:
+        ranks = tuple(range(self.world.size))
+        return {layer.name: ranks for layer in self.model.layers if layer.weights}
+
+    @override
+    def spoil(self, component: str, is_due: Callable[[], bool]) -> None:
         factor = tf.Variable(1.0)
-        layer, whole = layers[name], layers[name].call
+        layer = self.model.get_layer(component)
+        whole = layer.call
 
         def spoiled(*given: Any, **options: Any) -> Any:
             output = whole(*given, **options)

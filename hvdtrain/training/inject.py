@@ -32,7 +32,7 @@ class Injector:
 
     def __init__(self, faults: Sequence[Fault], session: Session, folder: RunFolder) -> None:
         self.session, self.folder = session, folder
-        self.faults = [fault for fault in faults if fault.rank == session.world.rank]
+        self.faults = [fault for fault in faults if fault.rank in (None, session.world.rank)]
         self._held: list[IO[bytes]] = []
         self._do: dict[str, Callable[[Fault], object]] = {
             "kill": lambda fault: os.kill(os.getpid(), signal.SIGKILL),
@@ -43,6 +43,8 @@ class Injector:
             "truncate": self._truncate,
             "fill": self._fill,
         }
+        for fault in faults:
+            _check_component(fault, session)  # on every rank, so that none goes on alone
         for fault in self.faults:
             if fault.kind == "nan":
                 self._spoil(fault)
@@ -71,8 +73,17 @@ class Injector:
 
     def _spoil(self, fault: Fault) -> None:
         """From `fault.step` on, for `fault.steps`, a component emits what is not a number."""
-        activity, steps = self.session.activity, range(fault.step, fault.step + fault.steps)
-        self.session.spoil(fault.component, lambda: activity.now()[0] in steps)
+        session, here = self.session, self.session.world.rank
+        steps = range(fault.step, fault.step + fault.steps)
+        component = fault.component or _components(session, here)[0]
+
+        def is_due() -> bool:
+            if session.activity.now()[0] not in steps:
+                return False
+            # Looked up each time: an adaptive plan moves components.
+            return fault.rank is not None or session.holders()[component][0] == here
+
+        session.spoil(component, is_due)
 
     def _newest_parts(self) -> list[Path]:
         newest = store.stored(self.folder.checkpoints)[-1:]
@@ -123,11 +134,26 @@ class Injector:
                 pass
 
 
+def _components(session: Session, rank: int | None) -> list[str]:
+    """Those that a rank holds, or those of the model."""
+    return [name for name, ranks in session.holders().items() if rank is None or rank in ranks]
+
+
+def _check_component(fault: Fault, session: Session) -> None:
+    held = _components(session, fault.rank)
+    if fault.component is not None and fault.component not in held:
+        whose = "the model has" if fault.rank is None else f"rank {fault.rank} holds"
+        raise UsageError(
+            f"--inject nan: {whose} no component {fault.component!r}; use {', '.join(held)}"
+        )
+
+
 def make_injector(session: Session, folder: RunFolder, console: Console) -> Injector | None:
     """What `--inject` asks for; None where it asks for nothing."""
     if not session.config.inject:
         return None
     faults = parse(session.config.inject, session.world.size)
     for fault in faults:
-        console.say(f"to be injected: {fault.kind} at step {fault.step} on rank {fault.rank}")
+        where = f"on rank {fault.rank}" if fault.rank is not None else f"in {fault.component}"
+        console.say(f"to be injected: {fault.kind} at step {fault.step} {where}")
     return Injector(faults, session, folder)

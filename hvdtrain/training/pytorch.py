@@ -12,7 +12,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from hvdtrain.data.order import Rows
-from hvdtrain.errors import UsageError
 from hvdtrain.models import weights
 from hvdtrain.models.component import Component
 from hvdtrain.parallel.actions import COMPUTE
@@ -213,16 +212,13 @@ class TorchSession(Session):
         layout.put_state(self.parts, state, optimizer)
 
     @override
-    def spoil(self, component: str | None, is_due: Callable[[], bool]) -> None:
-        calls = {name: part.model for part in self.parts.values() for name in part.model.calls}
-        name = component or next(iter(calls), "")
-        if name not in calls:
-            raise UsageError(
-                f"--inject nan: rank {self.world.rank} holds no component {name!r}; "
-                f"it holds {', '.join(calls)}"
-            )
-        self.spoiled[name] = is_due
-        self._spoil(name)
+    def holders(self) -> dict[str, tuple[int, ...]]:
+        return {name: stage.ranks for stage in self.plan.stages for name in stage.components}
+
+    @override
+    def spoil(self, component: str, is_due: Callable[[], bool]) -> None:
+        self.spoiled[component] = is_due
+        self._spoil(component)
 
     def _spoil(self, name: str) -> None:
         """Let a component emit what is no number when that is due, if this rank holds it."""

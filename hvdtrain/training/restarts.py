@@ -45,7 +45,10 @@ def _more(config: TrainConfig, folder: Path | None, ranks: int, is_again: bool) 
     options = []
     if config.inject:  # drawn once, and not for ranks that are no more
         faults = injection.parse(config.inject, config.ranks or 1)
-        options += ["--inject", "; ".join(str(fault) for fault in faults if fault.rank < ranks)]
+        options += [
+            "--inject",
+            "; ".join(str(fault) for fault in faults if (fault.rank or 0) < ranks),
+        ]
     if not config.restarts or folder is None:
         return options
     options += ["--restarts", "0", "--ranks", str(ranks), "--run", str(folder)]

@@ -217,11 +217,14 @@ class Session(ABC):
         """Go on with what was read of a checkpoint."""
 
     @abstractmethod
-    def spoil(self, component: str | None, is_due: Callable[[], bool]) -> None:
-        """Let a component of this rank emit what is no number, in training, when that is due.
+    def holders(self) -> dict[str, tuple[int, ...]]:
+        """The ranks that hold each component, or each layer that has weights."""
 
-        Raises:
-            UsageError: if this rank does not hold it.
+    @abstractmethod
+    def spoil(self, component: str, is_due: Callable[[], bool]) -> None:
+        """Let a component emit what is no number, in training, when that is due.
+
+        Nothing happens while this rank does not hold it.
         """
 
     @abstractmethod

@@ -13,7 +13,10 @@ def test_faults_are_read_one_by_one() -> None:
         Fault("kill", 20, 1),
         Fault("slow", 5, 0, steps=3, seconds=0.25),
     )
-    assert parse("nan step=7 component=layer1.0", 1) == (Fault("nan", 7, 0, component="layer1.0"),)
+    assert parse("nan step=7 component=layer1.0", 1) == (
+        Fault("nan", 7, None, component="layer1.0"),
+    )
+    assert parse("nan step=7", 1) == (Fault("nan", 7, 0),)
 
 
 def test_a_seed_decides_the_step_and_the_rank() -> None:
@@ -61,5 +64,5 @@ def test_a_text_is_faults_of_these_ranks_or_an_error_of_ours(text: str, ranks: i
     except UsageError as error:
         assert "\n" not in str(error)
     else:
-        assert all(fault.kind in KINDS and 0 <= fault.rank < ranks for fault in faults)
+        assert all(fault.kind in KINDS and 0 <= (fault.rank or 0) < ranks for fault in faults)
         assert all(fault.step > 0 for fault in faults)

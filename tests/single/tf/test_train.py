@@ -217,7 +217,7 @@ def test_a_layer_that_emits_no_numbers_is_named(
     done = hvdtrain(*command(small_set, tmp_path / "all", "--inject", "nan step=4 component=x"))
     assert (done.returncode, done.stderr) == (
         2,
-        "hvdtrain: --inject nan: rank 0 holds no layer 'x'; it holds conv1, conv2, dense, head\n",
+        "hvdtrain: --inject nan: the model has no component 'x'; use conv1, conv2, dense, head\n",
     )
 
 

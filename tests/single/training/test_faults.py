@@ -200,7 +200,11 @@ def test_a_full_disk_ends_the_run_in_one_line_and_the_run_goes_on_with_room(
     ("fault", "said"),
     [
         ("fill step=3", "GiB are free where"),
-        ("nan step=3 component=body", "rank 0 holds no component 'body'; it holds conv1"),
+        (
+            "nan step=3 component=body",
+            "the model has no component 'body'; use conv1, conv2, dense",
+        ),
+        ("nan step=3 rank=1 component=body", "rank 1 holds no component 'body'; use conv1"),
         ("kill step=3 rank=2", "there are 2 rank(s)"),
     ],
 )
