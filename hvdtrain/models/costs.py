@@ -1,11 +1,13 @@
 """What each component costs, counted on torch's meta device: no weights, no arithmetic.
 
+That device has no autocast: for the memory in bf16, six images are really computed on the CPU.
+
 Arithmetic and memory of one sample are the difference between batches of four and of two, halved,
 so that what does not grow with the batch (weights, statistics of batch norms) does not count.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -63,23 +65,50 @@ def component_costs(
     *,
     classes: int | None,
     dtype: torch.dtype = torch.float32,
+    autocast: bool = False,
 ) -> list[ComponentCost]:
     """Return what each component costs for images [n, 3, image_size, image_size].
 
-    `dtype` is that of images and weights. Raises UsageError for the same reasons as `boundaries`.
+    `dtype` is that of images and weights, `autocast` whether forwards run in bf16 where torch's
+    autocast has them so. Raises UsageError for the same reasons as `boundaries`.
     """
     shape = (IMAGE_CHANNELS, image_size, image_size)
+    costs = _counted(components, shape, dtype, autocast=False)
+    if autocast:
+        memory = _counted(components, shape, dtype, autocast=True)
+        costs = [
+            replace(cost, output_bytes=each.output_bytes, saved_bytes=each.saved_bytes)
+            for cost, each in zip(costs, memory, strict=True)
+        ]
+    check_logits(components[-1], (BATCHES[0], *costs[-1].output_shape), classes)
+    return costs
+
+
+def _counted(
+    components: Sequence[Component], shape: tuple[int, ...], dtype: torch.dtype, autocast: bool
+) -> list[ComponentCost]:
+    device = "cpu" if autocast else "meta"
+    in_bf16 = torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast)
     costs = []
     # Whatever the caller does, autograd takes part here.
-    with torch.inference_mode(False), torch.enable_grad():
-        given = [torch.empty(batch, *shape, dtype=dtype, device="meta") for batch in BATCHES]
+    with torch.inference_mode(False), torch.enable_grad(), in_bf16:
+        given = [torch.zeros(batch, *shape, dtype=dtype, device=device) for batch in BATCHES]
         for component in components:
             module = build_on_meta(component).to(dtype=dtype)
+            if autocast:
+                _make_zero(module)
             small, large = (_run(component, module, batch) for batch in given)
             costs.append(_cost(component, module, small, large))
             given = [small.emitted, large.emitted]
-    check_logits(components[-1], tuple(given[0].shape), classes)
     return costs
+
+
+def _make_zero(module: nn.Module) -> None:
+    """Give what was built without weights some: numbers that computing is not slow with."""
+    module.to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.zero_()
 
 
 @dataclass
@@ -130,7 +159,10 @@ class _FusedAttention(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        if func is functional.scaled_dot_product_attention and len(args) == 3 and not kwargs:
+        is_plain = (
+            func is functional.scaled_dot_product_attention and len(args) == 3 and not kwargs
+        )
+        if is_plain and args[0].is_meta:
             return torch.ops.aten._scaled_dot_product_flash_attention(*args)[0]
         return func(*args, **(kwargs or {}))
 

@@ -195,7 +195,12 @@ def _finish(
 ) -> Overview:
     names = [part.name for part in components]
     dtype = DTYPES[training.precision]
-    costs = component_costs(components, config.image_size, classes=config.classes, dtype=dtype)
+    costs = component_costs(
+        *(components, config.image_size),
+        classes=config.classes,
+        dtype=dtype,
+        autocast=training.precision == "bf16",
+    )
     found = overview(
         *(plan, costs, config.batch_size, config.optimizer),
         recomputed_components(config.recompute, names),

@@ -88,7 +88,8 @@ def subject_of(
 ) -> Subject:
     """What a run would measure."""
     dtype = DTYPES[config.precision]
-    costs = component_costs(components, image_size, classes=classes, dtype=dtype)
+    is_bf16 = config.precision == "bf16"
+    costs = component_costs(components, image_size, classes=classes, dtype=dtype, autocast=is_bf16)
     return Subject(config, components, costs, image_size, images)
 
 

@@ -111,6 +111,21 @@ def test_twice_the_width_of_a_number_is_twice_the_memory() -> None:
         assert (two.output_bytes, two.forward_flops) == (2 * one.output_bytes, one.forward_flops)
 
 
+@pytest.mark.parametrize("model", ["cnn", "resnet18", "vit_tiny"])
+def test_memory_under_autocast_is_that_of_a_run_under_autocast(model: str) -> None:
+    """What is handed on is half of it, but for the ViT's, whose sums of residuals are in fp32."""
+    parts = components(model, 10, 32)
+    full, costs = (component_costs(parts, 32, classes=10, autocast=on) for on in (False, True))
+    given = torch.rand(3, 3, 32, 32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for part, whole, cost in zip(parts, full, costs, strict=True):
+            given = build_component(part, 0)(given)
+            assert cost.output_bytes == given[0].numel() * given.element_size()
+            assert cost.forward_flops == whole.forward_flops
+            assert 0.4 * whole.saved_bytes <= cost.saved_bytes
+    assert sum(cost.saved_bytes for cost in costs) < 0.75 * sum(each.saved_bytes for each in full)
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_the_callers_modes_play_no_part(mode: type[torch.no_grad]) -> None:
     parts = components("cnn", 10, 32)
