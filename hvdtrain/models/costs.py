@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -46,6 +47,7 @@ class ComponentCost:
             that is in the predecessor's `saved_bytes` or is its output. Activations of a chain
             are at most the sum of `saved_bytes` and `output_bytes`.
         is_differentiable: whether a gradient can come back behind it: it emits floating numbers.
+        batch_norms: layers that `--batch-norm sync` lets communicate.
     """
 
     name: str
@@ -57,6 +59,7 @@ class ComponentCost:
     output_bytes: int
     saved_bytes: int
     is_differentiable: bool = True
+    batch_norms: int = 0
 
 
 def component_costs(
@@ -186,4 +189,5 @@ def _cost(component: Component, module: nn.Module, small: _Run, large: _Run) -> 
         output_bytes=prod(output_shape) * small.emitted.element_size(),
         saved_bytes=(large.saved_bytes - small.saved_bytes) // samples,
         is_differentiable=small.emitted.is_floating_point(),
+        batch_norms=sum(isinstance(layer, _BatchNorm) for layer in module.modules()),
     )

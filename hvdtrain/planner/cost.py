@@ -1,8 +1,10 @@
 """What a step of a plan takes: the schedule played through with the times of a profile."""
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from hvdtrain.parallel.actions import (
@@ -17,7 +19,7 @@ from hvdtrain.parallel.actions import (
 )
 from hvdtrain.parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, group_by_bytes
 from hvdtrain.parallel.cut import Cut
-from hvdtrain.parallel.plan import Plan
+from hvdtrain.parallel.plan import Plan, Stage
 from hvdtrain.parallel.simulate import Costs
 from hvdtrain.planner.components import ComponentTimes, Profile
 from hvdtrain.planner.network import Network, latency_seconds
@@ -33,12 +35,14 @@ class Known:
     Attributes:
         costs: of the components, in the order of the model.
         recomputed: names of components that run again in backward.
+        is_synchronised: whether replicas normalise a micro-batch together.
     """
 
     costs: "Sequence[ComponentCost]"
     profile: Profile
     network: Network
     recomputed: Collection[str] = ()
+    is_synchronised: bool = False
 
     @cached_property
     def by_name(self) -> "Mapping[str, ComponentCost]":
@@ -59,7 +63,8 @@ def plan_costs(plan: Plan, cut: Cut, known: Known) -> Costs:
 
     @cache
     def compute_rows(rank: int, stage: int, kind: str, rows: int) -> float:
-        return stage_seconds(known, rank, plan.stages[stage].components, kind, rows)
+        found = stage_seconds(known, rank, plan.stages[stage].components, kind, rows)
+        return found + gathering_seconds(known, plan.stages[stage], kind)
 
     def compute(rank: int, action: Action) -> float:
         own = profile.ranks[rank]
@@ -124,6 +129,19 @@ def _seconds(times: ComponentTimes, kind: str, rows: int, is_recomputed: bool) -
     # Where halves were not measured, each is half: the operations are as many.
     own = half(rows) if half is not None else 0.5 * times.backward(rows)
     return own + (again if kind == "I" else 0.0)
+
+
+def gathering_seconds(known: Known, stage: Stage, kind: str) -> float:
+    """What an action spends on sharing the sums that synchronised batch norms need.
+
+    Each gathers once forward and once backward: a few numbers, so that latencies alone count.
+    """
+    if not known.is_synchronised or len(stage.ranks) == 1 or kind == "W":
+        return 0.0
+    layers = sum(known.by_name[name].batch_norms for name in stage.components)
+    latency = max(latency_seconds(known.network, *pair) for pair in pairwise(stage.ranks))
+    own = max(known.profile.ranks[rank].message_seconds for rank in stage.ranks)
+    return layers * math.ceil(math.log2(len(stage.ranks))) * (latency + own)
 
 
 def reduction_seconds(plan: Plan, cut: Cut, stage: int, known: Known) -> float:

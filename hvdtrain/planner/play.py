@@ -94,7 +94,7 @@ def play(question: Question, plan: Plan, name: str) -> Candidate:
         known.recomputed,
         plan_costs(plan, pieces, known),
         # What that sends is not counted.
-        plan.replicated_stages if question.is_synchronised else (),
+        plan.replicated_stages if known.is_synchronised else (),
         remarks=(),
     )
     return Candidate(name, found, known.profile.ranks)

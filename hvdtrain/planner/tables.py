@@ -23,7 +23,6 @@ class Question:
         schedules: that the runtime can run for this model.
         microbatches: if the user has set them.
         limits: bytes that each rank may hold, if there are limits.
-        is_synchronised: whether batch norms of replicas wait for each other.
     """
 
     known: Known
@@ -32,7 +31,6 @@ class Question:
     schedules: Collection[str] = ("1f1b",)
     microbatches: int | None = None
     limits: Sequence[float] | None = None
-    is_synchronised: bool = False
 
     @property
     def ranks(self) -> int:

@@ -137,7 +137,7 @@ class Adapter:
         chosen = solution.chosen
         decision = decide(current, chosen.seconds, steps_left, self._seconds_to(chosen.plan))
         if decision.change:
-            prove(chosen.plan, asked.batch_size, asked.is_synchronised)
+            prove(chosen.plan, asked.batch_size, asked.known.is_synchronised)
         return Thought(drift.cause, asked, solution, current, decision)
 
     def _seconds_to(self, plan: Plan) -> float:

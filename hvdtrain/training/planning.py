@@ -3,7 +3,7 @@
 import socket
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -160,13 +160,12 @@ def question(config: TrainConfig, known: Known, ranks: int) -> Question:
     """What a plan is wanted for."""
     limit = config.memory_limit
     return Question(
-        known,
+        replace(known, is_synchronised=config.batch_norm == "sync"),
         config.batch_size,
         config.optimizer,
         _schedules(config, [cost.name for cost in known.costs]),
         config.microbatches,
         None if limit is None else ((1 - RESERVE) * limit * GIB,) * ranks,
-        config.batch_norm == "sync",
     )
 
 

@@ -1,5 +1,7 @@
 """What a plan is predicted to take, against what can be worked out by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from hvdtrain.parallel.cut import cut
@@ -52,6 +54,18 @@ def test_what_is_recomputed_runs_forward_twice() -> None:
     again = Known(given.costs, given.profile, given.network, {"part0", "part2"})
     plan = replicated(NAMES, 1, 1, None)
     assert seconds(plan, again, 8) == pytest.approx(3 * 4 * 8 + 2 * 8)
+
+
+def test_synchronised_batch_norms_gather_once_each_way() -> None:
+    """Among four ranks that is two hops."""
+    normed = [replace(cost, batch_norms=number) for number, cost in enumerate(COSTS)]
+    local = known(normed, [1, 1, 1, 1], [1] * 4, network(4, latency=0.25))
+    together = replace(local, is_synchronised=True)
+    plan = replicated(NAMES, 4, 1, None)
+    gathers = 2 * (0 + 1 + 2 + 3) * 2 * 0.25
+    assert seconds(plan, together, 8) == pytest.approx(seconds(plan, local, 8) + gathers)
+    alone = pipeline(NAMES, [1] * 4, 2, 2, 1, 4, "gpipe")
+    assert seconds(alone, together, 8) == seconds(alone, local, 8)
 
 
 @pytest.mark.parametrize(

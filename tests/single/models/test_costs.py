@@ -53,7 +53,10 @@ def test_costs_of_a_small_model_are_those_counted_by_hand() -> None:
             *(2.0 * 64 * 3 * 4 * 9 + one, (4, 8, 8), 4 * one, 0),
         ),
         # the ReLU keeps what it emits; means, variances and a counter are buffers
-        ComponentCost("norm", 8, 32, 4 * 4 * 2 + 8, 2.0 * one, (4, 8, 8), 4 * one, 4 * one),
+        ComponentCost(
+            *("norm", 8, 32, 4 * 4 * 2 + 8, 2.0 * one, (4, 8, 8), 4 * one, 4 * one),
+            batch_norms=1,
+        ),
         ComponentCost("flat", 0, 0, 0, 1.0 * one, (one,), 4 * one, 0),
         ComponentCost("head", 5 * one + 5, 20 * one + 20, 0, 2.0 * 5 * one + 5, (5,), 20, 0),
     ]
@@ -96,6 +99,7 @@ def test_shapes_and_sizes_are_those_of_the_model(model: str, dtype: torch.dtype)
     assert sum(cost.parameters for cost in costs) == parameter_count(parts)
     assert all(cost.parameter_bytes == dtype.itemsize * cost.parameters for cost in costs)
     assert all(cost.forward_flops > 0 for cost in costs)
+    assert sum(cost.batch_norms for cost in costs) == {"resnet18": 20}.get(model, 0)
     for component, cost in zip(parts, costs, strict=True):
         module = build_component(component, 0, dtype=dtype)
         assert cost.buffer_bytes == sum(buffer.nbytes for buffer in module.buffers())
