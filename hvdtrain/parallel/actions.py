@@ -94,13 +94,11 @@ def boundary(stage: int, kind: str) -> int:
 
 def peers(cut: Cut, rank: int, action: Action) -> tuple[int, ...]:
     """The other ranks with which `rank` exchanges in a SEND or RECV; empty if there are none."""
-    if action.microbatch is None:
-        return ()
-    pieces = cut.pieces.get((boundary(action.stage, action.kind), action.microbatch), ())
-    if action.kind in ("SEND_F", "RECV_B"):
-        return tuple(p.receiver for p in pieces if p.sender == rank and not p.is_local)
-    if action.kind in ("RECV_F", "SEND_B"):
-        return tuple(p.sender for p in pieces if p.receiver == rank and not p.is_local)
+    stage, kind, microbatch = action
+    if kind in ("SEND_F", "RECV_B"):
+        return cut.receivers.get((boundary(stage, kind), microbatch, rank), ())
+    if kind in ("RECV_F", "SEND_B"):
+        return cut.senders.get((boundary(stage, kind), microbatch, rank), ())
     return ()
 
 

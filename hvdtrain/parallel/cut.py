@@ -5,9 +5,9 @@ shares of it. Where neighbouring stages share differently, a replica hands parts
 several: the overlaps of their ranges.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from hvdtrain.data import order
 from hvdtrain.parallel.plan import Plan
@@ -64,6 +64,19 @@ class Cut:
     parts: tuple[dict[int, tuple[Range, ...]], ...]
     pieces: dict[tuple[int, int], tuple[Piece, ...]]
 
+    @cached_property
+    def receivers(self) -> "Peers":
+        """The other ranks to which a rank hands rows."""
+        return _by_rank((piece.sender, piece.receiver, piece) for piece in self._sent())
+
+    @cached_property
+    def senders(self) -> "Peers":
+        """The other ranks from which a rank gets rows."""
+        return _by_rank((piece.receiver, piece.sender, piece) for piece in self._sent())
+
+    def _sent(self) -> Iterator[Piece]:
+        return (each for those in self.pieces.values() for each in those if not each.is_local)
+
     def rows(self, stage: int, rank: int, microbatch: int) -> int:
         """Samples of a micro-batch that `rank` works on in `stage`."""
         start, stop = self.parts[stage][rank][microbatch]
@@ -77,6 +90,18 @@ class Cut:
         """The part of the batch that `rank` works on in `stage`."""
         first = next(other for other in self.parts[stage] if self.samples(stage, other))
         return Share(self.samples(stage, rank) / self.batch_size, rank == first)
+
+
+# By (boundary, micro-batch, rank); boundary s lies between stages s and s + 1.
+Peers = dict[tuple[int, int | None, int], tuple[int, ...]]
+
+
+def _by_rank(pairs: Iterable[tuple[int, int, Piece]]) -> Peers:
+    found: Peers = {}
+    for rank, other, piece in pairs:
+        key = piece.stage, piece.microbatch, rank
+        found[key] = (*found.get(key, ()), other)
+    return found
 
 
 @lru_cache(maxsize=64)

@@ -20,6 +20,8 @@ def merge_halves(schedule: Schedule, plan: Plan) -> Schedule:
     A whole backward costs less than its halves, which only serve to hand on gradients sooner. All
     replicas merge the same ones.
     """
+    if not any(action.kind == "W" for actions in schedule.values() for action in actions):
+        return schedule
     ends = completions(schedule, plan)
     pairs = {pair for actions in schedule.values() for pair in pairwise(actions)}
     broken = {

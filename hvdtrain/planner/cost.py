@@ -1,7 +1,7 @@
 """What a step of a plan takes: the schedule played through with the times of a profile."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import pairwise
@@ -22,10 +22,13 @@ from hvdtrain.parallel.cut import Cut
 from hvdtrain.parallel.plan import Plan, Stage
 from hvdtrain.parallel.simulate import Costs
 from hvdtrain.planner.components import ComponentTimes, Profile
-from hvdtrain.planner.network import Network, latency_seconds
+from hvdtrain.planner.network import Network
 
 if TYPE_CHECKING:
     from hvdtrain.models.costs import ComponentCost
+
+
+LITTLE = 1  # bytes
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,15 @@ class Known:
     is_synchronised: bool = False
 
     @cached_property
+    def hand_over_seconds(self) -> Callable[[int, int, float], float]:
+        """As the network's."""
+        return cache(self.network.hand_over_seconds)
+
+    def latency_seconds(self, sender: int, receiver: int) -> float:
+        """From a send of next to nothing to its arrival."""
+        return self.hand_over_seconds(sender, receiver, LITTLE)
+
+    @cached_property
     def by_name(self) -> "Mapping[str, ComponentCost]":
         """The components' costs."""
         return {cost.name: cost for cost in self.costs}
@@ -56,7 +68,7 @@ def plan_costs(plan: Plan, cut: Cut, known: Known) -> Costs:
     A reduction counts from the end of the backward during which its first buckets were sent: what
     is not hidden there, and what sending them beside it has cost that backward.
     """
-    profile, network = known.profile, known.network
+    profile = known.profile
     # Of ranks that are alike, one is representative.
     first = {id(profile.ranks[rank]): rank for rank in reversed(plan.ranks)}
     like = {rank: first[id(profile.ranks[rank])] for rank in plan.ranks}
@@ -80,7 +92,7 @@ def plan_costs(plan: Plan, cut: Cut, known: Known) -> Costs:
         return compute_rows(like[rank], action.stage, action.kind, rows)
 
     def hand_over(sender: int, receiver: int, action: Action) -> float:
-        return latency_seconds(network, sender, receiver)
+        return known.latency_seconds(sender, receiver)
 
     @cache
     def communicate(rank: int, action: Action) -> float:
@@ -101,12 +113,12 @@ def taking_seconds(plan: Plan, cut: Cut, known: Known, rank: int, receipt: Actio
     A message moves while its receiver waits for it: MPI makes no progress beside computing, and
     copies within a host with the receiver's own processor.
     """
-    network, send = known.network, send_of(receipt)
+    send = send_of(receipt)
     last = plan.stages[boundary(send.stage, send.kind)].components[-1]
     each = known.by_name[last].output_bytes
     return sum(
-        network.hand_over_seconds(sender, rank, each * rows_handed(cut, sender, rank, send))
-        - latency_seconds(network, sender, rank)
+        known.hand_over_seconds(sender, rank, each * rows_handed(cut, sender, rank, send))
+        - known.latency_seconds(sender, rank)
         for sender in peers(cut, rank, receipt)
     )
 
@@ -139,7 +151,7 @@ def gathering_seconds(known: Known, stage: Stage, kind: str) -> float:
     if not known.is_synchronised or len(stage.ranks) == 1 or kind == "W":
         return 0.0
     layers = sum(known.by_name[name].batch_norms for name in stage.components)
-    latency = max(latency_seconds(known.network, *pair) for pair in pairwise(stage.ranks))
+    latency = max(known.latency_seconds(*pair) for pair in pairwise(stage.ranks))
     own = max(known.profile.ranks[rank].message_seconds for rank in stage.ranks)
     return layers * math.ceil(math.log2(len(stage.ranks))) * (latency + own)
 

@@ -16,7 +16,7 @@ cannot be better than the best that is known is never looked at.
 
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -91,11 +91,10 @@ def divide(
         tolerance: how much larger the estimate may be, as a part of the smallest; 0 for none.
         better_than: an estimate that a division must not exceed to be of interest.
     """
-    tables = {
-        (first, count): times_of(first, count)
+    tables = [
+        _Tables.of([times_of(first, count) for count in range(1, ranks - first + 1)], microbatches)
         for first in range(ranks)
-        for count in range(1, ranks - first + 1)
-    }
+    ]
     found = _Search(components, ranks, microbatches, tables, limit).best(tolerance, better_than)
     return found if found is not None and found.seconds <= better_than else None
 
@@ -113,18 +112,38 @@ class _Found(NamedTuple):
         return Division(self.runs, self.total + self.maximum)
 
 
+class _Tables(NamedTuple):
+    """Of all runs of ranks from one rank on: fp64 [start, ranks - 1, stop]."""
+
+    passing: np.ndarray  # and arriving
+    paces: np.ndarray
+    bytes: np.ndarray
+    flight_bytes: np.ndarray
+
+    @classmethod
+    def of(cls, runs: Sequence[Times], microbatches: int) -> "_Tables":
+        """Of runs of one rank, of two, and so on."""
+        return cls(
+            np.stack([each.passing + each.arriving for each in runs], axis=1),
+            np.stack([each.paces(microbatches) for each in runs], axis=1),
+            np.stack([each.bytes for each in runs], axis=1),
+            np.stack([each.flight_bytes for each in runs], axis=1),
+        )
+
+
 @dataclass
 class _Search:
+    """`tables` are by the first rank.
+
+    How many stages follow matters to memory alone: without a limit, one slot holds what is best
+    from a rank and a component on; with one, slot s holds the best in s stages.
+    """
+
     components: int
     ranks: int
     microbatches: int
-    tables: dict[tuple[int, int], Times]
+    tables: list[_Tables]
     limit: float | None
-
-    def __post_init__(self) -> None:
-        # How many stages follow matters to memory alone.
-        self.depths = self.ranks if self.limit is not None else 1
-        self.paces = {key: each.paces(self.microbatches) for key, each in self.tables.items()}
 
     def best(self, tolerance: float, better_than: float) -> Division | None:
         """The division with the smallest estimate, or one that is not better than is wanted."""
@@ -150,79 +169,66 @@ class _Search:
                     heapq.heappush(intervals, below)
         return best
 
-    def _fits(self, key: tuple[int, int], depth: int) -> "np.ndarray | bool":
-        """Which runs fit where `depth` stages, itself included, are left to the end."""
-        if self.limit is None:
-            return True
-        return self.tables[key].fits(self.limit, min(depth, self.microbatches))
-
     def smallest_maximum(self) -> float:
         """The smallest pace that any division can have."""
         best = self._empty()
-        for depth, first, count, tail in self._order():
-            key = first, count
-            pace = np.where(self._fits(key, depth), self.paces[key], UNFIT)
-            behind = best[tail, first + count]
-            found = np.maximum(pace, behind[None, :]).min(axis=1)
-            place = best[self._slot(depth), first]
-            np.minimum(place, found, out=place)
+        for slot, tail, first in self._order():
+            tables, behind = self.tables[first], best[tail, first + 1 :]
+            paces = np.where(self._fits(tables, slot), tables.paces, UNFIT)
+            best[slot, first] = np.maximum(paces, behind).min(axis=(1, 2))
         return float(best[:, 0, 0].min())
 
     def smallest_sum(self, below: float) -> _Found | None:
         """The division of the smallest sum among those with a pace below that."""
-        n = self.components
-        best = self._empty()
-        choice = np.full((*best.shape, 2), -1, np.int32)  # (stop, count)
-        for depth, first, count, tail in self._order():
-            key = first, count
-            allowed = (self.paces[key] < below) & self._fits(key, depth)
-            each = self.tables[key]
-            passing = np.where(allowed, each.passing + each.arriving, UNFIT)
-            whole = passing + best[tail, first + count][None, :]
-            stops = whole.argmin(axis=1)
-            found = whole[np.arange(n + 1), stops]
-            slot = self._slot(depth)
-            better = found < best[slot, first]
-            best[slot, first][better] = found[better]
-            choice[slot, first][better] = np.stack([stops, np.full(n + 1, count)], axis=1)[better]
+        best, starts = self._empty(), np.arange(self.components + 1)
+        choice = np.zeros(best.shape, np.int64)  # of (ranks - 1, stop), as one number
+        for slot, tail, first in self._order():
+            tables, behind = self.tables[first], best[tail, first + 1 :]
+            allowed = (tables.paces < below) & self._fits(tables, slot)
+            whole = np.where(allowed, tables.passing + behind, UNFIT).reshape(len(starts), -1)
+            choice[slot, first] = whole.argmin(axis=1)
+            best[slot, first] = whole[starts, choice[slot, first]]
         slot = int(np.argmin(best[:, 0, 0]))
         if not np.isfinite(best[slot, 0, 0]):
             return None
         runs = self._runs(choice, slot)
-        pace = max(float(self.paces[run.first, run.number][run.start, run.stop]) for run in runs)
+        pace = max(
+            float(self.tables[run.first].paces[run.start, run.number - 1, run.stop])
+            for run in runs
+        )
         return _Found(float(best[slot, 0, 0]), pace, runs)
 
     def _empty(self) -> np.ndarray:
-        """[depths + 1, ranks + 1, components + 1]: of what is left from a rank and a component."""
-        best = np.full((self.depths + 1, self.ranks + 1, self.components + 1), UNFIT)
+        """[slots, ranks + 1, components + 1]: of what is left from a rank and a component."""
+        slots = 1 if self.limit is None else self.ranks + 1
+        best = np.full((slots, self.ranks + 1, self.components + 1), UNFIT)
         best[0, self.ranks, self.components] = 0.0
         return best
 
-    def _slot(self, depth: int) -> int:
-        return depth if self.limit is not None else 1
+    def _order(self) -> list[tuple[int, int, int]]:
+        """(slot, slot of what is behind, first rank), each after what can be behind it."""
+        if self.limit is None:
+            return [(0, 0, first) for first in reversed(range(self.ranks))]
+        depths = range(1, self.ranks + 1)
+        return [
+            (depth, depth - 1, first)
+            for depth in depths
+            for first in range(self.ranks - depth + 1)
+        ]
 
-    def _order(self) -> "list[tuple[int, int, int, int]]":
-        """(depth, first rank, number of ranks, slot of what is behind), each after its tails."""
-        found = []
-        for first in reversed(range(self.ranks)):
-            for count in range(1, self.ranks - first + 1):
-                is_end = first + count == self.ranks
-                if is_end:
-                    found.append((1, first, count, 0))
-                elif self.limit is None:
-                    found.append((1, first, count, 1))
-                else:
-                    left = self.ranks - first - count
-                    found += [(depth, first, count, depth - 1) for depth in range(2, left + 2)]
-        return found
+    def _fits(self, tables: _Tables, slot: int) -> "np.ndarray | bool":
+        """Which runs fit where so many stages, itself included, are left to the end."""
+        if self.limit is None:
+            return True
+        in_flight = min(slot, self.microbatches)
+        return np.asarray(tables.bytes + in_flight * tables.flight_bytes <= self.limit)
 
     def _runs(self, choice: np.ndarray, slot: int) -> tuple[Run, ...]:
         runs: list[Run] = []
         first = start = 0
         while first < self.ranks:
-            stop, count = (int(value) for value in choice[slot, first, start])
-            runs.append(Run(start, stop, first, count))
-            first, start = first + count, stop
-            if self.limit is not None:
-                slot -= 1
+            more, stop = divmod(int(choice[slot, first, start]), self.components + 1)
+            runs.append(Run(start, stop, first, more + 1))
+            first, start = first + more + 1, stop
+            slot -= self.limit is not None
         return tuple(runs)

@@ -42,11 +42,6 @@ class Network(Protocol):
         """From a send of `size` bytes to their arrival."""
 
 
-def latency_seconds(network: Network, sender: int, receiver: int) -> float:
-    """From a send of next to nothing to its arrival."""
-    return network.hand_over_seconds(sender, receiver, 1)
-
-
 @dataclass(frozen=True)
 class MeasuredNetwork:
     """What was measured on the ranks of a job.

@@ -1,14 +1,14 @@
 """What the division of a model over ranks is given: times and bytes of all runs of components."""
 
 import heapq
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 
 from hvdtrain.planner.cost import Known
 from hvdtrain.planner.divide import UNFIT, Run, Times
-from hvdtrain.planner.network import latency_seconds
 from hvdtrain.planner.overview import OPTIMIZER_COPIES, copies_held
 
 ALIKE = 1.2  # as much as measurements of like ranks differ, on a shared machine
@@ -66,7 +66,7 @@ class Tables:
         crossing = np.array([0, *(cost.output_bytes for cost in costs[:-1]), 0], float)
         self.crossing = crossing[self.places]
         self.made: dict[tuple[object, ...], Times] = {}
-        self.computed: dict[tuple[int, int], np.ndarray] = {}
+        self.kept: dict[tuple[object, ...], np.ndarray] = {}  # what several of them need
         # Behind what emits no floating numbers no gradient comes back: no stage ends there.
         ends = [True, *(cost.is_differentiable for cost in costs[:-1]), True]
         self.valid &= np.array(ends)[self.places][None, :]
@@ -108,12 +108,10 @@ class Tables:
     def _make(self, ranks: tuple[int, ...]) -> Times:
         shares = shares_of(self.question, ranks, self.rows)
         rows = _rows(self.rows, shares)
-        passing = np.max(
-            [self._compute(rank, own) for rank, own in zip(ranks, rows, strict=True)], axis=0
-        )
-        taking, latency = self._taking(ranks, self.crossing * max(rows))
+        passing = _largest(map(self._compute, ranks, rows))
+        taking, latency = self._taking(ranks, max(rows))
         reduced = self._reduced(ranks)
-        update = np.max([self._update(rank) for rank in ranks], axis=0)
+        update = _largest(map(self._update, ranks))
         optimizer = self.question.optimizer
         copies = 2 + OPTIMIZER_COPIES[optimizer] + copies_held(optimizer, len(ranks))
         profile = self.known.profile.ranks
@@ -127,37 +125,49 @@ class Tables:
             np.where(self.valid & (self.crossing > 0)[:, None], 2 * latency, 0.0),
         )
 
-    def _compute(self, rank: int, rows: int) -> np.ndarray:
-        key = id(self.known.profile.ranks[rank]), rows
-        if key not in self.computed:
-            self.computed[key] = self._compute_anew(rank, rows)
-        return self.computed[key]
+    def _once(self, *key: object, make: Callable[[], np.ndarray]) -> np.ndarray:
+        if key not in self.kept:
+            self.kept[key] = make()
+        return self.kept[key]
 
-    def _compute_anew(self, rank: int, rows: int) -> np.ndarray:
-        each = self.known.profile.ranks[rank].each
-        return self._spans(each.forward(rows) * self.times_forward + each.backward(rows))
+    def _compute(self, rank: int, rows: int) -> np.ndarray:
+        own = self.known.profile.ranks[rank]
+
+        def make() -> np.ndarray:
+            forward, backward = own.each.forward(rows), own.each.backward(rows)
+            return self._spans(forward * self.times_forward + backward)
+
+        return self._once("compute", id(own), rows, make=make)
 
     def _update(self, rank: int) -> np.ndarray:
-        return self._spans(self.known.profile.ranks[rank].each.update)
+        own = self.known.profile.ranks[rank]
+        return self._once("update", id(own), make=lambda: self._spans(own.each.update))
 
-    def _taking(self, ranks: tuple[int, ...], sizes: np.ndarray) -> tuple[np.ndarray, float]:
+    def _taking(self, ranks: tuple[int, ...], rows: int) -> tuple[np.ndarray, float]:
         """Seconds of sending and taking in what crosses each place; and until it is there."""
-        other, network = self._neighbour(ranks), self.known.network
+        other, sizes = self._neighbour(ranks), self.crossing * rows
         if other in ranks or not sizes.any():
             return np.zeros_like(sizes), 0.0
-        latency = latency_seconds(network, other, ranks[0])
+        latency = self.known.latency_seconds(other, ranks[0])
         own = max(self.known.profile.ranks[rank].message_seconds for rank in ranks) - latency
 
-        def seconds(size: float) -> float:
-            return own + network.hand_over_seconds(other, ranks[0], size)
+        def make() -> np.ndarray:
+            return self._between(
+                sizes, lambda size: self.known.hand_over_seconds(other, ranks[0], size)
+            )
 
-        return self._between(sizes, seconds), latency
+        handed = self._once("taking", rows, *self._hosts(ranks), make=make)
+        return np.where(sizes > 0, own + handed, 0.0), latency
 
     def _reduced(self, ranks: tuple[int, ...]) -> np.ndarray:
         if len(ranks) == 1:
             return np.zeros_like(self.weights)
-        network = self.known.network
-        return self._between(self.weights, lambda size: network.reduce_seconds(ranks, size))
+
+        def make() -> np.ndarray:
+            network = self.known.network
+            return self._between(self.weights, lambda size: network.reduce_seconds(ranks, size))
+
+        return self._once("reduced", len(ranks), *self._hosts(ranks), make=make)
 
     def _between(self, sizes: np.ndarray, seconds: Callable[[float], float]) -> np.ndarray:
         """Seconds of each size, 0 of none: between a network's breakpoints are straight lines."""
@@ -196,6 +206,10 @@ def shares_of(question: Question, ranks: tuple[int, ...], rows: int) -> tuple[in
         counts[best] += 1
         heapq.heapreplace(done_at, ((counts[best] + 1) * slowness[best], best))
     return tuple(counts)
+
+
+def _largest(arrays: Iterable[np.ndarray]) -> np.ndarray:
+    return reduce(np.maximum, arrays)
 
 
 def _rows(rows: int, shares: Sequence[int]) -> list[int]:
