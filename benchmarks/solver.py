@@ -1,0 +1,113 @@
+"""How long a plan takes to be chosen: random models of many components on up to 1,024 ranks.
+
+    python benchmarks/solver.py [--components 200] [--ranks 16] [--rounds 5]
+
+Times, bytes and speeds of ranks are drawn at random, so that nothing is alike that could be worked
+out once; all schedules are free. The gap is that of the chosen plan to the bound that no plan can
+be shorter than. Without --components and --ranks: 24 x 4, 200 x 16, and 200 x 16 with a limit of
+memory that data parallelism exceeds.
+"""
+
+import argparse
+import statistics
+import time
+
+import numpy as np
+
+from hvdtrain.models.costs import ComponentCost
+from hvdtrain.planner.components import ComponentTimes, Profile, RankTimes
+from hvdtrain.planner.cost import Known
+from hvdtrain.planner.curve import Curve, Line
+from hvdtrain.planner.network import MeasuredNetwork
+from hvdtrain.planner.solve import Solution, solve
+from hvdtrain.planner.tables import Question
+
+BATCH = 256
+LIMIT = 0.4  # of what data parallelism holds
+
+
+def question(components: int, ranks: int, seed: int, limit: float | None) -> Question:
+    """A model and ranks that are drawn at random."""
+    draw = np.random.default_rng(seed)
+    costs = [_component(number, draw) for number in range(components)]
+    seconds = draw.uniform(1e-5, 1e-4, components)
+    profile = Profile(tuple(_rank(costs, seconds * draw.uniform(1, 2)) for _ in range(ranks)))
+    summed = Curve.straight(Line(1e-4, 2e-9), 1e9)
+    network = MeasuredNetwork(
+        ("here",) * ranks,
+        {False: {2: summed, max(3, ranks): summed}},
+        {False: Curve.straight(Line(1e-4, 1e-10), 1e9)},
+    )
+    return Question(
+        Known(costs, profile, network),
+        BATCH,
+        "sgd",
+        ("1f1b", "interleaved", "zb-h1"),
+        limits=None if limit is None else (limit,) * ranks,
+    )
+
+
+def _component(number: int, draw: np.random.Generator) -> ComponentCost:
+    parameters, handed = int(draw.integers(25_000, 1_000_000)), int(draw.integers(2_500, 25_000))
+    return ComponentCost(
+        name=f"component{number}",
+        parameters=parameters,
+        parameter_bytes=4 * parameters,
+        buffer_bytes=0,
+        forward_flops=float(draw.uniform(1e6, 1e8)),
+        output_shape=(handed,),
+        output_bytes=4 * handed,
+        saved_bytes=int(draw.integers(10_000, 200_000)),
+    )
+
+
+def _rank(costs: list[ComponentCost], seconds: np.ndarray) -> RankTimes:
+    def curve(each: float) -> Curve:
+        return Curve.straight(Line(2e-5, each), BATCH)
+
+    return RankTimes(
+        {
+            cost.name: ComponentTimes(curve(own), curve(2 * own), curve(own), curve(own))
+            for cost, own in zip(costs, seconds, strict=True)
+        }
+    )
+
+
+def measure(components: int, ranks: int, rounds: int, is_limited: bool) -> str:
+    """A line on one size."""
+    found: list[Solution] = []
+    seconds: list[float] = []
+    for seed in range(rounds):
+        limit = None
+        if is_limited:
+            whole = solve(question(components, ranks, seed, None))
+            largest = max(whole.candidates, key=lambda each: max(each.rank_bytes))
+            limit = LIMIT * max(largest.rank_bytes)
+        asked = question(components, ranks, seed, limit)
+        began = time.perf_counter()
+        found.append(solve(asked))
+        seconds.append(time.perf_counter() - began)
+    gap = statistics.median(each.gap for each in found)
+    return (
+        f"{components} components x {ranks} ranks{', limited' if is_limited else ''}: "
+        f"{statistics.median(seconds):.2f} s ({min(seconds):.2f} to {max(seconds):.2f}); "
+        f"{gap:.0%} above the bound; {found[-1].chosen.name}"
+    )
+
+
+def main() -> None:
+    """Measure what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--components", type=int)
+    parser.add_argument("--ranks", type=int)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    sizes = [(24, 4, False), (200, 16, False), (200, 16, True)]
+    if options.components and options.ranks:
+        sizes = [(options.components, options.ranks, False)]
+    for components, ranks, is_limited in sizes:
+        print(measure(components, ranks, options.rounds, is_limited), flush=True)
+
+
+if __name__ == "__main__":
+    main()
