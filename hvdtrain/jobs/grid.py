@@ -56,6 +56,9 @@ class Grid:
     options: StudyOptions
 
 
+KINDS = (StudyOptions, JobOptions, TrainConfig)  # whose options a study's file may have
+
+
 def load(path: str, folder: str) -> Grid:
     """The study of a file, whose keys are options of `train`, of `jobs submit` and of a study.
 
@@ -67,24 +70,9 @@ def load(path: str, folder: str) -> Grid:
     Raises:
         UsageError: if a key is unknown, a value of another type or out of range.
     """
-    content = harmless.read_mapping(Path(path), "study")
-    kinds = (StudyOptions, JobOptions, TrainConfig)
-    known = [item.name for kind in kinds for item in fields(kind)]
-    for name in content:
-        if name not in known:
-            raise UsageError(f"{path}: unknown key {name}{nearest(str(name), known)}")
-        if name in OF_ONE_RUN:
-            raise UsageError(f"{path}: {name} is of a single run: leave it out")
-        if name in OF_THE_STUDY and isinstance(content[name], list):
-            raise UsageError(f"{path}: {name} is of the whole study: give one value")
-    if not isinstance(content.get("time", ""), str):
-        raise UsageError(f"{path}: write time in quotes, such as '1:30:00'")  # YAML counts in 60s
-    axes = {name: value if isinstance(value, list) else [value] for name, value in content.items()}
-    combinations = math.prod(map(len, axes.values()))
-    if not 0 < combinations <= MOST_RUNS:
-        raise UsageError(f"{path} asks for {combinations:,} sizes: give 1 to {MOST_RUNS:,}")
+    axes = _axes(path)
     parser = Parser()
-    for kind in kinds:
+    for kind in KINDS:
         add_dataclass(parser, kind)
     cells: dict[str, Cell] = {}
     for values in itertools.product(*axes.values()):
@@ -105,6 +93,26 @@ def load(path: str, folder: str) -> Grid:
         raise UsageError(f"{path}: two values make one name, {twice}: write them differently")
     random.Random(0).shuffle(found)  # what else the cluster does must not follow the sizes
     return Grid(tuple(found), study)
+
+
+def _axes(path: str) -> dict[str, list[Any]]:
+    """The values of each key of a file."""
+    content = harmless.read_mapping(Path(path), "study")
+    known = [item.name for kind in KINDS for item in fields(kind)]
+    for name in content:
+        if name not in known:
+            raise UsageError(f"{path}: unknown key {name}{nearest(str(name), known)}")
+        if name in OF_ONE_RUN:
+            raise UsageError(f"{path}: {name} is of a single run: leave it out")
+        if name in OF_THE_STUDY and isinstance(content[name], list):
+            raise UsageError(f"{path}: {name} is of the whole study: give one value")
+    if not isinstance(content.get("time", ""), str):
+        raise UsageError(f"{path}: write time in quotes, such as '1:30:00'")  # YAML counts in 60s
+    axes = {name: value if isinstance(value, list) else [value] for name, value in content.items()}
+    combinations = math.prod(map(len, axes.values()))
+    if not 0 < combinations <= MOST_RUNS:
+        raise UsageError(f"{path} asks for {combinations:,} sizes: give 1 to {MOST_RUNS:,}")
+    return axes
 
 
 def _cell(parsed: dict[str, Any], study: StudyOptions, stem: str) -> Cell:
