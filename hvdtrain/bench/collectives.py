@@ -102,17 +102,22 @@ def bench_allreduce(largest: int, algorithm: str = "auto") -> Table:
 def bench_exchange(largest: int) -> Table:
     """Hand-overs between two ranks of one host, and of two hosts where there are. Collective.
 
+    Beside them MPI's broadcast to all ranks, which no step of a plan needs.
+
     Raises:
         UsageError: if there is but one rank.
     """
     here = _world("exchange")
     assert here.communicator is not None
     exchange = Exchange(here.communicator, torch.device("cpu"))
-    network = probe.hand_over_curves(here, exchange, probe.sizes_up_to(largest))
+    sizes = probe.sizes_up_to(largest)
+    network = probe.hand_over_curves(here, exchange, sizes)
+    broadcast = probe.broadcast_curve(here, sizes)
     names = {False: "on one host", True: "between hosts"}
     world.stop()
     curves = {names[crosses]: curve for crosses, curve in sorted(network.items())}
-    return Table("hand-over of a tensor from rank to rank, one way", curves, 1.0)
+    curves[f"to all {here.size}"] = broadcast
+    return Table("hand-over of a tensor from rank to rank, one way; broadcast to all", curves, 1.0)
 
 
 def _world(name: str, algorithm: str = "auto") -> World:

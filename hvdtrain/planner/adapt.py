@@ -6,6 +6,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdtrain.parallel.plan import Plan
+from hvdtrain.parallel.relayout import moves
+from hvdtrain.planner.overview import OPTIMIZER_COPIES
+from hvdtrain.planner.tables import Question
+
 WINDOW = 8  # steps, at least, that a change has to last; and times of which the base is made
 LEAST_SECONDS = 0.15  # of a time: of so many steps the mean
 SETTLING = 3  # steps after a change that are like no others
@@ -118,6 +123,22 @@ class Watch:
         ratio = now[rank] / self.base[rank]
         cause = f"rank {rank} takes {ratio:.2f} times as long as when the plan was new"
         return Drift(cause, own, whole)
+
+
+def moving_seconds(question: Question, before: Plan, after: Plan) -> float:
+    """What handing over weights, statistics and optimizer state takes in a change of plans.
+
+    A rank sends or receives one component at a time.
+    """
+    known, copies = question.known, 1 + OPTIMIZER_COPIES[question.optimizer]
+    busy = dict.fromkeys(range(question.ranks), 0.0)
+    for move in moves(before, after):
+        cost = known.by_name[move.component]
+        size = copies * cost.parameter_bytes + cost.buffer_bytes
+        seconds = known.hand_over_seconds(move.sender, move.receiver, size)
+        busy[move.sender] += seconds
+        busy[move.receiver] += seconds
+    return max(busy.values())
 
 
 @dataclass(frozen=True)

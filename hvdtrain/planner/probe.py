@@ -181,6 +181,25 @@ def _hand_over_curve(
     return Curve.of(sizes, found)
 
 
+def broadcast_curve(here: World, sizes: Sequence[int]) -> Curve:
+    """Seconds until all ranks have what rank 0 had, by bytes. Collective."""
+    return Curve.of(sizes, [_broadcast_seconds(here, size) for size in sizes])
+
+
+def _broadcast_seconds(here: World, size: int) -> float:
+    values = np.zeros(size, np.uint8)
+    communicator = here.communicator
+    assert communicator is not None
+
+    def once() -> float:
+        here.barrier()  # or rank 0 would be ahead by many
+        began = time.perf_counter()
+        communicator.Bcast(values)
+        return time.perf_counter() - began
+
+    return _agreed_median(here, once)
+
+
 def _trip_seconds(exchange: Exchange, other: int, begins: bool, size: int) -> float:
     sent = torch.ones(size, dtype=torch.uint8, device=exchange.device)
     target = torch.empty_like(sent)

@@ -9,7 +9,7 @@ from hvdtrain.errors import one_line
 from hvdtrain.parallel.plan import Plan
 from hvdtrain.parallel.relayout import is_same_layout
 from hvdtrain.parallel.validate import prove
-from hvdtrain.planner.adapt import SETTLING, Decision, Drift, Watch, decide
+from hvdtrain.planner.adapt import SETTLING, Decision, Drift, Watch, decide, moving_seconds
 from hvdtrain.planner.explain import in_short
 from hvdtrain.planner.follow import compared, following
 from hvdtrain.planner.play import calibrated, play
@@ -39,14 +39,14 @@ class Adapter:
     """One rank's side of changing plans; only rank 0 has a `question`, and thinks.
 
     Attributes:
-        change_seconds: what the last change, or the first building, took.
+        building_seconds: of this rank's part of a plan, the last time.
         followed: steps under this plan.
         expected_transfer: of each rank in a step of this plan; played through once.
     """
 
     session: Session
     question: Question | None
-    change_seconds: float
+    building_seconds: float
     followed: int = 0
     expected_transfer: tuple[float, ...] = ()
     watch: Watch = field(default_factory=Watch)
@@ -135,16 +135,19 @@ class Adapter:
         current = play(asked, plan, "the plan that is").seconds
         solution = solve(asked)
         chosen = solution.chosen
-        decision = decide(current, chosen.seconds, steps_left, self._seconds_to(chosen.plan))
+        decision = decide(
+            current, chosen.seconds, steps_left, self._seconds_to(chosen.plan, asked)
+        )
         if decision.change:
             prove(chosen.plan, asked.batch_size, asked.known.is_synchronised)
         return Thought(drift.cause, asked, solution, current, decision)
 
-    def _seconds_to(self, plan: Plan) -> float:
+    def _seconds_to(self, plan: Plan, question: Question) -> float:
         """What a change is expected to take."""
         if is_same_layout(self.session.plan, plan):
             return SAME_LAYOUT_SECONDS
-        return max(SAME_LAYOUT_SECONDS, self.change_seconds)
+        moving = moving_seconds(question, self.session.plan, plan)
+        return max(SAME_LAYOUT_SECONDS, self.building_seconds + moving)
 
     def change(self) -> dict[str, Any] | None:
         """Go on under the plan that rank 0 wants; on rank 0 what to say of it. Collective."""
@@ -154,8 +157,9 @@ class Adapter:
         self.session.change_plan(plan)
         here.barrier()
         seconds = time.perf_counter() - began
-        if not is_same_layout(before, plan):
-            self.change_seconds = seconds
+        if thought is not None and not is_same_layout(before, plan):
+            moving = moving_seconds(thought.question, before, plan)
+            self.building_seconds = max(0.0, seconds - moving)
         self.wanted, self.followed, self.expected_transfer = None, 0, ()
         self.watch.restart()
         self.session.read_times()  # those of the plan that was

@@ -3,7 +3,17 @@
 import numpy as np
 import pytest
 
-from hvdtrain.planner.adapt import LEAST_SECONDS, SETTLING, WINDOW, Drift, Watch, decide
+from hvdtrain.parallel.plan import Plan, Stage, replicated
+from hvdtrain.planner.adapt import (
+    LEAST_SECONDS,
+    SETTLING,
+    WINDOW,
+    Drift,
+    Watch,
+    decide,
+    moving_seconds,
+)
+from tests.pure.planner.machines import question
 
 
 def follow(
@@ -100,3 +110,14 @@ def test_less_has_to_last_for_longer(times: float, seconds: float) -> None:
     while not follow(watch, (step, times * step), 1):
         steps += 1
     assert steps * 1.05 * times * step == pytest.approx(seconds, abs=2 * LEAST_SECONDS)
+
+
+def test_what_moves_is_what_is_not_held_with_its_optimizer_state() -> None:
+    """Momentum is as much again as the weights: 2,000 bytes of each of six components."""
+    asked = question(ranks=2, each=1e-3)
+    names = asked.known.profile.names
+    halves = Plan((Stage(tuple(names[:3]), (0,), (1,)), Stage(tuple(names[3:]), (1,), (1,))))
+    assert moving_seconds(asked, replicated(list(names), 2, 1, None), halves) == 0.0
+    # Rank 0 sends three components and receives three; so does rank 1.
+    wider = replicated(list(names), 2, 1, None)
+    assert moving_seconds(asked, halves, wider) == pytest.approx(6 * 2000 * 1e-3)

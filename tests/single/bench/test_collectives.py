@@ -26,9 +26,10 @@ def test_hand_overs_of_all_sizes_are_timed(hvdtrain: Program) -> None:
     done = hvdtrain("bench", "exchange", "--ranks", 2, "--largest", 1000)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == "hand-over of a tensor from rank to rank, one way"
+    assert lines[0] == "hand-over of a tensor from rank to rank, one way; broadcast to all"
     assert [line.split()[0] for line in lines[2:7]] == ["4", "16", "64", "256", "1024"]
     assert lines[7].startswith("on one host: about ")
+    assert lines[8].startswith("to all 2: about ")
 
 
 @pytest.mark.parametrize(
