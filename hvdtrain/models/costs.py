@@ -1,24 +1,28 @@
 """What each component costs, counted on torch's meta device: no weights, no arithmetic.
 
-That device has no autocast: for the memory in bf16, six images are really computed on the CPU.
+That device has no autocast: memory in bf16 is counted on torch's fake tensors, which stand for
+those of another device and hold nothing either.
 
 Arithmetic and memory of one sample are the difference between batches of four and of two, halved,
 so that what does not grow with the batch (weights, statistics of batch norms) does not count.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from hvdtrain.errors import UsageError
 from hvdtrain.models.component import (
     IMAGE_CHANNELS,
     Component,
@@ -48,6 +52,7 @@ class ComponentCost:
             are at most the sum of `saved_bytes` and `output_bytes`.
         is_differentiable: whether a gradient can come back behind it: it emits floating numbers.
         batch_norms: layers that `--batch-norm sync` lets communicate.
+        fixed_bytes: what autograd keeps of any number of samples: statistics, weights in bf16.
     """
 
     name: str
@@ -60,6 +65,7 @@ class ComponentCost:
     saved_bytes: int
     is_differentiable: bool = True
     batch_norms: int = 0
+    fixed_bytes: int = 0
 
 
 def component_costs(
@@ -68,50 +74,64 @@ def component_costs(
     *,
     classes: int | None,
     dtype: torch.dtype = torch.float32,
-    autocast: bool = False,
+    autocast: str | None = None,
 ) -> list[ComponentCost]:
     """Return what each component costs for images [n, 3, image_size, image_size].
 
-    `dtype` is that of images and weights, `autocast` whether forwards run in bf16 where torch's
-    autocast has them so. Raises UsageError for the same reasons as `boundaries`.
+    `dtype` is that of images and weights; `autocast` the type of the device under whose autocast
+    forwards run in bf16, if they do. Raises UsageError for the same reasons as `boundaries`.
     """
     shape = (IMAGE_CHANNELS, image_size, image_size)
-    costs = _counted(components, shape, dtype, autocast=False)
-    if autocast:
-        memory = _counted(components, shape, dtype, autocast=True)
-        costs = [
-            replace(cost, output_bytes=each.output_bytes, saved_bytes=each.saved_bytes)
-            for cost, each in zip(costs, memory, strict=True)
-        ]
+    costs = _counted(components, shape, dtype, nullcontext())
     check_logits(components[-1], (BATCHES[0], *costs[-1].output_shape), classes)
+    if autocast is not None:
+        costs = _under_autocast(components, shape, costs, autocast)
     return costs
+
+
+def _under_autocast(
+    components: Sequence[Component],
+    shape: tuple[int, ...],
+    costs: list[ComponentCost],
+    device: str,
+) -> list[ComponentCost]:
+    """The same, with memory as autocast makes it."""
+    casts = torch.autocast(device, dtype=torch.bfloat16)
+    try:
+        found = _counted(components, shape, torch.float32, casts, device)
+    except UsageError:  # such as tensors that are neither parameters nor buffers
+        return costs  # more than it is
+    return [
+        replace(
+            cost,
+            output_bytes=each.output_bytes,
+            saved_bytes=each.saved_bytes,
+            fixed_bytes=each.fixed_bytes,
+        )
+        for cost, each in zip(costs, found, strict=True)
+    ]
 
 
 def _counted(
-    components: Sequence[Component], shape: tuple[int, ...], dtype: torch.dtype, autocast: bool
+    components: Sequence[Component],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    casts: AbstractContextManager[Any],
+    device: str = "meta",
 ) -> list[ComponentCost]:
-    device = "cpu" if autocast else "meta"
-    in_bf16 = torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast)
     costs = []
+    fake = nullcontext() if device == "meta" else FakeTensorMode(allow_non_fake_inputs=True)
     # Whatever the caller does, autograd takes part here.
-    with torch.inference_mode(False), torch.enable_grad(), in_bf16:
-        given = [torch.zeros(batch, *shape, dtype=dtype, device=device) for batch in BATCHES]
-        for component in components:
-            module = build_on_meta(component).to(dtype=dtype)
-            if autocast:
-                _make_zero(module)
-            small, large = (_run(component, module, batch) for batch in given)
-            costs.append(_cost(component, module, small, large))
-            given = [small.emitted, large.emitted]
+    with torch.inference_mode(False), torch.enable_grad(), casts:
+        modules = [build_on_meta(component).to(dtype=dtype) for component in components]
+        with fake:
+            given = [torch.empty(batch, *shape, dtype=dtype, device=device) for batch in BATCHES]
+            for component, module in zip(components, modules, strict=True):
+                module.to_empty(device=device)
+                small, large = (_run(component, module, batch) for batch in given)
+                costs.append(_cost(component, module, small, large))
+                given = [small.emitted, large.emitted]
     return costs
-
-
-def _make_zero(module: nn.Module) -> None:
-    """Give what was built without weights some: numbers that computing is not slow with."""
-    module.to_empty(device="cpu")
-    with torch.no_grad():
-        for tensor in (*module.parameters(), *module.buffers()):
-            tensor.zero_()
 
 
 @dataclass
@@ -147,7 +167,8 @@ def _run(component: Component, module: nn.Module, given: Tensor) -> _Run:
     counter = FlopCounterMode(display=False)
     with saved_tensors_hooks(keep, lambda tensor: tensor), counter, _FusedAttention():
         emitted = run_on_meta(component, module, given, grad=True)
-    saved.pop(_storage(given), None)
+    for known in (given, *module.parameters(), *module.buffers()):
+        saved.pop(_storage(known), None)
     # Not a leaf: a component that changes its input in place gets the message made for that.
     next_input = torch.empty_like(emitted, requires_grad=emitted.is_floating_point()).clone()
     return _Run(next_input, counter.get_total_flops(), saved)
@@ -189,5 +210,6 @@ def _cost(component: Component, module: nn.Module, small: _Run, large: _Run) -> 
         output_bytes=prod(output_shape) * small.emitted.element_size(),
         saved_bytes=(large.saved_bytes - small.saved_bytes) // samples,
         is_differentiable=small.emitted.is_floating_point(),
+        fixed_bytes=max(0, 2 * small.saved_bytes - large.saved_bytes),
         batch_norms=sum(isinstance(layer, _BatchNorm) for layer in module.modules()),
     )

@@ -141,12 +141,11 @@ class Overview:
         """What a forward leaves for its backward: components that recompute keep their input."""
         assert action.microbatch is not None
         stage = self.plan.stages[action.stage]
-        saved = sum(
-            self.costs[name].output_bytes
-            + (0 if name in self.recomputed else self.costs[name].saved_bytes)
-            for name in stage.components
-        )
-        return float(saved * self.cut.rows(action.stage, rank, action.microbatch))
+        rows = self.cut.rows(action.stage, rank, action.microbatch)
+        costs = [self.costs[name] for name in stage.components]
+        kept = [cost for cost in costs if cost.name not in self.recomputed]
+        each = sum(cost.output_bytes for cost in costs) + sum(cost.saved_bytes for cost in kept)
+        return float(rows * each + (sum(cost.fixed_bytes for cost in kept) if rows else 0))
 
 
 def overview(

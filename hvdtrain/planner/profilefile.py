@@ -12,7 +12,7 @@ from hvdtrain.planner.components import ComponentTimes, Profile, RankTimes
 from hvdtrain.planner.curve import Curve
 from hvdtrain.planner.network import Contention, MeasuredNetwork
 
-VERSION = 2
+VERSION = 3
 LARGEST = 64 * 2**20  # bytes: a thousand ranks, a hundred components
 HALVES = ("input_half", "weight_half")
 

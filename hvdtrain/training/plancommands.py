@@ -199,7 +199,7 @@ def _finish(
         *(components, config.image_size),
         classes=config.classes,
         dtype=dtype,
-        autocast=training.precision == "bf16",
+        autocast="cpu" if training.precision == "bf16" else None,
     )
     found = overview(
         *(plan, costs, config.batch_size, config.optimizer),

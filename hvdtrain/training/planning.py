@@ -88,8 +88,10 @@ def subject_of(
 ) -> Subject:
     """What a run would measure."""
     dtype = DTYPES[config.precision]
-    is_bf16 = config.precision == "bf16"
-    costs = component_costs(components, image_size, classes=classes, dtype=dtype, autocast=is_bf16)
+    autocast = images.device.type if config.precision == "bf16" else None
+    costs = component_costs(
+        components, image_size, classes=classes, dtype=dtype, autocast=autocast
+    )
     return Subject(config, components, costs, image_size, images)
 
 

@@ -29,7 +29,7 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 3}, "it is of version 3"),
+        ({"version": 4}, "it is of version 4"),
         ({"ranks": []}, "it has 0 ranks on 2 hosts"),
         ({"network": None}, "is no profile "),
         ({"ranks": [{"components": {}}]}, "its components are not those of the model"),

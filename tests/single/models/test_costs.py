@@ -56,6 +56,7 @@ def test_costs_of_a_small_model_are_those_counted_by_hand() -> None:
         ComponentCost(
             *("norm", 8, 32, 4 * 4 * 2 + 8, 2.0 * one, (4, 8, 8), 4 * one, 4 * one),
             batch_norms=1,
+            fixed_bytes=2 * 4 * 4,  # mean and deviation of each channel
         ),
         ComponentCost("flat", 0, 0, 0, 1.0 * one, (one,), 4 * one, 0),
         ComponentCost("head", 5 * one + 5, 20 * one + 20, 0, 2.0 * 5 * one + 5, (5,), 20, 0),
@@ -119,7 +120,7 @@ def test_twice_the_width_of_a_number_is_twice_the_memory() -> None:
 def test_memory_under_autocast_is_that_of_a_run_under_autocast(model: str) -> None:
     """What is handed on is half of it, but for the ViT's, whose sums of residuals are in fp32."""
     parts = components(model, 10, 32)
-    full, costs = (component_costs(parts, 32, classes=10, autocast=on) for on in (False, True))
+    full, costs = (component_costs(parts, 32, classes=10, autocast=on) for on in (None, "cpu"))
     given = torch.rand(3, 3, 32, 32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         for part, whole, cost in zip(parts, full, costs, strict=True):
@@ -128,6 +129,40 @@ def test_memory_under_autocast_is_that_of_a_run_under_autocast(model: str) -> No
             assert cost.forward_flops == whole.forward_flops
             assert 0.4 * whole.saved_bytes <= cost.saved_bytes
     assert sum(cost.saved_bytes for cost in costs) < 0.75 * sum(each.saved_bytes for each in full)
+    # Each micro-batch has its own weights in bf16.
+    fixed = sum(cost.fixed_bytes for cost in costs)
+    assert 0.45 < fixed / sum(cost.parameter_bytes for cost in costs) < 0.55
+
+
+class OutOfTheBuffers(nn.Module):
+    """Holds a tensor that moves nowhere with its module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.ones(3, 1, 1)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images * self.scale
+
+
+def test_under_autocast_numbers_of_no_weight_may_be_whole_or_of_no_buffer() -> None:
+    """Indices are none of what memory holds; what stays on its device is computed with it."""
+    parts = [
+        Component("index", lambda: OnlyIndices()),
+        Component("embed", lambda: nn.Sequential(nn.Embedding(5, 4), nn.Flatten())),
+        Component("head", partial(nn.Linear, 4 * 3 * 64, 5)),
+    ]
+    costs = component_costs(parts, 8, classes=5, autocast="cpu")
+    assert [cost.is_differentiable for cost in costs] == [False, True, True]
+    assert costs[-1].output_bytes == 2 * 5
+    parts = [Component("scale", OutOfTheBuffers), Component("flat", nn.Flatten)]
+    found = component_costs(parts, 8, classes=None, autocast="cpu")
+    assert [cost.output_bytes for cost in found] == [4 * 3 * 64] * 2
+
+
+class OnlyIndices(nn.Module):
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images.flatten(1).long().clamp(0, 4)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
