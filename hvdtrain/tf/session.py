@@ -3,7 +3,7 @@
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ class KerasSession(Session):
     Attributes:
         steps: the traced functions. mirrored: the same on the devices of a strategy.
         seeds: states of the generators that layers draw from.
-        spoiled: a factor of what a layer emits, and when it is to be no number.
+        spoiled: factors of what layers emit, and when they are to be no numbers.
         rate: the learning rate that the optimizer has.
     """
 
@@ -43,7 +43,7 @@ class KerasSession(Session):
     mirrored: MirroredSteps | None
     seeds: list[Any]
     gpus: int
-    spoiled: tuple[Any, Callable[[], bool]] | None = None
+    spoiled: list[tuple[Any, Callable[[], bool]]] = field(default_factory=list)
     rate: float | None = None
     libraries = ("tensorflow", "tensorflow-cpu", "keras")
 
@@ -190,14 +190,13 @@ class KerasSession(Session):
             return output * tf.cast(factor, output.dtype)
 
         layer.call = spoiled
-        self.spoiled = factor, is_due
+        self.spoiled.append((factor, is_due))
         self.steps.forget()
         if self.mirrored is not None:
             self.mirrored.forget()
 
     def _set_spoiled(self, is_training: bool) -> None:
-        if self.spoiled is not None:
-            factor, is_due = self.spoiled
+        for factor, is_due in self.spoiled:
             factor.assign(float("nan") if is_training and is_due() else 1.0)
 
     @override

@@ -41,7 +41,7 @@ class TorchSession(Session):
     runtime: Runtime
     components: Sequence[Component]
     copies: tensors.Copies = field(default_factory=tensors.Copies)
-    spoiled: dict[str, Callable[[], bool]] = field(default_factory=dict)  # by component
+    spoiled: dict[str, list[Callable[[], bool]]] = field(default_factory=dict)  # by component
     timed_steps: int = 0  # since `read_times`
     transfer_seconds: float = 0.0  # in them
     libraries = ("torch",)
@@ -213,12 +213,17 @@ class TorchSession(Session):
 
     @override
     def holders(self) -> dict[str, tuple[int, ...]]:
-        return {name: stage.ranks for stage in self.plan.stages for name in stage.components}
+        return {
+            name: tuple(rank for rank, share in zip(each.ranks, each.shares, strict=True) if share)
+            for each in self.plan.stages
+            for name in each.components
+        }
 
     @override
     def spoil(self, component: str, is_due: Callable[[], bool]) -> None:
-        self.spoiled[component] = is_due
-        self._spoil(component)
+        self.spoiled.setdefault(component, []).append(is_due)
+        if len(self.spoiled[component]) == 1:
+            self._spoil(component)
 
     def _spoil(self, name: str) -> None:
         """Let a component emit what is no number when that is due, if this rank holds it."""
@@ -226,11 +231,12 @@ class TorchSession(Session):
         model = next(held, None)
         if model is None:
             return
-        whole, is_due = model.calls[name], self.spoiled[name]
+        whole, dues = model.calls[name], self.spoiled[name]
 
         def spoiled(given: Tensor) -> Tensor:
             output = whole(given)
-            return output * torch.nan if torch.is_grad_enabled() and is_due() else output
+            is_due = torch.is_grad_enabled() and any(due() for due in dues)
+            return output * torch.nan if is_due else output
 
         model.calls[name] = spoiled
 

@@ -218,7 +218,7 @@ class Session(ABC):
 
     @abstractmethod
     def holders(self) -> dict[str, tuple[int, ...]]:
-        """The ranks that hold each component, or each layer that has weights."""
+        """The ranks that compute each component, or each layer that has weights."""
 
     @abstractmethod
     def spoil(self, component: str, is_due: Callable[[], bool]) -> None:

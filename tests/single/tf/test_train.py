@@ -212,8 +212,9 @@ def test_a_layer_that_emits_no_numbers_is_named(
     )
     assert len(done.stderr.splitlines()) == 1
     skipped = ("--on-bad-step", "skip")
-    summary = trained(hvdtrain, small_set, tmp_path / "skips", *options, *skipped)
-    assert summary["skipped_steps"] == 1
+    both = ("--inject", f"{options[1]}; nan step=2 component=dense")
+    summary = trained(hvdtrain, small_set, tmp_path / "skips", *both, *skipped)
+    assert summary["skipped_steps"] == 2
     done = hvdtrain(*command(small_set, tmp_path / "all", "--inject", "nan step=4 component=x"))
     assert (done.returncode, done.stderr) == (
         2,

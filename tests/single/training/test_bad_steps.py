@@ -86,6 +86,20 @@ def test_a_run_goes_on_after_a_skipped_step(
     assert summary["steps"] == 20
 
 
+def test_several_faults_happen_each_at_its_step(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    """Of one component too, by its rank or by where it is."""
+    run = tmp_path / "run"
+    fault = "nan step=5 rank=1 component=dense; nan step=3 component=dense; nan step=7 rank=1"
+    done = hvdtrain(
+        *("train", "--model", "cnn", "--data", small_set, "--run", run, "--epochs", 1),
+        *("--ranks", 2, "--inject", fault, "--on-bad-step", "skip"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line["step"] for line in bad_steps(run)] == [3, 5, 7]
+
+
 def test_a_run_is_resumed_that_has_skipped_all_its_steps(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:

@@ -153,8 +153,9 @@ def test_a_corrupt_checkpoint_is_passed_over(
     hvdtrain: Program, small_set: Path, tmp_path: Path, undisturbed: str
 ) -> None:
     run = tmp_path / "run"
-    # The newest checkpoint is that after the second epoch, and the job dies before the next one.
-    fault = "corrupt step=31; kill step=32 rank=1"
+    # The newest checkpoint is that after the second epoch, which a busy machine is given the time
+    # to write; the job dies before the next one.
+    fault = "slow step=24 steps=7 seconds=0.5; corrupt step=31; kill step=32 rank=1"
     options = ("--inject", fault, "--restarts", 1, "--checkpoint-every", "1 epoch")
     done = hvdtrain(*command(small_set, run, *options))
     assert done.returncode == 0, done.stderr
