@@ -102,8 +102,10 @@ def main() -> None:
     parser.add_argument("--ranks", type=int)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
+    if bool(options.components) != bool(options.ranks):
+        parser.error("--components and --ranks go together")
     sizes = [(24, 4, False), (200, 16, False), (200, 16, True)]
-    if options.components and options.ranks:
+    if options.components:
         sizes = [(options.components, options.ranks, False)]
     for components, ranks, is_limited in sizes:
         print(measure(components, ranks, options.rounds, is_limited), flush=True)

@@ -19,7 +19,7 @@ from hvdtrain.parallel.actions import (
 )
 from hvdtrain.parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, group_by_bytes
 from hvdtrain.parallel.cut import Cut
-from hvdtrain.parallel.plan import Plan, Stage
+from hvdtrain.parallel.plan import Plan
 from hvdtrain.parallel.simulate import Costs
 from hvdtrain.planner.components import ComponentTimes, Profile
 from hvdtrain.planner.network import Network
@@ -56,6 +56,17 @@ class Known:
         """From a send of next to nothing to its arrival."""
         return self.hand_over_seconds(sender, receiver, LITTLE)
 
+    def gather_seconds(self, ranks: Sequence[int]) -> float:
+        """What a synchronised batch norm waits for its replicas, once forward, once backward.
+
+        It gathers a few numbers, so that latencies alone count; 0 where none is synchronised.
+        """
+        if not self.is_synchronised or len(ranks) == 1:
+            return 0.0
+        latency = max(self.latency_seconds(*pair) for pair in pairwise(ranks))
+        own = max(self.profile.ranks[rank].message_seconds for rank in ranks)
+        return math.ceil(math.log2(len(ranks))) * (latency + own)
+
     @cached_property
     def by_name(self) -> "Mapping[str, ComponentCost]":
         """The components' costs."""
@@ -73,10 +84,15 @@ def plan_costs(plan: Plan, cut: Cut, known: Known) -> Costs:
     first = {id(profile.ranks[rank]): rank for rank in reversed(plan.ranks)}
     like = {rank: first[id(profile.ranks[rank])] for rank in plan.ranks}
 
+    def gathered(stage: int, kind: str) -> float:
+        held = plan.stages[stage]
+        layers = sum(known.by_name[name].batch_norms for name in held.components)
+        return 0.0 if kind == "W" else layers * known.gather_seconds(held.ranks)
+
     @cache
     def compute_rows(rank: int, stage: int, kind: str, rows: int) -> float:
         found = stage_seconds(known, rank, plan.stages[stage].components, kind, rows)
-        return found + gathering_seconds(known, plan.stages[stage], kind)
+        return found + gathered(stage, kind)
 
     def compute(rank: int, action: Action) -> float:
         own = profile.ranks[rank]
@@ -85,10 +101,10 @@ def plan_costs(plan: Plan, cut: Cut, known: Known) -> Costs:
             return sum(own.components[name].update for name in held)
         assert action.microbatch is not None
         rows = cut.rows(action.stage, rank, action.microbatch)
-        if not rows:
-            return 0.0
         if action.kind == "LOAD":
-            return own.load(rows) if action.stage == 0 else 0.0
+            return own.load(rows) if rows and action.stage == 0 else 0.0
+        if not rows:
+            return gathered(action.stage, action.kind)
         return compute_rows(like[rank], action.stage, action.kind, rows)
 
     def hand_over(sender: int, receiver: int, action: Action) -> float:
@@ -143,19 +159,6 @@ def _seconds(times: ComponentTimes, kind: str, rows: int, is_recomputed: bool) -
     return own + (again if kind == "I" else 0.0)
 
 
-def gathering_seconds(known: Known, stage: Stage, kind: str) -> float:
-    """What an action spends on sharing the sums that synchronised batch norms need.
-
-    Each gathers once forward and once backward: a few numbers, so that latencies alone count.
-    """
-    if not known.is_synchronised or len(stage.ranks) == 1 or kind == "W":
-        return 0.0
-    layers = sum(known.by_name[name].batch_norms for name in stage.components)
-    latency = max(known.latency_seconds(*pair) for pair in pairwise(stage.ranks))
-    own = max(known.profile.ranks[rank].message_seconds for rank in stage.ranks)
-    return layers * math.ceil(math.log2(len(stage.ranks))) * (latency + own)
-
-
 def reduction_seconds(plan: Plan, cut: Cut, stage: int, known: Known) -> float:
     """What the reduction of a stage's gradients adds to a step, behind its last backward.
 
@@ -182,12 +185,14 @@ def _ready_times(
     plan: Plan, cut: Cut, stage: int, known: Known, backwards: Sequence[str]
 ) -> list[float]:
     """When the gradients of each component are complete, from the start of the last backward."""
-    last = cut.microbatches - 1
+    last, ranks = cut.microbatches - 1, plan.stages[stage].ranks
+    gather = known.gather_seconds(ranks)
     slowest = [0.0] * len(backwards)
-    for rank in plan.stages[stage].ranks:
+    for rank in ranks:
         rows, now = cut.rows(stage, rank, last), 0.0
         for place, name in enumerate(backwards):
             now += stage_seconds(known, rank, [name], "B", rows) if rows else 0.0
+            now += gather * known.by_name[name].batch_norms
             slowest[place] = max(slowest[place], now)
     return slowest
 

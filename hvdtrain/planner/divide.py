@@ -91,10 +91,10 @@ def divide(
         tolerance: how much larger the estimate may be, as a part of the smallest; 0 for none.
         better_than: an estimate that a division must not exceed to be of interest.
     """
-    tables = [
-        _Tables.of([times_of(first, count) for count in range(1, ranks - first + 1)], microbatches)
-        for first in range(ranks)
+    runs = [
+        [times_of(first, count) for count in range(1, ranks - first + 1)] for first in range(ranks)
     ]
+    tables = _stacked(runs, microbatches, is_limited=limit is not None)
     found = _Search(components, ranks, microbatches, tables, limit).best(tolerance, better_than)
     return found if found is not None and found.seconds <= better_than else None
 
@@ -113,22 +113,40 @@ class _Found(NamedTuple):
 
 
 class _Tables(NamedTuple):
-    """Of all runs of ranks from one rank on: fp64 [start, ranks - 1, stop]."""
+    """Of runs of one rank, of two, and so on, from a rank on: fp64 [start, ranks - 1, stop]."""
 
     passing: np.ndarray  # and arriving
     paces: np.ndarray
-    bytes: np.ndarray
+    bytes: np.ndarray  # these two where memory is limited
     flight_bytes: np.ndarray
 
-    @classmethod
-    def of(cls, runs: Sequence[Times], microbatches: int) -> "_Tables":
-        """Of runs of one rank, of two, and so on."""
-        return cls(
-            np.stack([each.passing + each.arriving for each in runs], axis=1),
-            np.stack([each.paces(microbatches) for each in runs], axis=1),
-            np.stack([each.bytes for each in runs], axis=1),
-            np.stack([each.flight_bytes for each in runs], axis=1),
+    def up_to(self, ranks: int) -> "_Tables":
+        """Of runs of so many ranks at most, in the same memory."""
+        return _Tables(*(each[:, :ranks] for each in self))
+
+
+def _stacked(
+    runs: Sequence[Sequence[Times]], microbatches: int, is_limited: bool
+) -> list[_Tables]:
+    """By the first rank; where runs of ranks are alike, so is what is made of them."""
+    found: list[_Tables] = []
+    made: Sequence[Times] = ()
+    for each in runs:
+        if found and all(one is other for one, other in zip(each, made, strict=False)):
+            found.append(found[-1].up_to(len(each)))
+            continue
+        made, nothing = each, np.zeros((1, 1, 1))
+        found.append(
+            _Tables(
+                np.stack([times.passing + times.arriving for times in each], axis=1),
+                np.stack([times.paces(microbatches) for times in each], axis=1),
+                np.stack([times.bytes for times in each], axis=1) if is_limited else nothing,
+                np.stack([times.flight_bytes for times in each], axis=1)
+                if is_limited
+                else nothing,
+            )
         )
+    return found
 
 
 @dataclass

@@ -93,7 +93,6 @@ def play(question: Question, plan: Plan, name: str) -> Candidate:
         *(plan, pieces, training_step(plan, pieces), known.costs, question.optimizer),
         known.recomputed,
         plan_costs(plan, pieces, known),
-        # What that sends is not counted.
         plan.replicated_stages if known.is_synchronised else (),
         remarks=(),
     )

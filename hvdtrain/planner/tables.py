@@ -62,6 +62,9 @@ class Tables:
         self.saved = self._spans(
             [c.output_bytes + (0 if c.name in recomputed else c.saved_bytes) for c in costs]
         )
+        self.norms = self._spans([cost.batch_norms for cost in costs])
+        fixed = [0 if cost.name in recomputed else cost.fixed_bytes for cost in costs]
+        self.fixed = self._spans(fixed)
         # Of one sample; behind the last component nothing is handed on.
         crossing = np.array([0, *(cost.output_bytes for cost in costs[:-1]), 0], float)
         self.crossing = crossing[self.places]
@@ -108,7 +111,9 @@ class Tables:
     def _make(self, ranks: tuple[int, ...]) -> Times:
         shares = shares_of(self.question, ranks, self.rows)
         rows = _rows(self.rows, shares)
-        passing = _largest(map(self._compute, ranks, rows))
+        # Forward and backward.
+        gathered = 2 * self.known.gather_seconds(ranks) * self.norms
+        passing = _largest(map(self._compute, ranks, rows)) + gathered
         taking, latency = self._taking(ranks, max(rows))
         reduced = self._reduced(ranks)
         update = _largest(map(self._update, ranks))
@@ -120,7 +125,8 @@ class Tables:
             np.where(self.valid, passing + taking[:, None] + taking[None, :], UNFIT),
             np.where(self.valid, reduced + update, UNFIT),
             copies * self.weights + self.buffers,
-            self.saved * max(rows) * max(profile[rank].activation_factor for rank in ranks),
+            self.saved * max(rows) * max(profile[rank].activation_factor for rank in ranks)
+            + self.fixed,
             # Its input, and the gradient of that; the rank does something else meanwhile.
             np.where(self.valid & (self.crossing > 0)[:, None], 2 * latency, 0.0),
         )

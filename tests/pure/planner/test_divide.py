@@ -79,9 +79,14 @@ def test_the_best_of_all_divisions_is_found(seed: int) -> None:
     assert held == list(range(ranks))
 
 
-@pytest.mark.parametrize("seed", range(150))
-def test_the_best_of_those_that_fit_is_found(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("alike", [False, True])
+def test_the_best_of_those_that_fit_is_found(seed: int, alike: bool) -> None:
     n, ranks, microbatches, tables = instance(seed)
+    if alike:  # as of ranks of which all are of one kind, or all but the first
+        first = seed % 2 if ranks > 1 else 0
+        one = {count: tables[first, count] for count in range(1, ranks - first + 1)}
+        tables = {key: each if key[0] < first else one[key[1]] for key, each in tables.items()}
     whole = float(tables[0, ranks].bytes[0, n])
     limit = random.Random(seed).choice([0.2, 0.5, 0.8, 1.2]) * whole
     wanted = by_trying(n, ranks, microbatches, tables, limit)
