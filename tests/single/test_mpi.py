@@ -18,7 +18,7 @@ def test_everything_in_tests_mpi_passes_on_all_ranks(ranks: int) -> None:
     everything_passes("tests/mpi", ranks)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 3])  # whose shares differ
 def test_everything_in_tests_mpi_keras_passes_on_all_ranks(ranks: int) -> None:
     everything_passes("tests/mpi_keras", ranks)
 
