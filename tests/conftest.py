@@ -25,6 +25,7 @@ os.environ[launch.SESSIONS[0]] = _sessions
 LONGEST = (
     *("single/training/test_saving.py", "slurm/test_scripts.py", "single/training/test_faults.py"),
     *("single/test_mpi.py", "slurm/test_jobs.py", "slurm/test_site_mpi.py"),
+    *("single/tf/test_train.py", "single/training/test_planning.py"),
     *("single/test_readme.py", "single/test_launch_ranks.py", "single/training/test_train.py"),
     *("single/training/test_plans.py", "slurm/test_study.py", "single/training/test_bad_steps.py"),
     *("single/training/test_copies.py", "single/test_doctor.py"),

@@ -18,8 +18,10 @@ BACKWARD = ("B", "I")  # what gives a stage's input gradients
 WEIGHTS = ("B", "W")  # what gives a stage's weight gradients
 SENDS = ("SEND_F", "SEND_B")
 RECEIPTS = ("RECV_F", "RECV_B")
+COMMUNICATION = frozenset((*SENDS, *RECEIPTS, "REDUCE"))
 PER_MICROBATCH = ("LOAD", *COMPUTE, *SENDS, *RECEIPTS)
 PER_STAGE = ("REDUCE", "STEP")
+_SEND_FOR = {"RECV_F": "SEND_F", "RECV_B": "SEND_B"}
 
 _FORM = re.compile(rf"(\d+)({'|'.join((*PER_MICROBATCH, *PER_STAGE))})(\d+)?")
 
@@ -115,8 +117,7 @@ def receipt_for(action: Action, last: int) -> Action | None:
 def send_of(receipt: Action) -> Action:
     """The SEND of the neighbouring stage that a RECV is for."""
     stage, kind, k = receipt
-    is_forward = kind == "RECV_F"
-    return Action(stage - 1 if is_forward else stage + 1, kind.replace("RECV", "SEND"), k)
+    return Action(stage - 1 if kind == "RECV_F" else stage + 1, _SEND_FOR[kind], k)
 
 
 def rows_handed(cut: Cut, sender: int, receiver: int, action: Action) -> int:

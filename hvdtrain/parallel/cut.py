@@ -74,6 +74,12 @@ class Cut:
         """The other ranks from which a rank gets rows."""
         return _by_rank((piece.receiver, piece.sender, piece) for piece in self._sent())
 
+    @cached_property
+    def kept(self) -> frozenset[tuple[int, int | None, int]]:
+        """Where a rank that holds both stages keeps rows: (boundary, micro-batch, rank)."""
+        every = (each for those in self.pieces.values() for each in those)
+        return frozenset((p.stage, p.microbatch, p.sender) for p in every if p.is_local)
+
     def _sent(self) -> Iterator[Piece]:
         return (each for those in self.pieces.values() for each in those if not each.is_local)
 

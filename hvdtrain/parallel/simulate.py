@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from hvdtrain.parallel.actions import (
     BACKWARD,
-    RECEIPTS,
+    COMMUNICATION,
     SENDS,
     WEIGHTS,
     Action,
@@ -212,26 +212,26 @@ def simulate(
 
 def _start(run: _Run, rank: int, action: Action, now: float) -> float | Mark:
     """When an action can start; or the mark that it has to wait for first."""
+    for mark, delay in _needs(run, rank, action):
+        if mark not in run.marks:
+            return mark
+        now = max(now, run.marks[mark] + delay)
+    if action.stage not in run.synchronised or action.kind not in ("F", "B"):
+        return now
     own = Mark(rank, action, is_start=True)
     if own not in run.marks:
-        for mark, delay in _needs(run, rank, action):
-            if mark not in run.marks:
-                return mark
-            now = max(now, run.marks[mark] + delay)
         run.set(own, now)
-    now = run.marks[own]
-    if action.kind in ("F", "B") and action.stage in run.synchronised:
-        for other in run.plan.stages[action.stage].ranks:
-            mark = Mark(other, action, is_start=True)
-            if mark not in run.marks:
-                return mark
-            now = max(now, run.marks[mark])
+    for other in run.plan.stages[action.stage].ranks:
+        mark = Mark(other, action, is_start=True)
+        if mark not in run.marks:
+            return mark
+        now = max(now, run.marks[mark])
     return now
 
 
 def _perform(run: _Run, rank: int, action: Action, before: float, start: float) -> float:
     """Note what happens; return when the rank is free again."""
-    is_communication = action.kind in (*SENDS, *RECEIPTS, "REDUCE")
+    is_communication = action.kind in COMMUNICATION
     handed = start + run.costs.communicate(rank, action)
     end = handed if is_communication else handed + run.costs.compute(rank, action)
     if start > before:
@@ -247,7 +247,7 @@ def _perform(run: _Run, rank: int, action: Action, before: float, start: float) 
 def _needs(run: _Run, rank: int, action: Action) -> list[tuple[Mark, float]]:
     """What has to have happened before an action can start, and how long before."""
     stage, kind, k = action
-    if kind in ("F", *BACKWARD):
+    if kind == "F" or kind in BACKWARD:
         forward = [] if kind == "F" else [(Mark(rank, Action(stage, "F", k)), 0.0)]
         receipt = receipt_for(action, run.plan.last)
         return forward + (_arrivals(run, rank, receipt) if receipt else [])
@@ -271,9 +271,7 @@ def _arrivals(run: _Run, rank: int, receipt: Action) -> list[tuple[Mark, float]]
     senders = peers(run.cut, rank, receipt)
     needs = [(Mark(rank, receipt), 0.0)] if senders else []
     needs += [(Mark(peer, send), run.costs.hand_over(peer, rank, send)) for peer in senders]
-    assert k is not None
-    pieces = run.cut.pieces.get((boundary(stage, kind), k), ())
-    if any(piece.is_local and piece.sender == rank for piece in pieces):
+    if (boundary(stage, kind), k, rank) in run.cut.kept:
         halves = sent == "B" and Action(other, "I", k) in run.held[rank]
         needs.append((Mark(rank, Action(other, "I" if halves else sent, k)), 0.0))
     return needs

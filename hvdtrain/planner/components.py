@@ -145,5 +145,5 @@ class Profile:
 
 def _whole_model(rank: RankTimes, sizes: Sequence[float]) -> list[float]:
     """Seconds of all components together, for each size."""
-    parts = list(rank.components.values())
-    return [sum(each.forward(size) + each.backward(size) for each in parts) for size in sizes]
+    each = rank.each
+    return [float((each.forward(size) + each.backward(size)).sum()) for size in sizes]

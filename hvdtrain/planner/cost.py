@@ -110,7 +110,6 @@ def plan_costs(plan: Plan, cut: Cut, known: Known) -> Costs:
     def hand_over(sender: int, receiver: int, action: Action) -> float:
         return known.latency_seconds(sender, receiver)
 
-    @cache
     def communicate(rank: int, action: Action) -> float:
         if action.kind in (*SENDS, *RECEIPTS):
             return 0.5 * profile.ranks[rank].message_seconds * len(peers(cut, rank, action))

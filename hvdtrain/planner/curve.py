@@ -91,9 +91,11 @@ def stacked(curves: Sequence[Curve]) -> Callable[[float], np.ndarray]:
     As each curve does by itself; quickly, where they have the same sizes.
     """
     sizes = curves[0]._arrays[0]
-    if len(sizes) == 1 or any(not np.array_equal(each._arrays[0], sizes) for each in curves):
+    has_same = all(len(each.points) == len(sizes) for each in curves)
+    points = np.array([each.points for each in curves]) if has_same else np.zeros(0)
+    if len(sizes) == 1 or not has_same or (points[:, :, 0] != sizes).any():
         return lambda size: np.array([each(size) for each in curves])
-    seconds = np.stack([each._arrays[1] for each in curves])
+    seconds = points[:, :, 1]
     slopes = np.diff(seconds) / np.diff(sizes)
 
     def evaluate(size: float) -> np.ndarray:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hvdtrain.models.component import IMAGE_CHANNELS
 from hvdtrain.parallel import schedule
-from hvdtrain.parallel.actions import RECEIPTS, SENDS, Action, boundary, rows_handed
+from hvdtrain.parallel.actions import COMMUNICATION, Action, boundary, rows_handed
 from hvdtrain.parallel.batchnorm import SynchronisedBatchNorm
 from hvdtrain.parallel.cut import Cut, Share
 from hvdtrain.parallel.form import Form
@@ -35,7 +35,6 @@ from hvdtrain.parallel.waiting import ReductionTime
 from hvdtrain.world import World
 
 WARM_UP = 2
-COMMUNICATION = (*SENDS, *RECEIPTS, "REDUCE")
 
 Table = dict[tuple[int, str, int], float]  # (stage, kind of action, samples) -> seconds
 
