@@ -9,6 +9,7 @@ import pytest
 from hvdtrain import models
 from hvdtrain.activity import last_activity
 from hvdtrain.config import TrainConfig
+from hvdtrain.models.costs import component_costs
 from hvdtrain.parallel.stage import Images
 from hvdtrain.planner.measure import measured_sizes
 from hvdtrain.training import planning
@@ -78,10 +79,13 @@ def test_a_plan_is_changed_while_training(
     assert "brings in" in change["reason"]
     assert change["candidates"][0]["seconds"] > 0
     assert f"step {change['step']:,}: {change['cause']}: change" in done.stdout
+    costs = component_costs(models.components("cnn", 5, 16), 16, classes=5)
+    flops = {cost.name: cost.forward_flops for cost in costs}
     work = dict.fromkeys((0, 1), 0.0)
     for stage in change["stages"]:
         for rank, share in zip(stage["ranks"], stage["shares"], strict=True):
-            work[rank] += len(stage["components"]) * share / sum(stage["shares"])
+            part = share / sum(stage["shares"])
+            work[rank] += part * sum(flops[name] for name in stage["components"])
     assert work[1] < work[0]
     for ids in samples_of(ledger, 10):
         assert sorted(ids) == sorted(set(ids))
