@@ -43,6 +43,7 @@ from hvdtrain.planner.components import Profile
 from hvdtrain.planner.play import play
 from hvdtrain.planner.probe import message_to_oneself
 from hvdtrain.planner.solve import solve
+from hvdtrain.planner.tables import Question
 from hvdtrain.study import plan_pictures
 from hvdtrain.training import planning
 from hvdtrain.training.build import build_runtime
@@ -173,17 +174,7 @@ def _rank(options: argparse.Namespace) -> None:
     choice = name_of.get(chosen.plan, f"chosen, {chosen.name}")
     plans[choice] = chosen.plan
     ready = _ready(subject, plans, here)
-    assert here.communicator is not None
-    exchange = Exchange(here.communicator, images.device)
-    rounds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ready}
-    for _ in range(options.rounds):
-        times = planning.own_times(subject, here, partial(message_to_oneself, exchange))
-        now = replace(asked.known, profile=Profile(tuple(here.gather(times))))
-        for name, side in ready.items():
-            steps = [_timed(*side, here) for _ in range(WARM_UP + options.steps)]
-            predicted, measured = rounds[name]
-            predicted.append(play(replace(asked, known=now), plans[name], name).seconds)
-            measured.append(statistics.median(steps[WARM_UP:]))
+    rounds = _rounds(options, subject, asked, plans, ready, here)
     if here.rank == 0:
         found = {
             "profile_seconds": profiled,
@@ -197,6 +188,29 @@ def _rank(options: argparse.Namespace) -> None:
     if activity is not None:
         activity.close()
     world.stop()
+
+
+def _rounds(
+    options: argparse.Namespace,
+    subject: planning.Subject,
+    asked: Question,
+    plans: dict[str, Plan],
+    ready: dict[str, tuple[Runtime, Program, Step]],
+    here: World,
+) -> dict[str, tuple[list[float], list[float]]]:
+    """Predicted and measured seconds of each plan, round by round. Collective."""
+    assert here.communicator is not None
+    exchange = Exchange(here.communicator, subject.images.device)
+    rounds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ready}
+    for _ in range(options.rounds):
+        times = planning.own_times(subject, here, partial(message_to_oneself, exchange))
+        now = replace(asked.known, profile=Profile(tuple(here.gather(times))))
+        for name, side in ready.items():
+            steps = [_timed(*side, here) for _ in range(WARM_UP + options.steps)]
+            predicted, measured = rounds[name]
+            predicted.append(play(replace(asked, known=now), plans[name], name).seconds)
+            measured.append(statistics.median(steps[WARM_UP:]))
+    return rounds
 
 
 def _ready(

@@ -95,12 +95,12 @@ def _under_autocast(
     costs: list[ComponentCost],
     device: str,
 ) -> list[ComponentCost]:
-    """The same, with memory as autocast makes it."""
+    """The same, with memory as autocast makes it; as it is, if that cannot be found out."""
     casts = torch.autocast(device, dtype=torch.bfloat16)
     try:
         found = _counted(components, shape, torch.float32, casts, device)
-    except UsageError:  # such as tensors that are neither parameters nor buffers
-        return costs  # more than it is
+    except UsageError:  # of tensors, say, that are on no device but their own: all in fp32 runs
+        return costs
     return [
         replace(
             cost,

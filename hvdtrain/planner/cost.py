@@ -19,16 +19,13 @@ from hvdtrain.parallel.actions import (
 )
 from hvdtrain.parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, group_by_bytes
 from hvdtrain.parallel.cut import Cut
-from hvdtrain.parallel.plan import Plan
+from hvdtrain.parallel.plan import Plan, Stage
 from hvdtrain.parallel.simulate import Costs
 from hvdtrain.planner.components import ComponentTimes, Profile
 from hvdtrain.planner.network import Network
 
 if TYPE_CHECKING:
     from hvdtrain.models.costs import ComponentCost
-
-
-LITTLE = 1  # bytes
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,7 @@ class Known:
 
     def latency_seconds(self, sender: int, receiver: int) -> float:
         """From a send of next to nothing to its arrival."""
-        return self.hand_over_seconds(sender, receiver, LITTLE)
+        return self.hand_over_seconds(sender, receiver, 1)
 
     def gather_seconds(self, ranks: Sequence[int]) -> float:
         """What a synchronised batch norm waits for its replicas, once forward, once backward.
@@ -84,15 +81,11 @@ def plan_costs(plan: Plan, cut: Cut, known: Known) -> Costs:
     first = {id(profile.ranks[rank]): rank for rank in reversed(plan.ranks)}
     like = {rank: first[id(profile.ranks[rank])] for rank in plan.ranks}
 
-    def gathered(stage: int, kind: str) -> float:
-        held = plan.stages[stage]
-        layers = sum(known.by_name[name].batch_norms for name in held.components)
-        return 0.0 if kind == "W" else layers * known.gather_seconds(held.ranks)
-
     @cache
     def compute_rows(rank: int, stage: int, kind: str, rows: int) -> float:
-        found = stage_seconds(known, rank, plan.stages[stage].components, kind, rows)
-        return found + gathered(stage, kind)
+        held = plan.stages[stage]
+        own = stage_seconds(known, rank, held.components, kind, rows) if rows else 0.0
+        return own + gathering_seconds(known, held)
 
     def compute(rank: int, action: Action) -> float:
         own = profile.ranks[rank]
@@ -103,8 +96,6 @@ def plan_costs(plan: Plan, cut: Cut, known: Known) -> Costs:
         rows = cut.rows(action.stage, rank, action.microbatch)
         if action.kind == "LOAD":
             return own.load(rows) if rows and action.stage == 0 else 0.0
-        if not rows:
-            return gathered(action.stage, action.kind)
         return compute_rows(like[rank], action.stage, action.kind, rows)
 
     def hand_over(sender: int, receiver: int, action: Action) -> float:
@@ -136,6 +127,12 @@ def taking_seconds(plan: Plan, cut: Cut, known: Known, rank: int, receipt: Actio
         - known.latency_seconds(sender, rank)
         for sender in peers(cut, rank, receipt)
     )
+
+
+def gathering_seconds(known: Known, stage: Stage) -> float:
+    """What a stage's synchronised batch norms gather in one forward, or in one backward."""
+    layers = sum(known.by_name[name].batch_norms for name in stage.components)
+    return layers * known.gather_seconds(stage.ranks)
 
 
 def stage_seconds(

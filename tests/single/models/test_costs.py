@@ -145,8 +145,7 @@ class OutOfTheBuffers(nn.Module):
         return images * self.scale
 
 
-def test_under_autocast_numbers_of_no_weight_may_be_whole_or_of_no_buffer() -> None:
-    """Indices are none of what memory holds; what stays on its device is computed with it."""
+def test_under_autocast_components_may_emit_whole_numbers() -> None:
     parts = [
         Component("index", lambda: OnlyIndices()),
         Component("embed", lambda: nn.Sequential(nn.Embedding(5, 4), nn.Flatten())),
@@ -155,9 +154,15 @@ def test_under_autocast_numbers_of_no_weight_may_be_whole_or_of_no_buffer() -> N
     costs = component_costs(parts, 8, classes=5, autocast="cpu")
     assert [cost.is_differentiable for cost in costs] == [False, True, True]
     assert costs[-1].output_bytes == 2 * 5
-    parts = [Component("scale", OutOfTheBuffers), Component("flat", nn.Flatten)]
-    found = component_costs(parts, 8, classes=None, autocast="cpu")
-    assert [cost.output_bytes for cost in found] == [4 * 3 * 64] * 2
+
+
+def test_what_cannot_be_counted_under_autocast_counts_as_without() -> None:
+    parts = [
+        Component("scale", OutOfTheBuffers),
+        Component("head", lambda: nn.Sequential(nn.Flatten(), nn.Linear(3 * 64, 5))),
+    ]
+    found = component_costs(parts, 8, classes=5, autocast="cpu")
+    assert found == component_costs(parts, 8, classes=5)
 
 
 class OnlyIndices(nn.Module):
