@@ -242,6 +242,9 @@ def _set_mpi_environment(launch: Launch, allreduce: str) -> None:
     settings = {
         # A rank that waits must leave its core to Horovod's thread and to other ranks.
         "OMPI_MCA_mpi_yield_when_idle": "1",
+        # One-sided transfers, which nothing here uses: looking for their hardware, Open MPI sleeps
+        # a second where there is none.
+        "OMPI_MCA_btl": "^ofi",
     }
     if launch.launcher == "srun" and own_mpirun():
         # Only the wheel's own launcher would tell it where its files are.
