@@ -10,8 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+from hypothesis.database import DirectoryBasedExampleDatabase
 
 from hvdtrain import data, launch
+from tests import durations, warm
 
 ROOT = Path(__file__).parent.parent
 Program = Callable[..., subprocess.CompletedProcess[str]]
@@ -21,23 +24,38 @@ _sessions = tempfile.mkdtemp(prefix="mpirun-")
 atexit.register(shutil.rmtree, _sessions, ignore_errors=True)
 os.environ[launch.SESSIONS[0]] = _sessions
 
-# Files that take minutes, the longest first: what begins last would be waited for alone.
-LONGEST = (
-    *("single/training/test_saving.py", "slurm/test_scripts.py", "single/training/test_faults.py"),
-    *("single/test_mpi.py", "slurm/test_jobs.py", "slurm/test_site_mpi.py"),
-    *("single/tf/test_train.py", "single/training/test_planning.py"),
-    *("single/test_readme.py", "single/test_launch_ranks.py", "single/training/test_train.py"),
-    *("single/training/test_plans.py", "slurm/test_study.py", "single/training/test_bad_steps.py"),
-    *("single/training/test_copies.py", "single/test_doctor.py"),
-    *("single/training/test_options.py", "single/training/test_restarts.py"),
-    *("single/bench/test_bench.py", "single/models/test_models.py", "single/test_demo.py"),
+# What a property test found is kept where everything is that the project makes.
+settings.register_profile(
+    "here",
+    database=DirectoryBasedExampleDatabase(ROOT / ".venv" / "cache" / "hypothesis"),
+    deadline=None,  # the machine may be busy
+    derandomize="CI" in os.environ,
 )
+settings.load_profile("here")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--save-durations", action="store_true", help="write tests/durations.json")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        return
+    warm.open_folder()
+    if config.getoption("--save-durations"):
+        config.pluginmanager.register(durations.Recorder())
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        warm.close_folder()
+
+
+@pytest.hookimpl(trylast=True)  # after the choice of -m and -k
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first."""
-    places = {ROOT / "tests" / name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path, len(places)))
+    tests = [(str(item.path), item.nodeid) for item in items]
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    items[:] = [items[place] for place in durations.in_order(tests, durations.read(), workers)]
 
 
 @pytest.fixture(scope="session")
@@ -59,11 +77,12 @@ def run_program(
     launcher: Sequence[str] = (),
     timeout: float = 300,  # jobs beside each other starve each other at times
     cwd: Path | None = None,
+    cold: bool = False,
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    command = [*launcher, sys.executable, "-m", "hvdtrain", *map(str, arguments)]
+    """Run the program to its end; its libraries are loaded unless `cold` (see tests/warm)."""
     return subprocess.run(
-        command,
+        [*launcher, *program(*arguments, cold=cold)],
         capture_output=True,
         text=True,
         errors="replace",
@@ -73,8 +92,15 @@ def run_program(
     )
 
 
+def program(*arguments: object, cold: bool = False) -> list[str]:
+    """The command that runs `hvdtrain ARGUMENTS`."""
+    words = [str(argument) for argument in arguments]
+    framework = "tensorflow" if "tensorflow" in words else "torch"
+    return [sys.executable if cold else warm.python(framework), "-m", "hvdtrain", *words]
+
+
 def program_environment() -> dict[str, str]:
-    """One thread a process, the environment's programs in PATH, and leave to be root."""
+    """One thread per process, the environment's programs in PATH, and leave to be root."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     settings = {"PATH": path, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"}

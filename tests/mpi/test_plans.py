@@ -2,7 +2,7 @@
 
 The measure is the design's: per tensor, the largest difference over the largest reference value
 (or a millionth of the largest gradient anywhere): at most 1e-12 in fp64 and 1e-4 in fp32. Replicas
-must agree to the bit.
+must agree to the bit. This is the whole matrix, which takes minutes; test_pairs has a selection.
 """
 
 from dataclasses import replace
@@ -16,6 +16,7 @@ from hvdtrain.world import World
 from tests.mpi.common import CLASSES, components_of, names
 from tests.mpi.plans import PLANS
 
+pytestmark = pytest.mark.proof
 SIZES = {"cnn": 16, "vit": 16, "resnet": 8, "resnet18": 8, "resnet50": 16}
 # Batch norm needs more than one value a channel, and resnet18 ends in 1 x 1 pixels here.
 BATCH_NORM: dict[str, Any] = {"batch_size": 26, "microbatches": 2}

@@ -16,8 +16,9 @@ import psutil
 import pytest
 
 from hvdtrain.launch import mpirun
-from tests.conftest import Program, program_environment
-from tests.single.training.jobs import summary_of
+from tests import warm
+from tests.conftest import Program, program, program_environment
+from tests.single.training.jobs import begin, ranks_of, start, summary_of, wait_for
 
 LONG = ("--model", "cnn", "--batch-size", "10", "--epochs", "100000", "--log-every", "1")
 HORUN = ("horovodrun", "--mpi", "--binding-args=--bind-to none --map-by :OVERSUBSCRIBE")
@@ -171,9 +172,9 @@ def test_what_can_be_checked_is_checked_before_ranks_start(
 ) -> None:
     options = {"--model": "cnn", "--data": str(small_set), "--run": str(tmp_path / "run")}
     options[arguments[0]] = arguments[1].format(absent=tmp_path / "absent")
+    words = [part for pair in options.items() for part in pair]
     process = subprocess.Popen(
-        [sys.executable, "-m", "hvdtrain", "train", "--ranks", "2"]
-        + [part for pair in options.items() for part in pair],
+        program("train", "--ranks", 2, *words),
         stderr=subprocess.PIPE,
         text=True,
         env=program_environment(),
@@ -181,7 +182,8 @@ def test_what_can_be_checked_is_checked_before_ranks_start(
     started = set()
     while process.poll() is None:
         with contextlib.suppress(psutil.NoSuchProcess):
-            started |= {child.name() for child in psutil.Process(process.pid).children()}
+            launcher = warm.fork_of(psutil.Process(process.pid))
+            started |= {child.name() for child in launcher.children()}
         time.sleep(0.005)
     assert process.stderr is not None
     said = process.stderr.read()
@@ -246,23 +248,14 @@ def test_a_launcher_of_another_mpi_gives_worlds_of_one_and_one_line(
     assert len(done.stderr.splitlines()) == 1
 
 
-@pytest.fixture
-def long_run(small_set: Path, tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
+@pytest.fixture(params=["warm", pytest.param("cold", marks=pytest.mark.proof)])
+def long_run(
+    request: pytest.FixtureRequest, small_set: Path, tmp_path: Path
+) -> Iterator["subprocess.Popen[str]"]:
     """A run of two ranks that has taken its first steps."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "hvdtrain", "train", *LONG, "--ranks", "2"]
-        + ["--data", str(small_set), "--run", str(tmp_path / "run")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        env=program_environment(),
-    )
-    deadline = time.monotonic() + 60
-    while not has_steps(tmp_path / "run") and time.monotonic() < deadline:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.1)
-    assert has_steps(tmp_path / "run")
+    run = tmp_path / "run"
+    options = ["train", *LONG, "--ranks", "2", "--data", str(small_set), "--run", str(run)]
+    process = begin(options, lambda: has_steps(run), cold=request.param == "cold")
     yield process
     if process.poll() is None:
         process.kill()
@@ -303,16 +296,9 @@ def test_a_signal_ends_all_ranks_with_their_state_saved(
 
 
 def test_ctrl_c_before_the_first_step_ends_all_ranks_too(small_set: Path, tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "hvdtrain", "train", *LONG, "--ranks", "2"]
-        + ["--data", str(small_set), "--run", str(tmp_path / "run")],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=program_environment(),
-    )
-    while len(ranks_of(process)) < 2:
-        assert process.poll() is None
-        time.sleep(0.01)
+    options = ["train", *LONG, "--ranks", "2", "--data", str(small_set)]
+    process = start([*options, "--run", str(tmp_path / "run")])
+    wait_for(process, lambda: len(ranks_of(process)) == 2)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130
@@ -352,17 +338,6 @@ def test_nothing_lives_on_when_the_launcher_is_killed(
 ) -> None:
     long_run.kill()
     wait_for_end(tmp_path)
-
-
-def ranks_of(launcher: "subprocess.Popen[str]") -> list[psutil.Process]:
-    """The ranks that a launcher has started: its descendants with a rank of their own."""
-    found = []
-    with contextlib.suppress(psutil.Error):
-        for process in psutil.Process(launcher.pid).children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                if "OMPI_COMM_WORLD_RANK" in process.environ():
-                    found.append(process)
-    return found
 
 
 def test_a_users_own_script_that_raises_on_one_rank_ends_on_all(tmp_path: Path) -> None:

@@ -2,39 +2,46 @@
 
 import re
 import subprocess
-import sys
 
 import pytest
 
 from hvdtrain.launch import mpirun
+from tests import warm
 from tests.conftest import ROOT, program_environment
 
-PYTEST = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist")
-IMPORTS = ("-o", "addopts=--import-mode=importlib")
+PYTEST = (
+    *("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--durations=15"),
+    *("-o", "addopts=--import-mode=importlib"),
+)
+IN_PROOF = pytest.param("proof", marks=pytest.mark.proof)
 
 
+@pytest.mark.parametrize("chosen", ["not proof", IN_PROOF])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_everything_in_tests_mpi_passes_on_all_ranks(ranks: int) -> None:
-    everything_passes("tests/mpi", ranks)
+def test_everything_in_tests_mpi_passes_on_all_ranks(ranks: int, chosen: str) -> None:
+    everything_passes("tests/mpi", ranks, chosen)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])  # whose shares differ
 def test_everything_in_tests_mpi_keras_passes_on_all_ranks(ranks: int) -> None:
-    everything_passes("tests/mpi_keras", ranks)
+    everything_passes("tests/mpi_keras", ranks, "not proof")
 
 
-def everything_passes(folder: str, ranks: int) -> None:
-    """On all ranks, with nothing skipped."""
+def everything_passes(folder: str, ranks: int, chosen: str) -> None:
+    """Run the tests of a folder with a mark on all ranks, with nothing skipped."""
+    framework = "tensorflow" if folder.endswith("keras") else "torch"
+    settings = {"COLUMNS": "100", "NO_COLOR": "1", "HVDTRAIN_TEST_FRAMEWORK": framework}
     done = subprocess.run(
-        [*mpirun(ranks), sys.executable, "-m", "pytest", *PYTEST, *IMPORTS, folder],
+        [*mpirun(ranks), warm.python(framework), "-m", "pytest", *PYTEST, "-m", chosen, folder],
         cwd=ROOT,
-        env=program_environment() | {"COLUMNS": "100", "NO_COLOR": "1"},
+        env=program_environment() | settings,
         capture_output=True,
         text=True,
         errors="replace",
         timeout=1200,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
+    print(done.stdout)  # --durations, with pytest -s
     closings = re.findall(r"(\d+) passed(.*) in ", done.stdout)
     assert len(closings) == ranks, done.stdout[-6000:]
     assert len({count for count, _ in closings}) == 1

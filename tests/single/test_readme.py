@@ -9,13 +9,13 @@ import dataclasses
 import os
 import re
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from hvdtrain.config import TrainConfig
+from tests import warm
 from tests.conftest import ROOT, program_environment
 
 README = (ROOT / "README.md").read_text()
@@ -71,7 +71,7 @@ def tour(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "examples").symlink_to(ROOT / "examples")
     program = folder / "bin" / "hvdtrain"
     program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m hvdtrain "$@"\n')
+    program.write_text(f'#!/bin/sh\nexec "{warm.python()}" -m hvdtrain "$@"\n')
     program.chmod(0o755)
     return folder
 
@@ -97,7 +97,7 @@ def test_the_examples_run_and_print_what_the_page_shows(tour: Path) -> None:
     assert len(blocks) >= 8
     for code, language, text in blocks:
         if language == "python":
-            done = run(tour, [sys.executable, "-c", text])
+            done = run(tour, [warm.python(), "-c", text])
             assert done.returncode == int(code), done.stdout
             continue
         for example in examples(text):

@@ -3,13 +3,15 @@
 import json
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.conftest import Program, program_environment
+from tests import warm
+from tests.conftest import Program, program, program_environment
+from tests.single.training.jobs import ranks_of
 
 PARTS = {"compute", "communication", "bubble", "data", "rest"}
 
@@ -90,18 +92,24 @@ def test_what_is_wrong_is_one_line(
 def test_ctrl_c_ends_it_and_leaves_nothing_behind(
     tmp_path: Path, plan: tuple[object, ...]
 ) -> None:
-    command = [sys.executable, "-m", "hvdtrain", "bench", "step", "--model", "cnn"]
-    command += ["--steps", "1000000", *map(str, plan)]
     with subprocess.Popen(
-        command,
+        program("bench", "step", "--model", "cnn", "--steps", 1000000, *plan),
         env=program_environment()
         | dict.fromkeys(("TMPDIR", "PRTE_MCA_prte_tmpdir_base"), str(tmp_path)),
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
-        time.sleep(15)
+        while not computes(process):
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.1)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=30)
     assert process.returncode == 130, errors
     assert len(errors.splitlines()) == 1
     assert not list(tmp_path.glob("hvdtrain-*"))
+
+
+def computes(process: "subprocess.Popen[str]") -> bool:
+    """Whether each of its ranks has computed for two seconds, several hundred steps."""
+    ranks = ranks_of(process) or [warm.fork_of(psutil.Process(process.pid))]
+    return all(rank.cpu_times().user > 2 for rank in ranks)

@@ -2,29 +2,37 @@
 
 import json
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from tests.conftest import program_environment
+from tests import warm
+from tests.conftest import program, program_environment
 
 
-def begin(options: Sequence[str], ready: Callable[[], object]) -> "subprocess.Popen[str]":
+def begin(
+    options: Sequence[str], ready: Callable[[], object], cold: bool = False
+) -> "subprocess.Popen[str]":
     """Start a job; returns once `ready` is true."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "hvdtrain", *options],
+    process = start(options, cold)
+    wait_for(process, ready)
+    return process
+
+
+def start(options: Sequence[str], cold: bool = False) -> "subprocess.Popen[str]":
+    """Start a job."""
+    return subprocess.Popen(
+        program(*options, cold=cold),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        errors="replace",
         env=program_environment(),
     )
-    wait_for(process, ready)
-    return process
 
 
 def wait_for(process: "subprocess.Popen[str]", is_so: Callable[[], object]) -> None:
@@ -40,11 +48,23 @@ def saves(run: Path) -> bool:
     return folder.exists() and any(folder.iterdir())
 
 
+def clients_of(process: "subprocess.Popen[str]") -> list[psutil.Process]:
+    """The processes that a job's mpirun has started, by rank, as far as they are there."""
+    found = {}
+    with suppress(psutil.Error):
+        for child in warm.fork_of(psutil.Process(process.pid)).children(recursive=True):
+            with suppress(psutil.Error, KeyError):
+                found[int(child.environ()["OMPI_COMM_WORLD_RANK"])] = child
+    return [found[rank] for rank in sorted(found)]
+
+
 def ranks_of(process: "subprocess.Popen[str]") -> list[psutil.Process]:
-    """The processes of a job's ranks."""
-    children = psutil.Process(process.pid).children(recursive=True)
-    commands = [(child, child.cmdline()) for child in children]
-    return [child for child, words in commands if "hvdtrain" in words and "-np" not in words]
+    """The processes in which a job's ranks compute, as far as they are there."""
+    found = []
+    for client in clients_of(process):
+        with suppress(psutil.Error):
+            found.append(warm.fork_of(client))
+    return found
 
 
 def summary_of(run: Path) -> dict[str, Any]:

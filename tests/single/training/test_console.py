@@ -3,12 +3,11 @@
 import os
 import pty
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import program_environment
+from tests.conftest import program, program_environment
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -19,7 +18,7 @@ def test_a_run_at_a_terminal_shows_a_bar_and_the_epochs(
     command += ["--ranks", str(ranks), "--epochs", "2", "--checkpoint-every", "4 steps"]
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "hvdtrain", *command],
+        program(*command),
         stdin=theirs,
         stdout=theirs,
         stderr=subprocess.PIPE,

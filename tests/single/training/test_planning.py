@@ -15,7 +15,15 @@ from hvdtrain.planner.measure import measured_sizes
 from hvdtrain.training import planning
 from hvdtrain.world import World
 from tests.conftest import Program
-from tests.single.training.jobs import begin, events_of, ranks_of, samples_of, saves, summary_of
+from tests.single.training.jobs import (
+    begin,
+    clients_of,
+    events_of,
+    ranks_of,
+    samples_of,
+    saves,
+    summary_of,
+)
 
 ADAPTIVE: tuple[Any, ...] = (
     *("train", "--model", "cnn", "--batch-size", 20, "--threads", 1),
@@ -118,10 +126,9 @@ def test_a_rank_killed_while_the_plan_changes(small_set: Path, tmp_path: Path) -
     options += ("--run", run, "--ledger", ledger, "--checkpoint-every", "1 epoch")
     options += ("--restarts", 1, "--inject", SLOW)
     process = begin([str(word) for word in options], lambda: saves(run))
-    ranks = ranks_of(process)
-    (first,) = {each.environ()["HVDTRAIN_ACTIVITY"] for each in ranks}
-    (victim,) = [each for each in ranks if each.environ()["OMPI_COMM_WORLD_RANK"] == "1"]
-    while "changing the plan" not in (doing := last_activity(Path(first), 1)):
+    activity = Path(clients_of(process)[1].environ()["HVDTRAIN_ACTIVITY"])
+    victim = ranks_of(process)[1]
+    while "changing the plan" not in (doing := last_activity(activity, 1)):
         assert process.poll() is None, process.communicate()
         time.sleep(0.001)
     victim.kill()

@@ -1,22 +1,18 @@
 """Whole runs under plans of several stages, as users start them."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from hvdtrain.launch import mpirun
 from hvdtrain.parallel.actions import from_csv
 from hvdtrain.training import checkpoint
-from tests.conftest import Program, program_environment
-from tests.single.training.jobs import summary_of
+from tests.conftest import Program
+from tests.single.training.jobs import begin, ranks_of, summary_of
 
 HERE = "tests.single.training.plan_models"
 
@@ -244,28 +240,13 @@ def test_a_rank_that_hangs_ends_the_job_with_what_it_was_doing(
 def test_a_rank_that_dies_or_stops_is_named_with_its_action(
     small_set: Path, tmp_path: Path, how: signal.Signals
 ) -> None:
-    command = [sys.executable, "-m", "hvdtrain", "train", "--model", "cnn", "--epochs", "100000"]
-    command += ["--data", str(small_set), "--run", str(tmp_path / "run"), "--stall-timeout", "3"]
-    command += ["--plan", "mp", "--ranks", "2", "--log-every", "1"]
-    with subprocess.Popen(
-        command,
-        env=program_environment(),
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        metrics = tmp_path / "run" / "metrics.jsonl"
-        while not (metrics.exists() and '"step": 3' in metrics.read_text()):
-            assert process.poll() is None, process.stderr and process.stderr.read()
-            time.sleep(0.1)
-        rank = next(
-            child
-            for child in psutil.Process(process.pid).children(recursive=True)
-            if child.environ().get("OMPI_COMM_WORLD_RANK") == "1"
-        )
-        began = time.time()
-        os.kill(rank.pid, how)
-        _, errors = process.communicate(timeout=60)
+    run = tmp_path / "run"
+    options = ["train", "--model", "cnn", "--epochs", "100000", "--stall-timeout", "3"]
+    options += ["--data", str(small_set), "--run", str(run), "--plan", "mp", "--ranks", "2"]
+    process = begin([*options, "--log-every", "1"], lambda: has_step(run, 3))
+    began = time.time()
+    ranks_of(process)[1].send_signal(how)
+    _, errors = process.communicate(timeout=60)
     assert time.time() - began < 15
     assert process.returncode == 4
     assert len(errors.splitlines()) == 1, errors
@@ -276,6 +257,11 @@ def test_a_rank_that_dies_or_stops_is_named_with_its_action(
         assert "signal 9" in errors
     else:
         assert "stuck for longer" in errors
+
+
+def has_step(run: Path, step: int) -> bool:
+    metrics = run / "metrics.jsonl"
+    return metrics.exists() and f'"step": {step}' in metrics.read_text()
 
 
 def test_a_single_rank_that_hangs_ends_too(

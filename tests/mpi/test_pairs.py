@@ -1,0 +1,42 @@
+"""Plans, models, precisions and options in pairs: each computes the gradients of the serial step.
+
+test_plans has the whole matrix, for `make proof`.
+"""
+
+import pytest
+
+from hvdtrain.world import World
+from tests.mpi.pairs import Case, pairs, pairwise, possible
+from tests.mpi.test_plans import parity_of
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    from mpi4py import MPI
+
+    if "case" in metafunc.fixturenames:
+        metafunc.parametrize("case", pairwise(possible(MPI.COMM_WORLD.size)), ids=str)
+
+
+def test_a_plan_computes_the_serial_step(here: World, case: Case) -> None:
+    parity = parity_of(
+        here,
+        case.plan,
+        case.model,
+        precision=case.precision,
+        batch_size=case.batch_size,
+        microbatches=case.microbatches,
+        batch_norm=case.batch_norm,
+        recompute=case.recompute,
+        label_smoothing=case.label_smoothing,
+        synchronous=case.synchronous,
+    )
+    assert parity.is_within, parity
+
+
+def test_every_pair_is_among_them(here: World) -> None:
+    cases = possible(here.size)
+    chosen = pairwise(cases)
+    assert {pair for case in chosen for pair in pairs(case)} == {
+        pair for case in cases for pair in pairs(case)
+    }
+    assert len(chosen) < len(cases) / 10

@@ -1,0 +1,90 @@
+"""Programs that start with their libraries loaded, as forks of a process that has loaded them.
+
+A cold start of `hvdtrain train` takes 3 to 6 CPU seconds of imports on each rank, and the tests
+start it hundreds of times. `python()` takes the interpreter's place: it asks a server (server.py;
+one per framework for the whole test run) for a fork, gives it its own arguments, environment,
+working directory, cores and standard streams, passes signals on to it, and ends as it ended. Ranks
+under mpirun are such forks too, since sys.executable of a fork is that `python`.
+
+A fork runs the same code as a cold start, except for the imports and for whose child it is. Tests
+of these two use `cold=True`, and `make proof` starts more of them cold.
+"""
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+FOLDER = "HVDTRAIN_TEST_WARM"  # the environment variable that names the folder of the servers
+PACKAGE = Path(__file__).parent
+
+
+def open_folder() -> None:
+    """Make the folder of this test run's servers, for this process and those that it starts."""
+    if FOLDER in os.environ:
+        return  # ranks that run tests themselves
+    folder = Path(tempfile.mkdtemp(prefix="warm-"))
+    client = (PACKAGE / "client.py").read_text()
+    program = folder / "python"
+    program.write_text(f"#!{sys.executable} -IS\n{client}")
+    program.chmod(0o755)
+    (folder / "owner").write_text(str(os.getpid()))
+    os.environ |= {FOLDER: str(folder), "HVDTRAIN_TEST_PYTHON": sys.executable}
+
+
+def close_folder() -> None:
+    """Remove it; servers that were started end with the process that made it."""
+    folder = Path(os.environ[FOLDER])
+    if (folder / "owner").read_text() == str(os.getpid()):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def python(framework: str = "torch") -> str:
+    """Return the program that takes the interpreter's place, and start its server if needed."""
+    folder = Path(os.environ[FOLDER])
+    with _locked(folder / "lock"):
+        if not (folder / framework).exists():
+            _start(folder, framework)
+    return str(folder / "python")
+
+
+def fork_of(process: psutil.Process) -> psutil.Process:
+    """Return the process that computes in the place of this one, if it is a client."""
+    note = Path(os.environ[FOLDER], f"fork-of-{process.pid}")
+    return psutil.Process(int(note.read_text())) if note.exists() else process
+
+
+def _start(folder: Path, framework: str) -> None:
+    """Start a server, and return when it listens."""
+    owner = (folder / "owner").read_text()
+    ready, writes = os.pipe()
+    settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(PACKAGE.parent.parent)}
+    with (folder / f"{framework}.log").open("wb") as log:
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.warm.server", framework, folder, owner, str(writes)],
+            env={**os.environ, **settings},
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=[writes],
+            start_new_session=True,
+        )
+    os.close(writes)
+    with os.fdopen(ready, "rb") as pipe:
+        told = pipe.read()
+    assert told == b"ready", (folder / f"{framework}.log").read_text()
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,216 @@
+"""Forks itself, its libraries loaded, for each program that a test starts: see tests/warm."""
+
+import ctypes
+import gc
+import importlib
+import io
+import os
+import runpy
+import selectors
+import signal
+import socket
+import sys
+import tempfile
+import warnings
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+# What a run loads beside hvdtrain's own modules, measured by sys.modules at its end. Neither MPI
+# nor Horovod: they are started by being loaded.
+LIBRARIES = {
+    "torch": (
+        *("torch", "torch._dynamo", "torch._inductor", "torch._subclasses.fake_tensor", "sympy"),
+        *("torch.fx.experimental.symbolic_shapes", "torch.optim", "torch.utils.checkpoint"),
+    ),
+    "tensorflow": ("tensorflow", "keras"),
+}
+COMMON = (
+    *("numpy", "h5py", "psutil", "yaml", "jsonargparse", "rich.console", "rich.progress"),
+    *("safetensors.numpy", "ml_dtypes", "tensorboard.summary.writer.event_file_writer"),
+)
+PACKAGES = {"torch": "*.py", "tensorflow": "tf/*.py"}
+NOT_LOADED = ("hvdtrain.__main__", "hvdtrain.doctor", "hvdtrain.tf.")
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a client was started for."""
+
+    cores: list[int]
+    umask: int
+    arguments: list[str]
+    environment: dict[str, str]
+    streams: list[int]
+    folder: int
+
+
+def main() -> None:
+    """Load, listen, and be whatever a client asks for."""
+    framework, folder, owner, ready = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    load(framework)
+    os.chdir("/")
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(folder / framework))
+    listener.listen(64)
+    owners = os.pidfd_open(owner)
+    os.write(int(ready), b"ready")
+    os.close(int(ready))
+    job = Server(listener, owners, folder).serve()
+    if job is not None:
+        become(job, str(folder / "python"))
+
+
+def load(framework: str) -> None:
+    """Import what programs need, without starting a thread, which no fork would have."""
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+    package = Path(__file__).parents[2] / "hvdtrain"
+    with warnings.catch_warnings(action="ignore"):
+        for name in (*LIBRARIES[framework], *COMMON):
+            importlib.import_module(name)
+        for path in sorted(package.rglob(PACKAGES[framework])):
+            name = ".".join(path.relative_to(package.parent).with_suffix("").parts)
+            if not name.startswith(NOT_LOADED) or framework == "tensorflow":
+                importlib.import_module(name.removesuffix(".__init__"))
+    assert not {"torch", "tensorflow"} - {framework} & sys.modules.keys()
+    assert len(list(Path("/proc/self/task").iterdir())) == 1
+    gc.collect()
+    gc.freeze()  # what is not looked at stays shared with the forks
+
+
+class Server:
+    """Waits for clients, for what they have to say, and for the ends of their forks."""
+
+    def __init__(self, listener: socket.socket, owner: int, folder: Path) -> None:
+        self.listener, self.owner, self.folder = listener, owner, folder
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(listener, selectors.EVENT_READ, ("client", 0))
+        self.selector.register(owner, selectors.EVENT_READ, ("owner", 0))
+        self.clients: dict[int, socket.socket] = {}
+        self.ends: dict[int, int] = {}
+
+    def serve(self) -> Job | None:
+        """Return a job in each fork that is to do it; None when the test run is over."""
+        while True:
+            for key, _ in self.selector.select():
+                kind, pid = key.data
+                if kind == "owner":
+                    for child in self.clients:
+                        os.kill(child, signal.SIGKILL)
+                    return None
+                if kind == "client":
+                    job = self.accept()
+                    if job is not None:
+                        return job
+                elif pid in self.clients and kind == "word":
+                    self.pass_on(pid)
+                elif pid in self.clients and kind == "end":
+                    self.finish(pid)
+
+    def accept(self) -> Job | None:
+        """Fork for a new client; the job in the fork, None in the server."""
+        client, _ = self.listener.accept()
+        try:
+            head, files, _, _ = socket.recv_fds(client, 8, 4)
+            size = int.from_bytes(head, "little")
+            text = b""
+            while len(text) < size:
+                part = client.recv(size - len(text))
+                if not part:
+                    raise ConnectionError
+                text += part
+            credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        except ConnectionError:  # it was killed
+            client.close()
+            return None
+        child = os.fork()
+        if child == 0:
+            for other in (self.listener, client, *self.clients.values()):
+                other.close()
+            self.selector.close()
+            for number in (self.owner, *self.ends.values()):
+                os.close(number)
+            return parse(text, files)
+        for file in files:
+            os.close(file)
+        asked_by = int.from_bytes(credentials[:4], "little")
+        (self.folder / f"fork-of-{asked_by}").write_text(str(child))
+        self.clients[child], self.ends[child] = client, os.pidfd_open(child)
+        self.selector.register(client, selectors.EVENT_READ, ("word", child))
+        self.selector.register(self.ends[child], selectors.EVENT_READ, ("end", child))
+        return None
+
+    def pass_on(self, child: int) -> None:
+        """A client's signals to its fork, which is killed if the client is gone."""
+        try:
+            numbers = self.clients[child].recv(64)
+        except ConnectionError:
+            numbers = b""
+        if not numbers:
+            self.selector.unregister(self.clients[child])
+        for number in numbers or [signal.SIGKILL]:
+            os.kill(child, number)
+
+    def finish(self, child: int) -> None:
+        """Tell a client how its fork ended."""
+        _, status = os.waitpid(child, 0)
+        code = os.waitstatus_to_exitcode(status)
+        client = self.clients.pop(child)
+        with suppress(OSError):
+            client.sendall(code.to_bytes(8, "little", signed=True))
+        end = self.ends.pop(child)
+        self.selector.unregister(end)
+        os.close(end)
+        with suppress(KeyError):
+            self.selector.unregister(client)
+        client.close()
+
+
+def parse(text: bytes, files: list[int]) -> Job:
+    """A job as its client sends it."""
+    cores, umask, count, *rest = (os.fsdecode(part) for part in text.split(b"\0"))
+    arguments, environment = rest[: int(count)], rest[int(count) :]
+    pairs = (each.partition("=") for each in environment)
+    return Job(
+        cores=[int(core) for core in cores.split()],
+        umask=int(umask),
+        arguments=arguments,
+        environment={name: value for name, _, value in pairs},
+        streams=files[:3],
+        folder=files[3],
+    )
+
+
+def become(job: Job, python: str) -> None:
+    """Be `python -m MODULE ...` or `python -c PROGRAM ...` as it was started, up to its end."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    for number, stream in enumerate(job.streams):
+        os.dup2(stream, number, inheritable=True)
+        os.close(stream)
+    os.fchdir(job.folder)
+    os.close(job.folder)
+    os.umask(job.umask)
+    os.sched_setaffinity(0, job.cores)
+    os.environ.clear()
+    os.environ.update(job.environment)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = io.TextIOWrapper(
+        io.FileIO(2, "w", closefd=False), errors="backslashreplace", write_through=True
+    )
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
+    sys.executable = python
+    tempfile.tempdir = None  # it may have been asked for
+    sys.path[0] = str(Path.cwd()) if job.arguments[0] == "-m" else ""
+    sys.modules["numpy"].random.seed()  # no fork draws what another one drew
+    how, what, *arguments = job.arguments
+    sys.argv = [what if how == "-m" else how, *arguments]
+    if how == "-m":
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+    else:
+        exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
+
+
+if __name__ == "__main__":
+    main()
