@@ -1,0 +1,121 @@
+"""CONTRIBUTING.md names what proves each claim of README.md: all that it names exists."""
+
+import ast
+import re
+from collections.abc import Mapping
+from functools import cache
+
+import pytest
+
+from tests.conftest import ROOT
+
+HEADING = "\n## What proves what\n"
+TEST = re.compile(r"(tests/[\w/]+/test_\w+\.py)::(test_\w+)")
+BENCHMARK = re.compile(r"benchmarks/\w+\.py")
+SEPARATORS = re.compile(r"(?:<br>|[,\s])*")
+
+# A page whose table has these rows, and the files that its names are looked up in.
+PAGE = f"# Page\n{HEADING}\nText.\n\n| claim | tests |\n|---|---|\n%s\n## Next\n\n| no | row |\n"
+SOURCES = {
+    "tests/pure/test_a.py": "def test_one():\n    def test_inner(): ...\n\nTEXT = 'test_text'\n",
+    "benchmarks/speed.py": "",
+}
+ONE = "`tests/pure/test_a.py::test_one`"
+SPEED = "`benchmarks/speed.py`"
+
+
+def table_rows(page: str) -> list[list[str]]:
+    """Return the cells of each row of the table, without its head."""
+    section = page.partition(HEADING)[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line[1:-1].split("|")] for line in lines[2:]]
+
+
+def table_faults(page: str, sources: Mapping[str, str]) -> list[str]:
+    """Return a line for each fault of the table; `sources` holds the text of files by path."""
+    rows = table_rows(page)
+    faults = [] if rows else ["there is no table"]
+    claims: set[str] = set()
+    for row in rows:
+        if len(row) != 2 or not row[0]:
+            faults.append(f"not a claim and its tests: {' | '.join(row)}")
+        elif not row[1]:
+            faults.append(f"no test: {row[0]}")
+        else:
+            faults += cell_faults(row[1], sources)
+        if row[0] in claims:
+            faults.append(f"twice: {row[0]}")
+        claims.add(row[0])
+    return faults
+
+
+def cell_faults(cell: str, sources: Mapping[str, str]) -> list[str]:
+    """Return a line for each name that names nothing, and for text between the names."""
+    parts = cell.split("`")
+    texts = [text for text in parts[::2] if not SEPARATORS.fullmatch(text)]
+    names = [name for name in parts[1::2] if not exists(name, sources)]
+    return [f"not a code span: {text}" for text in texts] + [
+        f"does not exist: {name}" for name in names
+    ]
+
+
+def exists(name: str, sources: Mapping[str, str]) -> bool:
+    """Whether a name is that of a benchmark, or of a test function of a file."""
+    if BENCHMARK.fullmatch(name):
+        return name in sources
+    test = TEST.fullmatch(name)
+    return test is not None and test[2] in functions(sources.get(test[1], ""))
+
+
+@cache
+def functions(source: str) -> set[str]:
+    """Names of the functions at the top of a file."""
+    return {node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
+
+
+def test_all_that_the_table_names_exists() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    assert len(table_rows(page)) > 50
+    paths = [*ROOT.glob("tests/**/test_*.py"), *ROOT.glob("benchmarks/*.py")]
+    sources = {str(path.relative_to(ROOT)): path.read_text() for path in paths}
+    assert table_faults(page, sources) == []
+
+
+def test_a_sound_table_has_no_fault() -> None:
+    rows = f"| A. | {ONE}<br>{SPEED} |\n| B. | {ONE}, {SPEED} |\n"
+    assert table_faults(PAGE % rows, SOURCES) == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "fault"),
+    [
+        ("", "there is no table"),
+        ("| A. | |\n", "no test: A."),
+        (f"| | {ONE} |\n", "not a claim and its tests: "),
+        ("| A. |\n", "not a claim and its tests: A."),
+        (f"| A. | {ONE} | more |\n", "not a claim and its tests: A. | "),
+        (f"| A. | {ONE} |\n| A. | {SPEED} |\n", "twice: A."),
+        ("| A. | benchmarks/speed.py |\n", "not a code span: benchmarks/speed.py"),
+        (f"| A. | {SPEED}<br>`benchmarks/spee.py` |\n", "does not exist: benchmarks/spee.py"),
+        ("| A. | `tests/pure/test_a.py` |\n", "does not exist: tests/pure/test_a.py"),
+    ],
+)
+def test_a_faulty_row_is_found(rows: str, fault: str) -> None:
+    (found,) = table_faults(PAGE % rows, SOURCES)
+    assert found.startswith(fault)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tests/pure/test_a.py::test_two",
+        "tests/pure/test_a.py::test_inner",
+        "tests/pure/test_a.py::test_text",
+        "tests/pure/test_a.py::test_one[1]",
+        "tests/pure/test_b.py::test_one",
+        "pure/test_a.py::test_one",
+    ],
+)
+def test_a_wrong_name_is_found(name: str) -> None:
+    page = PAGE % f"| A. | {ONE}<br>`{name}` |\n"
+    assert table_faults(page, SOURCES) == [f"does not exist: {name}"]
