@@ -20,6 +20,7 @@ from hvdtrain.training.checkpoint.partfile import Entry
 from hvdtrain.training.progress import Progress
 from tests import hostile
 
+PARSER = cli._parser()
 NAMES = ["stem", "body", "neck", "head"]
 PLAN = {
     "stages": [
@@ -58,7 +59,7 @@ def test_a_configuration_is_in_range_or_one_line(
     path = tmp_path_factory.mktemp("config") / "config.yaml"
     path.write_text(yaml.safe_dump(CONFIG | {key: to}))
     try:
-        parsed = cli._parser().parse_args(["train", "--config", str(path)])
+        parsed = PARSER.parse_args(["train", "--config", str(path)])
         values = {name: parsed["train"][name] for name in CONFIG}
         config = TrainConfig(**values).check()
     except UsageError as error:

@@ -13,8 +13,7 @@ def main() -> None:
     if arguments[:2] not in (["-m", "hvdtrain"], ["-m", "pytest"]) and arguments[:1] != ["-c"]:
         interpreter = os.environ["HVDTRAIN_TEST_PYTHON"]
         os.execv(interpreter, [interpreter, *arguments])
-    framework = "tensorflow" if "tensorflow" in arguments else "torch"
-    framework = os.environ.get("HVDTRAIN_TEST_FRAMEWORK", framework)
+    framework = os.environ.get("HVDTRAIN_TEST_FRAMEWORK") or framework_of(arguments)
     server = socket.socket(socket.AF_UNIX)
     server.connect(f"{os.environ['HVDTRAIN_TEST_WARM']}/{framework}")
     for number in PASSED_ON:
@@ -30,6 +29,18 @@ def main() -> None:
     socket.send_fds(server, [len(job).to_bytes(8, "little")], files)
     server.sendall(job)
     end(int.from_bytes(server.recv(8), "little", signed=True))
+
+
+def framework_of(arguments: list[str]) -> str:
+    """What `hvdtrain ARGUMENTS` will load, by its option or its file."""
+    words = list(arguments)
+    if "--config" in arguments[:-1]:
+        try:
+            with open(arguments[arguments.index("--config") + 1]) as file:  # noqa: PTH123
+                words += file.read().split()
+        except (OSError, UnicodeError):
+            pass  # what is wrong with it is the program's to say
+    return "tensorflow" if "tensorflow" in words else "torch"
 
 
 def end(status: int) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from hvdtrain.models import MODEL_NAMES, components
 
+LARGE = pytest.mark.proof  # seconds each
 EXAMPLE = "examples.small_vgg:build"
 SIZES = [
     ("cnn", 28, 33, None),
@@ -16,8 +17,8 @@ SIZES = [
     ("resnet18", 28, 33, None),
     ("resnet18", 64, 2, None),
     ("resnet18", 67, 3, None),
-    ("resnet50", 28, 3, None),
-    ("vit_b16", 8, 3, None),
+    pytest.param("resnet50", 28, 3, None, marks=LARGE),
+    pytest.param("vit_b16", 8, 3, None, marks=LARGE),
     ("vit_tiny", 28, 33, None),
     ("vit_tiny", 64, 2, 16),
     ("vit_tiny", 21, 3, 7),
@@ -32,7 +33,8 @@ def in_the_folder_that_holds_the_examples(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_every_model_is_tried_here() -> None:
-    assert {model for model, *_ in SIZES} == {*MODEL_NAMES, EXAMPLE}
+    models = {getattr(size, "values", size)[0] for size in SIZES}
+    assert models == {*MODEL_NAMES, EXAMPLE}
 
 
 @pytest.mark.parametrize(("model", "image_size", "classes", "patch_size"), SIZES)
@@ -53,7 +55,13 @@ def test_logits_have_their_shape_and_every_parameter_a_gradient(
         assert gradient.isfinite().all() and gradient.any(), name
 
 
-@pytest.mark.parametrize("model", [*MODEL_NAMES, EXAMPLE])
+@pytest.mark.parametrize(
+    "model",
+    [
+        *("cnn", "resnet18", "vit_tiny", EXAMPLE),
+        *(pytest.param(model, marks=LARGE) for model in ("resnet50", "vit_b16")),
+    ],
+)
 def test_channels_last_gives_the_same_logits_and_gradients(
     assemble: Any, images_and_labels: Any, largest_difference: Any, model: str
 ) -> None:

@@ -77,7 +77,11 @@ def test_small_images_up_to_64_pixels_get_the_small_stem() -> None:
 
 
 @pytest.mark.parametrize(
-    ("build", "image_size"), [(resnet18, 15), (resnet18, 72), (resnet50, 15), (resnet50, 72)]
+    ("build", "image_size"),
+    [
+        *((resnet18, 15), (resnet18, 72)),
+        *(pytest.param(resnet50, size, marks=pytest.mark.proof) for size in (15, 72)),
+    ],
 )
 def test_logits_and_gradients_equal_an_independent_version(
     assemble: Any, images_and_labels: Any, largest_difference: Any, build: Any, image_size: int

@@ -44,6 +44,7 @@ def test_label_smoothing_is_torchs_in_training_and_absent_in_the_test(
     assert end["test_loss"] == pytest.approx(smooth_end["test_loss"], rel=1e-6)
 
 
+@pytest.mark.proof
 def test_a_compiled_model_learns_the_same(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
@@ -54,6 +55,7 @@ def test_a_compiled_model_learns_the_same(
     assert end["test_loss"] > 0
 
 
+@pytest.mark.proof
 def test_each_component_is_compiled() -> None:
     parts = components("cnn", 10, 16)
     config = TrainConfig(model="cnn", data="", compile=True)
