@@ -9,15 +9,19 @@ from pathlib import Path
 import demo
 import pytest
 
+from tests import warm
 from tests.conftest import ROOT, program_environment
 
+DEMO = f"import runpy; runpy.run_path({str(ROOT / 'tools' / 'demo.py')!r}, run_name='__main__')"
 SMALL = ("--images", "512", "--epochs", "1")
 
 
-def run_demo(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_demo(
+    *arguments: str, python: str | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in program_environment().items() if name != "CIFAR_DIR"}
     return subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "demo.py"), *arguments],
+        [python or warm.python(), "-c", DEMO, *arguments],
         env=kept | environment,
         capture_output=True,
         text=True,
@@ -63,9 +67,9 @@ def test_the_demo_trains_with_one_rank_and_several_and_shows_both(tmp_path: Path
 
 def test_without_horovod_it_says_so_and_shows_one_rank(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['horovod'] = None\n")
-    done = run_demo(
-        *SMALL, "--to", str(tmp_path / "demo"), PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}"
-    )
+    path = f"{tmp_path}{os.pathsep}{ROOT}"
+    to = str(tmp_path / "demo")
+    done = run_demo(*SMALL, "--to", to, python=sys.executable, PYTHONPATH=path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "NOTICE: Horovod missing: one rank only" in done.stdout
     assert len(rows(done.stdout)["images/s"]) == 1

@@ -64,6 +64,7 @@ def test_the_ring_is_really_the_ring(sound: tuple[int, dict[str, Any]]) -> None:
     assert "chosen by" in check["text"]
 
 
+@pytest.mark.proof
 def test_the_printed_lines_train(sound: tuple[int, dict[str, Any]], tmp_path: Path) -> None:
     lines = sound[1]["launch_lines"]
     assert {"horovodrun", "mpirun", "hvdtrain"} <= lines.keys()

@@ -97,7 +97,7 @@ def test_two_runs_on_the_same_ranks_end_in_the_same_bits_and_a_resumed_one_too(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
     common = ["train", "--model", "resnet18", "--data", small_set, "--ranks", 2]
-    common += ["--batch-size", 20, "--max-steps", 4, "--lr-schedule", "constant"]
+    common += ["--batch-size", 8, "--max-steps", 3, "--lr-schedule", "constant"]
     digests = []
     for name in ("first", "second"):
         run = tmp_path / name

@@ -125,5 +125,5 @@ def test_cifar100_trains_from_its_official_files(hvdtrain: Program, tmp_path: Pa
     done = hvdtrain("data", "pack", folder, tmp_path / "packed")
     assert done.returncode == 0, done.stderr
     assert "100 classes" in done.stdout
-    _, final = run_of(hvdtrain, tmp_path / "packed", tmp_path / "run", "--model", "resnet18")
+    _, final = run_of(hvdtrain, tmp_path / "packed", tmp_path / "run")
     assert 3 < final["test_loss"] < 7, "log(100) is 4.6"

@@ -100,6 +100,7 @@ def test_a_plan_is_changed_while_training(
         assert len(ids) == 601
 
 
+@pytest.mark.proof
 def test_components_are_compared_with_their_predictions_while_training(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
@@ -119,6 +120,7 @@ def test_components_are_compared_with_their_predictions_while_training(
     assert compared >= {"conv1", "conv2"}  # the others take next to nothing of a step
 
 
+@pytest.mark.proof
 def test_a_rank_killed_while_the_plan_changes(small_set: Path, tmp_path: Path) -> None:
     """The run goes on from its last checkpoint, under `--plan adaptive`; nothing is lost."""
     run, ledger = tmp_path / "run", tmp_path / "ledger.csv"
@@ -144,6 +146,7 @@ def test_a_rank_killed_while_the_plan_changes(small_set: Path, tmp_path: Path) -
         assert len(ids) == len(set(ids)) == 601
 
 
+@pytest.mark.proof
 def test_a_bad_component_is_found_after_a_change_too(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
