@@ -3,6 +3,7 @@
 import time
 from pathlib import Path
 
+from tests import warm
 from tests.conftest import Program
 from tests.single.training.jobs import summary_of
 
@@ -10,6 +11,7 @@ from tests.single.training.jobs import summary_of
 def test_the_runs_of_paper_a_are_made_once(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
+    warm.python("tensorflow")  # which some of its runs need
     to = tmp_path / "paper"
     words = ("reproduce", "paper-a", "--data", small_set, "--to", to)
     command = (*words, "--epochs", "1", "--repeats", "1")
