@@ -22,7 +22,7 @@ from hvdtrain.errors import (
     RankError,
     UsageError,
 )
-from hvdtrain.launchers import Launch, detect
+from hvdtrain.launchers import Launch, detect, torchrun
 from hvdtrain.world import activity_path, import_mpi
 
 # A rank that is not the first to fail keeps quiet this long, so that the first one's message is
@@ -120,6 +120,8 @@ def _detect_quietly() -> Launch:
     try:
         return detect(os.environ)
     except UsageError:
+        if (refused := torchrun(os.environ)) is not None:
+            return refused
         job = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT", str(os.getppid()))
         rank, size = (int(os.environ.get(f"HOROVOD_{name}", n)) for name, n in _ALONE)
         return Launch("horovodrun", rank, size, job)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from hvdtrain.errors import UsageError
 
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")  # all four, in each process
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -26,7 +28,8 @@ def detect(environment: Mapping[str, str]) -> Launch:
     """Find the launcher from the environment variables that each one sets.
 
     Raises:
-        UsageError: if Horovod is to run on Gloo, where mpi4py would see worlds of one.
+        UsageError: if Horovod runs on Gloo, or if torchrun started the process: in both cases
+            mpi4py would see worlds of one.
     """
     gloo = ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS")
     if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in environment or any(
@@ -39,6 +42,10 @@ def detect(environment: Mapping[str, str]) -> Launch:
     if "OMPI_COMM_WORLD_SIZE" in environment:
         job = environment.get("PMIX_NAMESPACE", environment.get("OMPI_MCA_ess_base_jobid", ""))
         return _launch(environment, "mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", job)
+    # Sites export MASTER_ADDR and others beside srun. The run id comes from torchrun alone, which
+    # users also start in the shell of `srun --pty`.
+    if "TORCHELASTIC_RUN_ID" in environment:
+        _refuse_torchrun(environment)
     if "SLURM_STEP_NUM_TASKS" in environment and "SLURM_STEP_ID" in environment:
         job = f"{environment.get('SLURM_JOB_ID')}.{environment['SLURM_STEP_ID']}"
         return _launch(environment, "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", job)
@@ -47,7 +54,30 @@ def detect(environment: Mapping[str, str]) -> Launch:
     if "PMIX_RANK" in environment:
         job = environment.get("PMIX_NAMESPACE", "")
         return Launch("mpirun", int(environment["PMIX_RANK"]), None, job)
+    _refuse_torchrun(environment)
     return Launch("none", 0, 1, "")
+
+
+def torchrun(environment: Mapping[str, str]) -> Launch | None:
+    """Return what torchrun says in its variables, None where it did not start several processes.
+
+    `accelerate launch` and the other launchers of torch.distributed set the same variables.
+    """
+    rank, size, local_rank, address = (environment.get(name, "") for name in TORCHRUN)
+    if not (rank.isdigit() and size.isdigit() and local_rank and address) or int(size) == 1:
+        return None
+    job = f"{environment.get('TORCHELASTIC_RUN_ID', '')}-{environment.get('MASTER_PORT', '')}"
+    return Launch("torchrun", int(rank), int(size), job)
+
+
+def _refuse_torchrun(environment: Mapping[str, str]) -> None:
+    if (launch := torchrun(environment)) is not None:
+        ranks = launch.size
+        raise UsageError(
+            f"torchrun or accelerate launch started {ranks} processes, which MPI does not "
+            f"connect, so each would train alone: use hvdtrain train --ranks {ranks}, "
+            f"horovodrun -np {ranks}, mpirun -np {ranks} or srun --mpi=pmix"
+        )
 
 
 def check_pmix(launch: Launch, environment: Mapping[str, str]) -> None:

@@ -49,6 +49,51 @@ def test_gloo_is_refused_with_the_lines_that_work(variable: dict[str, str]) -> N
         detect(variable)
 
 
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost"}
+STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        TORCHRUN,
+        TORCHRUN | {"TORCHELASTIC_RUN_ID": "none", "MASTER_PORT": "29500"},
+        # torchrun in the shell of `srun --pty bash`.
+        TORCHRUN | STEP | {"SLURM_STEP_NUM_TASKS": "1", "TORCHELASTIC_RUN_ID": "none"},
+    ],
+)
+def test_torchrun_is_refused_with_the_lines_that_work(environment: dict[str, str]) -> None:
+    """It started 4 processes of which each trained alone, and wrote a run folder of its own."""
+    with pytest.raises(UsageError) as caught:
+        detect(environment)
+    assert str(caught.value).startswith("torchrun or accelerate launch started 4 processes")
+    for line in (
+        "hvdtrain train --ranks 4",
+        "horovodrun -np 4",
+        "mpirun -np 4",
+        "srun --mpi=pmix",
+    ):
+        assert line in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("environment", "launcher"),
+    [
+        (TORCHRUN | STEP, "srun"),
+        (TORCHRUN | {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1"}, "mpirun"),
+        (TORCHRUN | {"PMI_SIZE": "4"}, "mpiexec"),
+        (TORCHRUN | {"PMIX_RANK": "1"}, "mpirun"),
+        (TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0", "TORCHELASTIC_RUN_ID": "x"}, "none"),
+        ({"MASTER_ADDR": "node1", "RANK": "0", "WORLD_SIZE": "4"}, "none"),
+        (TORCHRUN | {"WORLD_SIZE": "all"}, "none"),
+    ],
+)
+def test_variables_of_torchrun_beside_a_launcher_or_for_one_process_are_no_torchrun(
+    environment: dict[str, str], launcher: str
+) -> None:
+    assert detect(environment).launcher == launcher
+
+
 def test_worlds_of_one_are_refused_with_the_launchers_own_cure() -> None:
     with pytest.raises(UsageError, match=r"srun started 4 ranks, but MPI sees 1.*--mpi=pmix"):
         check_sizes(Launch("srun", 0, 4, ""), 1, "Open MPI v5.0.11, package")

@@ -234,6 +234,25 @@ def test_horovodrun_on_gloo_is_refused_in_one_line(hvdtrain: Program, small_set:
     assert (done.stdout + done.stderr).count("hvdtrain needs MPI") == 1
 
 
+def test_torchrun_is_refused_in_one_line_by_one_process(small_set: Path, tmp_path: Path) -> None:
+    """Each of its processes trained alone, and none said so."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
+    # Without --run, which torchrun takes for an abbreviation of its own --run-path.
+    done = subprocess.run(
+        [*torchrun, "hvdtrain", "train", "--model", "cnn", "--data", str(small_set)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=program_environment(),
+    )
+    assert "exitcode  : 2" in done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("hvdtrain: ")]
+    assert len(lines) == 1, done.stderr
+    assert "torchrun or accelerate launch started 2 processes" in lines[0]
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_launcher_of_another_mpi_gives_worlds_of_one_and_one_line(
     hvdtrain: Program, small_set: Path
 ) -> None:
