@@ -23,8 +23,8 @@ class Parser(ArgumentParser):
 
     def parse_path(self, path: Any, *arguments: Any, **settings: Any) -> Any:
         """As jsonargparse, from a file that can do its parser no harm."""
-        harmless.read_text(Path(path).expanduser())
-        return super().parse_path(path, *arguments, **settings)
+        text = harmless.read_text(Path(path).expanduser())
+        return self.parse_string(text, str(path), *arguments, **settings)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise the message in one line, with suggestions where a name is unknown."""
@@ -75,6 +75,8 @@ def add_dataclass(parser: ArgumentParser, owner: type) -> None:
         text = item.metadata["help"]
         if hints[item.name] is bool:
             parser.add_argument(flag, action="store_true", help=text)
+        elif hints[item.name] == list[str]:
+            parser.add_argument(flag, type=_Texts(), action="extend", default=[], help=text)
         elif item.default is dataclasses.MISSING:
             parser.add_argument(flag, type=hints[item.name], required=True, help=text)
         else:
@@ -85,6 +87,19 @@ def part_of(kind: type[Options], values: Mapping[str, Any]) -> Options:
     """The dataclass of these of the parsed values that are its fields."""
     names = [item.name for item in dataclasses.fields(kind)]  # type: ignore[arg-type]
     return kind(**{name: values[name] for name in names})
+
+
+class _Texts:
+    """The type of an option that may be repeated: one value, or the list of a file."""
+
+    def __call__(self, value: Any) -> list[str]:
+        texts = value if isinstance(value, list) else [value]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"must be text, not {value}")
+        return texts
+
+    def __repr__(self) -> str:
+        return "str"  # in the help
 
 
 def _long_options(parser: ArgumentParser) -> set[str]:

@@ -12,7 +12,7 @@ from hvdtrain.bench.options import LoaderConfig, NetworkConfig, StepConfig
 from hvdtrain.commands import COMMANDS
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import Interrupted, Preempted, UsageError
-from hvdtrain.jobs.options import JobOptions
+from hvdtrain.jobs.options import JobOptions, SlurmOptions
 from hvdtrain.planner.options import PlanConfig
 
 PLAN_COMMANDS = {
@@ -137,6 +137,7 @@ def _add_job_commands(jobs: Parser) -> None:
     sweep.add_argument("study", type=str, help="YAML file; a list means each of its values")
     sweep.add_argument("--to", required=True, type=str, help="folder for the runs")
     sweep.add_argument("--dry-run", action="store_true", help="print the scripts, submit nothing")
+    add_dataclass(sweep, SlurmOptions)
     commands.add_subcommand("sweep", sweep, help="make the runs of a study jobs")
     status = Parser(description="A line for each run: its job, how far it is, how it fares.")
     status.add_argument("runs", type=str, nargs="*", help="run folders, or folders of them; runs")

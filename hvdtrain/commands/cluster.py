@@ -8,7 +8,7 @@ from hvdtrain.arguments import part_of
 from hvdtrain.commands import common
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
-from hvdtrain.jobs.options import JobOptions
+from hvdtrain.jobs.options import JobOptions, SlurmOptions
 
 
 def jobs_submit(arguments: Sequence[str], **values: Any) -> int:
@@ -21,11 +21,12 @@ def jobs_submit(arguments: Sequence[str], **values: Any) -> int:
     return 0
 
 
-def jobs_sweep(arguments: Sequence[str], study: str, to: str, dry_run: bool) -> int:
+def jobs_sweep(arguments: Sequence[str], study: str, to: str, dry_run: bool, **values: Any) -> int:
     """Make the runs of a study jobs."""
     from hvdtrain.jobs import grid, sweep
 
-    for line in sweep.sweep(grid.load(study, to), to, dry_run):
+    slurm = part_of(SlurmOptions, values)
+    for line in sweep.sweep(grid.load(study, to, slurm), to, dry_run):
         print(line, flush=True)
     return 0
 

@@ -13,11 +13,12 @@ from hvdtrain.arguments import Parser, add_dataclass, nearest, part_of
 from hvdtrain.config import TrainConfig, about
 from hvdtrain.errors import UsageError
 from hvdtrain.files import plain_name
-from hvdtrain.jobs.options import JobOptions
+from hvdtrain.jobs.options import JobOptions, SlurmOptions
 
 MOST_RUNS = 1000
 OF_ONE_RUN = ("run", "resume", "restarts", "ledger", "trace", "dry_run", "chain")
 OF_THE_STUDY = ("repeats", "in_flight", "cluster", "site")
+LISTS = ("sbatch",)  # whose values are lists, and not one of each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,18 +60,19 @@ class Grid:
 KINDS = (StudyOptions, JobOptions, TrainConfig)  # whose options a study's file may have
 
 
-def load(path: str, folder: str) -> Grid:
+def load(path: str, folder: str, slurm: SlurmOptions | None = None) -> Grid:
     """The study of a file, whose keys are options of `train`, of `jobs submit` and of a study.
 
     A list means every one of its values, in all combinations.
 
     Args:
         folder: for the run folders.
+        slurm: options that override those of the file.
 
     Raises:
         UsageError: if a key is unknown, a value of another type or out of range.
     """
-    axes = _axes(path)
+    axes, slurm = _axes(path), slurm or SlurmOptions()
     parser = Parser()
     for kind in KINDS:
         add_dataclass(parser, kind)
@@ -85,6 +87,7 @@ def load(path: str, folder: str) -> Grid:
         varied = [key for key in axes if len(axes[key]) > 1]
         name = "-".join(f"{key}={plain_name(str(chosen[key]))}" for key in varied)
         cell = _cell(parsed, study, str(Path(folder) / (name or "run")))
+        cell = replace(cell, job=cell.job.overridden_by(slurm))
         # One rank runs the same under every plan: that is one size.
         cells.setdefault(repr([replace(cell.runs[0], run=None), cell.job]), cell)
     found = list(cells.values())
@@ -106,9 +109,10 @@ def _axes(path: str) -> dict[str, list[Any]]:
             raise UsageError(f"{path}: {name} is of a single run: leave it out")
         if name in OF_THE_STUDY and isinstance(content[name], list):
             raise UsageError(f"{path}: {name} is of the whole study: give one value")
-    if not isinstance(content.get("time", ""), str):
-        raise UsageError(f"{path}: write time in quotes, such as '1:30:00'")  # YAML counts in 60s
-    axes = {name: value if isinstance(value, list) else [value] for name, value in content.items()}
+    axes = {
+        name: value if isinstance(value, list) and name not in LISTS else [value]
+        for name, value in content.items()
+    }
     combinations = math.prod(map(len, axes.values()))
     if not 0 < combinations <= MOST_RUNS:
         raise UsageError(f"{path} asks for {combinations:,} sizes: give 1 to {MOST_RUNS:,}")

@@ -1,30 +1,98 @@
 """What `hvdtrain jobs` is asked, beside the options of `train`."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from hvdtrain.config import TrainConfig, about
 from hvdtrain.errors import UsageError
+from hvdtrain.jobs import timelimit
+
+# These have the same name in sbatch, on the command line, in a study's file and in a site's file.
+OF_SBATCH = ("partition", "account", "qos", "constraint", "mem")
+# Options of sbatch that hvdtrain sets, and what sets them.
+SET_BY = {name: f"--{name}" for name in (*OF_SBATCH, "time", "nodes", "gpus-per-node")} | {
+    "ntasks": "--ranks",
+    "ntasks-per-node": "--ranks and --nodes",
+    "cpus-per-task": "--cpus-per-rank",
+    "requeue": "requeue in the site's file",
+    "no-requeue": "requeue in the site's file",
+    "signal": "warning_seconds in the site's file",
+    "dependency": "--chain",
+    "array": "repeats in a study's file",
+    "job-name": "--run, whose folder names the job",
+    "output": "--run, whose folder keeps the logs",
+    "error": "--run, whose folder keeps the logs",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobOptions:
+class SlurmOptions:
+    """What `jobs submit` and `jobs sweep` request from Slurm; a value here overrides the site's.
+
+    Attributes:
+        sbatch: further options of sbatch, each as NAME or NAME=VALUE.
+    """
+
+    site: str | None = field(
+        default=None,
+        metadata=about(
+            "YAML file with what your site needs (slurm/sites has an example); "
+            "default: the file that HVDTRAIN_SITE names"
+        ),
+    )
+    partition: str | None = field(default=None, metadata=about("default: that of the site"))
+    account: str | int | None = field(default=None, metadata=about("default: that of the site"))
+    qos: str | None = field(
+        default=None, metadata=about("quality of service; default: that of the site")
+    )
+    constraint: str | None = field(
+        default=None,
+        metadata=about("features that the nodes must have; default: that of the site"),
+    )
+    mem: str | int | None = field(
+        default=None, metadata=about("memory per node, such as 16G; default: that of the site")
+    )
+    sbatch: list[str] = field(
+        default_factory=list,
+        metadata=about(
+            "another option of sbatch, such as exclusive or mail-type=END; may be repeated"
+        ),
+    )
+
+    def sbatch_options(self) -> dict[str, str | bool]:
+        """Return what --sbatch adds, by name; True for an option without a value.
+
+        Raises:
+            UsageError: if it is not the form of an option, or one that hvdtrain sets.
+        """
+        found: dict[str, str | bool] = {}
+        for text in self.sbatch:
+            name, sign, value = text.removeprefix("--").partition("=")
+            if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
+                raise UsageError(
+                    f"--sbatch {text!r} is not understood: give NAME or NAME=VALUE, such as "
+                    "exclusive or mail-type=END, and repeat --sbatch for another option"
+                )
+            if name in SET_BY:
+                raise UsageError(f"--sbatch {name} is not possible: use {SET_BY[name]}")
+            found[name] = value if sign else True
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOptions(SlurmOptions):
     """What a job asks the cluster for; the number of ranks is that of the run."""
 
     cluster: Literal["slurm", "local"] = field(
         default="slurm", metadata=about("slurm, or local: the same job on this machine")
     )
-    site: str | None = field(
-        default=None,
-        metadata=about("YAML file with what your site wants (slurm/sites has an example)"),
-    )
     nodes: int = field(default=1, metadata=about("nodes; --ranks are spread over them evenly"))
     cpus_per_rank: int = field(default=1, metadata=about("CPUs of each rank"))
     gpus_per_node: int = field(default=0, metadata=about("GPUs of each node, one a rank"))
-    time: str = field(default="1:00:00", metadata=about("limit as minutes, H:MM:SS or D-HH:MM:SS"))
-    partition: str | None = field(default=None, metadata=about("default: that of the site"))
-    account: str | None = field(default=None, metadata=about("default: that of the site"))
+    time: str | int = field(
+        default="1:00:00", metadata=about(f"limit as sbatch takes it: {timelimit.FORMS}")
+    )
     chain: int = field(
         default=1,
         metadata=about(
@@ -33,22 +101,23 @@ class JobOptions:
     )
     dry_run: bool = field(default=False, metadata=about("print the script, and submit nothing"))
 
+    def overridden_by(self, slurm: SlurmOptions) -> "JobOptions":
+        """Return these options with the values that `slurm` has; its --sbatch comes last."""
+        values = {name: value for name, value in vars(slurm).items() if value is not None}
+        return replace(self, **values | {"sbatch": [*self.sbatch, *slurm.sbatch]})
+
     def minutes(self) -> int:
         """The time limit in whole minutes.
 
         Raises:
             UsageError: if it is none.
         """
-        found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)|(\d+)", self.time)
+        found = timelimit.minutes(str(self.time))
         if found is None:
-            raise UsageError(
-                f"--time {self.time!r} is not understood: give minutes, H:MM:SS or D-HH:MM:SS"
-            )
-        days, hours, minutes, seconds, alone = (int(part or 0) for part in found.groups())
-        total = (days * 24 + hours) * 60 + minutes + -(-seconds // 60) + alone
-        if total == 0:
-            raise UsageError(f"--time {self.time} is no time")
-        return total
+            raise UsageError(f"--time {self.time!r} is not understood: give {timelimit.FORMS}")
+        if found == 0:
+            raise UsageError(f"--time {self.time} is no time: give at least 1 minute")
+        return found
 
     def ranks_per_node(self, training: TrainConfig) -> int:
         """How many ranks each node gets.

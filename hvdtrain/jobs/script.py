@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hvdtrain.jobs.options import JobOptions
+from hvdtrain.jobs.options import OF_SBATCH, JobOptions
 from hvdtrain.jobs.site import Site
 
 # A job that ends with 75 has saved: it goes back into the queue where the site allows it.
@@ -22,18 +22,20 @@ def parameters(job: JobOptions, site: Site, ranks_per_node: int, name: str) -> d
     Args:
         ranks_per_node: tasks of each node.
         name: of the job.
+
+    Raises:
+        UsageError: as `SlurmOptions.sbatch_options`.
     """
     options: dict[str, Any] = {"requeue" if site.requeue else "no-requeue": True}
     if job.gpus_per_node:
         kind, _, model = site.gpus.partition(":")
         wanted = f"{model}:{job.gpus_per_node}" if model else str(job.gpus_per_node)
         options |= {"gres": f"gpu:{wanted}"} if kind == "gres" else {"gpus-per-node": wanted}
+    named = {key: getattr(job, key) for key in OF_SBATCH if getattr(job, key) is not None}
+    of_site = {key: value for key, value in site.options.items() if key not in named}
     found = {
         "job_name": name,
-        "partition": job.partition or site.partition,
-        "account": job.account or site.account,
-        "qos": site.qos,
-        "constraint": site.constraint,
+        **{key: named.get(key, getattr(site, key)) for key in OF_SBATCH},
         "time": job.minutes(),
         "nodes": job.nodes,
         "ntasks_per_node": ranks_per_node,
@@ -43,6 +45,6 @@ def parameters(job: JobOptions, site: Site, ranks_per_node: int, name: str) -> d
         "setup": [*site.setup, "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK"],
         "teardown": list(REQUEUE if site.requeue else KEEP_CODE),
         "srun_args": [f"--mpi={site.mpi}", "--kill-on-bad-exit=1"],
-        "additional_parameters": options | site.options,
+        "additional_parameters": options | of_site | job.sbatch_options(),
     }
     return {key: value for key, value in found.items() if value is not None}

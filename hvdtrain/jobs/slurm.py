@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hvdtrain.errors import UsageError
+from hvdtrain.jobs import timelimit
 
 ACTIVE = frozenset(
     {"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD"}
@@ -124,13 +125,5 @@ def partitions() -> dict[str, Partition]:
         name, limit, nodes = line.strip().split("|")
         known = found.get(name.rstrip("*"))
         count = int(nodes) + (known.nodes if known else 0)
-        found[name.rstrip("*")] = Partition(_minutes(limit), count, name.endswith("*"))
+        found[name.rstrip("*")] = Partition(timelimit.minutes(limit), count, name.endswith("*"))
     return found
-
-
-def _minutes(limit: str) -> int | None:
-    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", limit)
-    if match is None:
-        return None  # infinite, or not set
-    days, hours, minutes, _ = (int(part or 0) for part in match.groups())
-    return (days * 24 + hours) * 60 + minutes

@@ -107,8 +107,14 @@ def _check_job(request: Request) -> None:
         job.ranks_per_node(training)
     if site.warning_seconds > 30 * job.minutes():
         raise UsageError(
-            f"--time {job.time} is too short: a job is told to save {site.warning_seconds} s "
-            "before its end; give more, or a smaller warning_seconds in the site's file"
+            f"--time {job.time} is too short: it is {job.minutes()} min, and a job is told to "
+            f"save {site.warning_seconds} s before its end; give more, or a smaller "
+            "warning_seconds in the site's file"
+        )
+    if "gres" in job.sbatch_options() and job.gpus_per_node and site.gpus.startswith("gres"):
+        raise UsageError(
+            "--sbatch gres would replace the GPUs of --gpus-per-node, which this site requests by "
+            "gres: leave --gpus-per-node out and name the GPUs in --sbatch gres too"
         )
     if job.cluster == "local" and job.chain > 1:
         raise UsageError("--chain is for a queue: leave it out with --cluster local")

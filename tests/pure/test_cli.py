@@ -7,6 +7,7 @@ import pytest
 from hvdtrain import cli
 from hvdtrain.config import TrainConfig, option_names
 from hvdtrain.errors import UsageError
+from hvdtrain.jobs.options import JobOptions
 
 TRAIN = ["train", "--model", "cnn", "--data", "d"]
 
@@ -55,6 +56,27 @@ def test_the_command_line_wins_over_the_file(
     monkeypatch.setattr("hvdtrain.training.loop.train", lambda config, stop: seen.append(config))
     assert cli.run(["train", "--config", str(path), "--lr", "0.25"]) == 0
     assert (seen[0].epochs, seen[0].lr, seen[0].resume) == (3, 0.25, True)
+
+
+def test_a_job_s_file_and_command_line_are_read_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """YAML 1.1 reads 1:30:00 as 5400, of which nothing tells that it was a time."""
+    path = tmp_path / "run.yaml"
+    path.write_text("model: cnn\ndata: d\ntime: 1:30:00\nmem: 4000\nsbatch: [exclusive]\n")
+    seen: list[JobOptions] = []
+
+    def submit(run: TrainConfig, job: JobOptions) -> list[str]:
+        seen.append(job)
+        return []
+
+    monkeypatch.setattr("hvdtrain.jobs.submit.submit", submit)
+    command = ["jobs", "submit", "--config", str(path)]
+    assert cli.run([*command, "--sbatch", "hold", "--sbatch", "mail-type=END"]) == 0
+    assert (seen[0].minutes(), seen[0].mem) == (90, 4000)
+    assert seen[0].sbatch == ["exclusive", "hold", "mail-type=END"]
+    assert cli.run([*command, "--time", "30:00"]) == 0
+    assert (seen[1].minutes(), seen[1].sbatch) == (30, ["exclusive"])
 
 
 def test_the_options_of_train_are_a_contract() -> None:

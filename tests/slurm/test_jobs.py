@@ -74,19 +74,35 @@ def test_what_would_be_submitted_is_shown_as_it_is(
 ) -> None:
     site = tmp_path / "site.yaml"
     site.write_text(
-        "partition: high\naccount: physics\nrequeue: false\nsetup: [module load mpi]\n"
+        "partition: high\naccount: physics\nqos: long\nmem: 8G\nrequeue: false\n"
+        "setup: [module load mpi]\n"
+    )
+    own = (
+        *("--qos", "short", "--mem", "2G", "--constraint", "a&b"),
+        *("--sbatch", "exclusive", "--sbatch", "mail-type=END,FAIL"),
     )
     script = cluster.run(
-        *("hvdtrain", "jobs", "submit", "--model", "cnn", "--data", small_set, "--dry-run"),
+        *("hvdtrain", "jobs", "submit", "--model", "cnn", "--data", small_set, "--dry-run", *own),
         *("--run", tmp_path / "run", "--ranks", 4, "--nodes", 2, "--cpus-per-rank", 2),
-        *("--gpus-per-node", 2, "--time", "0:30:00", "--site", site),
+        *("--gpus-per-node", 2, "--time", "30:00"),
+        HVDTRAIN_SITE=str(site),
     )
     wanted = ["partition=high", "account=physics", "nodes=2", "ntasks-per-node=2", "time=30"]
+    wanted += ["qos=short", "mem=2G", "exclusive", "mail-type=END,FAIL"]
     for option in [*wanted, "cpus-per-task=2", "gpus-per-node=2", "no-requeue", "signal=USR2@180"]:
         assert f"#SBATCH --{option}\n" in script
+    assert "#SBATCH --constraint='a&b'\n" in script
     assert "\nmodule load mpi\n" in script
     assert re.search(r"^srun .*--mpi=pmix --kill-on-bad-exit=1 .*submitit", script, re.MULTILINE)
     assert not (tmp_path / "run" / "config.yaml").exists()
+    study = tmp_path / "study.yaml"
+    study.write_text(f"model: cnn\ndata: {small_set}\nmem: 4G\nsbatch: hold\ntime: 30:00\n")
+    scripts = cluster.run(
+        *("hvdtrain", "jobs", "sweep", study, "--to", tmp_path / "runs", "--dry-run"),
+        *("--site", site, *own),
+    )
+    for option in (*wanted[:2], "time=30", "qos=short", "mem=2G", "exclusive", "hold"):
+        assert f"#SBATCH --{option}\n" in scripts
     assert cluster.run("squeue", "--noheader", "--partition=high") == ""
 
 

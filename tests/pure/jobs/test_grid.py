@@ -7,6 +7,7 @@ import pytest
 from hvdtrain.errors import UsageError
 from hvdtrain.jobs import grid
 from hvdtrain.jobs.grid import Grid
+from hvdtrain.jobs.options import SlurmOptions
 
 
 def _load(tmp_path: Path, text: str) -> Grid:
@@ -66,7 +67,7 @@ def test_repeats_alone_are_in_the_folder_too(tmp_path: Path) -> None:
         ("repeats: 0", "repeats must be between 1 and"),
         ("scaling: loose", "loose"),
         ("run: here", "run is of a single run"),
-        ("time: 1:30:00", "write time in quotes"),
+        ("time: {a: b}", "time"),
         ("lr: -1", "--lr must be above 0"),
         (f"seed: {list(range(1001))}", "asks for 1,001 sizes"),
     ],
@@ -77,6 +78,31 @@ def test_what_makes_no_study_is_refused_in_one_line(
     with pytest.raises(UsageError, match=reason) as caught:
         _load(tmp_path, text)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "minutes"),
+    [("30", 30), ("30:00", 30), ("1:30:00", 90), ("'1:30:00'", 90), ("1-12", 2160)],
+)
+def test_a_time_needs_no_quotes(tmp_path: Path, text: str, minutes: int) -> None:
+    """YAML 1.1 reads 1:30:00 as 5400, and 30:00 as 1800."""
+    (cell,) = _load(tmp_path, f"time: {text}\n").cells
+    assert cell.job.minutes() == minutes
+
+
+def test_options_of_sbatch_are_one_list_and_the_command_line_overrides_the_file(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "study.yaml"
+    path.write_text(
+        "model: cnn\ndata: d\nmem: 4000\nconstraint: [icelake, milan]\nsbatch: [exclusive, hold]\n"
+    )
+    found = grid.load(str(path), "runs", SlurmOptions(mem="8G", sbatch=["mail-type=END"]))
+    assert sorted(str(cell.job.constraint) for cell in found.cells) == ["icelake", "milan"]
+    for cell in found.cells:
+        assert cell.job.mem == "8G"
+        assert cell.job.sbatch == ["exclusive", "hold", "mail-type=END"]
+    assert {cell.job.mem for cell in grid.load(str(path), "runs").cells} == {4000}
 
 
 def test_a_study_without_model_or_data_says_so(tmp_path: Path) -> None:

@@ -4,23 +4,57 @@ import pytest
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
-from hvdtrain.jobs.options import JobOptions
+from hvdtrain.jobs.options import JobOptions, SlurmOptions
 
 RUN = TrainConfig(model="cnn", data="d", ranks=4)
 
 
-@pytest.mark.parametrize(
-    ("text", "minutes"),
-    [("90", 90), ("1:30:00", 90), ("0:00:01", 1), ("2-01:00:30", 2941), ("24:00:00", 1440)],
-)
-def test_times_are_those_of_sbatch(text: str, minutes: int) -> None:
-    assert JobOptions(time=text).minutes() == minutes
+@pytest.mark.parametrize(("time", "minutes"), [("90", 90), (90, 90), ("1-12:30", 2190)])
+def test_the_time_is_in_minutes(time: str | int, minutes: int) -> None:
+    assert JobOptions(time=time).minutes() == minutes
 
 
-@pytest.mark.parametrize("text", ["", "soon", "-5", "1:30", "0", "1:2:3:4", "0:00:00"])
-def test_other_times_are_refused(text: str) -> None:
+@pytest.mark.parametrize("time", ["", "soon", -5, "0", "1:2:3:4", "0:00:00"])
+def test_other_times_are_refused(time: str | int) -> None:
     with pytest.raises(UsageError, match="--time"):
-        JobOptions(time=text).minutes()
+        JobOptions(time=time).minutes()
+
+
+def test_further_options_of_sbatch_are_names_with_or_without_a_value() -> None:
+    job = JobOptions(sbatch=["exclusive", "--mail-type=END,FAIL", "comment=a = b", "hint="])
+    assert job.sbatch_options() == {
+        "exclusive": True,
+        "mail-type": "END,FAIL",
+        "comment": "a = b",
+        "hint": "",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("mail-type END", "repeat --sbatch for another option"),
+        ("exclusive --hold", "give NAME or NAME=VALUE"),
+        ("-x node3", "is not understood"),
+        ("", "is not understood"),
+        ("partition=high", "use --partition"),
+        ("--mem=4G", "use --mem"),
+        ("cpus-per-task=2", "use --cpus-per-rank"),
+        ("no-requeue", "use requeue in the site's file"),
+        ("job-name=x", "use --run"),
+    ],
+)
+def test_what_is_no_further_option_of_sbatch_is_refused(text: str, reason: str) -> None:
+    with pytest.raises(UsageError, match="--sbatch") as caught:
+        JobOptions(sbatch=[text]).sbatch_options()
+    assert reason in str(caught.value)
+
+
+def test_values_of_the_command_line_override_those_of_a_study() -> None:
+    study = JobOptions(partition="low", qos="long", sbatch=["exclusive", "mail-type=END"])
+    job = study.overridden_by(SlurmOptions(partition="high", sbatch=["mail-type=FAIL"]))
+    assert (job.partition, job.qos) == ("high", "long")
+    assert job.sbatch_options() == {"exclusive": True, "mail-type": "FAIL"}
 
 
 def test_ranks_are_spread_over_nodes() -> None:

@@ -1,15 +1,16 @@
 """Site files: the example, mistakes, and harmful ones."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.errors import UsageError
-from hvdtrain.jobs.options import JobOptions
+from hvdtrain.jobs.options import OF_SBATCH, JobOptions
 from hvdtrain.jobs.script import parameters
-from hvdtrain.jobs.site import Site, load
+from hvdtrain.jobs.site import VARIABLE, Site, load
 from tests.conftest import ROOT
 
 
@@ -20,8 +21,35 @@ def test_the_example_is_one() -> None:
     assert site.options["mail-type"] == "END,FAIL"
 
 
-def test_without_a_file_there_is_a_default() -> None:
+def test_without_a_file_there_is_a_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
     assert load(None) == Site()
+
+
+def test_a_variable_names_the_default_site(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, other = tmp_path / "ours.yaml", tmp_path / "other.yaml"
+    ours.write_text("account: 12345\n")
+    other.write_text("account: physics\n")
+    monkeypatch.setenv(VARIABLE, str(ours))
+    assert load(None).account == "12345"
+    assert load(str(other)).account == "physics"
+    monkeypatch.setenv(VARIABLE, "")
+    assert load(None) == Site()
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "absent.yaml"))
+    with pytest.raises(UsageError) as caught:
+        load(None)
+    said = str(caught.value)
+    assert said.startswith(f"HVDTRAIN_SITE names {tmp_path}/absent.yaml, which is not a file")
+    assert load(str(other)).account == "physics"
+
+
+def test_options_of_a_site_are_those_of_the_file_in_time_too(tmp_path: Path) -> None:
+    """A minimum of an hour became one of 3600 minutes, as YAML 1.1 counts in sixties."""
+    path = tmp_path / "site.yaml"
+    path.write_text("options: {time-min: 1:00:00, begin: now+1hour}\n")
+    assert load(str(path)).options == {"time-min": "1:00:00", "begin": "now+1hour"}
 
 
 @pytest.mark.parametrize(
@@ -68,6 +96,28 @@ def test_any_text_is_a_site_or_refused(
 def test_gpus_are_asked_for_as_the_site_wants(gpus: str, option: str, value: str) -> None:
     found = parameters(JobOptions(gpus_per_node=2), Site(gpus=gpus), 2, "name")
     assert found["additional_parameters"] == {"requeue": True, option: value}
+
+
+def test_each_option_of_the_table_overrides_the_site() -> None:
+    of_site: dict[str, Any] = dict.fromkeys(OF_SBATCH, "of the site")
+    for name in OF_SBATCH:
+        own: dict[str, Any] = {name: "own"}
+        found = parameters(JobOptions(**own), Site(**of_site), 1, "name")
+        assert {key: found[key] for key in OF_SBATCH} == of_site | own
+        # A site may name it among its further options.
+        found = parameters(JobOptions(**own), Site(options={name: "x"}), 1, "name")
+        assert (found[name], found["additional_parameters"]) == ("own", {"requeue": True})
+
+
+def test_further_options_of_the_command_line_come_last() -> None:
+    site = Site(options={"exclusive": "user", "hold": True})
+    found = parameters(JobOptions(sbatch=["exclusive", "mail-type=END"]), site, 1, "name")
+    assert found["additional_parameters"] == {
+        "requeue": True,
+        "hold": True,
+        "exclusive": True,
+        "mail-type": "END",
+    }
 
 
 def test_the_command_line_wins_over_the_site() -> None:

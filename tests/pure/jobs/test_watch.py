@@ -12,7 +12,6 @@ import pytest
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.jobs import record, table, watch
 from hvdtrain.jobs.record import Record
-from hvdtrain.jobs.slurm import _minutes
 
 RECORD = Record(
     *("local", socket.gethostname(), "run", ("999999999",), 2, 1),
@@ -99,8 +98,3 @@ def test_a_record_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / record.RECORD).write_text(text)
     with pytest.raises(DataError, match="is no record of a job"):
         record.read(tmp_path)
-
-
-def test_limits_of_partitions_are_minutes() -> None:
-    limits = {"infinite": None, "1-00:00:00": 1440, "30:00": 30, "2:00:00": 120, "n/a": None}
-    assert {text: _minutes(text) for text in limits} == limits
