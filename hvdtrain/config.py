@@ -6,7 +6,7 @@ command line is the same name with dashes.
 """
 
 from dataclasses import dataclass, field, fields
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from hvdtrain import injection
 from hvdtrain.errors import UsageError
@@ -297,6 +297,12 @@ class TrainConfig:
         """The peak learning rate, after --lr-base-batch."""
         scale = self.batch_size / self.lr_base_batch if self.lr_base_batch else 1.0
         return self.lr * scale
+
+
+def field_of_train(name: str) -> Any:
+    """Return a field for another dataclass with the default and the help that `train` has."""
+    (item,) = (item for item in fields(TrainConfig) if item.name == name)
+    return field(default=item.default, metadata=item.metadata)
 
 
 def option_names() -> list[str]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from hvdtrain.algorithms import ALGORITHMS
-from hvdtrain.config import Device, Precision, TrainConfig, about
+from hvdtrain.config import Device, Precision, TrainConfig, about, field_of_train
 from hvdtrain.errors import UsageError
 
 LARGEST_MESSAGE = 2**30
@@ -14,43 +14,35 @@ LARGEST_MESSAGE = 2**30
 class StepConfig:
     """What `bench step` trains, without a run folder; names and values are those of `train`."""
 
-    model: str = field(
-        metadata=about(
-            "cnn, resnet18, resnet50, vit_tiny, vit_b16, or package.module:function of your own"
-        )
-    )
+    model: str = field_of_train("model")
     data: str | None = field(
         default=None,
         metadata=about("folder of a packed data set; default: images made for the purpose"),
     )
-    plan: str | None = field(default=None, metadata=about("as of train"))
-    ranks: int | None = field(default=None, metadata=about("as of train"))
-    batch_size: int = field(default=64, metadata=about("images a step, over all ranks together"))
-    microbatches: int | None = field(default=None, metadata=about("as of train"))
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] | None = field(
-        default=None, metadata=about("as of train")
-    )
-    precision: Precision = field(default="fp32", metadata=about("fp32, bf16 or fp64"))
-    optimizer: Literal["sgd", "adam", "adamw"] = field(
-        default="sgd", metadata=about("sgd, adam or adamw")
-    )
-    batch_norm: Literal["local", "sync"] = field(default="local", metadata=about("as of train"))
-    recompute: str | None = field(default=None, metadata=about("as of train"))
-    label_smoothing: float = field(default=0.0, metadata=about("as of train"))
-    clip_norm: float | None = field(default=None, metadata=about("as of train"))
-    augment: Literal["none", "crop-flip"] = field(default="none", metadata=about("as of train"))
-    cutout: int | None = field(default=None, metadata=about("as of train"))
-    compile: bool = field(default=False, metadata=about("as of train"))
+    plan: str | None = field_of_train("plan")
+    ranks: int | None = field_of_train("ranks")
+    batch_size: int = field_of_train("batch_size")
+    microbatches: int | None = field_of_train("microbatches")
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] | None = field_of_train("schedule")
+    precision: Precision = field_of_train("precision")
+    optimizer: Literal["sgd", "adam", "adamw"] = field_of_train("optimizer")
+    batch_norm: Literal["local", "sync"] = field_of_train("batch_norm")
+    recompute: str | None = field_of_train("recompute")
+    label_smoothing: float = field_of_train("label_smoothing")
+    clip_norm: float | None = field_of_train("clip_norm")
+    augment: Literal["none", "crop-flip"] = field_of_train("augment")
+    cutout: int | None = field_of_train("cutout")
+    compile: bool = field_of_train("compile")
     image_size: int | None = field(
         default=None, metadata=about("of the images; default: that of the data, else 32")
     )
     classes: int | None = field(
         default=None, metadata=about("classes of images made for the purpose; default: 10")
     )
-    patch_size: int | None = field(default=None, metadata=about("as of train"))
-    device: Device | None = field(default=None, metadata=about("as of train"))
-    threads: int | None = field(default=None, metadata=about("as of train"))
-    allreduce: Literal["ring", "auto"] = field(default="auto", metadata=about("as of train"))
+    patch_size: int | None = field_of_train("patch_size")
+    device: Device | None = field_of_train("device")
+    threads: int | None = field_of_train("threads")
+    allreduce: Literal["ring", "auto"] = field_of_train("allreduce")
     steps: int = field(default=30, metadata=about("steps that are timed"))
     json: bool = field(default=False, metadata=about("print one JSON object"))
 
@@ -77,11 +69,11 @@ class LoaderConfig:
     """What `bench loader` reads."""
 
     data: str = field(metadata=about("folder of a packed data set"))
-    batch_size: int = field(default=64, metadata=about("images a batch"))
+    batch_size: int = field_of_train("batch_size")
     augment: Literal["none", "crop-flip"] = field(
         default="crop-flip", metadata=about("none or crop-flip")
     )
-    cutout: int | None = field(default=None, metadata=about("as of train"))
+    cutout: int | None = field_of_train("cutout")
     memory_mb: int = field(
         default=4096, metadata=about("memory for images; a larger set is read in windows")
     )
@@ -105,7 +97,12 @@ class LoaderConfig:
 class NetworkConfig:
     """What `bench allreduce` and `bench exchange` send between ranks."""
 
-    ranks: int | None = field(default=None, metadata=about("as of train"))
+    ranks: int | None = field(
+        default=None,
+        metadata=about(
+            "start this many ranks on this machine; default: those of the launcher, else 2"
+        ),
+    )
     largest: int = field(default=64 * 2**20, metadata=about("bytes of the largest message"))
     algorithm: str = field(
         default="auto",

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from hvdtrain.config import Precision, TrainConfig, about
+from hvdtrain.config import Precision, TrainConfig, about, field_of_train
 from hvdtrain.errors import UsageError
 
 
@@ -11,11 +11,7 @@ from hvdtrain.errors import UsageError
 class PlanConfig:
     """What `plan show`, `plan check` and `plan simulate` look at: no data, only shapes."""
 
-    model: str = field(
-        metadata=about(
-            "cnn, resnet18, resnet50, vit_tiny, vit_b16, or package.module:function of your own"
-        )
-    )
+    model: str = field_of_train("model")
     ranks: int = field(metadata=about("ranks of the plan"))
     plan: str | None = field(
         default=None,
@@ -23,26 +19,18 @@ class PlanConfig:
             "single, dp, mp, hp:SxR or a JSON file, as of train; auto with --explain or --cluster"
         ),
     )
-    batch_size: int = field(default=64, metadata=about("images a step, over all ranks together"))
-    microbatches: int | None = field(default=None, metadata=about("as of train"))
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] | None = field(
-        default=None, metadata=about("gpipe, 1f1b, interleaved or zb-h1; as of train")
-    )
+    batch_size: int = field_of_train("batch_size")
+    microbatches: int | None = field_of_train("microbatches")
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] | None = field_of_train("schedule")
     precision: Precision | None = field(
         default=None, metadata=about("fp32, bf16 or fp64; default: fp64 for check, else fp32")
     )
-    optimizer: Literal["sgd", "adam", "adamw"] = field(
-        default="adam", metadata=about("sgd, adam or adamw, for the memory it takes")
-    )
-    batch_norm: Literal["local", "sync"] = field(
-        default="local", metadata=about("local or sync; as of train")
-    )
-    recompute: str | None = field(default=None, metadata=about("components; as of train"))
+    optimizer: Literal["sgd", "adam", "adamw"] = field_of_train("optimizer")
+    batch_norm: Literal["local", "sync"] = field_of_train("batch_norm")
+    recompute: str | None = field_of_train("recompute")
     image_size: int = field(default=32, metadata=about("height and width of the images"))
     classes: int = field(default=10, metadata=about("classes"))
-    patch_size: int | None = field(
-        default=None, metadata=about("patch size of a vision transformer")
-    )
+    patch_size: int | None = field_of_train("patch_size")
     seed: int = field(default=0, metadata=about("seed of weights and images"))
     save: str | None = field(
         default=None, metadata=about("write the plan as a JSON file, which --plan reads")

@@ -1,12 +1,14 @@
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hvdtrain import configfile
+from hvdtrain.bench.options import StepConfig
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
+from hvdtrain.planner.options import PlanConfig
 
 
 def make(**values: Any) -> TrainConfig:
@@ -67,6 +69,25 @@ def test_epochs_and_steps_end_a_run_whichever_comes_first() -> None:
     assert make(batch_size=30, max_steps=8).total_samples(100) == 200
     assert make(batch_size=30, max_steps=6, epochs=1).total_samples(100) == 100
     assert make(batch_size=30, max_steps=100_000).total_samples(100) == 2_500_000
+
+
+@pytest.mark.parametrize(
+    ("kind", "own"),
+    [
+        # Images made for the purpose; a size that they have.
+        (StepConfig, {"data", "image_size"}),
+        # Shapes alone; fp64 for check; the simulated step.
+        (PlanConfig, {"ranks", "plan", "precision", "image_size", "seed", "trace"}),
+    ],
+)
+def test_other_commands_have_the_defaults_and_the_help_of_train(kind: type, own: set[str]) -> None:
+    """`bench step` timed SGD where `train` takes Adam."""
+    train = {item.name: item for item in fields(TrainConfig)}
+    shared = [item for item in fields(kind) if item.name in train and item.name not in own]
+    assert len(shared) >= 8
+    for item in shared:
+        of_train = train[item.name]
+        assert (item.default, item.metadata) == (of_train.default, of_train.metadata), item.name
 
 
 def test_a_longer_run_is_another_one_where_the_schedule_follows_its_length() -> None:
