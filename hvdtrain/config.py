@@ -197,6 +197,13 @@ class TrainConfig:
     log_every: int = field(
         default=20, metadata=about("steps from one step line of metrics.jsonl to the next")
     )
+    eval_every: int = field(
+        default=1,
+        metadata=about(
+            "epochs from one evaluation to the next; the last epoch is evaluated too; "
+            "0: none is, for timing"
+        ),
+    )
     stall_timeout: float = field(
         default=300.0,
         metadata=about(

@@ -22,10 +22,10 @@ MAY_CHANGE_ON_RESUME = frozenset(
         "schedule",
         "recompute",
     }
-    | {"device", "threads", "compile", "allreduce", "log_every", "ledger", "stall_timeout"}
+    | {"device", "threads", "compile", "allreduce", "log_every", "eval_every", "ledger"}
     | {"weights", "trace", "run", "resume", "checkpoint_every", "keep_checkpoints"}
     | {"restarts", "min_ranks", "gradient_limit", "on_bad_step", "on_alert", "inject"}
-    | {"replicate", "stage"}
+    | {"replicate", "stage", "stall_timeout"}
 )
 
 

@@ -13,7 +13,7 @@ POSITIVE_OR_NONE = (
 )
 CHOSEN_PLANS = ("auto", "adaptive")  # by what is measured on the ranks of a run
 OF_CHOSEN_PLANS = ("memory_limit", "profile")
-NOT_NEGATIVE = ("warmup_epochs", "momentum", "weight_decay", "seed", "restarts")
+NOT_NEGATIVE = ("warmup_epochs", "momentum", "weight_decay", "seed", "eval_every", "restarts")
 
 
 def flag(name: str) -> str:

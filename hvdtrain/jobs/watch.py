@@ -131,8 +131,6 @@ def _row(run: Path, kept: Record, job: str, state: State | None) -> Row:
     epochs = [line for line in lines if line.get("event") == "epoch"]
     faults = [line for line in lines if line.get("event") == "fault"]
     last = steps[-1] if steps else {}
-    measured = epochs[-1] if epochs else {}
-    accuracy = measured.get("val_accuracy")
     note = state.reason if state.is_active else ""
     if not state.is_active and state.state != "COMPLETED":
         note = last_line(kept, job) or (faults[-1].get("message", "") if faults else "")
@@ -144,11 +142,18 @@ def _row(run: Path, kept: Record, job: str, state: State | None) -> Row:
         elapsed=state.elapsed,
         epoch=last.get("epoch"),
         step=last.get("step"),
-        accuracy=measured.get("test_accuracy") if accuracy is None else accuracy,
+        accuracy=_accuracy(epochs),
         images_per_second=last.get("images_per_second"),
         heartbeat_seconds=_heartbeat(run, kept.ranks),
         note=note,
     )
+
+
+def _accuracy(epochs: list[dict[str, Any]]) -> float | None:
+    """The validation accuracy, else the test accuracy, of the last epoch that was evaluated."""
+    kinds = ("val_accuracy", "test_accuracy")
+    known = [line.get(kind) for line in reversed(epochs) for kind in kinds]
+    return next((value for value in known if value is not None), None)
 
 
 def log_files(kept: Record, job: str, rank: int) -> list[Path]:

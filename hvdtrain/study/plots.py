@@ -190,11 +190,13 @@ def _draw_curves(axes: Any, curves: Mapping[str, Sequence[Result]], name: str, l
         low, high = ([f(epochs[number]) for number in numbers] for f in (min, max))
         axes.fill_between(numbers, low, high, color=colour, alpha=0.15, linewidth=0)
         drawn += 1
+    if not drawn:  # no epoch was evaluated
+        return False
     axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
     axes.set_xlabel("epoch")
     axes.set_ylabel(label)
     axes.legend()
-    return drawn > 0
+    return True
 
 
 def _by_epoch(runs: Sequence[Result], name: str) -> dict[int, list[float]]:

@@ -161,7 +161,7 @@ def _result(
         threads=max(1, int(machine.get("threads", 1)) // devices),
         batch_size=int(config["batch_size"]),
         seed=int(config["seed"]),
-        settings={"framework": "torch"}  # as runs are that do not say it
+        settings={"framework": "torch", "eval_every": 1}  # as runs are that do not say it
         | {name: value for name, value in config.items() if name not in NOT_SETTINGS}
         | {name: machine.get(name) for name in ("processor", "accelerator")},
         samples=int(summary["samples"]),

@@ -1,6 +1,5 @@
 """Evaluation: a forward-only schedule over a split, with exact counts at any number of ranks."""
 
-import math
 from functools import partial
 from typing import Any
 
@@ -11,6 +10,8 @@ from hvdtrain.data.loader import Loader
 from hvdtrain.training.feed import Feeder, requests
 from hvdtrain.training.run import Run
 from hvdtrain.training.session import Session
+
+MEASURED = ("val_loss", "val_accuracy", "test_loss", "test_accuracy")
 
 
 def evaluate(session: Session, split: str, rows: np.ndarray) -> tuple[float, float]:
@@ -25,30 +26,27 @@ def evaluate(session: Session, split: str, rows: np.ndarray) -> tuple[float, flo
     return float(loss_sum) / len(rows), round(correct) / len(rows)
 
 
-def evaluate_epoch(run: Run, may_be_best: bool) -> None:
-    """Evaluate after an epoch (or after the last step), record it, and remember the best.
+def end_epoch(run: Run, may_be_best: bool) -> None:
+    """Evaluate after an epoch (or after the last step) if that is due; record it. Collective.
 
     Args:
         may_be_best: whether a checkpoint of this epoch is saved.
     """
     session, progress = run.session, run.progress
-    final: dict[str, Any] = dict.fromkeys(("val_loss", "val_accuracy"))
     counted = progress.epoch_samples  # none where every step was skipped
+    final: dict[str, Any] = dict.fromkeys(MEASURED)
     final["train_loss"] = progress.epoch_loss_sum / counted if counted else None
-    if len(session.held_rows):
-        final["val_loss"], final["val_accuracy"] = evaluate(session, "train", session.held_rows)
-    test_rows = np.arange(session.index.splits["test"].count)
-    final["test_loss"], final["test_accuracy"] = evaluate(session, "test", test_rows)
+    if run.evaluation_due:
+        final |= _measure(session)
     progress.final = final
     progress.epoch_loss_sum, progress.epoch_samples = 0.0, 0
     run.count_seconds()
-    epoch = math.ceil(progress.position / len(session.train_rows))
     rate = progress.position / max(progress.train_seconds, 1e-9)
     if run.records is not None:
         run.records.event(
             "epoch",
             step=progress.step,
-            epoch=epoch,
+            epoch=run.epoch,
             position=progress.position,
             seconds=progress.seconds,
             train_seconds=progress.train_seconds,
@@ -57,7 +55,7 @@ def evaluate_epoch(run: Run, may_be_best: bool) -> None:
         )
     cells = {name.replace("_", " ").replace("accuracy", "acc"): final[name] for name in final}
     run.console.row(
-        {**cells, "epoch": epoch, "loss": final["train_loss"], "images/s": rate}
+        {**cells, "epoch": run.epoch, "loss": final["train_loss"], "images/s": rate}
         | {"seconds": progress.seconds}
     )
     # Without a hold-out the training loss decides: never the test split.
@@ -66,3 +64,13 @@ def evaluate_epoch(run: Run, may_be_best: bool) -> None:
     is_candidate = may_be_best and final[metric] is not None
     if is_candidate and (best is None or sign * final[metric] > sign * best["value"]):
         progress.best = {"metric": metric, "value": final[metric], "step": progress.step}
+
+
+def _measure(session: Session) -> dict[str, float]:
+    """Evaluate on the hold-out, if there is one, and on the test split. Collective."""
+    found: dict[str, float] = {}
+    if len(session.held_rows):
+        found["val_loss"], found["val_accuracy"] = evaluate(session, "train", session.held_rows)
+    test_rows = np.arange(session.index.splits["test"].count)
+    found["test_loss"], found["test_accuracy"] = evaluate(session, "test", test_rows)
+    return found

@@ -18,7 +18,7 @@ from hvdtrain.errors import CheckFailed, Interrupted, Preempted, UsageError
 from hvdtrain.frameworks import REMARKS
 from hvdtrain.training import saving
 from hvdtrain.training.control import Agreed, Vitals, Wishes
-from hvdtrain.training.evaluate import evaluate_epoch
+from hvdtrain.training.evaluate import end_epoch
 from hvdtrain.training.feed import Feed, Feeder, augmentation, requests
 from hvdtrain.training.health import Stragglers, peers
 from hvdtrain.training.precheck import NO_TENSORFLOW
@@ -82,7 +82,7 @@ def _train(run: Run) -> dict[str, Any]:
     run.clock = time.perf_counter()
     while not run.complete:
         try:
-            code = None if run.evaluation_due else _train_epoch(run)
+            code = None if run.epoch_end_due else _train_epoch(run)
         except CheckFailed:  # on all ranks at the same step
             saving.finish(run)
             run.close(None)
@@ -90,7 +90,7 @@ def _train(run: Run) -> dict[str, Any]:
         if code is not None:
             _leave(run, code)
         due = saving.is_due_after_epoch(run)
-        evaluate_epoch(run, may_be_best=due)
+        end_epoch(run, may_be_best=due)
         if due:
             saving.begin(run)
     saving.finish(run)

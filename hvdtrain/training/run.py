@@ -1,5 +1,6 @@
 """A run under way: what it consists of, and how it is opened or resumed."""
 
+import math
 import socket
 import threading
 import time
@@ -74,15 +75,26 @@ class Run:
         return self.progress.position >= self.session.config.total_samples(length)
 
     @property
-    def evaluation_due(self) -> bool:
-        """Whether an epoch, or the last part of one, is trained but not yet evaluated."""
+    def epoch(self) -> int:
+        """The number of the epoch that was trained last, from 1."""
+        return math.ceil(self.progress.position / len(self.session.train_rows))
+
+    @property
+    def epoch_end_due(self) -> bool:
+        """Whether an epoch, or the last part of one, is trained but not yet recorded."""
         epoch_over = self.progress.position % len(self.session.train_rows) == 0
         return self.progress.epoch_samples > 0 and (epoch_over or self.trained)
 
     @property
+    def evaluation_due(self) -> bool:
+        """Whether `--eval-every` asks for an evaluation of the epoch that was trained last."""
+        every = self.session.config.eval_every
+        return every > 0 and (self.epoch % every == 0 or self.trained)
+
+    @property
     def complete(self) -> bool:
         """Whether there is nothing left to do."""
-        return self.trained and not self.evaluation_due
+        return self.trained and not self.epoch_end_due
 
     def taken_at(self, step: int) -> Taken:
         """One of the last steps."""

@@ -32,6 +32,23 @@ def test_a_run_whose_process_is_gone_has_failed_unless_it_has_a_summary(tmp_path
     assert row.state == "COMPLETED"
 
 
+def test_the_accuracy_is_that_of_the_last_evaluation(tmp_path: Path) -> None:
+    record.write(tmp_path, RECORD)
+    epochs: list[dict[str, float | None]] = [
+        {"test_accuracy": 0.3, "val_accuracy": None},
+        {"test_accuracy": 0.5, "val_accuracy": 0.4},
+        {"test_accuracy": None, "val_accuracy": None},
+    ]
+    found = []
+    for last in range(4):
+        lines = [{"event": "epoch", "step": 1, "epoch": 1, **line} for line in epochs[:last]]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (tmp_path / "metrics.jsonl").write_text(text)
+        (row,) = watch.rows(watch.runs_of([str(tmp_path)]))
+        found.append(row.accuracy)
+    assert found == [None, 0.3, 0.4, 0.4]
+
+
 def test_a_run_whose_turn_has_not_come_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,6 +93,39 @@ def test_each_number_of_a_size_comes_from_its_files(tmp_path: Path) -> None:
     assert float(rows[1]["efficiency"]) == pytest.approx(100 / 120)
 
 
+@pytest.mark.filterwarnings("error")
+def test_runs_that_were_not_evaluated_have_a_report_without_accuracy(tmp_path: Path) -> None:
+    for ranks in (1, 2):
+        run = write_run(
+            *(tmp_path / "runs" / str(ranks), ranks, 100.0 / ranks, [9.0 / ranks] * ranks),
+            final={"train_loss": 2.0, "test_loss": None, "test_accuracy": None},
+        )
+        metrics = run / "metrics.jsonl"
+        text = metrics.read_text().replace("1.5", "null")
+        metrics.write_text(text.replace('"test_accuracy": 0.5', '"test_accuracy": null'))
+    to = tmp_path / "report"
+    report.write([str(tmp_path / "runs")], str(to), 0.8, None)
+    heads, *_, last = [
+        line.split(" | ") for line in (to / "report.md").read_text().splitlines() if "| " in line
+    ][:4]
+    assert last[heads.index("accuracy")] == "-"
+    assert (to / "train_loss.png").exists()
+    assert not (to / "accuracy.png").exists()
+    assert not (to / "loss.png").exists()
+    with (to / "runs.csv").open() as file:
+        assert [row["accuracy"] for row in csv.DictReader(file)] == ["", ""]
+
+
+def test_runs_of_before_evaluated_each_epoch(tmp_path: Path) -> None:
+    """What a run folder does not say must not make it another series than a new run."""
+    run = write_run(tmp_path / "run", 1, 100.0, [9.0])
+    now = results.read(run).settings
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    del config["eval_every"], config["framework"]
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    assert results.read(run).settings == now
+
+
 @pytest.mark.parametrize(("starts", "ranks"), [([1, 2], 2), ([2, 1], 1)])
 def test_a_run_that_went_on_with_other_ranks_is_of_no_size(
     tmp_path: Path, starts: list[int], ranks: int

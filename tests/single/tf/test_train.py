@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.training import checkpoint
+from hvdtrain.training.evaluate import MEASURED
 from tests.conftest import Program
 from tests.single.training.jobs import (
     begin,
@@ -115,6 +116,18 @@ def test_ranks_and_mirrors_train_what_one_device_does(
     assert losses[1] == pytest.approx(losses[0], rel=1e-10)
     assert losses[2] == pytest.approx(losses[0], rel=1e-10)
     assert samples[0] == samples[1] == samples[2]
+
+
+def test_a_run_that_evaluates_nothing_trains_the_same(
+    hvdtrain: Program, small_set: Path, tmp_path: Path, undisturbed: dict[str, Any]
+) -> None:
+    run = tmp_path / "run"
+    summary = trained(hvdtrain, small_set, run, "--eval-every", 0)
+    assert summary["weights_sha256"] == undisturbed["weights_sha256"]
+    assert summary["final"] == dict.fromkeys(MEASURED) | {
+        "train_loss": undisturbed["final"]["train_loss"]
+    }
+    assert [line["test_loss"] for line in events_of(run, "epoch")] == [None] * EPOCHS
 
 
 def test_a_run_that_is_asked_to_stop_goes_on_to_the_same_bits(

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from hvdtrain.training import checkpoint
+from hvdtrain.training.evaluate import MEASURED
 from tests import warm
 from tests.conftest import Program, program_environment
 from tests.single.training.jobs import begin, events_of, summary_of
@@ -63,6 +64,50 @@ def test_metrics_hold_steps_epochs_plan_and_checkpoints(finished: Path) -> None:
     for line in events_of(finished, "step"):
         assert line["loss"] > 0
         assert line["images_per_second"] > 0
+
+
+@pytest.mark.parametrize(
+    ("every", "evaluated"), [(2, [False, True, True]), (0, [False, False, False])]
+)
+def test_epochs_that_are_not_evaluated_have_no_accuracy(
+    hvdtrain: Program, small_set: Path, tmp_path: Path, every: int, evaluated: list[bool]
+) -> None:
+    """The last epoch is evaluated whatever the interval, unless none is."""
+    run = tmp_path / "run"
+    options = ("--epochs", 3, "--holdout", 0.2, "--eval-every", every)
+    done = hvdtrain(*TRAIN, *options, "--data", small_set, "--run", run)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = events_of(run, "epoch")
+    for kind in MEASURED:
+        assert [line[kind] is not None for line in lines] == evaluated
+    assert all(line["train_loss"] > 0 for line in lines)
+    table = [line.split() for line in done.stdout.splitlines()[-4:-1]]
+    assert [row[2:6] == ["-"] * 4 for row in table] == [not known for known in evaluated]
+    summary, best = summary_of(run), run / "checkpoints" / "best.json"
+    assert set(summary["final"]) == {"train_loss", *MEASURED}
+    assert (summary["final"]["test_accuracy"] is not None) == evaluated[-1]
+    if every:
+        measured = [line for line in lines if line["val_accuracy"] is not None]
+        assert summary["best"]["value"] == max(line["val_accuracy"] for line in measured)
+        assert json.loads(best.read_text())["metric"] == "val_accuracy"
+    else:
+        assert summary["best"] is None
+        assert not best.exists()
+
+
+def test_without_evaluation_nor_hold_out_the_training_loss_chooses_the_best(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    done = hvdtrain(*TRAIN, "--data", small_set, "--run", run, "--eval-every", 0)
+    assert done.returncode == 0, done.stderr
+    assert summary_of(run)["best"]["metric"] == "train_loss"
+    # The interval says how to look at a run: it may change when the run goes on.
+    longer = ("--epochs", 3, "--resume", "--eval-every", 1)
+    done = hvdtrain(*TRAIN, "--data", small_set, "--run", run, *longer)
+    assert done.returncode == 0, done.stderr
+    assert [line["test_loss"] is None for line in events_of(run, "epoch")] == [True, True, False]
+    assert summary_of(run)["final"]["test_accuracy"] > 0.2
 
 
 def test_the_run_folder_holds_configuration_curves_and_checkpoints(finished: Path) -> None:
