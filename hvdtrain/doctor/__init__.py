@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hvdtrain import launch
-from hvdtrain.doctor import launchers, libraries, machine, reduction
+from hvdtrain.doctor import launchers, libraries, machine, precision, reduction
 from hvdtrain.doctor.check import Check, is_fit, report_as_json, show, waiting
 from hvdtrain.doctor.process import Answer, probe
 
@@ -54,7 +54,9 @@ def examine() -> Examination:
     """Run all checks, in about 20 s on two cores."""
     found = Examination()
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        jobs = [pool.submit(probe, name, extra=QUIET) for name in ("torch", "tensorflow", "mpi")]
+        settings = QUIET | precision.ENVIRONMENT
+        names = ("torch", "tensorflow", "mpi")
+        jobs = [pool.submit(probe, name, extra=settings) for name in names]
         slurm = launchers.find_slurm()
         launcher = libraries.find_launcher()
         found.checks += [libraries.python_check(), *libraries.build_tool_checks()]
@@ -74,6 +76,8 @@ def examine() -> Examination:
     else:
         found.checks.append(Check("all-reduce", "note", "not tried: several ranks cannot start"))
     found.checks += [slurm, *machine.machine_checks(torch.facts)]
+    reason = torch.reason or "PyTorch cannot be loaded"
+    found.checks.append(precision.precision_check(torch.facts.get("precision"), reason))
     return found
 
 

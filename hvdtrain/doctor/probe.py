@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import failure, world
+from hvdtrain.doctor.precision import bf16_speedups
 from hvdtrain.doctor.protocol import WATCHED_SIZES, say
 
 REPETITIONS = 20
@@ -41,7 +42,7 @@ def describe(name: str) -> dict[str, str]:
 
 
 def torch_side() -> None:
-    """NumPy, h5py, PyTorch with its devices, Horovod's PyTorch plugin and its MPI."""
+    """NumPy, h5py, PyTorch with its devices and speeds, Horovod's PyTorch plugin and its MPI."""
     for name in ("numpy", "h5py", "torch"):
         say(**{name: describe(name)})
     if "torch" in sys.modules:
@@ -53,6 +54,8 @@ def torch_side() -> None:
             cuda_devices=[torch.cuda.get_device_name(device) for device in devices],
         )
     say(horovod=horovod_plugin("torch"))
+    if "torch" in sys.modules:
+        say(precision=bf16_speedups())
 
 
 def tensorflow_side() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.doctor import launchers, libraries, machine
+from hvdtrain.doctor import launchers, libraries, machine, precision
 from hvdtrain.doctor.check import (
     Check,
     is_fit,
@@ -164,6 +164,54 @@ def test_gpus_are_a_note_until_pytorch_and_horovod_use_them() -> None:
     assert "TORCH_INDEX" in machine.gpu_check("580", card, {}, nccl=False).cure
     assert "--cuda" in machine.gpu_check("580", card, cuda, nccl=False).cure
     assert machine.gpu_check("580", card, cuda, nccl=True).state == "ok"
+
+
+@pytest.mark.parametrize(
+    ("matrices", "convolutions", "expected"),
+    [
+        (
+            4.0,
+            1.0,
+            "bf16 is 2.0x as fast as fp32 on 2 threads (bf16: matrices 4.00x, convolutions",
+        ),
+        (1.5, 1.5, "--precision bf16"),
+        (1.05, 1.08, "bf16 and fp32 are about equally fast on 2 threads"),
+        (0.95, 0.91, "keep the default, --precision fp32"),
+        (2.0, 0.5, "about equally fast"),
+        (0.5, 0.5, "fp32 is 2.0x as fast as bf16 on 2 threads"),
+        (0.1, 0.4, "train --precision fp32"),
+    ],
+)
+def test_the_faster_precision_is_named_with_its_option(
+    matrices: float, convolutions: float, expected: str
+) -> None:
+    speedups = {"matrices": matrices, "convolutions": convolutions}
+    facts = {"device": "cpu", "threads": 2, "speedups": speedups}
+    check = precision.precision_check(facts, "")
+    assert (check.name, check.state, check.cure) == ("precision", "ok", "")
+    assert expected in check.text
+    on_gpu = precision.precision_check(facts | {"device": "cuda"}, "")
+    assert " on the GPU (bf16: " in on_gpu.text
+    on_one = precision.precision_check(facts | {"threads": 1}, "")
+    assert " on 1 thread (bf16: " in on_one.text
+
+
+def test_precisions_that_could_not_be_compared_are_a_note_with_the_reason() -> None:
+    check = precision.precision_check(None, "it was ended by SIGILL")
+    assert (check.state, is_fit([check])) == ("note", True)
+    assert "not compared: it was ended by SIGILL" in check.text
+
+
+def test_a_speed_up_is_that_of_most_rounds() -> None:
+    """Here every seventh step is interrupted for ten times as long."""
+    now, steps = 0.0, 0
+
+    def act(is_bf16: bool) -> None:
+        nonlocal now, steps
+        steps += 1
+        now += (1.0 if is_bf16 else 2.0) * (10 if steps % 7 == 0 else 1)
+
+    assert precision._speedup(act, lambda: now) == 2.0
 
 
 def test_little_shared_memory_or_disk_is_a_note() -> None:

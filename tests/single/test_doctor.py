@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import venv
@@ -62,6 +63,15 @@ def test_the_ring_is_really_the_ring(sound: tuple[int, dict[str, Any]]) -> None:
     assert check["state"] == "ok", check
     assert "--allreduce ring gives ring at every size" in check["text"]
     assert "chosen by" in check["text"]
+
+
+def test_the_faster_precision_is_measured(sound: tuple[int, dict[str, Any]]) -> None:
+    check = checks_by_name(sound[1])["precision"]
+    assert check["state"] == "ok", check
+    ratios = re.findall(r"(?:matrices|convolutions) ([0-9.]+)x", check["text"])
+    assert len(ratios) == 2
+    assert all(0.05 < float(ratio) < 50 for ratio in ratios), check
+    assert re.search(r": (train|keep the default,) --precision (bf16|fp32)$", check["text"])
 
 
 @pytest.mark.proof
