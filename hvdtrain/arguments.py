@@ -1,13 +1,16 @@
 """A command line parser whose errors are one line with the nearest valid names."""
 
+import argparse
 import dataclasses
 import difflib
+import itertools
 import re
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_type_hints
+from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, Namespace
 
 from hvdtrain import harmless
 from hvdtrain.errors import UsageError
@@ -20,6 +23,18 @@ class Parser(ArgumentParser):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, **settings)
+
+    def parse_args(  # type: ignore[override]
+        self,
+        args: Sequence[str] | None = None,
+        namespace: Namespace | None = None,
+        **settings: Any,
+    ) -> Namespace:
+        """Parse as jsonargparse does, but read files first: the command line wins over them."""
+        words = sys.argv[1:] if args is None else list(args)
+        if "--config" in self._option_string_actions:
+            words = _files_first(words)
+        return super().parse_args(words, namespace, **settings)
 
     def parse_path(self, path: Any, *arguments: Any, **settings: Any) -> Any:
         """As jsonargparse, from a file that can do its parser no harm."""
@@ -38,7 +53,8 @@ def explain(message: str, options: Iterable[str]) -> str:
     if match := re.match(r"unrecognized arguments: (\S+)", message, re.IGNORECASE):
         return f"unknown option {match[1]}" + nearest(match[1].partition("=")[0], options)
     if match := re.match(r"(?:Subcommand|Option|Key).*?does not accept option '(.+?)'", message):
-        keys = [option.removeprefix("--").replace("-", "_") for option in options]
+        names = [option.removeprefix("--") for option in options]
+        keys = [name.replace("-", "_") for name in names if not name.startswith("no-")]
         return f"unknown key {match[1]}" + nearest(match[1], keys)
     if match := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
         choices = re.findall(r"'(.*?)'", match[2])
@@ -73,18 +89,64 @@ def add_dataclass(parser: ArgumentParser, owner: type) -> None:
     for item in dataclasses.fields(owner):
         flag = "--" + item.name.replace("_", "-")
         text = item.metadata["help"]
-        if hints[item.name] is bool:
-            parser.add_argument(flag, action="store_true", help=text)
+        kinds = get_args(hints[item.name]) or (hints[item.name],)
+        if bool in kinds:
+            _add_switch(parser, flag, hints[item.name], item.default, text)
         elif item.default is dataclasses.MISSING:
             parser.add_argument(flag, type=hints[item.name], required=True, help=text)
         else:
             parser.add_argument(flag, type=hints[item.name], default=item.default, help=text)
 
 
+def _add_switch(parser: ArgumentParser, flag: str, kind: Any, default: object, text: str) -> None:
+    """Add `--name`, `--name VALUE` and `--no-name`; the last one on the command line wins.
+
+    jsonargparse's ActionYesNo is not used: it takes no value beside true and false, and it reads
+    `--no-name false` as true.
+    """
+    parser.add_argument(flag, type=kind, nargs="?", const=True, default=default, help=text)
+    parser.add_argument(
+        f"--no-{flag.removeprefix('--')}",
+        dest=flag.removeprefix("--").replace("-", "_"),
+        action=_SwitchOff,
+        type=_refuse_key,
+        default=default,
+        help=argparse.SUPPRESS,
+    )
+
+
+class _SwitchOff(argparse.Action):
+    """Sets a boolean option to False."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(nargs=0, **settings)
+
+    def __call__(self, parser: Any, namespace: Any, *ignored: Any) -> None:
+        setattr(namespace, self.dest, False)
+
+
+def _refuse_key(value: object) -> NoReturn:
+    """Refuse `no-name` as a key of a file, which jsonargparse takes for `name`."""
+    raise TypeError(f"keys of a file have no 'no-' in front: write false, not no- and {value}")
+
+
 def part_of(kind: type[Options], values: Mapping[str, Any]) -> Options:
     """The dataclass of these of the parsed values that are its fields."""
     names = [item.name for item in dataclasses.fields(kind)]  # type: ignore[arg-type]
     return kind(**{name: values[name] for name in names})
+
+
+def _files_first(words: Sequence[str]) -> list[str]:
+    """Put every `--config FILE` before the other options."""
+    files: list[str] = []
+    others: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        if word == "--config":
+            files += [word, *itertools.islice(rest, 1)]
+        else:
+            (files if word.startswith("--config=") else others).append(word)
+    return files + others
 
 
 def _long_options(parser: ArgumentParser) -> set[str]:
@@ -100,7 +162,11 @@ def _long_options(parser: ArgumentParser) -> set[str]:
 
 def _wrong_value(key: str, expected: str, value: Any) -> str:
     flag = f"--{key.replace('_', '-')}"
-    literals = re.findall(r"'(.*?)'", expected) if "Literal" in expected else []
+    found = re.search(r"Literal\[(.*?)\]", expected)
+    literals = re.findall(r"'(.*?)'", found[1]) if found else []
+    if "bool" in expected:
+        *others, last = ["true", "false", *literals]
+        return f"{flag} must be {', '.join(others)} or {last}, not {value}"
     if literals:
         return f"{flag} {value} is not known" + nearest(str(value), literals)
     kind = "a whole number" if "int" in expected else "a number" if "float" in expected else "text"

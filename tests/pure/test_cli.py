@@ -1,14 +1,46 @@
 """The command line: its errors are one line with the nearest valid name, and exit with 2."""
 
+import dataclasses
+import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hvdtrain import cli
+from hvdtrain.bench.options import LoaderConfig, NetworkConfig, StepConfig
 from hvdtrain.config import TrainConfig, option_names
 from hvdtrain.errors import UsageError
+from hvdtrain.jobs.options import JobOptions
+from hvdtrain.planner.options import PlanConfig
 
 TRAIN = ["train", "--model", "cnn", "--data", "d"]
+PLAN = ["--model", "cnn", "--ranks", "2"]
+# Each command whose options are the fields of dataclasses, with what it requires.
+FROM_DATACLASSES: list[tuple[list[str], tuple[type, ...]]] = [
+    (TRAIN, (TrainConfig,)),
+    (["jobs", "submit", *TRAIN[1:]], (JobOptions, TrainConfig)),
+    (["bench", "step", "--model", "cnn"], (StepConfig,)),
+    (["bench", "loader", "--data", "d"], (LoaderConfig,)),
+    (["bench", "allreduce"], (NetworkConfig,)),
+    (["bench", "exchange"], (NetworkConfig,)),
+    *((["plan", name, *PLAN], (PlanConfig,)) for name in ("show", "simulate", "check")),
+]
+SWITCHES = [
+    (command, field.name)
+    for command, kinds in FROM_DATACLASSES
+    for kind in kinds
+    for field in dataclasses.fields(kind)
+    if isinstance(field.default, bool)
+]
+
+
+parser = functools.cache(cli._parser)
+
+
+def parsed(arguments: list[str]) -> dict[str, Any]:
+    """The values of the innermost command."""
+    return cli._innermost(parser().parse_args(arguments).as_dict())[1]
 
 
 @pytest.mark.parametrize(
@@ -55,6 +87,59 @@ def test_the_command_line_wins_over_the_file(
     monkeypatch.setattr("hvdtrain.training.loop.train", lambda config, stop: seen.append(config))
     assert cli.run(["train", "--config", str(path), "--lr", "0.25"]) == 0
     assert (seen[0].epochs, seen[0].lr, seen[0].resume) == (3, 0.25, True)
+
+
+@pytest.mark.parametrize(("command", "name"), SWITCHES)
+def test_a_boolean_takes_a_value_or_no_and_the_last_one_wins(
+    command: list[str], name: str
+) -> None:
+    """A `compile: true` of a file could not be overridden: there was no way to say false."""
+    yes, no = f"--{name.replace('_', '-')}", f"--no-{name.replace('_', '-')}"
+    for words, value in [
+        ([], False),
+        ([yes], True),
+        ([yes, "true"], True),
+        ([yes, "false"], False),
+        ([f"{yes}=false"], False),
+        ([f"{yes}=true"], True),
+        ([no], False),
+        ([yes, no], False),
+        ([no, yes], True),
+        ([yes, "false", yes], True),
+    ]:
+        assert parsed([*command, *words])[name] is value, words
+    for wrong in ("maybe", "1", "null"):
+        with pytest.raises(UsageError, match=f"{yes} must be true or false") as caught:
+            parsed([*command, yes, wrong])
+        assert "\n" not in str(caught.value)
+
+
+def test_the_command_line_wins_over_the_file_wherever_it_is_named(tmp_path: Path) -> None:
+    """A `--config` behind an option won over it, against what README says."""
+    path = tmp_path / "run.yaml"
+    path.write_text("compile: true\nlr: 0.5\nepochs: 3\n")
+    for command in (TRAIN, ["jobs", "submit", *TRAIN[1:]]):
+        for options in (["--no-compile"], ["--compile=false"], ["--compile", "false"]):
+            words = [*options, "--lr", "0.25"]
+            for config in (["--config", str(path)], [f"--config={path}"]):
+                for order in ([*config, *words], [*words, *config]):
+                    values = parsed([*command, *order])
+                    assert (values["compile"], values["lr"], values["epochs"]) == (False, 0.25, 3)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("compile: maybe", "--compile must be true or false, not maybe"),
+        ("no_compile: true", "unknown key no_compile; did you mean compile"),
+        ("no-compile: true", "--compile: keys of a file have no 'no-' in front: write false"),
+    ],
+)
+def test_a_boolean_of_a_file_is_true_or_false(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"{content}\n")
+    with pytest.raises(UsageError, match=message):
+        parsed([*TRAIN, "--config", str(path)])
 
 
 def test_the_options_of_train_are_a_contract() -> None:
