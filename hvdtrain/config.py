@@ -211,9 +211,12 @@ class TrainConfig:
     run: str | None = field(
         default=None, metadata=about("run folder; default: runs/ and a name of time and model")
     )
-    resume: bool = field(
+    resume: bool | Literal["auto"] = field(
         default=False,
-        metadata=about("continue the run in the run folder from its last checkpoint"),
+        metadata=about(
+            "continue the run in the run folder from its last checkpoint; "
+            "auto: if the folder holds a run, else start one"
+        ),
     )
     checkpoint_every: str = field(
         default="1 epoch",

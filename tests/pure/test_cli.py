@@ -109,7 +109,7 @@ def test_a_boolean_takes_a_value_or_no_and_the_last_one_wins(
     ]:
         assert parsed([*command, *words])[name] is value, words
     for wrong in ("maybe", "1", "null"):
-        with pytest.raises(UsageError, match=f"{yes} must be true or false") as caught:
+        with pytest.raises(UsageError, match=f"{yes} must be true") as caught:
             parsed([*command, yes, wrong])
         assert "\n" not in str(caught.value)
 
@@ -140,6 +140,26 @@ def test_a_boolean_of_a_file_is_true_or_false(tmp_path: Path, content: str, mess
     path.write_text(f"{content}\n")
     with pytest.raises(UsageError, match=message):
         parsed([*TRAIN, "--config", str(path)])
+
+
+def test_resume_takes_a_third_value(tmp_path: Path) -> None:
+    for words, value in [
+        ([], False),
+        (["--resume"], True),
+        (["--resume", "true"], True),
+        (["--resume", "auto"], "auto"),
+        (["--resume=auto"], "auto"),
+        (["--resume", "false"], False),
+        (["--resume", "auto", "--no-resume"], False),
+        (["--no-resume", "--resume", "auto"], "auto"),
+    ]:
+        assert parsed([*TRAIN, *words])["resume"] == value, words
+    with pytest.raises(UsageError, match="--resume must be true, false or auto, not always"):
+        parsed([*TRAIN, "--resume", "always"])
+    path = tmp_path / "run.yaml"
+    path.write_text("resume: auto\n")
+    assert parsed([*TRAIN, "--config", str(path)])["resume"] == "auto"
+    assert parsed([*TRAIN, "--config", str(path), "--no-resume"])["resume"] is False
 
 
 def test_the_options_of_train_are_a_contract() -> None:
