@@ -17,6 +17,24 @@ from hvdtrain.errors import UsageError
 
 Options = TypeVar("Options")
 
+MOST_NAMES = 12  # of those that a message lists
+# What other tools call an option, and values of options, and what is meant here.
+OPTION_MEANT = {
+    **dict.fromkeys(("--gpus", "--num-gpus", "--devices", "--gpu"), "--ranks (one per GPU)"),
+    **dict.fromkeys(("--np", "--nproc-per-node", "--num-processes", "--world-size"), "--ranks"),
+    "--learning-rate": "--lr",
+    **dict.fromkeys(("--amp", "--fp16", "--bf16"), "--precision bf16"),
+    **dict.fromkeys(("--output", "--output-dir", "--save-dir", "--logdir"), "--run"),
+}
+VALUE_MEANT = {
+    "gpu": "cuda",
+    **dict.fromkeys(("fp16", "float16", "half", "amp", "bfloat16"), "bf16"),
+    **dict.fromkeys(("float32", "float", "single"), "fp32"),
+    **dict.fromkeys(("float64", "double"), "fp64"),
+    "pytorch": "torch",
+    **dict.fromkeys(("tf", "keras"), "tensorflow"),
+}
+
 
 class Parser(ArgumentParser):
     """jsonargparse's parser, with errors as `UsageError` instead of a usage page and an exit."""
@@ -43,15 +61,25 @@ class Parser(ArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise the message in one line, with suggestions where a name is unknown."""
-        raise UsageError(explain(message, sorted(_long_options(self)))) from None
+        command = self.prog.replace(" [options]", "")
+        raise UsageError(explain(message, sorted(_long_options(self)), command)) from None
 
 
-def explain(message: str, options: Iterable[str]) -> str:
-    """Turn jsonargparse's message into one line; `options` are the valid option names."""
+def explain(message: str, options: Iterable[str], command: str) -> str:
+    """Turn jsonargparse's message into one line.
+
+    Args:
+        options: valid option names of the command.
+        command: the command whose words are wrong, as a user types it.
+    """
     options = list(options)
     message = " ".join(message.split())
     if match := re.match(r"unrecognized arguments: (\S+)", message, re.IGNORECASE):
-        return f"unknown option {match[1]}" + nearest(match[1].partition("=")[0], options)
+        return _unknown_option(match[1].partition("=")[0], options, command)
+    if match := re.match(r"argument (\S+): expected one argument", message):
+        return f"{match[1].replace('/', ' or ')} needs a value"
+    if match := re.match(r"argument (\S+): ignored explicit argument (.*)", message):
+        return f"{match[1]} takes no value, not {match[2]}: leave it out"
     if match := re.match(r"(?:Subcommand|Option|Key).*?does not accept option '(.+?)'", message):
         names = [option.removeprefix("--") for option in options]
         keys = [name.replace("-", "_") for name in names if not name.startswith("no-")]
@@ -66,11 +94,11 @@ def explain(message: str, options: Iterable[str]) -> str:
         needed = [f"--{key}" if f"--{key}" in options else key for key in keys]
         return f"missing: {', '.join(needed)}"
     if match := re.match(r'Parser key "(.*?)": Expected an? (.*)\. Got value: (.*)', message):
-        return _wrong_value(match[1].split(".")[-1], match[2], match[3])
+        return _wrong_value(_as_typed(match[1], options), match[2], match[3])
     if match := re.match(
         r'Parser key "(.*?)": .*Subtypes: \[(.*?)\] Err.*Given value: (.*)', message
     ):
-        return _wrong_value(match[1].split(".")[-1], match[2], match[3])
+        return _wrong_value(_as_typed(match[1], options), match[2], match[3])
     return re.sub(r'^Parser key "(?:\S+\.)?(.*?)": ', r"--\1: ", message)
 
 
@@ -160,14 +188,33 @@ def _long_options(parser: ArgumentParser) -> set[str]:
     return found - {"--help", "--version", "--print_shtab", "--print_config"}
 
 
-def _wrong_value(key: str, expected: str, value: Any) -> str:
-    flag = f"--{key.replace('_', '-')}"
+def _unknown_option(name: str, options: Iterable[str], command: str) -> str:
+    if not name.startswith("-"):
+        return f"{command} does not expect {name}: options start with --"
+    longer = [option for option in options if option.startswith(name)][:3]
+    if not longer and OPTION_MEANT.get(name, "").partition(" ")[0] in options:
+        return f"unknown option {name}: use {OPTION_MEANT[name]}"
+    suggestion = f"; did you mean {' or '.join(longer)}?" if longer else nearest(name, options)
+    if suggestion.count(",") > MOST_NAMES:
+        suggestion = f": {command} --help lists the options"
+    return f"unknown option {name}{suggestion}"
+
+
+def _as_typed(key: str, options: Iterable[str]) -> str:
+    """What stands before a value on the command line: an option and a space, or nothing."""
+    flag = f"--{key.split('.')[-1].replace('_', '-')}"
+    return f"{flag} " if flag in options else ""
+
+
+def _wrong_value(typed: str, expected: str, value: Any) -> str:
     found = re.search(r"Literal\[(.*?)\]", expected)
     literals = re.findall(r"'(.*?)'", found[1]) if found else []
     if "bool" in expected:
         *others, last = ["true", "false", *literals]
-        return f"{flag} must be {', '.join(others)} or {last}, not {value}"
+        return f"{typed}must be {', '.join(others)} or {last}, not {value}"
+    if VALUE_MEANT.get(value) in literals:
+        return f"{typed}{value} is not supported: use {VALUE_MEANT[value]}"
     if literals:
-        return f"{flag} {value} is not known" + nearest(str(value), literals)
+        return f"{typed}{value} is not known" + nearest(str(value), literals)
     kind = "a whole number" if "int" in expected else "a number" if "float" in expected else "text"
-    return f"{flag} must be {kind}, not {value}"
+    return f"{typed}must be {kind}, not {value}"

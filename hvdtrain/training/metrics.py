@@ -37,6 +37,20 @@ def holds_run(path: Path) -> bool:
     return RunFolder(path).config.exists()
 
 
+def no_run(path: Path) -> UsageError:
+    """Return the error of a folder that holds no run to resume: what is there, and the cure."""
+    if path.is_dir():
+        names = sorted(entry.name for entry in path.iterdir())
+        shown = [*names[:3], "..."] if len(names) > 3 else names
+        content = f"it holds {', '.join(shown)} and no config.yaml" if names else "it is empty"
+    else:
+        content = "it is a file" if path.exists() else "there is no such folder"
+    return UsageError(
+        f"{path} holds no run to resume ({content}): correct --run, "
+        "or start a run there with --resume auto"
+    )
+
+
 def find_folder(config: TrainConfig) -> tuple[RunFolder, bool]:
     """Return the folder of a run, and whether the run in it is resumed.
 
@@ -64,7 +78,7 @@ def find_folder(config: TrainConfig) -> tuple[RunFolder, bool]:
                 "or choose another --run"
             )
     elif config.resume is True:
-        raise UsageError(f"{folder.path} holds no run to resume")
+        raise no_run(folder.path)
     return folder, is_there
 
 

@@ -7,7 +7,7 @@ from hvdtrain import models
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.index import Index, read_index
 from hvdtrain.errors import UsageError
-from hvdtrain.training.metrics import holds_run
+from hvdtrain.training.metrics import holds_run, no_run
 from hvdtrain.world import World
 
 NO_TENSORFLOW = "TensorFlow is not installed: pip install tensorflow-cpu, or leave --framework out"
@@ -32,7 +32,7 @@ def check_before_launch(config: TrainConfig) -> None:
     if config.weights is not None and not may_resume and not Path(config.weights).exists():
         raise UsageError(f"--weights {config.weights}: there is no such file")
     if config.resume is True and not may_resume:
-        raise UsageError(f"{config.run} holds no run to resume")
+        raise no_run(Path(config.run or ""))
 
 
 def check_started(config: TrainConfig, here: World) -> None:

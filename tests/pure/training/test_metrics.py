@@ -43,8 +43,29 @@ def test_a_folder_that_does_not_hold_what_is_expected_is_refused(
 ) -> None:
     with pytest.raises(UsageError, match="holds this run already: add --resume"):
         metrics.find_folder(make(held))
-    with pytest.raises(UsageError, match="holds no run to resume"):
-        metrics.find_folder(make(tmp_path / "absent", resume=True))
     for resume in (False, True, "auto"):
         with pytest.raises(UsageError, match=r"another configuration \(lr was 0.001, is 0.5\)"):
             metrics.find_folder(make(held, resume=resume, lr=0.5))
+
+
+@pytest.mark.parametrize(
+    ("names", "content"),
+    [
+        (None, "there is no such folder"),
+        ([], "it is empty"),
+        (["notes.txt"], "it holds notes.txt and no config.yaml"),
+        (["a", "b", "c", "d"], "it holds a, b, c, ... and no config.yaml"),
+    ],
+)
+def test_a_folder_without_a_run_to_resume_is_refused_with_what_it_holds(
+    tmp_path: Path, names: list[str] | None, content: str
+) -> None:
+    run = tmp_path / "run"
+    for name in [] if names is None else ["", *names]:
+        (run / name).mkdir()
+    with pytest.raises(UsageError) as caught:
+        metrics.find_folder(make(run, resume=True))
+    assert str(caught.value) == (
+        f"{run} holds no run to resume ({content}): correct --run, "
+        "or start a run there with --resume auto"
+    )

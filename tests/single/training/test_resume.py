@@ -58,3 +58,33 @@ def test_what_can_be_seen_before_ranks_are_started_is_refused_then(
         cli.run([*common, str(empty), "--resume"])
     with pytest.raises(UsageError, match="there is no such file"):
         cli.run([*common, str(empty), "--resume", "auto", "--weights", str(weights)])
+
+
+MODEL = """
+from functools import partial
+from torch import nn
+from hvdtrain.models.component import Component
+
+def build(classes, image_size):
+    first = lambda: nn.Sequential(nn.Flatten(), nn.Linear(3 * image_size**2, WIDTH), nn.ReLU())
+    return [Component("first", first), Component("last", partial(nn.Linear, WIDTH, classes))]
+"""
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_both_sides(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    common = ["train", "--model", "changed:build", "--data", small_set, "--run", tmp_path / "run"]
+    common += ["--resume", "auto", "--max-steps", 1]
+    code = tmp_path / "changed.py"
+    code.write_text(MODEL.replace("WIDTH", "4"))
+    done = hvdtrain(*common, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    code.write_text(MODEL.replace("WIDTH", "50"))
+    done = hvdtrain(*common, cwd=tmp_path)
+    assert done.returncode == 2
+    assert (
+        "holds the parameters of another model than --model changed:build: first.1.weight is "
+        "4 x 768 in the checkpoint, 50 x 768 in the model (and 2 more); use the code of the model"
+    ) in done.stderr
+    assert len(done.stderr.splitlines()) == 1
