@@ -111,6 +111,12 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     return f"; valid are {', '.join(valid)}" if valid else ""
 
 
+def unknown_key(source: object, key: object, valid: Iterable[str]) -> UsageError:
+    """Return the error of a key of a file, in one line whatever the key is."""
+    shown = " ".join(str(key).split())
+    return UsageError(f"{source}: unknown key {shown}{nearest(shown, valid)}")
+
+
 def add_dataclass(parser: ArgumentParser, owner: type) -> None:
     """Add one option for each field of a dataclass, its help taken from the metadata."""
     hints = get_type_hints(owner)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from hvdtrain import harmless
-from hvdtrain.arguments import nearest
+from hvdtrain.arguments import unknown_key
 from hvdtrain.errors import UsageError
 
 
@@ -47,7 +47,7 @@ def load(path: str | None) -> Site:
     known = get_type_hints(Site)
     for name, value in content.items():
         if name not in known:
-            raise UsageError(f"{path}: unknown key {name}{nearest(str(name), known)}")
+            raise unknown_key(path, name, known)
         _check(path, str(name), value)
     values = {name: value for name, value in content.items() if value is not None}
     options = {
