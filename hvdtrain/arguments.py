@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 
 from jsonargparse import ArgumentParser, Namespace
 
-from hvdtrain import harmless
+from hvdtrain import harmless, helptext
 from hvdtrain.errors import UsageError
 
 Options = TypeVar("Options")
@@ -40,7 +40,13 @@ class Parser(ArgumentParser):
     """jsonargparse's parser, with errors as `UsageError` instead of a usage page and an exit."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(allow_abbrev=False, **settings)
+        super().__init__(allow_abbrev=False, formatter_class=helptext.Formatter, **settings)
+
+    def format_help(self, formatter: argparse.HelpFormatter | None = None) -> str:
+        """Return the help page: the options, or the commands of a command that has some."""
+        if helptext.subcommands(self):
+            return helptext.overview(self)
+        return super().format_help(formatter)
 
     def parse_args(  # type: ignore[override]
         self,
@@ -61,8 +67,18 @@ class Parser(ArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise the message in one line, with suggestions where a name is unknown."""
-        command = self.prog.replace(" [options]", "")
+        if match := re.match(r'expected "(\S+)" to be one of', message):
+            self._refuse_without_command(match[1].split(".")[:-1])
+        command = helptext.as_typed(self.prog)
         raise UsageError(explain(message, sorted(_long_options(self)), command)) from None
+
+    def _refuse_without_command(self, words: Sequence[str]) -> NoReturn:
+        """Print what commands there are after these words, and raise that one is missing."""
+        parser: ArgumentParser = self
+        for word in words:
+            parser = helptext.subcommands(parser)[word]
+        print(parser.format_help(), end="")
+        raise UsageError(f"a command is missing: one of {', '.join(helptext.subcommands(parser))}")
 
 
 def explain(message: str, options: Iterable[str], command: str) -> str:
@@ -84,11 +100,12 @@ def explain(message: str, options: Iterable[str], command: str) -> str:
         names = [option.removeprefix("--") for option in options]
         keys = [name.replace("-", "_") for name in names if not name.startswith("no-")]
         return f"unknown key {match[1]}" + nearest(match[1], keys)
-    if match := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
-        choices = re.findall(r"'(.*?)'", match[2])
-        return f"unknown command {match[1]}" + nearest(match[1], choices)
-    if match := re.search(r'expected "\S+" to be one of \{(.*?)\}', message):
-        return f"a command is missing: one of {match[1].replace(',', ', ')}"
+    if match := re.match(r"argument (\S+): invalid choice: '(.*?)' \(choose (.*)\)", message):
+        option, value, choices = match[1], match[2], re.findall(r"'(.*?)'", match[3])
+        wrong = (
+            f"{option} {value} is not known" if option in options else f"unknown command {value}"
+        )
+        return wrong + nearest(value, choices)
     if match := re.match(r"the following arguments are required: (.*)", message):
         keys = [name.split(".")[-1] for name in match[1].split(", ")]
         needed = [f"--{key}" if f"--{key}" in options else key for key in keys]
@@ -117,45 +134,86 @@ def unknown_key(source: object, key: object, valid: Iterable[str]) -> UsageError
     return UsageError(f"{source}: unknown key {shown}{nearest(shown, valid)}")
 
 
-def add_dataclass(parser: ArgumentParser, owner: type) -> None:
-    """Add one option for each field of a dataclass, its help taken from the metadata."""
+def add_config(parser: ArgumentParser) -> None:
+    """Add --config, and describe jsonargparse's --print_config in one line."""
+    parser.add_argument(
+        "--config",
+        action="config",
+        metavar="FILE",
+        help="YAML file with keys of these options; the command line wins",
+    )
+    printing = parser._option_string_actions["--print_config"]
+    printing.help, printing.metavar = "print these options as YAML and exit", ""
+
+
+def add_dataclass(parser: ArgumentParser, owner: type, heading: str = "") -> None:
+    """Add one option for each field of a dataclass, as its metadata says (`config.about`).
+
+    Args:
+        heading: of the fields that name none; without one they stand among the parser's options.
+    """
     hints = get_type_hints(owner)
+    groups: dict[str, Any] = {"": parser}
     for item in dataclasses.fields(owner):
-        flag = "--" + item.name.replace("_", "-")
-        text = item.metadata["help"]
-        kinds = get_args(hints[item.name]) or (hints[item.name],)
-        if bool in kinds:
-            _add_switch(parser, flag, hints[item.name], item.default, text)
-        elif item.default is dataclasses.MISSING:
-            parser.add_argument(flag, type=hints[item.name], required=True, help=text)
-        else:
-            parser.add_argument(flag, type=hints[item.name], default=item.default, help=text)
+        title = item.metadata.get("group") or heading
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        _add_option(groups[title], item, hints[item.name])
 
 
-def _add_switch(parser: ArgumentParser, flag: str, kind: Any, default: object, text: str) -> None:
+def _add_option(group: Any, item: dataclasses.Field[Any], kind: Any) -> None:
+    """Add one option: its type, default and help are those of a field."""
+    about, flag = item.metadata, "--" + item.name.replace("_", "-")
+    text = about["help"]
+    if about.get("default"):
+        text += f" (default: {about['default']})"
+    kinds = get_args(kind) or (kind,)
+    if bool in kinds:
+        _add_switch(group, flag, kind, item.default, text)
+        return
+    flags = [flag, f"--{about['alias']}"] if about.get("alias") else [flag]
+    shown = about.get("metavar") or helptext.metavar(kind) or item.name.upper()
+    settings = {"type": kind, "help": text, "metavar": shown}
+    if item.default is dataclasses.MISSING:
+        group.add_argument(*flags, required=True, **settings)
+    else:
+        group.add_argument(*flags, default=item.default, **settings)
+
+
+def _add_switch(group: Any, flag: str, kind: Any, default: object, text: str) -> None:
     """Add `--name`, `--name VALUE` and `--no-name`; the last one on the command line wins.
 
     jsonargparse's ActionYesNo is not used: it takes no value beside true and false, and it reads
     `--no-name false` as true.
     """
-    parser.add_argument(flag, type=kind, nargs="?", const=True, default=default, help=text)
-    parser.add_argument(
+    others = [value for each in get_args(kind) if each is not bool for value in get_args(each)]
+    group.add_argument(
+        flag,
+        type=kind,
+        nargs="?",
+        const=True,
+        default=default,
+        help=text,
+        metavar="|".join(others),
+    )
+    group.add_argument(
         f"--no-{flag.removeprefix('--')}",
         dest=flag.removeprefix("--").replace("-", "_"),
-        action=_SwitchOff,
+        action=SwitchOff,
         type=_refuse_key,
         default=default,
         help=argparse.SUPPRESS,
     )
 
 
-class _SwitchOff(argparse.Action):
+class SwitchOff(argparse.Action):
     """Sets a boolean option to False."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(nargs=0, **settings)
 
     def __call__(self, parser: Any, namespace: Any, *ignored: Any) -> None:
+        """Set it."""
         setattr(namespace, self.dest, False)
 
 
@@ -188,9 +246,8 @@ def _long_options(parser: ArgumentParser) -> set[str]:
     found: set[str] = set()
     for action in parser._actions:
         found.update(flag for flag in action.option_strings if flag.startswith("--"))
-        if isinstance(action.choices, dict):
-            for command in action.choices.values():
-                found |= _long_options(command)
+    for command in helptext.subcommands(parser).values():
+        found |= _long_options(command)
     return found - {"--help", "--version", "--print_shtab", "--print_config"}
 
 

@@ -47,7 +47,7 @@ def parsed(arguments: list[str]) -> dict[str, Any]:
     ("arguments", "message"),
     [
         (["trian"], "unknown command trian; did you mean train?"),
-        ([], "a command is missing: one of doctor, data, train"),
+        ([], "a command is missing: one of doctor, data, train, export, jobs, report, reproduce"),
         (["data"], "a command is missing: one of fetch, pack, synth, verify, info"),
         (["data", "pakc"], "unknown command pakc; did you mean pack?"),
         (["data", "fetch", "cifar11", "--to", "x"], "cifar11 is not known; did you mean cifar1"),
