@@ -10,6 +10,7 @@ from hvdtrain import __version__, failure, launchers
 from hvdtrain.arguments import Parser, add_config, add_dataclass
 from hvdtrain.bench.options import LoaderConfig, NetworkConfig, StepConfig
 from hvdtrain.commands import COMMANDS
+from hvdtrain.completion import SHELLS, PrintCompletion
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import Interrupted, Preempted, UsageError
 from hvdtrain.jobs.options import JobOptions
@@ -67,6 +68,12 @@ def _parser() -> Parser:
         action="version",
         version=f"hvdtrain {__version__}",
         help="print the version and exit",
+    )
+    parser.add_argument(
+        "--print-completion",
+        action=PrintCompletion,
+        choices=SHELLS,
+        help="print the script that completes commands and options in a shell, and exit",
     )
     commands = parser.add_subcommands(dest="command")
     commands.add_subcommand("doctor", _doctor())

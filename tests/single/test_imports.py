@@ -40,6 +40,7 @@ FLOORS = (
         "alert",
         "errors",
         "arguments",
+        "completion",
         "helptext",
         "activity",
         "__version__",
