@@ -23,6 +23,8 @@ OPTION_MEANT = {
     **dict.fromkeys(("--gpus", "--num-gpus", "--devices", "--gpu"), "--ranks (one per GPU)"),
     **dict.fromkeys(("--np", "--nproc-per-node", "--num-processes", "--world-size"), "--ranks"),
     "--learning-rate": "--lr",
+    "--gradient-accumulation-steps": "--microbatches",
+    "--accumulate-grad-batches": "--microbatches",
     **dict.fromkeys(("--amp", "--fp16", "--bf16"), "--precision bf16"),
     **dict.fromkeys(("--output", "--output-dir", "--save-dir", "--logdir"), "--run"),
 }

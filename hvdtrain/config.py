@@ -109,9 +109,11 @@ class TrainConfig:
     microbatches: int | None = field(
         default=None,
         metadata=about(
-            "micro-batches that a step is cut into, with one forward and one backward pass each",
+            "gradient accumulation: micro-batches that each step is cut into, with one forward "
+            "and one backward pass each",
             LENGTH,
             default="that of the plan file, else 1, or 4 per stage where there are several",
+            alias="accumulate",
         ),
     )
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] | None = field(

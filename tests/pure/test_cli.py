@@ -159,6 +159,21 @@ def test_a_boolean_of_a_file_is_true_or_false(tmp_path: Path, content: str, mess
         parsed([*TRAIN, "--config", str(path)])
 
 
+def test_gradient_accumulation_is_found_under_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("accumulate: 3\n")
+    for command in (TRAIN, ["jobs", "submit", *TRAIN[1:]]):
+        for words, parts in [
+            (["--accumulate", "4"], 4),
+            (["--microbatches", "2", "--accumulate", "4"], 4),
+            (["--accumulate", "4", "--microbatches", "2"], 2),
+            (["--config", str(path)], 3),
+        ]:
+            assert parsed([*command, *words])["microbatches"] == parts
+    with pytest.raises(UsageError, match="--gradient-accumulation-steps: use --microbatches"):
+        parsed([*TRAIN, "--gradient-accumulation-steps", "4"])
+
+
 def test_resume_takes_a_third_value(tmp_path: Path) -> None:
     for words, value in [
         ([], False),
