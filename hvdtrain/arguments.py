@@ -1,25 +1,66 @@
 """A command line parser whose errors are one line with the nearest valid names."""
 
+import argparse
 import dataclasses
 import difflib
+import itertools
 import re
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_type_hints
+from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, Namespace
 
-from hvdtrain import harmless
+from hvdtrain import harmless, helptext
 from hvdtrain.errors import UsageError
 
 Options = TypeVar("Options")
+
+MOST_NAMES = 12  # of those that a message lists
+# What other tools call an option, and values of options, and what is meant here.
+OPTION_MEANT = {
+    **dict.fromkeys(("--gpus", "--num-gpus", "--devices", "--gpu"), "--ranks (one per GPU)"),
+    **dict.fromkeys(("--np", "--nproc-per-node", "--num-processes", "--world-size"), "--ranks"),
+    "--learning-rate": "--lr",
+    "--gradient-accumulation-steps": "--microbatches",
+    "--accumulate-grad-batches": "--microbatches",
+    **dict.fromkeys(("--amp", "--fp16", "--bf16"), "--precision bf16"),
+    **dict.fromkeys(("--output", "--output-dir", "--save-dir", "--logdir"), "--run"),
+}
+VALUE_MEANT = {
+    "gpu": "cuda",
+    **dict.fromkeys(("fp16", "float16", "half", "amp", "bfloat16"), "bf16"),
+    **dict.fromkeys(("float32", "float", "single"), "fp32"),
+    **dict.fromkeys(("float64", "double"), "fp64"),
+    "pytorch": "torch",
+    **dict.fromkeys(("tf", "keras"), "tensorflow"),
+}
 
 
 class Parser(ArgumentParser):
     """jsonargparse's parser, with errors as `UsageError` instead of a usage page and an exit."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(allow_abbrev=False, **settings)
+        super().__init__(allow_abbrev=False, formatter_class=helptext.Formatter, **settings)
+
+    def format_help(self, formatter: argparse.HelpFormatter | None = None) -> str:
+        """Return the help page: the options, or the commands of a command that has some."""
+        if helptext.subcommands(self):
+            return helptext.overview(self)
+        return super().format_help(formatter)
+
+    def parse_args(  # type: ignore[override]
+        self,
+        args: Sequence[str] | None = None,
+        namespace: Namespace | None = None,
+        **settings: Any,
+    ) -> Namespace:
+        """Parse as jsonargparse does, but read files first: the command line wins over them."""
+        words = sys.argv[1:] if args is None else list(args)
+        if "--config" in self._option_string_actions:
+            words = _files_first(words)
+        return super().parse_args(words, namespace, **settings)
 
     def parse_path(self, path: Any, *arguments: Any, **settings: Any) -> Any:
         """As jsonargparse, from a file that can do its parser no harm."""
@@ -28,33 +69,55 @@ class Parser(ArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise the message in one line, with suggestions where a name is unknown."""
-        raise UsageError(explain(message, sorted(_long_options(self)))) from None
+        if match := re.match(r'expected "(\S+)" to be one of', message):
+            self._refuse_without_command(match[1].split(".")[:-1])
+        command = helptext.as_typed(self.prog)
+        raise UsageError(explain(message, sorted(_long_options(self)), command)) from None
+
+    def _refuse_without_command(self, words: Sequence[str]) -> NoReturn:
+        """Print what commands there are after these words, and raise that one is missing."""
+        parser: ArgumentParser = self
+        for word in words:
+            parser = helptext.subcommands(parser)[word]
+        print(parser.format_help(), end="")
+        raise UsageError(f"a command is missing: one of {', '.join(helptext.subcommands(parser))}")
 
 
-def explain(message: str, options: Iterable[str]) -> str:
-    """Turn jsonargparse's message into one line; `options` are the valid option names."""
+def explain(message: str, options: Iterable[str], command: str) -> str:
+    """Turn jsonargparse's message into one line.
+
+    Args:
+        options: valid option names of the command.
+        command: the command whose words are wrong, as a user types it.
+    """
     options = list(options)
     message = " ".join(message.split())
     if match := re.match(r"unrecognized arguments: (\S+)", message, re.IGNORECASE):
-        return f"unknown option {match[1]}" + nearest(match[1].partition("=")[0], options)
+        return _unknown_option(match[1].partition("=")[0], options, command)
+    if match := re.match(r"argument (\S+): expected one argument", message):
+        return f"{match[1].replace('/', ' or ')} needs a value"
+    if match := re.match(r"argument (\S+): ignored explicit argument (.*)", message):
+        return f"{match[1]} takes no value, not {match[2]}: leave it out"
     if match := re.match(r"(?:Subcommand|Option|Key).*?does not accept option '(.+?)'", message):
-        keys = [option.removeprefix("--").replace("-", "_") for option in options]
+        names = [option.removeprefix("--") for option in options]
+        keys = [name.replace("-", "_") for name in names if not name.startswith("no-")]
         return f"unknown key {match[1]}" + nearest(match[1], keys)
-    if match := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
-        choices = re.findall(r"'(.*?)'", match[2])
-        return f"unknown command {match[1]}" + nearest(match[1], choices)
-    if match := re.search(r'expected "\S+" to be one of \{(.*?)\}', message):
-        return f"a command is missing: one of {match[1].replace(',', ', ')}"
+    if match := re.match(r"argument (\S+): invalid choice: '(.*?)' \(choose (.*)\)", message):
+        option, value, choices = match[1], match[2], re.findall(r"'(.*?)'", match[3])
+        wrong = (
+            f"{option} {value} is not known" if option in options else f"unknown command {value}"
+        )
+        return wrong + nearest(value, choices)
     if match := re.match(r"the following arguments are required: (.*)", message):
         keys = [name.split(".")[-1] for name in match[1].split(", ")]
         needed = [f"--{key}" if f"--{key}" in options else key for key in keys]
         return f"missing: {', '.join(needed)}"
     if match := re.match(r'Parser key "(.*?)": Expected an? (.*)\. Got value: (.*)', message):
-        return _wrong_value(match[1].split(".")[-1], match[2], match[3])
+        return _wrong_value(_as_typed(match[1], options), match[2], match[3])
     if match := re.match(
         r'Parser key "(.*?)": .*Subtypes: \[(.*?)\] Err.*Given value: (.*)', message
     ):
-        return _wrong_value(match[1].split(".")[-1], match[2], match[3])
+        return _wrong_value(_as_typed(match[1], options), match[2], match[3])
     return re.sub(r'^Parser key "(?:\S+\.)?(.*?)": ', r"--\1: ", message)
 
 
@@ -67,20 +130,104 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     return f"; valid are {', '.join(valid)}" if valid else ""
 
 
-def add_dataclass(parser: ArgumentParser, owner: type) -> None:
-    """Add one option for each field of a dataclass, its help taken from the metadata."""
+def unknown_key(source: object, key: object, valid: Iterable[str]) -> UsageError:
+    """Return the error of a key of a file, in one line whatever the key is."""
+    shown = " ".join(str(key).split())
+    return UsageError(f"{source}: unknown key {shown}{nearest(shown, valid)}")
+
+
+def add_config(parser: ArgumentParser) -> None:
+    """Add --config, and describe jsonargparse's --print_config in one line."""
+    parser.add_argument(
+        "--config",
+        action="config",
+        metavar="FILE",
+        help="YAML file with keys of these options; the command line wins",
+    )
+    printing = parser._option_string_actions["--print_config"]
+    printing.help, printing.metavar = "print these options as YAML and exit", ""
+
+
+def add_dataclass(parser: ArgumentParser, owner: type, heading: str = "") -> None:
+    """Add one option for each field of a dataclass, as its metadata says (`config.about`).
+
+    Args:
+        heading: of the fields that name none; without one they stand among the parser's options.
+    """
     hints = get_type_hints(owner)
+    groups: dict[str, Any] = {"": parser}
     for item in dataclasses.fields(owner):
-        flag = "--" + item.name.replace("_", "-")
-        text = item.metadata["help"]
-        if hints[item.name] is bool:
-            parser.add_argument(flag, action="store_true", help=text)
-        elif hints[item.name] == list[str]:
-            parser.add_argument(flag, type=_Texts(), action="extend", default=[], help=text)
-        elif item.default is dataclasses.MISSING:
-            parser.add_argument(flag, type=hints[item.name], required=True, help=text)
-        else:
-            parser.add_argument(flag, type=hints[item.name], default=item.default, help=text)
+        title = item.metadata.get("group") or heading
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        _add_option(groups[title], item, hints[item.name])
+
+
+def _add_option(group: Any, item: dataclasses.Field[Any], kind: Any) -> None:
+    """Add one option: its type, default and help are those of a field."""
+    about, flag = item.metadata, "--" + item.name.replace("_", "-")
+    text = about["help"]
+    if about.get("default"):
+        text += f" (default: {about['default']})"
+    kinds = get_args(kind) or (kind,)
+    if bool in kinds:
+        _add_switch(group, flag, kind, item.default, text)
+        return
+    if kind == list[str]:
+        shown = about.get("metavar") or "VALUE"
+        group.add_argument(
+            flag, type=_Texts(), action="extend", default=[], help=text, metavar=shown
+        )
+        return
+    flags = [flag, f"--{about['alias']}"] if about.get("alias") else [flag]
+    shown = about.get("metavar") or helptext.metavar(kind) or item.name.upper()
+    settings = {"type": kind, "help": text, "metavar": shown}
+    if item.default is dataclasses.MISSING:
+        group.add_argument(*flags, required=True, **settings)
+    else:
+        group.add_argument(*flags, default=item.default, **settings)
+
+
+def _add_switch(group: Any, flag: str, kind: Any, default: object, text: str) -> None:
+    """Add `--name`, `--name VALUE` and `--no-name`; the last one on the command line wins.
+
+    jsonargparse's ActionYesNo is not used: it takes no value beside true and false, and it reads
+    `--no-name false` as true.
+    """
+    others = [value for each in get_args(kind) if each is not bool for value in get_args(each)]
+    group.add_argument(
+        flag,
+        type=kind,
+        nargs="?",
+        const=True,
+        default=default,
+        help=text,
+        metavar="|".join(others),
+    )
+    group.add_argument(
+        f"--no-{flag.removeprefix('--')}",
+        dest=flag.removeprefix("--").replace("-", "_"),
+        action=SwitchOff,
+        type=_refuse_key,
+        default=default,
+        help=argparse.SUPPRESS,
+    )
+
+
+class SwitchOff(argparse.Action):
+    """Sets a boolean option to False."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(nargs=0, **settings)
+
+    def __call__(self, parser: Any, namespace: Any, *ignored: Any) -> None:
+        """Set it."""
+        setattr(namespace, self.dest, False)
+
+
+def _refuse_key(value: object) -> NoReturn:
+    """Refuse `no-name` as a key of a file, which jsonargparse takes for `name`."""
+    raise TypeError(f"keys of a file have no 'no-' in front: write false, not no- and {value}")
 
 
 def part_of(kind: type[Options], values: Mapping[str, Any]) -> Options:
@@ -102,21 +249,56 @@ class _Texts:
         return "str"  # in the help
 
 
+def _files_first(words: Sequence[str]) -> list[str]:
+    """Put every `--config FILE` before the other options."""
+    files: list[str] = []
+    others: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        if word == "--config":
+            files += [word, *itertools.islice(rest, 1)]
+        else:
+            (files if word.startswith("--config=") else others).append(word)
+    return files + others
+
+
 def _long_options(parser: ArgumentParser) -> set[str]:
     """The options of a parser and of its commands, which it may report errors for."""
     found: set[str] = set()
     for action in parser._actions:
         found.update(flag for flag in action.option_strings if flag.startswith("--"))
-        if isinstance(action.choices, dict):
-            for command in action.choices.values():
-                found |= _long_options(command)
+    for command in helptext.subcommands(parser).values():
+        found |= _long_options(command)
     return found - {"--help", "--version", "--print_shtab", "--print_config"}
 
 
-def _wrong_value(key: str, expected: str, value: Any) -> str:
-    flag = f"--{key.replace('_', '-')}"
-    literals = re.findall(r"'(.*?)'", expected) if "Literal" in expected else []
+def _unknown_option(name: str, options: Iterable[str], command: str) -> str:
+    if not name.startswith("-"):
+        return f"{command} does not expect {name}: options start with --"
+    longer = [option for option in options if option.startswith(name)][:3]
+    if not longer and OPTION_MEANT.get(name, "").partition(" ")[0] in options:
+        return f"unknown option {name}: use {OPTION_MEANT[name]}"
+    suggestion = f"; did you mean {' or '.join(longer)}?" if longer else nearest(name, options)
+    if suggestion.count(",") > MOST_NAMES:
+        suggestion = f": {command} --help lists the options"
+    return f"unknown option {name}{suggestion}"
+
+
+def _as_typed(key: str, options: Iterable[str]) -> str:
+    """What stands before a value on the command line: an option and a space, or nothing."""
+    flag = f"--{key.split('.')[-1].replace('_', '-')}"
+    return f"{flag} " if flag in options else ""
+
+
+def _wrong_value(typed: str, expected: str, value: Any) -> str:
+    found = re.search(r"Literal\[(.*?)\]", expected)
+    literals = re.findall(r"'(.*?)'", found[1]) if found else []
+    if "bool" in expected:
+        *others, last = ["true", "false", *literals]
+        return f"{typed}must be {', '.join(others)} or {last}, not {value}"
+    if VALUE_MEANT.get(value) in literals:
+        return f"{typed}{value} is not supported: use {VALUE_MEANT[value]}"
     if literals:
-        return f"{flag} {value} is not known" + nearest(str(value), literals)
+        return f"{typed}{value} is not known" + nearest(str(value), literals)
     kind = "a whole number" if "int" in expected else "a number" if "float" in expected else "text"
-    return f"{flag} must be {kind}, not {value}"
+    return f"{typed}must be {kind}, not {value}"

@@ -7,24 +7,27 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from hvdtrain import __version__, failure, launchers
-from hvdtrain.arguments import Parser, add_dataclass
+from hvdtrain.arguments import Parser, add_config, add_dataclass
 from hvdtrain.bench.options import LoaderConfig, NetworkConfig, StepConfig
 from hvdtrain.commands import COMMANDS
+from hvdtrain.completion import SHELLS, PrintCompletion
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import Interrupted, Preempted, UsageError
 from hvdtrain.jobs.options import JobOptions, SlurmOptions
 from hvdtrain.planner.options import PlanConfig
 
-PLAN_COMMANDS = {
-    "show": "Stages, labels, parameters, memory and the timeline of a plan.",
-    "simulate": "The same with times: each rank's work is timed here, the step played through.",
-    "check": "One step under the plan against the serial step, gradient by gradient.",
+DIR, DEST, RUN = "DIR", "DEST", "RUN"  # words of the help, which completion knows as paths
+RUNS = "run folders, or folders of them"
+PLAN_COMMANDS: dict[str, tuple[type, str]] = {
+    "show": (PlanConfig, "Show the stages, memory and timeline of a plan."),
+    "simulate": (PlanConfig, "Simulate a plan with times measured on this machine."),
+    "check": (PlanConfig, "Compare the gradients under a plan with serial ones."),
 }
 BENCH_COMMANDS: dict[str, tuple[type, str]] = {
-    "step": (StepConfig, "Images/s, part of the machine's matrix rate, where a step's time goes."),
-    "loader": (LoaderConfig, "Images/s that a data set can be fed with."),
-    "allreduce": (NetworkConfig, "Seconds of a sum over ranks, by size and algorithm."),
-    "exchange": (NetworkConfig, "Seconds of a hand-over from rank to rank, by size."),
+    "step": (StepConfig, "Measure images/s and where the time of a step goes."),
+    "loader": (LoaderConfig, "Measure the images/s that a data set can be read with."),
+    "allreduce": (NetworkConfig, "Measure an all-reduce by size and algorithm."),
+    "exchange": (NetworkConfig, "Measure a transfer between ranks by size."),
 }
 
 
@@ -60,129 +63,173 @@ def _parser() -> Parser:
         description="Train image classifiers on many processes.",
         exit_on_error=True,
     )
-    parser.add_argument("--version", action="version", version=f"hvdtrain {__version__}")
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"hvdtrain {__version__}",
+        help="print the version and exit",
+    )
+    parser.add_argument(
+        "--print-completion",
+        action=PrintCompletion,
+        choices=SHELLS,
+        help="print the script that completes commands and options in a shell, and exit",
+    )
     commands = parser.add_subcommands(dest="command")
-    examine = Parser(description="Check that this machine is fit, with a cure for each fault.")
-    examine.add_argument("--json", action="store_true", help="print one JSON object")
-    examine.add_argument(
-        "--job", action="store_true", help="look at the ranks of this job, under its launcher"
+    commands.add_subcommand("doctor", _doctor())
+    _add_data_commands(
+        _group(commands, "data", "Fetch, pack, make, check and describe data sets.")
     )
-    commands.add_subcommand("doctor", examine, help="is this machine fit?")
-    data = Parser(description="Fetch, pack, make, check and describe data sets.")
-    commands.add_subcommand("data", data, help="fetch, pack, synth, verify, info")
-    _add_data_commands(data)
     training = Parser(description="Train a model.")
-    training.add_argument("--config", action="config", help="YAML file with keys of these options")
+    add_config(training)
     add_dataclass(training, TrainConfig)
-    commands.add_subcommand("train", training, help="train a model")
-    exporting = Parser(description="Write a run's weights under torchvision's names.")
-    exporting.add_argument("run", type=str, help="run folder")
-    exporting.add_argument("file", type=str, help="file to write, such as resnet50.pth")
-    exporting.add_argument(
-        "--which", type=Literal["best", "last"], default="best", help="which checkpoint"
+    commands.add_subcommand("train", training)
+    commands.add_subcommand("export", _export())
+    _add_job_commands(
+        _group(commands, "jobs", "Run as jobs of Slurm, and see how they are doing.")
     )
-    commands.add_subcommand("export", exporting, help="write a run's weights as a file")
-    jobs = Parser(description="Run as jobs of Slurm, and see how they fare.")
-    commands.add_subcommand("jobs", jobs, help="submit, sweep, status, logs, cancel")
-    _add_job_commands(jobs)
-    commands.add_subcommand("report", _report(), help="make a scaling report of runs")
-    reproduce = Parser(description="Make the runs of a published experiment, and its tables.")
-    commands.add_subcommand("reproduce", reproduce, help="paper-a")
-    _add_reproductions(reproduce)
-    plan = Parser(description="Look at a plan: which ranks hold what, and when they work.")
-    commands.add_subcommand("plan", plan, help="show, check, simulate")
-    _add_commands(plan, "plan", {name: (PlanConfig, text) for name, text in PLAN_COMMANDS.items()})
-    bench = Parser(description="Measure what a step costs here, and where its time goes.")
-    commands.add_subcommand("bench", bench, help="step, loader, allreduce, exchange")
-    _add_commands(bench, "bench", BENCH_COMMANDS)
+    commands.add_subcommand("report", _report())
+    papers = _group(commands, "reproduce", "Repeat a published experiment, and write its tables.")
+    papers.add_subcommand("paper-a", _paper_a())
+    plans = _group(commands, "plan", "Look at a plan: which ranks hold what, and when they work.")
+    _add_commands(plans, PLAN_COMMANDS)
+    benches = _group(commands, "bench", "Measure what a step costs here, and where its time goes.")
+    _add_commands(benches, BENCH_COMMANDS)
     return parser
 
 
-def _add_data_commands(data: Parser) -> None:
-    commands = data.add_subcommands(dest="data_command")
-    fetch = Parser(description="Download an official binary archive; resumes, checks the MD5.")
-    fetch.add_argument("name", type=Literal["cifar10", "cifar100"], help="cifar10 or cifar100")
-    fetch.add_argument("--to", required=True, type=str, help="folder for the archive")
-    commands.add_subcommand("fetch", fetch, help="download CIFAR-10 or CIFAR-100")
-    pack = Parser(description="Turn an official archive or its binary files into HDF5 shards.")
-    pack.add_argument("source", type=str, help="archive, or folder of the binary files")
-    pack.add_argument("destination", type=str, help="new folder for the shards")
-    pack.add_argument("--shard-mb", type=int, default=64, help="size of a shard in MB")
-    commands.add_subcommand("pack", pack, help="turn an archive into shards")
-    synth = Parser(description="Make a labelled set that a model can learn, from a seed.")
-    synth.add_argument("destination", type=str, help="new folder for the shards")
-    synth.add_argument("--images", type=int, required=True, help="training images")
-    synth.add_argument("--classes", type=int, required=True, help="classes")
-    synth.add_argument("--size", type=int, default=32, help="height and width in pixels")
-    synth.add_argument("--seed", type=int, default=0, help="seed of the set")
-    synth.add_argument("--shard-mb", type=int, default=64, help="size of a shard in MB")
-    commands.add_subcommand("synth", synth, help="make a synthetic set")
-    verify = Parser(description="Check every shard and chunk against the index.")
-    verify.add_argument("destination", type=str, help="folder of a data set")
-    commands.add_subcommand("verify", verify, help="check a data set")
+def _group(commands: Any, name: str, text: str) -> Any:
+    """Add a command that has commands; where to add these."""
+    group = Parser(description=text)
+    commands.add_subcommand(name, group)
+    return group.add_subcommands(dest=f"{name}_command")
+
+
+def _doctor() -> Parser:
+    doctor = Parser(
+        description="Check that this machine is fit. There is a cure beside each fault."
+    )
+    doctor.add_argument("--json", action="store_true", help="print one JSON object")
+    doctor.add_argument(
+        "--job", action="store_true", help="look at the ranks of this job, under its launcher"
+    )
+    return doctor
+
+
+def _add_data_commands(commands: Any) -> None:
+    fetch = Parser(description="Download CIFAR-10 or CIFAR-100. Resumes, and checks the MD5.")
+    fetch.add_argument("name", type=Literal["cifar10", "cifar100"], help="which data set")
+    fetch.add_argument("--to", required=True, type=str, metavar=DIR, help="folder for the archive")
+    commands.add_subcommand("fetch", fetch)
+    pack = Parser(description="Pack an official archive into HDF5 shards.")
+    pack.add_argument(
+        "source", type=str, metavar="SRC", help="archive, or folder of the binary files"
+    )
+    pack.add_argument("destination", type=str, metavar=DEST, help="new folder for the shards")
+    pack.add_argument(
+        "--shard-mb", type=int, default=64, metavar="N", help="size of a shard in MB"
+    )
+    commands.add_subcommand("pack", pack)
+    synth = Parser(description="Make a synthetic data set that a small model can learn.")
+    synth.add_argument("destination", type=str, metavar=DEST, help="new folder for the shards")
+    for name, default, text in (
+        ("images", None, "training images"),
+        ("classes", None, "classes"),
+        ("size", 32, "height and width in pixels"),
+        ("seed", 0, "seed of the data set"),
+        ("shard-mb", 64, "size of a shard in MB"),
+    ):
+        needed: dict[str, Any] = {"required": True} if default is None else {"default": default}
+        synth.add_argument(f"--{name}", type=int, metavar="N", help=text, **needed)
+    commands.add_subcommand("synth", synth)
+    verify = Parser(description="Check every shard of a data set against its index.")
+    verify.add_argument("destination", type=str, metavar=DEST, help="folder of a data set")
+    commands.add_subcommand("verify", verify)
     info = Parser(description="Show what a data set holds.")
-    info.add_argument("destination", type=str, help="folder of a data set")
+    info.add_argument("destination", type=str, metavar=DEST, help="folder of a data set")
     info.add_argument("--json", action="store_true", help="print one JSON object")
-    commands.add_subcommand("info", info, help="describe a data set")
+    commands.add_subcommand("info", info)
 
 
-def _add_job_commands(jobs: Parser) -> None:
-    commands = jobs.add_subcommands(dest="jobs_command")
-    submit = Parser(description="Make a run a job; every option of train is one here.")
-    submit.add_argument("--config", action="config", help="YAML file with keys of these options")
-    add_dataclass(submit, JobOptions)
+def _export() -> Parser:
+    export = Parser(description="Write a run's weights as a file with torchvision's names.")
+    export.add_argument("run", type=str, metavar=RUN, help="run folder")
+    export.add_argument(
+        "file", type=str, metavar="FILE", help="file to write, such as resnet50.pth"
+    )
+    export.add_argument(
+        "--which", type=Literal["best", "last"], default="best", help="which checkpoint"
+    )
+    return export
+
+
+def _add_job_commands(commands: Any) -> None:
+    submit = Parser(description="Submit a run as a job. Takes the options of train too.")
+    add_config(submit)
+    add_dataclass(submit, JobOptions, "job")
     add_dataclass(submit, TrainConfig)
-    commands.add_subcommand("submit", submit, help="make a run a job")
-    sweep = Parser(description="Make every run of a study a job, repeats as arrays.")
-    sweep.add_argument("study", type=str, help="YAML file; a list means each of its values")
-    sweep.add_argument("--to", required=True, type=str, help="folder for the runs")
+    commands.add_subcommand("submit", submit)
+    sweep = Parser(description="Submit every run of a study as jobs, repeats as arrays.")
+    sweep.add_argument(
+        "study", type=str, metavar="STUDY", help="YAML file; a list means each of its values"
+    )
+    sweep.add_argument("--to", required=True, type=str, metavar=DIR, help="folder for the runs")
     sweep.add_argument("--dry-run", action="store_true", help="print the scripts, submit nothing")
-    add_dataclass(sweep, SlurmOptions)
-    commands.add_subcommand("sweep", sweep, help="make the runs of a study jobs")
-    status = Parser(description="A line for each run: its job, how far it is, how it fares.")
-    status.add_argument("runs", type=str, nargs="*", help="run folders, or folders of them; runs")
+    add_dataclass(sweep, SlurmOptions, "job")
+    commands.add_subcommand("sweep", sweep)
+    status = Parser(description="Show the job, progress and state of each run.")
+    status.add_argument("runs", type=str, nargs="*", metavar=RUN, help=f"{RUNS} (default: runs)")
     status.add_argument("--json", action="store_true", help="print one JSON list")
-    commands.add_subcommand("status", status, help="how jobs fare")
-    logs = Parser(description="What a rank of a run's newest job has printed.")
-    logs.add_argument("run", type=str, help="run folder")
-    logs.add_argument("--rank", type=int, default=0, help="which rank")
-    logs.add_argument("--follow", action="store_true", help="go on until the job is over")
-    commands.add_subcommand("logs", logs, help="what a rank has printed")
-    cancel = Parser(description="End the jobs of runs; what was saved stays.")
-    cancel.add_argument("runs", type=str, nargs="+", help="run folders, or folders of them")
-    commands.add_subcommand("cancel", cancel, help="end jobs")
+    commands.add_subcommand("status", status)
+    logs = Parser(description="Print what a rank of a job has printed.")
+    logs.add_argument("run", type=str, metavar=RUN, help="run folder")
+    logs.add_argument("--rank", type=int, default=0, metavar="N", help="which rank")
+    logs.add_argument("--follow", action="store_true", help="continue until the job is over")
+    commands.add_subcommand("logs", logs)
+    cancel = Parser(description="Cancel the jobs of runs. What they saved stays.")
+    cancel.add_argument("runs", type=str, nargs="+", metavar=RUN, help=RUNS)
+    commands.add_subcommand("cancel", cancel)
 
 
 def _report() -> Parser:
-    report = Parser(description="Make a scaling report of finished runs: Markdown, CSV, pictures.")
-    report.add_argument("runs", type=str, nargs="+", help="run folders, or folders of them")
-    report.add_argument("--to", required=True, type=str, help="folder for the report")
-    report.add_argument("--efficiency", type=float, default=0.75, help="that is wanted, 0 to 1")
-    report.add_argument("--price", type=float | None, default=None, help="of a core-hour")
+    report = Parser(
+        description="Write a scaling report of finished runs. Markdown, CSV, pictures."
+    )
+    report.add_argument("runs", type=str, nargs="+", metavar=RUN, help=RUNS)
+    report.add_argument("--to", required=True, type=str, metavar=DIR, help="folder for the report")
+    report.add_argument(
+        "--efficiency", type=float, default=0.75, metavar="X", help="efficiency to reach, 0 to 1"
+    )
+    report.add_argument(
+        "--price", type=float | None, default=None, metavar="X", help="price of a core-hour"
+    )
     return report
 
 
-def _add_reproductions(reproduce: Parser) -> None:
-    commands = reproduce.add_subcommands(dest="reproduce_command")
+def _paper_a() -> Parser:
     paper = Parser(
-        description="One device against MirroredStrategy and Horovod on CIFAR-10 "
-        "(doi 10.55145/ajest.2026.05.01.009): table 2, figures 4 and 5, a verdict on the claim."
+        description="Compare one device, MirroredStrategy and Horovod. Writes table 2, "
+        "figures 4 and 5 and a verdict on the claim of doi 10.55145/ajest.2026.05.01.009."
     )
-    paper.add_argument("--data", required=True, type=str, help="packed CIFAR-10")
-    paper.add_argument("--to", required=True, type=str, help="folder for runs and report")
-    paper.add_argument("--epochs", type=int, default=10, help="of each run; the paper has 10")
-    paper.add_argument("--repeats", type=int, default=3, help="runs of each arm")
-    paper.add_argument("--ranks", type=int, default=2, help="ranks, and mirrors")
-    commands.add_subcommand("paper-a", paper, help="data parallelism on CPUs")
+    paper.add_argument("--data", required=True, type=str, metavar=DIR, help="packed CIFAR-10")
+    paper.add_argument(
+        "--to", required=True, type=str, metavar=DIR, help="folder for runs and report"
+    )
+    for name, default, text in (
+        ("epochs", 10, "epochs of each run, as in the paper"),
+        ("repeats", 3, "runs of each arm"),
+        ("ranks", 2, "ranks, and devices of MirroredStrategy"),
+    ):
+        paper.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
+    return paper
 
 
-def _add_commands(owner: Parser, name: str, options: dict[str, tuple[type, str]]) -> None:
-    """Commands of a command, each with the options of a dataclass."""
-    commands = owner.add_subcommands(dest=f"{name}_command")
+def _add_commands(commands: Any, options: dict[str, tuple[type, str]]) -> None:
+    """Add commands whose options are the fields of a dataclass."""
     for name, (config, text) in options.items():
         command = Parser(description=text)
         add_dataclass(command, config)
-        commands.add_subcommand(name, command, help=text)
+        commands.add_subcommand(name, command)
 
 
 def _innermost(parsed: dict[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -19,9 +19,29 @@ DEFAULT_EPOCHS = 10
 MOST_RANKS = 2**20  # where a launcher knows how many there are
 
 
-def about(text: str) -> dict[str, str]:
-    """The metadata of a field that is an option with this help."""
-    return {"help": text}
+# Headings of the help, in which options are listed in the order of their fields.
+DATA = "model and data"
+PLAN = "plan"
+LENGTH = "length and batch"
+DEVICES = "precision and devices"
+OPTIMISATION = "optimisation"
+FAULTS = "fault tolerance"
+OUTPUT = "output"
+
+
+def about(
+    text: str, group: str = "", metavar: str = "", default: str = "", alias: str = ""
+) -> dict[str, str]:
+    """Return the metadata of a field that is an option.
+
+    Args:
+        text: help, without the default.
+        group: heading of the help.
+        metavar: word that stands for a value, where its type does not say one.
+        default: what holds without the option, in words, where the field's default is None.
+        alias: another name of the option, without its dashes.
+    """
+    return {"help": text, "group": group, "metavar": metavar, "default": default, "alias": alias}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,239 +54,305 @@ class TrainConfig:
 
     model: str = field(
         metadata=about(
-            "cnn, resnet18, resnet50, vit_tiny, vit_b16, or package.module:function of your own"
+            "cnn, resnet18, resnet50, vit_tiny, vit_b16, or package.module:function of your own",
+            DATA,
+            "NAME",
         )
     )
     framework: Literal["torch", "tensorflow"] = field(
-        default="torch", metadata=about("torch, or tensorflow: Keras 3, data parallel")
+        default="torch", metadata=about("torch, or tensorflow: Keras 3, data parallel", DATA)
     )
-    data: str = field(metadata={"help": "folder of a packed data set (hvdtrain data pack)"})
+    data: str = field(
+        metadata=about("folder of a packed data set (hvdtrain data pack)", DATA, "DIR")
+    )
     stage: str | None = field(
         default=None,
         metadata=about(
-            "copy the data set into this folder of each host's own disk first, checked; "
-            "$VARIABLES are those of the host"
+            "copy the data set into this folder on each host's own disk first, and check the "
+            "copy; $VARIABLES are those of the host",
+            DATA,
+            "DIR",
         ),
     )
     plan: str | None = field(
         default=None,
         metadata=about(
-            "single, dp, mp, hp:SxR (S stages of R replicas), auto (measured and chosen here), "
-            "adaptive (and changed while training) "
-            "or a JSON file; of tensorflow "
-            "single, dp, or mirrored[:N]: MirroredStrategy on N devices of one process; "
-            "default: single on one rank, dp on more"
+            "single, dp, mp, hp:SxR (S stages of R replicas), auto (measured and chosen before "
+            "training), adaptive (changed while training too), or a JSON file; with tensorflow "
+            "single, dp, or mirrored[:N] (MirroredStrategy on N devices of one process)",
+            PLAN,
+            default="single on one rank, dp on more",
         ),
     )
     ranks: int | None = field(
         default=None,
         metadata=about(
-            "start this many ranks on this machine; default: those of the launcher, else 1"
+            "start this many ranks on this machine",
+            PLAN,
+            default="those of the launcher, else 1",
         ),
     )
     epochs: int | None = field(
         default=None,
-        metadata=about("passes over the training set; default: 10, or as --max-steps says"),
+        metadata=about(
+            "passes over the training set",
+            LENGTH,
+            default=f"{DEFAULT_EPOCHS}, or what --max-steps takes",
+        ),
     )
-    max_steps: int | None = field(default=None, metadata=about("end after this many steps"))
-    batch_size: int = field(default=64, metadata=about("images a step, over all ranks together"))
+    max_steps: int | None = field(
+        default=None, metadata=about("stop after this many steps", LENGTH)
+    )
+    batch_size: int = field(
+        default=64, metadata=about("images per step, over all ranks together", LENGTH)
+    )
     microbatches: int | None = field(
         default=None,
         metadata=about(
-            "parts a step is cut into, one forward and backward each; "
-            "default: as the plan file says, else 1, or 4 a stage where there are several"
+            "gradient accumulation: micro-batches that each step is cut into, with one forward "
+            "and one backward pass each",
+            LENGTH,
+            default="that of the plan file, else 1, or 4 per stage where there are several",
+            alias="accumulate",
         ),
     )
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] | None = field(
         default=None,
         metadata=about(
-            "order of forwards and backwards: gpipe, 1f1b, interleaved or zb-h1; "
-            "default: as the plan file says, else 1f1b"
+            "order of forward and backward passes in a pipeline",
+            PLAN,
+            default="that of the plan file, else 1f1b",
         ),
     )
     memory_limit: float | None = field(
         default=None,
-        metadata=about("GiB that a rank may hold, process included, under --plan auto"),
+        metadata=about(
+            "GiB that a rank may use, the process included, under --plan auto", PLAN, "GIB"
+        ),
     )
     profile: str | None = field(
         default=None,
         metadata=about(
-            "file of what --plan auto measures: read if it is there, written if it is not"
+            "file of what --plan auto measures: read if it exists, else written", PLAN, "FILE"
         ),
     )
     precision: Precision = field(
-        default="fp32", metadata=about("fp32, bf16 (autocast, fp32 weights) or fp64")
+        default="fp32", metadata=about("bf16: autocast with fp32 weights", DEVICES)
     )
     optimizer: Literal["sgd", "adam", "adamw"] = field(
-        default="adam", metadata=about("sgd, adam or adamw")
+        default="adam", metadata=about("sgd: with Nesterov momentum", OPTIMISATION)
     )
-    lr: float = field(default=0.001, metadata=about("learning rate, used as given"))
+    lr: float = field(default=0.001, metadata=about("learning rate, used as given", OPTIMISATION))
     lr_base_batch: int | None = field(
         default=None,
         metadata=about(
-            "scale the learning rate by batch size / this (Goyal et al., arXiv 1706.02677)"
+            "scale the learning rate by batch size / N (Goyal et al., arXiv 1706.02677)",
+            OPTIMISATION,
         ),
     )
     lr_schedule: Literal["constant", "cosine", "step"] = field(
         default="constant",
         metadata=about(
-            "constant; cosine to zero; or step: a tenth at 50 %% and at 75 %% of the run"
+            "constant; cosine to zero; or step: divided by 10 at 50 % and at 75 % of the run",
+            OPTIMISATION,
         ),
     )
-    warmup_epochs: float = field(default=0.0, metadata=about("epochs of linear warm-up from zero"))
-    momentum: float = field(default=0.9, metadata=about("momentum of sgd (Nesterov)"))
-    weight_decay: float = field(default=0.0, metadata=about("weight decay"))
+    warmup_epochs: float = field(
+        default=0.0, metadata=about("epochs of linear warm-up from zero", OPTIMISATION)
+    )
+    momentum: float = field(default=0.9, metadata=about("momentum of sgd", OPTIMISATION))
+    weight_decay: float = field(default=0.0, metadata=about("weight decay", OPTIMISATION))
     label_smoothing: float = field(
         default=0.0,
-        metadata=about("part of each target that is spread over all classes, 0 to below 1"),
+        metadata=about(
+            "share of each target that is spread over all classes, 0 to below 1", OPTIMISATION
+        ),
     )
     clip_norm: float | None = field(
         default=None,
-        metadata=about("scale gradients down to this norm, taken over the whole model"),
+        metadata=about("scale gradients down to this norm over the whole model", OPTIMISATION),
     )
     gradient_limit: float | None = field(
         default=None,
-        metadata=about("a step whose gradients have a larger norm than this is a bad step"),
+        metadata=about("a step whose gradients have a larger norm than this is bad", FAULTS),
     )
     on_bad_step: Literal["stop", "skip"] = field(
         default="stop",
         metadata=about(
-            "where gradients or loss are no numbers, or above --gradient-limit: stop, naming the "
-            "component, or skip the step"
+            "if loss or gradients are not finite, or above --gradient-limit: stop, naming the "
+            "component, or skip the step",
+            FAULTS,
         ),
     )
     batch_norm: Literal["local", "sync"] = field(
         default="local",
         metadata=about(
-            "local: over a replica's part of a micro-batch; sync: over the whole micro-batch"
+            "local: over a replica's share of a micro-batch; sync: over the whole micro-batch",
+            PLAN,
         ),
     )
     recompute: str | None = field(
         default=None,
         metadata=about(
-            "components that keep no activations and run forward again in backward: "
-            "names or patterns with commas between, such as 'layer1.*,layer2.*', or all"
+            "components that keep no activations and repeat the forward pass in the backward "
+            "pass: names or patterns with commas, such as 'layer1.*,layer2.*', or all",
+            PLAN,
+            "COMPONENTS",
         ),
     )
     holdout: float = field(
         default=0.0,
-        metadata=about("part of the training set held out as validation, 0 to 0.9"),
+        metadata=about("share of the training set held out as validation, 0 to 0.9", DATA),
     )
     augment: Literal["none", "crop-flip"] = field(
-        default="none", metadata=about("none or crop-flip")
+        default="none", metadata=about("crop-flip: random crops and flips", DATA)
     )
     cutout: int | None = field(
         default=None,
-        metadata=about("side in pixels of a square of each image that is blanked in training"),
+        metadata=about("side in pixels of a square that is blanked in each training image", DATA),
     )
     normalise: Literal["meanstd", "unit"] = field(
         default="meanstd",
-        metadata=about("meanstd: per channel, of the training set; unit: pixels / 255"),
+        metadata=about("meanstd: per channel, of the training set; unit: pixels / 255", DATA),
     )
     image_size: int | None = field(
-        default=None, metadata=about("image size of the model; default: that of the data")
+        default=None,
+        metadata=about("image size of the model", DATA, default="that of the data set"),
     )
     patch_size: int | None = field(
-        default=None, metadata=about("patch size of a vision transformer")
+        default=None,
+        metadata=about(
+            "patch size of a vision transformer", DATA, default="4 up to 64 pixels, else 16"
+        ),
     )
     weights: str | None = field(
         default=None,
         metadata=about(
-            "start from the weights of this file (torchvision's names; hvdtrain export writes "
-            "one); a last layer of other classes starts anew"
+            "start from the weights in this file (torchvision's names; hvdtrain export writes "
+            "one); a last layer for other classes starts anew",
+            DATA,
+            "FILE",
         ),
     )
     compile: bool = field(
         default=False,
-        metadata=about("compile each component with torch.compile (minutes at the start)"),
+        metadata=about("compile each component with torch.compile (takes minutes)", DEVICES),
     )
     device: Device | None = field(
-        default=None, metadata=about("cpu or cuda; default: cuda where there is one")
+        default=None, metadata=about("device to train on", DEVICES, default="cuda if there is one")
     )
     threads: int | None = field(
-        default=None, metadata=about("threads a rank; default: its share of the cores")
+        default=None,
+        metadata=about("threads per rank", DEVICES, default="the rank's share of the cores"),
     )
     allreduce: Literal["ring", "auto"] = field(
         default="auto",
-        metadata=about("ring: ask the MPI library for its ring algorithm; auto: let it choose"),
+        metadata=about(
+            "ring: request the MPI library's ring algorithm; auto: let the library choose", DEVICES
+        ),
     )
     seed: int = field(
         default=0,
-        metadata=about("seed of the weights, the sample order, augmentation and hold-out"),
+        metadata=about("seed of the weights, sample order, augmentation and hold-out", DATA),
     )
     log_every: int = field(
-        default=20, metadata=about("steps from one step line of metrics.jsonl to the next")
+        default=20, metadata=about("steps between two step lines of metrics.jsonl", OUTPUT)
     )
     eval_every: int = field(
         default=1,
         metadata=about(
-            "epochs from one evaluation to the next; the last epoch is evaluated too; "
-            "0: none is, for timing"
+            "epochs between two evaluations; the last epoch is always evaluated; 0: never "
+            "evaluate, for timing",
+            OUTPUT,
         ),
     )
     stall_timeout: float = field(
         default=300.0,
         metadata=about(
-            "end the job if an action of a step takes longer than this many seconds "
-            "(ten times as long with --compile)"
+            "end the job if an action of a step takes longer than this "
+            "(ten times as long with --compile)",
+            FAULTS,
+            "SECONDS",
         ),
     )
     trace: str | None = field(
         default=None,
-        metadata=about("write what all ranks did in the first 20 steps as a Chrome trace"),
+        metadata=about(
+            "write what all ranks did in the first 20 steps as a Chrome trace", OUTPUT, "FILE"
+        ),
     )
     run: str | None = field(
-        default=None, metadata=about("run folder; default: runs/ and a name of time and model")
+        default=None,
+        metadata=about(
+            "run folder", OUTPUT, "DIR", default="a new one in runs/, by time and model"
+        ),
     )
-    resume: bool = field(
+    resume: bool | Literal["auto"] = field(
         default=False,
-        metadata=about("continue the run in the run folder from its last checkpoint"),
+        metadata=about(
+            "resume the run in the run folder from its last checkpoint; "
+            "auto: if the folder holds a run, else start one",
+            FAULTS,
+        ),
     )
     checkpoint_every: str = field(
         default="1 epoch",
         metadata=about(
-            "save after so many epochs, or besides after each epoch: 'N epochs', 'N steps' or "
-            "'N minutes'"
+            "save every 'N epochs', or after each epoch and besides every 'N steps' or "
+            "'N minutes'",
+            FAULTS,
+            "INTERVAL",
         ),
     )
     keep_checkpoints: int = field(
-        default=2, metadata=about("keep so many of the newest checkpoints, and the best one")
+        default=2, metadata=about("newest checkpoints to keep, besides the best one", FAULTS)
     )
     replicate: str | None = field(
         default=None,
         metadata=about(
-            "keep a second copy of each part of a checkpoint in this folder of another host's own "
-            "disk, and go on from it where the first one is lost"
+            "keep a second copy of each checkpoint file in this folder on another host's own "
+            "disk, and resume from it if the first one is lost",
+            FAULTS,
+            "DIR",
         ),
     )
     restarts: int = field(
         default=0,
-        metadata=about("start again from the last checkpoint, so often, after a rank failed"),
+        metadata=about(
+            "after a rank failed, start again from the last checkpoint, up to N times", FAULTS
+        ),
     )
     min_ranks: int | None = field(
         default=None,
         metadata=about(
-            "with --restarts: go on with a rank fewer each time, down to so many; "
-            "default: with all"
+            "with --restarts: start again with one rank fewer each time, down to N",
+            FAULTS,
+            default="with all ranks",
         ),
     )
     on_alert: str | None = field(
         default=None,
         metadata=about(
-            "shell command that is run when something goes wrong; it finds HVDTRAIN_CAUSE, "
-            "HVDTRAIN_MESSAGE and HVDTRAIN_RUN in its environment"
+            "shell command to run when something goes wrong, with HVDTRAIN_CAUSE, "
+            "HVDTRAIN_MESSAGE and HVDTRAIN_RUN in its environment",
+            FAULTS,
+            "COMMAND",
         ),
     )
     inject: str | None = field(
         default=None,
         metadata=about(
-            "make a fault happen, to rehearse: kill, segfault, memory, stop, slow, nan, corrupt, "
-            "truncate or fill, such as 'kill step=20 rank=1'"
+            "inject a fault, to rehearse: kill, segfault, memory, stop, slow, nan, corrupt, "
+            "truncate or fill, such as 'kill step=20 rank=1'",
+            FAULTS,
+            "FAULT",
         ),
     )
     ledger: str | None = field(
         default=None,
-        metadata=about("write a CSV line (epoch,step,rank,sample) for every sample trained on"),
+        metadata=about(
+            "write a CSV line (epoch,step,rank,sample) for every sample trained on", OUTPUT, "FILE"
+        ),
     )
 
     def check(self) -> "TrainConfig":

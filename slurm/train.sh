@@ -11,8 +11,7 @@ for argument; do
         exit 2
     fi
 done
-set -- "$@" --run "$run"
-[[ ! -e $run/config.yaml ]] || set -- "$@" --resume
+set -- "$@" --run "$run" --resume auto
 
 # Since Slurm 22.05 srun has to be told again how many CPUs a task has.
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}

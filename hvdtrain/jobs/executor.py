@@ -128,6 +128,6 @@ def _executor(request: Request) -> Any:
 
 
 def _arguments(training: TrainConfig) -> tuple[str, ...]:
-    """A run without a checkpoint begins with --resume, too: its folder is there."""
+    """Return the command line of a job, which is the same each time the job is requeued."""
     run = str(training.run)
-    return ("train", "--config", str(Path(run) / "config.yaml"), "--run", run, "--resume")
+    return ("train", "--config", str(Path(run) / "config.yaml"), "--run", run, "--resume", "auto")

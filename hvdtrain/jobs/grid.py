@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hvdtrain import harmless
-from hvdtrain.arguments import Parser, add_dataclass, nearest, part_of
+from hvdtrain.arguments import Parser, add_dataclass, part_of, unknown_key
 from hvdtrain.config import TrainConfig, about
 from hvdtrain.errors import UsageError
 from hvdtrain.files import plain_name
@@ -104,7 +104,7 @@ def _axes(path: str) -> dict[str, list[Any]]:
     known = [item.name for kind in KINDS for item in fields(kind)]
     for name in content:
         if name not in known:
-            raise UsageError(f"{path}: unknown key {name}{nearest(str(name), known)}")
+            raise unknown_key(path, name, known)
         if name in OF_ONE_RUN:
             raise UsageError(f"{path}: {name} is of a single run: leave it out")
         if name in OF_THE_STUDY and isinstance(content[name], list):

@@ -41,17 +41,21 @@ class SlurmOptions:
             "default: the file that HVDTRAIN_SITE names"
         ),
     )
-    partition: str | None = field(default=None, metadata=about("default: that of the site"))
-    account: str | int | None = field(default=None, metadata=about("default: that of the site"))
+    partition: str | None = field(
+        default=None, metadata=about("partition of the job", default="that of the site")
+    )
+    account: str | int | None = field(
+        default=None, metadata=about("account to charge", default="that of the site")
+    )
     qos: str | None = field(
-        default=None, metadata=about("quality of service; default: that of the site")
+        default=None, metadata=about("quality of service", default="that of the site")
     )
     constraint: str | None = field(
         default=None,
-        metadata=about("features that the nodes must have; default: that of the site"),
+        metadata=about("features that the nodes must have", default="that of the site"),
     )
     mem: str | int | None = field(
-        default=None, metadata=about("memory per node, such as 16G; default: that of the site")
+        default=None, metadata=about("memory per node, such as 16G", default="that of the site")
     )
     sbatch: list[str] = field(
         default_factory=list,

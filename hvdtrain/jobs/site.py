@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from hvdtrain import harmless
-from hvdtrain.arguments import nearest
+from hvdtrain.arguments import unknown_key
 from hvdtrain.errors import UsageError
 from hvdtrain.jobs.options import OF_SBATCH
 
@@ -56,7 +56,7 @@ def load(path: str | None) -> Site:
     known = get_type_hints(Site)
     for name, value in content.items():
         if name not in known:
-            raise UsageError(f"{path}: unknown key {name}{nearest(str(name), known)}")
+            raise unknown_key(path, name, known)
         if name in OF_SBATCH and type(value) is int:  # such as the number of an account
             content[name] = value = str(value)
         _check(path, str(name), value)

@@ -102,7 +102,7 @@ def _check_job(request: Request) -> None:
     for training in request.runs:
         if training.restarts:
             raise UsageError("--restarts is for hvdtrain's own launcher: a job is requeued")
-        if training.resume:
+        if training.resume is True:
             raise UsageError("--resume is not needed: the same run goes on where it was")
         job.ranks_per_node(training)
     if site.warning_seconds > 30 * job.minutes():

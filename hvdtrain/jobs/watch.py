@@ -17,6 +17,7 @@ from hvdtrain.jobs.slurm import State
 
 TAIL = 2**20  # bytes of metrics that are looked at
 SAVED = ", state saved; "
+START_ONE = "start a job with hvdtrain jobs submit, or name the folder that holds the runs"
 FRESH_SECONDS = 60.0  # a sign of life this old is that of a run
 
 
@@ -44,16 +45,16 @@ def runs_of(paths: Iterable[str]) -> list[tuple[Path, Record]]:
         UsageError: if there is none.
         DataError: if a record cannot be understood.
     """
-    found = []
+    paths, found = list(paths), []
     for path in map(Path, paths):
         if not path.is_dir():
-            raise UsageError(f"{path}: there is no such folder")
+            raise UsageError(f"there is no folder {path}: {START_ONE}")
         candidates = [path] if (path / record.RECORD).exists() else sorted(path.iterdir())
         for folder in candidates:
             if folder.is_dir() and (kept := record.read(folder)) is not None:
                 found.append((folder, kept))
     if not found:
-        raise UsageError("no run with a job there: hvdtrain jobs submit makes one")
+        raise UsageError(f"{', '.join(paths)} holds no run with a job: {START_ONE}")
     return found
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.arguments import nearest
+from hvdtrain.arguments import nearest, unknown_key
 from hvdtrain.errors import UsageError
 from hvdtrain.files import write_text
 from hvdtrain.frameworks import mirrored_devices
@@ -171,8 +171,7 @@ def _check_keys(content: Any, known: set[str], source: str) -> None:
         raise UsageError(f"{source}: expected an object with the keys {', '.join(sorted(known))}")
     for key in content:
         if key not in known:
-            shown = " ".join(key.split())
-            raise UsageError(f"{source}: unknown key {shown}{nearest(key, known)}")
+            raise unknown_key(source, key, known)
 
 
 def _is_count(value: Any) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hvdtrain.arguments import nearest
+from hvdtrain.arguments import nearest, unknown_key
 from hvdtrain.errors import UsageError
 from hvdtrain.harmless import read_mapping
 from hvdtrain.planner.components import ComponentTimes, Profile, RankTimes
@@ -202,7 +202,7 @@ def _from_file(path: Path) -> Cluster:
     known = {item.name: item for item in fields(Cluster)}
     for key, value in content.items():
         if key not in known:
-            raise UsageError(f"{path}: unknown key {key}{nearest(str(key), known)}")
+            raise unknown_key(path, key, known)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 <= value < float("inf"):
             raise UsageError(f"{path}: {key} must be a number that is not negative, not {value!r}")

@@ -87,8 +87,7 @@ def _run(config: TrainConfig, ranks: int, folder: Path) -> None:
     except OSError as error:
         raise DataError(f"{folder} cannot be made: {error.strerror}") from None
     files.write_text(path, configfile.to_yaml(config), "the configuration", DataError)
-    goes_on = ["--resume"] if (run / "config.yaml").exists() else []
-    outcome = launch.supervise(ranks, ["train", "--config", str(path), *goes_on])
+    outcome = launch.supervise(ranks, ["train", "--config", str(path), "--resume", "auto"])
     if outcome.code == 0:
         return
     kind = next((kind for kind in KINDS if kind.exit_code == outcome.code), RankError)

@@ -32,17 +32,40 @@ class RunFolder:
         self.heartbeats = path / "heartbeats"
 
 
-def find_folder(config: TrainConfig) -> RunFolder:
-    """The folder of a new run, made if the run has no name, or that of the run to resume.
+def holds_run(path: Path) -> bool:
+    """Whether a folder holds a run: one that `--resume` continues."""
+    return RunFolder(path).config.exists()
+
+
+def no_run(path: Path) -> UsageError:
+    """Return the error of a folder that holds no run to resume: what is there, and the cure."""
+    if path.is_dir():
+        names = sorted(entry.name for entry in path.iterdir())
+        shown = [*names[:3], "..."] if len(names) > 3 else names
+        content = f"it holds {', '.join(shown)} and no config.yaml" if names else "it is empty"
+    else:
+        content = "it is a file" if path.exists() else "there is no such folder"
+    return UsageError(
+        f"{path} holds no run to resume ({content}): correct --run, "
+        "or start a run there with --resume auto"
+    )
+
+
+def find_folder(config: TrainConfig) -> tuple[RunFolder, bool]:
+    """Return the folder of a run, and whether the run in it is resumed.
+
+    A run without a name gets a new folder. This alone decides what `--resume auto` means, so one
+    rank calls it and tells the others: the folder may change between two looks at it.
 
     Raises:
         UsageError: if the folder holds another run, or none where one is to be resumed.
         DataError: if it cannot be made.
     """
     if config.run is None:
-        return RunFolder(make_folder(config))
+        return RunFolder(make_folder(config)), False
     folder = RunFolder(Path(config.run))
-    if folder.config.exists():
+    is_there = holds_run(folder.path)
+    if is_there:
         changed = configfile.differences(configfile.load(folder.config), config)
         if changed:
             raise UsageError(
@@ -54,9 +77,9 @@ def find_folder(config: TrainConfig) -> RunFolder:
                 f"{folder.path} holds this run already: add --resume to continue it, "
                 "or choose another --run"
             )
-    elif config.resume:
-        raise UsageError(f"{folder.path} holds no run to resume")
-    return folder
+    elif config.resume is True:
+        raise no_run(folder.path)
+    return folder, is_there
 
 
 class AppendOnly:

@@ -7,6 +7,7 @@ from hvdtrain import models
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.index import Index, read_index
 from hvdtrain.errors import UsageError
+from hvdtrain.training.metrics import holds_run, no_run
 from hvdtrain.world import World
 
 NO_TENSORFLOW = "TensorFlow is not installed: pip install tensorflow-cpu, or leave --framework out"
@@ -26,10 +27,12 @@ def check_before_launch(config: TrainConfig) -> None:
     read_index(config.data)
     if config.plan == "single" and (config.ranks or 1) > 1:
         raise UsageError(f"--plan single runs on one rank, not on {config.ranks}: use --plan dp")
-    if config.weights is not None and not config.resume and not Path(config.weights).exists():
+    # With --replicate the ranks look for copies of a run whose folder is lost.
+    may_resume = config.resume and (config.replicate or holds_run(Path(config.run or "")))
+    if config.weights is not None and not may_resume and not Path(config.weights).exists():
         raise UsageError(f"--weights {config.weights}: there is no such file")
-    if config.resume and not config.replicate and not Path(config.run or "").is_dir():
-        raise UsageError(f"{config.run} holds no run to resume")
+    if config.resume is True and not may_resume:
+        raise no_run(Path(config.run or ""))
 
 
 def check_started(config: TrainConfig, here: World) -> None:

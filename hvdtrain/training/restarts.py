@@ -52,9 +52,8 @@ def _more(config: TrainConfig, folder: Path | None, ranks: int, is_again: bool) 
     if not config.restarts or folder is None:
         return options
     options += ["--restarts", "0", "--ranks", str(ranks), "--run", str(folder)]
-    # Where the run folder was lost meanwhile, a fresh start would remove its copies.
-    if (folder / "config.yaml").exists() or (is_again and config.replicate):
-        options += ["--resume"]
+    if is_again:  # a rank may have failed before it had a run to resume
+        options += ["--resume", "auto"]
     if ranks < (config.ranks or 1) and (plan := refit(config.plan, ranks)) is not None:
         options += ["--plan", plan]
     return options

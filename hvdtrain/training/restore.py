@@ -1,6 +1,7 @@
 """Going on from a checkpoint, under whatever plan the run has now."""
 
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,15 +129,23 @@ def _put(session: Session, found: _Found) -> None:
         UsageError: if the checkpoint is of another data set or model.
         DataError: if it lacks what it should hold, or holds something else.
     """
-    if found.progress["index_hash"] != session.index.hash:
-        raise UsageError(f"{session.config.data} is not the data set that this run was trained on")
+    config, trained_on = session.config, found.progress["index_hash"]
+    if trained_on != session.index.hash:
+        raise UsageError(
+            f"{config.data} (index {session.index.hash[:8]}) is not the data set that this run "
+            f"was trained on (index {trained_on[:8]}): give that one as --data"
+        )
     model = {
         name.removeprefix(MODEL): shape
         for name, shape in found.shapes.items()
         if name.startswith(MODEL)
     }
-    if model != session.shapes:
-        raise UsageError(f"{found.path} holds the parameters of another model")
+    if difference := _difference(model, session.shapes):
+        raise UsageError(
+            f"{found.path} holds the parameters of another model than --model {config.model}: "
+            f"{difference}; use the code of the model that the run was started with, "
+            "or another --run"
+        )
     progress = found.progress
     own = session.expected(progress["step"] > progress.get("skipped_steps", 0))
     for name, shape in own.items():
@@ -148,3 +157,17 @@ def _put(session: Session, found: _Found) -> None:
         for name, tensor in partfile.read(found.path / part, own.keys()).items()
     }
     session.put(held)
+
+
+def _difference(checkpoint: Mapping[str, Shape], model: Mapping[str, Shape]) -> str:
+    """Say where a checkpoint and a model first differ, and how often; empty if they do not."""
+    names = [name for name in {**model, **checkpoint} if checkpoint.get(name) != model.get(name)]
+    if not names:
+        return ""
+    old, new = (_in_words(shapes.get(names[0])) for shapes in (checkpoint, model))
+    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    return f"{names[0]} is {old} in the checkpoint, {new} in the model{more}"
+
+
+def _in_words(shape: Shape | None) -> str:
+    return "absent" if shape is None else " x ".join(map(str, shape)) or "one number"

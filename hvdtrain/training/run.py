@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,8 +135,8 @@ def open_run(session: Session, stop: StopRequest) -> Run:
     """
     config, here = session.config, session.world
     mend_records(config, here)
-    found = metrics.find_folder(config) if here.rank == 0 else None
-    folder = metrics.RunFolder(here.broadcast(found.path if found else None))
+    folder, resumes = here.broadcast(metrics.find_folder(config) if here.rank == 0 else None)
+    config = replace(config, resume=resumes)
     console = Console(here.rank, launched=here.size > 1 or world.activity_path() is not None)
     if config.stage is not None:
         console.say(f"reading the copy of {config.data} in {session.index.folder} of each host")

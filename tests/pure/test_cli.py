@@ -1,33 +1,81 @@
 """The command line: its errors are one line with the nearest valid name, and exit with 2."""
 
+import dataclasses
+import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hvdtrain import cli
+from hvdtrain.bench.options import LoaderConfig, NetworkConfig, StepConfig
 from hvdtrain.config import TrainConfig, option_names
 from hvdtrain.errors import UsageError
 from hvdtrain.jobs.options import JobOptions
+from hvdtrain.planner.options import PlanConfig
 
 TRAIN = ["train", "--model", "cnn", "--data", "d"]
+PLAN = ["--model", "cnn", "--ranks", "2"]
+# Each command whose options are the fields of dataclasses, with what it requires.
+FROM_DATACLASSES: list[tuple[list[str], tuple[type, ...]]] = [
+    (TRAIN, (TrainConfig,)),
+    (["jobs", "submit", *TRAIN[1:]], (JobOptions, TrainConfig)),
+    (["bench", "step", "--model", "cnn"], (StepConfig,)),
+    (["bench", "loader", "--data", "d"], (LoaderConfig,)),
+    (["bench", "allreduce"], (NetworkConfig,)),
+    (["bench", "exchange"], (NetworkConfig,)),
+    *((["plan", name, *PLAN], (PlanConfig,)) for name in ("show", "simulate", "check")),
+]
+SWITCHES = [
+    (command, field.name)
+    for command, kinds in FROM_DATACLASSES
+    for kind in kinds
+    for field in dataclasses.fields(kind)
+    if isinstance(field.default, bool)
+]
+
+
+parser = functools.cache(cli._parser)
+
+
+def parsed(arguments: list[str]) -> dict[str, Any]:
+    """The values of the innermost command."""
+    return cli._innermost(parser().parse_args(arguments).as_dict())[1]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["trian"], "unknown command trian; did you mean train?"),
-        ([], "a command is missing: one of doctor, data, train"),
+        ([], "a command is missing: one of doctor, data, train, export, jobs, report, reproduce"),
+        (["--print-completion", "fish"], "--print-completion fish is not known; valid are bash"),
         (["data"], "a command is missing: one of fetch, pack, synth, verify, info"),
         (["data", "pakc"], "unknown command pakc; did you mean pack?"),
         (["data", "fetch", "cifar11", "--to", "x"], "cifar11 is not known; did you mean cifar1"),
+        (["data", "fetch", "mnist", "--to", "x"], "mnist is not known; valid are cifar10, cif"),
+        (["data", "info", "d", "e"], "hvdtrain data info does not expect e: options start with"),
+        (["jobs", "status", "absent"], "there is no folder absent: start a job with hvdtrain"),
         (["train", "--data", "d"], "missing: --model"),
-        ([*TRAIN, "--epoch", "3"], "unknown option --epoch; did you mean --epochs"),
+        ([*TRAIN, "--epoch", "3"], "unknown option --epoch; did you mean --epochs?"),
         ([*TRAIN, "--epochs", "many"], "--epochs must be a whole number, not many"),
         ([*TRAIN, "--epochs", "1.5"], "--epochs must be a whole number, not 1.5"),
         ([*TRAIN, "--ranks", "1.5"], "--ranks must be a whole number, not 1.5"),
-        ([*TRAIN, "--device", "gpu"], "--device gpu is not known; did you mean cpu"),
+        ([*TRAIN, "--device", "gpu"], "--device gpu is not supported: use cuda"),
+        ([*TRAIN, "--device", "tpu"], "--device tpu is not known; "),
         ([*TRAIN, "--lr", "fast"], "--lr must be a number, not fast"),
-        ([*TRAIN, "--precision", "fp16"], "--precision fp16 is not known; did you mean"),
+        ([*TRAIN, "--lr"], "--lr needs a value"),
+        ([*TRAIN, "--no-compile=1"], "--no-compile takes no value, not '1': leave it out"),
+        ([*TRAIN, "--precision", "fp16"], "--precision fp16 is not supported: use bf16"),
+        (
+            [*TRAIN, "--precision", "fp8"],
+            "--precision fp8 is not known; valid are bf16, fp32, fp64",
+        ),
+        ([*TRAIN, "--gpus", "2"], "unknown option --gpus: use --ranks (one per GPU)"),
+        (["jobs", "submit", *TRAIN[1:], "--gpus=2"], "unknown option --gpus; did you mean --gpus"),
+        (
+            [*TRAIN, "--zzz"],
+            "unknown option --zzz: hvdtrain train --help lists the options",
+        ),
         ([*TRAIN, "--optimizer", "adma"], "--optimizer adma is not known; did you mean adam"),
         ([*TRAIN, "--config", "no.yaml"], "--config: File does not exist"),
     ],
@@ -35,7 +83,7 @@ TRAIN = ["train", "--model", "cnn", "--data", "d"]
 def test_wrong_usage_is_one_line_with_a_suggestion(arguments: list[str], message: str) -> None:
     with pytest.raises(UsageError) as caught:
         cli.run(arguments)
-    assert message in str(caught.value)
+    assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 2
 
@@ -77,6 +125,94 @@ def test_a_job_s_file_and_command_line_are_read_together(
     assert seen[0].sbatch == ["exclusive", "hold", "mail-type=END"]
     assert cli.run([*command, "--time", "30:00"]) == 0
     assert (seen[1].minutes(), seen[1].sbatch) == (30, ["exclusive"])
+
+
+@pytest.mark.parametrize(("command", "name"), SWITCHES)
+def test_a_boolean_takes_a_value_or_no_and_the_last_one_wins(
+    command: list[str], name: str
+) -> None:
+    """A `compile: true` of a file could not be overridden: there was no way to say false."""
+    yes, no = f"--{name.replace('_', '-')}", f"--no-{name.replace('_', '-')}"
+    for words, value in [
+        ([], False),
+        ([yes], True),
+        ([yes, "true"], True),
+        ([yes, "false"], False),
+        ([f"{yes}=false"], False),
+        ([f"{yes}=true"], True),
+        ([no], False),
+        ([yes, no], False),
+        ([no, yes], True),
+        ([yes, "false", yes], True),
+    ]:
+        assert parsed([*command, *words])[name] is value, words
+    for wrong in ("maybe", "1", "null"):
+        with pytest.raises(UsageError, match=f"{yes} must be true") as caught:
+            parsed([*command, yes, wrong])
+        assert "\n" not in str(caught.value)
+
+
+def test_the_command_line_wins_over_the_file_wherever_it_is_named(tmp_path: Path) -> None:
+    """A `--config` behind an option won over it, against what README says."""
+    path = tmp_path / "run.yaml"
+    path.write_text("compile: true\nlr: 0.5\nepochs: 3\n")
+    for command in (TRAIN, ["jobs", "submit", *TRAIN[1:]]):
+        for options in (["--no-compile"], ["--compile=false"], ["--compile", "false"]):
+            words = [*options, "--lr", "0.25"]
+            for config in (["--config", str(path)], [f"--config={path}"]):
+                for order in ([*config, *words], [*words, *config]):
+                    values = parsed([*command, *order])
+                    assert (values["compile"], values["lr"], values["epochs"]) == (False, 0.25, 3)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("compile: maybe", "--compile must be true or false, not maybe"),
+        ("no_compile: true", "unknown key no_compile; did you mean compile"),
+        ("no-compile: true", "--compile: keys of a file have no 'no-' in front: write false"),
+    ],
+)
+def test_a_boolean_of_a_file_is_true_or_false(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"{content}\n")
+    with pytest.raises(UsageError, match=message):
+        parsed([*TRAIN, "--config", str(path)])
+
+
+def test_gradient_accumulation_is_found_under_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("accumulate: 3\n")
+    for command in (TRAIN, ["jobs", "submit", *TRAIN[1:]]):
+        for words, parts in [
+            (["--accumulate", "4"], 4),
+            (["--microbatches", "2", "--accumulate", "4"], 4),
+            (["--accumulate", "4", "--microbatches", "2"], 2),
+            (["--config", str(path)], 3),
+        ]:
+            assert parsed([*command, *words])["microbatches"] == parts
+    with pytest.raises(UsageError, match="--gradient-accumulation-steps: use --microbatches"):
+        parsed([*TRAIN, "--gradient-accumulation-steps", "4"])
+
+
+def test_resume_takes_a_third_value(tmp_path: Path) -> None:
+    for words, value in [
+        ([], False),
+        (["--resume"], True),
+        (["--resume", "true"], True),
+        (["--resume", "auto"], "auto"),
+        (["--resume=auto"], "auto"),
+        (["--resume", "false"], False),
+        (["--resume", "auto", "--no-resume"], False),
+        (["--no-resume", "--resume", "auto"], "auto"),
+    ]:
+        assert parsed([*TRAIN, *words])["resume"] == value, words
+    with pytest.raises(UsageError, match="--resume must be true, false or auto, not always"):
+        parsed([*TRAIN, "--resume", "always"])
+    path = tmp_path / "run.yaml"
+    path.write_text("resume: auto\n")
+    assert parsed([*TRAIN, "--config", str(path)])["resume"] == "auto"
+    assert parsed([*TRAIN, "--config", str(path), "--no-resume"])["resume"] is False
 
 
 def test_the_options_of_train_are_a_contract() -> None:

@@ -40,6 +40,8 @@ FLOORS = (
         "alert",
         "errors",
         "arguments",
+        "completion",
+        "helptext",
         "activity",
         "__version__",
     },
@@ -77,20 +79,29 @@ def test_importing_the_package_takes_no_time_and_loads_nothing_slow() -> None:
     assert min(times) < BUDGET_SECONDS, times
 
 
-def test_the_version_is_shown_without_loading_anything_slow() -> None:
+@pytest.mark.parametrize(
+    ("words", "start"),
+    [
+        (["--version"], "hvdtrain "),
+        (["--help"], "usage: hvdtrain COMMAND"),
+        (["train", "--help"], "usage: hvdtrain train --model NAME --data DIR [options]"),
+    ],
+)
+def test_version_and_help_are_shown_without_loading_anything_slow(
+    words: list[str], start: str
+) -> None:
     program = (
         "import sys\n"
         "from hvdtrain import cli\n"
-        "try:\n    cli.run(['--version'])\n"
+        f"try:\n    cli.run({words})\n"
         "except SystemExit as end:\n    assert end.code == 0\n"
         "print(*sorted(sys.modules))"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    version, loaded = done.stdout.splitlines()
-    assert version.startswith("hvdtrain ")
-    assert not SLOW & set(loaded.split())
+    assert done.stdout.startswith(start)
+    assert not SLOW & set(done.stdout.splitlines()[-1].split())
 
 
 def test_imports_point_one_way() -> None:

@@ -14,12 +14,15 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.arguments import Parser, add_dataclass
 from hvdtrain.config import TrainConfig
+from hvdtrain.ranges import flag
 from tests import warm
 from tests.conftest import ROOT, program_environment
 
 README = (ROOT / "README.md").read_text()
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "data/README.md", "slurm/README.md")
+TABLE = "### Options of `hvdtrain train`"
 BLOCK = re.compile(r"<!-- test: exit (\d+) -->\n```(\w+)\n(.*?)```", re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 # On crowded cores a rank may be named where the page names none.
@@ -113,20 +116,26 @@ def test_output_that_is_not_the_page_s_is_told_from_it() -> None:
 
 
 def test_the_table_of_options_is_that_of_the_program() -> None:
-    rows = re.findall(r"^\| `--([a-z-]+)` \| (.*?) \|", README, flags=re.MULTILINE)
-    fields = dataclasses.fields(TrainConfig)
-    assert [name.replace("-", "_") for name, _ in rows] == ["config", *(f.name for f in fields)]
-    for field, (_, default) in zip(fields, rows[1:], strict=True):
-        assert default == shown_default(field.default), field.name
+    rows = re.findall(r"^\| `--(?!config).*", README.partition(TABLE)[2], flags=re.MULTILINE)
+    assert rows == shown_rows()
 
 
-def shown_default(default: object) -> str:
-    """How the table shows a default."""
-    if default is dataclasses.MISSING:
-        return "required"
-    if default is None or default is False:
-        return ""
-    return f"`{default}`"
+def shown_rows() -> list[str]:
+    """The table of options: names, defaults and texts are those of `train --help`."""
+    parser = Parser()
+    add_dataclass(parser, TrainConfig)
+    page = re.findall(r"^  (--.*?)(?:  .*)?$", parser.format_help(), flags=re.MULTILINE)
+    typed = {words.split()[0].rstrip(","): words for words in page}
+    rows = []
+    for field in dataclasses.fields(TrainConfig):
+        default = f"`{field.default}`"
+        if field.default is dataclasses.MISSING:
+            default = "required"
+        elif field.default is None or field.default is False:
+            default = field.metadata["default"]
+        words = typed[flag(field.name)]
+        rows.append(f"| `{words}` | {default} | {field.metadata['help']} |")
+    return rows
 
 
 @pytest.mark.parametrize("page", PAGES)

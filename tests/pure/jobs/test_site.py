@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.errors import UsageError
@@ -73,6 +73,7 @@ def test_mistakes_are_named(tmp_path: Path, text: str, reason: str) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(max_size=80) | st.dictionaries(st.text(), st.text()).map(str))
+@example(text='{"\\n"}')  # the key of the message broke its line
 def test_any_text_is_a_site_or_refused(
     tmp_path_factory: pytest.TempPathFactory, text: str
 ) -> None:

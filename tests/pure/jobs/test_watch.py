@@ -106,8 +106,9 @@ def test_a_folder_of_runs_is_looked_into(tmp_path: Path) -> None:
         record.write(tmp_path / name, RECORD)
     (tmp_path / "c").mkdir()
     assert [run.name for run, _ in watch.runs_of([str(tmp_path)])] == ["a", "b"]
-    with pytest.raises(UsageError, match="no run with a job"):
-        watch.runs_of([str(tmp_path / "c")])
+    for name, problem in (("c", "c holds no run with a job"), ("d", "there is no folder .*d")):
+        with pytest.raises(UsageError, match=f"{problem}: start a job with hvdtrain jobs submit"):
+            watch.runs_of([str(tmp_path / name)])
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"jobs": 3}', "[" * 5000])

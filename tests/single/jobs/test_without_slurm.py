@@ -31,4 +31,4 @@ def test_runs_without_jobs_are_said_in_one_line(hvdtrain: Program, tmp_path: Pat
     for command in ("status", "cancel"):
         done = hvdtrain("jobs", command, tmp_path)
         assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
-        assert "no run with a job there" in done.stderr
+        assert f"{tmp_path} holds no run with a job: start a job with" in done.stderr

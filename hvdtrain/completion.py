@@ -1,0 +1,55 @@
+"""`hvdtrain --print-completion SHELL`: the script that completes commands and options there."""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from jsonargparse import ArgumentParser
+
+from hvdtrain import helptext
+from hvdtrain.arguments import SwitchOff
+from hvdtrain.errors import UsageError
+
+SHELLS = ("bash", "zsh")
+# The metavars that are completed as paths, and how shtab calls the kind of path.
+FILES = {"FILE": "FILE", "SRC": "FILE", "STUDY": "FILE"}
+PATHS = FILES | {"DIR": "DIRECTORY", "DEST": "DIRECTORY", "RUN": "DIRECTORY"}
+
+
+class PrintCompletion(argparse.Action):
+    """Prints the script of a shell, and ends the process."""
+
+    def __call__(self, parser: Any, namespace: Any, shell: Any, *ignored: Any) -> None:
+        """Print it."""
+        print(script(parser, shell))
+        sys.exit()  # jsonargparse's parser is of no use after it
+
+
+def script(parser: ArgumentParser, shell: str) -> str:
+    """Return the script with which a shell completes the words after `hvdtrain`.
+
+    The parser cannot be used again.
+
+    Raises:
+        UsageError: if shtab, which writes the script, is not installed.
+    """
+    try:
+        import shtab
+    except ImportError:
+        raise UsageError("--print-completion needs shtab: pip install shtab") from None
+    for action in _actions(parser):
+        if action.metavar in PATHS:
+            action.complete = getattr(shtab, PATHS[action.metavar])  # type: ignore[attr-defined]
+        elif isinstance(action, SwitchOff):
+            action.help = ""  # shtab leaves out what has no help
+        elif helptext.is_switch(action):
+            action.nargs = 0  # else what follows would be completed as its value
+    text: str = parser.get_completion_script(f"shtab-{shell}")
+    return text
+
+
+def _actions(parser: ArgumentParser) -> Iterator[argparse.Action]:
+    yield from parser._actions
+    for command in helptext.subcommands(parser).values():
+        yield from _actions(command)

@@ -1,0 +1,66 @@
+"""Shell completion: the script is loaded by a real bash and asked for words."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Program
+
+ASK = """
+source "$1"; shift
+COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMP_LINE="$*"; COMP_POINT=${#COMP_LINE}
+_shtab_hvdtrain
+printf '%s\\n' "${COMPREPLY[@]}"
+complete -p hvdtrain
+"""
+
+
+@pytest.fixture(scope="module")
+def script(hvdtrain: Program, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The script of bash, as a user gets it."""
+    done = hvdtrain("--print-completion", "bash")
+    assert done.returncode == 0, done.stderr
+    path = tmp_path_factory.mktemp("completion") / "hvdtrain.bash"
+    path.write_text(done.stdout)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        (["tr"], ["train"]),
+        (["train", "--prec"], ["--precision"]),
+        (["train", "--precision", ""], ["fp32", "bf16", "fp64"]),
+        (["train", "--compile", "--prec"], ["--precision"]),
+        (["train", "--no-c"], ["--no-compile"]),
+        (["jobs", "s"], ["submit", "sweep", "status"]),
+        (["jobs", "submit", "--no"], ["--nodes", "--no-dry-run", "--normalise"]),
+        (["data", "fetch", "c"], ["cifar10", "cifar100"]),
+        (["train", "--config", "ru"], ["run.yaml", "runs"]),
+        (["train", "--data", "ru"], ["runs"]),
+        (["data", "verify", "ru"], ["runs"]),
+    ],
+)
+def test_bash_completes_commands_options_and_values(
+    script: Path, tmp_path: Path, words: list[str], completed: list[str]
+) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "run.yaml").touch()
+    done = subprocess.run(
+        ["bash", "-c", ASK, "bash", script, "hvdtrain", *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    *found, registered = done.stdout.splitlines()
+    assert registered.endswith("-F _shtab_hvdtrain hvdtrain")
+    assert set(completed) <= set(found)
+    assert all(word.startswith(words[-1]) for word in found)
+
+
+def test_the_script_of_zsh_is_one(hvdtrain: Program) -> None:
+    done = hvdtrain("--print-completion", "zsh")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("#compdef hvdtrain\n")

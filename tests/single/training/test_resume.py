@@ -1,0 +1,90 @@
+"""`train --resume auto`: one command that starts a run, and resumes it when it is repeated."""
+
+from pathlib import Path
+
+import pytest
+
+from hvdtrain import cli
+from hvdtrain.errors import UsageError
+from tests.conftest import Program
+from tests.single.training.jobs import summary_of
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_same_command_starts_a_run_and_then_resumes_it(
+    hvdtrain: Program, small_set: Path, tmp_path: Path, ranks: int
+) -> None:
+    run, ledger = tmp_path / "run", tmp_path / "ledger.csv"
+    common = ["train", "--model", "cnn", "--data", small_set, "--ranks", ranks, "--run", run]
+    common += ["--ledger", ledger, "--resume", "auto", "--batch-size", 60]
+    done = hvdtrain(*common, "--max-steps", 5)
+    assert done.returncode == 0, done.stderr
+    assert "resumed" not in done.stdout
+    done = hvdtrain(*common, "--max-steps", 8)
+    assert done.returncode == 0, done.stderr
+    assert "resumed after step 5" in done.stdout
+    assert summary_of(run)["steps"] == 8
+    assert len(ledger.read_text().splitlines()) == 1 + 8 * 60
+    done = hvdtrain(*common, "--lr", "0.5")
+    assert done.returncode == 2
+    assert "lr was 0.001, is 0.5" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_job_that_is_restarted_obeys_the_first_time_what_the_user_said(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    """With --restarts a folder that held the run already was resumed without being asked."""
+    run = tmp_path / "run"
+    common = ["train", "--model", "cnn", "--data", small_set, "--batch-size", 60, "--run", run]
+    assert hvdtrain(*common, "--max-steps", 2).returncode == 0
+    again = [*common, "--restarts", 1, "--ranks", 2, "--max-steps", 6]
+    again += ["--checkpoint-every", "2 steps", "--inject", "kill step=5 rank=1"]
+    done = hvdtrain(*again)
+    assert done.returncode == 2
+    assert "holds this run already: add --resume" in done.stderr
+    done = hvdtrain(*again, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("resumed after step") == 2
+
+
+def test_what_can_be_seen_before_ranks_are_started_is_refused_then(
+    small_set: Path, tmp_path: Path
+) -> None:
+    common = ["train", "--model", "cnn", "--data", str(small_set), "--ranks", "2", "--run"]
+    empty, weights = tmp_path / "empty", tmp_path / "no.pth"
+    empty.mkdir()
+    with pytest.raises(UsageError, match="holds no run to resume"):
+        cli.run([*common, str(empty), "--resume"])
+    with pytest.raises(UsageError, match="there is no such file"):
+        cli.run([*common, str(empty), "--resume", "auto", "--weights", str(weights)])
+
+
+MODEL = """
+from functools import partial
+from torch import nn
+from hvdtrain.models.component import Component
+
+def build(classes, image_size):
+    first = lambda: nn.Sequential(nn.Flatten(), nn.Linear(3 * image_size**2, WIDTH), nn.ReLU())
+    return [Component("first", first), Component("last", partial(nn.Linear, WIDTH, classes))]
+"""
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_both_sides(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    common = ["train", "--model", "changed:build", "--data", small_set, "--run", tmp_path / "run"]
+    common += ["--resume", "auto", "--max-steps", 1]
+    code = tmp_path / "changed.py"
+    code.write_text(MODEL.replace("WIDTH", "4"))
+    done = hvdtrain(*common, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    code.write_text(MODEL.replace("WIDTH", "50"))
+    done = hvdtrain(*common, cwd=tmp_path)
+    assert done.returncode == 2
+    assert (
+        "holds the parameters of another model than --model changed:build: first.1.weight is "
+        "4 x 768 in the checkpoint, 50 x 768 in the model (and 2 more); use the code of the model"
+    ) in done.stderr
+    assert len(done.stderr.splitlines()) == 1
