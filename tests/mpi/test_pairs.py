@@ -6,7 +6,7 @@ test_plans has the whole matrix, for `make proof`.
 import pytest
 
 from hvdtrain.world import World
-from tests.mpi.pairs import Case, pairs, pairwise, possible
+from tests.mpi.pairs import Case, pairwise, possible
 from tests.mpi.test_plans import parity_of
 
 
@@ -31,12 +31,3 @@ def test_a_plan_computes_the_serial_step(here: World, case: Case) -> None:
         synchronous=case.synchronous,
     )
     assert parity.is_within, parity
-
-
-def test_every_pair_is_among_them(here: World) -> None:
-    cases = possible(here.size)
-    chosen = pairwise(cases)
-    assert {pair for case in chosen for pair in pairs(case)} == {
-        pair for case in cases for pair in pairs(case)
-    }
-    assert len(chosen) < len(cases) / 10
