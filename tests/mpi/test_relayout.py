@@ -54,11 +54,13 @@ def test_weights_statistics_and_optimizer_are_those_of_before(here: World, optim
     runtime.activity.close()
 
 
-def test_fifty_steps_through_all_plans_end_where_the_serial_run_does(here: World) -> None:
+@pytest.mark.parametrize("steps", [12, pytest.param(50, marks=pytest.mark.proof)])
+def test_many_steps_through_all_plans_end_where_the_serial_run_does(
+    here: World, steps: int
+) -> None:
     """In fp64; and a change that forgets the state does not."""
     components = components_of("vit", IMAGE_SIZE)
     plans = [make(names(components)) for make in PLANS[here.size].values()]
-    steps = 50 if here.size == 2 else 10
     serial = replicated(names(components), 1, 1, None)
     expected = walk(ALONE, components, [serial], steps)
     assert_close(walk(here, components, plans, steps), expected, 1e-10)

@@ -48,13 +48,15 @@ def assert_close(found: dict[str, Any], reference: dict[str, Any], bound: float)
         assert np.abs(found[name] - value).max() / largest <= bound, name
 
 
-def test_fifty_steps_of_a_transformer_end_in_the_weights_of_the_serial_run(here: World) -> None:
+@pytest.mark.parametrize("steps", [10, pytest.param(50, marks=pytest.mark.proof)])
+def test_many_steps_of_a_transformer_end_in_the_weights_of_the_serial_run(
+    here: World, steps: int
+) -> None:
     components = components_of("vit", IMAGE_SIZE)
     config = TrainConfig(
         model="vit", data="", precision="fp64", optimizer="sgd", lr=0.05, clip_norm=1.0
     )
     single = replicated(names(components), 1, 4, None)
-    steps = 50 if here.size == 4 else 3
     expected = train(config, single, components, ALONE, steps)
     chosen = FOUR_PLANS if here.size == 4 else list(PLANS[here.size])[:2]
     for plan in chosen:

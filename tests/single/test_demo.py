@@ -3,7 +3,6 @@
 import os
 import struct
 import subprocess
-import sys
 from pathlib import Path
 
 import demo
@@ -17,11 +16,11 @@ SMALL = ("--images", "512", "--epochs", "1")
 
 
 def run_demo(
-    *arguments: str, python: str | None = None, **environment: str
+    *arguments: str, code: str = DEMO, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in program_environment().items() if name != "CIFAR_DIR"}
     return subprocess.run(
-        [python or warm.python(), "-c", DEMO, *arguments],
+        [warm.python(), "-c", code, *arguments],
         env=kept | environment,
         capture_output=True,
         text=True,
@@ -66,10 +65,8 @@ def test_the_demo_trains_with_one_rank_and_several_and_shows_both(tmp_path: Path
 
 
 def test_without_horovod_it_says_so_and_shows_one_rank(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['horovod'] = None\n")
-    path = f"{tmp_path}{os.pathsep}{ROOT}"
-    to = str(tmp_path / "demo")
-    done = run_demo(*SMALL, "--to", to, python=sys.executable, PYTHONPATH=path)
+    without = f"import sys; sys.modules['horovod'] = None; {DEMO}"
+    done = run_demo(*SMALL, "--to", str(tmp_path / "demo"), code=without)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "NOTICE: Horovod missing: one rank only" in done.stdout
     assert len(rows(done.stdout)["images/s"]) == 1

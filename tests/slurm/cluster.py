@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.conftest import ROOT, program_environment
+from tests.conftest import ROOT, program, program_environment
 from tests.single.training.jobs import events_of
 
 LOCAL = ROOT / "slurm" / "local"
@@ -29,8 +29,9 @@ class Cluster:
 
     def start(self, *command: object, **environment: str) -> subprocess.CompletedProcess[str]:
         """Run a command, started in the project's folder."""
+        words = [str(word) for word in command]
         return subprocess.run(
-            [str(word) for word in command],
+            program(*words[1:]) if words[0] == "hvdtrain" else words,
             cwd=ROOT,
             env=self.environment() | environment,
             capture_output=True,

@@ -5,6 +5,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.single.training.jobs import samples_of, summary_of
 from tests.slurm.cluster import Cluster, wait_for
 
@@ -106,6 +108,7 @@ def test_what_would_be_submitted_is_shown_as_it_is(
     assert cluster.run("squeue", "--noheader", "--partition=high") == ""
 
 
+@pytest.mark.proof
 def test_a_preempted_job_goes_back_into_the_queue_by_itself(
     cluster: Cluster, small_set: Path, tmp_path: Path
 ) -> None:
@@ -125,6 +128,7 @@ def test_a_preempted_job_goes_back_into_the_queue_by_itself(
         assert len(samples) == len(set(samples)) == 601
 
 
+@pytest.mark.proof
 def test_a_job_that_is_killed_is_seen_with_its_last_words(
     cluster: Cluster, small_set: Path, tmp_path: Path
 ) -> None:
@@ -136,6 +140,7 @@ def test_a_job_that_is_killed_is_seen_with_its_last_words(
     assert "Killed" in row["note"]
 
 
+@pytest.mark.proof
 def test_a_chain_goes_on_where_requeue_is_forbidden(
     cluster: Cluster, small_set: Path, tmp_path: Path
 ) -> None:
@@ -217,6 +222,7 @@ def test_doctor_looks_at_a_job_from_inside(cluster: Cluster) -> None:
     assert (alone.returncode, len(alone.stderr.splitlines())) == (2, 1)
 
 
+@pytest.mark.proof
 def test_the_same_job_runs_without_a_cluster(
     cluster: Cluster, small_set: Path, tmp_path: Path
 ) -> None:

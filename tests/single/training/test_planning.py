@@ -203,6 +203,7 @@ def test_nothing_fits_is_one_line(hvdtrain: Program, small_set: Path, tmp_path: 
     assert not (tmp_path / "r").exists()
 
 
+@pytest.mark.proof
 def test_what_a_limit_allows_is_not_exceeded(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
