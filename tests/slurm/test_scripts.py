@@ -88,6 +88,7 @@ def test_a_preempted_job_saves_and_finishes_later(
     _finishes(cluster, number, run, tmp_path / f"{number}.log")
 
 
+@pytest.mark.proof
 def test_a_job_whose_time_is_up_saves_and_goes_on(
     cluster: Cluster, small_set: Path, tmp_path: Path
 ) -> None:
@@ -117,6 +118,7 @@ def _finishes(cluster: Cluster, number: str, run: Path, log: Path) -> None:
         assert len(samples) == len(set(samples)) == 601
 
 
+@pytest.mark.proof
 def test_the_job_of_a_node_that_dies_goes_on_elsewhere(
     own_cluster: Cluster, small_set: Path, tmp_path: Path
 ) -> None:
@@ -133,6 +135,7 @@ def test_the_job_of_a_node_that_dies_goes_on_elsewhere(
     _finishes(own_cluster, number, run, tmp_path / f"{number}.log")
 
 
+@pytest.mark.proof
 def test_a_rank_that_is_killed_fails_the_job(
     cluster: Cluster, small_set: Path, tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ PATH = os.pathsep.join(
     for folder in os.environ["PATH"].split(os.pathsep)
     if Path(folder) != Path(sys.executable).parent
 )
+pytestmark = pytest.mark.proof
 TRAIN = ("train", "--model", "cnn", "--epochs", 1, "--batch-size", 50)
 
 

@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.slurm.cluster import Cluster, wait_for
 
 SIZES = (1, 2, 4)
@@ -58,6 +60,7 @@ def test_a_sweep_of_three_sizes_and_two_repeats_ends_in_a_report(
     assert all(f"]({name})" in text for name in pictures)
 
 
+@pytest.mark.proof
 def test_only_what_failed_is_made_again(cluster: Cluster, small_set: Path, tmp_path: Path) -> None:
     study, runs = tmp_path / "study.yaml", tmp_path / "runs"
     study.write_text(
