@@ -98,6 +98,8 @@ def _train(run: Run) -> dict[str, Any]:
     run.session.write_trace()
     with run.activity.doing("summing up the run"):
         summary = summarise(run)
+    if run.session.config.memory_limit is not None:
+        _check_memory(run, run.session.config.memory_limit, summary["peak_memory_bytes"])
     run.close(summary)
     run.console.say(
         f"trained {summary['samples']:,} samples in {summary['train_seconds']:.1f} s "
@@ -105,6 +107,18 @@ def _train(run: Run) -> dict[str, Any]:
         f"{run.folder.path}"
     )
     return summary
+
+
+def _check_memory(run: Run, limit_gib: float, peaks: list[int]) -> None:
+    """Report the rank that used most, if that is more than --memory-limit."""
+    used = max(peaks) / 2**30
+    if used > limit_gib:
+        run.report(
+            run.progress.step,
+            "memory limit",
+            f"rank {peaks.index(max(peaks))} used {used:.3f} GiB, more than --memory-limit "
+            f"{limit_gib:g}: give a lower limit, more --microbatches or --recompute all",
+        )
 
 
 def _announce(run: Run) -> None:

@@ -1,5 +1,6 @@
 """`--plan auto` and `adaptive`: what is measured on the ranks of a run, and what comes of it."""
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,29 @@ def test_one_rank_may_have_a_limit(hvdtrain: Program, small_set: Path, tmp_path:
     done = hvdtrain(*common, "--memory-limit", 8)
     assert done.returncode == 0, done.stderr
     assert "chosen: single" in done.stdout
+
+
+def test_a_run_that_used_more_than_its_limit_reports_it(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    """The profile is of another day: its file says that a process needs next to nothing."""
+    profile = tmp_path / "profile.json"
+    common = (*RUN, "--data", small_set, "--plan", "auto", "--profile", profile, "--memory-limit")
+    done = hvdtrain(*common, 8, "--run", tmp_path / "within")
+    assert done.returncode == 0, done.stderr
+    assert not events_of(tmp_path / "within", "fault")
+    text = profile.read_text()
+    changed = re.sub(r'"resident_bytes": ?\d+', '"resident_bytes": 1', text)
+    assert changed != text
+    profile.write_text(changed)
+    done = hvdtrain(*common, 0.1, "--run", tmp_path / "beyond")
+    assert done.returncode == 0, done.stderr
+    (fault,) = events_of(tmp_path / "beyond", "fault")
+    assert fault["cause"] == "memory limit"
+    assert re.fullmatch(
+        r"rank 0 used 0\.\d+ GiB, more than --memory-limit 0\.1: .*", fault["message"]
+    )
+    assert fault["message"] in done.stdout
 
 
 def test_nothing_fits_is_one_line(hvdtrain: Program, small_set: Path, tmp_path: Path) -> None:
