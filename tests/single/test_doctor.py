@@ -97,6 +97,7 @@ def test_the_printed_lines_train(sound: tuple[int, dict[str, Any]], tmp_path: Pa
         assert json.loads((run / "summary.json").read_text())["ranks"] == int(ranks)
 
 
+@pytest.mark.proof
 def test_a_broken_horovod_and_a_foreign_mpirun_are_faults_with_cures(tmp_path: Path) -> None:
     foreign = tmp_path / "bin" / "mpirun"
     foreign.parent.mkdir()

@@ -172,6 +172,7 @@ def test_a_rank_that_is_killed_ends_the_job_and_another_start_finishes_it(
     ],
     ids=["ranks", "mirrors"],
 )
+@pytest.mark.proof
 def test_a_run_goes_on_elsewhere(
     hvdtrain: Program,
     small_set: Path,
@@ -194,6 +195,7 @@ def test_a_run_goes_on_elsewhere(
     assert len(set(losses[0])) == 9
 
 
+@pytest.mark.proof
 def test_a_rank_that_stands_still_ends_the_job(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
@@ -235,6 +237,7 @@ def test_a_layer_that_emits_no_numbers_is_named(
     )
 
 
+@pytest.mark.proof
 def test_a_step_that_is_skipped_changes_nothing(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
@@ -250,6 +253,7 @@ def test_a_step_that_is_skipped_changes_nothing(
     assert digests[0] == digests[1]
 
 
+@pytest.mark.proof
 def test_a_model_of_ones_own_goes_on_to_the_same_bits(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
@@ -287,6 +291,7 @@ def test_running_statistics_are_those_of_all_samples(
         assert mean == pytest.approx(means["single"], rel=1e-4)
 
 
+@pytest.mark.proof
 def test_a_model_that_is_a_class_trains_and_its_bad_layer_is_named(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:

@@ -243,7 +243,7 @@ def test_what_a_limit_allows_is_not_exceeded(
     assert peaks[1] <= 0.85 * peaks[0]
 
 
-@pytest.mark.parametrize("model", ["cnn", "vit_tiny"])
+@pytest.mark.parametrize("model", ["cnn", pytest.param("vit_tiny", marks=pytest.mark.proof)])
 def test_every_component_is_measured_in_every_way(model: str) -> None:
     """In a process without MPI: its own times alone."""
     import torch
