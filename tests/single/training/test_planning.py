@@ -31,7 +31,7 @@ ADAPTIVE: tuple[Any, ...] = (
     *("--plan", "adaptive"),
 )
 # Three times as many: what is found of one is lost if the machine itself has just changed.
-SLOW = "; ".join(f"slow step={step} steps=40 rank=1 seconds=0.15" for step in (150, 250, 350))
+SLOW = "; ".join(f"slow step={step} steps=40 rank=1 seconds=0.2" for step in (150, 250, 350))
 RUN = ("train", "--model", "cnn", "--batch-size", 32, "--max-steps", 4, "--threads", 1)
 
 
@@ -72,33 +72,38 @@ def test_a_plan_is_changed_while_training(
 ) -> None:
     """A rank that becomes slow is given less; no sample is lost or repeated."""
     run, ledger = tmp_path / "run", tmp_path / "ledger.csv"
-    options = (*ADAPTIVE, "--ranks", 2, "--epochs", 10, "--data", small_set)
+    options = (*ADAPTIVE, "--ranks", 2, "--epochs", 14, "--data", small_set)
     options += ("--run", run, "--ledger", ledger)
-    done = hvdtrain(*options, "--inject", "slow step=200 rank=1 seconds=0.15")
+    done = hvdtrain(*options, "--inject", SLOW)
     assert done.returncode == 0, done.stderr
     first, *others = events_of(run, "plan")
     assert "decision" not in first
-    # On a busy machine there are others besides.
+    # On a busy machine rank 0 may drift as well, and be named as the cause.
     change = next(
         line
         for line in others
-        if line["decision"] == "change" and line["step"] > 200 and "rank 1 takes " in line["cause"]
+        if line["decision"] == "change" and line["step"] > 150 and has_less(1, line["stages"])
     )
+    assert re.match(r"rank [01] takes ", change["cause"])
     assert change["predicted_seconds"] < change["before_seconds"]
     assert "brings in" in change["reason"]
     assert change["candidates"][0]["seconds"] > 0
     assert f"step {change['step']:,}: {change['cause']}: change" in done.stdout
+    for ids in samples_of(ledger, 14):
+        assert sorted(ids) == sorted(set(ids))
+        assert len(ids) == 601
+
+
+def has_less(rank: int, stages: list[dict[str, Any]]) -> bool:
+    """Whether a plan for the CNN gives this rank of two less to compute than the other one."""
     costs = component_costs(models.components("cnn", 5, 16), 16, classes=5)
     flops = {cost.name: cost.forward_flops for cost in costs}
     work = dict.fromkeys((0, 1), 0.0)
-    for stage in change["stages"]:
-        for rank, share in zip(stage["ranks"], stage["shares"], strict=True):
+    for stage in stages:
+        for holder, share in zip(stage["ranks"], stage["shares"], strict=True):
             part = share / sum(stage["shares"])
-            work[rank] += part * sum(flops[name] for name in stage["components"])
-    assert work[1] < work[0]
-    for ids in samples_of(ledger, 10):
-        assert sorted(ids) == sorted(set(ids))
-        assert len(ids) == 601
+            work[holder] += part * sum(flops[name] for name in stage["components"])
+    return work[rank] < work[1 - rank]
 
 
 @pytest.mark.proof
