@@ -117,5 +117,6 @@ demo: setup
 	@PATH="$(bin):$$PATH" $(bin)/python tools/demo.py
 
 clean:
-	rm -rf $(VENV) .venv build dist *.egg-info
+	rm -rf $(VENV) .venv/cache .venv/demo build dist *.egg-info
+	rm -rf demo .hypothesis .pytest_cache .mypy_cache .ruff_cache # of version 0.1.0
 	find hvdtrain tests tools benchmarks -name __pycache__ -prune -exec rm -rf {} +

@@ -51,12 +51,13 @@ def precision_check(facts: Mapping[str, Any] | None, reason: str) -> Check:
         return Check(name, "note", f"fp32 and bf16 were not compared: {reason}")
     speedups: dict[str, float] = facts["speedups"]
     ratio = statistics.geometric_mean(speedups.values())
+    time = "time" if facts["device"] == "cuda" else "processor time"
     if 1 / EQUAL <= ratio <= EQUAL:
         text, option = "bf16 and fp32 are about equally fast", "keep the default, --precision fp32"
     elif ratio > 1:
-        text, option = f"bf16 is {ratio:.1f}x as fast as fp32", "train --precision bf16"
+        text, option = f"fp32 takes {ratio:.1f}x the {time} of bf16", "train --precision bf16"
     else:
-        text, option = f"fp32 is {1 / ratio:.1f}x as fast as bf16", "train --precision fp32"
+        text, option = f"bf16 takes {1 / ratio:.1f}x the {time} of fp32", "train --precision fp32"
     threads = facts["threads"]
     where = f"{threads} thread{'s' if threads > 1 else ''}"
     where = "the GPU" if facts["device"] == "cuda" else where

@@ -117,7 +117,8 @@ def _check_memory(run: Run, limit_gib: float, peaks: list[int]) -> None:
             run.progress.step,
             "memory limit",
             f"rank {peaks.index(max(peaks))} used {used:.3f} GiB, more than --memory-limit "
-            f"{limit_gib:g}: give a lower limit, more --microbatches or --recompute all",
+            f"{limit_gib:g}: give a lower limit, more --microbatches or --recompute all, or "
+            "remove the file of --profile if it is old",
         )
 
 

@@ -33,8 +33,17 @@ class RunFolder:
 
 
 def holds_run(path: Path) -> bool:
-    """Whether a folder holds a run: one that `--resume` continues."""
-    return RunFolder(path).config.exists()
+    """Whether a folder holds a run: one that `--resume` continues.
+
+    Raises:
+        UsageError: if there can be no such folder.
+    """
+    try:
+        if path.exists() and not path.is_dir():
+            raise UsageError(f"--run {path} is a file: name a folder")
+        return RunFolder(path).config.exists()
+    except OSError as error:
+        raise UsageError(f"--run {path}: {error.strerror}: choose another --run") from None
 
 
 def no_run(path: Path) -> UsageError:
@@ -44,7 +53,7 @@ def no_run(path: Path) -> UsageError:
         shown = [*names[:3], "..."] if len(names) > 3 else names
         content = f"it holds {', '.join(shown)} and no config.yaml" if names else "it is empty"
     else:
-        content = "it is a file" if path.exists() else "there is no such folder"
+        content = "there is no such folder"
     return UsageError(
         f"{path} holds no run to resume ({content}): correct --run, "
         "or start a run there with --resume auto"

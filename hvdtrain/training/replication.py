@@ -67,6 +67,23 @@ def mend_records(config: TrainConfig, here: World) -> None:
     here.barrier()
 
 
+def refuse_to_start_over(config: TrainConfig, folder: RunFolder, here: World) -> None:
+    """Refuse a fresh start that would remove the copies of a run whose folder is lost. Collective.
+
+    Raises:
+        UsageError: if a rank's folder of --replicate holds checkpoints.
+    """
+    home = copies.home(config.replicate, folder.path, here.rank) if config.replicate else None
+    held = here.gather(
+        str(home) if home is not None and home.is_dir() and copies.names(home) else ""
+    )
+    if left := next(filter(None, held), None):
+        raise UsageError(
+            f"--resume auto: {left} holds copies of checkpoints of a run, but no config.yaml of "
+            f"it is left: restore {folder.config}, or remove the copies to start anew"
+        )
+
+
 def open_replication(
     config: TrainConfig, folder: RunFolder, here: World, console: Console
 ) -> Replication | None:

@@ -21,7 +21,12 @@ from hvdtrain.training.health import Stragglers, peers
 from hvdtrain.training.heartbeat import Heartbeat, silent
 from hvdtrain.training.inject import Injector, make_injector
 from hvdtrain.training.progress import Progress
-from hvdtrain.training.replication import Replication, mend_records, open_replication
+from hvdtrain.training.replication import (
+    Replication,
+    mend_records,
+    open_replication,
+    refuse_to_start_over,
+)
 from hvdtrain.training.restore import restore
 from hvdtrain.training.saver import Saver
 from hvdtrain.training.session import Session, Taken
@@ -136,6 +141,8 @@ def open_run(session: Session, stop: StopRequest) -> Run:
     config, here = session.config, session.world
     mend_records(config, here)
     folder, resumes = here.broadcast(metrics.find_folder(config) if here.rank == 0 else None)
+    if config.resume == "auto" and not resumes:
+        refuse_to_start_over(config, folder, here)
     config = replace(config, resume=resumes)
     console = Console(here.rank, launched=here.size > 1 or world.activity_path() is not None)
     if config.stage is not None:

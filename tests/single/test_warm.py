@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -84,3 +85,14 @@ def test_it_does_not_outlive_a_client_that_is_killed() -> None:
     while fork.is_running() and fork.status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("sent", [b"", b"\x0a", bytes(8), (5).to_bytes(8, "little") + b"abc"])
+def test_a_client_that_breaks_off_does_not_harm_the_others(sent: bytes) -> None:
+    """One that is killed, or that a signal reaches, before it has sent its job."""
+    address = str(Path(warm.python()).with_name("torch"))
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(address)
+        client.sendall(sent)
+    process = start("print('still there')")
+    assert process.communicate(timeout=60)[0] == "still there\n"

@@ -10,12 +10,17 @@ PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signa
 def main() -> None:
     """Ask the server for a fork that does what this process was started for; end as it ends."""
     arguments = sys.argv[1:]
+    interpreter = os.environ["HVDTRAIN_TEST_PYTHON"]
     if arguments[:2] not in (["-m", "hvdtrain"], ["-m", "pytest"]) and arguments[:1] != ["-c"]:
-        interpreter = os.environ["HVDTRAIN_TEST_PYTHON"]
         os.execv(interpreter, [interpreter, *arguments])
     framework = os.environ.get("HVDTRAIN_TEST_FRAMEWORK") or framework_of(arguments)
+    address = f"{os.environ['HVDTRAIN_TEST_WARM']}/{framework}"
     server = socket.socket(socket.AF_UNIX)
-    server.connect(f"{os.environ['HVDTRAIN_TEST_WARM']}/{framework}")
+    try:
+        server.connect(address)
+    except FileNotFoundError:  # that server was not started
+        os.execv(interpreter, [interpreter, *arguments])
+    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # the job comes first
     for number in PASSED_ON:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, _: server.send(bytes([number])))
@@ -28,6 +33,7 @@ def main() -> None:
     files = [0, 1, 2, os.open(".", os.O_RDONLY)]
     socket.send_fds(server, [len(job).to_bytes(8, "little")], files)
     server.sendall(job)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     end(int.from_bytes(server.recv(8), "little", signed=True))
 
 

@@ -89,6 +89,7 @@ class Server:
         self.selector.register(owner, selectors.EVENT_READ, ("owner", 0))
         self.clients: dict[int, socket.socket] = {}
         self.ends: dict[int, int] = {}
+        self.notes: dict[int, Path] = {}
 
     def serve(self) -> Job | None:
         """Return a job in each fork that is to do it; None when the test run is over."""
@@ -111,8 +112,11 @@ class Server:
     def accept(self) -> Job | None:
         """Fork for a new client; the job in the fork, None in the server."""
         client, _ = self.listener.accept()
+        files: list[int] = []
         try:
             head, files, _, _ = socket.recv_fds(client, 8, 4)
+            if len(head) < 8 or len(files) < 4:
+                raise ConnectionError
             size = int.from_bytes(head, "little")
             text = b""
             while len(text) < size:
@@ -122,6 +126,8 @@ class Server:
                 text += part
             credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         except ConnectionError:  # it was killed
+            for file in files:
+                os.close(file)
             client.close()
             return None
         child = os.fork()
@@ -135,7 +141,8 @@ class Server:
         for file in files:
             os.close(file)
         asked_by = int.from_bytes(credentials[:4], "little")
-        (self.folder / f"fork-of-{asked_by}").write_text(str(child))
+        self.notes[child] = self.folder / f"fork-of-{asked_by}"
+        self.notes[child].write_text(str(child))
         self.clients[child], self.ends[child] = client, os.pidfd_open(child)
         self.selector.register(client, selectors.EVENT_READ, ("word", child))
         self.selector.register(self.ends[child], selectors.EVENT_READ, ("end", child))
@@ -157,6 +164,7 @@ class Server:
         _, status = os.waitpid(child, 0)
         code = os.waitstatus_to_exitcode(status)
         client = self.clients.pop(child)
+        self.notes.pop(child).unlink(missing_ok=True)
         with suppress(OSError):
             client.sendall(code.to_bytes(8, "little", signed=True))
         end = self.ends.pop(child)

@@ -151,6 +151,26 @@ def test_a_new_run_takes_nothing_from_the_copies_of_another_one(
     assert summary_of(run)["weights_sha256"] == summary_of(alone)["weights_sha256"]
 
 
+def test_copies_of_a_run_whose_configuration_is_lost_are_not_cleared(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    """A requeued job must not start over in silence, and remove what could be restored."""
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    plain = ("train", "--model", "cnn", "--data", small_set, "--ranks", 2, "--epochs", 1)
+    common = (*plain, "--run", run, "--replicate", disk, "--resume", "auto")
+    done = hvdtrain(*common)
+    assert done.returncode == 0, done.stderr
+    shutil.rmtree(run)
+    for path in disk.rglob("config.yaml"):
+        path.unlink()
+    held = sorted(path.name for path in disk.rglob("*"))
+    done = hvdtrain(*common)
+    assert done.returncode == 2, done.stderr
+    assert "holds copies of checkpoints of a run, but no config.yaml of it is left" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert sorted(path.name for path in disk.rglob("*")) == held
+
+
 def test_a_disk_that_takes_no_copy_costs_a_line_and_not_the_run(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:

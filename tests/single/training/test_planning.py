@@ -242,7 +242,7 @@ def test_what_a_limit_allows_is_not_exceeded(
     peaks: list[int] = []
     for plan in (("dp",), ("auto", "--memory-limit")):
         given = (*plan, f"{0.85 * peaks[0] / 2**30:.3f}") if peaks else plan
-        done = hvdtrain(*common, "--plan", *given, "--run", tmp_path / plan[0])
+        done = hvdtrain(*common, "--plan", *given, "--run", tmp_path / plan[0], cold=True)
         assert done.returncode == 0, done.stderr
         peaks.append(max(summary_of(tmp_path / plan[0])["peak_memory_bytes"]))
     assert peaks[1] <= 0.85 * peaks[0]
