@@ -102,12 +102,24 @@ def test_gpus_are_asked_for_as_the_site_wants(gpus: str, option: str, value: str
 def test_each_option_of_the_table_overrides_the_site() -> None:
     of_site: dict[str, Any] = dict.fromkeys(OF_SBATCH, "of the site")
     for name in OF_SBATCH:
-        own: dict[str, Any] = {name: "own"}
+        own: dict[str, Any] = {name: "16G"}
         found = parameters(JobOptions(**own), Site(**of_site), 1, "name")
         assert {key: found[key] for key in OF_SBATCH} == of_site | own
         # A site may name it among its further options.
         found = parameters(JobOptions(**own), Site(options={name: "x"}), 1, "name")
-        assert (found[name], found["additional_parameters"]) == ("own", {"requeue": True})
+        assert (found[name], found["additional_parameters"]) == ("16G", {"requeue": True})
+
+
+def test_memory_per_cpu_takes_the_place_of_the_site_s_memory() -> None:
+    """sbatch refuses a job with both."""
+    job = JobOptions(sbatch=["mem-per-cpu=2G"])
+    for site in (Site(mem="8G"), Site(options={"mem": "8G"}), Site(options={"mem-per-gpu": "8G"})):
+        found = parameters(job, site, 1, "name")
+        assert "mem" not in found
+        assert found["additional_parameters"] == {"requeue": True, "mem-per-cpu": "2G"}
+    site = Site(options={"mem-per-cpu": "2G"})
+    found = parameters(JobOptions(mem="4G"), site, 1, "name")
+    assert (found["mem"], found["additional_parameters"]) == ("4G", {"requeue": True})
 
 
 def test_further_options_of_the_command_line_come_last() -> None:
