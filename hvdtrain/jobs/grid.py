@@ -30,10 +30,10 @@ class StudyOptions:
         default="strong", metadata=about("whether batch_size is the global one or each rank's")
     )
     ranks_per_node: int | None = field(
-        default=None, metadata=about("from which follow the nodes; default: all on one")
+        default=None, metadata=about("from which follow the nodes", default="all on one")
     )
     in_flight: int | None = field(
-        default=None, metadata=about("runs that may run at a time; default: any number")
+        default=None, metadata=about("runs that may run at a time", default="any number")
     )
 
 

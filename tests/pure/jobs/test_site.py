@@ -45,6 +45,20 @@ def test_a_variable_names_the_default_site(
     assert load(str(other)).account == "physics"
 
 
+@pytest.mark.parametrize("path", ["/nowhere", "/", ""])
+def test_a_site_that_is_not_a_file_is_refused(path: str) -> None:
+    with pytest.raises(UsageError, match=r"--site names .*, which is not a file: correct it or"):
+        load(path)
+
+
+@pytest.mark.parametrize("number", ["007", "010", "0123456"])
+def test_an_account_keeps_its_leading_zeros(tmp_path: Path, number: str) -> None:
+    """YAML 1.1 reads 010 as 8."""
+    path = tmp_path / "site.yaml"
+    path.write_text(f"account: {number}\n")
+    assert load(str(path)).account == number
+
+
 def test_options_of_a_site_are_those_of_the_file_in_time_too(tmp_path: Path) -> None:
     """A minimum of an hour became one of 3600 minutes, as YAML 1.1 counts in sixties."""
     path = tmp_path / "site.yaml"
