@@ -17,8 +17,8 @@ def read_text(path: Path) -> str:
     """The text of a YAML file that can do no harm to the parser.
 
     A deep nesting ends the process in the C parser, and aliases of aliases fill the memory. YAML
-    1.1 reads `1:30:00` as the number 5400 and the account `010` as the number 8, so such values are
-    returned in quotes, as text.
+    1.1 reads `1:30:00` as the number 5400 and the account `010` as the number 8, so such values
+    are returned in quotes, as text.
 
     Raises:
         UsageError: if it is too large, too deep, or has aliases; if it cannot be read.
@@ -64,10 +64,15 @@ def read_mapping(path: Path, what: str) -> dict[str, Any]:
     Raises:
         UsageError: as `read_text`, or if it holds something else.
     """
+    return mapping(read_text(path), path, what)
+
+
+def mapping(text: str, path: Path, what: str) -> dict[str, Any]:
+    """As `read_mapping`, of the text that `read_text` returned."""
     import yaml
 
     try:
-        content = yaml.safe_load(read_text(path))
+        content = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:  # such as a date that no calendar has
         reason = " ".join(str(error).split())
         raise UsageError(f"{path} cannot be read as YAML: {reason}") from None

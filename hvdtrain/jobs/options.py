@@ -34,7 +34,6 @@ IMPOSSIBLE = {
 }
 # Further options of sbatch that exclude --mem and each other.
 MEMORY = ("mem-per-cpu", "mem-per-gpu")
-MEMORY_FORMS = "megabytes, or a whole number with K, M, G or T, such as 16G"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +118,7 @@ class SlurmOptions:
                     f"leave --{name} out"
                 )
         if self.mem is not None and not re.fullmatch(r"[0-9]+[KMGTkmgt]?", str(self.mem)):
-            raise UsageError(f"--mem {self.mem} is not understood: give {MEMORY_FORMS}")
+            raise UsageError(f"--mem {self.mem} is not understood: give {timelimit.MEMORY_FORMS}")
 
 
 def _is_value(text: str) -> bool:
@@ -159,6 +158,8 @@ class JobOptions(SlurmOptions):
         Raises:
             UsageError: if it is none.
         """
+        if str(self.time) == "None":  # of a file
+            raise UsageError(f"--time needs a value: give {timelimit.FORMS}")
         found = timelimit.minutes(str(self.time))
         if found is None:
             raise UsageError(f"--time {self.time!r} is not understood: give {timelimit.FORMS}")

@@ -34,7 +34,8 @@ class PlanConfig:
     patch_size: int | None = field_of_train("patch_size")
     seed: int = field(default=0, metadata=about("seed of weights and images"))
     save: str | None = field(
-        default=None, metadata=about("write the plan as a JSON file, which --plan reads", metavar="FILE")
+        default=None,
+        metadata=about("write the plan as a JSON file, which --plan reads", metavar="FILE"),
     )
     trace: str | None = field(
         default=None,

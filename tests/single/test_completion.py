@@ -35,7 +35,10 @@ def script(hvdtrain: Program, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["train", "--compile", "--prec"], ["--precision"]),
         (["train", "--no-c"], ["--no-compile"]),
         (["jobs", "s"], ["submit", "sweep", "status"]),
-        (["jobs", "submit", "--no"], ["--nodes", "--no-dry-run", "--normalise"]),
+        (
+            ["jobs", "submit", "--no"],
+            ["--no-compile", "--no-dry-run", "--no-resume", "--nodes", "--normalise"],
+        ),
         (["data", "fetch", "c"], ["cifar10", "cifar100"]),
         (["train", "--config", "ru"], ["run.yaml", "runs"]),
         (["train", "--data", "ru"], ["runs"]),

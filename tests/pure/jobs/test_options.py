@@ -22,6 +22,12 @@ def test_other_times_are_refused(time: str | int) -> None:
         JobOptions(time=time).minutes()
 
 
+def test_a_time_without_a_value_is_named() -> None:
+    nothing: Any = None
+    with pytest.raises(UsageError, match="--time needs a value: give minutes"):
+        JobOptions(time=nothing).minutes()
+
+
 def test_further_options_of_sbatch_are_names_with_or_without_a_value() -> None:
     job = JobOptions(sbatch=["exclusive", "--mail-type=END,FAIL", "comment=a = b"])
     assert job.sbatch_options() == {
