@@ -14,6 +14,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from hvdtrain import harmless, helptext
 from hvdtrain.errors import UsageError
+from hvdtrain.jobs import timelimit
 
 Options = TypeVar("Options")
 
@@ -28,6 +29,14 @@ OPTION_MEANT = {
     **dict.fromkeys(("--amp", "--fp16", "--bf16"), "--precision bf16"),
     **dict.fromkeys(("--output", "--output-dir", "--save-dir", "--logdir"), "--run"),
 }
+# Options of sbatch that hvdtrain has none for.
+OF_SBATCH_ONLY = (
+    *("mem-per-cpu", "mem-per-gpu", "exclusive", "gres", "mail-type", "mail-user", "nodelist"),
+    *("exclude", "hint", "licenses", "reservation", "begin", "comment", "tmp", "gpus-per-task"),
+    *("hold", "nice", "priority", "export", "ntasks", "cpus-per-task", "switches", "contiguous"),
+)
+# Forms of values that are more than text or a number.
+VALUE_FORMS = {"--time": timelimit.FORMS, "--mem": timelimit.MEMORY_FORMS}
 VALUE_MEANT = {
     "gpu": "cuda",
     **dict.fromkeys(("fp16", "float16", "half", "amp", "bfloat16"), "bf16"),
@@ -64,8 +73,34 @@ class Parser(ArgumentParser):
 
     def parse_path(self, path: Any, *arguments: Any, **settings: Any) -> Any:
         """As jsonargparse, from a file that can do its parser no harm."""
-        text = harmless.read_text(Path(path).expanduser())
+        file = Path(path).expanduser()
+        text = harmless.read_text(file)
+        self.check_keys(path, harmless.mapping(text, file, "configuration"))
         return self.parse_string(text, str(path), *arguments, **settings)
+
+    def check_keys(self, source: object, values: Mapping[Any, Any]) -> None:
+        """Refuse keys that are no options, and keys without a value that need one.
+
+        jsonargparse names no key in a file of a command below another one, and takes `null` for
+        a value of any type.
+
+        Raises:
+            UsageError: naming the key.
+        """
+        known: dict[str, argparse.Action] = {}
+        for action in self._actions:
+            if action.help != argparse.SUPPRESS and not action.dest.startswith(("help", "print_")):
+                known |= {flag.removeprefix("--"): action for flag in action.option_strings}
+        known |= {name.replace("-", "_"): action for name, action in known.items()}
+        switches = [name for name, action in known.items() if helptext.is_switch(action)]
+        keys = [name for name in known if "-" not in name and name != "config"]
+        for key, value in values.items():
+            if key not in known:
+                raise unknown_key(source, key, keys, switches)
+            action = known[key]
+            kinds = get_args(getattr(action, "_typehint", None))
+            if value is None and action.default is not None and type(None) not in kinds:
+                raise UsageError(f"{source}: --{str(key).replace('_', '-')} needs a value")
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise the message in one line, with suggestions where a name is unknown."""
@@ -95,7 +130,8 @@ def explain(message: str, options: Iterable[str], command: str) -> str:
     if match := re.match(r"unrecognized arguments: (\S+)", message, re.IGNORECASE):
         return _unknown_option(match[1].partition("=")[0], options, command)
     if match := re.match(r"argument (\S+): expected one argument", message):
-        return f"{match[1].replace('/', ' or ')} needs a value"
+        form = ": write --sbatch NAME=VALUE, without dashes" if match[1] == "--sbatch" else ""
+        return f"{match[1].replace('/', ' or ')} needs a value{form}"
     if match := re.match(r"argument (\S+): ignored explicit argument (.*)", message):
         return f"{match[1]} takes no value, not {match[2]}: leave it out"
     if match := re.match(r"(?:Subcommand|Option|Key).*?does not accept option '(.+?)'", message):
@@ -130,9 +166,18 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     return f"; valid are {', '.join(valid)}" if valid else ""
 
 
-def unknown_key(source: object, key: object, valid: Iterable[str]) -> UsageError:
-    """Return the error of a key of a file, in one line whatever the key is."""
+def unknown_key(
+    source: object, key: object, valid: Iterable[str], switches: Iterable[str] = ()
+) -> UsageError:
+    """Return the error of a key of a file, in one line whatever the key is.
+
+    Args:
+        switches: keys that are true or false, which the command line can also write as --no-KEY.
+    """
     shown = " ".join(str(key).split())
+    switch = shown[3:].replace("-", "_")
+    if shown.startswith(("no-", "no_")) and switch in switches:
+        return UsageError(f"{source}: write `{switch}: false` instead of `{shown}`")
     return UsageError(f"{source}: unknown key {shown}{nearest(shown, valid)}")
 
 
@@ -208,7 +253,6 @@ def _add_switch(group: Any, flag: str, kind: Any, default: object, text: str) ->
         f"--no-{flag.removeprefix('--')}",
         dest=flag.removeprefix("--").replace("-", "_"),
         action=SwitchOff,
-        type=_refuse_key,
         default=default,
         help=argparse.SUPPRESS,
     )
@@ -223,11 +267,6 @@ class SwitchOff(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, *ignored: Any) -> None:
         """Set it."""
         setattr(namespace, self.dest, False)
-
-
-def _refuse_key(value: object) -> NoReturn:
-    """Refuse `no-name` as a key of a file, which jsonargparse takes for `name`."""
-    raise TypeError(f"keys of a file have no 'no-' in front: write false, not no- and {value}")
 
 
 def part_of(kind: type[Options], values: Mapping[str, Any]) -> Options:
@@ -278,9 +317,14 @@ def _unknown_option(name: str, options: Iterable[str], command: str) -> str:
     longer = [option for option in options if option.startswith(name)][:3]
     if not longer and OPTION_MEANT.get(name, "").partition(" ")[0] in options:
         return f"unknown option {name}: use {OPTION_MEANT[name]}"
+    if "--sbatch" in options and name.removeprefix("--") in OF_SBATCH_ONLY:
+        text = name.removeprefix("--")
+        return f"unknown option {name}: write --sbatch {text}, or --sbatch {text}=VALUE"
     suggestion = f"; did you mean {' or '.join(longer)}?" if longer else nearest(name, options)
-    if suggestion.count(",") > MOST_NAMES:
+    if not suggestion or suggestion.count(",") > MOST_NAMES:
         suggestion = f": {command} --help lists the options"
+        if "--sbatch" in options:
+            suggestion += ", and --sbatch NAME=VALUE gives sbatch another one"
     return f"unknown option {name}{suggestion}"
 
 
@@ -300,5 +344,9 @@ def _wrong_value(typed: str, expected: str, value: Any) -> str:
         return f"{typed}{value} is not supported: use {VALUE_MEANT[value]}"
     if literals:
         return f"{typed}{value} is not known" + nearest(str(value), literals)
+    if form := VALUE_FORMS.get(typed.strip()):
+        return f"{typed}{value} is not understood: give {form}"
     kind = "a whole number" if "int" in expected else "a number" if "float" in expected else "text"
+    if "int" in expected and "str" in expected:
+        kind = "text or a whole number"
     return f"{typed}must be {kind}, not {value}"

@@ -44,7 +44,10 @@ def script(parser: ArgumentParser, shell: str) -> str:
         elif isinstance(action, SwitchOff):
             action.help = ""  # shtab leaves out what has no help
         elif helptext.is_switch(action):
-            action.nargs = 0  # else what follows would be completed as its value
+            if action.metavar:  # values beside true and false
+                action.choices = str(action.metavar).split("|")
+            else:
+                action.nargs = 0  # else what follows would be completed as its value
     text: str = parser.get_completion_script(f"shtab-{shell}")
     return text
 

@@ -8,14 +8,17 @@ from hvdtrain.errors import UsageError
 
 LARGEST = 2**16  # bytes
 DEEPEST = 4
-SIXTIES = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
+SIXTIES = r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?"
+OCTAL = r"[-+]?0[0-7_]+"
+MISREAD = re.compile(f"{SIXTIES}|{OCTAL}")
 
 
 def read_text(path: Path) -> str:
     """The text of a YAML file that can do no harm to the parser.
 
     A deep nesting ends the process in the C parser, and aliases of aliases fill the memory. YAML
-    1.1 reads `1:30:00` as the number 5400, so such values are returned in quotes, as text.
+    1.1 reads `1:30:00` as the number 5400 and the account `010` as the number 8, so such values
+    are returned in quotes, as text.
 
     Raises:
         UsageError: if it is too large, too deep, or has aliases; if it cannot be read.
@@ -29,26 +32,26 @@ def read_text(path: Path) -> str:
             raise UsageError(f"{path} is no configuration: it is larger than {LARGEST:,} bytes")
         text = content.decode()
         depth = 0
-        sixties: list[tuple[int, int]] = []
+        misread: list[tuple[int, int]] = []
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             depth += isinstance(event, yaml.CollectionStartEvent)
             depth -= isinstance(event, yaml.CollectionEndEvent)
             if depth > DEEPEST or isinstance(event, yaml.AliasEvent):
                 raise UsageError(f"{path} is no configuration: expected lines of 'key: value'")
             if isinstance(event, yaml.ScalarEvent):
-                sixties += _in_sixties(event)
+                misread += _misread(event)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise UsageError(f"{path} cannot be read as YAML: {reason}") from None
-    for start, end in reversed(sixties):
+    for start, end in reversed(misread):
         text = f"{text[:start]}'{text[start:end]}'{text[end:]}"
     return text
 
 
-def _in_sixties(event: Any) -> list[tuple[int, int]]:
-    """Where a scalar starts and ends that PyYAML would read as a number of base 60."""
+def _misread(event: Any) -> list[tuple[int, int]]:
+    """Where a scalar starts and ends that PyYAML would read as a number of base 60 or 8."""
     is_plain = event.style is None and event.tag is None and event.anchor is None
-    is_number = is_plain and SIXTIES.fullmatch(event.value)
+    is_number = is_plain and MISREAD.fullmatch(event.value)
     return [(event.start_mark.index, event.end_mark.index)] if is_number else []
 
 
@@ -61,10 +64,15 @@ def read_mapping(path: Path, what: str) -> dict[str, Any]:
     Raises:
         UsageError: as `read_text`, or if it holds something else.
     """
+    return mapping(read_text(path), path, what)
+
+
+def mapping(text: str, path: Path, what: str) -> dict[str, Any]:
+    """As `read_mapping`, of the text that `read_text` returned."""
     import yaml
 
     try:
-        content = yaml.safe_load(read_text(path))
+        content = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:  # such as a date that no calendar has
         reason = " ".join(str(error).split())
         raise UsageError(f"{path} cannot be read as YAML: {reason}") from None

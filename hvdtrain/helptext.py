@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
-WIDEST = 100  # columns
+NARROWEST, WIDEST = 40, 100  # columns
 OPTION_COLUMNS = 30  # of them for the names of options
 
 
@@ -94,7 +94,7 @@ def overview(parser: ArgumentParser) -> str:
 
 def width() -> int:
     """Return the columns of a help page."""
-    return min(shutil.get_terminal_size().columns - 2, WIDEST)
+    return max(NARROWEST, min(shutil.get_terminal_size().columns - 2, WIDEST))
 
 
 def _metavar(action: Action) -> str:

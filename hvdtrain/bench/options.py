@@ -17,7 +17,9 @@ class StepConfig:
     model: str = field_of_train("model")
     data: str | None = field(
         default=None,
-        metadata=about("folder of a packed data set; default: images made for the purpose"),
+        metadata=about(
+            "folder of a packed data set", metavar="DIR", default="images made for the purpose"
+        ),
     )
     plan: str | None = field_of_train("plan")
     ranks: int | None = field_of_train("ranks")
@@ -34,10 +36,11 @@ class StepConfig:
     cutout: int | None = field_of_train("cutout")
     compile: bool = field_of_train("compile")
     image_size: int | None = field(
-        default=None, metadata=about("of the images; default: that of the data, else 32")
+        default=None,
+        metadata=about("height and width of the images", default="that of the data, else 32"),
     )
     classes: int | None = field(
-        default=None, metadata=about("classes of images made for the purpose; default: 10")
+        default=None, metadata=about("classes of images made for the purpose", default="10")
     )
     patch_size: int | None = field_of_train("patch_size")
     device: Device | None = field_of_train("device")
@@ -68,7 +71,7 @@ class StepConfig:
 class LoaderConfig:
     """What `bench loader` reads."""
 
-    data: str = field(metadata=about("folder of a packed data set"))
+    data: str = field(metadata=about("folder of a packed data set", metavar="DIR"))
     batch_size: int = field_of_train("batch_size")
     augment: Literal["none", "crop-flip"] = field(
         default="crop-flip", metadata=about("none or crop-flip")
@@ -100,7 +103,7 @@ class NetworkConfig:
     ranks: int | None = field(
         default=None,
         metadata=about(
-            "start this many ranks on this machine; default: those of the launcher, else 2"
+            "start this many ranks on this machine", default="those of the launcher, else 2"
         ),
     )
     largest: int = field(default=64 * 2**20, metadata=about("bytes of the largest message"))

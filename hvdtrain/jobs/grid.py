@@ -30,10 +30,10 @@ class StudyOptions:
         default="strong", metadata=about("whether batch_size is the global one or each rank's")
     )
     ranks_per_node: int | None = field(
-        default=None, metadata=about("from which follow the nodes; default: all on one")
+        default=None, metadata=about("from which follow the nodes", default="all on one")
     )
     in_flight: int | None = field(
-        default=None, metadata=about("runs that may run at a time; default: any number")
+        default=None, metadata=about("runs that may run at a time", default="any number")
     )
 
 
@@ -102,9 +102,12 @@ def _axes(path: str) -> dict[str, list[Any]]:
     """The values of each key of a file."""
     content = harmless.read_mapping(Path(path), "study")
     known = [item.name for kind in KINDS for item in fields(kind)]
+    switches = [
+        item.name for kind in KINDS for item in fields(kind) if isinstance(item.default, bool)
+    ]
     for name in content:
         if name not in known:
-            raise unknown_key(path, name, known)
+            raise unknown_key(path, name, known, switches)
         if name in OF_ONE_RUN:
             raise UsageError(f"{path}: {name} is of a single run: leave it out")
         if name in OF_THE_STUDY and isinstance(content[name], list):

@@ -24,6 +24,16 @@ SET_BY = {name: f"--{name}" for name in (*OF_SBATCH, "time", "nodes", "gpus-per-
     "output": "--run, whose folder keeps the logs",
     "error": "--run, whose folder keeps the logs",
 }
+# Options of sbatch with which hvdtrain would not work, and why.
+IMPOSSIBLE = {
+    "parsable": "hvdtrain reads what sbatch prints; leave it out",
+    "wait": "sbatch would not return; follow the job with hvdtrain jobs logs --follow",
+    "test-only": "sbatch would submit nothing; use --dry-run to see the script",
+    "wrap": "hvdtrain writes the script of the job; put shell lines as setup into the site's file",
+    "chdir": "the paths of a run start at the current folder; call hvdtrain in that folder",
+}
+# Further options of sbatch that exclude --mem and each other.
+MEMORY = ("mem-per-cpu", "mem-per-gpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +47,9 @@ class SlurmOptions:
     site: str | None = field(
         default=None,
         metadata=about(
-            "YAML file with what your site needs (slurm/sites has an example); "
-            "default: the file that HVDTRAIN_SITE names"
+            "YAML file with what your site needs (slurm/sites has an example)",
+            metavar="FILE",
+            default="the file that HVDTRAIN_SITE names",
         ),
     )
     partition: str | None = field(
@@ -68,8 +79,10 @@ class SlurmOptions:
         """Return what --sbatch adds, by name; True for an option without a value.
 
         Raises:
-            UsageError: if it is not the form of an option, or one that hvdtrain sets.
+            UsageError: if it is not the form of an option, or one that hvdtrain sets; if a value
+                for sbatch is empty or wrong.
         """
+        self._check_values()
         found: dict[str, str | bool] = {}
         for text in self.sbatch:
             name, sign, value = text.removeprefix("--").partition("=")
@@ -80,8 +93,37 @@ class SlurmOptions:
                 )
             if name in SET_BY:
                 raise UsageError(f"--sbatch {name} is not possible: use {SET_BY[name]}")
+            if name in IMPOSSIBLE:
+                raise UsageError(f"--sbatch {name} is not possible: {IMPOSSIBLE[name]}")
+            if sign and not _is_value(value):
+                raise UsageError(
+                    f"--sbatch {text!r} is not understood: give a value in one line after "
+                    f"{name}=, or {name} alone"
+                )
             found[name] = value if sign else True
+        memory = [f"--sbatch {name}" for name in MEMORY if name in found]
+        if self.mem is not None:
+            memory.append("--mem")
+        if len(memory) > 1:
+            raise UsageError(f"{' and '.join(memory)} exclude each other: give one of them")
         return found
+
+    def _check_values(self) -> None:
+        """Refuse values that sbatch would refuse, or read as something else."""
+        for name in OF_SBATCH:
+            value = getattr(self, name)
+            if value is not None and not _is_value(str(value)):
+                raise UsageError(
+                    f"--{name} {str(value)!r} is not understood: give a value in one line, or "
+                    f"leave --{name} out"
+                )
+        if self.mem is not None and not re.fullmatch(r"[0-9]+[KMGTkmgt]?", str(self.mem)):
+            raise UsageError(f"--mem {self.mem} is not understood: give {timelimit.MEMORY_FORMS}")
+
+
+def _is_value(text: str) -> bool:
+    """Whether a text can be the value of an option in a script: not empty, and one line."""
+    return text.strip() != "" and text.isprintable()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +158,8 @@ class JobOptions(SlurmOptions):
         Raises:
             UsageError: if it is none.
         """
+        if str(self.time) == "None":  # of a file
+            raise UsageError(f"--time needs a value: give {timelimit.FORMS}")
         found = timelimit.minutes(str(self.time))
         if found is None:
             raise UsageError(f"--time {self.time!r} is not understood: give {timelimit.FORMS}")

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hvdtrain.jobs.options import OF_SBATCH, JobOptions
+from hvdtrain.jobs.options import MEMORY, OF_SBATCH, JobOptions
 from hvdtrain.jobs.site import Site
 
 # A job that ends with 75 has saved: it goes back into the queue where the site allows it.
@@ -32,10 +32,18 @@ def parameters(job: JobOptions, site: Site, ranks_per_node: int, name: str) -> d
         wanted = f"{model}:{job.gpus_per_node}" if model else str(job.gpus_per_node)
         options |= {"gres": f"gpu:{wanted}"} if kind == "gres" else {"gpus-per-node": wanted}
     named = {key: getattr(job, key) for key in OF_SBATCH if getattr(job, key) is not None}
+    own = job.sbatch_options()
     of_site = {key: value for key, value in site.options.items() if key not in named}
+    if "mem" in named or not own.keys().isdisjoint(MEMORY):
+        # sbatch takes one of the three: the site's gives way.
+        of_site = {key: value for key, value in of_site.items() if key not in ("mem", *MEMORY)}
+    options |= of_site | own
+    values = {key: named.get(key, getattr(site, key)) for key in OF_SBATCH}
+    if not options.keys().isdisjoint(MEMORY):
+        values["mem"] = None
     found = {
         "job_name": name,
-        **{key: named.get(key, getattr(site, key)) for key in OF_SBATCH},
+        **values,
         "time": job.minutes(),
         "nodes": job.nodes,
         "ntasks_per_node": ranks_per_node,
@@ -45,6 +53,6 @@ def parameters(job: JobOptions, site: Site, ranks_per_node: int, name: str) -> d
         "setup": [*site.setup, "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK"],
         "teardown": list(REQUEUE if site.requeue else KEEP_CODE),
         "srun_args": [f"--mpi={site.mpi}", "--kill-on-bad-exit=1"],
-        "additional_parameters": options | of_site | job.sbatch_options(),
+        "additional_parameters": options,
     }
     return {key: value for key, value in found.items() if value is not None}

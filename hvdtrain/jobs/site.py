@@ -50,8 +50,11 @@ def load(path: str | None) -> Site:
         path = os.environ.get(VARIABLE)
         if not path:
             return Site()
-        if not Path(path).is_file():
-            raise UsageError(f"{VARIABLE} names {path}, which is not a file: correct or unset it")
+        source, cure = VARIABLE, "correct or unset it"
+    else:
+        source, cure = "--site", "correct it or leave it out"
+    if not Path(path).is_file():
+        raise UsageError(f"{source} names {path or repr(path)}, which is not a file: {cure}")
     content = harmless.read_mapping(Path(path), "description of a site")
     known = get_type_hints(Site)
     for name, value in content.items():

@@ -1,8 +1,9 @@
-"""Limits of time as Slurm writes them."""
+"""Limits of time, and of memory, as Slurm writes them."""
 
 import re
 
 FORMS = "minutes, M:SS, H:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS"
+MEMORY_FORMS = "megabytes, or a whole number with K, M, G or T, such as 16G"
 _PARTS = re.compile(r"(?:(\d{1,6})-)?(\d{1,9})(?::(\d{1,2}))?(?::(\d{1,2}))?", re.ASCII)
 
 

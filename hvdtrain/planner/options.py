@@ -23,7 +23,8 @@ class PlanConfig:
     microbatches: int | None = field_of_train("microbatches")
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] | None = field_of_train("schedule")
     precision: Precision | None = field(
-        default=None, metadata=about("fp32, bf16 or fp64; default: fp64 for check, else fp32")
+        default=None,
+        metadata=about("fp32, bf16 or fp64", default="fp64 for check, else fp32"),
     )
     optimizer: Literal["sgd", "adam", "adamw"] = field_of_train("optimizer")
     batch_norm: Literal["local", "sync"] = field_of_train("batch_norm")
@@ -33,19 +34,25 @@ class PlanConfig:
     patch_size: int | None = field_of_train("patch_size")
     seed: int = field(default=0, metadata=about("seed of weights and images"))
     save: str | None = field(
-        default=None, metadata=about("write the plan as a JSON file, which --plan reads")
+        default=None,
+        metadata=about("write the plan as a JSON file, which --plan reads", metavar="FILE"),
     )
     trace: str | None = field(
-        default=None, metadata=about("write the simulated step as a Chrome trace")
+        default=None,
+        metadata=about("write the simulated step as a Chrome trace", metavar="FILE"),
     )
     actions: str | None = field(
-        default=None, metadata=about("write what each rank does, in order, as CSV: a row a rank")
+        default=None,
+        metadata=about(
+            "write what each rank does, in order, as CSV: a row per rank", metavar="FILE"
+        ),
     )
     cluster: str | None = field(
         default=None,
         metadata=about(
             "predict for a machine that is not here: 8-v100, 8-h200, 16-cpu-10g, 16-cpu-100g "
-            "or a YAML file (show --explain, simulate)"
+            "or a YAML file (show --explain, simulate)",
+            metavar="FILE",
         ),
     )
     explain: bool = field(
@@ -53,7 +60,10 @@ class PlanConfig:
     )
     picture: str | None = field(
         default=None,
-        metadata=about("draw which ranks hold which component, and its label, as a PNG (show)"),
+        metadata=about(
+            "draw which ranks hold which component, and its label, as a PNG (show)",
+            metavar="FILE",
+        ),
     )
     json: bool = field(default=False, metadata=about("print one JSON object"))
 

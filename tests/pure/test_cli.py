@@ -70,6 +70,22 @@ def parsed(arguments: list[str]) -> dict[str, Any]:
             [*TRAIN, "--precision", "fp8"],
             "--precision fp8 is not known; valid are bf16, fp32, fp64",
         ),
+        (
+            ["jobs", "cancel", "r", "--gpus"],
+            "unknown option --gpus: hvdtrain jobs cancel --help l",
+        ),
+        (
+            ["jobs", "submit", *TRAIN[1:], "--mem-per-cpu", "3"],
+            "unknown option --mem-per-cpu: write --sbatch mem-per-cpu, or --sbatch mem-per-cpu=V",
+        ),
+        (
+            ["jobs", "sweep", "s", "--to", "d", "--exclusive"],
+            "unknown option --exclusive: write --sbatch exclusive",
+        ),
+        (
+            ["jobs", "submit", *TRAIN[1:], "--sbatch", "--mem=3"],
+            "--sbatch needs a value: write --sbatch NAME=VALUE, without dashes",
+        ),
         ([*TRAIN, "--gpus", "2"], "unknown option --gpus: use --ranks (one per GPU)"),
         (["jobs", "submit", *TRAIN[1:], "--gpus=2"], "unknown option --gpus; did you mean --gpus"),
         (
@@ -169,8 +185,10 @@ def test_the_command_line_wins_over_the_file_wherever_it_is_named(tmp_path: Path
     ("content", "message"),
     [
         ("compile: maybe", "--compile must be true or false, not maybe"),
-        ("no_compile: true", "unknown key no_compile; did you mean compile"),
-        ("no-compile: true", "--compile: keys of a file have no 'no-' in front: write false"),
+        ("no_compile: true", "write `compile: false` instead of `no_compile`"),
+        ("no-compile: true", "write `compile: false` instead of `no-compile`"),
+        ("no-compile: false", "write `compile: false` instead of `no-compile`"),
+        ("print_completion: bash", "unknown key print_completion"),
     ],
 )
 def test_a_boolean_of_a_file_is_true_or_false(tmp_path: Path, content: str, message: str) -> None:
@@ -178,6 +196,36 @@ def test_a_boolean_of_a_file_is_true_or_false(tmp_path: Path, content: str, mess
     path.write_text(f"{content}\n")
     with pytest.raises(UsageError, match=message):
         parsed([*TRAIN, "--config", str(path)])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("time: 1.5", "--time 1.5 is not understood: give minutes, M:SS, H:MM:SS"),
+        ("mem: 1.5", "--mem 1.5 is not understood: give megabytes, or a whole number with K"),
+        ("account: 1.5", "--account must be text or a whole number, not 1.5"),
+        ("time: null", "--time needs a value"),
+        ("nodes:", "--nodes needs a value"),
+        ("batch_sze: 3", "unknown key batch_sze; did you mean batch_size"),
+    ],
+)
+def test_a_wrong_value_of_a_job_s_file_is_named(
+    tmp_path: Path, content: str, message: str
+) -> None:
+    """An unknown key was reported as `'jobs'`, and `time: 1.5` had to be a whole number."""
+    path = tmp_path / "run.yaml"
+    path.write_text(f"{content}\n")
+    with pytest.raises(UsageError, match=message) as caught:
+        cli.run(["jobs", "submit", *TRAIN[1:], "--config", str(path)])
+    assert "\n" not in str(caught.value)
+
+
+def test_an_account_of_a_file_keeps_its_leading_zeros(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("account: 007\n")
+    command = ["jobs", "submit", *TRAIN[1:]]
+    assert parsed([*command, "--config", str(path)])["account"] == "007"
+    assert parsed([*command, "--account", "007"])["account"] == "007"
 
 
 def test_gradient_accumulation_is_found_under_its_name(tmp_path: Path) -> None:

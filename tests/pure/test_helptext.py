@@ -93,3 +93,20 @@ def test_no_page_shows_types_of_python_or_empty_defaults(
 )
 def test_a_type_says_what_stands_for_a_value(kind: object, word: str | None) -> None:
     assert helptext.metavar(kind) == word
+
+
+@pytest.mark.parametrize("columns", ["1", "2", "30"])
+def test_a_page_is_readable_in_a_terminal_too_narrow_for_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    """With 2 columns the help ended with an error of textwrap."""
+    monkeypatch.setenv("COLUMNS", columns)
+    assert "hvdtrain" in page(capsys)
+    assert "--precision {fp32,bf16,fp64}" in page(capsys, "train")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_default_is_written_the_same_way(
+    capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert not re.search(r"[^(]default:", page(capsys, *command.split()))

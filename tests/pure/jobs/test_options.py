@@ -1,10 +1,12 @@
 """What a job asks for."""
 
+from typing import Any
+
 import pytest
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
-from hvdtrain.jobs.options import JobOptions, SlurmOptions
+from hvdtrain.jobs.options import OF_SBATCH, JobOptions, SlurmOptions
 
 RUN = TrainConfig(model="cnn", data="d", ranks=4)
 
@@ -20,13 +22,18 @@ def test_other_times_are_refused(time: str | int) -> None:
         JobOptions(time=time).minutes()
 
 
+def test_a_time_without_a_value_is_named() -> None:
+    nothing: Any = None
+    with pytest.raises(UsageError, match="--time needs a value: give minutes"):
+        JobOptions(time=nothing).minutes()
+
+
 def test_further_options_of_sbatch_are_names_with_or_without_a_value() -> None:
-    job = JobOptions(sbatch=["exclusive", "--mail-type=END,FAIL", "comment=a = b", "hint="])
+    job = JobOptions(sbatch=["exclusive", "--mail-type=END,FAIL", "comment=a = b"])
     assert job.sbatch_options() == {
         "exclusive": True,
         "mail-type": "END,FAIL",
         "comment": "a = b",
-        "hint": "",
     }
 
 
@@ -42,12 +49,45 @@ def test_further_options_of_sbatch_are_names_with_or_without_a_value() -> None:
         ("cpus-per-task=2", "use --cpus-per-rank"),
         ("no-requeue", "use requeue in the site's file"),
         ("job-name=x", "use --run"),
+        ("parsable", "--sbatch parsable is not possible: hvdtrain reads what sbatch prints"),
+        ("wait", "sbatch would not return"),
+        ("--test-only", "use --dry-run"),
+        ("wrap=ls", "hvdtrain writes the script"),
+        ("chdir=/tmp", "call hvdtrain in that folder"),
+        ("hint=", "give a value in one line after hint=, or hint alone"),
+        ("comment=a\n#SBATCH --wait", "give a value in one line"),
     ],
 )
 def test_what_is_no_further_option_of_sbatch_is_refused(text: str, reason: str) -> None:
     with pytest.raises(UsageError, match="--sbatch") as caught:
         JobOptions(sbatch=[text]).sbatch_options()
     assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        *(({name: ""}, f"--{name} '' is not understood: give a value") for name in OF_SBATCH),
+        ({"partition": "a\nb"}, r"--partition 'a\\nb' is not understood"),
+        ({"mem": "16 G"}, "--mem 16 G is not understood: give megabytes"),
+        ({"mem": "much"}, "--mem much is not understood: give megabytes"),
+        ({"mem": -1}, "--mem -1 is not understood: give megabytes"),
+        (
+            {"mem": "4G", "sbatch": ["mem-per-cpu=1G"]},
+            "--sbatch mem-per-cpu and --mem exclude each other: give one of them",
+        ),
+        ({"sbatch": ["mem-per-cpu=1G", "mem-per-gpu=1G"]}, "exclude each other"),
+    ],
+)
+def test_wrong_values_for_sbatch_are_refused(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UsageError, match=reason) as caught:
+        JobOptions(**options).sbatch_options()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("mem", [4000, "4000", "0", "16G", "1t"])
+def test_memory_is_a_number_with_or_without_a_unit(mem: str | int) -> None:
+    assert JobOptions(mem=mem).sbatch_options() == {}
 
 
 def test_values_of_the_command_line_override_those_of_a_study() -> None:

@@ -45,6 +45,20 @@ def test_a_variable_names_the_default_site(
     assert load(str(other)).account == "physics"
 
 
+@pytest.mark.parametrize("path", ["/nowhere", "/", ""])
+def test_a_site_that_is_not_a_file_is_refused(path: str) -> None:
+    with pytest.raises(UsageError, match=r"--site names .*, which is not a file: correct it or"):
+        load(path)
+
+
+@pytest.mark.parametrize("number", ["007", "010", "0123456"])
+def test_an_account_keeps_its_leading_zeros(tmp_path: Path, number: str) -> None:
+    """YAML 1.1 reads 010 as 8."""
+    path = tmp_path / "site.yaml"
+    path.write_text(f"account: {number}\n")
+    assert load(str(path)).account == number
+
+
 def test_options_of_a_site_are_those_of_the_file_in_time_too(tmp_path: Path) -> None:
     """A minimum of an hour became one of 3600 minutes, as YAML 1.1 counts in sixties."""
     path = tmp_path / "site.yaml"
@@ -102,12 +116,24 @@ def test_gpus_are_asked_for_as_the_site_wants(gpus: str, option: str, value: str
 def test_each_option_of_the_table_overrides_the_site() -> None:
     of_site: dict[str, Any] = dict.fromkeys(OF_SBATCH, "of the site")
     for name in OF_SBATCH:
-        own: dict[str, Any] = {name: "own"}
+        own: dict[str, Any] = {name: "16G"}
         found = parameters(JobOptions(**own), Site(**of_site), 1, "name")
         assert {key: found[key] for key in OF_SBATCH} == of_site | own
         # A site may name it among its further options.
         found = parameters(JobOptions(**own), Site(options={name: "x"}), 1, "name")
-        assert (found[name], found["additional_parameters"]) == ("own", {"requeue": True})
+        assert (found[name], found["additional_parameters"]) == ("16G", {"requeue": True})
+
+
+def test_memory_per_cpu_takes_the_place_of_the_site_s_memory() -> None:
+    """sbatch refuses a job with both."""
+    job = JobOptions(sbatch=["mem-per-cpu=2G"])
+    for site in (Site(mem="8G"), Site(options={"mem": "8G"}), Site(options={"mem-per-gpu": "8G"})):
+        found = parameters(job, site, 1, "name")
+        assert "mem" not in found
+        assert found["additional_parameters"] == {"requeue": True, "mem-per-cpu": "2G"}
+    site = Site(options={"mem-per-cpu": "2G"})
+    found = parameters(JobOptions(mem="4G"), site, 1, "name")
+    assert (found["mem"], found["additional_parameters"]) == ("4G", {"requeue": True})
 
 
 def test_further_options_of_the_command_line_come_last() -> None:
