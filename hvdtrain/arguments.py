@@ -12,9 +12,8 @@ from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 
 from jsonargparse import ArgumentParser, Namespace
 
-from hvdtrain import harmless, helptext
+from hvdtrain import harmless, helptext, timelimit
 from hvdtrain.errors import UsageError
-from hvdtrain.jobs import timelimit
 
 Options = TypeVar("Options")
 

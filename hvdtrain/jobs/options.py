@@ -4,9 +4,9 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from hvdtrain import timelimit
 from hvdtrain.config import TrainConfig, about
 from hvdtrain.errors import UsageError
-from hvdtrain.jobs import timelimit
 
 # These have the same name in sbatch, on the command line, in a study's file and in a site's file.
 OF_SBATCH = ("partition", "account", "qos", "constraint", "mem")

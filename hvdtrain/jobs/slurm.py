@@ -6,8 +6,8 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hvdtrain import timelimit
 from hvdtrain.errors import UsageError
-from hvdtrain.jobs import timelimit
 
 ACTIVE = frozenset(
     {"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD"}

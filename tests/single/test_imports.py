@@ -40,6 +40,7 @@ FLOORS = (
         "alert",
         "errors",
         "arguments",
+        "timelimit",
         "completion",
         "helptext",
         "activity",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hvdtrain.jobs.timelimit import minutes
+from hvdtrain.timelimit import minutes
 
 
 @pytest.mark.parametrize(
