@@ -171,16 +171,21 @@ def slurm_check(version: str, kinds: Outcome | None) -> Check:
 
 
 def _horovodrun(site: Site, ranks: int) -> str:
-    binding = ' --binding-args="--bind-to none"' if site.mpi[0] == "Open MPI" else ""
-    return f"horovodrun -np {ranks}{binding}"
+    if site.mpi[0] != "Open MPI":
+        return f"horovodrun -np {ranks}"
+    return f'horovodrun -np {ranks} --binding-args="--bind-to none{_shared_cores(site, ranks)}"'
 
 
 def _mpirun(site: Site, ranks: int) -> str:
     if site.mpi[0] != "Open MPI":
         return f"mpirun -n {ranks}"
     leave = " --allow-run-as-root" if site.root_needs_leave else ""
-    share = " --map-by :OVERSUBSCRIBE" if ranks > site.cores else ""
-    return f"mpirun{leave} -np {ranks} --bind-to none{share}"
+    return f"mpirun{leave} -np {ranks} --bind-to none{_shared_cores(site, ranks)}"
+
+
+def _shared_cores(site: Site, ranks: int) -> str:
+    """Open MPI's option for more ranks than cores: not every machine has slots for them without."""
+    return " --map-by :OVERSUBSCRIBE" if ranks > site.cores else ""
 
 
 def _why(line: LaunchLine, site: Site) -> str:
