@@ -184,7 +184,7 @@ def _mpirun(site: Site, ranks: int) -> str:
 
 
 def _shared_cores(site: Site, ranks: int) -> str:
-    """Open MPI's option for more ranks than cores: not every machine has slots for them without."""
+    """Open MPI's option for more ranks than cores, which some machines have no slots for."""
     return " --map-by :OVERSUBSCRIBE" if ranks > site.cores else ""
 
 
