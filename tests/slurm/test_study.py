@@ -37,6 +37,7 @@ def test_a_sweep_of_three_sizes_and_two_repeats_ends_in_a_report(
 
     wait_for(is_over, 300, lambda: str(rows))
     assert len(rows) == 6
+    wait_for_an_empty_queue(cluster)
     again = cluster.run("hvdtrain", "jobs", "sweep", study, "--to", runs).splitlines()
     assert all(line.endswith("is done already") for line in again)
     assert len(again) == 6
@@ -77,6 +78,7 @@ def test_only_what_failed_is_made_again(cluster: Cluster, small_set: Path, tmp_p
 
     wait_for(is_over, 240, lambda: str(rows))
     assert all("Killed" in row["note"] for row in rows if row["state"] == "FAILED")
+    wait_for_an_empty_queue(cluster)
     said = cluster.run("hvdtrain", "jobs", "sweep", study, "--to", runs)
     assert said.count("2 runs, job") == 1
     assert said.count("is done already") == 2
@@ -86,3 +88,8 @@ def test_only_what_failed_is_made_again(cluster: Cluster, small_set: Path, tmp_p
         return all(row["state"] == "COMPLETED" and row["step"] == 12 for row in rows)
 
     wait_for(is_done, 240, lambda: str(rows))
+
+
+def wait_for_an_empty_queue(cluster: Cluster) -> None:
+    """Return when no job is in the queue: a run is complete a moment before its job has left."""
+    wait_for(lambda: cluster.run("squeue", "--noheader") == "", 60, lambda: cluster.run("squeue"))
