@@ -98,6 +98,7 @@ endif
 
 # Python writes nothing beside the sources.
 lint test proof demo: export PYTHONDONTWRITEBYTECODE := 1
+lint test proof demo: export HYPOTHESIS_STORAGE_DIRECTORY := $(abspath .venv/cache/hypothesis)
 
 lint: setup
 	@$(bin)/ruff check --quiet

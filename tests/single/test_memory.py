@@ -38,7 +38,8 @@ def faults(how: str, **environment: str) -> tuple[bool | None, int]:
         capture_output=True,
         text=True,
         check=True,
-        env={"PATH": "/usr/bin", "OMP_NUM_THREADS": "1", **environment},
+        env={"PATH": "/usr/bin", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        | environment,
     )
     kept, count = json.loads(done.stdout)
     return kept, count
