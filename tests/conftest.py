@@ -25,13 +25,11 @@ _sessions = tempfile.mkdtemp(prefix="mpirun-")
 atexit.register(shutil.rmtree, _sessions, ignore_errors=True)
 os.environ[launch.SESSIONS[0]] = _sessions
 
-# What a property test found is kept where everything is that the project makes.
-settings.register_profile(
-    "here",
-    database=DirectoryBasedExampleDatabase(ROOT / ".venv" / "cache" / "hypothesis"),
-    deadline=None,  # the machine may be busy
-    derandomize="CI" in os.environ,
-)
+# What a property test found is kept where everything is that the project makes; a continuous
+# integration, for which Hypothesis loads a profile of its own, keeps nothing and repeats itself.
+_found = DirectoryBasedExampleDatabase(ROOT / ".venv" / "cache" / "hypothesis")
+_kept = {"derandomize": True} if "CI" in os.environ else {"database": _found, "derandomize": False}
+settings.register_profile("here", deadline=None, **_kept)  # no deadline: the machine may be busy
 settings.load_profile("here")
 
 
