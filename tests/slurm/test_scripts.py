@@ -13,11 +13,11 @@ SCRIPTS = Path("slurm")
 SLOW = ("--inject", "slow step=1 seconds=0.2 steps=100000")
 
 
-def _options(data: Path, run: Path) -> list[object]:
-    """A run of 20 epochs of 10 steps, saved after each epoch, with a ledger."""
+def _options(data: Path, run: Path, epochs: int = 20) -> list[object]:
+    """A run of epochs of 10 steps, saved after each epoch, with a ledger."""
     return [
-        *("--model", "cnn", "--data", data, "--epochs", 20, "--ledger", run.with_suffix(".csv")),
-        *("--log-every", 1),
+        *("--model", "cnn", "--data", data, "--epochs", epochs),
+        *("--ledger", run.with_suffix(".csv"), "--log-every", 1),
     ]
 
 
@@ -28,12 +28,19 @@ def _output(tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     ("script", "request_", "plan", "ranks"),
     [
-        ("train.sbatch", ("--ntasks-per-node=2", "--cpus-per-task=1"), "dp", 2),
-        ("nodes.sbatch", (), "dp", 4),  # with the data staged
-        ("nodes.sbatch", ("--ntasks-per-node=1", "--cpus-per-task=1"), "mp", 2),
-        ("gpus.sbatch", (), "hp:2x1", 2),
+        pytest.param(
+            *("train.sbatch", ("--ntasks-per-node=2", "--cpus-per-task=1"), "dp", 2),
+            id="one node",
+            marks=pytest.mark.proof,
+        ),
+        pytest.param("nodes.sbatch", (), "dp", 4, id="two nodes"),
+        pytest.param(
+            *("nodes.sbatch", ("--ntasks-per-node=1", "--cpus-per-task=1"), "mp", 2),
+            id="a pipeline across nodes",
+            marks=pytest.mark.proof,
+        ),
+        pytest.param("gpus.sbatch", (), "hp:2x1", 2, id="GPUs"),
     ],
-    ids=["one node", "two nodes", "a pipeline across nodes", "GPUs"],
 )
 def test_a_job_trains(
     cluster: Cluster,
@@ -80,12 +87,12 @@ def test_a_preempted_job_saves_and_finishes_later(
     run = tmp_path / "run"
     number = cluster.submit(
         *(_output(tmp_path), "--partition=low", "--ntasks-per-node=1", "--cpus-per-task=1"),
-        *(SCRIPTS / "nodes.sbatch", *_options(small_set, run), *SLOW),
+        *(SCRIPTS / "nodes.sbatch", *_options(small_set, run, epochs=8), *SLOW),
         RUN=str(run),
     )
     cluster.wait_until_it_trains(number, run)
     cluster.preempt()
-    _finishes(cluster, number, run, tmp_path / f"{number}.log")
+    _finishes(cluster, number, run, epochs=8)
 
 
 @pytest.mark.proof
@@ -101,10 +108,10 @@ def test_a_job_whose_time_is_up_saves_and_goes_on(
     )
     cluster.wait_until_it_trains(number, run)
     cluster.end_its_time(number, 90)
-    _finishes(cluster, number, run, tmp_path / f"{number}.log")
+    _finishes(cluster, number, run)
 
 
-def _finishes(cluster: Cluster, number: str, run: Path, log: Path) -> None:
+def _finishes(cluster: Cluster, number: str, run: Path, epochs: int = 20) -> None:
     """It was requeued, goes on where it was, and has every sample once an epoch."""
     cluster.wait(number, "PENDING")
     assert not (run / "summary.json").exists()
@@ -112,9 +119,9 @@ def _finishes(cluster: Cluster, number: str, run: Path, log: Path) -> None:
         cluster.release(number)
         cluster.wait(number, "RUNNING", "COMPLETED")
     assert int(cluster.job(number)["Restarts"]) >= 1
-    assert "resumed after step" in log.read_text()
-    assert summary_of(run)["steps"] == 200
-    for samples in samples_of(run.with_suffix(".csv"), 20):
+    assert "resumed after step" in run.with_name(f"{number}.log").read_text()
+    assert summary_of(run)["steps"] == 10 * epochs
+    for samples in samples_of(run.with_suffix(".csv"), epochs):
         assert len(samples) == len(set(samples)) == 601
 
 
@@ -132,7 +139,7 @@ def test_the_job_of_a_node_that_dies_goes_on_elsewhere(
     own_cluster.kill_node("n3")
     own_cluster.wait(number, "PENDING")
     own_cluster.run("scontrol", "update", f"JobId={number}", "ReqNodeList=")
-    _finishes(own_cluster, number, run, tmp_path / f"{number}.log")
+    _finishes(own_cluster, number, run)
 
 
 @pytest.mark.proof
@@ -149,6 +156,7 @@ def test_a_rank_that_is_killed_fails_the_job(
     assert "Killed" in (tmp_path / f"{number}.log").read_text()
 
 
+@pytest.mark.proof
 def test_a_job_that_is_cancelled_leaves_no_process(
     cluster: Cluster, small_set: Path, tmp_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ def modules_after(program: str) -> set[str]:
         capture_output=True,
         text=True,
         check=True,
-        env={"PYTHONPATH": ":".join(sys.path)},
+        env={"PYTHONPATH": ":".join(sys.path), "PYTHONDONTWRITEBYTECODE": "1"},
     )
     return {name.split(".")[0] for name in json.loads(done.stdout)}
 

@@ -1,9 +1,9 @@
 """`train --restarts`: a job that loses ranks and goes on."""
 
-import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hvdtrain.parallel.planfile import refit
@@ -40,14 +40,15 @@ def test_a_job_that_loses_a_rank_goes_on_with_fewer_until_it_has_the_fewest(
     options += ["--batch-size", 30, "--epochs", EPOCHS, "--checkpoint-every", "3 steps"]
     options += ["--ledger", ledger, "--restarts", 2, "--min-ranks", 2]
     process = begin([str(option) for option in options], lambda: saves(run))
-    dead: set[int] = set()
-    for _ in range(2):
-        last = newest(run)
-        while newest(run) <= last or dead & {rank.pid for rank in ranks_of(process)}:
+    dead: list[psutil.Process] = []
+    for size in (3, 2):
+        last, ranks = newest(run), ranks_of(process)
+        while newest(run) <= last or len(ranks) != size or set(ranks) & set(dead):
             assert process.poll() is None, process.communicate()
             time.sleep(0.02)
-        dead |= {rank.pid for rank in ranks_of(process)}
-        ranks_of(process)[-1].send_signal(signal.SIGKILL)
+            ranks = ranks_of(process)
+        dead += ranks
+        ranks[-1].kill()
     _, said = process.communicate(timeout=120)
     assert process.returncode == 0, said
     assert said.count("was ended by signal 9") == 2

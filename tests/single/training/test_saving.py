@@ -1,10 +1,12 @@
 """Checkpoints beside training, and what is left after a kill at any moment."""
 
+import functools
 import os
 import random
 import re
 import signal
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -68,15 +70,17 @@ def test_a_run_saves_by_the_clock(hvdtrain: Program, small_set: Path, tmp_path: 
 @pytest.fixture(scope="module")
 def undisturbed(
     tmp_path_factory: pytest.TempPathFactory, hvdtrain: Program, small_set: Path
-) -> dict[str, str]:
-    """The hash of the weights that each layout ends with."""
-    found = {}
-    for layout in LAYOUTS:
+) -> Callable[[str], str]:
+    """The hash of the weights that a layout ends with."""
+
+    @functools.cache
+    def find(layout: str) -> str:
         run = tmp_path_factory.mktemp("undisturbed") / layout
         done = hvdtrain(*command(layout, small_set, run))
         assert done.returncode == 0, done.stderr
-        found[layout] = summary_of(run)["weights_sha256"]
-    return found
+        return str(summary_of(run)["weights_sha256"])
+
+    return find
 
 
 def command(layout: str, data: Path, run: Path) -> list[str]:
@@ -98,10 +102,14 @@ def last_begun(run: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.proof) for seed in range(2, RUNS))]
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.proof) for seed in range(1, RUNS))]
 )
 def test_a_run_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(
-    hvdtrain: Program, small_set: Path, tmp_path: Path, undisturbed: dict[str, str], seed: int
+    hvdtrain: Program,
+    small_set: Path,
+    tmp_path: Path,
+    undisturbed: Callable[[str], str],
+    seed: int,
 ) -> None:
     """One rank at a time, at random moments of training and saving."""
     dice = random.Random(seed)
@@ -118,7 +126,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(
     _, said = process.communicate(timeout=300)
     assert process.returncode == 0, said
     assert said.count("was ended by signal 9") == said.count("starting again") == KILLS
-    assert summary_of(run)["weights_sha256"] == undisturbed[layout]
+    assert summary_of(run)["weights_sha256"] == undisturbed(layout)
     for samples in samples_of(run.with_suffix(".csv"), EPOCHS):
         assert len(samples) == len(set(samples)) == EPOCH
 
