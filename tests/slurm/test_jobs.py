@@ -114,7 +114,7 @@ def test_a_preempted_job_goes_back_into_the_queue_by_itself(
 ) -> None:
     run, ledger = tmp_path / "run", tmp_path / "ledger.csv"
     number = _submit(
-        *(cluster, small_set, run, "--ranks", 2, "--nodes", 2, "--epochs", 20),
+        *(cluster, small_set, run, "--ranks", 2, "--nodes", 2, "--epochs", 8),
         *("--ledger", ledger, "--partition", "low", *SLOW),
     )
     cluster.wait_until_it_trains(number, run)
@@ -124,7 +124,7 @@ def test_a_preempted_job_goes_back_into_the_queue_by_itself(
     cluster.release(number)
     assert cluster.wait(number, "COMPLETED")["Restarts"] == "1"
     assert "resumed after step" in cluster.run("hvdtrain", "jobs", "logs", run)
-    for samples in samples_of(ledger, 20):
+    for samples in samples_of(ledger, 8):
         assert len(samples) == len(set(samples)) == 601
 
 

@@ -118,6 +118,7 @@ def test_ranks_and_mirrors_train_what_one_device_does(
     assert samples[0] == samples[1] == samples[2]
 
 
+@pytest.mark.proof
 def test_a_run_that_evaluates_nothing_trains_the_same(
     hvdtrain: Program, small_set: Path, tmp_path: Path, undisturbed: dict[str, Any]
 ) -> None:
@@ -215,6 +216,7 @@ def test_a_gradient_above_the_limit_is_a_bad_step(
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.proof
 def test_a_layer_that_emits_no_numbers_is_named(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
@@ -315,6 +317,7 @@ def test_mirrors_end_at_a_bad_step_and_say_what_they_know(
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.proof
 def test_out_of_memory_is_a_failed_rank(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:

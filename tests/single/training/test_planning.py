@@ -67,6 +67,7 @@ def test_a_plan_is_measured_chosen_and_trained(
     assert profile.read_bytes() == kept
 
 
+@pytest.mark.proof
 def test_a_plan_is_changed_while_training(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
