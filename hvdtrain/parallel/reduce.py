@@ -3,7 +3,9 @@
 Each parameter's gradient is a view into a flat, contiguous bucket, so that a reduction neither
 copies nor cares for memory formats. The loss of each micro-batch is divided by the number of
 samples of the whole batch, so that a Sum weights any split right. Hooks start a bucket during
-backward as soon as its gradients are complete; nothing depends on it but time.
+backward as soon as its gradients are complete; nothing depends on it but time. The first announced
+backward starts none: it shows whether autograd adds to a parameter's gradient more than once, as
+reentrant checkpoints of a shared layer do, and then no bucket starts before backward has ended.
 """
 
 import time
@@ -15,8 +17,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from hvdtrain.errors import UsageError
 from hvdtrain.parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, group_by_bytes
 from hvdtrain.parallel.cut import Share
+from hvdtrain.parallel.states import CopiedStates
 from hvdtrain.parallel.waiting import ReductionTime
 from hvdtrain.poll import wait_until
 
@@ -75,9 +79,10 @@ class Bucket:
 
     name: str
     flat: Tensor
+    names: list[str]
     parameters: list[nn.Parameter]
     tail: list[Tensor] = field(default_factory=list)  # views, one for each of the statistics
-    missing: int = 0  # gradients still to come in the announced backward
+    missing: set[int] = field(default_factory=set)  # parameters still to come, by their place
     handle: Any = None
 
 
@@ -89,6 +94,7 @@ class ReplicatedGradients:
         statistics: its batch norms' running statistics by name. Means and variances become
             their average over the replicas, weighted by samples; counters are those of the
             first replica that had samples, so that all replicas hold the same.
+        states: the stage's other buffers that forwards change, by name, as they are now.
         all_reduce: starts a reduction of a flat tensor in place: (tensor, name) -> handle.
         wait: blocks until the reduction of a handle is done.
         bucket_bytes: a bucket is closed once it holds this much.
@@ -98,42 +104,53 @@ class ReplicatedGradients:
         self,
         parameters: Mapping[str, nn.Parameter],
         statistics: Mapping[str, Tensor],
+        states: Callable[[], Mapping[str, Tensor]],
         all_reduce: Callable[[Tensor, str], Any],
         wait: Callable[[Any], Any],
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self.all_reduce, self.wait = all_reduce, wait
         self.statistics = list(statistics.values())
+        self.states = CopiedStates(states, all_reduce, wait)
         # Backward reaches the last parameters first.
-        backwards = list(parameters.values())[::-1]
-        sizes = [parameter.numel() * parameter.element_size() for parameter in backwards]
+        backwards = list(parameters.items())[::-1]
+        sizes = [parameter.numel() * parameter.element_size() for _, parameter in backwards]
         groups = group_by_bytes(sizes, bucket_bytes, min(FIRST_BUCKET_BYTES, bucket_bytes))
         self.buckets = [
-            _make_bucket(f"gradients.{i}", [backwards[k] for k in group], self._tail(i, groups))
+            _make_bucket(
+                f"gradients.{i}", dict(backwards[k] for k in group), self._tail(i, groups)
+            )
             for i, group in enumerate(groups)
+            if group or statistics
         ]
+        self.tail = [view for bucket in self.buckets for view in bucket.tail]
         self.announced = False
+        self.first_is_over, self.each_arrives_once = False, True
         self.started_at = 0.0
         for index, bucket in enumerate(self.buckets):
-            hook = _counting_hook(weakref.ref(self), index)
-            for parameter in bucket.parameters:
+            for place, parameter in enumerate(bucket.parameters):
+                hook = _arrival_hook(weakref.ref(self), index, place)
                 parameter.register_post_accumulate_grad_hook(hook)
 
     def announce(self, share: Share) -> None:
         """The next backward completes the gradients; the forwards of this stage are over."""
         self.announced = True
         for bucket in self.buckets:
-            bucket.missing = len(bucket.parameters)
+            bucket.missing = set(range(len(bucket.parameters)))
         self._take_statistics(share)
 
     def start(self, share: Share) -> None:
         """Start the buckets that no backward has started."""
         if not self.announced:
             self._take_statistics(share)
+        self.first_is_over |= self.announced
         self.announced = False
+        if not self._is_under_way():
+            self.started_at = time.perf_counter()
         for bucket in self.buckets:
             if bucket.handle is None:
                 self._start(bucket)
+        self.states.start(share)
 
     def finish(self) -> ReductionTime:
         """Wait for all buckets and take the statistics over."""
@@ -141,8 +158,9 @@ class ReplicatedGradients:
         for bucket in self.buckets:
             self.wait(bucket.handle)
             bucket.handle = None
-        for view, value in zip(self.buckets[-1].tail, self.statistics, strict=True):
+        for view, value in zip(self.tail, self.statistics, strict=True):
             value.copy_(view if value.is_floating_point() else view.round())
+        self.states.finish()
         now = time.perf_counter()
         return ReductionTime(total=now - self.started_at, exposed=now - waiting_since)
 
@@ -156,7 +174,7 @@ class ReplicatedGradients:
             bucket.flat.zero_()
 
     def _take_statistics(self, share: Share) -> None:
-        for view, value in zip(self.buckets[-1].tail, self.statistics, strict=True):
+        for view, value in zip(self.tail, self.statistics, strict=True):
             view.copy_(value)
             view.mul_(share.weight if value.is_floating_point() else float(share.first))
 
@@ -164,29 +182,43 @@ class ReplicatedGradients:
         # The last bucket is the last to be started: by then the forwards are over everywhere.
         return self.statistics if index == len(groups) - 1 else []
 
-    def count(self, index: int) -> None:
-        """One more gradient of a bucket is complete, if the backward is an announced one."""
+    def arrived(self, index: int, place: int) -> None:
+        """Autograd has added to a gradient: it is complete, if the backward is an announced one.
+
+        Raises:
+            UsageError: if it is in reduction already.
+        """
         bucket = self.buckets[index]
-        if self.announced:
-            bucket.missing -= 1
-            if bucket.missing == 0:
-                self._start(bucket)
+        if not self.announced:
+            return
+        if bucket.handle is not None:
+            raise UsageError(
+                f"the gradient of {bucket.names[place]} grew after its reduction had begun, as it "
+                "does in some steps only: give its checkpoints use_reentrant=False"
+            )
+        self.each_arrives_once &= place in bucket.missing
+        bucket.missing.discard(place)
+        if not bucket.missing and self.first_is_over and self.each_arrives_once:
+            self._start(bucket)
 
     def _start(self, bucket: Bucket) -> None:
-        if all(other.handle is None for other in self.buckets):
+        if not self._is_under_way():
             self.started_at = time.perf_counter()
         bucket.handle = self.all_reduce(bucket.flat, bucket.name)
 
+    def _is_under_way(self) -> bool:
+        return any(bucket.handle is not None for bucket in self.buckets)
 
-def _counting_hook(
-    gradients: "weakref.ref[ReplicatedGradients]", index: int
+
+def _arrival_hook(
+    gradients: "weakref.ref[ReplicatedGradients]", index: int, place: int
 ) -> Callable[[Tensor], None]:
     # The parameter keeps its hooks where Python's collector does not see them: a hook that kept
     # the gradients alive would keep them, and so the parameter, for ever.
     def hook(_: Tensor) -> None:
         found = gradients()
         if found is not None:
-            found.count(index)
+            found.arrived(index, place)
 
     return hook
 
@@ -194,6 +226,7 @@ def _counting_hook(
 def horovod_gradients(
     parameters: Mapping[str, nn.Parameter],
     statistics: Mapping[str, Tensor],
+    states: Callable[[], Mapping[str, Tensor]],
     horovod: Any,
     process_set: Any,
     name: str,
@@ -207,8 +240,6 @@ def horovod_gradients(
         horovod: the module, started. process_set: Horovod's, of the ranks of the stage.
         name: the same on all ranks of the stage, and unlike that of any other stage.
     """
-    if not parameters and not statistics:
-        return SerialGradients(parameters)
 
     def all_reduce(tensor: Tensor, bucket: str) -> Any:
         return horovod.allreduce_async_(
@@ -219,7 +250,7 @@ def horovod_gradients(
         wait_until(lambda: horovod.poll(handle))
         horovod.synchronize(handle)
 
-    return ReplicatedGradients(parameters, statistics, all_reduce, wait)
+    return ReplicatedGradients(parameters, statistics, states, all_reduce, wait)
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:
@@ -227,8 +258,9 @@ def all_finite(tensors: Sequence[Tensor]) -> bool:
     return not tensors or bool(torch.stack([each.sum() for each in tensors]).sum().isfinite())
 
 
-def _make_bucket(name: str, parameters: list[nn.Parameter], statistics: list[Tensor]) -> Bucket:
+def _make_bucket(name: str, named: Mapping[str, nn.Parameter], statistics: list[Tensor]) -> Bucket:
     """Allocate a bucket and make each parameter's gradient a view into it."""
+    parameters = list(named.values())
     reference = [*parameters, *statistics][0]
     length = sum(tensor.numel() for tensor in (*parameters, *statistics))
     flat = torch.zeros(length, dtype=reference.dtype, device=reference.device)
@@ -241,4 +273,4 @@ def _make_bucket(name: str, parameters: list[nn.Parameter], statistics: list[Ten
     for value in statistics:
         tail.append(flat[offset : offset + value.numel()].view(value.shape))
         offset += value.numel()
-    return Bucket(name, flat, parameters, tail)
+    return Bucket(name, flat, list(named), parameters, tail)

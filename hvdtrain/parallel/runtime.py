@@ -25,7 +25,7 @@ from hvdtrain.parallel.program import Program, Task
 from hvdtrain.parallel.simulate import Event
 from hvdtrain.parallel.stage import Images
 from hvdtrain.parallel.step import Step
-from hvdtrain.parallel.update import UpdateRule, copied_statistics, update
+from hvdtrain.parallel.update import UpdateRule, copied_buffers, restore_buffers, update
 from hvdtrain.parallel.waiting import WaitTime
 
 HANDED_ON = (*SENDS, *RECEIPTS, "REDUCE")
@@ -108,15 +108,14 @@ class Runtime:
         return step
 
     def train(self, program: Program, step: Step) -> Step:
-        """Run a training program; a step that is left out leaves running statistics as they were.
+        """Run a training program; a step that is left out leaves buffers as they were.
 
         `step.is_bad` says whether this rank left out an update.
         """
-        statistics = copied_statistics(self.parts) if self.rule.skips else []
+        kept = copied_buffers(self.parts) if self.rule.skips else {}
         self.run(program, step)
-        if step.is_bad:
-            for value, before in statistics:
-                value.copy_(before)
+        if step.is_bad and self.rule.skips:
+            restore_buffers(self.parts, kept)
         return step
 
     def gradients(self, program: Program, step: Step) -> dict[str, Tensor]:
@@ -210,18 +209,16 @@ class Runtime:
         if task.rows == 0:
             return
         gradient = self._output_gradient(step, task)
-        output = halves.detachable(step.outputs.use(task.key))
         step.pending_weights[task.key] = halves.backward_input(
-            output, gradient, step.inputs[task.key], self.parts[task.key[0]].parameters
+            *(step.outputs.use(task.key), gradient, step.inputs[task.key]),
+            self.parts[task.key[0]].parameters,
         )
         self._take_input_gradient(step, task)
 
     def _backward_weight(self, step: Step, task: Task) -> None:
         if task.rows == 0:
             return
-        halves.backward_weight(
-            step.pending_weights.pop(task.key), self.parts[task.key[0]].parameters
-        )
+        halves.backward_weight(step.pending_weights.pop(task.key))
         self._forget(step, task)
 
     def _output_gradient(self, step: Step, task: Task) -> Tensor | None:

@@ -26,6 +26,7 @@ class StageModel:
     Attributes:
         components: the modules by name. calls: what runs each of them.
         clock: what takes their times, if anybody wants them.
+        changing: names of the buffers, but for batch norms' statistics, that forwards change.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class StageModel:
         self.components = dict(components)
         self.calls: dict[str, Callable[[Tensor], Tensor]] = {}
         self.clock: ComponentClock | None = None
+        self.changing: frozenset[str] = frozenset()
         for name, component in self.components.items():
             self.calls[name] = component
             if name in recomputed:
@@ -70,6 +72,12 @@ class StageModel:
             if isinstance(module, _NormBase)
             for key, buffer in module.named_buffers(recurse=False)
         }
+
+    def states(self) -> dict[str, Tensor]:
+        """The changing buffers, by name, as they are now."""
+        if not self.changing:
+            return {}
+        return {name: value for name, value in self.tensors().items() if name in self.changing}
 
     def tensors(self) -> dict[str, Tensor]:
         """All parameters, frozen ones included, and all buffers, by name."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from hvdtrain.parallel.halves import Groups
+from hvdtrain.parallel.halves import Group
 from hvdtrain.parallel.program import Key
 from hvdtrain.parallel.waiting import ReductionTime, WaitTime
 
@@ -44,7 +44,7 @@ class Step:
     targets: dict[Key, Tensor] = field(default_factory=dict)
     outputs: Held = field(default_factory=Held)
     input_gradients: Held = field(default_factory=Held)
-    pending_weights: dict[Key, Groups] = field(default_factory=dict)
+    pending_weights: dict[Key, list[Group]] = field(default_factory=dict)
     loss_sum: Tensor | None = None
     correct: Tensor | None = None
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))

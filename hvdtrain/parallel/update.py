@@ -60,13 +60,23 @@ def update(
     part.gradients.zero()
 
 
-def copied_statistics(parts: Mapping[int, Part]) -> list[tuple[Tensor, Tensor]]:
-    """The running statistics of all stages, each with a copy to be restored from."""
-    return [
-        (value, value.clone())
-        for part in parts.values()
-        for value in part.model.statistics().values()
-    ]
+def copied_buffers(parts: Mapping[int, Part]) -> dict[int, dict[str, Tensor]]:
+    """Of each stage what forwards change, by name: running statistics and other buffers."""
+    return {
+        number: {name: value.clone() for name, value in _changed_by_forwards(part).items()}
+        for number, part in parts.items()
+    }
+
+
+def restore_buffers(parts: Mapping[int, Part], kept: Mapping[int, Mapping[str, Tensor]]) -> None:
+    """Put back what was copied before."""
+    for number, part in parts.items():
+        for name, value in _changed_by_forwards(part).items():
+            value.copy_(kept[number][name])
+
+
+def _changed_by_forwards(part: Part) -> dict[str, Tensor]:
+    return part.model.statistics() | part.model.states()
 
 
 def _judge(

@@ -128,18 +128,16 @@ class Chain:
         for number in reversed(range(len(self.built))):
             output, leaf = self.outputs.pop(), self.leaves.pop()
             if output.requires_grad and self._splits(number, leaf):
-                output = halves.detachable(output)
                 parameters = list(self.built[number].model.parameters().values())
                 began = now(given)
-                groups = halves.backward_input(output, gradient, leaf, parameters)
+                pending[number] = halves.backward_input(output, gradient, leaf, parameters)
                 inputs[number] = now(given) - began
-                pending[number] = groups, parameters
             elif output.requires_grad:
                 torch.autograd.backward(output, gradient)
             gradient = _gradient_of(leaf)
         for number in list(pending):
             began = now(given)
-            halves.backward_weight(*pending.pop(number))
+            halves.backward_weight(pending.pop(number))
             weights[number] = now(given) - began
         return inputs, weights
 

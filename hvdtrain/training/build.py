@@ -11,13 +11,15 @@ from hvdtrain.errors import UsageError
 from hvdtrain.models.component import Component
 from hvdtrain.parallel.clock import ComponentClock
 from hvdtrain.parallel.exchange import Exchange
+from hvdtrain.parallel.form import Form
 from hvdtrain.parallel.handover import Handover
 from hvdtrain.parallel.plan import Plan
 from hvdtrain.parallel.runtime import Runtime
-from hvdtrain.parallel.stage import Images
+from hvdtrain.parallel.stage import DTYPES, Images
 from hvdtrain.parallel.update import UpdateRule
 from hvdtrain.training.parts import build_parts, probe_forms
 from hvdtrain.training.stall import patience, stalled
+from hvdtrain.training.states import find_states
 from hvdtrain.world import World
 
 
@@ -51,6 +53,11 @@ def build_runtime(
         for part in parts.values():
             part.model.clock = ComponentClock()
     forms = probe_forms(plan, parts, image_size, config, here, device)
+    given = [
+        Form((3, image_size, image_size), DTYPES[config.precision], channels_last=True),
+        *forms,
+    ]
+    find_states(config, plan, parts, components, given, here, device)
     return Runtime(
         here.rank,
         parts,

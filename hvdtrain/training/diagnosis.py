@@ -18,7 +18,7 @@ from hvdtrain.parallel.reduce import all_finite
 from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.stage import StageModel
 from hvdtrain.parallel.step import Step
-from hvdtrain.parallel.update import copied_statistics
+from hvdtrain.parallel.update import copied_buffers, restore_buffers
 from hvdtrain.training.badstep import Sighting, in_words
 from hvdtrain.training.session import Taken
 from hvdtrain.world import World
@@ -30,7 +30,7 @@ def diagnose(runtime: Runtime, plan: Plan, here: World, program: Program, taken:
     The generators are as they were when the step began.
     """
     sightings, places = list[Sighting](), _places(plan)
-    statistics = copied_statistics(runtime.parts)
+    kept = copied_buffers(runtime.parts)
     events, runtime.events = runtime.events, None
     assert runtime.activity is not None
     newest, _ = runtime.activity.now()
@@ -39,8 +39,7 @@ def diagnose(runtime: Runtime, plan: Plan, here: World, program: Program, taken:
         gradients = runtime.gradients(program, Step(taken.feed.images, taken.feed.labels))
     runtime.events = events
     runtime.activity.step(newest)
-    for value, kept in statistics:
-        value.copy_(kept)
+    restore_buffers(runtime.parts, kept)
     with runtime.activity.doing("gathering what each rank found in a bad step"):
         told = here.gather((sightings, _norms(runtime.parts, gradients)))
     seen = [sighting for theirs, _ in told for sighting in theirs]

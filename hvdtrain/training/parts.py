@@ -95,6 +95,7 @@ def build_model(
     built = {part.name: build_component(part, config.seed, device, dtype) for part in components}
     for module in built.values():
         module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        module.train()  # whatever its constructor left: as after each evaluation
     return StageModel(built, recomputed, config.compile)
 
 
@@ -213,11 +214,11 @@ def _gradients(plan: Plan, models: Mapping[int, StageModel], here: World) -> dic
         if number not in models:
             continue
         model = models[number]
-        if process_set is None:
+        if process_set is None or not model.tensors():
             found[number] = SerialGradients(model.parameters())
         else:
             found[number] = horovod_gradients(
-                *(model.parameters(), model.statistics(), horovod, process_set),
+                *(model.parameters(), model.statistics(), model.states, horovod, process_set),
                 name=f"stage{number}",
             )
     return found

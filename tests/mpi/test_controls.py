@@ -35,7 +35,7 @@ def replicas_that(change: Callable[[Tensor, str], Any] | None, operation: str) -
     """Stands in for `horovod_gradients`, with a fault."""
 
     def make(
-        parameters: Any, statistics: Any, horovod: Any, process_set: Any, name: str
+        parameters: Any, statistics: Any, states: Any, horovod: Any, process_set: Any, name: str
     ) -> ReplicatedGradients:
         def all_reduce(tensor: Tensor, bucket: str) -> Any:
             return horovod.allreduce_async_(
@@ -46,7 +46,8 @@ def replicas_that(change: Callable[[Tensor, str], Any] | None, operation: str) -
             )
 
         return ReplicatedGradients(
-            parameters, statistics, all_reduce, horovod.synchronize, bucket_bytes=100_000
+            *(parameters, statistics, states, all_reduce, horovod.synchronize),
+            bucket_bytes=100_000,
         )
 
     return make

@@ -4,11 +4,16 @@ import gc
 import weakref
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from hvdtrain.errors import UsageError
 from hvdtrain.parallel.cut import Share
 from hvdtrain.parallel.reduce import ReplicatedGradients
+
+WHOLE = Share(1.0, True)
 
 
 def two_layers() -> nn.Sequential:
@@ -23,21 +28,72 @@ def gradients_of(model: nn.Module, started: list[str]) -> ReplicatedGradients:
     def wait(handle: Any) -> None:
         assert handle in started
 
-    return ReplicatedGradients(dict(model.named_parameters()), {}, all_reduce, wait, 1)
+    return ReplicatedGradients(dict(model.named_parameters()), {}, dict, all_reduce, wait, 1)
+
+
+def backward(model: nn.Module) -> None:
+    model(torch.ones(2, 4)).sum().backward()
 
 
 def test_a_bucket_starts_in_the_announced_backward_once_it_is_complete() -> None:
     model, started = two_layers(), list[str]()
     gradients = gradients_of(model, started)
-    assert len(gradients.buckets) == 4
-    model(torch.ones(2, 4)).sum().backward()
+    names = [bucket.name for bucket in gradients.buckets]
+    assert len(names) == 4
+    gradients.announce(WHOLE)
+    backward(model)
+    assert started == [], "the first backward shows how often each gradient grows"
+    gradients.start(WHOLE)
+    gradients.finish()
+    started.clear()
+    backward(model)
     assert started == [], "another backward is to come"
-    gradients.announce(Share(1.0, True))
-    model(torch.ones(2, 4)).sum().backward()
-    assert started == [bucket.name for bucket in gradients.buckets]
-    gradients.start(Share(1.0, True))
+    gradients.announce(WHOLE)
+    backward(model)
+    assert started == names
+    gradients.start(WHOLE)
     assert len(started) == 4, "nothing is started twice"
     gradients.finish()
+
+
+class Shared(nn.Module):
+    """One layer, used by as many reentrant checkpoints as asked for."""
+
+    def __init__(self, uses: int) -> None:
+        super().__init__()
+        self.uses, self.layer = uses, nn.Linear(4, 4)
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        given.requires_grad_()
+        for _ in range(self.uses):
+            given = checkpoint(self.layer, given, use_reentrant=True)
+        return given
+
+
+def test_no_bucket_starts_before_a_gradient_has_grown_for_the_last_time() -> None:
+    model, started = Shared(2), list[str]()
+    gradients = gradients_of(model, started)
+    for _ in range(3):
+        gradients.announce(WHOLE)
+        backward(model)
+        assert started == []
+        gradients.start(WHOLE)
+        assert len(started) == len(gradients.buckets)
+        gradients.finish()
+        started.clear()
+
+
+def test_a_gradient_that_grows_in_reduction_ends_the_step() -> None:
+    model = Shared(1)
+    gradients = gradients_of(model, [])
+    gradients.announce(WHOLE)
+    backward(model)
+    gradients.start(WHOLE)
+    gradients.finish()
+    model.uses = 2
+    gradients.announce(WHOLE)
+    with pytest.raises(UsageError, match=r"layer\.(weight|bias) grew after"):
+        backward(model)
 
 
 def test_gradients_that_nobody_holds_free_their_parameters() -> None:

@@ -1,0 +1,194 @@
+"""Unusual parts of users' models train under every plan as on one rank, short tails included."""
+
+# mypy: disable-error-code="no-any-return"
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+from hvdtrain.config import TrainConfig
+from hvdtrain.models.component import Component
+from hvdtrain.parallel.plan import replicated
+from hvdtrain.world import World
+from tests.mpi.common import CLASSES, names, run_step, runtime_of, whole_state
+from tests.mpi.plans import PLANS
+from tests.mpi.test_training import ALONE, IMAGE_SIZE, STEP_SIZES, assert_close, train
+
+WIDTH = 6
+CONFIG = TrainConfig(model="odd", data="", precision="fp64", optimizer="sgd", lr=0.1)
+
+
+class Layers(nn.Module):
+    """Two layers, and a way to use them."""
+
+    def __init__(self, compute: Callable[["Layers", Tensor], Tensor]) -> None:
+        super().__init__()
+        self.compute = compute
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, given: Tensor) -> Tensor:
+        return torch.tanh(self.compute(self, given)) + 0.1
+
+
+def frozen(layers: Layers, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        x = layers.a(x)
+    return layers.b(x)
+
+
+def partly_frozen(layers: Layers, x: Tensor) -> Tensor:
+    return layers.a(x.detach()) + layers.b(x)
+
+
+def one_after_the_other(layers: Layers, x: Tensor) -> Tensor:
+    return layers.b(torch.tanh(layers.a(x)))
+
+
+def tied_weights() -> nn.Module:
+    """With biases of their own."""
+    layers = Layers(one_after_the_other)
+    layers.b.weight = layers.a.weight
+    return layers
+
+
+def unused(layers: Layers, x: Tensor) -> Tensor:
+    return layers.a(x)
+
+
+def scaled(layers: Layers, x: Tensor) -> Tensor:
+    return (x * layers.scale + layers.a.bias) + layers.b.bias
+
+
+def shared_by_reentrant_checkpoints(layers: Layers, x: Tensor) -> Tensor:
+    x = checkpoint(layers.a, x, use_reentrant=True)
+    return checkpoint(layers.a, torch.tanh(x), use_reentrant=True)
+
+
+def checkpoints(layers: Layers, x: Tensor) -> Tensor:
+    x = checkpoint(layers.a, x, use_reentrant=False)
+    return checkpoint(layers.a, torch.tanh(x), use_reentrant=False)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(2, WIDTH, batch_first=True)
+
+    def forward(self, given: Tensor) -> Tensor:
+        return self.lstm(given.unflatten(1, (WIDTH // 2, 2)))[0][:, -1]
+
+
+class Twofold(nn.Module):
+    """Computes one thing in training and another in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, given: Tensor) -> Tensor:
+        return self.layer(given) * (2 if self.training else 1)
+
+
+def in_evaluation_mode() -> nn.Module:
+    """What its constructor leaves so; it trains as any other from the first step on."""
+    return Twofold().eval()
+
+
+def weight_norm() -> nn.Module:
+    return parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+
+
+COMPUTED = [
+    *(frozen, partly_frozen, unused, scaled),
+    *(shared_by_reentrant_checkpoints, checkpoints),
+]
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    **{compute.__name__: lambda compute=compute: Layers(compute) for compute in COMPUTED},  # type: ignore[misc]
+    **{make.__name__: make for make in (tied_weights, Recurrent, in_evaluation_mode, weight_norm)},
+}
+
+
+def components_with(make: Callable[[], nn.Module]) -> list[Component]:
+    """The unusual part stands first in some stages, last in others, and alone."""
+    stem = Component("stem", lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, WIDTH)))
+    odd = [Component(f"odd{number}", make) for number in range(3)]
+    return [stem, *odd, Component("head", lambda: nn.Linear(WIDTH, CLASSES))]
+
+
+@pytest.mark.parametrize("plans", ["few", pytest.param("all", marks=pytest.mark.proof)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_they_end_in_the_weights_of_the_serial_run(here: World, kind: str, plans: str) -> None:
+    components = components_with(KINDS[kind])
+    single = replicated(names(components), 1, 1, None)
+    expected = train(CONFIG, single, components, ALONE, len(STEP_SIZES))
+    for name, plan in PLANS[here.size].items():
+        if plans == "few" and "zb-h1" not in name and name != "dp":
+            continue
+        made = plan(names(components))
+        found = train(CONFIG, made, components, here, len(STEP_SIZES))
+        assert_close(found, expected, 1e-9)
+
+
+class Follower(nn.Module):
+    """Keeps averages of what it sees, one in place and one as a new tensor each time."""
+
+    kept: Tensor
+    made_anew: Tensor
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("kept", torch.zeros(WIDTH))
+        self.register_buffer("made_anew", torch.full((WIDTH,), -torch.inf))
+        self.register_buffer("seen", torch.tensor(2**40 + 1))
+        self.register_buffer("constant", torch.tensor([0.0, -torch.inf]))
+
+    def forward(self, given: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.kept.lerp_(given.mean(0), 0.1)
+                self.made_anew = torch.maximum(self.made_anew, given.amax(0))
+                self.seen += len(given)
+        return self.layer(given - self.kept)
+
+
+def spectral_norm() -> nn.Module:
+    return parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+
+
+@pytest.mark.parametrize("make", [Follower, spectral_norm])
+def test_replicas_hold_the_same_buffers(here: World, make: Callable[[], nn.Module]) -> None:
+    components = components_with(make)
+    for plan in list(PLANS[here.size].values())[::3]:
+        # whole_state compares the replicas.
+        found = train(CONFIG, plan(names(components)), components, here, 3)
+        if make is Follower:
+            assert found["odd0.seen"] > 2**40 + 1
+            assert found["odd0.constant"].tolist() == [0.0, -float("inf")]
+            assert found["odd0.kept"].any()
+
+
+def test_the_first_replica_is_followed(here: World) -> None:
+    """Without that, replicas differ: the test above can fail."""
+    if here.size == 1:
+        return
+    components = components_with(Follower)
+    plan = replicated(names(components), here.size, 1, None)
+    runtime = runtime_of(CONFIG, plan, components, IMAGE_SIZE, here)
+    (model,) = (part.model for part in runtime.parts.values())
+    changing = {
+        f"odd{number}.{name}" for number in range(3) for name in ("kept", "made_anew", "seen")
+    }
+    assert model.changing == changing
+    model.changing = frozenset()
+    run_step(runtime, plan, here, IMAGE_SIZE, 13, seed=1)
+    with pytest.raises(AssertionError, match="odd0"):
+        whole_state(plan, runtime, here)
+    assert runtime.activity is not None
+    runtime.activity.close()
