@@ -54,7 +54,8 @@ class Steps:
         kind = self.dtype.as_numpy_dtype
         self.mean, self.std = (np.asarray(each, kind) for each in normalisation)
         self.weights = list(model.trainable_variables)
-        # Running statistics: all take the mean, by samples, of what each found.
+        # Running statistics: all take the mean, by samples, of what each found. Frozen weights are
+        # among these; what no forward has changed stays as it is, to the bit.
         self.statistics = [each for each in model.non_trainable_weights if is_float(each)]
         # No constant: TensorFlow computes once, before the first step, what it is given constants
         # for, all-reduces among them, which the other ranks would wait for in the next.
@@ -108,7 +109,7 @@ class Steps:
         before = [tf.identity(each) for each in self.statistics]
         loss_sum, gradients = self.gradients(images, labels, whole)
         own = tf.cast(images.shape[0], self.dtype) / whole
-        gradients, exposed = self._reduced(gradients, own)
+        gradients, exposed = self._reduced(gradients, own, before)
         norm = tf.linalg.global_norm([tf.cast(each, self.dtype) for each in gradients])
         limit = self.config.gradient_limit
         is_good = tf.math.is_finite(norm)
@@ -120,18 +121,27 @@ class Steps:
             tf.cond(is_good, lambda: self._update(gradients, norm), lambda: self._assign(before))
         return Done(loss_sum, norm, ~is_good, exposed)
 
-    def _reduced(self, gradients: list[Any], own: Any) -> tuple[list[Any], Any]:
+    def _reduced(
+        self, gradients: list[Any], own: Any, before: Sequence[Any]
+    ) -> tuple[list[Any], Any]:
         """The sums over all ranks, and the seconds that this took.
 
         Args:
             own: this rank's part of the samples.
+            before: the statistics as they were before the forward.
         """
         statistics = [
             tf.convert_to_tensor(each) * tf.cast(own, each.dtype) for each in self.statistics
         ]
+        if statistics:
+            changed = [
+                tf.reduce_any(tf.convert_to_tensor(each) != was)
+                for each, was in zip(self.statistics, before, strict=True)
+            ]
+            statistics.append(tf.cast(tf.stack(changed), self.dtype))
         if self.mirrors and statistics:  # the optimizer adds the gradients up
             context = tf.distribute.get_replica_context()
-            self._assign(context.all_reduce(tf.distribute.ReduceOp.SUM, statistics))
+            self._take_over(context.all_reduce(tf.distribute.ReduceOp.SUM, statistics))
         if self.ranks == 1:
             return gradients, tf.zeros((), tf.float64)
         with tf.control_dependencies(gradients):
@@ -139,8 +149,21 @@ class Steps:
         found = sums([*gradients, *statistics], "step")
         with tf.control_dependencies(found):
             ended = tf.timestamp()
-        self._assign(found[len(gradients) :])
+        self._take_over(found[len(gradients) :])
         return found[: len(gradients)], ended - began
+
+    def _take_over(self, found: Sequence[Any]) -> None:
+        """Assign sums of statistics, behind which it says for each how many ranks changed it."""
+        if not found:
+            return
+        *sums_, changed = found
+        values = [
+            tf.where(count > 0, value, tf.convert_to_tensor(own))
+            for own, value, count in zip(
+                self.statistics, sums_, tf.unstack(changed, len(sums_)), strict=True
+            )
+        ]
+        self._assign(values)
 
     def _assign(self, statistics: Sequence[Any]) -> None:
         for own, value in zip(self.statistics, statistics, strict=True):

@@ -30,6 +30,7 @@ def normed(classes, image_size):
         layers.Input((image_size, image_size, 3)),
         layers.Conv2D(4, 3, strides=2, name="conv"),
         layers.BatchNormalization(name="norm"),
+        layers.Conv2D(4, 3, name="frozen", trainable=False),
         layers.Flatten(),
         layers.Dropout(0.5),
         layers.Dense(classes, name="head"),
@@ -276,18 +277,28 @@ def test_a_model_of_ones_own_goes_on_to_the_same_bits(
 def test_running_statistics_are_those_of_all_samples(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
-    """After a step on two images: of three ranks one has none of them."""
+    """After a step on two images: of three ranks one has none of them. Frozen weights stay."""
     (tmp_path / "own.py").write_text(MODELS)
-    means = {}
-    for plan, ranks in (("single", 1), ("dp", 3), ("mirrored:1", 1), ("mirrored:2", 1)):
-        run = tmp_path / plan.replace(":", "-")
-        options = ("--model", "own:normed", "--max-steps", 1, "--batch-size", 2, "--plan", plan)
+    means, frozen = {}, []
+    cases = (
+        ("dp", 3, 7),
+        ("single", 1, 2),
+        ("dp", 3, 2),
+        ("mirrored:1", 1, 2),
+        ("mirrored:2", 1, 2),
+    )
+    for plan, ranks, size in cases:
+        run = tmp_path / f"{plan.replace(':', '-')}-{size}"
+        options = ("--model", "own:normed", "--max-steps", 1, "--batch-size", size, "--plan", plan)
         done = hvdtrain(*command(small_set, run, *options, ranks=ranks), cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         held = checkpoint.load_newest(run / "checkpoints")[0]
         assert held is not None
         (mean,) = (each for name, each in held.tensors.items() if name.endswith("moving_mean"))
         means[plan] = mean
+        (kernel,) = (each for name, each in held.tensors.items() if "frozen/kernel" in name)
+        frozen.append(kernel.tobytes())
+    assert len(set(frozen)) == 1
     assert np.abs(means["single"]).max() > 0
     for mean in means.values():
         assert mean == pytest.approx(means["single"], rel=1e-4)
