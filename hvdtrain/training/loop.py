@@ -27,7 +27,7 @@ from hvdtrain.training.run import Run, open_run
 from hvdtrain.training.session import Result, Session, Taken
 from hvdtrain.training.steplog import StepLog
 from hvdtrain.training.stop import StopRequest
-from hvdtrain.training.summary import summarise
+from hvdtrain.training.summary import summarise, weights_sha256
 from hvdtrain.world import World
 
 TRACED_STEPS = 20
@@ -83,6 +83,8 @@ def _train(run: Run) -> dict[str, Any]:
     while not run.complete:
         try:
             code = None if run.epoch_end_due else _train_epoch(run)
+            if code is None:
+                _check_replicas(run)
         except CheckFailed:  # on all ranks at the same step
             saving.finish(run)
             run.close(None)
@@ -107,6 +109,24 @@ def _train(run: Run) -> dict[str, Any]:
         f"{run.folder.path}"
     )
     return summary
+
+
+def _check_replicas(run: Run) -> None:
+    """Compare the weights of ranks that hold the same components. Collective.
+
+    Raises:
+        CheckFailed: on all ranks, if any differ.
+    """
+    session = run.session
+    if all(len(stage.ranks) == 1 for stage in session.plan.stages):
+        return
+    with run.activity.doing("comparing the replicas"):
+        told = session.world.gather(session.digests())
+    try:
+        weights_sha256(told)
+    except CheckFailed as error:
+        run.record_fault(run.progress.step, "replicas differ", str(error))
+        raise
 
 
 def _check_memory(run: Run, limit_gib: float, peaks: list[int]) -> None:

@@ -69,9 +69,12 @@ def weights_sha256(told: Sequence[Mapping[str, str]]) -> str:
     for rank, digests in enumerate(told):
         for name, digest in digests.items():
             if whole.setdefault(name, digest) != digest:
+                others = sum(whole.get(key, own) != own for key, own in digests.items()) - 1
                 raise CheckFailed(
-                    f"rank {rank} ended with another {name} than rank {owner[name]}: "
-                    "the replicas did not stay together (hvdtrain doctor checks MPI and Horovod)"
+                    f"rank {rank} holds another {name}{f' and {others} more' if others else ''} "
+                    f"than rank {owner[name]}: the replicas did not stay together. Is it changed "
+                    "by what only one rank sees, or do the hosts' processors differ (set "
+                    "ATEN_CPU_CAPABILITY=default)? hvdtrain doctor checks MPI and Horovod"
                 )
             owner.setdefault(name, rank)
     lines = "".join(f"{name} {digest}\n" for name, digest in sorted(whole.items()))

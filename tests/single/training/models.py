@@ -48,3 +48,23 @@ class Raises(nn.Module):
 
 def raises(classes: int, image_size: int) -> list[Component]:
     return [Component("all", partial(Raises, image_size, classes))]
+
+
+class Drifts(nn.Module):
+    """Changes its own bias in the third training step, on the ranks in FAULTY_RANKS."""
+
+    def __init__(self, image_size: int, classes: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3 * image_size**2, classes)
+        self.calls = 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.calls += self.training and not images.is_meta
+        if self.calls == 3 and os.environ["OMPI_COMM_WORLD_RANK"] in os.environ["FAULTY_RANKS"]:
+            self.linear.bias.data += 1e-3
+        logits: Tensor = self.linear(images.flatten(1))
+        return logits
+
+
+def drifts(classes: int, image_size: int) -> list[Component]:
+    return [Component("all", partial(Drifts, image_size, classes))]

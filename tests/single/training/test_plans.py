@@ -12,7 +12,7 @@ from hvdtrain.launch import mpirun
 from hvdtrain.parallel.actions import from_csv
 from hvdtrain.training import checkpoint
 from tests.conftest import Program
-from tests.single.training.jobs import begin, ranks_of, summary_of
+from tests.single.training.jobs import begin, events_of, ranks_of, summary_of
 
 HERE = "tests.single.training.plan_models"
 
@@ -53,6 +53,17 @@ def assert_same_end(found: Path, reference: Path, bound: float = 1e-9) -> None:
 
 def test_a_hybrid_run_ends_where_the_serial_run_ends(serial: Path, hybrid: Path) -> None:
     assert_same_end(hybrid, serial)
+
+
+def test_replicas_that_part_end_the_run_after_the_epoch_and_the_tensor_is_named(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    options = ("--model", "tests.single.training.models:drifts", "--ranks", 2, "--epochs", 3)
+    done = train(hvdtrain, small_set, tmp_path / "run", *options, FAULTY_RANKS="1")
+    assert done.returncode == 1
+    assert "rank 1 holds another all.linear.bias than rank 0: " in done.stderr
+    (fault,) = events_of(tmp_path / "run", "fault")
+    assert (fault["step"], fault["cause"]) == (13, "replicas differ")
 
 
 def test_its_summary_has_communication_bubble_and_memory(hybrid: Path) -> None:
