@@ -145,9 +145,13 @@ class Runtime:
             part.model.train(True)
         return step
 
+    def _takes_part(self, task: Task) -> bool:
+        """Whether there are samples, or other replicas that wait for this one's in training."""
+        return task.rows > 0 or (self.parts[task.key[0]].synchronised and torch.is_grad_enabled())
+
     def _load(self, step: Step, task: Task) -> None:
         (stage, k), program = task.key, self.program
-        if task.rows == 0 and not self.parts[stage].synchronised:
+        if not self._takes_part(task):
             return
         if stage == 0:
             step.inputs[task.key] = self.images(step.images[slice(*program.images[k])])
@@ -157,7 +161,7 @@ class Runtime:
 
     def _forward(self, step: Step, task: Task) -> None:
         (stage, k), part = task.key, self.parts[task.key[0]]
-        if task.rows == 0 and not part.synchronised:
+        if not self._takes_part(task):
             return
         if stage > 0:
             has_own = any(lane.peer == self.rank for lane in task.lanes)
@@ -194,7 +198,7 @@ class Runtime:
         stage, part = task.key[0], self.parts[task.key[0]]
         if task.action in self.program.completing:
             part.gradients.announce(self.program.shares[stage])
-        if task.rows == 0 and not part.synchronised:
+        if not self._takes_part(task):
             return
         gradient = self._output_gradient(step, task)
         output = step.outputs.use(task.key)

@@ -11,15 +11,22 @@ from hvdtrain.data import order
 from hvdtrain.data.shards import Index, read_index
 from hvdtrain.errors import UsageError
 from hvdtrain.files import check_target
-from hvdtrain.models.component import Component, boundaries, parameter_count, tensor_shapes
+from hvdtrain.models.component import (
+    IMAGE_CHANNELS,
+    Boundary,
+    Component,
+    boundaries,
+    parameter_count,
+    tensor_shapes,
+)
 from hvdtrain.models.costs import component_costs
 from hvdtrain.parallel import plan as plans
 from hvdtrain.parallel import planfile
 from hvdtrain.parallel.plan import Plan
 from hvdtrain.parallel.stage import DTYPES, Images
-from hvdtrain.parallel.validate import prove
 from hvdtrain.ranges import CHOSEN_PLANS
 from hvdtrain.training import tensors
+from hvdtrain.training.batches import check_batches
 from hvdtrain.training.build import build_runtime
 from hvdtrain.training.feed import open_splits
 from hvdtrain.training.parts import check_compiler, what_forbids_halves
@@ -39,12 +46,12 @@ def open_session(config: TrainConfig, here: World) -> TorchSession:
     check_started(config, here)
     index = staged(read_index(config.data), config.stage, here)
     components = model_components(config, index)
-    plan = _agreed_plan(config, components, index, here)
     train_rows, held_rows = order.holdout(
         index.splits["train"].count, config.holdout, index.hash, config.seed
     )
+    plan = _agreed_plan(config, components, index, len(train_rows), here)
     images = _images(config, index, here)
-    chosen = None if plan else _choose(config, components, index, images, here)
+    chosen = None if plan else _choose(config, components, index, images, len(train_rows), here)
     plan = chosen.plan if chosen else plan
     assert plan is not None
     at_an_end = {0, plan.last} & set(plan.stages_of(here.rank)) != set()
@@ -73,7 +80,12 @@ def open_session(config: TrainConfig, here: World) -> TorchSession:
 
 
 def _choose(
-    config: TrainConfig, components: Sequence[Component], index: Index, images: Images, here: World
+    config: TrainConfig,
+    components: Sequence[Component],
+    index: Index,
+    images: Images,
+    epoch_length: int,
+    here: World,
 ) -> Chosen:
     """The plan that is best by what is measured here. Collective.
 
@@ -89,7 +101,8 @@ def _choose(
     subject = planning.subject_of(config, components, size, classes, images)
     chosen = planning.choose_plan(subject, here)
     if here.rank == 0:
-        prove(chosen.plan, config.batch_size, config.batch_norm == "sync")
+        given = check_components(components, config, index)
+        check_batches(config, chosen.plan, components, given, epoch_length)
     return chosen
 
 
@@ -103,7 +116,11 @@ def _images(config: TrainConfig, index: Index, here: World) -> Images:
 
 
 def _agreed_plan(
-    config: TrainConfig, components: Sequence[Component], index: Index, here: World
+    config: TrainConfig,
+    components: Sequence[Component],
+    index: Index,
+    epoch_length: int,
+    here: World,
 ) -> Plan | None:
     """The plan that is asked for, after rank 0's checks; None if it is to be chosen. Collective.
 
@@ -114,12 +131,12 @@ def _agreed_plan(
     """
     plan = None
     if here.rank == 0:
-        check_components(components, config, index)
+        given = check_components(components, config, index)
         if config.plan in CHOSEN_PLANS:
             check_choice(config, components)
         else:
             plan = make_plan(config, components, index.image_shape[0], index.classes, here.size)
-            prove(plan, config.batch_size, config.batch_norm == "sync")
+            check_batches(config, plan, components, given, epoch_length)
         if config.trace is not None:
             check_target(config.trace, "--trace")
     agreed: Plan | None = here.broadcast(plan)
@@ -180,14 +197,20 @@ def model_components(config: TrainConfig, index: Index) -> list[Component]:
     return models.components(config.model, index.classes, height, config.patch_size)
 
 
-def check_components(components: Sequence[Component], config: TrainConfig, index: Index) -> None:
+def check_components(
+    components: Sequence[Component], config: TrainConfig, index: Index
+) -> list[Boundary]:
     """Hand images of the data set's size through, without computing anything.
+
+    Returns what each component is given.
 
     Raises:
         UsageError: if images or classes of the data set are not those of the model.
     """
     dtype = DTYPES[config.precision]
-    boundaries(components, index.image_shape[0], classes=index.classes, dtype=dtype)
+    size = index.image_shape[0]
+    emitted = boundaries(components, size, classes=index.classes, dtype=dtype)
+    return [Boundary((2, IMAGE_CHANNELS, size, size), dtype), *emitted[:-1]]
 
 
 def choose_device(config: TrainConfig, here: World) -> torch.device:

@@ -68,3 +68,28 @@ class Drifts(nn.Module):
 
 def drifts(classes: int, image_size: int) -> list[Component]:
     return [Component("all", partial(Drifts, image_size, classes))]
+
+
+def flattens(classes: int, image_size: int) -> list[Component]:
+    """A view that no empty batch has, behind a batch norm."""
+    return [
+        Component("norm", partial(nn.BatchNorm2d, 3)),
+        Component("flat", Flattens),
+        Component("head", partial(nn.Linear, 3 * image_size**2, classes)),
+    ]
+
+
+class Flattens(nn.Module):
+    """Flattens by a view."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return images.contiguous().view(len(images), -1)
+
+
+def normed(classes: int, image_size: int) -> list[Component]:
+    """Batch norm over one value a sample and channel."""
+    flat = Component("flat", lambda: nn.Sequential(nn.Flatten(), nn.Linear(3 * image_size**2, 8)))
+    return [
+        flat,
+        Component("head", lambda: nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, classes))),
+    ]
