@@ -11,13 +11,11 @@ from typing import Any, Literal, get_args
 from hvdtrain import injection
 from hvdtrain.errors import UsageError
 from hvdtrain.frameworks import check_framework
-from hvdtrain.ranges import check_ranges, check_together, flag, interval
+from hvdtrain.ranges import DEFAULT_EPOCHS, check_ranges, check_together, flag, interval
 
 Precision = Literal["fp32", "bf16", "fp64"]
 Device = Literal["cpu", "cuda"]
-DEFAULT_EPOCHS = 10
 MOST_RANKS = 2**20  # where a launcher knows how many there are
-
 
 # Headings of the help, in which options are listed in the order of their fields.
 DATA = "model and data"

@@ -13,6 +13,7 @@ POSITIVE_OR_NONE = (
 )
 CHOSEN_PLANS = ("auto", "adaptive")  # by what is measured on the ranks of a run
 OF_CHOSEN_PLANS = ("memory_limit", "profile")
+DEFAULT_EPOCHS = 10
 NOT_NEGATIVE = ("warmup_epochs", "momentum", "weight_decay", "seed", "eval_every", "restarts")
 
 
@@ -51,6 +52,8 @@ def check_together(values: Mapping[str, Any]) -> None:
         UsageError: naming both.
     """
     warmup, epochs = values["warmup_epochs"], values["epochs"]
+    if epochs is None and values["max_steps"] is None:
+        epochs = DEFAULT_EPOCHS
     if epochs is not None and warmup > epochs:
         raise UsageError(f"--warmup-epochs {warmup} is more than --epochs {epochs}")
     if values["compile"] and (values["recompute"] or values["batch_norm"] == "sync"):

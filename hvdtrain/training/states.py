@@ -7,11 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.config import TrainConfig
+from hvdtrain.errors import UsageError
 from hvdtrain.models.component import Component, build_component
 from hvdtrain.parallel.form import Form
 from hvdtrain.parallel.part import Part
 from hvdtrain.parallel.plan import Plan
 from hvdtrain.parallel.stage import DTYPES, StageModel
+from hvdtrain.training.parts import recomputed_components
 from hvdtrain.world import World
 
 ROWS = 2
@@ -30,6 +32,9 @@ def find_states(
 
     Args:
         given: what goes into each stage.
+
+    Raises:
+        UsageError: on all ranks, where a component that changes some would run twice in a step.
     """
     by_name = {part.name: part for part in components}
     own = {
@@ -37,9 +42,18 @@ def find_states(
         for number, part in parts.items()
     }
     told = here.gather(own)
-    for number, part in parts.items():
-        found = (told[rank].get(number, frozenset()) for rank in plan.stages[number].ranks)
-        part.model.changing = frozenset().union(*found)
+    recomputed = recomputed_components(config.recompute, list(by_name))
+    for number, stage in enumerate(plan.stages):
+        found = frozenset[str]().union(*(told[rank].get(number, ()) for rank in stage.ranks))
+        for name in sorted(found):
+            owner = next(each for each in stage.components if name.startswith(f"{each}."))
+            if owner in recomputed:
+                raise UsageError(
+                    f"--recompute runs {owner} twice in a step, and each run changes its buffer "
+                    f"{name}: leave {owner} out of --recompute"
+                )
+        if number in parts:
+            parts[number].model.changing = found
 
 
 def changing_buffers(

@@ -26,6 +26,7 @@ def make(**values: Any) -> TrainConfig:
         ({"lr": float("inf")}, "--lr must be above 0, not inf"),
         ({"holdout": 1.0}, "--holdout must be between 0 and 0.9"),
         ({"warmup_epochs": 11.0, "epochs": 10}, "--warmup-epochs 11.0 is more than --epochs 10"),
+        ({"warmup_epochs": 50.0}, "--warmup-epochs 50.0 is more than --epochs 10"),
         ({"seed": -1}, "--seed must be 0 or more"),
         ({"eval_every": -1}, "--eval-every must be 0 or more, not -1"),
         ({"resume": True}, "--resume needs --run"),

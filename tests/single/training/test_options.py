@@ -44,6 +44,18 @@ def test_label_smoothing_is_torchs_in_training_and_absent_in_the_test(
     assert end["test_loss"] == pytest.approx(smooth_end["test_loss"], rel=1e-6)
 
 
+def test_what_would_follow_its_input_twice_a_step_is_not_recomputed(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    model = ("--model", "tests.single.training.models:follows", "--data", small_set)
+    common = ("train", *model, "--ranks", 2, "--max-steps", 2, "--run", tmp_path / "run")
+    done = hvdtrain(*common, "--recompute", "all")
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert "each run changes its buffer follower.mean: leave follower out" in done.stderr
+    done = hvdtrain(*common, "--recompute", "hidden")
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.proof
 def test_a_compiled_model_learns_the_same(
     hvdtrain: Program, small_set: Path, tmp_path: Path
