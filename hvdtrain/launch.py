@@ -70,7 +70,8 @@ def supervise(
     Raises:
         UsageError: if there is no MPI launcher.
     """
-    command = [*mpirun(ranks), sys.executable, "-m", "hvdtrain", *arguments]
+    # -P: no module of the current folder takes the place of one that hvdtrain needs.
+    command = [*mpirun(ranks), sys.executable, "-P", "-m", "hvdtrain", *arguments]
     bases = (os.environ.get(name) for name in SESSIONS)
     base = next((path for path in bases if path and Path(path).is_dir()), None)
     with tempfile.TemporaryDirectory("", "hvdtrain-", base, ignore_cleanup_errors=True) as folder:

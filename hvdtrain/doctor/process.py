@@ -100,7 +100,7 @@ def probe(
     extra: Mapping[str, str] | None = None,
 ) -> Answer:
     """Run one probe of `hvdtrain.doctor.probe`, on ranks if there is a launcher."""
-    command = [*launcher, sys.executable, "-m", "hvdtrain.doctor.probe", *arguments]
+    command = [*launcher, sys.executable, "-P", "-m", "hvdtrain.doctor.probe", *arguments]
     if launcher:
         allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         extra = {**allowed, **(extra or {})}

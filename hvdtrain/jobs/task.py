@@ -53,4 +53,4 @@ class Trainings:
 
 
 def _command(arguments: tuple[str, ...]) -> list[str]:
-    return [sys.executable, "-m", "hvdtrain", *arguments]
+    return [sys.executable, "-P", "-m", "hvdtrain", *arguments]

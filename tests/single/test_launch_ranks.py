@@ -379,3 +379,17 @@ def test_a_users_own_script_that_raises_on_one_rank_ends_on_all(tmp_path: Path) 
     )
     assert done.returncode == 4
     assert done.stderr.count("ValueError: of my own") == 1
+
+
+@pytest.mark.proof
+def test_a_module_of_the_current_folder_takes_no_other_s_place(
+    small_set: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "queue.py").write_text("raise RuntimeError('this is not queue')\n")
+    command = [str(Path(sys.executable).with_name("hvdtrain")), "train", "--model", "cnn"]
+    command += ["--data", str(small_set), "--ranks", "2", "--max-steps", "2", "--run", "run"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=program_environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert summary_of(tmp_path / "run")["ranks"] == 2

@@ -11,7 +11,8 @@ def main() -> None:
     """Ask the server for a fork that does what this process was started for; end as it ends."""
     arguments = sys.argv[1:]
     interpreter = os.environ["HVDTRAIN_TEST_PYTHON"]
-    if arguments[:2] not in (["-m", "hvdtrain"], ["-m", "pytest"]) and arguments[:1] != ["-c"]:
+    asked = arguments[1:] if arguments[:1] == ["-P"] else arguments
+    if asked[:2] not in (["-m", "hvdtrain"], ["-m", "pytest"]) and asked[:1] != ["-c"]:
         os.execv(interpreter, [interpreter, *arguments])
     framework = os.environ.get("HVDTRAIN_TEST_FRAMEWORK") or framework_of(arguments)
     address = f"{os.environ['HVDTRAIN_TEST_WARM']}/{framework}"

@@ -210,9 +210,10 @@ def become(job: Job, python: str) -> None:
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
     sys.executable = python
     tempfile.tempdir = None  # it may have been asked for
-    sys.path[0] = str(Path.cwd()) if job.arguments[0] == "-m" else ""
+    is_safe = job.arguments[0] == "-P"
+    how, what, *arguments = job.arguments[is_safe:]
+    sys.path[:1] = [] if is_safe else [str(Path.cwd()) if how == "-m" else ""]
     sys.modules["numpy"].random.seed()  # no fork draws what another one drew
-    how, what, *arguments = job.arguments
     sys.argv = [what if how == "-m" else how, *arguments]
     if how == "-m":
         runpy.run_module(what, run_name="__main__", alter_sys=True)
