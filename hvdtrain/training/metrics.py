@@ -67,7 +67,8 @@ def find_folder(config: TrainConfig) -> tuple[RunFolder, bool]:
     rank calls it and tells the others: the folder may change between two looks at it.
 
     Raises:
-        UsageError: if the folder holds another run, or none where one is to be resumed.
+        UsageError: if the folder holds another run, none where one is to be resumed, or the
+            checkpoints of one without its configuration, which a new run would prune.
         DataError: if it cannot be made.
     """
     if config.run is None:
@@ -86,6 +87,11 @@ def find_folder(config: TrainConfig) -> tuple[RunFolder, bool]:
                 f"{folder.path} holds this run already: add --resume to continue it, "
                 "or choose another --run"
             )
+    elif any(folder.checkpoints.glob("step-*")):
+        raise UsageError(
+            f"{folder.path} holds checkpoints of a run, but no config.yaml of it is left: restore "
+            f"{folder.config}, or choose another --run"
+        )
     elif config.resume is True:
         raise no_run(folder.path)
     return folder, is_there

@@ -88,3 +88,18 @@ def test_a_checkpoint_of_another_model_is_refused_with_both_sides(
         "4 x 768 in the checkpoint, 50 x 768 in the model (and 2 more); use the code of the model"
     ) in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("resume", [(), ("--resume",), ("--resume", "auto")])
+def test_checkpoints_without_a_configuration_are_not_started_over(
+    hvdtrain: Program, small_set: Path, tmp_path: Path, resume: tuple[str, ...]
+) -> None:
+    run = tmp_path / "run"
+    common = ("train", "--model", "cnn", "--data", small_set, "--run", run, "--max-steps", 2)
+    assert hvdtrain(*common).returncode == 0
+    (run / "config.yaml").unlink()
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    done = hvdtrain(*common, *resume)
+    assert done.returncode == 2
+    assert "holds checkpoints of a run, but no config.yaml of it is left" in done.stderr
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
