@@ -14,6 +14,17 @@ POSITIVE_OR_NONE = (
 CHOSEN_PLANS = ("auto", "adaptive")  # by what is measured on the ranks of a run
 OF_CHOSEN_PLANS = ("memory_limit", "profile")
 DEFAULT_EPOCHS = 10
+OF_ONE_LINE = (
+    "model",
+    "data",
+    "run",
+    "ledger",
+    "trace",
+    "weights",
+    "stage",
+    "replicate",
+    "profile",
+)
 NOT_NEGATIVE = ("warmup_epochs", "momentum", "weight_decay", "seed", "eval_every", "restarts")
 
 
@@ -34,6 +45,9 @@ def check_ranges(values: Mapping[str, Any]) -> None:
             continue
         if not 0 < value < float("inf"):
             raise UsageError(f"{flag(name)} must be above 0, not {value}")
+    for name, value in values.items():
+        if isinstance(value, str) and not value.isprintable() and name in OF_ONE_LINE:
+            raise UsageError(f"{flag(name)} must be one line of text, not {value!r}")
     for name in NOT_NEGATIVE:
         if not 0 <= values[name] < float("inf"):
             raise UsageError(f"{flag(name)} must be 0 or more, not {values[name]}")

@@ -27,6 +27,7 @@ def make(**values: Any) -> TrainConfig:
         ({"holdout": 1.0}, "--holdout must be between 0 and 0.9"),
         ({"warmup_epochs": 11.0, "epochs": 10}, "--warmup-epochs 11.0 is more than --epochs 10"),
         ({"warmup_epochs": 50.0}, "--warmup-epochs 50.0 is more than --epochs 10"),
+        ({"run": "a\nb"}, "--run must be one line of text"),
         ({"seed": -1}, "--seed must be 0 or more"),
         ({"eval_every": -1}, "--eval-every must be 0 or more, not -1"),
         ({"resume": True}, "--resume needs --run"),
