@@ -133,14 +133,14 @@ def test_the_job_of_a_node_that_dies_goes_on_elsewhere(
     run = tmp_path / "run"
     number = own_cluster.submit(
         *(_output(tmp_path), "--nodelist=n2,n3", "--ntasks-per-node=1", "--cpus-per-task=1"),
-        *(SCRIPTS / "nodes.sbatch", *_options(small_set, run, epochs=8), *SLOW),
+        *(SCRIPTS / "nodes.sbatch", *_options(small_set, run), *SLOW),
         RUN=str(run),
     )
     own_cluster.wait_until_it_trains(number, run)
     own_cluster.kill_node("n3")
     own_cluster.wait(number, "PENDING")
     own_cluster.run("scontrol", "update", f"JobId={number}", "ReqNodeList=")
-    _finishes(own_cluster, number, run, epochs=8)
+    _finishes(own_cluster, number, run)
 
 
 @pytest.mark.proof
