@@ -46,7 +46,11 @@ def check_ranges(values: Mapping[str, Any]) -> None:
         if not 0 < value < float("inf"):
             raise UsageError(f"{flag(name)} must be above 0, not {value}")
     for name, value in values.items():
-        if isinstance(value, str) and not value.isprintable() and name in OF_ONE_LINE:
+        if (
+            name in OF_ONE_LINE
+            and value is not None
+            and (len(value.splitlines()) > 1 or "\0" in value)
+        ):
             raise UsageError(f"{flag(name)} must be one line of text, not {value!r}")
     for name in NOT_NEGATIVE:
         if not 0 <= values[name] < float("inf"):

@@ -19,6 +19,7 @@ from hvdtrain.jobs.executor import Request, dry_run, submitted
 from hvdtrain.jobs.options import JobOptions
 from hvdtrain.jobs.record import LOGS, Record
 from hvdtrain.jobs.site import load
+from hvdtrain.training.metrics import holds_run
 
 SUMMARY_BEFORE = "summary-before.json"
 
@@ -153,7 +154,7 @@ def not_needed(
 def _not_needed(training: TrainConfig, active: Sequence[str], may_change: frozenset[str]) -> str:
     run = Path(training.run or "")
     saved = run / "config.yaml"
-    if not saved.exists():
+    if not holds_run(run):
         return ""
     old = configfile.load(saved)
     if changed := configfile.differences(old, training, may_change):

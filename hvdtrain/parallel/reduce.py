@@ -125,7 +125,7 @@ class ReplicatedGradients:
         ]
         self.tail = [view for bucket in self.buckets for view in bucket.tail]
         self.announced = False
-        self.first_is_over, self.each_arrives_once = False, True
+        self.has_arrived, self.first_is_over, self.each_arrives_once = False, False, True
         self.started_at = 0.0
         for index, bucket in enumerate(self.buckets):
             for place, parameter in enumerate(bucket.parameters):
@@ -143,7 +143,7 @@ class ReplicatedGradients:
         """Start the buckets that no backward has started."""
         if not self.announced:
             self._take_statistics(share)
-        self.first_is_over |= self.announced
+        self.first_is_over |= self.announced and self.has_arrived
         self.announced = False
         if not self._is_under_way():
             self.started_at = time.perf_counter()
@@ -191,6 +191,7 @@ class ReplicatedGradients:
         bucket = self.buckets[index]
         if not self.announced:
             return
+        self.has_arrived = True  # a backward without samples shows nothing
         if bucket.handle is not None:
             raise UsageError(
                 f"the gradient of {bucket.names[place]} grew after its reduction had begun, as it "

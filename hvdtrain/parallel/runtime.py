@@ -232,7 +232,12 @@ class Runtime:
             return None
         has_own = any(lane.peer == self.rank for lane in task.lanes)
         local = step.input_gradients.use((stage + 1, k)) if has_own else None
-        return self.handover.collect(task, is_gradient=True, local=local)
+        gradient = self.handover.collect(task, is_gradient=True, local=local)
+        if task.rows == 1 and self.handover.is_pooled(task.key, gradient):
+            # The gradient of one sample may become that of a parameter without being summed, and
+            # the buffer is used again.
+            gradient = gradient.clone(memory_format=torch.preserve_format)
+        return gradient
 
     def _take_input_gradient(self, step: Step, task: Task) -> None:
         given = step.inputs[task.key]

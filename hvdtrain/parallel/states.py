@@ -37,7 +37,7 @@ class CopiedStates:
         found = list(self.find().values())
         if not found:
             return
-        bits = torch.cat([_bytes_of(value) for value in found])
+        bits = torch.cat([bytes_of(value) for value in found])
         self.flat = functional.pad(bits, (0, -len(bits) % 8)).view(torch.int64)
         if not share.first:
             self.flat.zero_()
@@ -58,5 +58,6 @@ class CopiedStates:
         self.flat = self.handle = None
 
 
-def _bytes_of(value: Tensor) -> Tensor:
+def bytes_of(value: Tensor) -> Tensor:
+    """The bits of a tensor of any kind: uint8 [bytes]."""
     return value.detach().contiguous().view(-1).view(torch.uint8)

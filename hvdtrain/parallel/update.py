@@ -72,7 +72,8 @@ def restore_buffers(parts: Mapping[int, Part], kept: Mapping[int, Mapping[str, T
     """Put back what was copied before."""
     for number, part in parts.items():
         for name, value in _changed_by_forwards(part).items():
-            value.copy_(kept[number][name])
+            if name in kept[number]:  # and was not made since
+                value.copy_(kept[number][name])
 
 
 def _changed_by_forwards(part: Part) -> dict[str, Tensor]:

@@ -1,8 +1,9 @@
 """Every batch size of a run, tried out before its first step: tails of epochs come hours later."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
+from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from hvdtrain.config import TrainConfig
@@ -38,36 +39,55 @@ def check_batches(
         ScheduleError: as of `prove`.
         UsageError: naming a component, and how many samples it cannot take.
     """
-    is_synchronised = config.batch_norm == "sync"
-    for size in batch_sizes(config, epoch_length):
-        prove(plan, size, is_synchronised)
-    rows = _rows(config, plan, batch_sizes(config, epoch_length))
-    for component, form in zip(components, given, strict=True):
-        module = build_on_meta(component).to(dtype=DTYPES[config.precision])
-        for layer in module.modules():
-            if isinstance(layer, _NormBase) and is_synchronised:
-                layer.eval()  # one that is synchronised sees the samples of all replicas
-        for count, size in rows[component.name].items():
-            images = torch.empty((count, *form.shape[1:]), device="meta", dtype=form.dtype)
-            try:
-                module(images)
-            except Exception as error:
-                raise UsageError(_refusal(component.name, count, size, config, error)) from error
-
-
-def _rows(config: TrainConfig, plan: Plan, sizes: Sequence[int]) -> dict[str, dict[int, int]]:
-    """Of each component the numbers of samples that it is given at once, and in which batch."""
-    found: dict[str, dict[int, int]] = {}
+    sizes = batch_sizes(config, epoch_length)
+    for size in sizes:
+        prove(plan, size, config.batch_norm == "sync")
+    modules = {
+        part.name: build_on_meta(part).to(dtype=DTYPES[config.precision]) for part in components
+    }
+    forms = {part.name: form for part, form in zip(components, given, strict=True)}
     for number, stage in enumerate(plan.stages):
-        counts: dict[int, int] = {}
+        layers = [
+            layer
+            for name in stage.components
+            for layer in modules[name].modules()
+            if isinstance(layer, _NormBase)
+        ]
+        is_synchronised = config.batch_norm == "sync" and len(stage.ranks) > 1 and bool(layers)
         for size in sizes:
-            for pieces in cut(plan, size).parts[number].values():
-                for start, stop in pieces:
-                    counts.setdefault(stop - start, size)
-        if config.batch_norm != "sync" or len(stage.ranks) == 1:
-            counts.pop(0, None)  # what has no sample does nothing
-        found |= dict.fromkeys(stage.components, counts)
-    return found
+            parts = list(cut(plan, size).parts[number].values())
+            counts = {stop - start for pieces in parts for start, stop in pieces}
+            whole = {
+                sum(stop - start for start, stop in each) for each in zip(*parts, strict=True)
+            }
+            for name in stage.components:
+                # Synchronised batch norms see the samples of all replicas together.
+                own = counts if is_synchronised else counts - {0}
+                _try(config, name, modules[name], forms[name], own, size, not is_synchronised)
+                if is_synchronised:
+                    _try(config, name, modules[name], forms[name], whole, size, True)
+
+
+def _try(
+    config: TrainConfig,
+    name: str,
+    module: nn.Module,
+    form: Boundary,
+    counts: Collection[int],
+    size: int,
+    normalises: bool,
+) -> None:
+    """Hand so many samples to a component in training mode, its batch norms only if asked to."""
+    module.train()
+    for layer in module.modules():
+        if isinstance(layer, _NormBase) and not normalises:
+            layer.eval()
+    for count in sorted(counts):
+        images = torch.empty((count, *form.shape[1:]), device="meta", dtype=form.dtype)
+        try:
+            module(images)
+        except Exception as error:
+            raise UsageError(_refusal(name, count, size, config, error)) from error
 
 
 def _refusal(name: str, count: int, size: int, config: TrainConfig, error: Exception) -> str:

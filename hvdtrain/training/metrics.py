@@ -36,14 +36,23 @@ def holds_run(path: Path) -> bool:
     """Whether a folder holds a run: one that `--resume` continues.
 
     Raises:
-        UsageError: if there can be no such folder.
+        UsageError: if there can be no such folder, or it holds the checkpoints of a run without
+            its configuration, which a new run would prune.
     """
     try:
         if path.exists() and not path.is_dir():
             raise UsageError(f"--run {path} is a file: name a folder")
-        return RunFolder(path).config.exists()
+        folder = RunFolder(path)
+        is_there = folder.config.exists()
+        is_left = not is_there and any(folder.checkpoints.glob("step-*"))
     except OSError as error:
         raise UsageError(f"--run {path}: {error.strerror}: choose another --run") from None
+    if is_left:
+        raise UsageError(
+            f"{path} holds checkpoints of a run, but no config.yaml of it is left: restore "
+            f"{folder.config}, or choose another --run"
+        )
+    return is_there
 
 
 def no_run(path: Path) -> UsageError:
@@ -67,8 +76,7 @@ def find_folder(config: TrainConfig) -> tuple[RunFolder, bool]:
     rank calls it and tells the others: the folder may change between two looks at it.
 
     Raises:
-        UsageError: if the folder holds another run, none where one is to be resumed, or the
-            checkpoints of one without its configuration, which a new run would prune.
+        UsageError: if the folder holds another run, or none where one is to be resumed.
         DataError: if it cannot be made.
     """
     if config.run is None:
@@ -87,11 +95,6 @@ def find_folder(config: TrainConfig) -> tuple[RunFolder, bool]:
                 f"{folder.path} holds this run already: add --resume to continue it, "
                 "or choose another --run"
             )
-    elif any(folder.checkpoints.glob("step-*")):
-        raise UsageError(
-            f"{folder.path} holds checkpoints of a run, but no config.yaml of it is left: restore "
-            f"{folder.config}, or choose another --run"
-        )
     elif config.resume is True:
         raise no_run(folder.path)
     return folder, is_there

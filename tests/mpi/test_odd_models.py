@@ -3,6 +3,7 @@
 # mypy: disable-error-code="no-any-return"
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -183,7 +184,9 @@ def test_the_first_replica_is_followed(here: World) -> None:
     runtime = runtime_of(CONFIG, plan, components, IMAGE_SIZE, here)
     (model,) = (part.model for part in runtime.parts.values())
     changing = {
-        f"odd{number}.{name}" for number in range(3) for name in ("kept", "made_anew", "seen")
+        f"odd{number}.{name}"
+        for number in range(3)
+        for name in ("kept", "made_anew", "seen", "constant")
     }
     assert model.changing == changing
     model.changing = frozenset()
@@ -192,3 +195,32 @@ def test_the_first_replica_is_followed(here: World) -> None:
         whole_state(plan, runtime, here)
     assert runtime.activity is not None
     runtime.activity.close()
+
+
+class Token(nn.Module):
+    """Puts what is trained before each sample: of one sample its gradient is a part of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.zeros(1, 4))
+
+    def forward(self, given: Tensor) -> Tensor:
+        flat = given.flatten(1)
+        return torch.cat([self.token.expand(len(flat), -1), flat], dim=1)
+
+
+def test_gradients_of_one_sample_outlive_the_buffers_they_came_in(here: World) -> None:
+    rest = Component("rest", lambda: nn.Linear(196, CLASSES))
+    components = [
+        Component("token", Token),
+        *(Component(f"id{i}", nn.Identity) for i in range(6)),
+        rest,
+    ]
+    single = replicated(names(components), 1, 1, None)
+    sizes = [8, 8, 4]
+    expected = train(CONFIG, single, components, ALONE, len(sizes), sizes)
+    for plan in PLANS[here.size].values():
+        made = plan(names(components))
+        if len(made.stages) > 1:
+            made = replace(made, microbatches=8)
+            assert_close(train(CONFIG, made, components, here, len(sizes), sizes), expected, 1e-9)

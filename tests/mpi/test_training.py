@@ -1,5 +1,6 @@
 """Many steps under a plan end where the serial run ends."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,10 +33,12 @@ def train(
     components: list[Component],
     here: World,
     steps: int,
+    sizes: Sequence[int] | None = None,
 ) -> dict[str, np.ndarray]:
     runtime = runtime_of(config, plan, components, IMAGE_SIZE, here)
+    sizes = sizes or STEP_SIZES
     for seed in range(steps):
-        run_step(runtime, plan, here, IMAGE_SIZE, STEP_SIZES[seed % len(STEP_SIZES)], seed)
+        run_step(runtime, plan, here, IMAGE_SIZE, sizes[seed % len(sizes)], seed)
     assert runtime.activity is not None
     runtime.activity.close()
     return whole_state(plan, runtime, here)

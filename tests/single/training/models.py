@@ -113,3 +113,21 @@ class Follower(nn.Module):
 
 def follows(classes: int, image_size: int) -> list[Component]:
     return [Component("follower", Follower), *small(classes, image_size)]
+
+
+def flattens_alone(classes: int, image_size: int) -> list[Component]:
+    """The same view without a batch norm."""
+    return flattens(classes, image_size)[1:]
+
+
+class Still(nn.BatchNorm1d):
+    """Stays in evaluation mode, as a batch norm that is frozen."""
+
+    def train(self, mode: bool = True) -> "Still":
+        return super().train(False)
+
+
+def frozen_norm(classes: int, image_size: int) -> list[Component]:
+    """Its batch norm takes one value a channel, once its mode was set."""
+    flat = Component("flat", lambda: nn.Sequential(nn.Flatten(), nn.Linear(3 * image_size**2, 8)))
+    return [flat, Component("head", lambda: nn.Sequential(Still(8), nn.Linear(8, classes)))]

@@ -30,6 +30,16 @@ def command(data: Path, run: Path, *options: Any) -> tuple[Any, ...]:
             "component 'flat' cannot take 0 samples at once",
         ),
         (
+            ("--model", f"{MODELS}:normed", "--batch-size", 100, "--ranks", 2)
+            + ("--batch-norm", "sync"),
+            "component 'head' cannot take 1 sample at once, its part of a batch of 1, the last",
+        ),
+        (
+            ("--model", f"{MODELS}:normed", "--batch-size", 100, "--ranks", 2)
+            + ("--batch-norm", "sync", "--plan", "mp"),
+            "component 'head' cannot take 1 sample at once, its part of a batch of 1, the last",
+        ),
+        (
             ("--model", f"{MODELS}:normed", "--batch-size", 7, "--microbatches", 4),
             "component 'head' cannot take 1 sample at once, its part of a batch of 7 (ValueError",
         ),
@@ -60,8 +70,17 @@ def test_it_is_refused_in_one_line(
             + ("--batch-norm", "sync"),
             6,
         ),
+        (
+            ("--model", f"{MODELS}:flattens_alone", "--batch-size", 100, "--ranks", 2)
+            + ("--batch-norm", "sync"),
+            7,
+        ),
+        (("--model", f"{MODELS}:frozen_norm", "--batch-size", 100), 7),
     ],
-    ids=["the tail is never reached", "an empty replica does nothing", "no replica is empty"],
+    ids=[
+        *("the tail is never reached", "an empty replica does nothing", "no replica is empty"),
+        *("nothing is synchronised", "its batch norm is frozen"),
+    ],
 )
 def test_what_can_be_runs(
     hvdtrain: Program, small_set: Path, tmp_path: Path, options: tuple[Any, ...], steps: int

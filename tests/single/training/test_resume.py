@@ -90,16 +90,17 @@ def test_a_checkpoint_of_another_model_is_refused_with_both_sides(
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("resume", [(), ("--resume",), ("--resume", "auto")])
 def test_checkpoints_without_a_configuration_are_not_started_over(
-    hvdtrain: Program, small_set: Path, tmp_path: Path, resume: tuple[str, ...]
+    hvdtrain: Program, small_set: Path, tmp_path: Path, resume: tuple[str, ...], ranks: int
 ) -> None:
     run = tmp_path / "run"
     common = ("train", "--model", "cnn", "--data", small_set, "--run", run, "--max-steps", 2)
     assert hvdtrain(*common).returncode == 0
     (run / "config.yaml").unlink()
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    done = hvdtrain(*common, *resume)
+    done = hvdtrain(*common, *resume, "--ranks", ranks)
     assert done.returncode == 2
     assert "holds checkpoints of a run, but no config.yaml of it is left" in done.stderr
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
