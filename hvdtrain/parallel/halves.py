@@ -4,7 +4,7 @@ The split of zero-bubble schedules (Qi et al., "Zero Bubble Pipeline Parallelism
 2401.10241) on autograd's graph. Each node from which the input can be reached runs in the first
 half. Of these, the ones that lead to weights by other ways are kept with the gradients that came
 in, and the second half goes on from there. What it computes is added to `grad` by autograd itself,
-so that hooks on parameters fire, and nothing shares its memory.
+so that hooks on parameters fire.
 
 Where the halves would not be exact, the first one is a whole backward and the second does nothing:
 where the input has no part in the graph (a frozen component at the start of a stage), and where a

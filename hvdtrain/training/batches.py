@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
@@ -51,7 +51,7 @@ def check_batches(
             layer
             for name in stage.components
             for layer in modules[name].modules()
-            if isinstance(layer, _NormBase)
+            if isinstance(layer, _BatchNorm)
         ]
         is_synchronised = config.batch_norm == "sync" and len(stage.ranks) > 1 and bool(layers)
         for size in sizes:
@@ -80,7 +80,7 @@ def _try(
     """Hand so many samples to a component in training mode, its batch norms only if asked to."""
     module.train()
     for layer in module.modules():
-        if isinstance(layer, _NormBase) and not normalises:
+        if isinstance(layer, _BatchNorm) and not normalises:
             layer.eval()
     for count in sorted(counts):
         images = torch.empty((count, *form.shape[1:]), device="meta", dtype=form.dtype)

@@ -11,11 +11,10 @@ from hvdtrain.errors import UsageError
 from hvdtrain.models.component import Component
 from hvdtrain.parallel.clock import ComponentClock
 from hvdtrain.parallel.exchange import Exchange
-from hvdtrain.parallel.form import Form
 from hvdtrain.parallel.handover import Handover
 from hvdtrain.parallel.plan import Plan
 from hvdtrain.parallel.runtime import Runtime
-from hvdtrain.parallel.stage import DTYPES, Images
+from hvdtrain.parallel.stage import Images
 from hvdtrain.parallel.update import UpdateRule
 from hvdtrain.training.parts import build_parts, probe_forms
 from hvdtrain.training.stall import patience, stalled
@@ -53,17 +52,13 @@ def build_runtime(
         for part in parts.values():
             part.model.clock = ComponentClock()
     forms = probe_forms(plan, parts, image_size, config, here, device)
-    given = [
-        Form((3, image_size, image_size), DTYPES[config.precision], channels_last=True),
-        *forms,
-    ]
-    find_states(config, plan, parts, components, given, here, device)
+    find_states(config, plan, parts, components, forms, here, device)
     return Runtime(
         here.rank,
         parts,
         plan.last,
         images,
-        Handover(here.rank, forms, exchange, device),
+        Handover(here.rank, forms[1:], exchange, device),
         config.precision,
         activity=before.activity if before else _activity(config, here),
         rule=_rule(config),

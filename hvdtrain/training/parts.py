@@ -151,20 +151,19 @@ def probe_forms(
     here: World,
     device: torch.device,
 ) -> list[Form]:
-    """What crosses each boundary, found by handing two black images through. Collective.
+    """What each stage is given, found by handing two black images through. Collective.
 
     Unlike a run on the meta device this shows memory formats, and dtypes under autocast.
 
     Raises:
         UsageError: if the plan cuts where no gradient can pass.
     """
-    forms: list[Form] = []
-    images = Form((3, image_size, image_size), DTYPES[config.precision], channels_last=True)
-    for stage in plan.stages[:-1]:
+    forms = [Form((3, image_size, image_size), DTYPES[config.precision], channels_last=True)]
+    for number, stage in enumerate(plan.stages[:-1]):
         found = None
         if here.rank == stage.ranks[0]:
-            given = (forms[-1] if forms else images).empty(PROBED_IMAGES, device).zero_()
-            found = _emitted(parts[len(forms)].model, given, config.precision)
+            given = forms[-1].empty(PROBED_IMAGES, device).zero_()
+            found = _emitted(parts[number].model, given, config.precision)
         form = here.broadcast(found, stage.ranks[0])
         if not form.dtype.is_floating_point:
             raise UsageError(

@@ -109,7 +109,7 @@ def _measure(
         plan, stages=tuple(replace(s, ranks=(0,), shares=(1,)) for s in plan.stages)
     )
     whole = build_parts_alone(training, everything, components, 0, device)
-    forms = probe_forms(everything, whole, config.image_size, training, alone, device)
+    forms = probe_forms(everything, whole, config.image_size, training, alone, device)[1:]
     tables: dict[int, Table] = {}
     alike: dict[object, Table] = {}
     for rank in plan.ranks:

@@ -29,42 +29,43 @@ def small(classes: int, image_size: int) -> list[Component]:
     return [hidden, Component("head", partial(nn.Linear, 8, classes))]
 
 
-class Raises(nn.Module):
-    """Fails in the fifth training step, on the ranks in FAULTY_RANKS, and notes when."""
+class Faulty(nn.Module):
+    """A linear model; on the ranks in FAULTY_RANKS `fail` is called in the fifth training step."""
 
     def __init__(self, image_size: int, classes: int) -> None:
         super().__init__()
         self.linear = nn.Linear(3 * image_size**2, classes)
         self.calls = 0
 
+    def fail(self) -> None:
+        raise NotImplementedError
+
     def forward(self, images: Tensor) -> Tensor:
         self.calls += self.training and not images.is_meta
         if self.calls == 5 and os.environ["OMPI_COMM_WORLD_RANK"] in os.environ["FAULTY_RANKS"]:
-            run = Path(sys.argv[sys.argv.index("--run") + 1])
-            (run / "raised").write_text(str(time.time()))
-            raise RuntimeError("this rank is at fault")
+            self.fail()
         logits: Tensor = self.linear(images.flatten(1))
         return logits
+
+
+class Raises(Faulty):
+    """Fails, and notes when."""
+
+    def fail(self) -> None:
+        run = Path(sys.argv[sys.argv.index("--run") + 1])
+        (run / "raised").write_text(str(time.time()))
+        raise RuntimeError("this rank is at fault")
 
 
 def raises(classes: int, image_size: int) -> list[Component]:
     return [Component("all", partial(Raises, image_size, classes))]
 
 
-class Drifts(nn.Module):
-    """Changes its own bias in the third training step, on the ranks in FAULTY_RANKS."""
+class Drifts(Faulty):
+    """Changes its own bias."""
 
-    def __init__(self, image_size: int, classes: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3 * image_size**2, classes)
-        self.calls = 0
-
-    def forward(self, images: Tensor) -> Tensor:
-        self.calls += self.training and not images.is_meta
-        if self.calls == 3 and os.environ["OMPI_COMM_WORLD_RANK"] in os.environ["FAULTY_RANKS"]:
-            self.linear.bias.data += 1e-3
-        logits: Tensor = self.linear(images.flatten(1))
-        return logits
+    def fail(self) -> None:
+        self.linear.bias.data += 1e-3
 
 
 def drifts(classes: int, image_size: int) -> list[Component]:

@@ -44,7 +44,7 @@ def test_label_smoothing_is_torchs_in_training_and_absent_in_the_test(
     assert end["test_loss"] == pytest.approx(smooth_end["test_loss"], rel=1e-6)
 
 
-def test_what_would_follow_its_input_twice_a_step_is_not_recomputed(
+def test_a_component_that_changes_a_buffer_is_not_recomputed(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
     model = ("--model", "tests.single.training.models:follows", "--data", small_set)
