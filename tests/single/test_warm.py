@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -51,6 +52,33 @@ def test_it_has_the_arguments_environment_folder_cores_and_streams_of_its_client
     assert (process.returncode, err) == (3, "and an error\n")
     given = [["-c", "one", "two words"], str(tmp_path), "a\nb", False, cores[:1], 0o27, True]
     assert json.loads(out) == [*given, warm.python()]
+
+
+ENDING = """
+import atexit, sys, threading, time
+atexit.register(print, "handler")
+threading.Timer(0.1, print, ["thread"]).start()
+print("last", end="\\n")
+{end}
+"""
+
+
+@pytest.mark.parametrize("end", ["", "sys.exit(7)", "sys.exit('words')", "1 / 0"])
+def test_it_ends_as_a_cold_start_does(end: str) -> None:
+    """It waits for threads, runs exit handlers, writes what it holds, and gives the same code."""
+    warm_one = start(ENDING.format(end=end))
+    found = (*warm_one.communicate(timeout=60), warm_one.returncode)
+    cold = subprocess.run(
+        [sys.executable, "-c", ENDING.format(end=end)],
+        capture_output=True,
+        text=True,
+        env=program_environment(),
+    )
+    if end == "1 / 0":  # the traceback of a fork begins in the server
+        found = (found[0], found[1][-40:], found[2])
+        assert found == (cold.stdout, cold.stderr[-40:], 1)
+    else:
+        assert found == (cold.stdout, cold.stderr, cold.returncode)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])

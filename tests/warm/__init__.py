@@ -6,8 +6,9 @@ one per framework for the whole test run) for a fork, gives it its own arguments
 working directory, cores and standard streams, passes signals on to it, and ends as it ended. Ranks
 under mpirun are such forks too, since sys.executable of a fork is that `python`.
 
-A fork runs the same code as a cold start, except for the imports and for whose child it is. Tests
-of these two use `cold=True`, and `make proof` starts more of them cold.
+A fork runs the same code as a cold start, except for the imports, for whose child it is, and for
+the modules that an interpreter takes apart when it ends. Tests of these use `cold=True`, and
+`make proof` starts more of them cold.
 """
 
 import fcntl
