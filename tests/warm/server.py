@@ -145,7 +145,9 @@ class Server:
             os.close(file)
         asked_by = int.from_bytes(credentials[:4], "little")
         self.notes[child] = self.folder / f"fork-of-{asked_by}"
-        self.notes[child].write_text(str(child))
+        unfinished = self.folder / f"unfinished-{child}"
+        unfinished.write_text(str(child))
+        unfinished.replace(self.notes[child])  # whole or not at all, for who reads it
         self.clients[child], self.ends[child] = client, os.pidfd_open(child)
         self.selector.register(client, selectors.EVENT_READ, ("word", child))
         self.selector.register(self.ends[child], selectors.EVENT_READ, ("end", child))
