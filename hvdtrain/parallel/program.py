@@ -41,7 +41,7 @@ class Task(NamedTuple):
     Attributes:
         line: the action in words.
         key: of its tensors.
-        rows: this rank's samples of the micro-batch in the stage.
+        samples: this rank's of the micro-batch in the stage, as places in the batch.
         lanes: where rows come from, for RECV and for what consumes them; where they go, for SEND.
         tag: of the messages.
     """
@@ -49,9 +49,14 @@ class Task(NamedTuple):
     action: Action
     line: str
     key: Key
-    rows: int
+    samples: Range
     lanes: tuple[Lane, ...]
     tag: int
+
+    @property
+    def rows(self) -> int:
+        """The number of samples."""
+        return self.samples[1] - self.samples[0]
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,7 @@ def _uses(tasks: Sequence[Task], rank: int) -> tuple[Counter[Key], Counter[Key]]
 def _task(plan: Plan, cut: Cut, action: Action, rank: int) -> Task:
     stage, kind, k = action
     if k is None:
-        return Task(action, _line(plan, action, rank, ()), (stage, -1), 0, (), 0)
+        return Task(action, _line(plan, action, rank, ()), (stage, -1), (0, 0), (), 0)
     lanes = {
         "F": lambda: _downstream(cut, stage - 1, k, rank),
         "RECV_F": lambda: _remote(_downstream(cut, stage - 1, k, rank), rank),
@@ -122,8 +127,8 @@ def _task(plan: Plan, cut: Cut, action: Action, rank: int) -> Task:
         "SEND_B": lambda: _remote(_downstream(cut, stage - 1, k, rank), rank),
     }.get(kind, tuple)()
     number = tag(stage, kind, k, cut.microbatches) if kind in (*SENDS, *RECEIPTS) else 0
-    rows = cut.rows(stage, rank, k)
-    return Task(action, _line(plan, action, rank, lanes), (stage, k), rows, lanes, number)
+    samples = cut.parts[stage][rank][k]
+    return Task(action, _line(plan, action, rank, lanes), (stage, k), samples, lanes, number)
 
 
 def _downstream(cut: Cut, boundary: int, k: int, rank: int) -> tuple[Lane, ...]:

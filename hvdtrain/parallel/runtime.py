@@ -18,6 +18,7 @@ from hvdtrain.activity import Activity
 from hvdtrain.errors import UsageError
 from hvdtrain.parallel import halves
 from hvdtrain.parallel.actions import RECEIPTS, SENDS
+from hvdtrain.parallel.dropout import Draws
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.handover import Handover
 from hvdtrain.parallel.part import Part
@@ -44,6 +45,7 @@ class Runtime:
         label_smoothing: in training; Szegedy et al., "Rethinking the Inception Architecture for
             Computer Vision", CVPR 2016, section 7.
         keep_events: whether to keep every action's times in `events`, for a trace.
+        draws: what the dropout layers of the parts draw from.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Runtime:
         rule: UpdateRule | None = None,
         label_smoothing: float = 0.0,
         keep_events: bool = False,
+        draws: Draws | None = None,
     ) -> None:
         self.rank, self.parts, self.last = rank, parts, last
         self.images, self.handover = images, handover
@@ -65,7 +68,7 @@ class Runtime:
         self.device = images.device
         self.bf16 = precision == "bf16"
         self.activity, self.rule = activity, rule or UpdateRule()
-        self.label_smoothing = label_smoothing
+        self.label_smoothing, self.draws = label_smoothing, draws or Draws()
         self.events: list[Event] | None = [] if keep_events else None
         self.program: Program
         self.do: dict[str, Callable[[Step, Task], None]] = {
@@ -88,6 +91,7 @@ class Runtime:
         waited = self.exchange.waited if self.exchange else WaitTime()
         clock, note = time.perf_counter, self.activity.note if self.activity else _ignore
         bubble, transfer, task = waited.bubble, waited.transfer, None
+        self.draws.keys.clear()
         try:
             for task in program.tasks:
                 note(task.line)
@@ -168,6 +172,7 @@ class Runtime:
             made = step.outputs.use((stage - 1, k)) if has_own else None
             given = self.handover.collect(task, is_gradient=False, local=made)
             step.inputs[task.key] = given.requires_grad_(torch.is_grad_enabled())
+        self.draws.begin_forward(task.samples)
         with self.autocast():
             output = part.model(step.inputs[task.key])
         if stage == self.last:
@@ -202,6 +207,7 @@ class Runtime:
             return
         gradient = self._output_gradient(step, task)
         output = step.outputs.use(task.key)
+        self.draws.samples = task.samples
         if output.requires_grad:
             torch.autograd.backward(output, gradient)
         if part.model.clock is not None:
@@ -213,6 +219,7 @@ class Runtime:
         if task.rows == 0:
             return
         gradient = self._output_gradient(step, task)
+        self.draws.samples = task.samples
         step.pending_weights[task.key] = halves.backward_input(
             *(step.outputs.use(task.key), gradient, step.inputs[task.key]),
             self.parts[task.key[0]].parameters,
@@ -222,6 +229,7 @@ class Runtime:
     def _backward_weight(self, step: Step, task: Task) -> None:
         if task.rows == 0:
             return
+        self.draws.samples = task.samples
         halves.backward_weight(step.pending_weights.pop(task.key))
         self._forget(step, task)
 

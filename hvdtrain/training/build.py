@@ -10,6 +10,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
 from hvdtrain.models.component import Component
 from hvdtrain.parallel.clock import ComponentClock
+from hvdtrain.parallel.dropout import Draws, follow_samples
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.handover import Handover
 from hvdtrain.parallel.plan import Plan
@@ -53,6 +54,11 @@ def build_runtime(
             part.model.clock = ComponentClock()
     forms = probe_forms(plan, parts, image_size, config, here, device)
     find_states(config, plan, parts, components, forms, here, device)
+    draws = Draws()
+    if not config.compile:
+        for part in parts.values():
+            for name, component in part.model.components.items():
+                follow_samples(name, component, draws)
     return Runtime(
         here.rank,
         parts,
@@ -64,6 +70,7 @@ def build_runtime(
         rule=_rule(config),
         label_smoothing=config.label_smoothing,
         keep_events=config.trace is not None,
+        draws=draws,
     )
 
 

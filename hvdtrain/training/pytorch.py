@@ -267,6 +267,7 @@ class TorchSession(Session):
     def _seed(self, position: int) -> None:
         """Seed what a step can draw from; torch.manual_seed takes 0.5 ms for all generators."""
         seed = step_seed(self.config.seed, position, self.world.rank)
+        self.runtime.draws.seed = step_seed(self.config.seed, position, None)
         torch.default_generator.manual_seed(seed)
         if self.device == "cuda":
             torch.cuda.manual_seed(seed)

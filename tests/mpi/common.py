@@ -62,6 +62,7 @@ def run_step(
     runtime: Runtime, plan: Plan, here: World, size: int, batch_size: int, seed: int
 ) -> Step:
     """One training step on a random batch."""
+    runtime.draws.seed = seed
     pieces = cut(plan, batch_size)
     batch = random_batch(batch_size, size, CLASSES, seed)
     step = my_step(plan, pieces, here.rank, *batch)

@@ -75,6 +75,21 @@ def checkpoints(layers: Layers, x: Tensor) -> Tensor:
     return checkpoint(layers.a, torch.tanh(x), use_reentrant=False)
 
 
+class Dropping(Layers):
+    """Drops values, of the tokens of a sample too, with and without checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__(dropping)
+        self.drop, self.channels = nn.Dropout(0.3), nn.Dropout1d(0.4)
+
+
+def dropping(layers: Layers, x: Tensor) -> Tensor:
+    assert isinstance(layers, Dropping)
+    x = layers.drop(checkpoint(lambda given: layers.drop(layers.a(given)), x, use_reentrant=False))
+    tokens = layers.drop(x.unflatten(1, (2, 3)).flatten(0, 1)).reshape(len(x), WIDTH)
+    return layers.channels(layers.b(tokens).unflatten(1, (3, 2))).flatten(1)
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +125,10 @@ COMPUTED = [
 ]
 KINDS: dict[str, Callable[[], nn.Module]] = {
     **{compute.__name__: lambda compute=compute: Layers(compute) for compute in COMPUTED},  # type: ignore[misc]
-    **{make.__name__: make for make in (tied_weights, Recurrent, in_evaluation_mode, weight_norm)},
+    **{
+        make.__name__: make
+        for make in (tied_weights, Recurrent, in_evaluation_mode, weight_norm, Dropping)
+    },
 }
 
 
@@ -133,6 +151,33 @@ def test_they_end_in_the_weights_of_the_serial_run(here: World, kind: str, plans
         made = plan(names(components))
         found = train(CONFIG, made, components, here, len(STEP_SIZES))
         assert_close(found, expected, 1e-9)
+
+
+def test_what_is_dropped_is_the_same_when_components_run_again(here: World) -> None:
+    components = components_with(Dropping)
+    single = replicated(names(components), 1, 1, None)
+    expected = train(CONFIG, single, components, ALONE, 3)
+    for name, plan in list(PLANS[here.size].items())[::2]:
+        if "zb-h1" not in name:
+            again = replace(CONFIG, recompute="odd*")
+            assert_close(
+                train(again, plan(names(components)), components, here, 3), expected, 1e-9
+            )
+
+
+def test_without_masks_by_sample_a_plan_changes_what_is_learnt(
+    here: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the tests of dropout could not fail."""
+    if here.size == 1:
+        return
+    components = components_with(Dropping)
+    single = replicated(names(components), 1, 1, None)
+    expected = train(CONFIG, single, components, ALONE, 3)
+    monkeypatch.setattr("hvdtrain.training.build.follow_samples", lambda *_: None)
+    plan = replicated(names(components), here.size, 1, None)
+    with pytest.raises(AssertionError, match="weight"):
+        assert_close(train(CONFIG, plan, components, here, 3), expected, 1e-3)
 
 
 class Follower(nn.Module):

@@ -1,0 +1,169 @@
+"""Dropout that drops the same of each sample under every plan.
+
+PyTorch draws a mask for whatever a forward is given, from a generator of the process: another
+micro-batch or another rank gives another mask, and a plan changes what is learnt. Here the mask of
+a sample is a hash of the step, the layer, and the sample's place in the batch (SplitMix64: Steele,
+Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014), the same on every
+device.
+
+A checkpoint inside a model runs a forward again in backward. What it runs again is known by what
+the process's generator draws at each call: checkpoints restore that generator.
+"""
+
+import hashlib
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.errors import UsageError
+
+GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+MIXERS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
+
+
+@dataclass
+class Draws:
+    """What the dropout layers of a rank draw from.
+
+    Attributes:
+        seed: of the step, the same on all ranks.
+        samples: first and one behind the last of what is computed now, as places in the batch.
+        calls: how often each layer was called in this forward.
+        keys: of masks, by what the process's generator drew when they were made.
+    """
+
+    seed: int = 0
+    samples: tuple[int, int] = (0, 0)
+    calls: Counter[str] = field(default_factory=Counter)
+    keys: dict[int, int] = field(default_factory=dict)
+
+    def begin_forward(self, samples: tuple[int, int]) -> None:
+        """Begin the forward of other samples."""
+        self.samples = samples
+        self.calls.clear()
+
+    def key(self, layer: str) -> int:
+        """That of the mask which a layer needs now.
+
+        Raises:
+            UsageError: in a forward that is run again with other random numbers.
+        """
+        drawn = int(torch.randint(2**62, ()))
+        if torch._C._current_graph_task_id() == -1:  # not in a backward
+            words = repr((self.seed, layer, self.calls[layer])).encode()
+            self.calls[layer] += 1
+            self.keys[drawn] = int.from_bytes(hashlib.blake2b(words, digest_size=8).digest())
+        if drawn not in self.keys:
+            raise UsageError(
+                f"dropout {layer} is run again in backward without the random state of its "
+                "forward: give the checkpoint preserve_rng_state=True"
+            )
+        return self.keys[drawn] - 2**63
+
+
+class SampleDropout(nn.Module):
+    """A dropout whose masks are those of the samples. See `follow_samples`.
+
+    Attributes:
+        p: the probability with which a value is dropped. inplace: as PyTorch's.
+        draws: what its masks are drawn from. name: the layer's, unlike any other's.
+    """
+
+    p: float
+    inplace: bool
+    draws: Draws
+    name: str
+    is_by_channel = False
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Drop values of [n, ...], or of [n * k, ...] with k rows a sample, and scale the others.
+
+        Other input, such as one whose first dimension is not the samples', is masked by PyTorch.
+        """
+        first, end = self.draws.samples
+        rows = max(end - first, 1)
+        if not self.training or self.p == 0 or input.ndim == 0 or len(input) % rows:
+            return super().forward(input)  # type: ignore[no-any-return]
+        shape = input.shape[:2] if self.is_by_channel else input.shape
+        values = math.prod(shape) // rows
+        dropped = dropped_of_samples(
+            *(self.draws.key(self.name), first, rows, values, self.p, input.device)
+        )
+        mask = dropped.view(*shape, *[1] * (input.ndim - len(shape)))
+        given = input if self.inplace else input.clone()  # whose memory format it has
+        return given.masked_fill_(mask, 0).mul_(_scale(self.p))
+
+
+class _Dropout(SampleDropout, nn.Dropout):
+    """For values."""
+
+
+class _Dropout1d(SampleDropout, nn.Dropout1d):
+    """For whole channels, as the next ones."""
+
+    is_by_channel = True
+
+
+class _Dropout2d(SampleDropout, nn.Dropout2d):
+    is_by_channel = True
+
+
+class _Dropout3d(SampleDropout, nn.Dropout3d):
+    is_by_channel = True
+
+
+FOLLOWING: dict[type[nn.Module], type[SampleDropout]] = {
+    nn.Dropout: _Dropout,
+    nn.Dropout1d: _Dropout1d,
+    nn.Dropout2d: _Dropout2d,
+    nn.Dropout3d: _Dropout3d,
+}
+
+
+def follow_samples(name: str, component: nn.Module, draws: Draws) -> None:
+    """Let every dropout layer in a component mask by samples, in place.
+
+    Functions such as `functional.dropout`, and attention's own dropout, go on drawing by rank.
+
+    Args:
+        name: the component's.
+    """
+    for path, layer in component.named_modules():
+        if type(layer) in FOLLOWING:
+            # The layer itself stays: others may refer to it.
+            layer.__class__ = FOLLOWING[type(layer)]
+            assert isinstance(layer, SampleDropout)
+            layer.draws, layer.name = draws, f"{name}.{path}" if path else name
+
+
+def dropped_of_samples(
+    key: int, first: int, rows: int, values: int, probability: float, device: torch.device
+) -> Tensor:
+    """What is dropped of the samples from `first` on: bool [rows, values].
+
+    Each bit depends on the key, the sample's place, the value's place and the probability alone.
+    """
+    samples = torch.arange(first, first + rows, device=device)
+    streams = _mix(samples.add_(1).mul_(GOLDEN).add_(key))
+    counters = torch.arange(1, (values + 1) // 2 + 1, device=device).mul_(GOLDEN)
+    drawn = _mix(streams[:, None] + counters).view(torch.int32)[:, :values]
+    return drawn < round(probability * 2**32) - 2**31
+
+
+def _mix(bits: Tensor) -> Tensor:
+    """The finaliser of SplitMix64, in place: each bit of int64 depends on all of them."""
+    for shift, factor in MIXERS:
+        bits.bitwise_xor_(_shifted(bits, shift)).mul_(factor)
+    return bits.bitwise_xor_(_shifted(bits, 31))
+
+
+def _shifted(bits: Tensor, places: int) -> Tensor:
+    """Bits moved to the right, with zeros behind them."""
+    return (bits >> places).bitwise_and_(2 ** (64 - places) - 1)
+
+
+def _scale(probability: float) -> float:
+    return 1 / (1 - probability) if probability < 1 else 0.0
