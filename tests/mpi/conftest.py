@@ -26,6 +26,15 @@ def horovod(here: world.World) -> Any:
     return world.start_horovod(2**20) if here.size > 1 else None
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out, and count as left out, what one rank alone cannot show."""
+    if launchers.detect(os.environ).size != 1:
+        return
+    alone = [item for item in items if item.get_closest_marker("several_ranks")]
+    items[:] = [item for item in items if item not in alone]
+    config.hook.pytest_deselected(items=alone)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item,

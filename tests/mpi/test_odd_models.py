@@ -165,12 +165,11 @@ def test_what_is_dropped_is_the_same_when_components_run_again(here: World) -> N
             )
 
 
+@pytest.mark.several_ranks
 def test_without_masks_by_sample_a_plan_changes_what_is_learnt(
     here: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the tests of dropout could not fail."""
-    if here.size == 1:
-        return
     components = components_with(Dropping)
     single = replicated(names(components), 1, 1, None)
     expected = train(CONFIG, single, components, ALONE, 3)
@@ -220,10 +219,9 @@ def test_replicas_hold_the_same_buffers(here: World, make: Callable[[], nn.Modul
             assert found["odd0.kept"].any()
 
 
+@pytest.mark.several_ranks
 def test_the_first_replica_is_followed(here: World) -> None:
     """Without that, replicas differ: the test above can fail."""
-    if here.size == 1:
-        return
     components = components_with(Follower)
     plan = replicated(names(components), here.size, 1, None)
     runtime = runtime_of(CONFIG, plan, components, IMAGE_SIZE, here)

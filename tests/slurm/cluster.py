@@ -80,6 +80,12 @@ class Cluster:
         minutes = (elapsed + warning_seconds // 2) // 60 + 1
         self.run("scontrol", "update", f"JobId={number}", f"TimeLimit={minutes}")
 
+    def was_never_requeued(self, number: str) -> bool:
+        """Whether a cancelled job stays so; once its processes are gone, nothing changes that."""
+        job = self.job(number)
+        queue = self.run("squeue", "--noheader", f"--name={job['JobName']}")
+        return (job["JobState"], job["Restarts"], queue) == ("CANCELLED", "0", "")
+
     def preempt(self) -> None:
         """Run a job that takes all nodes from those of the partition low."""
         number = self.submit(

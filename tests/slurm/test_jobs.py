@@ -185,6 +185,7 @@ def test_cancelling_leaves_no_process(cluster: Cluster, small_set: Path, tmp_pat
     cluster.wait(number, "CANCELLED")
     wait_for(lambda: not cluster.processes(str(run)), 30, lambda: str(cluster.processes(str(run))))
     assert "no job of it waits" in cluster.run("hvdtrain", "jobs", "cancel", run)
+    assert cluster.was_never_requeued(number)
 
 
 def test_what_does_not_fit_the_cluster_is_refused_in_one_line(

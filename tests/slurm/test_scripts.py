@@ -172,3 +172,4 @@ def test_a_job_that_is_cancelled_leaves_no_process(
     cluster.run("scancel", number)
     cluster.wait(number, "CANCELLED")
     wait_for(lambda: not cluster.processes(str(run)), 30, lambda: str(cluster.processes(str(run))))
+    assert cluster.was_never_requeued(number)
