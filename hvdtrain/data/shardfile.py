@@ -91,14 +91,32 @@ def open_shard(index: Index, shard: Shard) -> h5py.File:
 def _layout_fault(file: h5py.File, index: Index, shard: Shard) -> str | None:
     shapes = {"images": (shard.count, *index.image_shape)}
     for name in DATA_SETS:
+        if fault := _storage_fault(file, name):
+            return f"holds `{name}` {fault}"
         data_set = file[name]
         expected = shapes.get(name, (shard.count,))
         kind = "u" if name == "images" else "i"
         if data_set.shape != expected or data_set.dtype.kind != kind:
             return f"holds `{name}` {data_set.shape} {data_set.dtype}, the index says {expected}"
-        if not data_set.fletcher32:
-            return f"holds `{name}` without checksums"
     return None
+
+
+def _storage_fault(file: h5py.File, name: str) -> str | None:
+    """Say how a data set is stored in another way than ours; None if it is not.
+
+    HDF5 follows links to other files and raw storage in them, which no SHA-256 of the shard
+    covers, and looks for the code of a filter that it does not know.
+    """
+    # Looked at before it is followed.
+    if isinstance(file.get(name, getlink=True), h5py.SoftLink | h5py.ExternalLink):
+        return "by a link, and not in itself"
+    creation = file[name].id.get_create_plist()
+    if creation.get_layout() == h5py.h5d.VIRTUAL or creation.get_external_count():
+        return "in another file"
+    filters = [creation.get_filter(place)[0] for place in range(creation.get_nfilters())]
+    if h5py.h5z.FILTER_FLETCHER32 not in filters:
+        return "without checksums"
+    return "with filters besides checksums" if len(filters) > 1 else None
 
 
 def read_rows(file: h5py.File, index: Index, shard: Shard, start: int, stop: int) -> Batch:

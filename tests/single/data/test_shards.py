@@ -176,6 +176,7 @@ def test_a_shard_of_another_set_is_noticed(packed: Path, tmp_path: Path, memory:
         ("type", "holds `images` (44, 64, 64, 3) float32"),
         ("missing", "is damaged outside its chunks"),
         ("unchecked", "holds `images` without checksums"),
+        ("packed", "holds `images` with filters besides checksums"),
         ("text", "shard cannot be opened"),
     ],
 )
@@ -189,7 +190,9 @@ def test_a_file_that_the_index_does_not_describe_is_refused(
     with h5py.File(path, "w") as file:
         if change != "missing":
             images = np.zeros((rows, 64, 64, 3), kind)
-            file.create_dataset("images", data=images, fletcher32=change != "unchecked")
+            packing = "gzip" if change == "packed" else None
+            checked = change != "unchecked"
+            file.create_dataset("images", data=images, fletcher32=checked, compression=packing)
         labels = np.full(44, 3 if change == "labels" else 0, np.int32)
         file.create_dataset("labels", data=labels, fletcher32=True)
         file.create_dataset("ids", data=np.arange(44), fletcher32=True)

@@ -1,5 +1,6 @@
 """`verify` names every bad shard and chunk, and `info` describes the set."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.data.index import read_index
+from hvdtrain.data.shards import open_split
 from hvdtrain.data.verification import info, verify
 from hvdtrain.data.writer import Source, write
 from hvdtrain.errors import DataError
@@ -73,6 +75,57 @@ def test_labels_out_of_range_are_named_though_all_hashes_are_right(tmp_path: Pat
     faults = verify(tmp_path / "set")
     assert len(faults) == 2
     assert all("label outside 0..1" in fault for fault in faults)
+
+
+def make_index_fit(folder: Path, shard: Path) -> None:
+    """Give the index the size and the SHA-256 of a shard that was made anew."""
+    content = json.loads((folder / "index.json").read_text())
+    for entry in content["splits"]["train"]["shards"]:
+        if entry["file"] == shard.name:
+            entry["bytes"] = shard.stat().st_size
+            entry["sha256"] = hashlib.sha256(shard.read_bytes()).hexdigest()
+    (folder / "index.json").write_text(json.dumps(content))
+
+
+def put_labels_elsewhere(how: str, file: h5py.File, other: Path) -> None:
+    """Let the labels of an open shard be those of another file."""
+    labels = file["labels"][:]
+    del file["labels"]
+    if how == "raw":
+        labels.tofile(other)
+        file.create_dataset("labels", labels.shape, labels.dtype, external=str(other))
+        return
+    with h5py.File(other, "w") as target:
+        target.create_dataset("labels", data=labels, fletcher32=True)
+    if how == "virtual":
+        layout = h5py.VirtualLayout(labels.shape, labels.dtype)
+        layout[:] = h5py.VirtualSource(other, "labels", labels.shape)
+        file.create_virtual_dataset("labels", layout)
+    elif how == "external":
+        file["labels"] = h5py.ExternalLink(other, "labels")
+    else:  # by way of a link in the file
+        file["elsewhere"] = h5py.ExternalLink(other, "labels")
+        file["labels"] = h5py.SoftLink("/elsewhere")
+
+
+@pytest.mark.parametrize("how", ["external", "soft", "raw", "virtual"])
+def test_labels_of_another_file_are_refused_though_all_hashes_are_right(
+    packed: Path, tmp_path: Path, how: str
+) -> None:
+    """The SHA-256 covers the shard alone: the labels could be changed later without a trace."""
+    shard, other = packed / "train-00002.h5", tmp_path / "other"
+    with h5py.File(shard, "a", libver="v110") as file:
+        put_labels_elsewhere(how, file, other)
+    make_index_fit(packed, shard)
+    (fault,) = verify(packed)
+    link = how in ("external", "soft")
+    where = "by a link, and not in itself" if link else "in another file"
+    assert fault == (
+        f"{shard}: shard holds `labels` {where}; restore the file or pack the data set again"
+    )
+    for memory in (0, 2**30):  # as a run reads it
+        with pytest.raises(DataError, match="holds `labels`"):
+            open_split(read_index(packed), "train", memory).gather(np.arange(300))
 
 
 def test_info_is_ready_for_json(packed: Path) -> None:
