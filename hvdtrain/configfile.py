@@ -4,8 +4,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import harmless
+from hvdtrain import files, harmless
 from hvdtrain.config import TrainConfig
+from hvdtrain.errors import DataError
 
 # A run may be continued with other values of these: they say where, how and how long it runs. Of
 # what a step computes they change rounding, and which samples local batch norm sees together.
@@ -52,6 +53,23 @@ def to_yaml(config: TrainConfig) -> str:
     import yaml
 
     return yaml.safe_dump(asdict(replace(config, resume=False)), sort_keys=False)
+
+
+def public(config: TrainConfig) -> dict[str, Any]:
+    """The resolved configuration without what other users should not read."""
+    return {name: value for name, value in asdict(config).items() if name != "on_alert"}
+
+
+def save(config: TrainConfig, path: Path) -> None:
+    """Write the resolved configuration of a run, which no other user may change.
+
+    The command of `--on-alert` may hold an address or a token: with one, no other may read it.
+
+    Raises:
+        DataError: if it cannot be written.
+    """
+    mode = files.OWN if config.on_alert is None else files.PRIVATE
+    files.write_text(path, to_yaml(config), "the configuration", DataError, mode)
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -1,12 +1,19 @@
 """Files that a user asks for by name: refused before the work, and written whole or not at all."""
 
 import os
-from collections.abc import Callable
-from contextlib import suppress
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import IO
 
 from hvdtrain.errors import HvdtrainError, UsageError
+
+OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
+# Modes of files and folders, of which the umask takes away what it takes.
+ANY, OWN, PRIVATE = 0o666, 0o644, 0o600
+OWN_FOLDER, PRIVATE_FOLDER = 0o755, 0o700
 
 
 def plain_name(text: str) -> str:
@@ -29,23 +36,78 @@ def check_target(path: str, option: str) -> None:
         raise UsageError(f"{option} {path}: the folder cannot be written to")
 
 
-def write_text(path: Path, text: str, what: str, kind: type[HvdtrainError] = UsageError) -> None:
+def fault_of_owner(path: Path, follow: bool = True) -> str | None:
+    """Say how another user could change a file or what is in a folder, and the cure; None if none.
+
+    The superuser can anyway. Where there are access control lists, the bits of the group are their
+    upper bound.
+
+    Args:
+        follow: whether it may be a symbolic link to one that nobody else can change.
+
+    Raises:
+        OSError: if it is not there.
+    """
+    found = path.stat() if follow else path.lstat()
+    if stat.S_ISLNK(found.st_mode):
+        return f"{path} is a symbolic link: remove it, or choose another folder"
+    if found.st_uid not in (os.geteuid(), 0):
+        return f"{path} belongs to another user (uid {found.st_uid}): choose another folder"
+    if found.st_mode & OTHERS_MAY_WRITE:
+        return (
+            f"{path} can be changed by other users: look at what it holds, then chmod go-w {path}"
+        )
+    return None
+
+
+def make_own_folder(path: Path, option: str) -> None:
+    """Make a folder that this user alone can look into, where it is not there yet.
+
+    The names of such folders can be foreseen, so another user may have made them.
+
+    Args:
+        option: which names the folder it is in, for an error.
+
+    Raises:
+        UsageError: if another user could change what is in it.
+        OSError: if it cannot be made.
+    """
+    path.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
+    if fault := fault_of_owner(path, follow=False):
+        raise UsageError(f"{option}: {fault}")
+
+
+@contextmanager
+def writable_by_owner_alone() -> Iterator[None]:
+    """Whatever the umask, what is made meanwhile can be changed by its owner alone."""
+    before = os.umask(OTHERS_MAY_WRITE)
+    os.umask(before | OTHERS_MAY_WRITE)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def write_text(
+    path: Path, text: str, what: str, kind: type[HvdtrainError] = UsageError, mode: int = ANY
+) -> None:
     """Write a file, which is there whole or as it was before.
 
     Args:
         what: what the file holds, for an error.
         kind: of the error.
+        mode: of the file, of which the umask takes away what it takes.
 
     Raises:
         UsageError, or what `kind` says: if it cannot be written.
     """
     try:
-        write_whole(path, lambda file: file.write(text.encode()))
+        write_whole(path, lambda file: file.write(text.encode()), mode)
     except OSError as error:
         raise kind(f"{what} {path} cannot be written: {error.strerror}") from None
 
 
-def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+def write_whole(path: Path, write: Callable[[IO[bytes]], object], mode: int = ANY) -> None:
     """Replace a file so that no reader, and no crash, ever sees half of it.
 
     Raises:
@@ -53,7 +115,8 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with temporary.open("wb") as file:
+        temporary.unlink(missing_ok=True)  # of a killed process, with another mode
+        with open(temporary, "xb", opener=partial(os.open, mode=mode)) as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())

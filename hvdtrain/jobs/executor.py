@@ -2,7 +2,9 @@
 
 import io
 import os
-from collections.abc import Iterator
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +15,8 @@ from hvdtrain.errors import UsageError
 from hvdtrain.jobs import script
 from hvdtrain.jobs.options import JobOptions
 from hvdtrain.jobs.site import Site
-from hvdtrain.jobs.task import Training, Trainings
+
+SAFE_PATH = "PYTHONSAFEPATH"
 
 
 @dataclass(frozen=True)
@@ -36,28 +39,32 @@ class Request:
 
 
 def submitted(request: Request, dependency: str | None) -> list[str]:
-    """Hand the runs to submitit; the number of each one's job."""
+    """Hand the runs to submitit; the number of each one's job.
+
+    What the jobs execute is a command line. submitit would pickle a function, and a pickle is a
+    program that whoever can write the file can replace.
+    """
     import submitit
 
     executor = _executor(request)
-    arguments = [_arguments(training) for training in request.runs]
+    runs = [str(training.run) for training in request.runs]
+    request.logs.mkdir(parents=True, exist_ok=True)
     if request.job.cluster == "local":
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        with _detached():
-            number = executor.submit(Trainings(tuple(arguments), visible)).job_id
-        return [str(number)] * len(arguments)
+        with _detached(), _without_modules_of_the_current_folder():
+            number = executor._submit_command(_local_command(runs)).job_id
+        return [str(number)] * len(runs)
     if dependency is not None:
         executor.parameters["dependency"] = dependency
         executor.parameters["additional_parameters"]["kill-on-invalid-dep"] = "yes"
     try:
         # submitit repeats what sbatch says.
-        with _outside_jobs(), redirect_stderr(io.StringIO()), executor.batch():
-            jobs = [executor.submit(Training(words)) for words in arguments]
-        return [str(job.job_id) for job in jobs]
+        with _outside_jobs(), redirect_stderr(io.StringIO()):
+            number = executor._submit_command(_command(executor, runs)).job_id
     except submitit.core.utils.FailedJobError as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
         reason = lines[-1] if lines else "it does not say why"
         raise UsageError(f"sbatch refused the job: {reason}") from None
+    return [f"{number}_{place}" for place in range(len(runs))] if len(runs) > 1 else [str(number)]
 
 
 def dry_run(request: Request) -> str:
@@ -69,10 +76,46 @@ def dry_run(request: Request) -> str:
     if request.job.cluster == "local":
         raise UsageError("--dry-run shows the script of a job: with --cluster local there is none")
     executor = _executor(request)
-    if len(request.runs) > 1:
-        executor.parameters["map_count"] = len(request.runs)
-    text: str = executor._make_submission_file_text(executor._submitit_command_str, "")
+    command = _command(executor, [str(training.run) for training in request.runs])
+    text: str = executor._make_submission_file_text(command, "")
     return text
+
+
+def _task(how: str) -> list[str]:
+    return [sys.executable, "-P", "-m", "hvdtrain.jobs.task", how]
+
+
+def _command(executor: Any, runs: Sequence[str]) -> str:
+    """What srun starts, in the script of these runs; several are an array."""
+    if len(runs) == 1:
+        return shlex.join([*_task("rank"), *runs])
+    executor.parameters["map_count"] = len(runs)
+    executor.parameters["setup"].append(f"runs=({shlex.join(runs)})")
+    return f'{shlex.join(_task("rank"))} "${{runs[SLURM_ARRAY_TASK_ID]}}"'
+
+
+def _local_command(runs: Sequence[str]) -> str:
+    """What submitit starts on this machine, with the GPUs and the paths that are seen here."""
+    changes = []
+    for name in ("CUDA_VISIBLE_DEVICES", SAFE_PATH):  # submitit hides all GPUs
+        value = os.environ.get(name)
+        changes += ["-u", name] if value is None else [f"{name}={value}"]
+    changes.sort(key="=".__contains__)
+    return shlex.join(["env", *changes, *_task("runs"), *runs])
+
+
+@contextmanager
+def _without_modules_of_the_current_folder() -> Iterator[None]:
+    """What is started meanwhile imports nothing from the folder that it is started in."""
+    before = os.environ.get(SAFE_PATH)
+    os.environ[SAFE_PATH] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[SAFE_PATH]
+        else:
+            os.environ[SAFE_PATH] = before
 
 
 @contextmanager
@@ -125,9 +168,3 @@ def _executor(request: Request) -> Any:
     )
     on_slurm.parameters["wckey"] = None  # some sites refuse the one that submitit gives
     return on_slurm
-
-
-def _arguments(training: TrainConfig) -> tuple[str, ...]:
-    """Return the command line of a job, which is the same each time the job is requeued."""
-    run = str(training.run)
-    return ("train", "--config", str(Path(run) / "config.yaml"), "--run", run, "--resume", "auto")

@@ -4,6 +4,7 @@ import hashlib
 import json
 import shutil
 import socket
+import stat
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -74,6 +75,7 @@ def check(requests: Sequence[Request]) -> None:
     """
     for request in requests:
         _check_job(request)
+        _check_folders(request)
     queued = [request for request in requests if request.job.cluster == "slurm"]
     if not queued:
         return
@@ -119,6 +121,21 @@ def _check_job(request: Request) -> None:
         )
     if job.cluster == "local" and job.chain > 1:
         raise UsageError("--chain is for a queue: leave it out with --cluster local")
+
+
+def _check_folders(request: Request) -> None:
+    """Refuse folders that Slurm would take for patterns, or that other users may change."""
+    logs = str(request.logs.absolute())
+    if request.job.cluster == "slurm" and ("%" in logs or "\\" in logs):
+        raise UsageError(
+            f"{request.logs.parent}: Slurm replaces % and \\ in the names of log files: choose a "
+            "folder whose path has neither"
+        )
+    for folder in (request.logs, *(Path(training.run or "") for training in request.runs)):
+        if not folder.exists():
+            continue
+        if fault := files.fault_of_owner(folder):
+            raise UsageError(f"{fault}; a job executes what is in it")
 
 
 def _check_partition(request: Request, known: Mapping[str, slurm.Partition]) -> None:
@@ -181,6 +198,11 @@ def make(request: Request, dependency: str | None = None, chain: int = 1) -> lis
         UsageError: if Slurm refuses.
         DataError: if a run folder cannot be written.
     """
+    with files.writable_by_owner_alone():
+        return _make(request, dependency, chain)
+
+
+def _make(request: Request, dependency: str | None, chain: int) -> list[str]:
     version, patch = record.code_version()
     made: list[list[str]] = []  # of each link of the chain, the number of each run
     try:
@@ -233,15 +255,16 @@ def _write_configuration(training: TrainConfig, patch: str, undo: ExitStack) -> 
             undo.callback(shutil.rmtree, run, ignore_errors=True)
         run.mkdir(parents=True, exist_ok=True)
         if saved.exists():
-            undo.callback(saved.write_bytes, saved.read_bytes())
+            old, mode = saved.read_bytes(), stat.S_IMODE(saved.stat().st_mode)
+            undo.callback(files.write_whole, saved, lambda file: file.write(old), mode)
         if summary.exists():
             summary.replace(run / SUMMARY_BEFORE)
             undo.callback((run / SUMMARY_BEFORE).replace, summary)
     except OSError as error:
         raise DataError(f"{run} cannot be made or changed: {error.strerror}") from None
-    files.write_text(saved, configfile.to_yaml(training), "the configuration", DataError)
+    configfile.save(training, saved)
     if patch:
-        files.write_text(run / record.PATCH, patch, "the patch", DataError)
+        files.write_text(run / record.PATCH, patch, "the patch", DataError, files.PRIVATE)
 
 
 def numbers_of(jobs: Sequence[str]) -> str:

@@ -1,56 +1,93 @@
-"""What a job does."""
+"""What a job does: `python -m hvdtrain.jobs.task rank RUN`, or `... runs RUN...`.
+
+The arguments are folders of runs. What is executed is what their `config.yaml` says, so a folder
+that another user could have changed since the job was made is refused.
+"""
 
 import os
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from hvdtrain import files
+from hvdtrain.errors import DataError, UsageError
+
+CONFIGURATION = "config.yaml"
 
 
-@dataclass(frozen=True)
-class Training:
-    """Pickled by submitit where the job is made, called by it in every task of the job."""
-
-    arguments: tuple[str, ...]
-
-    def __call__(self) -> None:
-        """Become `hvdtrain train`, so that a rank is the same program however it was started."""
-        # A warning before the program can obey it must not end it; ignored outlives exec.
-        for number in (signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(number, signal.SIG_IGN)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os.execv(sys.executable, _command(self.arguments))
+def main(words: Sequence[str]) -> int:
+    """Run this task; the exit code."""
+    how, *runs = words
+    try:
+        if how == "rank":
+            become(runs[0])
+        return one_after_the_other(runs)
+    except (DataError, UsageError) as error:
+        print(f"hvdtrain: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
 
 
-@dataclass(frozen=True)
-class Trainings:
-    """The runs of a job on this machine, one after the other."""
+def become(run: str) -> NoReturn:
+    """Become `hvdtrain train`, so that a rank is the same program however it was started.
 
-    arguments: tuple[tuple[str, ...], ...]
-    visible_gpus: str | None  # submitit hides all
-
-    def __call__(self) -> None:
-        """Run each of them, in processes that hear of the end of the job's time."""
-        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-        if self.visible_gpus is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = self.visible_gpus
-        running: list[subprocess.Popen[bytes]] = []
-
-        def pass_on(number: int, frame: object) -> None:
-            for process in running:
-                process.send_signal(number)
-
-        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, pass_on)
-        codes = []
-        for words in self.arguments:
-            running[:] = [subprocess.Popen(_command(words))]
-            codes.append(running[0].wait())
-            if codes[-1] in (75, 130):
-                break
-        sys.exit(max(codes, key=abs))
+    Raises:
+        DataError, UsageError: as `check`.
+    """
+    # A warning before the program can obey it must not end it; ignored outlives exec.
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    os.execv(sys.executable, _command(run))
 
 
-def _command(arguments: tuple[str, ...]) -> list[str]:
-    return [sys.executable, "-P", "-m", "hvdtrain", *arguments]
+def one_after_the_other(runs: Sequence[str]) -> int:
+    """Make these runs, in processes that hear of the end of the job's time; the worst exit code.
+
+    Raises:
+        DataError, UsageError: as `check`.
+    """
+    running: list[subprocess.Popen[bytes]] = []
+
+    def pass_on(number: int, frame: object) -> None:
+        for process in running:
+            process.send_signal(number)
+
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, pass_on)
+    codes = []
+    for run in runs:
+        running[:] = [subprocess.Popen(_command(run))]
+        codes.append(running[0].wait())
+        if codes[-1] in (75, 130):
+            break
+    return max(codes, key=abs)
+
+
+def check(run: Path) -> None:
+    """Refuse the folder of a run whose configuration another user may have written.
+
+    Raises:
+        UsageError: if it can be changed by another user.
+        DataError: if it or its configuration is not there.
+    """
+    for path in (run, run / CONFIGURATION):
+        try:
+            fault = files.fault_of_owner(path)
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror}: submit the run again") from None
+        if fault:
+            raise UsageError(f"{fault}; a job executes what {CONFIGURATION} says")
+
+
+def _command(run: str) -> list[str]:
+    """The command of a run, which is the same each time its job is requeued."""
+    check(Path(run))
+    configuration = str(Path(run) / CONFIGURATION)
+    words = ["train", "--config", configuration, "--run", run, "--resume", "auto"]
+    return [sys.executable, "-P", "-m", "hvdtrain", *words]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -12,7 +12,7 @@ from typing import Any
 from hvdtrain import configfile
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError, UsageError
-from hvdtrain.files import plain_name, write_text
+from hvdtrain.files import OWN_FOLDER, plain_name, write_text
 
 LEDGER_HEADER = "epoch,step,rank,sample\n"
 # What ended the starts before this one, a line each, in the environment: said by the launcher.
@@ -110,7 +110,8 @@ class AppendOnly:
     def __init__(self, path: Path, keep_bytes: int) -> None:
         self.path = path
         with _writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            # A job that continues the run executes what its folder says.
+            path.parent.mkdir(OWN_FOLDER, parents=True, exist_ok=True)
             path.touch()
             if path.stat().st_size < keep_bytes:
                 raise DataError(f"{path} is shorter than the checkpoint says: it was cut")
@@ -166,8 +167,7 @@ class Records:
         for each in (folder.heartbeats, folder.checkpoints):
             with _writing(each):
                 each.mkdir(exist_ok=True)
-        text = configfile.to_yaml(config)
-        write_text(folder.config, text, "the configuration", DataError)
+        configfile.save(config, folder.config)
         if faults := os.environ.get(AFTER_FAULTS):
             held = folder.metrics.read_text()
             for message in filter(None, faults.split("\n")):
@@ -238,7 +238,7 @@ def make_folder(config: TrainConfig) -> Path:
         path = Path("runs") / (stem if number == 1 else f"{stem}-{number}")
         try:
             # Two jobs that start in the same second must not share a folder.
-            path.mkdir(parents=True)
+            path.mkdir(OWN_FOLDER, parents=True)
         except FileExistsError:
             continue
         except OSError as error:

@@ -7,6 +7,7 @@ records of the run. What is in DIRECTORY/RUN-.../ looks like the run folder.
 import hashlib
 import os
 import shutil
+import stat
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -115,7 +116,8 @@ def copy_record(record: Path, size: int, home: Path, is_new: bool) -> None:
     try:
         if is_new or not copy.exists():
             with record.open("rb") as source:
-                files.write_whole(copy, lambda out: out.write(source.read(size)))
+                mode = stat.S_IMODE(os.fstat(source.fileno()).st_mode)
+                files.write_whole(copy, lambda out: out.write(source.read(size)), mode)
             return
         with record.open("rb") as source, copy.open("ab") as out:
             out.truncate(min(out.tell(), size))
@@ -171,7 +173,7 @@ def mend_records(run: Path, home: Path) -> None:
     for copy in records(home):
         if not (run / copy.name).exists():
             try:
-                run.mkdir(parents=True, exist_ok=True)
+                run.mkdir(files.OWN_FOLDER, parents=True, exist_ok=True)
                 _copy(copy, run / copy.name)
             except OSError as error:
                 raise DataError(f"{run} cannot be written: {error.strerror}") from None
@@ -191,4 +193,5 @@ def _is_good(folder: Path, entry: partfile.Entry) -> bool:
 
 def _copy(source: Path, target: Path) -> None:
     with source.open("rb") as file:
-        files.write_whole(target, lambda out: shutil.copyfileobj(file, out, 2**22))
+        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+        files.write_whole(target, lambda out: shutil.copyfileobj(file, out, 2**22), mode)

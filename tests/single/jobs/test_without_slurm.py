@@ -1,11 +1,83 @@
 """`hvdtrain jobs` where there is no Slurm."""
 
+import json
+import os
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
+from hvdtrain.config import TrainConfig
+from hvdtrain.errors import UsageError
+from hvdtrain.jobs import submit
+from hvdtrain.jobs.executor import Request
+from hvdtrain.jobs.options import JobOptions
+from hvdtrain.jobs.site import Site
 from tests.conftest import Program
+from tests.single.training.jobs import summary_of
+
+OTHERS_MAY_WRITE = 0o022
+
+
+@contextmanager
+def umask(mask: int) -> Iterator[None]:
+    """What is started meanwhile has this umask."""
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def test_no_other_user_can_change_what_a_job_executes(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    """With umask 002 the group could replace a pickle, and so run its own program as the user."""
+    runs = tmp_path / "runs"
+    options = ("--model", "cnn", "--data", small_set, "--max-steps", 1, "--cluster", "local")
+    with umask(0o002):
+        done = hvdtrain("jobs", "submit", *options, "--run", runs / "run", "--on-alert", "true")
+    assert done.returncode == 0, done.stderr
+    (number,) = json.loads((runs / "run" / "job.json").read_text())["jobs"]
+    until = time.monotonic() + 120
+    while not (runs / "run" / "summary.json").exists() or psutil.pid_exists(int(number)):
+        assert time.monotonic() < until, hvdtrain("jobs", "logs", runs / "run")
+        time.sleep(0.1)
+    assert summary_of(runs / "run")["steps"] == 1
+    made = [runs, *runs.rglob("*")]
+    assert [str(path) for path in made if path.lstat().st_mode & OTHERS_MAY_WRITE] == []
+    assert [path.name for path in made if path.suffix == ".pkl"] == []
+
+
+@pytest.mark.parametrize("name", ["run", "run/logs"])
+def test_a_folder_that_others_may_change_is_refused(
+    hvdtrain: Program, small_set: Path, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    (tmp_path / name).chmod(0o775)
+    options = ("--model", "cnn", "--data", small_set, "--cluster", "local")
+    done = hvdtrain("jobs", "submit", *options, "--run", tmp_path / "run")
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert f"{tmp_path / name} can be changed by other users" in line
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+@pytest.mark.parametrize("name", ["a%tb", "%j", "a\\b"])
+def test_names_that_slurm_would_replace_are_refused(
+    small_set: Path, tmp_path: Path, name: str
+) -> None:
+    """Ranks wrote into files of one name, or where `jobs logs` does not look."""
+    run = tmp_path / name
+    training = TrainConfig(model="cnn", data=str(small_set), run=str(run))
+    request = Request((training,), JobOptions(), Site(), run / "logs", "run")
+    with pytest.raises(UsageError, match="Slurm replaces % and") as caught:
+        submit.check([request])
+    assert len(str(caught.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize("command", ["submit", "sweep"])
