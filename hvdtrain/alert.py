@@ -1,14 +1,39 @@
-"""The command of `--on-alert`: told of what goes wrong, in its environment."""
+"""The command of `--on-alert`: told of what goes wrong, in its environment.
+
+It may hold an address or a token. `ps` shows every user the command lines of all processes, but
+not their environments, so that is how it goes from a launcher to its ranks and to the shell.
+"""
 
 import os
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 
 SECONDS = 60.0  # that the command may take
 SECONDS_AT_THE_END = 10.0  # that a job which ends waits for it
+
+COMMAND = "HVDTRAIN_ON_ALERT"
+OPTION = "--on-alert"
+
+
+def without_command(words: Sequence[str]) -> list[str]:
+    """The words of a command line without the option and its value."""
+
+    def kept(rest: Iterator[str]) -> Iterator[str]:
+        for word in rest:
+            if word == OPTION:
+                next(rest, None)
+            elif not word.startswith(f"{OPTION}="):
+                yield word
+
+    return list(kept(iter(words)))
+
+
+def told_by_launcher(environment: Mapping[str, str], own: str | None) -> str | None:
+    """The command that the launcher was given, else this process's own."""
+    return environment.get(COMMAND, own)
 
 
 def send(command: str | None, cause: str, message: str, run: str | None) -> list[threading.Thread]:
@@ -41,14 +66,14 @@ def wait(sent: Sequence[threading.Thread]) -> None:
 
 def _run(command: str, told: dict[str, str]) -> None:
     # Neither a rank of this job nor a signal to it is the command's business.
-    strange = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HVDTRAIN_ACTIVITY")
+    strange = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HVDTRAIN_ACTIVITY", COMMAND)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(strange)}
     with suppress(OSError, subprocess.TimeoutExpired):
         subprocess.run(
-            command,
+            f'eval "${COMMAND}"',
             shell=True,
             check=False,
-            env=kept | told,
+            env=kept | told | {COMMAND: command},
             stdin=subprocess.DEVNULL,
             stdout=2,
             timeout=SECONDS,

@@ -2,9 +2,10 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
-from hvdtrain import failure, launchers
+from hvdtrain import alert, failure, launchers
 from hvdtrain.arguments import part_of
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import Interrupted, Preempted, UsageError
@@ -14,6 +15,8 @@ from hvdtrain.training.stop import StopRequest
 def train(arguments: Sequence[str], **values: Any) -> int:
     """Train on the ranks of the launcher, or start --ranks of them here."""
     settings = part_of(TrainConfig, values).check()
+    on_alert = alert.told_by_launcher(os.environ, settings.on_alert)
+    settings = replace(settings, on_alert=on_alert)
     started = launchers.detect(os.environ)
     launchers.check_pmix(started, os.environ)
     if settings.restarts and started.launcher != "none":

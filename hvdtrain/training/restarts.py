@@ -19,11 +19,14 @@ def run(config: TrainConfig, arguments: Sequence[str]) -> int:
     Only a failed rank is a reason to start again: what a user has to mend, or wished, is not.
     """
     ranks, messages = config.ranks or 1, list[str]()
+    arguments = alert.without_command(arguments)
     folder = Path(config.run) if config.run else None
     if folder is None and config.restarts:
         folder = make_folder(config)
     for left in range(config.restarts, -1, -1):
         environment = {AFTER_FAULTS: "\n".join(messages)} if messages else {}
+        if config.on_alert is not None:
+            environment[alert.COMMAND] = config.on_alert
         options = _more(config, folder, ranks, bool(messages))
         ended = launch.supervise(ranks, [*arguments, *options], environment)
         messages.append(ended.message)

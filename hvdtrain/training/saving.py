@@ -6,6 +6,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+from hvdtrain import configfile
 from hvdtrain.training.checkpoint import store
 from hvdtrain.training.control import Agreed
 from hvdtrain.training.metrics import Records
@@ -95,7 +96,7 @@ def _commit(run: Run, records: Records, name: str, kept: dict[str, Any]) -> None
     session, folder = run.session, run.folder.checkpoints
     records.sync()
     writers = range(session.world.size)
-    store.commit(folder, name, writers, kept, asdict(session.config))
+    store.commit(folder, name, writers, kept, configfile.public(session.config))
     best = kept["best"]
     if best is not None and (folder / store.name_of(best["step"])).is_dir():
         store.mark_best(folder, store.name_of(best["step"]), best["metric"], best["value"])

@@ -15,6 +15,9 @@ ALERT = (
     'printf \'%s|%s|%s|%s\\n\' "$HVDTRAIN_CAUSE" "$HVDTRAIN_MESSAGE" "$HVDTRAIN_RUN"'
     ' "$(date +%s.%N)" >> '
 )
+COMMAND_LINES_WITH_SECRET = (
+    "for f in $(grep -la 'T0[K]EN' /proc/[0-9]*/cmdline); do tr '\\0' ' ' < $f; echo; done > "
+)
 DIES = {
     "kill": "was ended by signal 9 (Killed) in step ",
     "segfault": "was ended by signal 11 (Segmentation fault) in step ",
@@ -135,10 +138,17 @@ def test_a_slow_rank_is_named_with_what_it_costs(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
     run, told = tmp_path / "run", tmp_path / "told"
-    fault = "slow step=6 rank=1 seconds=0.2"
-    options = ("--inject", fault, "--log-every", 5, "--on-alert", f"{ALERT}{told}")
+    fault, seen = "slow step=6 rank=1 seconds=0.2", tmp_path / "seen"
+    alert = f"{ALERT}{told}; {COMMAND_LINES_WITH_SECRET}{seen}; : T0KEN"
+    options = ("--inject", fault, "--log-every", 5, "--on-alert", alert)
     done = hvdtrain(*command(small_set, run, *options))
     assert done.returncode == 0, done.stderr
+    # `ps` shows them to everyone; only the one that the user typed is left.
+    shown = [line for line in seen.read_text().splitlines() if "-P -m" in line or "sh -c" in line]
+    assert shown == []
+    assert "T0KEN" in (run / "config.yaml").read_text()
+    files = [path for path in run.rglob("*") if path.is_file() and path.stat().st_mode & 0o077]
+    assert [path for path in files if b"T0KEN" in path.read_bytes()] == []
     faults = events_of(run, "fault")
     assert [line["cause"] for line in faults].count("straggler") >= 1
     line = next(line for line in faults if "rank 1 holds the others up" in line["message"])
