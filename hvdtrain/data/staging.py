@@ -13,6 +13,7 @@ from typing import IO
 from hvdtrain.data.index import INDEX_FILE, Index, Shard, parse_index, size_fault
 from hvdtrain.data.shardfile import shard_sha256
 from hvdtrain.errors import DataError, UsageError
+from hvdtrain.files import make_own_folder
 
 _BLOCK_BYTES = 4 * 2**20
 _PREFIX = ".staging-"
@@ -28,7 +29,7 @@ def staged_folder(index: Index, directory: str) -> Path:
     expanded = os.path.expandvars(directory)
     if "$" in expanded:
         raise UsageError(f"--stage {directory}: that variable is not set on {os.uname().nodename}")
-    # Others can neither read nor mend what is ours.
+    # Other users can neither read nor replace what this user copies.
     return Path(expanded) / f"hvdtrain-{os.getuid()}-{index.hash[:16]}"
 
 
@@ -40,12 +41,12 @@ def stage(index: Index, directory: str) -> int:
 
     Raises:
         DataError: if a shard of the source is damaged, or the copy cannot be written.
-        UsageError: as `staged_folder`.
+        UsageError: as `staged_folder`, or if another user could change the copy.
     """
     folder = staged_folder(index, directory)
     copied = 0
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_own_folder(folder, "--stage")
         _remove_abandoned(folder)
         for split in index.splits.values():
             for shard in split.shards:

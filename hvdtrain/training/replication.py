@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from hvdtrain import files
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.training.checkpoint import copies
@@ -56,11 +57,15 @@ def mend_records(config: TrainConfig, here: World) -> None:
 
     Raises:
         DataError: if they cannot be written.
+        UsageError: if another user could have changed the copies.
     """
     if not (config.replicate and config.resume and config.run):
         return
     run = Path(config.run)
     home = copies.home(config.replicate, run, here.rank)
+    fault = files.fault_of_owner(home, follow=False) if home.exists() else None
+    if fault := next(filter(None, here.gather(fault)), None):
+        raise UsageError(f"--replicate: {fault}")
     sizes = here.gather(copies.records_bytes(home))
     if here.rank == int(np.argmax(sizes)):
         copies.mend_records(run, home)
@@ -90,13 +95,13 @@ def open_replication(
     """What `--replicate` asks for, with a folder that is there. Collective.
 
     Raises:
-        UsageError: if it cannot be made.
+        UsageError: if it cannot be made, or another user could change the copies.
     """
     if not config.replicate:
         return None
     home = copies.home(config.replicate, folder.path, here.rank)
     try:
-        home.mkdir(parents=True, exist_ok=True)
+        files.make_own_folder(home, "--replicate")
         if not config.resume:
             copies.clear(home)
     except OSError as error:

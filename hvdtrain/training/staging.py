@@ -1,5 +1,7 @@
 """`--stage` in a run: one rank a host copies, and all read the copy."""
 
+from dataclasses import replace
+
 from hvdtrain.data.index import Index, read_index
 from hvdtrain.data.staging import stage, staged_folder
 from hvdtrain.errors import DataError, UsageError
@@ -23,4 +25,6 @@ def staged(index: Index, directory: str | None, here: World) -> Index:
     for found in here.gather(fault):
         if found is not None:
             raise found
-    return read_index(staged_folder(index, directory))
+    folder = staged_folder(index, directory)
+    read_index(folder)
+    return replace(index, folder=folder)  # the copy is held to the hashes of the data set itself

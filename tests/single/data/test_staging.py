@@ -85,6 +85,43 @@ def test_processes_that_copy_at_the_same_time_all_end_with_a_whole_copy(
     assert not list(folder.glob(".*"))
 
 
+@pytest.mark.parametrize("how", ["link", "group", "all", "owner"])
+def test_a_folder_that_another_user_may_have_made_is_refused(
+    small_set: Path, tmp_path: Path, how: str
+) -> None:
+    """Its name can be foreseen: whoever made it first could change the copy after its check."""
+    index = read_index(small_set)
+    folder = staged_folder(index, str(tmp_path / "disk"))
+    folder.mkdir(parents=True)
+    said = "can be changed by other users: look at what it holds, then chmod go-w "
+    if how == "link":
+        folder.rename(tmp_path / "theirs")
+        folder.symlink_to(tmp_path / "theirs")
+        said = "is a symbolic link: remove it"
+    elif how == "owner":
+        if os.geteuid() != 0:
+            pytest.skip("only root may give a folder away")
+        os.chown(folder, 1234, 1234)
+        said = r"belongs to another user \(uid 1234\): choose another folder"
+    else:
+        folder.chmod(0o775 if how == "group" else 0o757)
+    with pytest.raises(UsageError, match=f"^--stage: {folder} {said}") as caught:
+        stage(index, str(tmp_path / "disk"))
+    assert "\n" not in str(caught.value)
+    assert list(folder.iterdir()) == []
+
+
+def test_a_copy_is_its_users_alone_whatever_the_umask(small_set: Path, tmp_path: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        stage(read_index(small_set), str(tmp_path))
+    finally:
+        os.umask(before)
+    folder = staged_folder(read_index(small_set), str(tmp_path))
+    assert folder.stat().st_mode & 0o777 == 0o700
+    stage(read_index(small_set), str(tmp_path))
+
+
 def test_a_variable_is_that_of_the_host(
     small_set: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

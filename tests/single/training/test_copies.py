@@ -7,8 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.errors import DataError
+from hvdtrain.config import TrainConfig
+from hvdtrain.errors import DataError, UsageError
+from hvdtrain.training import replication
 from hvdtrain.training.checkpoint import copies, load
+from hvdtrain.training.console import Console
+from hvdtrain.training.metrics import RunFolder
+from hvdtrain.world import World
 from tests.conftest import Program
 from tests.single.training.checkpoints import make, save
 from tests.single.training.jobs import samples_of, summary_of
@@ -99,6 +104,27 @@ def test_a_record_is_copied_as_it_grows_and_cut_where_it_was_cut(tmp_path: Path)
     record.write_text("new\nand longer\n")
     copies.copy_record(record, 8, home, is_new=True)
     assert (home / record.name).read_text() == "new\nand "
+
+
+def test_copies_that_others_may_change_are_refused(tmp_path: Path) -> None:
+    """Their name can be foreseen, and a lost run takes its configuration back from them."""
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    home = copies.home(str(disk), run, 0)
+    home.mkdir(parents=True)
+    (home / "config.yaml").write_text("on_alert: theirs\n")
+    home.chmod(0o775)
+    config = TrainConfig(
+        model="cnn", data="data", run=str(run), resume="auto", replicate=str(disk)
+    )
+    here = World("none", 0, 1, 0, 1, 1)
+    with pytest.raises(UsageError, match=f"^--replicate: {home} can be changed by other users"):
+        replication.mend_records(config, here)
+    with pytest.raises(UsageError, match="can be changed by other users"):
+        replication.open_replication(config, RunFolder(run), here, Console(0, launched=False))
+    assert not run.exists()
+    home.chmod(0o755)
+    replication.mend_records(config, here)
+    assert (run / "config.yaml").exists()
 
 
 def test_a_job_goes_on_when_a_disk_is_lost(
