@@ -1,5 +1,7 @@
-"""YAML files of users, looked at before a parser that they could harm."""
+"""YAML and JSON of users, looked at before a parser, or arithmetic, that it could harm."""
 
+import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ from hvdtrain.errors import UsageError
 
 LARGEST = 2**16  # bytes
 DEEPEST = 4
+LARGEST_WHOLE = 2**63  # a number is below it: larger ones are no float, or no number of numpy
 SIXTIES = r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?"
 OCTAL = r"[-+]?0[0-7_]+"
 MISREAD = re.compile(f"{SIXTIES}|{OCTAL}")
@@ -78,4 +81,58 @@ def mapping(text: str, path: Path, what: str) -> dict[str, Any]:
         raise UsageError(f"{path} cannot be read as YAML: {reason}") from None
     if not isinstance(content, dict):
         raise UsageError(f"{path} holds no {what}: expected lines of 'key: value'")
+    try:
+        check_numbers(content)
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}") from None
+    return content
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The content of a JSON text.
+
+    Raises:
+        ValueError: if it is not JSON, too deep, gives a key twice, or holds a number as
+            `check_numbers` refuses it.
+    """
+    try:
+        content = json.loads(text, object_pairs_hook=_without_repetition)
+        check_numbers(content)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is not JSON ({error})") from None
+    except RecursionError:
+        raise ValueError("it is not JSON of any use: too deep") from None
+    return content
+
+
+def check_numbers(content: Any, key: object = "") -> None:
+    """Refuse numbers that are infinite, NaN, or so large that a float cannot hold them.
+
+    Args:
+        key: of the content, for an error.
+
+    Raises:
+        ValueError: naming it.
+    """
+    if isinstance(content, dict):
+        for name, value in content.items():
+            check_numbers(name)
+            check_numbers(value, name)
+    elif isinstance(content, list):
+        for value in content:
+            check_numbers(value, key)
+    elif isinstance(content, float) and not math.isfinite(content):
+        raise ValueError(f"{str(key)[:80]} must be a finite number, not {content}")
+    elif isinstance(content, int) and not -LARGEST_WHOLE < content < LARGEST_WHOLE:
+        raise ValueError(f"{str(key)[:80]} is too large, with {content.bit_length()} bits")
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        names: set[str] = set()
+        for name, _ in pairs:
+            if name in names:
+                raise ValueError(f"the key {name[:80]!r} is given twice")
+            names.add(name)
     return content

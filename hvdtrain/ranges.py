@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hvdtrain.errors import UsageError
+from hvdtrain.harmless import LARGEST_WHOLE
 
 POSITIVE = ("batch_size", "lr", "log_every", "stall_timeout", "keep_checkpoints")
 POSITIVE_OR_NONE = (
@@ -39,6 +40,9 @@ def check_ranges(values: Mapping[str, Any]) -> None:
     Raises:
         UsageError: naming the option.
     """
+    for name, value in values.items():
+        if isinstance(value, int) and abs(value) >= LARGEST_WHOLE:
+            raise UsageError(f"{flag(name)} must be below {LARGEST_WHOLE:,}")
     for name in (*POSITIVE, *POSITIVE_OR_NONE):
         value = values[name]
         if value is None and name in POSITIVE_OR_NONE:

@@ -6,8 +6,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+# Numbers that no float holds, and those that become infinite or zero in a product.
+EXTREMES = st.sampled_from([10**400, -(10**400), 2**63, 2**64, 1e308, 5e-324, 1e-300])
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    st.none() | st.booleans() | st.integers() | EXTREMES | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner),
     max_leaves=5,
 )

@@ -9,8 +9,9 @@ import gzip
 import hashlib
 import tarfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -27,6 +28,10 @@ IMAGE_SHAPE = (32, 32, 3)
 _PIXEL_BYTES = 3072
 _BLOCK = 2**20
 _NAMES_BYTES = 2**16  # a file of class names larger than this is not one
+_HEADER_BYTES = 2**14  # of a file in an archive: the official ones have 512
+_ARCHIVE_BYTES = 2**29  # unpacked: the official ones have a third of it
+_MOST_MEMBERS = 1000
+_ARCHIVE_ERRORS = (tarfile.TarError, EOFError, zlib.error, OSError, ValueError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -179,26 +184,72 @@ def _members(path: Path, wanted: dict[str, int] | None) -> dict[str, bytes]:
     """
     contents = {}
     try:
-        with gzip.open(path) as stream, tarfile.open(fileobj=stream, mode="r:") as archive:
-            for member in archive:
-                name = PurePosixPath(member.name).name
-                if not member.isreg() or (wanted is not None and name not in wanted):
+        with _Measured(path) as stream, tarfile.open(fileobj=stream, mode="r:") as archive:
+            for name, member in _files_in(archive, stream, path):
+                if wanted is not None and name not in wanted:
                     continue
-                content = b""
-                if wanted is not None:
-                    if member.size > wanted[name]:
-                        raise DataError(f"{path}: {name} is larger than the official file")
-                    file = archive.extractfile(member)
-                    content = file.read() if file else b""
-                contents[name] = content
-            while stream.read(_BLOCK):
-                pass  # the checksum of gzip stands at the very end
-    except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
+                largest = wanted[name] if wanted is not None else 0
+                contents[name] = _content(archive, member, stream, largest, path)
+            stream.left = _ARCHIVE_BYTES
+            while stream.read(_BLOCK):  # the checksum of gzip stands at the very end
+                _check_length(stream.tell(), path)
+    except _ARCHIVE_ERRORS as error:
         reason = " ".join(str(error).split())
         raise DataError(
             f"{path}: archive is damaged or no .tar.gz ({reason}); fetch it again"
         ) from error
     return contents
+
+
+class _Measured(gzip.GzipFile):
+    """A stream of which no more is read than is allowed: headers say how long they are."""
+
+    left = _HEADER_BYTES
+
+    def read(self, size: int | None = -1) -> bytes:
+        """Read so many bytes."""
+        if size is None or not 0 <= size <= self.left:
+            raise tarfile.ReadError("a header is larger than any of the official archive")
+        self.left -= size
+        return super().read(size)
+
+
+def _files_in(
+    archive: tarfile.TarFile, stream: _Measured, path: Path
+) -> Iterator[tuple[str, tarfile.TarInfo]]:
+    """The regular files of an archive with their plain names, in bounded memory."""
+    for number in count(1):
+        stream.left = _HEADER_BYTES
+        member = archive.next()
+        if member is None:
+            return
+        if number > _MOST_MEMBERS:
+            raise tarfile.ReadError(f"more than {_MOST_MEMBERS:,} files")
+        _check_length(member.offset_data + member.size, path)
+        if member.isreg():
+            yield PurePosixPath(member.name).name, member
+
+
+def _content(
+    archive: tarfile.TarFile,
+    member: tarfile.TarInfo,
+    stream: _Measured,
+    largest: int,
+    path: Path,
+) -> bytes:
+    """The bytes of a file in an archive; nothing where none are wanted."""
+    if not largest:
+        return b""
+    if member.size > largest:
+        raise DataError(f"{path}: {Path(member.name).name} is larger than the official file")
+    stream.left = member.size
+    file = archive.extractfile(member)
+    return file.read() if file else b""
+
+
+def _check_length(length: int, path: Path) -> None:
+    if length > _ARCHIVE_BYTES:
+        raise DataError(f"{path}: is longer than the official archive; fetch it again")
 
 
 def _read_archive(edition: Edition, path: Path) -> dict[str, bytes]:

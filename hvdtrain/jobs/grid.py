@@ -79,6 +79,7 @@ def load(path: str, folder: str, slurm: SlurmOptions | None = None) -> Grid:
     cells: dict[str, Cell] = {}
     for values in itertools.product(*axes.values()):
         chosen = dict(zip(axes, values, strict=True))
+        parser.check_keys(path, chosen)
         try:
             parsed = parser.parse_object(chosen).as_dict()
         except UsageError as error:

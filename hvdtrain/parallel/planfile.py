@@ -11,6 +11,7 @@ from hvdtrain.arguments import nearest, unknown_key
 from hvdtrain.errors import UsageError
 from hvdtrain.files import write_text
 from hvdtrain.frameworks import mirrored_devices
+from hvdtrain.harmless import parse_json
 from hvdtrain.parallel.plan import (
     CHUNKS_A_RANK,
     DEFAULT_SCHEDULE,
@@ -24,6 +25,7 @@ from hvdtrain.parallel.plan import (
 )
 from hvdtrain.ranges import CHOSEN_PLANS
 
+LARGEST = 4 * 2**20  # bytes: hundreds of stages of a thousand ranks
 SHORT_FORMS = ("single", "dp", "mp", "hp:SxR", *CHOSEN_PLANS)
 
 
@@ -152,18 +154,15 @@ def _stage(content: Any, source: str, everything: list[str] | None) -> Stage:
 
 def _read(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(), object_pairs_hook=_without_repetition)
+        with path.open("rb") as file:
+            text = file.read(LARGEST + 1)
+        if len(text) > LARGEST:
+            raise UsageError(f"{path} is no plan: it is larger than {LARGEST:,} bytes")
+        return parse_json(text)
     except OSError as error:
         raise UsageError(f"the plan {path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"the plan {path} is not JSON: {error}") from None
-
-
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    if repeated := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"the key {repeated[0]!r} is given twice")
-    return dict(pairs)
+    except ValueError as error:
+        raise UsageError(f"the plan {path} cannot be used: {error}") from None
 
 
 def _check_keys(content: Any, known: set[str], source: str) -> None:

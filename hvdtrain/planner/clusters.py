@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hvdtrain.models.costs import ComponentCost
 
 MOST_RANKS = 1024
+SMALLEST, LARGEST = 1e-9, 1e12  # of any number: sums and quotients of them stay finite
 BACKWARD = 2  # forwards
 
 
@@ -206,6 +207,10 @@ def _from_file(path: Path) -> Cluster:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 <= value < float("inf"):
             raise UsageError(f"{path}: {key} must be a number that is not negative, not {value!r}")
+        if value and not SMALLEST <= value <= LARGEST:
+            raise UsageError(
+                f"{path}: {key} must be between {SMALLEST:g} and {LARGEST:g}, not {value:g}"
+            )
         if known[key].type is int and (not isinstance(value, int) or value < 1):
             raise UsageError(f"{path}: {key} must be a whole number above 0, not {value!r}")
     for key in ("compute_contention", "reduce_contention"):

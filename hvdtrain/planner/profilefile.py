@@ -8,6 +8,7 @@ from typing import Any
 
 from hvdtrain.errors import UsageError
 from hvdtrain.files import write_text
+from hvdtrain.harmless import parse_json
 from hvdtrain.planner.components import ComponentTimes, Profile, RankTimes
 from hvdtrain.planner.curve import Curve
 from hvdtrain.planner.network import Contention, MeasuredNetwork
@@ -68,11 +69,11 @@ def load(
             text = file.read(LARGEST + 1)
         if len(text) > LARGEST:
             raise UsageError(f"{path} is no profile: it is larger than {LARGEST:,} bytes")
-        content = json.loads(text)
+        content = parse_json(text)
     except OSError as error:
         raise UsageError(f"the profile {path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"the profile {path} is not JSON: {error}") from None
+    except ValueError as error:
+        raise UsageError(f"the profile {path} cannot be used: {error}") from None
     try:
         if content["version"] == VERSION and content["subject"] != subject:
             return " ".join(str(content["subject"])[:300].split())

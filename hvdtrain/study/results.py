@@ -19,6 +19,10 @@ NOT_SETTINGS = frozenset(
     {"plan", "ranks", "threads", "seed", "batch_size", "run", "resume", "ledger", "trace"}
     | {"log_every", "stall_timeout", "keep_checkpoints", "restarts", "min_ranks", "on_alert"}
 )
+UNREADABLE = (
+    *(OSError, ValueError, LookupError, TypeError, AttributeError, UsageError),
+    *(ArithmeticError, RecursionError),
+)
 SHORT_PLANS = re.compile(r"single|dp|mp|hp:\d+x\d+")
 
 
@@ -124,7 +128,7 @@ def read(run: Path) -> Result:
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         config = configfile.load(run / "config.yaml")
         return _result(run, summary, lines, config)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, UsageError) as error:
+    except UNREADABLE as error:
         reason = " ".join(str(error).split())
         raise DataError(f"{run} cannot be read as a finished run: {reason}") from None
 

@@ -1,6 +1,8 @@
-"""Plan, configuration, manifest: whatever they hold, what they mean or one line comes out."""
+"""Files of users: whatever they hold, what they mean or one line comes out, and that soon."""
 
 import json
+import math
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,10 @@ from hypothesis import strategies as st
 from hvdtrain import cli
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError, UsageError
+from hvdtrain.jobs import grid, site
 from hvdtrain.parallel import plan as plans
 from hvdtrain.parallel import planfile
+from hvdtrain.planner import clusters
 from hvdtrain.training.checkpoint import manifest
 from hvdtrain.training.checkpoint.partfile import Entry
 from hvdtrain.training.progress import Progress
@@ -38,11 +42,28 @@ MANIFEST: dict[str, Any] = json.loads(
 )
 
 
+CLUSTER = {
+    name: value for name, value in asdict(clusters.PRESETS["16-cpu-10g"]).items() if value
+} | {"ranks_a_node": 4}
+SITE = {"partition": "low", "gpus": "gres:a100", "requeue": True, "warning_seconds": 180}
+SITE |= {"setup": ["module load mpi"], "options": {"mem": "8G", "exclusive": True}}
+STUDY = {"model": "cnn", "data": "data", "ranks": [1, 2], "lr": 0.1, "repeats": 2, "time": "30:00"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where each example writes its file over that of the one before."""
+    return tmp_path_factory.mktemp("hostile")
+
+
 @given(st.sampled_from(hostile.paths_of(PLAN)), hostile.VALUES)
-def test_a_plan_file_is_a_plan_of_the_model_or_one_line(path: tuple[Any, ...], to: object) -> None:
-    content = json.loads(json.dumps(hostile.changed(PLAN, path, to)))
+def test_a_plan_file_is_a_plan_of_the_model_or_one_line(
+    folder: Path, path: tuple[Any, ...], to: object
+) -> None:
+    file = folder / "plan.json"
+    file.write_text(json.dumps(hostile.changed(PLAN, path, to)))
     try:
-        plan = planfile.from_json(content, "plan.json", NAMES)
+        plan = planfile.parse(str(file), NAMES, 3)
         plans.check(plan, NAMES, 3, lambda: "")
     except UsageError as error:
         assert "\n" not in str(error)
@@ -51,12 +72,80 @@ def test_a_plan_file_is_a_plan_of_the_model_or_one_line(path: tuple[Any, ...], t
         assert set(plan.ranks) == {0, 1, 2}
 
 
+@given(st.sampled_from(sorted(CLUSTER)), hostile.VALUES)
+def test_a_cluster_file_gives_finite_times_or_one_line(folder: Path, key: str, to: object) -> None:
+    file = folder / "cluster.yaml"
+    file.write_text(yaml.safe_dump(CLUSTER | {key: to}))
+    try:
+        network = clusters.ClusterNetwork(clusters.load(str(file)))
+    except UsageError as error:
+        assert "\n" not in str(error)
+        assert len(str(error)) < 500
+    else:
+        ranks = range(network.cluster.ranks)
+        assert math.isfinite(network.reduce_seconds(ranks, 1e9))
+        assert math.isfinite(network.hand_over_seconds(0, ranks[-1], 1e9))
+        assert math.isfinite(1e9 / (1e9 * network.cluster.gflops))
+
+
+@given(st.sampled_from(hostile.paths_of(SITE)), hostile.VALUES)
+def test_a_file_of_a_site_is_one_or_one_line(
+    folder: Path, path: tuple[Any, ...], to: object
+) -> None:
+    file = folder / "site.yaml"
+    file.write_text(yaml.safe_dump(hostile.changed(SITE, path, to)))
+    try:
+        found = site.load(str(file))
+    except UsageError as error:
+        assert "\n" not in str(error)
+    else:
+        assert abs(found.warning_seconds) < 2**63
+
+
+@given(st.sampled_from(hostile.paths_of(STUDY)), hostile.VALUES)
+def test_a_file_of_a_study_is_one_or_one_line(
+    folder: Path, path: tuple[Any, ...], to: object
+) -> None:
+    file = folder / "study.yaml"
+    file.write_text(yaml.safe_dump(hostile.changed(STUDY, path, to)))
+    try:
+        found = grid.load(str(file), "runs")
+    except UsageError as error:
+        assert "\n" not in str(error)
+    else:
+        assert 0 < len(found.cells) <= grid.MOST_RUNS
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (json.dumps({str(number): 1 for number in range(20_000)}), "unknown key 0"),
+        (json.dumps({"k" * 10**6: 1}), "unknown key kkk"),
+        ('{"stages": [' + '{"ranks": [0]},' * 2**19 + "]}", "larger than 4,194,304 bytes"),
+        ('{"stages": ' + "[" * 10**5, "too deep"),
+        ('{"stages": [{"ranks": [1e400]}]}', "must be a finite number, not inf"),
+        (
+            f'{{"stages": [{{"ranks": [0]}}], "microbatches": {10**400}}}',
+            "is too large, with 1329",
+        ),
+    ],
+)
+def test_a_plan_file_made_to_harm_is_refused_soon(tmp_path: Path, text: str, said: str) -> None:
+    """One of 20,000 keys took ten seconds: each was looked for among all."""
+    file = tmp_path / "plan.json"
+    file.write_text(text)
+    began = time.process_time()
+    with pytest.raises(UsageError, match=said) as caught:
+        planfile.parse(str(file), NAMES, 3)
+    assert time.process_time() - began < 2
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
 @settings(deadline=None)  # the parser takes its time
 @given(st.sampled_from(sorted(CONFIG)), hostile.VALUES)
-def test_a_configuration_is_in_range_or_one_line(
-    tmp_path_factory: pytest.TempPathFactory, key: str, to: object
-) -> None:
-    path = tmp_path_factory.mktemp("config") / "config.yaml"
+def test_a_configuration_is_in_range_or_one_line(folder: Path, key: str, to: object) -> None:
+    path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(CONFIG | {key: to}))
     try:
         parsed = PARSER.parse_args(["train", "--config", str(path)])
@@ -65,8 +154,9 @@ def test_a_configuration_is_in_range_or_one_line(
     except UsageError as error:
         assert "\n" not in str(error)
     else:
-        assert config.batch_size > 0
-        assert config.lr > 0
+        assert 0 < config.batch_size < 2**63
+        assert 0 < config.lr < math.inf
+        assert 0 <= config.seed < 2**63
 
 
 @pytest.mark.parametrize(
@@ -96,7 +186,9 @@ def test_a_configuration_made_to_harm_is_refused(
 
 
 @given(st.sampled_from(hostile.paths_of(MANIFEST)), hostile.VALUES, st.booleans())
-def test_a_manifest_is_one_or_one_line(path: tuple[Any, ...], to: object, signs: bool) -> None:
+def test_a_manifest_is_one_or_one_line(
+    folder: Path, path: tuple[Any, ...], to: object, signs: bool
+) -> None:
     content = hostile.changed(MANIFEST, path, to)
     if signs:  # as one who means harm would
         own = {key: content[key] for key in content if key != "sha256"}
@@ -105,7 +197,8 @@ def test_a_manifest_is_one_or_one_line(path: tuple[Any, ...], to: object, signs:
         except ValueError:
             return  # no JSON has such a number
     try:
-        found = manifest.parse(json.dumps(content))
+        (folder / manifest.MANIFEST).write_text(json.dumps(content))
+        found = manifest.read(folder)
         Progress.of(found.progress)
     except DataError as error:
         assert "\n" not in str(error)

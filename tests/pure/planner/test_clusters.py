@@ -93,7 +93,7 @@ def test_the_table_of_five_strategies() -> None:
     ("change", "message"),
     [
         ("gflops: -1", "gflops must be a number that is not negative, not -1"),
-        ("gflops: .inf", "gflops must be a number that is not negative, not inf"),
+        ("gflops: .inf", "gflops must be a finite number, not inf"),
         ("gflops: fast", "gflops must be a number that is not negative, not 'fast'"),
         ("ranks: 2.5", "ranks must be a whole number above 0, not 2.5"),
         ("ranks: 4096", "--ranks must be between 1 and 1024, not 4096"),

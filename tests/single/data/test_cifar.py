@@ -1,8 +1,10 @@
 """Official CIFAR files, whole or damaged, and the real ones where CIFAR_DIR says they are."""
 
+import gzip
 import io
 import os
 import tarfile
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -191,6 +193,57 @@ def test_a_truncated_or_flipped_archive_is_refused(tmp_path: Path) -> None:
         flipped[place] ^= 8
         broken.write_bytes(flipped)
         assert "broken.tar.gz" in refusal(broken, tmp_path / "packed")
+
+
+def a_header(kind: bytes, size: int) -> tuple[bytes, bytes]:
+    """The first block of a file of a kind in an archive, and one that may follow it for ever."""
+    info = tarfile.TarInfo("x")
+    info.type, info.size = kind, size
+    block = bytearray(info.tobuf(tarfile.GNU_FORMAT))
+    if kind != tarfile.GNUTYPE_SPARSE:
+        return bytes(block), bytes(512)
+    block[482] = 1  # more of the list of holes follows
+    block[148:156] = b" " * 8
+    block[148:156] = b"%06o\0 " % sum(block)
+    return bytes(block), b"00000000001\0" * 42 + b"\1" + bytes(7)
+
+
+@pytest.mark.parametrize(
+    "kind", [tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_SPARSE]
+)
+def test_a_small_archive_takes_no_more_memory_than_it_should(tmp_path: Path, kind: bytes) -> None:
+    """One of 1.8 MB took 451 MiB: tarfile reads a header whole, however long it says it is."""
+    source, length = tmp_path / "archive.tar.gz", 32 * 2**20
+    first, block = a_header(kind, length)
+    with gzip.open(source, "wb", compresslevel=1) as stream:
+        stream.write(first)
+        for _ in range(length // (512 * 256)):
+            stream.write(block * 256)
+    tracemalloc.start()
+    try:
+        said = refusal(source, tmp_path / "packed")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert "archive is damaged or no .tar.gz (a header is larger than any of the official" in said
+    assert peak < 4 * 2**20
+
+
+def test_an_archive_of_many_files_or_headers_is_refused(tmp_path: Path) -> None:
+    many = an_archive(tmp_path / "many.tar.gz", dict.fromkeys(map(str, range(1001)), b""))
+    assert "more than 1,000 files" in refusal(many, tmp_path / "packed")
+    chain = tmp_path / "chain.tar.gz"
+    with gzip.open(chain, "wb") as stream:  # tarfile calls itself for each
+        stream.write(a_header(tarfile.XHDTYPE, 0)[0] * 5000)
+    assert "archive is damaged or no .tar.gz" in refusal(chain, tmp_path / "packed")
+
+
+def test_an_archive_that_unpacks_to_more_than_the_official_one_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "long.tar.gz"
+    with gzip.open(source, "wb") as stream:
+        stream.write(a_header(tarfile.REGTYPE, 2**40)[0])
+        stream.write(bytes(2**20))
+    assert "is longer than the official archive" in refusal(source, tmp_path / "packed")
 
 
 def test_a_folder_with_both_data_sets_asks_for_one(tmp_path: Path) -> None:
