@@ -160,8 +160,11 @@ def build(parts: dict[str, str], mpi: toolchain.Mpi, log: Path, work: Path) -> P
     env = build_environment(parts, mpi, count)
     pip = [sys.executable, "-m", "pip"]
     release = f"horovod=={horovod_source.VERSION}"
+    wanted = work / "requirements.txt"
+    wanted.write_text(f"{horovod_source.REQUIREMENT}\n", encoding="utf-8")
     options = ["--no-deps", "--no-binary", ":all:", "--no-build-isolation", "--dest", str(work)]
-    progress.run(f"downloading {release}", [*pip, "download", *options, release], env, log)
+    options += ["--require-hashes", "--requirement", str(wanted)]
+    progress.run(f"downloading {release}", [*pip, "download", *options], env, log)
     root = horovod_source.unpack(work / horovod_source.SDIST_NAME, work / "source")
     horovod_source.apply_edits(root)
     options = ["--no-deps", "--no-build-isolation", "--verbose", "--wheel-dir", str(work)]

@@ -15,6 +15,8 @@ from pathlib import Path
 VERSION = "0.28.1"
 SDIST_NAME = f"horovod-{VERSION}.tar.gz"
 SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+# A line of a requirements file: pip compares before it executes anything of the sdist.
+REQUIREMENT = f"horovod=={VERSION} --hash=sha256:{SDIST_SHA256}"
 
 
 class SourceError(Exception):

@@ -153,6 +153,29 @@ def test_another_archive_than_the_known_one_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "source").exists()
 
 
+def test_nothing_of_another_archive_is_executed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pip executes the setup.py of a source that it downloads, to learn its name and version."""
+    made, index, work = tmp_path / "executed", tmp_path / "index", tmp_path / "work"
+    source = tmp_path / f"horovod-{horovod_source.VERSION}"
+    for folder in (source, index, work):
+        folder.mkdir()
+    source.joinpath("setup.py").write_text(
+        f"open({str(made)!r}, 'w').close()\n"
+        f"from setuptools import setup\nsetup(name='horovod', version={source.name[8:]!r})\n"
+    )
+    with tarfile.open(index / horovod_source.SDIST_NAME, "w:gz") as archive:
+        archive.add(source, source.name)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")  # an index of the user's own
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    log = tmp_path / "log"
+    with pytest.raises((SourceError, progress.CommandFailed)) as error:
+        build_horovod.build(PARTS, toolchain.find_mpi(MPI_KIND), log, work)
+    assert not made.exists()
+    assert "DO NOT MATCH THE HASHES" in str(error.value)
+
+
 # What it says when a piece is missing
 
 
