@@ -1,17 +1,20 @@
 """Jobs of several ranks that tests disturb."""
 
 import json
+import shlex
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from tests import warm
-from tests.conftest import program, program_environment
+from tests.conftest import program, program_environment, run_program
 
 
 def begin(
@@ -73,15 +76,53 @@ def summary_of(run: Path) -> dict[str, Any]:
     return content
 
 
+@dataclass(frozen=True)
+class Disk:
+    """A small file system.
+
+    Attributes:
+        folder: where programs see it that are started by `launcher`.
+        seen: where this process sees it.
+    """
+
+    folder: Path
+    seen: Path
+    launcher: tuple[str, ...] = ()
+
+    def run(self, *arguments: object) -> subprocess.CompletedProcess[str]:
+        """Run the program to its end where it sees the disk."""
+        return run_program(*arguments, launcher=self.launcher, cold=bool(self.launcher))
+
+
 @contextmanager
-def small_disk(folder: Path, size: str) -> Iterator[Path]:
-    """A file system of its own in a new folder; only root may mount one."""
+def small_disk(folder: Path, size: str) -> Iterator[Disk]:
+    """A file system of its own in a new folder; for users in a mount name space of their own."""
     folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", folder], check=True)
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", folder], check=True)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode == 0:
+        try:
+            yield Disk(folder, folder)
+        finally:
+            subprocess.run(["umount", folder], check=True)
+        return
+    script = f"{shlex.join(mount)} && echo mounted && exec cat"
+    with subprocess.Popen(
+        ["unshare", "--map-root-user", "--mount", "sh", "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as holder:
+        assert holder.stdin is not None
+        assert holder.stdout is not None
+        if not holder.stdout.readline():
+            pytest.skip("neither root nor a user who may have name spaces")
+        enter = ("nsenter", f"--target={holder.pid}", "--user", "--mount")
+        seen = Path(f"/proc/{holder.pid}/root{folder}")
+        try:
+            yield Disk(folder, seen, (*enter, "--preserve-credentials"))
+        finally:
+            holder.stdin.close()
 
 
 def events_of(run: Path, event: str) -> list[dict[str, Any]]:

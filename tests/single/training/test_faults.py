@@ -1,7 +1,6 @@
 """The table of faults and what becomes of a run, each made to happen by `--inject`."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -198,19 +197,18 @@ def test_a_truncated_shard_ends_the_run_with_its_name_and_the_run_goes_on_withou
     assert summary_of(run)["weights_sha256"] == undisturbed
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a file system")
 def test_a_full_disk_ends_the_run_in_one_line_and_the_run_goes_on_with_room(
-    hvdtrain: Program, small_set: Path, tmp_path: Path, undisturbed: str
+    small_set: Path, tmp_path: Path, undisturbed: str
 ) -> None:
     with small_disk(tmp_path / "disk", "64m") as disk:
-        run = disk / "run"
-        done = hvdtrain(*command(small_set, run, "--inject", "fill step=8 rank=1"))
+        run = disk.folder / "run"
+        done = disk.run(*command(small_set, run, "--inject", "fill step=8 rank=1"))
         assert done.returncode == 3, done.stderr
         assert "No space left on device" in done.stderr
-        assert checkpoint.load_newest(run / "checkpoints")[2] == []
-        done = hvdtrain(*command(small_set, run, "--resume"))
+        assert checkpoint.load_newest(disk.seen / "run" / "checkpoints")[2] == []
+        done = disk.run(*command(small_set, run, "--resume"))
         assert done.returncode == 0, done.stderr
-        assert summary_of(run)["weights_sha256"] == undisturbed
+        assert summary_of(disk.seen / "run")["weights_sha256"] == undisturbed
 
 
 @pytest.mark.parametrize(

@@ -165,22 +165,21 @@ def test_a_run_goes_on_inside_an_epoch_under_another_plan_from_the_newest_that_v
             assert len(samples) == len(set(samples)) == EPOCH
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a file system")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_disk_that_fills_ends_the_run_with_its_last_checkpoint(
-    hvdtrain: Program, small_set: Path, tmp_path: Path, ranks: int
+    small_set: Path, tmp_path: Path, ranks: int
 ) -> None:
     """The disk holds one checkpoint of the CNN, and not two."""
     with small_disk(tmp_path / "disk", "1536k") as disk:
-        run = disk / "run"
-        done = hvdtrain(
+        run = disk.folder / "run"
+        done = disk.run(
             *("train", "--model", "cnn", "--data", small_set, "--run", run, "--ranks", ranks),
             *("--checkpoint-every", "3 steps"),
         )
         assert done.returncode == 3
         assert len(done.stderr.splitlines()) == 1, done.stderr
         assert done.stderr.endswith("cannot be written: No space left on device\n")
-        newest, path, skipped = checkpoint.load_newest(run / "checkpoints")
+        newest, path, skipped = checkpoint.load_newest(disk.seen / "run" / "checkpoints")
         assert newest is not None
         assert path is not None
         assert path.name == "step-00000003"
