@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.single.training.jobs import samples_of, summary_of
+from tests.single.training.jobs import changeable_by_others, samples_of, summary_of, umask
 from tests.slurm.cluster import Cluster, wait_for
 
 SLOW = ("--inject", "slow step=1 seconds=0.2 steps=100000")
@@ -37,7 +37,8 @@ def test_a_run_becomes_a_job_and_is_recognised(
     # It waits for as long as the second command takes, which is longer than it runs.
     site.write_text("options: {begin: now+1hour}\n")
     asked = ("--ranks", 4, "--nodes", 2, "--epochs", 2, "--site", site)
-    number = _submit(cluster, small_set, run, *asked)
+    with umask(0o002):  # usual where groups share folders
+        number = _submit(cluster, small_set, run, *asked)
     again = cluster.run(
         *("hvdtrain", "jobs", "submit", "--model", "cnn", "--data", small_set, "--run", run),
         *("--log-every", 1, *asked),
@@ -45,6 +46,7 @@ def test_a_run_becomes_a_job_and_is_recognised(
     assert again.strip() == f"{run} is job {number} already"
     cluster.release(number)
     cluster.wait(number, "COMPLETED")
+    assert changeable_by_others(run) == []
     summary = summary_of(run)
     assert (summary["ranks"], summary["epochs"]) == (4, 2)
     row = _status(cluster, run)

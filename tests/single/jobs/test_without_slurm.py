@@ -1,11 +1,8 @@
 """`hvdtrain jobs` where there is no Slurm."""
 
 import json
-import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -18,19 +15,7 @@ from hvdtrain.jobs.executor import Request
 from hvdtrain.jobs.options import JobOptions
 from hvdtrain.jobs.site import Site
 from tests.conftest import Program
-from tests.single.training.jobs import summary_of
-
-OTHERS_MAY_WRITE = 0o022
-
-
-@contextmanager
-def umask(mask: int) -> Iterator[None]:
-    """What is started meanwhile has this umask."""
-    before = os.umask(mask)
-    try:
-        yield
-    finally:
-        os.umask(before)
+from tests.single.training.jobs import changeable_by_others, summary_of, umask
 
 
 def test_no_other_user_can_change_what_a_job_executes(
@@ -48,9 +33,8 @@ def test_no_other_user_can_change_what_a_job_executes(
         assert time.monotonic() < until, hvdtrain("jobs", "logs", runs / "run")
         time.sleep(0.1)
     assert summary_of(runs / "run")["steps"] == 1
-    made = [runs, *runs.rglob("*")]
-    assert [str(path) for path in made if path.lstat().st_mode & OTHERS_MAY_WRITE] == []
-    assert [path.name for path in made if path.suffix == ".pkl"] == []
+    assert changeable_by_others(runs) == []
+    assert list(runs.rglob("*.pkl")) == []
 
 
 @pytest.mark.parametrize("name", ["run", "run/logs"])

@@ -1,6 +1,7 @@
 """Jobs of several ranks that tests disturb."""
 
 import json
+import os
 import shlex
 import subprocess
 import time
@@ -74,6 +75,22 @@ def summary_of(run: Path) -> dict[str, Any]:
     """The summary of a run that is over."""
     content: dict[str, Any] = json.loads((run / "summary.json").read_text())
     return content
+
+
+@contextmanager
+def umask(mask: int) -> Iterator[None]:
+    """What is started meanwhile has this umask."""
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def changeable_by_others(folder: Path) -> list[str]:
+    """What others than its owner may write to, of a folder and all in it but symbolic links."""
+    every = [path for path in (folder, *folder.rglob("*")) if not path.is_symlink()]
+    return [str(path) for path in every if path.stat().st_mode & 0o022]
 
 
 @dataclass(frozen=True)
