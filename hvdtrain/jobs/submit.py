@@ -124,12 +124,12 @@ def _check_job(request: Request) -> None:
 
 
 def _check_folders(request: Request) -> None:
-    """Refuse folders that Slurm would take for patterns, or that other users may change."""
+    """Refuse folders that would be taken for patterns, or that other users may change."""
     logs = str(request.logs.absolute())
-    if request.job.cluster == "slurm" and ("%" in logs or "\\" in logs):
+    if "%" in logs or "\\" in logs:
         raise UsageError(
-            f"{request.logs.parent}: Slurm replaces % and \\ in the names of log files: choose a "
-            "folder whose path has neither"
+            f"{request.logs.parent}: Slurm and submitit replace % and \\ in names of log files: "
+            "choose a folder whose path has neither"
         )
     for folder in (request.logs, *(Path(training.run or "") for training in request.runs)):
         if not folder.exists():

@@ -4,6 +4,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Literal
 
 import psutil
 import pytest
@@ -51,15 +52,16 @@ def test_a_folder_that_others_may_change_is_refused(
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 
+@pytest.mark.parametrize("cluster", ["slurm", "local"])
 @pytest.mark.parametrize("name", ["a%tb", "%j", "a\\b"])
-def test_names_that_slurm_would_replace_are_refused(
-    small_set: Path, tmp_path: Path, name: str
+def test_names_that_would_be_replaced_are_refused(
+    small_set: Path, tmp_path: Path, name: str, cluster: Literal["slurm", "local"]
 ) -> None:
     """Ranks wrote into files of one name, or where `jobs logs` does not look."""
     run = tmp_path / name
     training = TrainConfig(model="cnn", data=str(small_set), run=str(run))
-    request = Request((training,), JobOptions(), Site(), run / "logs", "run")
-    with pytest.raises(UsageError, match="Slurm replaces % and") as caught:
+    request = Request((training,), JobOptions(cluster=cluster), Site(), run / "logs", "run")
+    with pytest.raises(UsageError, match="submitit replace % and") as caught:
         submit.check([request])
     assert len(str(caught.value).splitlines()) == 1
 
