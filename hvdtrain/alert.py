@@ -66,7 +66,7 @@ def wait(sent: Sequence[threading.Thread]) -> None:
 
 def _run(command: str, told: dict[str, str]) -> None:
     # Neither a rank of this job nor a signal to it is the command's business.
-    strange = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HVDTRAIN_ACTIVITY", COMMAND)
+    strange = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HVDTRAIN_ACTIVITY", "HVDTRAIN_LAUNCH", COMMAND)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(strange)}
     with suppress(OSError, subprocess.TimeoutExpired):
         subprocess.run(

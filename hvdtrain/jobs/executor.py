@@ -15,6 +15,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.jobs import script
 from hvdtrain.jobs.options import JobOptions
 from hvdtrain.jobs.site import Site
+from hvdtrain.jobs.undisturbed import deaf_children
 
 SAFE_PATH = "PYTHONSAFEPATH"
 
@@ -58,7 +59,7 @@ def submitted(request: Request, dependency: str | None) -> list[str]:
         executor.parameters["additional_parameters"]["kill-on-invalid-dep"] = "yes"
     try:
         # submitit repeats what sbatch says.
-        with _outside_jobs(), redirect_stderr(io.StringIO()):
+        with _outside_jobs(), redirect_stderr(io.StringIO()), deaf_children():
             number = executor._submit_command(_command(executor, runs)).job_id
     except submitit.core.utils.FailedJobError as error:
         lines = [line for line in str(error).splitlines() if line.strip()]

@@ -13,13 +13,14 @@ from pathlib import Path
 
 from hvdtrain import configfile, files
 from hvdtrain.config import TrainConfig
-from hvdtrain.errors import DataError, UsageError
+from hvdtrain.errors import DataError, Interrupted, UsageError
 from hvdtrain.jobs import record, slurm, watch
 from hvdtrain.jobs.estimate import estimate
 from hvdtrain.jobs.executor import Request, dry_run, submitted
 from hvdtrain.jobs.options import JobOptions
 from hvdtrain.jobs.record import LOGS, Record
 from hvdtrain.jobs.site import load
+from hvdtrain.jobs.undisturbed import one_at_a_time, undisturbed
 from hvdtrain.training.metrics import holds_run
 
 SUMMARY_BEFORE = "summary-before.json"
@@ -49,11 +50,12 @@ def submit(training: TrainConfig, job: JobOptions) -> list[str]:
     if job.dry_run:
         chain = f"# and {job.chain - 1} more, each of which waits for those before it to leave\n"
         return [dry_run(request), f"{chain if job.chain > 1 else ''}# time: {time_needed}"]
-    (reason,) = not_needed([settled])
-    if reason:
-        return [reason]
-    is_known = record.read(run) is not None
-    jobs = make(request, chain=job.chain)
+    with one_at_a_time(run.absolute().parent):
+        (reason,) = not_needed([settled])
+        if reason:
+            return [reason]
+        is_known = record.read(run) is not None
+        jobs = make(request, chain=job.chain)
     said = f"{run} {'goes on as' if is_known else 'is'} job {', '.join(jobs)}"
     return [f"time: {time_needed}", said]
 
@@ -197,6 +199,7 @@ def make(request: Request, dependency: str | None = None, chain: int = 1) -> lis
     Raises:
         UsageError: if Slurm refuses.
         DataError: if a run folder cannot be written.
+        Interrupted: if a signal asked to stop; what was made is kept.
     """
     with files.writable_by_owner_alone():
         return _make(request, dependency, chain)
@@ -205,21 +208,34 @@ def make(request: Request, dependency: str | None = None, chain: int = 1) -> lis
 def _make(request: Request, dependency: str | None, chain: int) -> list[str]:
     version, patch = record.code_version()
     made: list[list[str]] = []  # of each link of the chain, the number of each run
-    try:
-        with ExitStack() as undo:
-            for training in request.runs:
-                _write_configuration(training, patch, undo)
-            for _ in range(chain):
-                made.append(submitted(request, dependency))
-                undo.pop_all()
-                # All: a job that was cancelled because the run is done did not end well either.
-                before = ":".join(numbers_of(numbers) for numbers in made)
-                dependency = f"afternotok:{before}"
-    finally:
-        if made:
-            for training, jobs in zip(request.runs, zip(*made, strict=True), strict=True):
-                _keep_record(request, training, jobs, version)
+    with undisturbed() as received:
+        try:
+            with ExitStack() as undo:
+                for training in request.runs:
+                    _write_configuration(training, patch, undo)
+                while len(made) < chain and not received:
+                    made.append(submitted(request, dependency))
+                    undo.pop_all()
+                    # All: a job cancelled because the run is done did not end well either.
+                    before = ":".join(numbers_of(numbers) for numbers in made)
+                    dependency = f"afternotok:{before}"
+        finally:
+            if made:
+                for training, jobs in zip(request.runs, zip(*made, strict=True), strict=True):
+                    _keep_record(request, training, jobs, version)
+    if received:
+        raise _interrupted(request, made)
     return [number for numbers in made for number in numbers]
+
+
+def _interrupted(request: Request, made: Sequence[Sequence[str]]) -> Interrupted:
+    if not made:
+        return Interrupted("interrupted; no job was made")
+    numbers = ", ".join(number for link in made for number in link)
+    runs = " ".join(str(training.run) for training in request.runs)
+    return Interrupted(
+        f"interrupted, but job {numbers} was made already: hvdtrain jobs cancel {runs} ends it"
+    )
 
 
 def _keep_record(

@@ -1,6 +1,7 @@
 """The jobs of a study."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from hvdtrain.jobs.executor import Request, dry_run
 from hvdtrain.jobs.grid import Cell, Grid
 from hvdtrain.jobs.record import LOGS
 from hvdtrain.jobs.submit import check, check_runs, make, not_needed, numbers_of
+from hvdtrain.jobs.undisturbed import one_at_a_time
 
 
 def sweep(grid: Grid, folder: str, is_dry: bool) -> Iterator[str]:
@@ -25,6 +27,11 @@ def sweep(grid: Grid, folder: str, is_dry: bool) -> Iterator[str]:
     requests = [_request(cell, grid, folder) for cell in grid.cells]
     check(requests)
     check_runs(request.runs[0] for request in requests)
+    with nullcontext() if is_dry else one_at_a_time(Path(folder)):
+        yield from _submit(requests, grid, folder, is_dry)
+
+
+def _submit(requests: list[Request], grid: Grid, folder: str, is_dry: bool) -> Iterator[str]:
     every = [run for request in requests for run in request.runs]
     folders = [run.run for run in every]
     reasons = dict(zip(folders, not_needed(every, MAY_CHANGE_IN_STUDY), strict=True))

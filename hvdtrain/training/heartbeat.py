@@ -17,7 +17,9 @@ from typing import Any
 
 import psutil
 
-BEAT_SECONDS = 2.0
+from hvdtrain.errors import DataError
+from hvdtrain.ownership import BEAT_SECONDS, Owner
+
 SILENT_BEATS = 4  # after so many without a sign of life a rank counts as silent
 
 
@@ -28,9 +30,11 @@ class Heartbeat:
         folder: of all ranks' files, which is there.
         memory_bytes, celsius: measure what is so called, as a `Session` does.
         doing: the step of this rank, and what it does.
+        owner: of the run folder; rank 0 looks at each beat whether it still is.
 
     Attributes:
         memory_bytes, load, celsius: as in `Vitals`, at the last beat.
+        is_replaced: whether the run folder belonged to another run then.
     """
 
     def __init__(
@@ -40,9 +44,11 @@ class Heartbeat:
         memory_bytes: Callable[[], float],
         celsius: Callable[[], float],
         doing: Callable[[], tuple[int, str]],
+        owner: Owner,
     ) -> None:
         self.path = file_of(folder, rank)
-        self.rank, self.doing = rank, doing
+        self.rank, self.doing, self.owner = rank, doing, owner
+        self.is_replaced = False
         self._measure_memory, self._measure_celsius = memory_bytes, celsius
         self.memory_bytes, self.load, self.celsius = 0.0, 0.0, math.nan
         self._closed = threading.Event()
@@ -55,12 +61,21 @@ class Heartbeat:
         self._closed.set()
         self._thread.join()
 
+    def give_up(self) -> None:
+        """Beat no more, and let the run folder go."""
+        self._closed.set()
+        if self.rank == 0:
+            self.owner.release()
+
     def _run(self) -> None:
         while not self._closed.wait(BEAT_SECONDS):
             self._beat()
         self._beat()
 
     def _beat(self) -> None:
+        if self.rank == 0:  # to the others the disk may show the file late
+            with suppress(DataError):  # it may answer at the next beat
+                self.is_replaced = not self.owner.holds()
         self.load = os.getloadavg()[0]
         self.celsius = self._measure_celsius()
         self.memory_bytes = self._measure_memory()
@@ -77,7 +92,9 @@ class Heartbeat:
             "load": self.load,
             "celsius": None if math.isnan(self.celsius) else self.celsius,
         }
-        temporary = self.path.with_name(f".{self.path.name}")
+        if self.is_replaced:
+            return  # the file is another one's now
+        temporary = self.path.with_name(f".{self.path.name}.{self.owner.token}")
         with suppress(OSError):  # a full disk is for the checkpoints to report
             temporary.write_text(json.dumps(content) + "\n")
             temporary.replace(self.path)

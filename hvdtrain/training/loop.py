@@ -41,7 +41,8 @@ def train(config: TrainConfig, stop: StopRequest | None = None) -> dict[str, Any
         stop: signals that are watched already; by default they are from here to the end.
 
     Raises:
-        UsageError, DataError: for whatever a user can get wrong.
+        UsageError, DataError: for whatever a user can get wrong; UsageError, too, if another
+            start of the run takes the run folder over.
         CheckFailed: at a bad step that is not skipped, or if ranks end with different weights.
         Interrupted, Preempted: if the run was asked to stop; its state is saved.
     """
@@ -51,7 +52,11 @@ def train(config: TrainConfig, stop: StopRequest | None = None) -> dict[str, Any
         if here.size > 1:
             failure.end_all_on_exception()
         run = open_run(_open_session(config, here), stop)
-        summary = _train(run)
+        try:
+            summary = _train(run)
+        except BaseException:
+            run.heartbeat.give_up()
+            raise
         run.session.close()
         world.stop()
     return summary
@@ -259,6 +264,8 @@ def _count_train_seconds(run: Run, since: float) -> float:
 def _step(run: Run, feed: Feed, epoch: int, batch_size: int, data_seconds: float) -> Agreed | None:
     """One step of all ranks; the agreement on an earlier one."""
     session, progress, config = run.session, run.progress, run.session.config
+    if run.heartbeat.is_replaced:
+        run.owner.check()
     began = time.perf_counter()
     rate = learning_rate(config, len(session.train_rows), progress.position)
     progress.step += 1

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from hvdtrain import configfile
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError, UsageError
-from hvdtrain.files import OWN_FOLDER, plain_name, write_text
+from hvdtrain.files import OWN_FOLDER, plain_name, write_text, write_whole
 
 LEDGER_HEADER = "epoch,step,rank,sample\n"
 # What ended the starts before this one, a line each, in the environment: said by the launcher.
@@ -115,7 +115,10 @@ class AppendOnly:
             path.touch()
             if path.stat().st_size < keep_bytes:
                 raise DataError(f"{path} is shorter than the checkpoint says: it was cut")
-            os.truncate(path, keep_bytes)
+            if path.is_file():
+                # Another file: a run that was given up, and lives, may still write to the old one.
+                held = path.resolve()
+                write_whole(held, lambda file: _copy(held, file, keep_bytes))
             self.file = path.open("a")
 
     def write(self, text: str) -> None:
@@ -216,6 +219,14 @@ class Records:
         if summary is not None:
             text = json.dumps(summary, indent=1) + "\n"
             write_text(self.folder.summary, text, "the summary", DataError)
+
+
+def _copy(source: Path, target: IO[bytes], count: int) -> None:
+    """Copy the first `count` bytes of a file."""
+    with source.open("rb") as file:
+        while count > 0 and (piece := file.read(min(count, 2**22))):
+            target.write(piece)
+            count -= len(piece)
 
 
 @contextmanager

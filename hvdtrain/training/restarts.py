@@ -1,5 +1,6 @@
 """A job that our own launcher starts, and starts again from its last checkpoint."""
 
+import secrets
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 from hvdtrain import alert, injection, launch
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import Interrupted, Preempted, RankError
+from hvdtrain.ownership import LAUNCH
 from hvdtrain.parallel.planfile import refit
 from hvdtrain.training.metrics import AFTER_FAULTS, make_folder
 
@@ -23,8 +25,10 @@ def run(config: TrainConfig, arguments: Sequence[str]) -> int:
     folder = Path(config.run) if config.run else None
     if folder is None and config.restarts:
         folder = make_folder(config)
+    launch_id = secrets.token_hex(8)
     for left in range(config.restarts, -1, -1):
-        environment = {AFTER_FAULTS: "\n".join(messages)} if messages else {}
+        environment = {LAUNCH: f"{launch_id}:{config.restarts - left}"}
+        environment |= {AFTER_FAULTS: "\n".join(messages)} if messages else {}
         if config.on_alert is not None:
             environment[alert.COMMAND] = config.on_alert
         options = _more(config, folder, ranks, bool(messages))

@@ -38,8 +38,6 @@ def restore(session: Session, run: RunFolder, console: Console) -> dict[str, Any
         DataError: if none verifies.
     """
     here, folder = session.world, run.checkpoints.resolve()
-    if here.rank == 0:
-        store.restore_replaced(folder)
     directory = session.config.replicate
     home = copies.home(directory, run.path, here.rank) if directory else None
     faulty: list[tuple[Path, str]] = []

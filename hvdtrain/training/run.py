@@ -13,6 +13,7 @@ from hvdtrain import alert, failure, world
 from hvdtrain.activity import Activity
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
+from hvdtrain.ownership import Owner, claim
 from hvdtrain.training import metrics
 from hvdtrain.training.checkpoint import store
 from hvdtrain.training.console import Console
@@ -74,6 +75,11 @@ class Run:
         return self.session.activity
 
     @property
+    def owner(self) -> Owner:
+        """The claim on the run folder."""
+        return self.heartbeat.owner
+
+    @property
     def trained(self) -> bool:
         """Whether the configured epochs or steps are over."""
         length = len(self.session.train_rows)
@@ -119,11 +125,17 @@ class Run:
             self.alerts += alert.send(command, cause, message, str(self.folder.path))
 
     def close(self, summary: dict[str, Any] | None) -> None:
-        """Bring the records to the disk; `summary` is None where the run is not over."""
+        """Bring the records to the disk; `summary` is None where the run is not over.
+
+        Raises:
+            UsageError: if the run folder belongs to another run by now.
+        """
         self.heartbeat.close()
         alert.wait(self.alerts)
         if self.records is not None:
+            self.owner.check()
             self.records.close(summary)
+        self.heartbeat.give_up()
 
     def count_seconds(self) -> None:
         """Add the time since the last count, or since the first step, to the run's."""
@@ -143,22 +155,64 @@ def open_run(session: Session, stop: StopRequest) -> Run:
     folder, resumes = here.broadcast(metrics.find_folder(config) if here.rank == 0 else None)
     if config.resume == "auto" and not resumes:
         refuse_to_start_over(config, folder, here)
-    config = replace(config, resume=resumes)
     console = Console(here.rank, launched=here.size > 1 or world.activity_path() is not None)
     if config.stage is not None:
         console.say(f"reading the copy of {config.data} in {session.index.folder} of each host")
+    injector = make_injector(session, folder, console)
+    owner, resumes = here.broadcast(_own(config, folder, console) if here.rank == 0 else None)
+    heartbeat = Heartbeat(
+        *(folder.heartbeats, here.rank, session.memory_bytes, session.celsius),
+        *(session.activity.now, owner),
+    )
+    try:
+        config = replace(config, resume=resumes)
+        return _open_owned(session, stop, config, folder, console, heartbeat, injector)
+    except BaseException:
+        heartbeat.give_up()
+        raise
+
+
+def _own(config: TrainConfig, folder: metrics.RunFolder, console: Console) -> tuple[Owner, bool]:
+    """Take the run folder, and remove what its last owner left; whether it is resumed. On rank 0.
+
+    Raises:
+        UsageError: if it belongs to a run that lives, or now holds another one.
+        DataError: if it cannot be written to.
+    """
+    owner = claim(folder.path, folder.heartbeats, console.say)
+    try:
+        # Now for certain: another run may have come and gone since.
+        _, resumes = metrics.find_folder(replace(config, run=str(folder.path)))
+        # Before any checkpoint is looked for: an owner that was replaced finishes none after this.
+        store.restore_replaced(folder.checkpoints)
+        store.clean(folder.checkpoints)
+    except BaseException:
+        owner.release()
+        raise
+    return owner, resumes
+
+
+def _open_owned(
+    session: Session,
+    stop: StopRequest,
+    config: TrainConfig,
+    folder: metrics.RunFolder,
+    console: Console,
+    heartbeat: Heartbeat,
+    injector: Injector | None,
+) -> Run:
+    """The run in a folder that is its own. Collective."""
+    here = session.world
     kept = restore(session, folder, console) if config.resume else None
     progress = Progress.of(kept) if kept else Progress(session.index.hash)
     if kept is None and config.weights is not None:
         console.say(session.start_from(Path(config.weights)))
     session.agree()
-    injector = make_injector(session, folder, console)
     replication = open_replication(config, folder, here, console)
     records = None
     if here.rank == 0:
-        store.clean(folder.checkpoints)
         records = metrics.Records(folder, config, kept or {})
-    saver = Saver(_shared(folder.checkpoints, here), here.rank)
+    saver = Saver(_shared(folder.checkpoints, here), here.rank, heartbeat.owner.token)
     session.activity.on_stall = lambda line: _stalled(line, config, folder, here)
     return Run(
         session,
@@ -169,10 +223,7 @@ def open_run(session: Session, stop: StopRequest) -> Run:
         folder,
         records,
         saver,
-        Heartbeat(
-            *(folder.heartbeats, here.rank, session.memory_bytes, session.celsius),
-            session.activity.now,
-        ),
+        heartbeat,
         injector,
         replication,
         Stragglers(peers(session.plan, here.size)),

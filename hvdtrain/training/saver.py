@@ -22,8 +22,8 @@ class Saver:
     and not yet committed.
     """
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self.folder, self.rank = folder, rank
+    def __init__(self, folder: Path, rank: int, token: str) -> None:
+        self.folder, self.rank, self.token = folder, rank, token
         self.pending = False
         self._settle: Callable[[], object]
         self._thread: threading.Thread | None = None
@@ -48,7 +48,7 @@ class Saver:
         self.join()
         copies = copy()
         self.pending, self._settle = True, settle
-        self._start(lambda: store.write_part(self.folder, name, self.rank, copies))
+        self._start(lambda: store.write_part(self.folder, name, self.rank, copies, self.token))
 
     def settle(self) -> None:
         """All ranks have written their parts: what is left to do is done in the thread."""

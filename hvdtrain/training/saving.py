@@ -39,6 +39,8 @@ def is_due_after_epoch(run: Run) -> bool:
 def begin(run: Run) -> None:
     """Copy the state on all ranks and start to write it. Collective; no agreement is under way."""
     finish(run)
+    if run.records is not None:
+        run.owner.check()
     session, config = run.session, run.session.config
     ledgers: list[str] = []
     if config.ledger:
@@ -96,7 +98,7 @@ def _commit(run: Run, records: Records, name: str, kept: dict[str, Any]) -> None
     session, folder = run.session, run.folder.checkpoints
     records.sync()
     writers = range(session.world.size)
-    store.commit(folder, name, writers, kept, configfile.public(session.config))
+    store.commit(folder, name, writers, kept, configfile.public(session.config), run.owner)
     best = kept["best"]
     if best is not None and (folder / store.name_of(best["step"])).is_dir():
         store.mark_best(folder, store.name_of(best["step"]), best["metric"], best["value"])

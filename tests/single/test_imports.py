@@ -44,6 +44,7 @@ FLOORS = (
         "completion",
         "helptext",
         "activity",
+        "ownership",
         "__version__",
     },
 )

@@ -1,12 +1,17 @@
 """`hvdtrain jobs` on a real Slurm."""
 
 import json
+import os
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hvdtrain.jobs import record
+from tests.conftest import ROOT, program
 from tests.single.training.jobs import changeable_by_others, samples_of, summary_of, umask
 from tests.slurm.cluster import Cluster, wait_for
 
@@ -71,6 +76,43 @@ def test_a_run_becomes_a_job_and_is_recognised(
     assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1), refused.stderr
     assert "sbatch refused the job" in refused.stderr
     assert {name: (run / name).read_bytes() for name in before} == before
+
+
+def test_a_ctrl_c_while_slurm_takes_a_job_loses_no_number(
+    cluster: Cluster, small_set: Path, tmp_path: Path
+) -> None:
+    """The job ran, but no folder knew of it: neither status nor cancel saw it."""
+    run, site, tools = tmp_path / "run", tmp_path / "site.yaml", tmp_path / "tools"
+    site.write_text("options: {begin: now+1hour}\n")
+    tools.mkdir()
+    # As a terminal does: to all that the command has started, once Slurm has taken the job.
+    answer = tools / "answer"
+    (tools / "sbatch").write_text(
+        f'#!/bin/bash\n{shutil.which("sbatch")} "$@" > {answer}\nkill -INT 0\ncat {answer}\n'
+    )
+    (tools / "sbatch").chmod(0o755)
+    own = cluster.environment()
+    process = subprocess.Popen(
+        program(
+            *("jobs", "submit", "--model", "cnn", "--data", small_set, "--run", run),
+            *("--chain", 3, "--site", site),
+            cold=True,
+        ),
+        cwd=ROOT,
+        env=own | {"PATH": f"{tools}{os.pathsep}{own['PATH']}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    said = process.communicate(timeout=120)[1]
+    (number,) = re.findall(r"\d+", answer.read_text())
+    assert process.returncode == 130, said
+    assert f"job {number} was made already: hvdtrain jobs cancel {run} ends it" in said
+    kept = record.read(run)
+    assert kept is not None
+    assert kept.jobs == (number,)
+    assert f"job {number} cancelled" in cluster.run("hvdtrain", "jobs", "cancel", run)
 
 
 def test_what_would_be_submitted_is_shown_as_it_is(

@@ -8,6 +8,7 @@ final name is whole.
 import json
 import os
 import re
+import secrets
 import shutil
 import time
 from collections.abc import Sequence
@@ -19,7 +20,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hvdtrain import files
-from hvdtrain.errors import DataError
+from hvdtrain.errors import DataError, UsageError
+from hvdtrain.ownership import Owner
 from hvdtrain.training.checkpoint import manifest as manifests
 from hvdtrain.training.checkpoint import partfile
 from hvdtrain.training.checkpoint.manifest import MANIFEST, Manifest
@@ -50,13 +52,18 @@ class Checkpoint:
     progress: dict[str, Any]
 
 
-def write_part(folder: Path, name: str, rank: int, tensors: dict[str, np.ndarray]) -> Entry:
+def write_part(
+    folder: Path, name: str, rank: int, tensors: dict[str, np.ndarray], token: str = ""
+) -> Entry:
     """Write a rank's part of the checkpoint `name`, and leave a receipt beside it.
+
+    Args:
+        token: of the run; no two runs write to one unfinished checkpoint.
 
     Raises:
         DataError: if it cannot be written.
     """
-    temporary = folder / f"{UNFINISHED}{name}"
+    temporary = _unfinished(folder, name, token)
     part = temporary / manifests.part_name(rank)
     try:
         temporary.mkdir(exist_ok=True)
@@ -76,13 +83,18 @@ def commit(
     writers: Sequence[int],
     progress: dict[str, Any],
     configuration: dict[str, Any],
+    owner: Owner | None = None,
 ) -> Path:
     """Make the checkpoint of the parts that the ranks `writers` have written; return its path.
 
+    Args:
+        owner: of the folder, compared before the checkpoint gets its name.
+
     Raises:
         DataError: if it cannot be written; what was there before is untouched.
+        UsageError: if the folder is no longer the owner's; it is left as it is.
     """
-    final, temporary = folder / name, folder / f"{UNFINISHED}{name}"
+    final, temporary = folder / name, _unfinished(folder, name, owner.token if owner else "")
     replaced = folder / f"{REPLACED}{name}"
     try:
         parts = tuple(_read_receipt(_receipt(temporary, rank)) for rank in writers)
@@ -91,13 +103,20 @@ def commit(
         for rank in writers:
             _receipt(temporary, rank).unlink()
         _sync_folder(temporary)
+        if owner is not None:
+            owner.check()
         shutil.rmtree(replaced, ignore_errors=True)
         if final.exists():
             final.rename(replaced)
         temporary.rename(final)
         _sync_folder(folder)
         shutil.rmtree(replaced, ignore_errors=True)
+    except UsageError:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     except OSError as error:
+        if owner is not None:
+            owner.check()  # another run may have removed what this one had begun
         restore_replaced(folder)
         shutil.rmtree(temporary, ignore_errors=True)
         raise _not_written(final, error) from None
@@ -157,9 +176,13 @@ def set_aside(path: Path) -> Path:
 
 
 def clean(folder: Path) -> None:
-    """Remove what a killed run left unfinished; nothing may be writing."""
+    """Remove what a run left unfinished that does not own the folder any more."""
     for path in folder.glob(f"{UNFINISHED}*"):
-        shutil.rmtree(path, ignore_errors=True)
+        # Renamed first: that run may still live, and must not be able to finish it.
+        removed = folder / f"{REMOVED}{secrets.token_hex(8)}"
+        with suppress(OSError):
+            path.rename(removed)
+        shutil.rmtree(removed, ignore_errors=True)
     for path in folder.glob(f".{BEST}.*"):
         path.unlink(missing_ok=True)
 
@@ -244,6 +267,10 @@ def owners(sizes: Sequence[int], count: int) -> list[int]:
         found.append(min(count - 1, (2 * begin + size) * count // (2 * whole)))
         begin += size
     return found
+
+
+def _unfinished(folder: Path, name: str, token: str) -> Path:
+    return folder / f"{UNFINISHED}{token}-{name}"
 
 
 def _receipt(folder: Path, rank: int) -> Path:

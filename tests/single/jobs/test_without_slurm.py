@@ -1,6 +1,8 @@
 """`hvdtrain jobs` where there is no Slurm."""
 
 import json
+import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,11 +13,11 @@ import pytest
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
-from hvdtrain.jobs import submit
+from hvdtrain.jobs import record, submit, watch
 from hvdtrain.jobs.executor import Request
 from hvdtrain.jobs.options import JobOptions
 from hvdtrain.jobs.site import Site
-from tests.conftest import Program
+from tests.conftest import Program, program, program_environment
 from tests.single.training.jobs import changeable_by_others, summary_of, umask
 
 
@@ -90,3 +92,27 @@ def test_runs_without_jobs_are_said_in_one_line(hvdtrain: Program, tmp_path: Pat
         done = hvdtrain("jobs", command, tmp_path)
         assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
         assert f"{tmp_path} holds no run with a job: start a job with" in done.stderr
+
+
+def test_two_submissions_of_one_run_at_once_make_one_job(small_set: Path, tmp_path: Path) -> None:
+    """A double click, or two terminals: both found no job, and each one made one."""
+    run = tmp_path / "run"
+    words = ["jobs", "submit", "--cluster", "local", "--model", "cnn", "--data", str(small_set)]
+    command = program(*words, "--max-steps", 1, "--run", run)
+    both = [
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=program_environment()
+        )
+        for _ in range(2)
+    ]
+    said = [process.communicate(timeout=120)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    (number,) = {found for text in said for found in re.findall(r"is job (\d+)", text)}
+    assert sorted(text.strip().endswith("already") for text in said) == [False, True]
+    kept = record.read(run)
+    assert kept is not None
+    assert kept.jobs == (number,)
+    assert not list(tmp_path.glob(".*"))
+    while watch.active([run])[run]:
+        time.sleep(0.1)
+    assert summary_of(run)["steps"] == 1

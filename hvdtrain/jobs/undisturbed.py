@@ -1,0 +1,68 @@
+"""Making jobs one process at a time, and to the end: no number of a job is lost to a Ctrl-C."""
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from hvdtrain.errors import DataError
+from hvdtrain.ownership import alone
+
+LOCK = ".submitting.lock"
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def one_at_a_time(folder: Path) -> Iterator[None]:
+    """Be the only process that makes jobs of runs in a folder; wait for another one that does.
+
+    Raises:
+        DataError: if the folder cannot be written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with alone(folder / LOCK, _say):
+            yield
+    except OSError as error:
+        raise DataError(f"{folder} cannot be written to: {error.strerror}") from None
+
+
+@contextmanager
+def undisturbed() -> Iterator[list[int]]:
+    """Put off the signals that would end this process; the list grows as they come."""
+    received: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if not received:
+            _say("stopping once Slurm has answered, so that no job is lost")
+        received.append(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+    before = {number: signal.getsignal(number) for number in ENDING}
+    held = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+    for number in held:
+        signal.signal(number, note)
+    try:
+        yield received
+    finally:
+        for number in held:
+            signal.signal(number, before[number])
+
+
+@contextmanager
+def deaf_children() -> Iterator[None]:
+    """Start programs that no such signal ends: a Ctrl-C reaches all that a terminal started."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _say(line: str) -> None:
+    print(f"hvdtrain: {line}", file=sys.__stderr__, flush=True)  # submitit's is put aside

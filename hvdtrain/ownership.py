@@ -1,0 +1,308 @@
+"""Which run a folder belongs to: one at a time, and one that was given up cannot come back.
+
+`owner.json` names the run that writes to a folder. A second run is refused while the signs of life
+of the first one go on. An owner that is known to have ended is replaced at once, any other one
+after STALE_SECONDS without a sign of life. Each owner has a token of its own. It is part of the
+names of unfinished files and is compared again right before they become final, so that a run that
+was replaced while it was stopped, or cut off, commits and removes nothing.
+
+Times are those of the disk's own files: the clocks of nodes and of file servers differ.
+"""
+
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hvdtrain import files
+from hvdtrain.errors import DataError, UsageError
+
+NAME = "owner.json"
+LOCK = ".owner.lock"
+LAUNCH = "HVDTRAIN_LAUNCH"  # ID:NUMBER, of a launcher that starts its ranks again
+BEAT_SECONDS = 2.0
+STALE_SECONDS = 20.0
+LOOK_SECONDS = 0.2
+READS = 3  # of an owner file, before it counts as one that cannot be read
+
+
+@dataclass(frozen=True)
+class Claimant:
+    """A process that owns something, or wants to.
+
+    Attributes:
+        token: unlike that of any other claimant.
+        place: where `pid` is the number of one process: a boot of a host, a namespace.
+        started: when the process started, in clock ticks since that boot; tells it from a later
+            one of the same number.
+        starts: how often what started it had done so before, by its name: a later start by the
+            same Slurm job, or the same launcher, means that this one is over.
+    """
+
+    token: str
+    host: str
+    place: str
+    pid: int
+    started: str
+    starts: dict[str, int]
+
+    def __str__(self) -> str:
+        by = next((f"{name}, " for name in self.starts if name.startswith("Slurm")), "")
+        return f"{by}process {self.pid} on {self.host}"
+
+    def is_over(self, by: "Claimant") -> bool:
+        """Whether the claimant `by`, on this host, knows that this one has ended."""
+        if any(self.starts.get(name, number) < number for name, number in by.starts.items()):
+            return True
+        return bool(self.place) and self.place == by.place and _start(self.pid) != self.started
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The claim of a run on its folder; all ranks have the same."""
+
+    path: Path
+    token: str
+
+    def holds(self) -> bool:
+        """Whether the folder still belongs to this run.
+
+        Raises:
+            DataError: if that cannot be read.
+        """
+        claimant = _read_surely(self.path)
+        return claimant is not None and claimant.token == self.token
+
+    def check(self) -> None:
+        """Refuse to write to a folder that is no longer this run's.
+
+        Raises:
+            UsageError: if the folder belongs to another run now, or to none.
+            DataError: if that cannot be read.
+        """
+        claimant = _read_surely(self.path)
+        if claimant is not None and claimant.token == self.token:
+            return
+        now = "is gone" if claimant is None else f"names {claimant} now"
+        raise UsageError(
+            f"{self.path.parent} no longer belongs to this run ({self.path.name} {now}): another "
+            "start took it over, or it was removed; this one ends and leaves it as it is"
+        )
+
+    def release(self) -> None:
+        """Let the folder belong to nobody, if it is this run's."""
+        with suppress(OSError, DataError):
+            if self.holds():
+                self.path.unlink()
+
+
+def claim(folder: Path, beats: Path, say: Callable[[str], object]) -> Owner:
+    """Make this process the owner of a folder, which is made if it is not there.
+
+    Args:
+        beats: a folder whose files are replaced while the owner lives.
+        say: is told what is waited for, if anything is.
+
+    Raises:
+        UsageError: if the owner is alive.
+        DataError: if the disk cannot be written to.
+    """
+    path, own = folder / NAME, _this_process()
+    seen: tuple[str, int] | None = None
+    since = time.monotonic()
+    try:
+        beats.mkdir(parents=True, exist_ok=True)
+        while True:
+            with alone(folder / LOCK):
+                held, newest = _read(path), _newest(path, beats)
+                age = _disk_time(folder, own.token) - newest / 1e9
+                waited = time.monotonic() - since
+                is_stale = max(age, waited) > STALE_SECONDS
+                if not path.exists() or is_stale or (held is not None and held.is_over(own)):
+                    _write(path, own)
+                    return Owner(path, own.token)
+            now = (held.token if held else "", newest)
+            if seen is not None and now != seen:
+                raise _in_use(folder, held)
+            if seen is None:
+                left = STALE_SECONDS - max(0.0, age)
+                say(
+                    f"{folder} belongs to {held or 'another run'}, last seen {age:.0f} s ago: "
+                    f"waiting up to {left:.0f} s to see whether it is alive"
+                )
+            seen = now
+            time.sleep(LOOK_SECONDS)
+    except OSError as error:
+        raise DataError(f"{path} cannot be written: {error.strerror}") from None
+
+
+@contextmanager
+def alone(path: Path, say: Callable[[str], object] | None = None) -> Iterator[None]:
+    """Be the only process in this block, by a file that only one can make; wait for others.
+
+    The file of a process that is known to have ended, or has not touched it for STALE_SECONDS, is
+    removed.
+
+    Args:
+        say: is told whom is waited for, if anybody is.
+
+    Raises:
+        OSError: if the file cannot be made.
+    """
+    own = _this_process()
+    _make_alone(path, own, say)
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(BEAT_SECONDS):
+            with suppress(OSError):
+                os.utime(path)
+
+    thread = threading.Thread(target=beat, name="hvdtrain-alone", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        Owner(path, own.token).release()
+
+
+def _make_alone(path: Path, own: Claimant, say: Callable[[str], object] | None) -> None:
+    seen, since, is_said = (-1, ""), time.monotonic(), False
+    while True:
+        with suppress(FileExistsError):
+            with path.open("x") as file:
+                file.write(json.dumps(asdict(own)))
+            return
+        held = _read(path)
+        with suppress(FileNotFoundError):
+            now = (path.stat().st_mtime_ns, held.token if held else "")
+            if now != seen:
+                seen, since = now, time.monotonic()
+            if (held and held.is_over(own)) or time.monotonic() - since > STALE_SECONDS:
+                _remove(path, seen[1], own.token)
+                continue
+        if say is not None and not is_said:
+            say(f"waiting for {held or 'another process'}, which holds {path}")
+            is_said = True
+        time.sleep(LOOK_SECONDS / 2)
+
+
+def _remove(path: Path, token: str, own: str) -> None:
+    """Remove the file of a claimant that ended, unless it is another one's by now."""
+    aside = path.with_name(f"{path.name}.{own}")
+    with suppress(FileNotFoundError):
+        path.rename(aside)
+        held = _read(aside)
+        if held is not None and held.token != token:
+            with suppress(OSError):  # a third one was quicker
+                os.link(aside, path)
+        aside.unlink()
+
+
+def _in_use(folder: Path, held: Claimant | None) -> UsageError:
+    return UsageError(
+        f"{folder} is in use by {held or 'another run'}, which is alive: wait for its end, or "
+        f"choose another --run (a run that was killed elsewhere counts as ended "
+        f"{STALE_SECONDS:.0f} s after its last sign of life)"
+    )
+
+
+def _this_process() -> Claimant:
+    starts = {}
+    if job := os.environ.get("SLURM_JOB_ID"):
+        number = os.environ.get("SLURM_RESTART_COUNT", "0")
+        starts[f"Slurm job {job}"] = int(number) if number.isdecimal() else 0
+    launch, _, number = os.environ.get(LAUNCH, "").partition(":")
+    if launch and number.isdecimal():
+        starts[f"launcher {launch}"] = int(number)
+    pid, host = os.getpid(), socket.gethostname()
+    return Claimant(secrets.token_hex(8), host, _place(host), pid, _start(pid), starts)
+
+
+def _place(host: str) -> str:
+    """This boot of this host, and the namespace of its process numbers; empty if not known."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{host} {boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return ""
+
+
+def _start(pid: int) -> str:
+    """When a process of this host started, in ticks since the boot; empty if it has ended."""
+    try:
+        state, *others = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if state in "ZX" else others[18]
+
+
+def _write(path: Path, own: Claimant) -> None:
+    text = json.dumps(asdict(own), indent=1) + "\n"
+    files.write_whole(path, lambda file: file.write(text.encode()))
+
+
+def _read_surely(path: Path) -> Claimant | None:
+    """The claimant that a file names, None where there is no file.
+
+    Raises:
+        DataError: if there is one that cannot be read.
+    """
+    for number in range(READS):
+        try:
+            return _parse(path.read_text())
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            reason = error.strerror
+        time.sleep(LOOK_SECONDS * number)
+    raise DataError(f"{path} cannot be read: {reason}")
+
+
+def _read(path: Path) -> Claimant | None:
+    """The claimant that a file names, None where that cannot be told."""
+    try:
+        return _parse(path.read_text())
+    except OSError:
+        return None
+
+
+def _parse(text: str) -> Claimant | None:
+    try:
+        content = json.loads(text)
+        starts = {str(name): int(number) for name, number in content["starts"].items()}
+        names = ("token", "host", "place", "started")
+        token, host, place, started = (str(content[name]) for name in names)
+        return Claimant(token, host, place, int(content["pid"]), started, starts)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _newest(path: Path, beats: Path) -> int:
+    """The time of the newest sign of life, in nanoseconds of the disk; 0 where there is none."""
+    found = [0]
+    for file in (path, *beats.glob("rank-*.json")):
+        with suppress(OSError), file.open("rb") as opened:
+            # Opened: a network file system asks its server then.
+            found.append(os.fstat(opened.fileno()).st_mtime_ns)
+    return max(found)
+
+
+def _disk_time(folder: Path, token: str) -> float:
+    """Now, in seconds, by the clock that gives the files of this folder their times."""
+    path = folder / f".clock-{token}"
+    try:
+        with path.open("xb") as file:
+            os.utime(file.fileno())
+            return os.fstat(file.fileno()).st_mtime
+    finally:
+        with suppress(OSError):
+            path.unlink()

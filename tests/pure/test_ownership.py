@@ -1,0 +1,226 @@
+"""Who owns a folder: one at a time, by signs of life and the disk's clock."""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from hvdtrain import ownership
+from hvdtrain.errors import UsageError
+from hvdtrain.ownership import LAUNCH, NAME, STALE_SECONDS, Owner, alone, claim
+
+SLURM = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", LAUNCH)
+
+
+@pytest.fixture(autouse=True)
+def outside_any_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in SLURM:
+        monkeypatch.delenv(name, raising=False)
+
+
+def take(folder: Path, said: list[str] | None = None) -> Owner:
+    return claim(folder, folder / "heartbeats", (said if said is not None else []).append)
+
+
+def elsewhere(folder: Path, age: float = 0.0, **changed: object) -> Owner:
+    """An owner on another host, whose newest sign of life is so old."""
+    owner = take(folder)
+    content = json.loads(owner.path.read_text())
+    owner.path.write_text(json.dumps(content | {"host": "far", "place": "far"} | changed))
+    then = owner.path.stat().st_mtime - age
+    for path in (owner.path, *(folder / "heartbeats").iterdir()):
+        os.utime(path, (then, then))
+    return owner
+
+
+@contextmanager
+def beating(path: Path) -> Iterator[None]:
+    """Signs of life from elsewhere, by the clock of the disk."""
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(0.1):
+            path.touch()
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def in_child(work: Callable[[], object]) -> int:
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return child
+
+
+def test_a_folder_has_one_owner_and_then_none(tmp_path: Path) -> None:
+    owner = take(tmp_path / "run")
+    assert owner.holds()
+    owner.check()
+    owner.release()
+    assert not owner.path.exists()
+    said: list[str] = []
+    assert take(tmp_path / "run", said).token != owner.token
+    assert said == []
+
+
+@pytest.mark.parametrize("hours", [0, -1000, 1000])
+def test_an_owner_that_lives_is_not_replaced_whatever_the_clocks_of_the_hosts_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hours: int
+) -> None:
+    owner = elsewhere(tmp_path)
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 3600 * hours)
+    with beating(tmp_path / "heartbeats" / "rank-0001.json"), pytest.raises(UsageError) as caught:
+        take(tmp_path)
+    assert f"{tmp_path} is in use by process {os.getpid()} on far" in str(caught.value)
+    assert f"{STALE_SECONDS:.0f} s after its last sign of life" in str(caught.value)
+    owner.check()
+
+
+def test_an_owner_without_a_sign_of_life_is_replaced_and_learns_of_it(tmp_path: Path) -> None:
+    owner, said = elsewhere(tmp_path, age=STALE_SECONDS + 1), list[str]()
+    new = take(tmp_path, said)
+    assert said == []
+    assert not owner.holds()
+    with pytest.raises(UsageError, match="no longer belongs to this run"):
+        owner.check()
+    owner.release()
+    new.check()
+
+
+def test_whether_a_silent_owner_lives_is_waited_for_for_seconds(tmp_path: Path) -> None:
+    elsewhere(tmp_path, age=STALE_SECONDS - 1)
+    said: list[str] = []
+    began = time.monotonic()
+    take(tmp_path, said)
+    assert 0.5 < time.monotonic() - began < 10
+    (line,) = said
+    assert "waiting up to 1 s to see whether it is alive" in line
+
+
+def test_the_owner_of_a_time_to_come_is_waited_for_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that was copied from a disk whose clock was ahead."""
+    elsewhere(tmp_path, age=-1e6)
+    monkeypatch.setattr(ownership, "STALE_SECONDS", 1.0)
+    take(tmp_path)
+
+
+def test_an_owner_that_was_killed_here_is_replaced_at_once(tmp_path: Path) -> None:
+    def be_killed() -> None:
+        take(tmp_path)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    os.waitpid(in_child(be_killed), 0)
+    assert (tmp_path / NAME).exists()
+    said: list[str] = []
+    take(tmp_path, said)
+    assert said == []
+
+
+def test_a_number_that_another_process_has_by_now_is_no_sign_of_life(tmp_path: Path) -> None:
+    owner = take(tmp_path)
+    content = json.loads(owner.path.read_text())
+    owner.path.write_text(json.dumps(content | {"started": "1"}))
+    said: list[str] = []
+    take(tmp_path, said)
+    assert said == []
+
+
+@pytest.mark.parametrize(
+    ("name", "again"),
+    [
+        ("Slurm job 7", {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}),
+        ("launcher ab", {LAUNCH: "ab:1"}),
+    ],
+)
+def test_a_later_start_by_the_same_job_replaces_an_earlier_one_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, again: dict[str, str]
+) -> None:
+    elsewhere(tmp_path, starts={name: 0})
+    for variable, value in again.items():
+        monkeypatch.setenv(variable, value)
+    said: list[str] = []
+    take(tmp_path, said)
+    assert said == []
+
+
+def test_two_starts_inside_one_job_are_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere(tmp_path, starts={"Slurm job 7": 1})
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    with beating(tmp_path / NAME), pytest.raises(UsageError, match="in use by Slurm job 7, "):
+        take(tmp_path)
+
+
+def test_of_many_that_come_at_once_one_is_the_owner(tmp_path: Path) -> None:
+    elsewhere(tmp_path, age=STALE_SECONDS + 1)
+    over = tmp_path / "over"
+
+    def compete() -> None:
+        owner = take(tmp_path)
+        while not over.exists():
+            owner.check()
+            owner.path.touch()
+            time.sleep(0.05)
+
+    children = [in_child(compete) for _ in range(6)]
+    ends = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in children[1:]]
+    assert ends == [1] * 5, "refused"
+    over.touch()
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+
+
+def test_a_file_that_is_no_owner_counts_as_one_until_it_is_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / NAME).write_text('{"token": 1')
+    with beating(tmp_path / NAME), pytest.raises(UsageError, match="in use by another run"):
+        take(tmp_path)
+    monkeypatch.setattr(ownership, "STALE_SECONDS", 0.5)
+    take(tmp_path)
+
+
+def test_what_one_may_do_at_a_time_survives_whoever_was_killed_in_it(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+
+    def be_killed() -> None:
+        with alone(lock):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    for _ in range(3):
+        os.waitpid(in_child(be_killed), 0)
+        assert lock.exists()
+    counter = tmp_path / "counter"
+    counter.write_text("0")
+
+    def count() -> None:
+        for _ in range(5):
+            with alone(lock):
+                number = int(counter.read_text())
+                time.sleep(0.002)
+                counter.write_text(str(number + 1))
+
+    children = [in_child(count) for _ in range(4)]
+    assert [os.wait()[1] for _ in children] == [0] * 4
+    assert counter.read_text() == "20"
+    assert not lock.exists()
