@@ -3,6 +3,7 @@
 import sys
 import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -16,15 +17,18 @@ class Board:
     Args:
         purge_step: what older files hold of this step and later ones does not count any more.
 
+    What the disk does not take later is left out: a run is worth more than its curves.
+
     Raises:
-        OSError: from everything here, if the disk is full or not writable.
+        OSError: if the folder cannot be written to.
     """
 
     def __init__(self, folder: Path, purge_step: int | None) -> None:
         # It loads TensorFlow where that is installed, unless this module exists.
         none = types.ModuleType("tensorboard.compat.notf")
         sys.modules.setdefault("tensorboard.compat.notf", none)
-        self.writer = EventFileWriter(str(folder))
+        self.folder = str(folder)
+        self.writer: EventFileWriter | None = EventFileWriter(self.folder)
         if purge_step is not None:
             self._add(Event(step=purge_step, file_version="brain.Event:2"))
             start = SessionLog(status=SessionLog.START)
@@ -37,12 +41,20 @@ class Board:
 
     def flush(self) -> None:
         """Let readers see what was added."""
-        self.writer.flush()
+        self._try(EventFileWriter.flush)
 
     def close(self) -> None:
         """Nothing more is added."""
-        self.writer.close()
+        self._try(EventFileWriter.close)
 
     def _add(self, event: Event) -> None:
         event.wall_time = time.time()
-        self.writer.add_event(event)
+        self._try(lambda writer: writer.add_event(event))
+
+    def _try(self, work: Callable[[EventFileWriter], object]) -> None:
+        try:
+            if self.writer is None:
+                self.writer = EventFileWriter(self.folder)
+            work(self.writer)
+        except OSError:
+            self.writer = None  # it takes no more: a new one does

@@ -18,7 +18,7 @@ from hvdtrain.errors import Interrupted, Preempted
 from hvdtrain.poll import wait_until
 from hvdtrain.world import World
 
-INTERRUPT, PREEMPT, SAVE, CHANGE, WRITTEN, BAD, LOSS, SAMPLES, HEADER = range(9)
+INTERRUPT, PREEMPT, SAVE, CHANGE, WRITTEN, FAILED, BAD, LOSS, SAMPLES, HEADER = range(10)
 
 
 class Wishes(NamedTuple):
@@ -28,6 +28,7 @@ class Wishes(NamedTuple):
     preempted: bool
     save: bool = False  # a checkpoint is due
     written: bool = False  # its part of the pending checkpoint is on the disk
+    failed: bool = False  # it could not write its part, or make the checkpoint
     bad: bool = False  # it left out an update
     change: bool = False  # the plan, or what is known of the ranks, is to be another
 
@@ -61,6 +62,7 @@ class Agreed:
         save: whether a rank asks for a checkpoint.
         change: whether rank 0 asks all to come together over the plan.
         written: how many ranks have written their part of the pending checkpoint.
+        failed: how many could not.
         bad: how many ranks left out an update.
         loss: mean loss over the samples of the step.
         samples: samples of the step, over all ranks.
@@ -72,6 +74,7 @@ class Agreed:
     save: bool
     change: bool
     written: int
+    failed: int
     bad: int
     loss_sum: float
     samples: int
@@ -97,6 +100,7 @@ class Agreed:
             bool(total[SAVE]),
             bool(total[CHANGE]),
             round(total[WRITTEN]),
+            round(total[FAILED]),
             round(total[BAD]),
             float(total[LOSS]),
             round(total[SAMPLES]),
@@ -130,7 +134,7 @@ class Control:
         vector = np.zeros(HEADER + self.world.size * fields)
         vector[INTERRUPT], vector[PREEMPT], vector[SAVE] = wishes[:3]
         vector[WRITTEN], vector[BAD], vector[SAMPLES] = wishes.written, wishes.bad, samples
-        vector[CHANGE] = wishes.change
+        vector[CHANGE], vector[FAILED] = wishes.change, wishes.failed
         own = HEADER + self.world.rank * fields
         vector[own : own + fields] = vitals
         self.waiting.append((read_loss, vector, time.perf_counter()))

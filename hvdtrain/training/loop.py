@@ -100,7 +100,8 @@ def _train(run: Run) -> dict[str, Any]:
         end_epoch(run, may_be_best=due)
         if due:
             saving.begin(run)
-    saving.finish(run)
+    if not saving.finish(run):
+        saving.save(run)
     run.count_seconds()
     run.session.write_trace()
     with run.activity.doing("summing up the run"):
@@ -291,7 +292,8 @@ def _wishes(run: Run, result: Result) -> Wishes:
     wants = saving.is_wanted(run)
     changes = run.adapter is not None and run.adapter.wishes
     return Wishes(
-        *(stop.interrupted, stop.preempted, wants, saver.written, result.is_bad), changes
+        *(stop.interrupted, stop.preempted, wants),
+        *(saver.written, saver.failed, result.is_bad, changes),
     )
 
 
@@ -310,8 +312,7 @@ def _leave(run: Run, code: int) -> None:
     """
     step = run.progress.step
     run.record_fault(step, "stop", "asked to stop by a signal")
-    saving.begin(run)
-    saving.finish(run)
+    saving.save(run)
     run.close(None)
     world.stop()
     kind = Interrupted if code == Interrupted.exit_code else Preempted

@@ -4,7 +4,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import IO, Any
@@ -14,6 +14,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.files import OWN_FOLDER, plain_name, write_text, write_whole
 
+BUFFER_BYTES = 2**16
 LEDGER_HEADER = "epoch,step,rank,sample\n"
 # What ended the starts before this one, a line each, in the environment: said by the launcher.
 AFTER_FAULTS = "HVDTRAIN_AFTER_FAULTS"
@@ -119,17 +120,25 @@ class AppendOnly:
                 # Another file: a run that was given up, and lives, may still write to the old one.
                 held = path.resolve()
                 write_whole(held, lambda file: _copy(held, file, keep_bytes))
-            self.file = path.open("a")
+            self.file = path.open("ab", buffering=0)
+        self.waiting = bytearray()  # what a full disk has not taken is not lost
 
     def write(self, text: str) -> None:
-        """Append text; it reaches the disk with the next `sync`."""
-        with _writing(self.path):
-            self.file.write(text)
+        """Append text; it reaches the disk with the next `flush` and `sync`."""
+        self.waiting += text.encode()
+        if len(self.waiting) > BUFFER_BYTES:
+            self.show()
+
+    def show(self) -> None:
+        """Let readers see what was appended, or later where the disk does not take it now."""
+        with suppress(DataError):
+            self.flush()
 
     def flush(self) -> None:
-        """Let readers see what was appended."""
+        """Give the system what was appended."""
         with _writing(self.path):
-            self.file.flush()
+            while self.waiting:
+                del self.waiting[: self.file.write(self.waiting)]
 
     def sync(self) -> None:
         """Bring what was flushed to the disk; other threads may write meanwhile."""
@@ -183,11 +192,10 @@ class Records:
         line = {"event": event, "time": round(time.time(), 3), **values}
         self.metrics.write(json.dumps(line) + "\n")
         if event in ("step", "epoch"):
-            self.metrics.flush()
-            with _writing(self.folder.tensorboard):
-                for name, value in values.items():
-                    if isinstance(value, int | float) and name not in ("step", "epoch"):
-                        self.board.add(f"{event}/{name}", value, values["step"])
+            self.metrics.show()
+            for name, value in values.items():
+                if isinstance(value, int | float) and name not in ("step", "epoch"):
+                    self.board.add(f"{event}/{name}", value, values["step"])
 
     def write_ledger(self, lines: list[str]) -> None:
         """Append one text a rank, each of whole lines."""
@@ -196,8 +204,7 @@ class Records:
 
     def sizes(self) -> dict[str, Any]:
         """How long the files are now: goes into a checkpoint, which is committed after `sync`."""
-        with _writing(self.folder.tensorboard):
-            self.board.flush()
+        self.board.flush()
         kept: dict[str, Any] = {"metrics_bytes": self.metrics.size()}
         if self.ledger is not None:
             kept["ledger"] = str(self.ledger.path.resolve())
@@ -214,8 +221,7 @@ class Records:
         """Bring all to the disk, and write summary.json if the run is over."""
         self.sizes()
         self.sync()
-        with _writing(self.folder.tensorboard):
-            self.board.close()
+        self.board.close()
         if summary is not None:
             text = json.dumps(summary, indent=1) + "\n"
             write_text(self.folder.summary, text, "the summary", DataError)

@@ -1,21 +1,28 @@
 """Going on from a checkpoint, under whatever plan the run has now."""
 
 import socket
-from collections.abc import Mapping
+import time
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.training.checkpoint import copies, partfile, store
 from hvdtrain.training.checkpoint import manifest as manifests
 from hvdtrain.training.checkpoint.manifest import Manifest
+from hvdtrain.training.checkpoint.partfile import PAUSES, Damaged, Unreadable
 from hvdtrain.training.checkpoint.store import MODEL
 from hvdtrain.training.console import Console
 from hvdtrain.training.metrics import RunFolder
 from hvdtrain.training.progress import Progress
 from hvdtrain.training.session import Session, Shape
 from hvdtrain.world import World
+
+SECONDS_TO_SHOW = 30.0  # in which a network file system shows a folder to other hosts
 
 
 @dataclass(frozen=True)
@@ -31,35 +38,46 @@ class _Found:
 def restore(session: Session, run: RunFolder, console: Console) -> dict[str, Any] | None:
     """Put the newest checkpoint that verifies into model and optimizer; the progress it holds.
 
-    Collective. None where the folder holds no checkpoint at all. Those that fail are set aside.
+    Collective. None where the folder holds no checkpoint at all. Those that are damaged are set
+    aside; one that cannot be read just now is not, and ends the search.
 
     Raises:
         UsageError: if it is of another data set or another model.
-        DataError: if none verifies.
+        DataError: if none verifies, or the disk does not give the newest one.
     """
     here, folder = session.world, run.checkpoints.resolve()
     directory = session.config.replicate
     home = copies.home(directory, run.path, here.rank) if directory else None
-    faulty: list[tuple[Path, str]] = []
+    faulty: list[tuple[Path, DataError]] = []
     for path in _candidates(folder, home, here):
-        found, fault = _verify(path, here)
-        if found is None and home is not None:
-            found, why = _mend(path, home, here)
-            if found is not None:
+        found = fault = _verify(path, here)
+        if isinstance(fault, DataError) and home is not None:
+            found = _mend(path, home, here)
+            if isinstance(found, _Found):
                 console.say(f"mended {path.name} from the copies of --replicate: {fault}")
-            fault = why or fault
-        if found is None:
-            faulty.append((path, fault))
+        if isinstance(found, Unreadable):
+            raise DataError(
+                f"{found}, {len(PAUSES) + 1} times in a row: nothing was changed; look at the "
+                "disk, then start again"
+            )
+        if isinstance(found, DataError):
+            faulty.append((path, found))
             continue
         _put(session, found)
         for other, why in faulty:
-            is_there = here.rank == 0 and other.exists()
-            aside = store.set_aside(other) if is_there else other
-            console.say(f"skipped a checkpoint, now {aside.name}: {why}")
+            console.say(f"skipped a checkpoint{_set_aside(other, why, here)}: {why}")
         return found.progress
     if faulty:
         raise DataError(f"{folder} holds no checkpoint that verifies: {faulty[0][1]}")
     return None
+
+
+def _set_aside(path: Path, fault: DataError, here: World) -> str:
+    """Rename a checkpoint that is damaged; what it is called now, for the line that says so."""
+    if not isinstance(fault, Damaged):
+        return f", {path.name}"
+    is_there = here.rank == 0 and path.exists()
+    return f", now {(store.set_aside(path) if is_there else path).name}"
 
 
 def _candidates(folder: Path, home: Path | None, here: World) -> list[Path]:
@@ -70,54 +88,72 @@ def _candidates(folder: Path, home: Path | None, here: World) -> list[Path]:
     return [folder / name for name in sorted(names, key=store.step_of, reverse=True)]
 
 
-def _mend(path: Path, home: Path, here: World) -> tuple[_Found | None, str]:
+def _mend(path: Path, home: Path, here: World) -> _Found | DataError:
     """The checkpoint with what the ranks' copies give back of it, or what is still wrong."""
-    fault = ""
+    fault = None
     try:
         copies.mend(path, home)
     except DataError as error:
-        fault = str(error)
-    faults = [line for line in here.gather(fault) if line]
-    return (None, faults[0]) if faults else _verify(path, here)
+        fault = error
+    return _worst(here.gather(fault)) or _verify(path, here)
 
 
-def _verify(path: Path, here: World) -> tuple[_Found | None, str]:
+def _verify(path: Path, here: World) -> _Found | DataError:
     """What a checkpoint holds, or what is wrong with it: the same on all ranks.
 
     Each rank reads its share of the parts, whoever wrote them.
     """
-    manifest, fault = here.broadcast(_manifest(path) if here.rank == 0 else None)
-    if manifest is None:
-        return None, fault
-    mine: dict[str, dict[str, Shape]] = {}
+    manifest = here.broadcast(_manifest(path) if here.rank == 0 else None)
+    if isinstance(manifest, DataError):
+        return manifest
+    fault, mine = None, dict[str, dict[str, Shape]]()
     try:
+        _wait_for(path)
         for entry in manifest.parts[here.rank :: here.size]:
-            partfile.verify(path, entry)
-            mine[entry.name] = partfile.shapes(path / entry.name)
+            partfile.patiently(partial(partfile.verify, path, entry))
+            shapes_of = partial(partfile.shapes, path / entry.name)
+            mine[entry.name] = partfile.patiently(shapes_of)
     except DataError as error:
-        fault = str(error) if path.exists() else f"{path} is not there on {socket.gethostname()}"
+        fault = error
     told = here.gather((fault, mine))
-    faults = [line for line, _ in told if line]
-    if faults:
-        return None, faults[0]
+    if worst := _worst([theirs for theirs, _ in told]):
+        return worst
     parts = {part: shapes for _, theirs in told for part, shapes in theirs.items()}
     places = {name: part for part, shapes in parts.items() for name in shapes}
     if len(places) != sum(map(len, parts.values())):
-        return None, f"{path} holds a tensor twice"
+        return Damaged(f"{path} holds a tensor twice")
     shapes = {name: shape for held in parts.values() for name, shape in held.items()}
-    return _Found(path, manifest.progress, places, shapes), ""
+    return _Found(path, manifest.progress, places, shapes)
 
 
-def _manifest(path: Path) -> tuple[Manifest | None, str]:
+def _worst(faults: Sequence[DataError | None]) -> DataError | None:
+    """Of what ranks found, what decides: no rank renames what another one could not read."""
+
+    def order(fault: DataError) -> int:
+        return 0 if isinstance(fault, Unreadable) else 2 if isinstance(fault, Damaged) else 1
+
+    return min((fault for fault in faults if fault is not None), key=order, default=None)
+
+
+def _wait_for(path: Path) -> None:
+    """Return once the disk shows this host what rank 0 sees."""
+    until = time.monotonic() + SECONDS_TO_SHOW
+    while not path.is_dir():
+        if time.monotonic() > until:
+            raise Unreadable(f"{path} is not there on {socket.gethostname()}")
+        time.sleep(0.1)
+
+
+def _manifest(path: Path) -> Manifest | DataError:
     try:
-        manifest = manifests.read(path)
+        manifest = partfile.patiently(partial(manifests.read, path))
         try:
             Progress.of(manifest.progress)
         except DataError as error:
-            raise DataError(f"{path} {error}") from None
+            return Damaged(f"{path} {error}")
     except DataError as error:
-        return None, str(error)
-    return manifest, ""
+        return error
+    return manifest
 
 
 def _put(session: Session, found: _Found) -> None:
@@ -152,9 +188,13 @@ def _put(session: Session, found: _Found) -> None:
     held = {
         name: tensor
         for part in sorted({found.places[name] for name in own})
-        for name, tensor in partfile.read(found.path / part, own.keys()).items()
+        for name, tensor in _read(found.path / part, own.keys()).items()
     }
     session.put(held)
+
+
+def _read(path: Path, names: Collection[str]) -> dict[str, np.ndarray]:
+    return partfile.patiently(partial(partfile.read, path, names))
 
 
 def _difference(checkpoint: Mapping[str, Shape], model: Mapping[str, Shape]) -> str:

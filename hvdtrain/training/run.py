@@ -62,6 +62,7 @@ class Run:
     adapter: "Adapter | None" = None
     taken: deque[Taken] = field(default_factory=lambda: deque(maxlen=4))  # the last steps
     skipped_in_a_row: int = 0
+    failed_saves: int = 0  # in a row
     alerts: list[threading.Thread] = field(default_factory=list)
     ledger: list[str] = field(default_factory=list)
     startup_seconds: float = 0.0

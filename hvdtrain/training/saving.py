@@ -7,10 +7,13 @@ from functools import partial
 from typing import Any
 
 from hvdtrain import configfile
+from hvdtrain.errors import DataError
 from hvdtrain.training.checkpoint import store
 from hvdtrain.training.control import Agreed
 from hvdtrain.training.metrics import Records
 from hvdtrain.training.run import Run
+
+MOST_FAILED = 3  # checkpoints in a row that the disk may refuse
 
 
 def is_wanted(run: Run) -> bool:
@@ -36,8 +39,23 @@ def is_due_after_epoch(run: Run) -> bool:
     return unit != "epoch" or not epoch_over or epoch % int(number) == 0 or run.trained
 
 
+def save(run: Run) -> None:
+    """Save, and return once that is done. Collective; no agreement is under way.
+
+    Raises:
+        DataError: on all ranks, if it fails too often.
+    """
+    begin(run)
+    while not finish(run):
+        begin(run)
+
+
 def begin(run: Run) -> None:
-    """Copy the state on all ranks and start to write it. Collective; no agreement is under way."""
+    """Copy the state on all ranks and start to write it. Collective; no agreement is under way.
+
+    Raises:
+        DataError: on all ranks, if too many checkpoints in a row could not be written.
+    """
     finish(run)
     if run.records is not None:
         run.owner.check()
@@ -49,40 +67,76 @@ def begin(run: Run) -> None:
     run.ledger.clear()
     run.count_seconds()
     run.saved_at = time.monotonic()
-    name, commit = store.name_of(run.progress.step), None
+    name, commit, error = store.name_of(run.progress.step), None, None
     if run.records is not None:
         run.records.write_ledger(ledgers)
         run.records.event("checkpoint", step=run.progress.step, path=name)
-        kept = asdict(run.progress) | run.records.sizes()
-        commit = partial(_commit, run, run.records, name, kept)
+        try:
+            kept = asdict(run.progress) | run.records.sizes()
+            commit = partial(_commit, run, run.records, name, kept)
+        except DataError as caught:
+            error = caught
     if run.replication is not None:
         run.replication.expect(name)
-    run.saver.begin(name, session.share, partial(_settle, run, name, commit))
+    run.saver.begin(name, session.share, partial(_settle, run, name, commit), error)
 
 
 def follow(run: Run, agreed: Agreed) -> None:
-    """Commit the pending checkpoint once all ranks have written their parts.
+    """Commit the pending checkpoint once all ranks have written their parts. Collective.
 
     Raises:
-        DataError: if this rank could not write its own.
+        DataError: on all ranks, if too many checkpoints in a row could not be written.
+        UsageError: if the run folder is no longer this run's.
     """
     run.saver.check()
-    if run.saver.pending and agreed.written == run.session.world.size:
+    # Ranks may tell of a failure once more before they know that all have heard of it.
+    if agreed.failed and run.saver.is_open:
+        _end(run)
+    elif run.saver.pending and agreed.written == run.session.world.size:
         run.saver.settle()
 
 
-def finish(run: Run) -> None:
-    """Return once what was begun is a checkpoint. Collective; no agreement is under way."""
-    _join_all(run)
-    if run.saver.pending:
+def finish(run: Run) -> bool:
+    """Return once it is known what became of what was begun: whether it is a checkpoint.
+
+    Collective; no agreement is under way.
+
+    Raises:
+        DataError: on all ranks, if too many checkpoints in a row could not be written.
+    """
+    if not run.saver.is_open:
+        return True
+    if run.saver.pending and not _faults(run):
         run.saver.settle()
-        _join_all(run)
+    return _end(run)
 
 
-def _join_all(run: Run) -> None:
-    run.saver.join()
+def _end(run: Run) -> bool:
+    """Take the open checkpoint as made, or as failed if a rank says so. Collective."""
+    faults = _faults(run)
+    run.saver.end()
+    if not faults:
+        run.failed_saves = 0
+        return True
+    run.failed_saves += 1
+    if run.failed_saves >= MOST_FAILED:
+        raise DataError(
+            f"{faults[0]}, {MOST_FAILED} checkpoints in a row: make room or repair the disk, then "
+            "add --resume"
+        )
+    run.report(
+        run.progress.step,
+        "checkpoint failed",
+        f"{faults[0]}; the run continues without it and saves again at the next checkpoint",
+    )
+    return False
+
+
+def _faults(run: Run) -> list[str]:
+    """What the disk did not take of the open checkpoint, from whichever rank. Collective."""
     with run.activity.doing("waiting for all ranks to be done with a checkpoint"):
-        run.session.world.barrier()
+        run.saver.join()
+        return [fault for fault in run.session.world.gather(run.saver.fault) if fault]
 
 
 def _settle(run: Run, name: str, commit: Callable[[], object] | None) -> None:
@@ -102,4 +156,4 @@ def _commit(run: Run, records: Records, name: str, kept: dict[str, Any]) -> None
     best = kept["best"]
     if best is not None and (folder / store.name_of(best["step"])).is_dir():
         store.mark_best(folder, store.name_of(best["step"]), best["metric"], best["value"])
-    store.prune(folder, session.config.keep_checkpoints)
+    store.prune(folder, session.config.keep_checkpoints, newest=name)

@@ -4,13 +4,14 @@ import hashlib
 import json
 import math
 import re
+import stat
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import DataError
-from hvdtrain.training.checkpoint.partfile import Entry
+from hvdtrain.training.checkpoint.partfile import Damaged, Entry, reading
 
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
@@ -49,21 +50,25 @@ def read(folder: Path) -> Manifest:
     """The manifest of a checkpoint's folder.
 
     Raises:
-        DataError: if there is none, or it is not one.
+        DataError: if there is none, or it is of another version.
+        Damaged: if it is not one.
+        Unreadable: if the disk does not give it.
     """
     path = folder / MANIFEST
     try:
-        if path.is_symlink() or not path.is_file():
-            raise DataError(f"{folder} is no whole checkpoint: it has no file {MANIFEST}")
-        if path.stat().st_size > LARGEST_MANIFEST:
-            raise DataError(f"{path} is no manifest: it is larger than any")
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read: {_one_line(error)}") from None
+        with reading(path):
+            status = path.lstat()
+            if not stat.S_ISREG(status.st_mode):
+                raise Damaged(f"{folder} is no whole checkpoint: its {MANIFEST} is no file")
+            if status.st_size > LARGEST_MANIFEST:
+                raise Damaged(f"{path} is no manifest: it is larger than any")
+            text = path.read_text()
+    except UnicodeDecodeError as error:
+        raise Damaged(f"{path} cannot be read: {_one_line(error)}") from None
     try:
         return parse(text)
     except DataError as error:
-        raise DataError(f"{path} {error}") from None
+        raise type(error)(f"{path} {error}") from None
 
 
 def parse(text: str) -> Manifest:
@@ -75,19 +80,19 @@ def parse(text: str) -> Manifest:
     try:
         content = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"is no JSON: {_one_line(error)}") from None
+        raise Damaged(f"is no JSON: {_one_line(error)}") from None
     version = _take(content, "format_version", int, lambda value: value >= 1)
     if version != FORMAT_VERSION:
         raise DataError(f"has format version {version}, and this hvdtrain reads {FORMAT_VERSION}")
     entries = _take(content, "parts", list, bool)
     parts = tuple(_entry(entry) for entry in entries)
     if len({part.name for part in parts}) != len(parts):
-        raise DataError("names a part twice")
+        raise Damaged("names a part twice")
     progress = _take(content, "progress", dict)
     configuration = _take(content, "configuration", dict)
     said = _take(content, "sha256", str, SHA256.fullmatch)
     if _digest({key: content[key] for key in content if key != "sha256"}) != said:
-        raise DataError("is damaged: its SHA-256 is another")
+        raise Damaged("is damaged: its SHA-256 is another")
     return Manifest(parts, progress, configuration)
 
 
@@ -104,10 +109,10 @@ def _take(
 ) -> Any:
     """A value of an object, of the right type and acceptable."""
     if not isinstance(content, Mapping) or name not in content:
-        raise DataError(f"is no manifest: there is no {name!r} where one belongs")
+        raise Damaged(f"is no manifest: there is no {name!r} where one belongs")
     value = content[name]
     if not isinstance(value, kind) or isinstance(value, bool) or not accept(value):
-        raise DataError(f"is no manifest: {name!r} cannot be {str(value)[:60]!r}")
+        raise Damaged(f"is no manifest: {name!r} cannot be {str(value)[:60]!r}")
     return value
 
 

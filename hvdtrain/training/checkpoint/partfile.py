@@ -7,11 +7,13 @@ The format is https://github.com/huggingface/safetensors: the length of a JSON h
 import hashlib
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
+import stat
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -34,6 +36,16 @@ DTYPES = {
     "uint16": "U16",
     "bool": "BOOL",
 }
+PAUSES = (0.2, 1.0, 3.0)  # seconds before each further attempt to read
+Value = TypeVar("Value")
+
+
+class Damaged(DataError):
+    """A file of a checkpoint that has another content than was written."""
+
+
+class Unreadable(DataError):
+    """A file of a checkpoint that the disk does not give: nothing is known of its content."""
 
 
 @dataclass(frozen=True)
@@ -77,31 +89,65 @@ def write(path: Path, tensors: Mapping[str, np.ndarray]) -> Entry:
 def verify(folder: Path, entry: Entry) -> None:
     """Compare a part with what its manifest says.
 
+    The file is read from its disk, as far as the system lets its own copy in memory go.
+
     Raises:
-        DataError: if it is missing, or differs.
+        DataError: if it is missing.
+        Damaged: if it differs.
+        Unreadable: if the disk does not give it.
     """
     path = folder / entry.name
-    try:
-        if path.is_symlink() or not path.is_file():
-            raise DataError(f"{path} is missing" if not path.exists() else f"{path} is no file")
-        if path.stat().st_size != entry.bytes:
-            raise DataError(
-                f"{path} is damaged: it has {path.stat().st_size:,} bytes instead of "
-                f"{entry.bytes:,}"
+    with reading(path):
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode):
+            raise Damaged(f"{path} is no file")
+        if status.st_size != entry.bytes:
+            raise Damaged(
+                f"{path} is damaged: it has {status.st_size:,} bytes instead of {entry.bytes:,}"
             )
         with path.open("rb") as file:
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from None
     if digest != entry.sha256:
-        raise DataError(f"{path} is damaged: its SHA-256 is not that of the manifest")
+        raise Damaged(f"{path} is damaged: its SHA-256 is not that of the manifest")
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn what the system says of a file that is read into an error of one line.
+
+    Raises:
+        DataError: if it is missing.
+        Unreadable: for any other reason.
+    """
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError):
+        raise DataError(f"{path} is missing") from None
+    except OSError as error:
+        raise Unreadable(f"{path} cannot be read: {error.strerror}") from None
+
+
+def patiently(read: Callable[[], Value]) -> Value:
+    """What `read` returns, tried again where the disk does not answer: that often passes.
+
+    Raises:
+        Unreadable: if it does not; otherwise as `read`.
+    """
+    for seconds in PAUSES:
+        try:
+            return read()
+        except Unreadable:
+            time.sleep(seconds)
+    return read()
 
 
 def read(path: Path, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
     """The tensors of a part, or those of `names` that it holds.
 
     Raises:
-        DataError: if it cannot be read.
+        Damaged, Unreadable: if it cannot be read.
     """
     with _open(path) as file:
         held = [name for name in file.keys() if names is None or name in names]  # noqa: SIM118
@@ -112,7 +158,7 @@ def shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor of a part, without reading it.
 
     Raises:
-        DataError: if it cannot be read.
+        Damaged, Unreadable: if it cannot be read.
     """
     with _open(path) as file:
         return {
@@ -129,7 +175,8 @@ def _open(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="np") as file:
             yield file
     except Exception as error:  # of the library, and of NumPy for what was never written
-        raise DataError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+        kind = Unreadable if isinstance(error, OSError) else Damaged
+        raise kind(f"{path} cannot be read: {' '.join(str(error).split())}") from None
 
 
 def _memory(tensor: np.ndarray) -> Any:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -95,32 +96,56 @@ def commit(
         UsageError: if the folder is no longer the owner's; it is left as it is.
     """
     final, temporary = folder / name, _unfinished(folder, name, owner.token if owner else "")
-    replaced = folder / f"{REPLACED}{name}"
     try:
-        parts = tuple(_read_receipt(_receipt(temporary, rank)) for rank in writers)
-        text = Manifest(parts, progress, configuration).to_json()
-        files.write_whole(temporary / MANIFEST, lambda file: file.write(text.encode()))
-        for rank in writers:
-            _receipt(temporary, rank).unlink()
-        _sync_folder(temporary)
+        _complete(temporary, writers, progress, configuration)
         if owner is not None:
             owner.check()
-        shutil.rmtree(replaced, ignore_errors=True)
-        if final.exists():
-            final.rename(replaced)
-        temporary.rename(final)
-        _sync_folder(folder)
-        shutil.rmtree(replaced, ignore_errors=True)
-    except UsageError:
+        _give_name(temporary, final)
+    except (OSError, UsageError, DataError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    except OSError as error:
         if owner is not None:
             owner.check()  # another run may have removed what this one had begun
         restore_replaced(folder)
-        shutil.rmtree(temporary, ignore_errors=True)
         raise _not_written(final, error) from None
     return final
+
+
+def _complete(
+    temporary: Path,
+    writers: Sequence[int],
+    progress: dict[str, Any],
+    configuration: dict[str, Any],
+) -> None:
+    """Read every part back, and bring it to the disk with a manifest in place of the receipts."""
+    parts = tuple(_read_receipt(_receipt(temporary, rank)) for rank in writers)
+    for part in parts:
+        partfile.patiently(partial(partfile.verify, temporary, part))
+    text = Manifest(parts, progress, configuration).to_json()
+    files.write_whole(temporary / MANIFEST, lambda file: file.write(text.encode()))
+    for rank in writers:
+        _receipt(temporary, rank).unlink()
+    _sync_folder(temporary)
+
+
+def _give_name(temporary: Path, final: Path) -> None:
+    """Rename what is complete; a checkpoint of the same step is there until then."""
+    replaced = final.with_name(f"{REPLACED}{final.name}")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if final.exists():
+        final.rename(replaced)
+    temporary.rename(final)
+    _sync_folder(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def discard(folder: Path, name: str, rank: int, token: str) -> None:
+    """Remove what a rank has written of a checkpoint that is given up; no other rank's part."""
+    temporary = _unfinished(folder, name, token)
+    for path in (temporary / manifests.part_name(rank), _receipt(temporary, rank)):
+        with suppress(OSError):
+            path.unlink()
+    with suppress(OSError):  # of the last rank
+        temporary.rmdir()
 
 
 def mark_best(folder: Path, name: str, metric: str, value: float) -> None:
@@ -137,12 +162,20 @@ def mark_best(folder: Path, name: str, metric: str, value: float) -> None:
     )
 
 
-def prune(folder: Path, keep_last: int) -> None:
-    """Remove all but the newest `keep_last` checkpoints and the best one."""
-    kept = {path.name for path in stored(folder)[-keep_last:]}
+def prune(folder: Path, keep_last: int, newest: str | None = None) -> None:
+    """Remove all but the newest `keep_last` checkpoints and the best one.
+
+    Args:
+        newest: has just been read back. Those of later steps are what a run that resumed from an
+            earlier one could not use: they neither count nor go.
+    """
+    before = [
+        path for path in stored(folder) if newest is None or step_of(path.name) <= step_of(newest)
+    ]
+    kept = {path.name for path in before[-keep_last:]}
     if (marked := best(folder)) is not None:
         kept.add(marked.name)
-    for path in stored(folder):
+    for path in before:
         if path.name not in kept:
             # Renamed first: what carries its name is whole.
             removed = path.with_name(f"{REMOVED}{path.name}")
@@ -285,8 +318,9 @@ def _read_receipt(path: Path) -> Entry:
     return Entry(**json.loads(path.read_text()))
 
 
-def _not_written(path: Path, error: OSError) -> DataError:
-    return DataError(f"the checkpoint {path} cannot be written: {error.strerror}")
+def _not_written(path: Path, error: Exception) -> DataError:
+    reason = error.strerror if isinstance(error, OSError) else error
+    return DataError(f"the checkpoint {path} cannot be written: {reason}")
 
 
 def _sync_folder(path: Path) -> None:

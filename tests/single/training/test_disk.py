@@ -1,0 +1,167 @@
+"""A disk that fails for a while: what it did not give is not damaged, what it did not take is
+written again."""
+
+import os
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hvdtrain.errors import DataError
+from hvdtrain.training import checkpoint
+from hvdtrain.training.checkpoint import store
+from tests.conftest import Program
+from tests.single.training.checkpoints import make, save
+from tests.single.training.jobs import begin, events_of, samples_of, small_disk, summary_of
+
+# Fails the first reads of files whose path holds $FAULT_PATH, each process for itself.
+FAULTY_READ = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+static int made = 0;
+ssize_t read(int file, void *target, size_t count) {
+    static ssize_t (*real)(int, void *, size_t) = 0;
+    if (!real) real = (ssize_t (*)(int, void *, size_t))dlsym(RTLD_NEXT, "read");
+    char link[64], path[4096];
+    snprintf(link, sizeof link, "/proc/self/fd/%d", file);
+    ssize_t length = readlink(link, path, sizeof path - 1);
+    const char *part = getenv("FAULT_PATH"), *times = getenv("FAULT_TIMES");
+    if (part && times && length > 0) {
+        path[length] = 0;
+        if (strstr(path, part) && made < atoi(times)) {
+            made++;
+            errno = atoi(getenv("FAULT_ERRNO"));
+            return -1;
+        }
+    }
+    return real(file, target, count);
+}
+"""
+EIO, ESTALE = 5, 116
+
+
+@pytest.fixture(scope="module")
+def faulty_read(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("library")
+    (folder / "read.c").write_text(FAULTY_READ)
+    library = folder / "read.so"
+    options = ("-x", "c++", "-shared", "-fPIC", "-ldl")
+    subprocess.run(["g++", *options, "-o", library, folder / "read.c"], check=True)
+    return library
+
+
+@pytest.mark.parametrize(
+    ("file", "error", "times", "code"),
+    [
+        ("step-00000004/part-0000", ESTALE, 2, 0),
+        ("step-00000004/part-0000", EIO, 1000, 3),
+        pytest.param("step-00000004/manifest", EIO, 1000, 3, marks=pytest.mark.proof),
+    ],
+)
+def test_a_good_checkpoint_that_cannot_be_read_for_a_while_stays_one(
+    hvdtrain: Program,
+    small_set: Path,
+    tmp_path: Path,
+    faulty_read: Path,
+    file: str,
+    error: int,
+    times: int,
+    code: int,
+) -> None:
+    """It was renamed to damaged-..., and the run resumed from an older one."""
+    run = tmp_path / "run"
+    common = ["train", "--model", "cnn", "--data", small_set, "--run", run]
+    common += ["--checkpoint-every", "2 steps"]
+    assert hvdtrain(*common, "--max-steps", 4).returncode == 0
+    names = {path.name for path in (run / "checkpoints").iterdir()}
+    done = hvdtrain(
+        *(*common, "--max-steps", 5, "--resume"),
+        cold=True,
+        LD_PRELOAD=str(faulty_read),
+        FAULT_PATH=file,
+        FAULT_TIMES=str(times),
+        FAULT_ERRNO=str(error),
+    )
+    assert done.returncode == code, done.stderr
+    if code:
+        assert len(done.stderr.splitlines()) == 1
+        assert f"cannot be read: {os.strerror(error)}, 4 times in a row" in done.stderr
+        assert {path.name for path in (run / "checkpoints").iterdir()} == names
+    else:
+        assert "resumed after step 4" in done.stdout
+    assert not list((run / "checkpoints").glob("damaged-*"))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a file system")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_disk_that_is_full_for_a_while_costs_a_checkpoint_and_not_the_run(
+    hvdtrain: Program, small_set: Path, tmp_path: Path, ranks: int
+) -> None:
+    """The alert makes room, as the user who reads it would."""
+    with small_disk(tmp_path / "disk", "32m") as disk:
+        run, filler = disk / "run", disk / "filler"
+        words = ["train", "--model", "cnn", "--data", small_set, "--run", run, "--ranks", ranks]
+        words += ["--epochs", 3, "--checkpoint-every", "3 steps", "--ledger", disk / "ledger.csv"]
+        words += ["--log-every", 1, "--inject", "slow step=1 seconds=0.05 steps=100"]
+        alert = f'[ "$HVDTRAIN_CAUSE" != "checkpoint failed" ] || rm -f {filler}'
+        third = run / "checkpoints" / store.name_of(3)
+        process = begin([*map(str, words), "--on-alert", alert], third.exists)
+        fill(filler)
+        said = process.communicate(timeout=240)[1]
+        assert process.returncode == 0, said
+        assert not filler.exists()
+        faults = [line for line in events_of(run, "fault") if line["cause"] == "checkpoint failed"]
+        assert 1 <= len(faults) <= 2
+        assert "cannot be written: No space left on device; the run cont" in faults[0]["message"]
+        steps = [line["step"] for line in events_of(run, "step")]
+        assert steps == list(range(1, summary_of(run)["steps"] + 1)), "no record is lost"
+        for samples in samples_of(disk / "ledger.csv", 3):
+            assert len(samples) == len(set(samples)) == 601
+        _, path, skipped = checkpoint.load_newest(run / "checkpoints")
+        assert path is not None
+        assert (path.name, skipped) == (store.name_of(summary_of(run)["steps"]), [])
+        assert not list((run / "checkpoints").glob(".*"))
+
+
+def fill(path: Path) -> None:
+    """Take all that is left of a disk."""
+    with path.open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(bytes(2**14)):
+            pass
+
+
+@pytest.mark.parametrize("damage", ["bit", "lost", "short"])
+def test_no_checkpoint_goes_before_the_new_one_was_read_back(tmp_path: Path, damage: str) -> None:
+    """Only the receipts were looked at: the older ones were removed for one that was no good."""
+    save(tmp_path, make(1))
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for rank in range(2):
+        store.write_part(tmp_path, store.name_of(2), rank, {f"model/{rank}": np.arange(9.0)})
+    part = next(tmp_path.glob(f"{store.UNFINISHED}*/part-0001*"))
+    content = part.read_bytes()
+    match damage:
+        case "bit":
+            part.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        case "lost":
+            part.unlink()
+        case "short":
+            part.write_bytes(content[:-1])
+    with pytest.raises(DataError, match=r"step-00000002 cannot be written: .*part-0001"):
+        store.commit(tmp_path, store.name_of(2), range(2), {"step": 2}, {})
+    store.prune(tmp_path, keep_last=1)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_what_a_resumed_run_could_not_use_takes_no_place_of_what_it_can(tmp_path: Path) -> None:
+    for step in (5, 7, 9, 8):
+        save(tmp_path, make(step))
+    store.prune(tmp_path, keep_last=2, newest=store.name_of(8))
+    names = [path.name for path in checkpoint.stored(tmp_path)]
+    assert names == [store.name_of(step) for step in (7, 8, 9)]
