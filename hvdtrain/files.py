@@ -1,5 +1,6 @@
 """Files that a user asks for by name: refused before the work, and written whole or not at all."""
 
+import errno
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -110,6 +111,8 @@ def write_text(
 def write_whole(path: Path, write: Callable[[IO[bytes]], object], mode: int = ANY) -> None:
     """Replace a file so that no reader, and no crash, ever sees half of it.
 
+    On return the file and its name are on the disk.
+
     Raises:
         OSError, or what `write` raises: nothing is left behind then.
     """
@@ -125,3 +128,38 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], object], mode: int = AN
         with suppress(OSError):
             temporary.unlink()
         raise
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Bring the names in a folder to the disk, where its file system can be asked for that.
+
+    Raises:
+        OSError: if the disk fails.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except PermissionError:  # a folder to write to, and not to read
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def make_folders(path: Path, mode: int = 0o777) -> None:
+    """Make a folder, and those that it lies in, and bring their names to the disk.
+
+    Args:
+        mode: of the folder itself, of which the umask takes away what it takes.
+
+    Raises:
+        OSError: if it cannot be made.
+    """
+    if not path.is_dir():
+        make_folders(path.parent)
+        path.mkdir(mode, exist_ok=True)
+        sync_folder(path.parent)

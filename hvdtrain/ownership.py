@@ -117,7 +117,7 @@ def claim(folder: Path, beats: Path, say: Callable[[str], object]) -> Owner:
     seen: tuple[str, int] | None = None
     since = time.monotonic()
     try:
-        beats.mkdir(parents=True, exist_ok=True)
+        files.make_folders(beats)
         while True:
             with alone(folder / LOCK):
                 held, newest = _read(path), _newest(path, beats)

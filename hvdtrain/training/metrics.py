@@ -12,7 +12,14 @@ from typing import IO, Any
 from hvdtrain import configfile
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError, UsageError
-from hvdtrain.files import OWN_FOLDER, plain_name, write_text, write_whole
+from hvdtrain.files import (
+    OWN_FOLDER,
+    make_folders,
+    plain_name,
+    sync_folder,
+    write_text,
+    write_whole,
+)
 
 BUFFER_BYTES = 2**16
 LEDGER_HEADER = "epoch,step,rank,sample\n"
@@ -112,7 +119,7 @@ class AppendOnly:
         self.path = path
         with _writing(path):
             # A job that continues the run executes what its folder says.
-            path.parent.mkdir(OWN_FOLDER, parents=True, exist_ok=True)
+            make_folders(path.parent, OWN_FOLDER)
             path.touch()
             if path.stat().st_size < keep_bytes:
                 raise DataError(f"{path} is shorter than the checkpoint says: it was cut")
@@ -178,7 +185,7 @@ class Records:
             self.board = Board(folder.tensorboard, kept["step"] + 1 if kept else None)
         for each in (folder.heartbeats, folder.checkpoints):
             with _writing(each):
-                each.mkdir(exist_ok=True)
+                make_folders(each)
         configfile.save(config, folder.config)
         if faults := os.environ.get(AFTER_FAULTS):
             held = folder.metrics.read_text()
@@ -255,7 +262,9 @@ def make_folder(config: TrainConfig) -> Path:
         path = Path("runs") / (stem if number == 1 else f"{stem}-{number}")
         try:
             # Two jobs that start in the same second must not share a folder.
-            path.mkdir(OWN_FOLDER, parents=True)
+            make_folders(path.parent)
+            path.mkdir(OWN_FOLDER)
+            sync_folder(path.parent)
         except FileExistsError:
             continue
         except OSError as error:

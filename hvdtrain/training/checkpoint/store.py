@@ -6,7 +6,6 @@ final name is whole.
 """
 
 import json
-import os
 import re
 import secrets
 import shutil
@@ -124,7 +123,7 @@ def _complete(
     files.write_whole(temporary / MANIFEST, lambda file: file.write(text.encode()))
     for rank in writers:
         _receipt(temporary, rank).unlink()
-    _sync_folder(temporary)
+    files.sync_folder(temporary)
 
 
 def _give_name(temporary: Path, final: Path) -> None:
@@ -134,7 +133,7 @@ def _give_name(temporary: Path, final: Path) -> None:
     if final.exists():
         final.rename(replaced)
     temporary.rename(final)
-    _sync_folder(final.parent)
+    files.sync_folder(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -321,11 +320,3 @@ def _read_receipt(path: Path) -> Entry:
 def _not_written(path: Path, error: Exception) -> DataError:
     reason = error.strerror if isinstance(error, OSError) else error
     return DataError(f"the checkpoint {path} cannot be written: {reason}")
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
