@@ -20,10 +20,11 @@ SLOW = ("--inject", "slow step=1 seconds=0.2 steps=100000")
 
 def _submit(cluster: Cluster, data: Path, run: Path, *options: object) -> str:
     """The number of the job that was made."""
-    said = cluster.run(
-        *("hvdtrain", "jobs", "submit", "--model", "cnn", "--data", data, "--run", run),
-        *("--log-every", 1, *options),
-    )
+    with umask(0o002):  # usual where groups share folders
+        said = cluster.run(
+            *("hvdtrain", "jobs", "submit", "--model", "cnn", "--data", data, "--run", run),
+            *("--log-every", 1, *options),
+        )
     found = re.search(r"job (\d+)$", said.strip())
     assert found, said
     return found[1]
@@ -42,8 +43,7 @@ def test_a_run_becomes_a_job_and_is_recognised(
     # It waits for as long as the second command takes, which is longer than it runs.
     site.write_text("options: {begin: now+1hour}\n")
     asked = ("--ranks", 4, "--nodes", 2, "--epochs", 2, "--site", site)
-    with umask(0o002):  # usual where groups share folders
-        number = _submit(cluster, small_set, run, *asked)
+    number = _submit(cluster, small_set, run, *asked)
     again = cluster.run(
         *("hvdtrain", "jobs", "submit", "--model", "cnn", "--data", small_set, "--run", run),
         *("--log-every", 1, *asked),
