@@ -19,18 +19,23 @@ from tests.conftest import program, program_environment, run_program
 
 
 def begin(
-    options: Sequence[str], ready: Callable[[], object], cold: bool = False
+    options: Sequence[str],
+    ready: Callable[[], object],
+    cold: bool = False,
+    launcher: Sequence[str] = (),
 ) -> "subprocess.Popen[str]":
     """Start a job; returns once `ready` is true."""
-    process = start(options, cold)
+    process = start(options, cold, launcher)
     wait_for(process, ready)
     return process
 
 
-def start(options: Sequence[str], cold: bool = False) -> "subprocess.Popen[str]":
+def start(
+    options: Sequence[str], cold: bool = False, launcher: Sequence[str] = ()
+) -> "subprocess.Popen[str]":
     """Start a job."""
     return subprocess.Popen(
-        program(*options, cold=cold),
+        [*launcher, *program(*options, cold=cold)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
