@@ -9,6 +9,7 @@ from pathlib import Path
 from types import FrameType
 
 from hvdtrain.errors import DataError
+from hvdtrain.files import OWN_FOLDER, make_folders
 from hvdtrain.ownership import alone
 
 LOCK = ".submitting.lock"
@@ -23,7 +24,7 @@ def one_at_a_time(folder: Path) -> Iterator[None]:
         DataError: if the folder cannot be written to.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folders(folder, OWN_FOLDER)
         with alone(folder / LOCK, _say):
             yield
     except OSError as error:
