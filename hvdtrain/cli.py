@@ -15,6 +15,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.errors import Interrupted, Preempted, UsageError
 from hvdtrain.jobs.options import JobOptions, SlurmOptions
 from hvdtrain.planner.options import PlanConfig
+from hvdtrain.stop import STOP_SIGNALS
 
 DIR, DEST, RUN = "DIR", "DEST", "RUN"  # words of the help, which completion knows as paths
 RUNS = "run folders, or folders of them"
@@ -37,8 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(run(sys.argv[1:] if arguments is None else arguments))
     except (Interrupted, Preempted) as stopped:
         # All ranks leave with it in good order, after world.stop(); srun terminates those that
-        # are not gone when the first one is.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        # are not gone when the first one is, and schedulers ask more than once.
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
         if launchers.detect(os.environ).rank == 0:
             print(f"hvdtrain: {stopped}", file=sys.stderr, flush=True)
         sys.exit(stopped.exit_code)

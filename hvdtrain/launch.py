@@ -15,15 +15,18 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import IO
+
+from typing_extensions import override
 
 from hvdtrain import memory
 from hvdtrain.activity import last_activity
 from hvdtrain.errors import Interrupted, Preempted, RankError, UsageError
 from hvdtrain.launchers import own_mpirun
+from hvdtrain.stop import StopRequest
 
 # What a rank ends with on purpose, having said why itself. mpirun ends with 1 too where it could
 # not start the ranks, and then says so in a remark that speaks of no process that exited.
@@ -36,14 +39,15 @@ LAUNCHER_WORDS = (
 # Where mpirun keeps its files, in a folder named by its process number alone: it fails where one
 # that was killed left a folder of this number.
 SESSIONS = ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base")  # of Open MPI 5, and 4
-SIGNALS_PASSED_ON = (
-    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
-    *(signal.SIGUSR1, signal.SIGUSR2),
-)
 PR_SET_PDEATHSIG = 1
 VERSION_SECONDS = 20
 SAID = "hvdtrain: "
 SHOW_CURSOR = "\x1b[?25h"
+AT_ONCE = "ended at once; the last checkpoint is as it was"
+BEFORE_TRAINING = "ended before training began"
+# The ranks obey these from their first moments to their last: one of them ends a rank that has not
+# begun, or is done.
+BY_STOP_SIGNAL = r"signal \d+ \((User defined signal \d|Terminated|Hangup)\)"
 
 
 @dataclass(frozen=True)
@@ -60,27 +64,56 @@ def run(ranks: int, arguments: Sequence[str]) -> int:
 
 
 def supervise(
-    ranks: int, arguments: Sequence[str], environment: Mapping[str, str] | None = None
+    ranks: int,
+    arguments: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    stop: "RanksStop | None" = None,
 ) -> Outcome:
     """Run `hvdtrain ARGUMENTS` on `ranks` ranks of this machine.
 
     Args:
         environment: of the ranks, beside this process's own.
+        stop: signals that are watched already; by default they are while the ranks run.
 
     Raises:
         UsageError: if there is no MPI launcher.
+        Interrupted, Preempted: if this process was asked to leave before it started the ranks.
     """
+    with nullcontext(stop) if stop else RanksStop() as stop:
+        return _supervise(ranks, arguments, environment or {}, stop)
+
+
+def _supervise(
+    ranks: int, arguments: Sequence[str], environment: Mapping[str, str], stop: "RanksStop"
+) -> Outcome:
     # -P: no module of the current folder takes the place of one that hvdtrain needs.
     command = [*mpirun(ranks), sys.executable, "-P", "-m", "hvdtrain", *arguments]
     bases = (os.environ.get(name) for name in SESSIONS)
     base = next((path for path in bases if path and Path(path).is_dir()), None)
     with tempfile.TemporaryDirectory("", "hvdtrain-", base, ignore_cleanup_errors=True) as folder:
-        own = dict.fromkeys(SESSIONS, folder) | dict(environment or {})
-        return _run(command, Path(folder) / "activity", own)
+        own = dict.fromkeys(SESSIONS, folder) | dict(environment)
+        stop.raise_if_requested()
+        return _run(command, _Ranks(ranks, Path(folder) / "activity"), own, stop)
 
 
-def _run(command: Sequence[str], activity: Path, environment: Mapping[str, str]) -> Outcome:
-    """Run a launcher whose ranks note in the file `activity` what they do."""
+@dataclass(frozen=True)
+class _Ranks:
+    """How many ranks there are, and the file in which they note what they do."""
+
+    count: int
+    activity: Path
+
+    def have_begun(self) -> bool:
+        """Whether any of them has begun to train."""
+        lines = (last_activity(self.activity, rank) for rank in range(self.count))
+        return any(line.startswith("step ") for line in lines)
+
+
+def _run(
+    command: Sequence[str], ranks: _Ranks, environment: Mapping[str, str], stop: "RanksStop"
+) -> Outcome:
+    """Run a launcher and its ranks to their end."""
+    activity = ranks.activity
     out_of_memory = memory.processes_ended_for_memory()
     process = subprocess.Popen(
         command,
@@ -92,17 +125,17 @@ def _run(command: Sequence[str], activity: Path, environment: Mapping[str, str])
         start_new_session=True,
         preexec_fn=_end_with_parent,
     )
-    interruption = _Interruption(process)
     banners: list[str] = []
     said: list[str] = []
     reader = threading.Thread(target=_stream, args=(process.stderr, banners, said), daemon=True)
     reader.start()
-    with interruption:
-        code = process.wait()
+    stop.watch(process, ranks)
+    code = process.wait()
+    stop.process = None
     reader.join(timeout=5)
     if code and sys.stdout.isatty():
         sys.stdout.write(SHOW_CURSOR)  # a rank that was ended could not take its bar away
-    code, reason = judge(code, banners, interruption.received, activity)
+    code, reason = judge(code, banners, stop, activity)
     if reason:
         if memory.processes_ended_for_memory() > out_of_memory:
             reason += "; meanwhile the kernel ended a process here for lack of memory"
@@ -122,26 +155,25 @@ def _whole_lines(lines: Iterable[str]) -> Iterator[str]:
 
 
 def judge(
-    code: int, banners: Sequence[str], received: Sequence[int], activity: Path | None = None
+    code: int, banners: Sequence[str], stop: "RanksStop", activity: Path | None = None
 ) -> tuple[int, str | None]:
     """The exit code of a job, and the line to print where no rank has said why it ended.
 
     Args:
         code: what mpirun ended with.
         banners: what mpirun said itself.
-        received: the signals that asked this launcher to end, in order.
+        stop: whether this launcher was asked to end, and how it ended the ranks.
         activity: where the ranks noted what they did.
     """
-    by_user = signal.SIGINT in received
+    asked = Interrupted.exit_code if stop.interrupted else Preempted.exit_code
     spoken = code != 1 or any(remark in line for line in banners for remark in REMARKS_ON_A_RANK)
-    if code in SAID_BY_A_RANK and spoken:
+    if code in SAID_BY_A_RANK and spoken and not (stop.ended and code == Interrupted.exit_code):
         # To the ranks a Ctrl-C is a SIGUSR1 as any other.
-        is_stop = by_user and code == Preempted.exit_code
-        return (Interrupted.exit_code if is_stop else code), None
-    if len(received) > 1 and by_user:
-        return Interrupted.exit_code, "ended at once; the last checkpoint is as it was"
-    if received and "User defined signal" in " ".join(banners):
-        return Interrupted.exit_code, "ended before training began"
+        return (asked if stop.requested and code == Preempted.exit_code else code), None
+    if stop.ended:
+        return asked, stop.ended
+    if stop.requested and re.search(BY_STOP_SIGNAL, " ".join(" ".join(banners).split())):
+        return asked, BEFORE_TRAINING
     return RankError.exit_code, explain(code, banners, activity)
 
 
@@ -201,29 +233,56 @@ def explain(code: int, banners: Sequence[str], activity: Path | None = None) -> 
     return f"mpirun ended with {code}: {text or 'it gave no reason'}"
 
 
-class _Interruption:
-    """While open, turns signals into SIGUSR1 for the ranks; a second request to end kills them."""
+class RanksStop(StopRequest):
+    """A request to leave that reaches the ranks, once, however many signals it comes in.
 
-    def __init__(self, process: "subprocess.Popen[str]") -> None:
-        self.process = process
-        self.received: list[int] = []
-        self.previous: dict[int, signal._HANDLER] = {}
+    Attributes:
+        process: mpirun, while it runs.
+        ended: how this launcher ended the ranks itself; empty if it did not.
+    """
 
-    def __enter__(self) -> None:
-        for number in SIGNALS_PASSED_ON:
-            self.previous[number] = signal.signal(number, self.pass_on)
+    def __init__(self) -> None:
+        super().__init__()
+        self.process: subprocess.Popen[str] | None = None
+        self.ranks: _Ranks | None = None
+        self.ended = ""
 
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self.previous.items():
-            signal.signal(number, handler)
+    def watch(self, process: "subprocess.Popen[str]", ranks: _Ranks) -> None:
+        """From now on requests are for these ranks; also one that came while they started."""
+        self.process, self.ranks = process, ranks
+        if self.requested and not self.ended:
+            self.on_request()
 
-    def pass_on(self, number: int, frame: FrameType | None) -> None:
-        again = bool(self.received) and number not in (signal.SIGUSR1, signal.SIGUSR2)
-        self.received.append(number)
-        if again:
-            os.killpg(self.process.pid, signal.SIGINT)
-        else:
+    @override
+    def on_request(self) -> None:
+        if self.process is None or self.ranks is None:
+            if self.interrupted:
+                raise KeyboardInterrupt  # no rank has to be waited for
+            return
+        if self.ranks.have_begun():
             self.process.send_signal(signal.SIGUSR1)
+        else:  # libraries load for longer than some schedulers wait, and nothing can be lost yet
+            self._end(BEFORE_TRAINING)
+
+    @override
+    def on_second_ctrl_c(self) -> None:
+        if self.process is None:
+            raise KeyboardInterrupt
+        self._end(AT_ONCE)
+
+    def _end(self, how: str) -> None:
+        assert self.process is not None
+        self.ended = self.ended or how
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def raise_if_requested(self) -> None:
+        """End the command if it was asked to leave while no rank ran.
+
+        Raises:
+            Interrupted, Preempted: if so.
+        """
+        if self.requested:
+            raise (Interrupted if self.interrupted else Preempted)(BEFORE_TRAINING)
 
 
 def _stream(source: IO[str] | None, banners: list[str], said: list[str]) -> None:
@@ -255,8 +314,8 @@ def _environment() -> dict[str, str]:
 def _end_with_parent() -> None:
     """If this launcher is killed, the kernel ends mpirun, and mpirun its ranks.
 
-    A SIGTERM is for the ranks, which save and leave, and for this launcher, which tells them:
-    Slurm sends it to every process of the job, and mpirun would kill the ranks for it.
+    SIGTERM and SIGHUP are for the ranks, which save and leave, and for this launcher, which tells
+    them: Slurm and systemd send them to every process of the job, and mpirun would kill the ranks.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGINT)
-    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGHUP))

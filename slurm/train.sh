@@ -15,9 +15,14 @@ set -- "$@" --run "$run" --resume auto
 
 # Since Slurm 22.05 srun has to be told again how many CPUs a task has.
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
-# A warning before the program can obey it must not end it.
-srun --mpi="${MPI:-pmix}" --kill-on-bad-exit=1 \
-    bash -c 'trap "" USR1 USR2; exec hvdtrain train "$@"' hvdtrain "$@"
+# A signal before the program can obey it waits until it can. Before coreutils 8.31 no program blocks
+# signals: there a warning that comes so early is lost, but ends nothing.
+if env --block-signal=USR1 true 2>/dev/null; then
+    block=(env --block-signal=HUP,TERM,USR1,USR2)
+else
+    block=(bash -c 'trap "" USR1 USR2; exec "$@"' hvdtrain)
+fi
+srun --mpi="${MPI:-pmix}" --kill-on-bad-exit=1 "${block[@]}" hvdtrain train "$@"
 code=$?
 
 if ((code == 75)); then

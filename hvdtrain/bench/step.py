@@ -29,11 +29,11 @@ from hvdtrain.parallel.actions import COMPUTE
 from hvdtrain.parallel.runtime import HANDED_ON
 from hvdtrain.parallel.stage import DTYPES
 from hvdtrain.parallel.step import Step
+from hvdtrain.stop import StopRequest
 from hvdtrain.training.control import Control, Vitals, Wishes
 from hvdtrain.training.feed import Feed, Feeder, augmentation, requests
 from hvdtrain.training.pytorch import TorchSession, read_later
 from hvdtrain.training.setup import model_components, open_session
-from hvdtrain.training.stop import StopRequest
 
 WARM_UP = 3
 TRAINING_FLOPS = 3  # of a forward: itself, gradients of the input, gradients of the weights

@@ -9,7 +9,8 @@ from hvdtrain import alert, failure, launchers
 from hvdtrain.arguments import part_of
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import Interrupted, Preempted, UsageError
-from hvdtrain.training.stop import StopRequest
+from hvdtrain.launch import RanksStop
+from hvdtrain.stop import StopRequest
 
 
 def train(arguments: Sequence[str], **values: Any) -> int:
@@ -25,12 +26,12 @@ def train(arguments: Sequence[str], **values: Any) -> int:
             "leave it out, and let the scheduler start the job again"
         )
     if started.size == 1 and ((settings.ranks or 1) > 1 or settings.restarts):
-        from hvdtrain.training.precheck import check_before_launch
+        with RanksStop() as ranks_stop:
+            from hvdtrain.training import restarts
+            from hvdtrain.training.precheck import check_before_launch
 
-        check_before_launch(settings)
-        from hvdtrain.training import restarts
-
-        return restarts.run(settings, arguments)
+            check_before_launch(settings)
+            return restarts.run(settings, arguments, ranks_stop)
     # Before the seconds in which torch and MPI start: a signal is remembered from here on.
     with StopRequest() as stop:
         from hvdtrain.training.loop import train as run_training

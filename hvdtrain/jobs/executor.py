@@ -89,10 +89,10 @@ def _task(how: str) -> list[str]:
 def _command(executor: Any, runs: Sequence[str]) -> str:
     """What srun starts, in the script of these runs; several are an array."""
     if len(runs) == 1:
-        return shlex.join([*_task("rank"), *runs])
+        return f"{script.BLOCKED} {shlex.join([*_task('rank'), *runs])}"
     executor.parameters["map_count"] = len(runs)
     executor.parameters["setup"].append(f"runs=({shlex.join(runs)})")
-    return f'{shlex.join(_task("rank"))} "${{runs[SLURM_ARRAY_TASK_ID]}}"'
+    return f'{script.BLOCKED} {shlex.join(_task("rank"))} "${{runs[SLURM_ARRAY_TASK_ID]}}"'
 
 
 def _local_command(runs: Sequence[str]) -> str:

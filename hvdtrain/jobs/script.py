@@ -14,6 +14,12 @@ REQUEUE = (
     "exit $code",
 )
 KEEP_CODE = ("exit $?",)
+# A signal waits until the program can obey it, where coreutils (8.31) can arrange that.
+BLOCK = (
+    "block='env --block-signal=HUP,TERM,USR1,USR2'",
+    "$block true 2>/dev/null || block=",
+)
+BLOCKED = "$block"  # before a command, in the script
 
 
 def parameters(job: JobOptions, site: Site, ranks_per_node: int, name: str) -> dict[str, Any]:
@@ -50,7 +56,7 @@ def parameters(job: JobOptions, site: Site, ranks_per_node: int, name: str) -> d
         "cpus_per_task": job.cpus_per_rank,
         "signal_delay_s": site.warning_seconds,
         # Since Slurm 22.05 srun has to be told again how many CPUs a task has.
-        "setup": [*site.setup, "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK"],
+        "setup": [*site.setup, "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK", *BLOCK],
         "teardown": list(REQUEUE if site.requeue else KEEP_CODE),
         "srun_args": [f"--mpi={site.mpi}", "--kill-on-bad-exit=1"],
         "additional_parameters": options,

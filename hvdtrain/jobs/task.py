@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from hvdtrain import files
 from hvdtrain.errors import DataError, UsageError
+from hvdtrain.stop import STOP_SIGNALS
 
 CONFIGURATION = "config.yaml"
 
@@ -36,9 +37,8 @@ def become(run: str) -> NoReturn:
     Raises:
         DataError, UsageError: as `check`.
     """
-    # A warning before the program can obey it must not end it; ignored outlives exec.
-    for number in (signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
+    # A signal waits until the program can obey it: blocked and pending outlive exec.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     os.execv(sys.executable, _command(run))
 
 
@@ -49,18 +49,20 @@ def one_after_the_other(runs: Sequence[str]) -> int:
         DataError, UsageError: as `check`.
     """
     running: list[subprocess.Popen[bytes]] = []
+    asked: list[int] = []
 
     def pass_on(number: int, frame: object) -> None:
+        asked.append(number)
         for process in running:
             process.send_signal(number)
 
-    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
+    for number in (*STOP_SIGNALS, signal.SIGINT):
         signal.signal(number, pass_on)
     codes = []
     for run in runs:
         running[:] = [subprocess.Popen(_command(run))]
         codes.append(running[0].wait())
-        if codes[-1] in (75, 130):
+        if asked or codes[-1] in (75, 130):
             break
     return max(codes, key=abs)
 

@@ -38,7 +38,7 @@ def end_epoch(run: Run, may_be_best: bool) -> None:
     final["train_loss"] = progress.epoch_loss_sum / counted if counted else None
     if run.evaluation_due:
         final |= _measure(session)
-    progress.final = final
+    progress.final, run.saved_step = final, None
     progress.epoch_loss_sum, progress.epoch_samples = 0.0, 0
     run.count_seconds()
     rate = progress.position / max(progress.train_seconds, 1e-9)

@@ -16,6 +16,7 @@ from hvdtrain.data import order
 from hvdtrain.data.loader import Loader
 from hvdtrain.errors import CheckFailed, Interrupted, Preempted, UsageError
 from hvdtrain.frameworks import REMARKS
+from hvdtrain.stop import StopRequest
 from hvdtrain.training import saving
 from hvdtrain.training.control import Agreed, Vitals, Wishes
 from hvdtrain.training.evaluate import end_epoch
@@ -26,7 +27,6 @@ from hvdtrain.training.rate import learning_rate
 from hvdtrain.training.run import Run, open_run
 from hvdtrain.training.session import Result, Session, Taken
 from hvdtrain.training.steplog import StepLog
-from hvdtrain.training.stop import StopRequest
 from hvdtrain.training.summary import summarise, weights_sha256
 from hvdtrain.world import World
 
@@ -81,13 +81,16 @@ def _train(run: Run) -> dict[str, Any]:
     """Epochs, evaluations and checkpoints to the end of the run."""
     _announce(run)
     # Rank 0 opened the records meanwhile: no rank's first step shall be charged with that.
+    run.activity.step(run.progress.step)  # the launcher sees by it that training has begun
     with run.activity.doing("waiting for all ranks to begin"):
         run.session.world.barrier()
     run.startup_seconds = time.time() - psutil.Process().create_time()
     run.clock = time.perf_counter()
     while not run.complete:
         try:
-            code = None if run.epoch_end_due else _train_epoch(run)
+            code = _asked_to_stop(run)
+            if code is None and not run.epoch_end_due:
+                code = _train_epoch(run)
             if code is None:
                 _check_replicas(run)
         except CheckFailed:  # on all ranks at the same step
@@ -115,6 +118,18 @@ def _train(run: Run) -> dict[str, Any]:
         f"{run.folder.path}"
     )
     return summary
+
+
+def _asked_to_stop(run: Run) -> int | None:
+    """The exit code if any rank was asked to stop, before an epoch begins. Collective.
+
+    Starting up, evaluating and saving may have taken long.
+    """
+    with run.activity.doing("agreeing with all ranks on whether to begin an epoch"):
+        told = run.session.world.gather((run.stop.interrupted, run.stop.preempted))
+    interrupted, preempted = map(any, zip(*told, strict=True))
+    stop = Preempted.exit_code if preempted else None
+    return Interrupted.exit_code if interrupted else stop
 
 
 def _check_replicas(run: Run) -> None:
@@ -305,15 +320,17 @@ def _vitals(run: Run, result: Result, seconds: float, data_seconds: float) -> Vi
 
 
 def _leave(run: Run, code: int) -> None:
-    """Save, and end all ranks at the step they agreed on.
+    """Save what is not saved yet, and end all ranks at the step they agreed on.
 
     Raises:
         Interrupted, Preempted: always.
     """
     step = run.progress.step
     run.record_fault(step, "stop", "asked to stop by a signal")
-    saving.save(run)
+    if run.saved_step != step or not saving.finish(run):
+        saving.save(run)
     run.close(None)
     world.stop()
     kind = Interrupted if code == Interrupted.exit_code else Preempted
-    raise kind(f"stopped after step {step}, state saved; --resume --run {run.folder.path} goes on")
+    where = f"after step {step}, state saved" if step else "before the first step"
+    raise kind(f"stopped {where}; --resume --run {run.folder.path} goes on")

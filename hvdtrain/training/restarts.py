@@ -8,6 +8,7 @@ from pathlib import Path
 from hvdtrain import alert, injection, launch
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import Interrupted, Preempted, RankError
+from hvdtrain.launch import RanksStop
 from hvdtrain.ownership import LAUNCH
 from hvdtrain.parallel.planfile import refit
 from hvdtrain.training.metrics import AFTER_FAULTS, make_folder
@@ -15,10 +16,13 @@ from hvdtrain.training.metrics import AFTER_FAULTS, make_folder
 NO_FAULT = (0, Interrupted.exit_code, Preempted.exit_code)
 
 
-def run(config: TrainConfig, arguments: Sequence[str]) -> int:
+def run(config: TrainConfig, arguments: Sequence[str], stop: RanksStop) -> int:
     """Run `hvdtrain ARGUMENTS`, at most `config.restarts` times again; the last exit code.
 
-    Only a failed rank is a reason to start again: what a user has to mend, or wished, is not.
+    Only a failed rank is a reason to start again: what a user has to fix, or asked for, is not.
+
+    Raises:
+        Interrupted, Preempted: if this process was asked to leave before it started the ranks.
     """
     ranks, messages = config.ranks or 1, list[str]()
     arguments = alert.without_command(arguments)
@@ -32,9 +36,9 @@ def run(config: TrainConfig, arguments: Sequence[str]) -> int:
         if config.on_alert is not None:
             environment[alert.COMMAND] = config.on_alert
         options = _more(config, folder, ranks, bool(messages))
-        ended = launch.supervise(ranks, [*arguments, *options], environment)
+        ended = launch.supervise(ranks, [*arguments, *options], environment, stop)
         messages.append(ended.message)
-        again = ended.code == RankError.exit_code and left > 0
+        again = ended.code == RankError.exit_code and left > 0 and not stop.requested
         if ended.code not in NO_FAULT:
             cause = "rank failed" if ended.code == RankError.exit_code else "job failed"
             told = f"{ended.message}; starting again" if again else ended.message

@@ -14,6 +14,7 @@ from hvdtrain.activity import Activity
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
 from hvdtrain.ownership import Owner, claim
+from hvdtrain.stop import StopRequest
 from hvdtrain.training import metrics
 from hvdtrain.training.checkpoint import store
 from hvdtrain.training.console import Console
@@ -32,7 +33,6 @@ from hvdtrain.training.restore import restore
 from hvdtrain.training.saver import Saver
 from hvdtrain.training.session import Session, Taken
 from hvdtrain.training.stall import stalled
-from hvdtrain.training.stop import StopRequest
 from hvdtrain.world import World
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ class Run:
     clock: float = field(default_factory=time.perf_counter)
     saved_at: float = field(default_factory=time.monotonic)
     first_step: int = 0  # steps done when this process began
+    saved_step: int | None = 0  # after which the state as it is was saved; 0 needs no checkpoint
 
     @property
     def activity(self) -> Activity:
@@ -231,6 +232,7 @@ def _open_owned(
         config.checkpoint_interval(),
         _adapter(session),
         first_step=progress.step,
+        saved_step=progress.step,
     )
 
 

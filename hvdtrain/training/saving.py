@@ -66,7 +66,7 @@ def begin(run: Run) -> None:
             ledgers = session.world.gather_on_first("".join(run.ledger))
     run.ledger.clear()
     run.count_seconds()
-    run.saved_at = time.monotonic()
+    run.saved_at, run.saved_step = time.monotonic(), run.progress.step
     name, commit, error = store.name_of(run.progress.step), None, None
     if run.records is not None:
         run.records.write_ledger(ledgers)
@@ -119,6 +119,7 @@ def _end(run: Run) -> bool:
         run.failed_saves = 0
         return True
     run.failed_saves += 1
+    run.saved_step = None
     if run.failed_saves >= MOST_FAILED:
         raise DataError(
             f"{faults[0]}, {MOST_FAILED} checkpoints in a row: make room or repair the disk, then "

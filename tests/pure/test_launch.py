@@ -1,8 +1,18 @@
+import contextlib
 import signal
 
 import pytest
 
-from hvdtrain.launch import explain, judge, without_launcher_banners
+from hvdtrain.errors import Preempted
+from hvdtrain.launch import (
+    AT_ONCE,
+    BEFORE_TRAINING,
+    RanksStop,
+    explain,
+    judge,
+    supervise,
+    without_launcher_banners,
+)
 
 FRAME = "-" * 74 + "\n"
 KILLED = """\
@@ -55,34 +65,66 @@ ABORT = "MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD"
 
 
 STARTING = ["process rank 0 with PID 1 on node vm exited on", "signal 10 (User defined signal 1)."]
+IMPORTING = ["process rank 0 with PID 1 on node vm exited on", "signal 15 (Terminated)."]
+
+
+def asked(*numbers: signal.Signals, ended: str = "") -> RanksStop:
+    """The launcher's memory after these signals."""
+    with RanksStop() as stop:
+        for number in numbers:
+            with contextlib.suppress(KeyboardInterrupt):  # no rank runs
+                signal.raise_signal(number)
+    stop.ended = ended
+    return stop
 
 
 @pytest.mark.parametrize(
-    ("code", "banners", "received", "expected"),
+    ("code", "banners", "stop", "expected"),
     [
-        (0, [], [], (0, None)),
-        (2, [ABORT], [], (2, None)),
-        (1, [ABORT], [], (1, None)),
-        (1, ["no slots"], [], (4, "mpirun ended with 1: no slots")),
-        (75, [], [signal.SIGUSR1], (75, None)),
-        (75, [], [signal.SIGTERM], (75, None)),
-        (75, [], [signal.SIGINT], (130, None)),
-        (138, STARTING, [signal.SIGINT], (130, "ended before training began")),
-        (138, STARTING, [signal.SIGTERM], (130, "ended before training began")),
-        (143, [], [signal.SIGINT] * 2, (130, "ended at once; the last checkpoint is as it was")),
+        (0, [], asked(), (0, None)),
+        (2, [ABORT], asked(), (2, None)),
+        (1, [ABORT], asked(), (1, None)),
+        (1, ["no slots"], asked(), (4, "mpirun ended with 1: no slots")),
+        (75, [], asked(signal.SIGUSR1), (75, None)),
+        (75, [], asked(signal.SIGTERM), (75, None)),
+        (75, [], asked(signal.SIGTERM, signal.SIGHUP), (75, None)),
+        (75, [], asked(signal.SIGUSR1, signal.SIGTERM), (75, None)),
+        (75, [], asked(signal.SIGINT), (130, None)),
+        (138, STARTING, asked(signal.SIGINT), (130, BEFORE_TRAINING)),
+        (138, STARTING, asked(signal.SIGTERM), (75, BEFORE_TRAINING)),
+        (143, IMPORTING, asked(signal.SIGTERM), (75, BEFORE_TRAINING)),
+        (
+            143,
+            IMPORTING,
+            asked(),
+            (4, "rank 0 on vm was ended by signal 15 (Terminated); the job"),
+        ),
+        (130, [], asked(signal.SIGTERM, ended=BEFORE_TRAINING), (75, BEFORE_TRAINING)),
+        (143, [], asked(signal.SIGINT, ended=AT_ONCE), (130, AT_ONCE)),
         # A rank that could not save says so, whoever asked it to leave.
-        (3, [ABORT], [signal.SIGTERM], (3, None)),
-        (4, [ABORT], [signal.SIGINT], (4, None)),
+        (3, [ABORT], asked(signal.SIGTERM), (3, None)),
+        (4, [ABORT], asked(signal.SIGINT), (4, None)),
     ],
 )
 def test_the_exit_code_is_that_of_the_rank_that_spoke(
-    code: int, banners: list[str], received: list[int], expected: tuple[int, str | None]
+    code: int, banners: list[str], stop: RanksStop, expected: tuple[int, str | None]
 ) -> None:
-    assert judge(code, banners, received) == expected
+    found, reason = judge(code, banners, stop)
+    assert found == expected[0]
+    assert (reason or "").startswith(expected[1] or "")
+    assert bool(reason) == bool(expected[1])
+
+
+def test_a_launcher_that_was_asked_to_leave_starts_no_ranks() -> None:
+    """As between two starts of --restarts, where a SIGTERM ended it without a word."""
+    with RanksStop() as stop:
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(Preempted, match="ended before training began"):
+            supervise(2, ["train", "--model", "none"], stop=stop)
 
 
 def test_75_is_never_said_of_a_rank_that_was_killed_while_it_saved() -> None:
-    code, reason = judge(137, [line.strip() for line in KILLED], [signal.SIGTERM])
+    code, reason = judge(137, [line.strip() for line in KILLED], asked(signal.SIGTERM))
     assert code == 4
     assert reason is not None
     assert "signal 9" in reason

@@ -29,6 +29,7 @@ FLOORS = (
         "files",
         "memory",
         "poll",
+        "stop",
         "config",
         "configfile",
         "ranges",

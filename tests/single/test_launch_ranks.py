@@ -16,9 +16,18 @@ import psutil
 import pytest
 
 from hvdtrain.launch import mpirun
+from hvdtrain.stop import SAME_CTRL_C_SECONDS
 from tests import warm
 from tests.conftest import Program, program, program_environment
-from tests.single.training.jobs import begin, ranks_of, start, summary_of, wait_for
+from tests.single.training.jobs import (
+    begin,
+    clients_of,
+    events_of,
+    ranks_of,
+    start,
+    summary_of,
+    wait_for,
+)
 
 LONG = ("--model", "cnn", "--batch-size", "10", "--epochs", "100000", "--log-every", "1")
 HORUN = ("horovodrun", "--mpi", "--binding-args=--bind-to none --map-by :OVERSUBSCRIBE")
@@ -314,24 +323,93 @@ def test_a_signal_ends_all_ranks_with_their_state_saved(
     wait_for_end(tmp_path)
 
 
-def test_ctrl_c_before_the_first_step_ends_all_ranks_too(small_set: Path, tmp_path: Path) -> None:
-    options = ["train", *LONG, "--ranks", "2", "--data", str(small_set)]
-    process = start([*options, "--run", str(tmp_path / "run")])
-    wait_for(process, lambda: len(ranks_of(process)) == 2)
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 130
-    # The ranks remember the signal from their first moments on, and save after the first step.
+@pytest.mark.parametrize(
+    ("first", "second"), [(signal.SIGTERM, signal.SIGHUP), (signal.SIGUSR1, signal.SIGTERM)]
+)
+def test_the_signals_of_a_scheduler_are_one_request(
+    small_set: Path, tmp_path: Path, first: signal.Signals, second: signal.Signals
+) -> None:
+    """systemd and Slurm send a second one within the grace, and to every process of the job.
+
+    The second one ended all ranks at once, or `--restarts` started them again.
+    """
+    run = tmp_path / "run"
+    options = ["train", *LONG, "--ranks", "2", "--data", str(small_set), "--run", str(run)]
+    process = begin([*options, "--restarts", "1"], lambda: has_steps(run))
+    ranks, clients = ranks_of(process), clients_of(process)
+    mpirun = clients[0].parent()
+    assert mpirun is not None
+    suspend(process, ranks)  # the second one is there before the first one is obeyed
+    process.send_signal(first)
+    wait_for(process, lambda: all(is_pending(rank, signal.SIGUSR1) for rank in ranks))
+    process.send_signal(second)
+    mpirun.send_signal(second)
+    for rank in ranks:
+        rank.send_signal(second)
+    client = psutil.Process(process.pid)
+    launchers = client, warm.fork_of(client)
+    wait_for(process, lambda: not any(is_pending(each, second) for each in launchers))
+    for rank in ranks:
+        rank.resume()
+    _, said = process.communicate(timeout=20)
+    assert process.returncode == 75, said
     assert len(said.splitlines()) == 1, said
-    assert "stopped after step" in said or "ended before training began" in said
+    assert "state saved" in said
     wait_for_end(tmp_path)
 
 
+def suspend(process: "subprocess.Popen[str]", ranks: list[psutil.Process]) -> None:
+    """Return once these ranks of a job have stopped."""
+    for rank in ranks:
+        rank.suspend()
+    wait_for(process, lambda: all(rank.status() == psutil.STATUS_STOPPED for rank in ranks))
+
+
+def is_pending(process: psutil.Process, number: signal.Signals) -> bool:
+    """Whether a process has been sent a signal that it has not taken."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    pending = [int(found, 16) for found in re.findall(r"^S\w*Pnd:\s*(\w+)", status, re.MULTILINE)]
+    return any(mask & 1 << number - 1 for mask in pending)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_a_signal_before_the_first_step_ends_all_ranks_too(
+    small_set: Path, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    """SIGTERM ended with 130, as if nobody had to start the job again."""
+    options = ["train", *LONG, "--ranks", "2", "--data", str(small_set)]
+    process = start([*options, "--run", str(tmp_path / "run")])
+    wait_for(process, lambda: len(ranks_of(process)) == 2)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == code, said
+    assert said == "hvdtrain: ended before training began\n"
+    wait_for_end(tmp_path)
+
+
+def test_a_rank_that_is_asked_to_stop_while_it_is_set_up_stops_all_before_the_first_step(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    """They made a step first, which may take longer than the scheduler waits."""
+    run = tmp_path / "run"
+    options = ["train", "--model", "tests.single.training.models:is_asked_to_stop"]
+    options += ["--data", str(small_set), "--run", str(run), "--max-steps", "3"]
+    launcher = tuple(mpirun(2))
+    done = hvdtrain(*options, launcher=launcher, ASKED_RANKS="1")
+    assert done.returncode == 75, done.stderr
+    assert f"stopped before the first step; --resume --run {run} goes on" in done.stderr
+    assert events_of(run, "checkpoint") == []
+    done = hvdtrain(*options, "--resume", launcher=launcher, ASKED_RANKS="")
+    assert done.returncode == 0, done.stderr
+    assert summary_of(run)["steps"] == 3
+
+
 def test_a_second_ctrl_c_ends_at_once(long_run: "subprocess.Popen[str]", tmp_path: Path) -> None:
-    for rank in ranks_of(long_run):
-        rank.suspend()  # ranks that do not answer the first one
+    ranks = ranks_of(long_run)
+    suspend(long_run, ranks)  # ranks that do not answer the first one
     long_run.send_signal(signal.SIGINT)
-    time.sleep(0.5)
+    wait_for(long_run, lambda: all(is_pending(rank, signal.SIGUSR1) for rank in ranks))
+    time.sleep(SAME_CTRL_C_SECONDS)
     assert long_run.poll() is None
     long_run.send_signal(signal.SIGINT)
     _, said = long_run.communicate(timeout=20)

@@ -140,10 +140,11 @@ def test_what_would_be_submitted_is_shown_as_it_is(
     assert "#SBATCH --constraint='a&b'\n" in script
     assert "\nmodule load mpi\n" in script
     assert re.search(
-        r"^srun .*--mpi=pmix --kill-on-bad-exit=1 .*hvdtrain\.jobs\.task rank",
+        r"^srun .*--mpi=pmix --kill-on-bad-exit=1 .*\$block .*hvdtrain\.jobs\.task rank",
         script,
         re.MULTILINE,
     )
+    assert "block='env --block-signal=HUP,TERM,USR1,USR2'\n" in script
     assert not (tmp_path / "run" / "config.yaml").exists()
     study = tmp_path / "study.yaml"
     study.write_text(f"model: cnn\ndata: {small_set}\nmem: 4G\nsbatch: hold\ntime: 30:00\n")

@@ -1,10 +1,12 @@
 """The scripts of slurm/, submitted as a user does."""
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from hvdtrain import data
+from hvdtrain.stop import STOP_SIGNALS
 from hvdtrain.study.results import plan_name
 from tests.single.training.jobs import samples_of, summary_of
 from tests.slurm.cluster import Cluster, wait_for
@@ -65,6 +67,24 @@ def test_a_job_trains(
     summary = summary_of(run)
     assert (summary["ranks"], summary["steps"]) == (ranks, 5)
     assert plan_name(summary["plan"]) == ("mp" if plan == "hp:2x1" else plan)
+
+
+def test_signals_wait_until_the_program_can_obey_them(cluster: Cluster, tmp_path: Path) -> None:
+    """They were ignored, so a warning that came while Python started was lost."""
+    program, mask = tmp_path / "bin" / "hvdtrain", tmp_path / "mask"
+    program.parent.mkdir()
+    program.write_text(
+        f"#!{sys.executable} -S\nfrom pathlib import Path\n"
+        f"Path({str(mask)!r}).write_text(Path('/proc/self/status').read_text())\n"
+    )
+    program.chmod(0o755)
+    number = cluster.submit(
+        *(_output(tmp_path), "--ntasks-per-node=1", "--cpus-per-task=1", SCRIPTS / "train.sbatch"),
+        PATH=f"{program.parent}:{cluster.environment()['PATH']}",
+    )
+    cluster.wait(number, "COMPLETED")
+    blocked = int(mask.read_text().partition("SigBlk:")[2].split()[0], 16)
+    assert all(blocked & 1 << each - 1 for each in STOP_SIGNALS)
 
 
 def test_an_array_repeats_a_run_with_other_seeds(

@@ -1,6 +1,7 @@
 """Models of a user who got something wrong."""
 
 import os
+import signal
 import sys
 import time
 from functools import partial
@@ -59,6 +60,13 @@ class Raises(Faulty):
 
 def raises(classes: int, image_size: int) -> list[Component]:
     return [Component("all", partial(Raises, image_size, classes))]
+
+
+def is_asked_to_stop(classes: int, image_size: int) -> list[Component]:
+    """As `small`; a scheduler asks the ranks in ASKED_RANKS to leave while it is built."""
+    if os.environ["OMPI_COMM_WORLD_RANK"] in os.environ["ASKED_RANKS"].split(","):
+        os.kill(os.getpid(), signal.SIGTERM)
+    return small(classes, image_size)
 
 
 class Drifts(Faulty):

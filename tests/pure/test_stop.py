@@ -1,0 +1,81 @@
+"""Several signals, and when they come, are one request to leave."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from hvdtrain.stop import SAME_CTRL_C_SECONDS, STOP_SIGNALS, StopRequest
+
+
+@pytest.fixture(autouse=True)
+def _own_signals() -> Iterator[None]:
+    """Give the test process its signals back, whatever a failed test left."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, *STOP_SIGNALS)}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    yield
+    while signal.sigtimedwait(STOP_SIGNALS, 0):
+        pass
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        (signal.SIGTERM, signal.SIGHUP),  # systemd
+        (signal.SIGUSR1, signal.SIGTERM),  # Slurm, at the end of the time
+        (signal.SIGUSR2, signal.SIGTERM, signal.SIGTERM, signal.SIGINT),
+    ],
+)
+def test_signals_of_a_scheduler_are_one_request(numbers: tuple[signal.Signals, ...]) -> None:
+    with StopRequest() as stop:
+        for number in numbers:
+            signal.raise_signal(number)
+        assert (stop.preempted, stop.interrupted) == (True, False)
+
+
+def test_a_ctrl_c_that_a_wrapper_delivers_twice_is_one() -> None:
+    """`timeout -s INT` sends it to the program and to its group."""
+    with StopRequest() as stop:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert stop.interrupted
+        until = time.monotonic() + 10 * SAME_CTRL_C_SECONDS
+        with pytest.raises(KeyboardInterrupt):  # a person, who presses it again and again
+            while time.monotonic() < until:
+                signal.raise_signal(signal.SIGINT)
+
+
+def test_a_signal_that_was_blocked_until_there_is_a_handler_is_not_lost() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    os.kill(os.getpid(), signal.SIGTERM)
+    with StopRequest() as stop:
+        assert stop.preempted
+    assert signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_a_run_under_nohup_outlives_its_terminal() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with StopRequest() as stop:
+        signal.raise_signal(signal.SIGHUP)
+        assert not stop.requested
+
+
+def test_a_thread_of_a_user_watches_no_signals() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    def enter() -> None:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(StopRequest())
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGTERM) is before
