@@ -1,5 +1,6 @@
 """Evaluation: a forward-only schedule over a split, with exact counts at any number of ranks."""
 
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -7,20 +8,68 @@ import numpy as np
 
 from hvdtrain.data import order
 from hvdtrain.data.loader import Loader
-from hvdtrain.training.feed import Feeder, requests
+from hvdtrain.training import saving
+from hvdtrain.training.control import Agreed, Vitals, Wishes
+from hvdtrain.training.feed import Feed, Feeder, requests
 from hvdtrain.training.run import Run
-from hvdtrain.training.session import Session
 
 MEASURED = ("val_loss", "val_accuracy", "test_loss", "test_accuracy")
 
 
-def evaluate(session: Session, split: str, rows: np.ndarray) -> tuple[float, float]:
-    """Mean loss and accuracy over `rows` of a split, each row counted once on one rank."""
+class Stopped(Exception):
+    """The ranks agreed to stop, with the exit code `code`, before an evaluation was over."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+class _Watched:
+    """The batches of an evaluation, up to the one after which all ranks agree to stop.
+
+    Attributes:
+        code: the exit code that they agreed on, or None.
+    """
+
+    def __init__(self, run: Run, batches: Iterable[tuple[Feed, int]]) -> None:
+        self.run, self.batches = run, batches
+        self.code: int | None = None
+
+    def __iter__(self) -> Iterator[tuple[Feed, int]]:
+        control, stop = self.run.control, self.run.stop
+        for batch in self.batches:
+            yield batch
+            written = self.run.saver.written
+            wishes = Wishes(stop.interrupted, stop.preempted, written=written)
+            with self.run.activity.doing("agreeing with all ranks on an evaluation"):
+                agreed = control.post(lambda: 0.0, 0, wishes, Vitals(0.0, 0.0))
+            if agreed is not None:
+                self._take(agreed)
+            if self.code is not None:
+                break
+        for agreed in control.drain():
+            self._take(agreed)
+
+    def _take(self, agreed: Agreed) -> None:
+        saving.follow(self.run, agreed)
+        self.code = self.code or agreed.stop
+
+
+def evaluate(run: Run, split: str, rows: np.ndarray) -> tuple[float, float]:
+    """Mean loss and accuracy over `rows` of a split, each row counted once on one rank.
+
+    Raises:
+        Stopped: on all ranks after the same batch, if any rank was asked to stop.
+    """
+    session = run.session
     slices = order.step_slices(len(rows), session.evaluation_images)
     sizes = [stop - start for start, stop in slices]
     asked = requests(rows, slices, partial(session.own_rows, is_training=False))
     with Loader(Feeder(session.splits[split]), asked) as feeds:
-        own = session.evaluate(zip(feeds, sizes, strict=True))
+        batches = _Watched(run, zip(feeds, sizes, strict=True))
+        own = session.evaluate(batches)
+    if batches.code is not None:
+        raise Stopped(batches.code)
     with session.activity.doing("adding up an evaluation"):
         loss_sum, correct = np.sum(session.world.gather(own), axis=0)
     return float(loss_sum) / len(rows), round(correct) / len(rows)
@@ -31,13 +80,16 @@ def end_epoch(run: Run, may_be_best: bool) -> None:
 
     Args:
         may_be_best: whether a checkpoint of this epoch is saved.
+
+    Raises:
+        Stopped: as `evaluate`; nothing is recorded, so that all of it is repeated on resume.
     """
     session, progress = run.session, run.progress
     counted = progress.epoch_samples  # none where every step was skipped
     final: dict[str, Any] = dict.fromkeys(MEASURED)
     final["train_loss"] = progress.epoch_loss_sum / counted if counted else None
     if run.evaluation_due:
-        final |= _measure(session)
+        final |= _measure(run)
     progress.final, run.saved_step = final, None
     progress.epoch_loss_sum, progress.epoch_samples = 0.0, 0
     run.count_seconds()
@@ -66,11 +118,12 @@ def end_epoch(run: Run, may_be_best: bool) -> None:
         progress.best = {"metric": metric, "value": final[metric], "step": progress.step}
 
 
-def _measure(session: Session) -> dict[str, float]:
+def _measure(run: Run) -> dict[str, float]:
     """Evaluate on the hold-out, if there is one, and on the test split. Collective."""
     found: dict[str, float] = {}
+    session = run.session
     if len(session.held_rows):
-        found["val_loss"], found["val_accuracy"] = evaluate(session, "train", session.held_rows)
+        found["val_loss"], found["val_accuracy"] = evaluate(run, "train", session.held_rows)
     test_rows = np.arange(session.index.splits["test"].count)
-    found["test_loss"], found["test_accuracy"] = evaluate(session, "test", test_rows)
+    found["test_loss"], found["test_accuracy"] = evaluate(run, "test", test_rows)
     return found

@@ -19,7 +19,7 @@ from hvdtrain.frameworks import REMARKS
 from hvdtrain.stop import StopRequest
 from hvdtrain.training import saving
 from hvdtrain.training.control import Agreed, Vitals, Wishes
-from hvdtrain.training.evaluate import end_epoch
+from hvdtrain.training.evaluate import Stopped, end_epoch
 from hvdtrain.training.feed import Feed, Feeder, augmentation, requests
 from hvdtrain.training.health import Stragglers, peers
 from hvdtrain.training.precheck import NO_TENSORFLOW
@@ -100,7 +100,10 @@ def _train(run: Run) -> dict[str, Any]:
         if code is not None:
             _leave(run, code)
         due = saving.is_due_after_epoch(run)
-        end_epoch(run, may_be_best=due)
+        try:
+            end_epoch(run, may_be_best=due)
+        except Stopped as stopped:
+            _leave(run, stopped.code)
         if due:
             saving.begin(run)
     if not saving.finish(run):

@@ -17,6 +17,7 @@ import pytest
 
 from hvdtrain.launch import mpirun
 from hvdtrain.stop import SAME_CTRL_C_SECONDS
+from hvdtrain.training.evaluate import MEASURED
 from tests import warm
 from tests.conftest import Program, program, program_environment
 from tests.single.training.jobs import (
@@ -402,6 +403,45 @@ def test_a_rank_that_is_asked_to_stop_while_it_is_set_up_stops_all_before_the_fi
     done = hvdtrain(*options, "--resume", launcher=launcher, ASKED_RANKS="")
     assert done.returncode == 0, done.stderr
     assert summary_of(run)["steps"] == 3
+
+
+def test_an_evaluation_is_left_when_a_rank_is_asked_to_stop_and_made_again_on_resume(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    """It was made to its end, and then a step, whatever time the scheduler gave."""
+    model = "tests.single.training.models:is_asked_to_stop_in_evaluation"
+    options = ["train", "--model", model, "--data", small_set, "--ranks", 2, "--epochs", 2]
+    options += ["--batch-size", 50, "--holdout", 0.3, "--run"]
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    done = hvdtrain(*options, run, FAULTY_RANKS="1")
+    assert done.returncode == 75, done.stderr
+    assert "stopped after step 9, state saved" in done.stderr  # the last one of the epoch
+    assert events_of(run, "epoch") == []
+    for folder in (run, whole):
+        again = ["--resume"] if folder == run else []
+        done = hvdtrain(*options, folder, *again, FAULTY_RANKS="")
+        assert done.returncode == 0, done.stderr
+    assert summary_of(run)["weights_sha256"] == summary_of(whole)["weights_sha256"]
+    measured = [
+        [{name: line[name] for name in ("epoch", "step", *MEASURED)} for line in lines]
+        for lines in (events_of(run, "epoch"), events_of(whole, "epoch"))
+    ]
+    assert measured[0] == measured[1]
+
+
+def test_a_job_that_has_just_saved_leaves_with_that_checkpoint(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    """A second one, of the step after, took as long again."""
+    run, model = tmp_path / "run", "tests.single.training.models:is_asked_to_stop_in_evaluation"
+    options = ["train", "--model", model, "--data", small_set, "--ranks", 2, "--run", run]
+    done = hvdtrain(*options, "--epochs", 2, FAULTY_RANKS="1")
+    assert done.returncode == 75, done.stderr
+    (before,) = events_of(run, "checkpoint")
+    done = hvdtrain(*options, "--epochs", 2, "--resume", FAULTY_RANKS="1")
+    assert done.returncode == 75, done.stderr
+    (after,) = events_of(run, "checkpoint")
+    assert after == before
 
 
 def test_a_second_ctrl_c_ends_at_once(long_run: "subprocess.Popen[str]", tmp_path: Path) -> None:

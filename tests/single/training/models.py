@@ -69,6 +69,21 @@ def is_asked_to_stop(classes: int, image_size: int) -> list[Component]:
     return small(classes, image_size)
 
 
+class IsAskedToStop(Faulty):
+    """A scheduler asks the ranks in FAULTY_RANKS to leave, in the first evaluation."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        is_evaluated = not self.training and not images.is_meta
+        if is_evaluated and os.environ["OMPI_COMM_WORLD_RANK"] in os.environ["FAULTY_RANKS"]:
+            os.kill(os.getpid(), signal.SIGTERM)
+        logits: Tensor = self.linear(images.flatten(1))
+        return logits
+
+
+def is_asked_to_stop_in_evaluation(classes: int, image_size: int) -> list[Component]:
+    return [Component("all", partial(IsAskedToStop, image_size, classes))]
+
+
 class Drifts(Faulty):
     """Changes its own bias."""
 
