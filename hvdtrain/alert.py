@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 
+from hvdtrain.errors import shortened
+
 SECONDS = 60.0  # that the command may take
 SECONDS_AT_THE_END = 10.0  # that a job which ends waits for it
 
@@ -44,7 +46,8 @@ def send(command: str | None, cause: str, message: str, run: str | None) -> list
     """
     if command is None:
         return []
-    told = {"HVDTRAIN_CAUSE": cause, "HVDTRAIN_MESSAGE": message, "HVDTRAIN_RUN": run or ""}
+    told = {"HVDTRAIN_CAUSE": cause, "HVDTRAIN_RUN": run or ""}
+    told["HVDTRAIN_MESSAGE"] = shortened(message)
     thread = threading.Thread(
         target=_run, args=(command, told), name="hvdtrain-alert", daemon=True
     )

@@ -6,6 +6,7 @@ exception is a fault of hvdtrain or of the machine and keeps its traceback.
 """
 
 EXIT_INTERNAL = 1
+MOST_CHARACTERS = 2000  # of a message that is handed on to another program
 
 
 class HvdtrainError(Exception):
@@ -48,6 +49,11 @@ class Interrupted(HvdtrainError):
     """The user ended the command with Ctrl-C."""
 
     exit_code = 130
+
+
+def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
+    """Return `text`, its end cut off where it has more characters than `most`."""
+    return text if len(text) <= most else f"{text[: most - 4]} ..."
 
 
 def one_line(error: BaseException) -> str:

@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from hvdtrain import memory
 from hvdtrain.activity import last_activity
-from hvdtrain.errors import Interrupted, Preempted, RankError, UsageError
+from hvdtrain.errors import Interrupted, Preempted, RankError, UsageError, shortened
 from hvdtrain.launchers import own_mpirun
 from hvdtrain.stop import StopRequest
 
@@ -140,7 +140,8 @@ def _run(
         if memory.processes_ended_for_memory() > out_of_memory:
             reason += "; meanwhile the kernel ended a process here for lack of memory"
         print(f"hvdtrain: {reason}", file=sys.stderr, flush=True)
-    return Outcome(code, reason or "".join(said[-1:]))
+    # It goes into environments, of which Linux takes no variable above 128 KiB.
+    return Outcome(code, shortened(reason or "".join(said[-1:])))
 
 
 def _whole_lines(lines: Iterable[str]) -> Iterator[str]:

@@ -2,18 +2,25 @@
 
 import secrets
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from hvdtrain import alert, injection, launch
 from hvdtrain.config import TrainConfig
-from hvdtrain.errors import Interrupted, Preempted, RankError
+from hvdtrain.errors import Interrupted, Preempted, RankError, shortened
 from hvdtrain.launch import RanksStop
 from hvdtrain.ownership import LAUNCH
 from hvdtrain.parallel.planfile import refit
 from hvdtrain.training.metrics import AFTER_FAULTS, make_folder
 
 NO_FAULT = (0, Interrupted.exit_code, Preempted.exit_code)
+# Starts in a row that saved no new checkpoint: after the first two the next one waits, for what is
+# wrong may pass, and the last one is not followed by another.
+MOST_FRUITLESS_STARTS = 3
+FIRST_WAIT_SECONDS, WAIT_GROWTH = 5.0, 6.0
+MOST_MESSAGES = 20  # handed on to the next start
+MOST_CHARACTERS_OF_REASON = 200
 
 
 def run(config: TrainConfig, arguments: Sequence[str], stop: RanksStop) -> int:
@@ -30,25 +37,57 @@ def run(config: TrainConfig, arguments: Sequence[str], stop: RanksStop) -> int:
     if folder is None and config.restarts:
         folder = make_folder(config)
     launch_id = secrets.token_hex(8)
+    fruitless, newest = 0, _newest_step(folder)
     for left in range(config.restarts, -1, -1):
         environment = {LAUNCH: f"{launch_id}:{config.restarts - left}"}
-        environment |= {AFTER_FAULTS: "\n".join(messages)} if messages else {}
+        environment |= {AFTER_FAULTS: "\n".join(messages[-MOST_MESSAGES:])} if messages else {}
         if config.on_alert is not None:
             environment[alert.COMMAND] = config.on_alert
         options = _more(config, folder, ranks, bool(messages))
         ended = launch.supervise(ranks, [*arguments, *options], environment, stop)
         messages.append(ended.message)
-        again = ended.code == RankError.exit_code and left > 0 and not stop.requested
+        fruitless = 0 if (step := _newest_step(folder)) > newest else fruitless + 1
+        newest = max(step, newest)
+        may_restart = ended.code == RankError.exit_code and left > 0 and not stop.requested
+        again = may_restart and fruitless < MOST_FRUITLESS_STARTS
         if ended.code not in NO_FAULT:
             cause = "rank failed" if ended.code == RankError.exit_code else "job failed"
             told = f"{ended.message}; starting again" if again else ended.message
             alert.send_and_wait(config.on_alert, cause, told, str(folder or ""))
         if not again:
+            if may_restart:
+                reason = shortened(ended.message, MOST_CHARACTERS_OF_REASON)
+                _say(
+                    f"not started again: {fruitless} starts in a row saved no new checkpoint; "
+                    f"the last one: {reason}"
+                )
             break
         ranks = max(ranks - 1, min(ranks, config.min_ranks or ranks))
-        said = f"starting again on {ranks} rank(s) from the last checkpoint of {folder}"
-        print(f"hvdtrain: {said}; {left - 1} restart(s) left", file=sys.stderr, flush=True)
+        wait = FIRST_WAIT_SECONDS * WAIT_GROWTH ** (fruitless - 1) if fruitless else 0.0
+        when = f" in {wait:.0f} s, as no new checkpoint was saved" if wait else ""
+        said = f"starting again on {ranks} rank(s) from the last checkpoint of {folder}{when}"
+        _say(f"{said}; {left - 1} restart(s) left")
+        _wait(wait, stop)
     return ended.code
+
+
+def _say(line: str) -> None:
+    print(f"hvdtrain: {line}", file=sys.stderr, flush=True)
+
+
+def _wait(seconds: float, stop: RanksStop) -> None:
+    """Let time pass, up to a request to leave."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and not stop.requested:
+        time.sleep(0.05)
+
+
+def _newest_step(folder: Path | None) -> int:
+    """The step of the newest checkpoint of a run; -1 if there is none."""
+    from hvdtrain.training.checkpoint import store  # loads numpy
+
+    found = store.stored(folder / "checkpoints") if folder else []
+    return store.step_of(found[-1].name) if found else -1
 
 
 def _more(config: TrainConfig, folder: Path | None, ranks: int, is_again: bool) -> list[str]:

@@ -69,6 +69,17 @@ def is_asked_to_stop(classes: int, image_size: int) -> list[Component]:
     return small(classes, image_size)
 
 
+class RaisesMuch(Faulty):
+    """Fails with more than an environment can hold."""
+
+    def fail(self) -> None:
+        raise RuntimeError("this rank is at fault " + 10_000 * "and says so at length ")
+
+
+def raises_much(classes: int, image_size: int) -> list[Component]:
+    return [Component("all", partial(RaisesMuch, image_size, classes))]
+
+
 class IsAskedToStop(Faulty):
     """A scheduler asks the ranks in FAULTY_RANKS to leave, in the first evaluation."""
 
