@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -23,7 +24,7 @@ from typing import IO
 from typing_extensions import override
 
 from hvdtrain import memory
-from hvdtrain.activity import last_activity
+from hvdtrain.activity import IN_TRAINING, Watch, last_activity
 from hvdtrain.errors import Interrupted, Preempted, RankError, UsageError, shortened
 from hvdtrain.launchers import own_mpirun
 from hvdtrain.stop import StopRequest
@@ -41,6 +42,8 @@ LAUNCHER_WORDS = (
 SESSIONS = ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base")  # of Open MPI 5, and 4
 PR_SET_PDEATHSIG = 1
 VERSION_SECONDS = 20
+WATCH_SECONDS = 0.5  # between two looks at what the ranks do
+SECONDS_TO_END = 15.0  # that mpirun may take to end ranks that do not answer
 SAID = "hvdtrain: "
 SHOW_CURSOR = "\x1b[?25h"
 AT_ONCE = "ended at once; the last checkpoint is as it was"
@@ -68,23 +71,30 @@ def supervise(
     arguments: Sequence[str],
     environment: Mapping[str, str] | None = None,
     stop: "RanksStop | None" = None,
+    start_limit: float | None = None,
 ) -> Outcome:
     """Run `hvdtrain ARGUMENTS` on `ranks` ranks of this machine.
 
     Args:
         environment: of the ranks, beside this process's own.
         stop: signals that are watched already; by default they are while the ranks run.
+        start_limit: seconds that anything may take a rank before its first step, and what it notes
+            itself after that; None: nobody watches.
 
     Raises:
         UsageError: if there is no MPI launcher.
         Interrupted, Preempted: if this process was asked to leave before it started the ranks.
     """
     with nullcontext(stop) if stop else RanksStop() as stop:
-        return _supervise(ranks, arguments, environment or {}, stop)
+        return _supervise(ranks, arguments, environment or {}, stop, start_limit)
 
 
 def _supervise(
-    ranks: int, arguments: Sequence[str], environment: Mapping[str, str], stop: "RanksStop"
+    ranks: int,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    stop: "RanksStop",
+    start_limit: float | None,
 ) -> Outcome:
     # -P: no module of the current folder takes the place of one that hvdtrain needs.
     command = [*mpirun(ranks), sys.executable, "-P", "-m", "hvdtrain", *arguments]
@@ -93,7 +103,7 @@ def _supervise(
     with tempfile.TemporaryDirectory("", "hvdtrain-", base, ignore_cleanup_errors=True) as folder:
         own = dict.fromkeys(SESSIONS, folder) | dict(environment)
         stop.raise_if_requested()
-        return _run(command, _Ranks(ranks, Path(folder) / "activity"), own, stop)
+        return _run(command, _Ranks(ranks, Path(folder) / "activity", start_limit), own, stop)
 
 
 @dataclass(frozen=True)
@@ -102,11 +112,12 @@ class _Ranks:
 
     count: int
     activity: Path
+    start_limit: float | None  # seconds that anything may take before the first step
 
     def have_begun(self) -> bool:
         """Whether any of them has begun to train."""
         lines = (last_activity(self.activity, rank) for rank in range(self.count))
-        return any(line.startswith("step ") for line in lines)
+        return any(line.startswith(IN_TRAINING) for line in lines)
 
 
 def _run(
@@ -130,18 +141,39 @@ def _run(
     reader = threading.Thread(target=_stream, args=(process.stderr, banners, said), daemon=True)
     reader.start()
     stop.watch(process, ranks)
-    code = process.wait()
+    code, stalled = _wait(process, ranks)
     stop.process = None
     reader.join(timeout=5)
     if code and sys.stdout.isatty():
         sys.stdout.write(SHOW_CURSOR)  # a rank that was ended could not take its bar away
     code, reason = judge(code, banners, stop, activity)
+    if stalled:
+        code, reason = RankError.exit_code, stalled
     if reason:
         if memory.processes_ended_for_memory() > out_of_memory:
             reason += "; meanwhile the kernel ended a process here for lack of memory"
         print(f"hvdtrain: {reason}", file=sys.stderr, flush=True)
     # It goes into environments, of which Linux takes no variable above 128 KiB.
     return Outcome(code, shortened(reason or "".join(said[-1:])))
+
+
+def _wait(process: "subprocess.Popen[str]", ranks: _Ranks) -> tuple[int, str]:
+    """The exit code of mpirun, and why this launcher ended it; empty if it did not."""
+    if ranks.start_limit is None:
+        return process.wait(), ""
+    watch, said = Watch(ranks.activity, ranks.count, ranks.start_limit, WATCH_SECONDS), ""
+    while True:
+        try:
+            return process.wait(timeout=WATCH_SECONDS if not said else SECONDS_TO_END), said
+        except subprocess.TimeoutExpired:
+            if said:
+                os.killpg(process.pid, signal.SIGKILL)
+            elif stalled := watch.stalled():
+                said = (
+                    f"rank {stalled[0]} on {socket.gethostname()} has been stuck for longer than "
+                    f"--stall-timeout allows, in {stalled[1]}; the job was ended with it"
+                )
+                os.killpg(process.pid, signal.SIGINT)
 
 
 def _whole_lines(lines: Iterable[str]) -> Iterator[str]:

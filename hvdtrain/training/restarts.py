@@ -13,6 +13,7 @@ from hvdtrain.launch import RanksStop
 from hvdtrain.ownership import LAUNCH
 from hvdtrain.parallel.planfile import refit
 from hvdtrain.training.metrics import AFTER_FAULTS, make_folder
+from hvdtrain.training.stall import start_patience
 
 NO_FAULT = (0, Interrupted.exit_code, Preempted.exit_code)
 # Starts in a row that saved no new checkpoint: after the first two the next one waits, for what is
@@ -44,7 +45,8 @@ def run(config: TrainConfig, arguments: Sequence[str], stop: RanksStop) -> int:
         if config.on_alert is not None:
             environment[alert.COMMAND] = config.on_alert
         options = _more(config, folder, ranks, bool(messages))
-        ended = launch.supervise(ranks, [*arguments, *options], environment, stop)
+        limit = start_patience(config)
+        ended = launch.supervise(ranks, [*arguments, *options], environment, stop, limit)
         messages.append(ended.message)
         fruitless = 0 if (step := _newest_step(folder)) > newest else fruitless + 1
         newest = max(step, newest)

@@ -12,6 +12,7 @@ from hvdtrain.training.checkpoint import store
 from hvdtrain.training.control import Agreed
 from hvdtrain.training.metrics import Records
 from hvdtrain.training.run import Run
+from hvdtrain.training.stall import SAVE_FACTOR
 
 MOST_FAILED = 3  # checkpoints in a row that the disk may refuse
 
@@ -135,8 +136,9 @@ def _end(run: Run) -> bool:
 
 def _faults(run: Run) -> list[str]:
     """What the disk did not take of the open checkpoint, from whichever rank. Collective."""
-    with run.activity.doing("waiting for all ranks to be done with a checkpoint"):
+    with run.activity.doing("writing its part of a checkpoint", SAVE_FACTOR):
         run.saver.join()
+    with run.activity.doing("waiting for all ranks to be done with a checkpoint"):
         return [fault for fault in run.session.world.gather(run.saver.fault) if fault]
 
 

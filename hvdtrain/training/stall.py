@@ -6,10 +6,18 @@ from hvdtrain import failure, world
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import RankError
 
+# Libraries load, and checkpoints are written and read, from disks that others use too.
+START_FACTOR, SAVE_FACTOR = 5.0, 5.0
+
 
 def patience(config: TrainConfig) -> float:
     """Seconds that an action may take: the first of each kind may compile its components."""
     return config.stall_timeout * (10 if config.compile else 1)
+
+
+def start_patience(config: TrainConfig) -> float:
+    """Seconds that anything may take before the first step; --stage may copy for hours."""
+    return patience(config) * START_FACTOR * (10 if config.stage else 1)
 
 
 def stalled(line: str, silent: str = "", listener: failure.Listener | None = None) -> None:

@@ -2,7 +2,13 @@ import threading
 import time
 from pathlib import Path
 
-from hvdtrain.activity import LINE_BYTES, Activity, last_activity
+from hvdtrain.activity import (
+    AFTER_THE_RANKS_SECONDS,
+    LINE_BYTES,
+    Activity,
+    Watch,
+    last_activity,
+)
 
 
 def test_each_rank_has_a_line_whatever_the_order(tmp_path: Path) -> None:
@@ -58,3 +64,52 @@ def test_neither_short_actions_nor_rest_are_stalls() -> None:
     time.sleep(0.5)
     activity.close()
     assert stalls == []
+
+
+class Looks:
+    """A watch that looks every second, with limits of 10 s in steps and 50 s before the first."""
+
+    def __init__(self, path: Path) -> None:
+        self.now = 0.0
+        self.watch = Watch(path, 2, 50, 1, clock=lambda: self.now)
+
+    def look_for(self, seconds: int) -> tuple[int, str] | None:
+        for _ in range(seconds):
+            self.now += 1
+            if found := self.watch.stalled():
+                return found
+        return None
+
+
+def test_a_rank_that_notes_nothing_for_too_long_is_found_from_outside(tmp_path: Path) -> None:
+    """Also at rest, where its own watchdog does not look: it was there until somebody came."""
+    path = tmp_path / "activity"
+    ranks = [Activity(path, rank, 10, print) for rank in range(2)]
+    looks = Looks(path)
+    for rank in ranks:
+        rank.step(7)
+        rank.note("0F0: forward")
+    assert looks.look_for(8) is None
+    ranks[0].rest()
+    ranks[1].note("1B0: backward", factor=5)
+    assert looks.look_for(10 + int(AFTER_THE_RANKS_SECONDS)) is None
+    assert looks.look_for(3) == (0, "its own work after step 7, 0F0: forward")
+    ranks[0].note("0F1: forward", factor=10)
+    assert looks.look_for(20) is None
+    assert looks.look_for(20) == (1, "step 7, 1B0: backward")
+    for rank in ranks:
+        rank.close()
+
+
+def test_a_rank_that_never_begins_is_found_after_a_longer_time(tmp_path: Path) -> None:
+    looks = Looks(tmp_path / "activity")
+    assert looks.look_for(50 + int(AFTER_THE_RANKS_SECONDS)) is None
+    assert looks.look_for(3) == (1, "its start-up")
+
+
+def test_a_job_that_is_suspended_is_not_stalled(tmp_path: Path) -> None:
+    """The watch is suspended with it: the gap between two of its looks does not count."""
+    looks = Looks(tmp_path / "activity")
+    for _ in range(10):
+        looks.now += 3600
+        assert looks.look_for(1) is None

@@ -69,6 +69,13 @@ def is_asked_to_stop(classes: int, image_size: int) -> list[Component]:
     return small(classes, image_size)
 
 
+def hangs(classes: int, image_size: int) -> list[Component]:
+    """As `small`; the ranks in FAULTY_RANKS never come back."""
+    if os.environ.get("OMPI_COMM_WORLD_RANK", "none") in os.environ["FAULTY_RANKS"].split(","):
+        signal.pause()
+    return small(classes, image_size)
+
+
 class RaisesMuch(Faulty):
     """Fails with more than an environment can hold."""
 
