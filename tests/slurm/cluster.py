@@ -104,8 +104,11 @@ class Cluster:
             found = (self.folder / "spool").glob(f"*/*[._]{number}.*")
             return [str(path) for path in found]
 
+        def completing() -> str:
+            return self.run("sinfo", "--noheader", "--states=completing", "--format=%n")
+
         wait_for(lambda: not left(), 30, lambda: str(left()))
-        time.sleep(3)
+        wait_for(lambda: not completing().strip(), 30, completing)
         self.run("scontrol", "update", f"JobId={number}", "StartTime=now", "TimeLimit=20")
 
     def processes(self, words: str) -> list[psutil.Process]:
