@@ -1,74 +1,92 @@
-"""What the launcher does about starts that lead nowhere, and ranks that hang."""
+"""`train --restarts`: a job that loses ranks and goes on."""
 
-import signal
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from hvdtrain import cli
-from hvdtrain.training import restarts
-from tests import warm
+from hvdtrain.parallel.planfile import refit
+from hvdtrain.training import checkpoint
 from tests.conftest import Program
-from tests.single.training.jobs import begin, events_of, ranks_of, wait_for
+from tests.single.training.jobs import begin, ranks_of, samples_of, saves, summary_of
+
+EPOCHS = 12
 
 
-def test_starts_that_save_nothing_come_to_an_end(
-    small_set: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+@pytest.mark.parametrize(
+    ("plan", "ranks", "expected"),
+    [
+        (None, 3, None),
+        ("dp", 3, "dp"),
+        ("mp", 2, "mp"),
+        ("hp:2x2", 3, "dp"),
+        ("hp:2x3", 4, "hp:2x2"),
+        ("hp:4x2", 6, "hp:3x2"),
+        ("hp:2x2", 1, "single"),
+        ("plan.json", 3, "dp"),
+        ("plan.json", 1, "single"),
+    ],
+)
+def test_a_plan_fits_other_ranks(plan: str | None, ranks: int, expected: str | None) -> None:
+    assert refit(plan, ranks) == expected
+
+
+def test_a_job_that_loses_a_rank_goes_on_with_fewer_until_it_has_the_fewest(
+    small_set: Path, tmp_path: Path
 ) -> None:
-    """All restarts were used up within seconds; a long message of a rank ended the launcher."""
-    monkeypatch.setattr(restarts, "FIRST_WAIT_SECONDS", 0.1)
-    monkeypatch.setattr(sys, "executable", warm.python())
-    monkeypatch.setenv("FAULTY_RANKS", "1")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    told = tmp_path / "told"
-    options = ["--model", "tests.single.training.models:raises_much", "--data", str(small_set)]
-    options += ["--ranks", "2", "--restarts", "9", "--run", str(tmp_path / "run")]
-    code = cli.run(["train", *options, "--on-alert", f"echo $HVDTRAIN_CAUSE >> {told}"])
-    assert code == 4
-    lines = [line for line in capfd.readouterr().err.splitlines() if "hvdtrain: " in line]
-    waits = [line.partition(" in ")[2].partition(",")[0] for line in lines if "again on" in line]
-    assert waits == ["0 s", "1 s"]
-    said = "hvdtrain: not started again: 3 starts in a row saved no new checkpoint; the last one: "
-    assert lines[-1].startswith(f"{said}rank 1 on ")
-    assert "RuntimeError: this rank is at fault" in lines[-1]
-    assert len(lines[-1]) < 400
-    assert told.read_text().splitlines() == ["rank failed"] * 3
+    run, ledger = tmp_path / "run", tmp_path / "ledger.csv"
+    options = ["train", "--model", "cnn", "--data", small_set, "--ranks", 3, "--run", run]
+    options += ["--batch-size", 30, "--epochs", EPOCHS, "--checkpoint-every", "3 steps"]
+    options += ["--ledger", ledger, "--restarts", 2, "--min-ranks", 2]
+    process = begin([str(option) for option in options], lambda: saves(run))
+    dead: list[psutil.Process] = []
+    for size in (3, 2):
+        last, ranks = newest(run), ranks_of(process)
+        while newest(run) <= last or len(ranks) != size or set(ranks) & set(dead):
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.02)
+            ranks = ranks_of(process)
+        dead += ranks
+        ranks[-1].kill()
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert said.count("was ended by signal 9") == 2
+    assert f"starting again on 2 rank(s) from the last checkpoint of {run}" in said
+    assert "; 0 restart(s) left" in said
+    assert summary_of(run)["ranks"] == 2
+    for samples in samples_of(ledger, EPOCHS):
+        assert len(samples) == len(set(samples)) == 601
 
 
-def test_a_rank_that_hangs_before_the_first_step_ends_the_job(
+def newest(run: Path) -> str:
+    return max((path.name for path in checkpoint.stored(run / "checkpoints")), default="")
+
+
+def test_what_the_user_has_to_mend_is_no_reason_to_start_again(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
-    """Nobody watched its set-up: the job hung until its time was up."""
-    options = ["--model", "tests.single.training.models:hangs", "--data", small_set]
-    options += ["--ranks", 2, "--stall-timeout", 1, "--run", tmp_path / "run"]
-    done = hvdtrain("train", *options, FAULTY_RANKS="1", timeout=60)
-    assert done.returncode == 4, done.stderr
-    (line,) = done.stderr.splitlines()
-    assert "has been stuck for longer than --stall-timeout allows, in its start-up" in line
+    model = ("--model", "tests.single.training.models:raises")
+    common = ("train", "--data", small_set, "--ranks", 2, "--run", tmp_path / "run")
+    done = hvdtrain(*common, "--model", "cnn", "--restarts", 3, "--plan", "hp:4x4")
+    assert done.returncode == 2
+    assert "starting again" not in done.stderr
+    done = hvdtrain(*common, *model, "--restarts", 1, FAULTY_RANKS="1")
+    assert done.returncode == 4
+    assert done.stderr.count("starting again") == 1
 
 
-def test_a_job_that_is_suspended_resumes(small_set: Path, tmp_path: Path) -> None:
-    """After SIGSTOP and SIGCONT, as `scontrol suspend` sends them, the ranks called it a stall."""
-    run, limit = tmp_path / "run", 3.0
-    options = ["train", "--model", "cnn", "--data", str(small_set), "--ranks", "2", "--run"]
-    options += [str(run), "--epochs", "100000", "--log-every", "1", "--stall-timeout", str(limit)]
-
-    def steps() -> int:
-        return len(events_of(run, "step")) if (run / "metrics.jsonl").exists() else 0
-
-    process = begin(options, steps)
-    job = [warm.fork_of(psutil.Process(process.pid)), *ranks_of(process)]
-    for each in job:
-        each.suspend()
-    wait_for(process, lambda: all(each.status() == psutil.STATUS_STOPPED for each in job))
-    done = steps()
-    time.sleep(2 * limit)  # the fault itself: for longer than an action may take
-    for each in job:
-        each.resume()
-    wait_for(process, lambda: steps() > done + 2)
-    process.send_signal(signal.SIGTERM)
-    said = process.communicate(timeout=30)[1]
-    assert process.returncode == 75, said
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--ranks", "2", "--min-ranks", "2"), "give --restarts too"),
+        (("--restarts", "-1"), "--restarts must be 0 or more"),
+    ],
+)
+def test_wrong_options_are_one_line(
+    hvdtrain: Program, small_set: Path, options: tuple[str, ...], message: str
+) -> None:
+    done = hvdtrain("train", "--model", "cnn", "--data", small_set, *options)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1

@@ -1,0 +1,74 @@
+"""What the launcher does about starts that lead nowhere, and ranks that hang."""
+
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hvdtrain import cli
+from hvdtrain.training import restarts
+from tests import warm
+from tests.conftest import Program
+from tests.single.training.jobs import begin, events_of, ranks_of, wait_for
+
+
+def test_starts_that_save_nothing_come_to_an_end(
+    small_set: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    """All restarts were used up within seconds; a long message of a rank ended the launcher."""
+    monkeypatch.setattr(restarts, "FIRST_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr(sys, "executable", warm.python())
+    monkeypatch.setenv("FAULTY_RANKS", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    told = tmp_path / "told"
+    options = ["--model", "tests.single.training.models:raises_much", "--data", str(small_set)]
+    options += ["--ranks", "2", "--restarts", "9", "--run", str(tmp_path / "run")]
+    code = cli.run(["train", *options, "--on-alert", f"echo $HVDTRAIN_CAUSE >> {told}"])
+    assert code == 4
+    lines = [line for line in capfd.readouterr().err.splitlines() if "hvdtrain: " in line]
+    waits = [line.partition(" in ")[2].partition(",")[0] for line in lines if "again on" in line]
+    assert waits == ["0 s", "1 s"]
+    said = "hvdtrain: not started again: 3 starts in a row saved no new checkpoint; the last one: "
+    assert lines[-1].startswith(f"{said}rank 1 on ")
+    assert "RuntimeError: this rank is at fault" in lines[-1]
+    assert len(lines[-1]) < 400
+    assert told.read_text().splitlines() == ["rank failed"] * 3
+
+
+def test_a_rank_that_hangs_before_the_first_step_ends_the_job(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    """Nobody watched its set-up: the job hung until its time was up."""
+    options = ["--model", "tests.single.training.models:hangs", "--data", small_set]
+    options += ["--ranks", 2, "--stall-timeout", 1, "--run", tmp_path / "run"]
+    done = hvdtrain("train", *options, FAULTY_RANKS="1", timeout=60)
+    assert done.returncode == 4, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert "has been stuck for longer than --stall-timeout allows, in its start-up" in line
+
+
+def test_a_job_that_is_suspended_resumes(small_set: Path, tmp_path: Path) -> None:
+    """After SIGSTOP and SIGCONT, as `scontrol suspend` sends them, the ranks called it a stall."""
+    run, limit = tmp_path / "run", 3.0
+    options = ["train", "--model", "cnn", "--data", str(small_set), "--ranks", "2", "--run"]
+    options += [str(run), "--epochs", "100000", "--log-every", "1", "--stall-timeout", str(limit)]
+
+    def steps() -> int:
+        return len(events_of(run, "step")) if (run / "metrics.jsonl").exists() else 0
+
+    process = begin(options, steps)
+    job = [warm.fork_of(psutil.Process(process.pid)), *ranks_of(process)]
+    for each in job:
+        each.suspend()
+    wait_for(process, lambda: all(each.status() == psutil.STATUS_STOPPED for each in job))
+    done = steps()
+    time.sleep(2 * limit)  # the fault itself: for longer than an action may take
+    for each in job:
+        each.resume()
+    wait_for(process, lambda: steps() > done + 2)
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=30)[1]
+    assert process.returncode == 75, said
