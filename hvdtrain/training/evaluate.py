@@ -39,8 +39,12 @@ class _Watched:
         control, stop = self.run.control, self.run.stop
         for batch in self.batches:
             yield batch
-            written = self.run.saver.written
-            wishes = Wishes(stop.interrupted, stop.preempted, written=written)
+            saver = self.run.saver
+            wishes = Wishes(
+                *(stop.interrupted, stop.preempted),
+                written=saver.written,
+                failed=saver.failed,
+            )
             with self.run.activity.doing("agreeing with all ranks on an evaluation"):
                 agreed = control.post(lambda: 0.0, 0, wishes, Vitals(0.0, 0.0))
             if agreed is not None:
