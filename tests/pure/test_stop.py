@@ -1,7 +1,6 @@
 """Several signals, and when they come, are one request to leave."""
 
 import contextlib
-import os
 import signal
 import threading
 import time
@@ -55,7 +54,7 @@ def test_a_ctrl_c_that_a_wrapper_delivers_twice_is_one() -> None:
 
 def test_a_signal_that_was_blocked_until_there_is_a_handler_is_not_lost() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    os.kill(os.getpid(), signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)  # to this thread: others block nothing
     with StopRequest() as stop:
         assert stop.preempted
     assert signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ())
