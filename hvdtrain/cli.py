@@ -22,7 +22,7 @@ RUNS = "run folders, or folders of them"
 PLAN_COMMANDS: dict[str, tuple[type, str]] = {
     "show": (PlanConfig, "Show the stages, memory and timeline of a plan."),
     "simulate": (PlanConfig, "Simulate a plan with times measured on this machine."),
-    "check": (PlanConfig, "Compare the gradients under a plan with serial ones."),
+    "check": (PlanConfig, "Compare steps under a plan with serial steps."),
 }
 BENCH_COMMANDS: dict[str, tuple[type, str]] = {
     "step": (StepConfig, "Measure images/s and where the time of a step goes."),

@@ -94,13 +94,14 @@ class StageModel:
 
     def digests(self) -> dict[str, str]:
         """SHA-256 of every parameter and buffer by name: type, shape and bits."""
-        return {name: _digest(tensor) for name, tensor in self.tensors().items()}
+        return {name: digest(tensor) for name, tensor in self.tensors().items()}
 
 
-def _digest(tensor: Tensor) -> str:
-    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-    digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()
+def digest(tensor: Tensor) -> str:
+    """SHA-256 of type, shape and bits."""
+    content = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    content.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return content.hexdigest()
 
 
 class Images:

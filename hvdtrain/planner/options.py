@@ -27,6 +27,11 @@ class PlanConfig:
         metadata=about("fp32, bf16 or fp64", default="fp64 for check, else fp32"),
     )
     optimizer: Literal["sgd", "adam", "adamw"] = field_of_train("optimizer")
+    lr: float = field_of_train("lr")
+    momentum: float = field_of_train("momentum")
+    weight_decay: float = field_of_train("weight_decay")
+    label_smoothing: float = field_of_train("label_smoothing")
+    clip_norm: float | None = field_of_train("clip_norm")
     batch_norm: Literal["local", "sync"] = field_of_train("batch_norm")
     recompute: str | None = field_of_train("recompute")
     image_size: int = field(default=32, metadata=about("height and width of the images"))

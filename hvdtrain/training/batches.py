@@ -9,7 +9,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
 from hvdtrain.errors import UsageError, one_line
-from hvdtrain.models.component import Boundary, Component, build_on_meta
+from hvdtrain.models.component import (
+    IMAGE_CHANNELS,
+    Boundary,
+    Component,
+    boundaries,
+    build_on_meta,
+)
 from hvdtrain.parallel.cut import cut
 from hvdtrain.parallel.plan import Plan
 from hvdtrain.parallel.stage import DTYPES
@@ -39,7 +45,30 @@ def check_batches(
         ScheduleError: as of `prove`.
         UsageError: naming a component, and how many samples it cannot take.
     """
-    sizes = batch_sizes(config, epoch_length)
+    check_sizes(config, plan, components, given, batch_sizes(config, epoch_length))
+
+
+def given_to(
+    components: Sequence[Component], config: TrainConfig, image_size: int, classes: int
+) -> list[Boundary]:
+    """What each component is given, found by handing images through without computing anything.
+
+    Raises:
+        UsageError: if images or classes are not those of the model.
+    """
+    dtype = DTYPES[config.precision]
+    emitted = boundaries(components, image_size, classes=classes, dtype=dtype)
+    return [Boundary((2, IMAGE_CHANNELS, image_size, image_size), dtype), *emitted[:-1]]
+
+
+def check_sizes(
+    config: TrainConfig,
+    plan: Plan,
+    components: Sequence[Component],
+    given: Sequence[Boundary],
+    sizes: Collection[int],
+) -> None:
+    """As `check_batches`, of batches of these sizes."""
     for size in sizes:
         prove(plan, size, config.batch_norm == "sync")
     modules = {

@@ -1,110 +1,198 @@
-"""Does a plan compute the gradients of the serial step? One step of each, side by side."""
+"""Does a plan compute what the serial run computes? Steps of each, side by side.
 
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+Each serial step begins with what the ranks hold then, so that rounding errors do not add up, and
+its optimizer is given the ranks' own gradients: gradients and updates are compared apart.
+"""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hvdtrain.config import TrainConfig
+from hvdtrain.errors import UsageError
 from hvdtrain.models.component import Component
-from hvdtrain.parallel import schedule
 from hvdtrain.parallel.cut import Cut, cut
+from hvdtrain.parallel.part import Part
 from hvdtrain.parallel.plan import Plan
-from hvdtrain.parallel.program import program
-from hvdtrain.parallel.reference import Serial, largest_errors, serial_step
 from hvdtrain.parallel.runtime import Runtime
-from hvdtrain.parallel.stage import Images
+from hvdtrain.parallel.stage import Images, digest
 from hvdtrain.parallel.step import Step
+from hvdtrain.training.batches import check_sizes, given_to
 from hvdtrain.training.build import build_runtime
 from hvdtrain.training.feed import taken
-from hvdtrain.training.layout import gather_tensors
-from hvdtrain.training.parts import build_model
-from hvdtrain.training.setup import make_plan
+from hvdtrain.training.layout import agree_on_weights, gather_tensors
+from hvdtrain.training.optimizer import set_learning_rate
+from hvdtrain.training.parity import Parity
+from hvdtrain.training.programs import program_of
+from hvdtrain.training.randomness import step_seed
+from hvdtrain.training.serialrun import Batch, Done, SerialRun
 from hvdtrain.world import World
 
-# DESIGN's bounds; bf16 keeps 8 bits, and its sums are cut elsewhere under another plan.
-TOLERANCES = {"fp64": 1e-12, "fp32": 1e-4, "bf16": 0.1}
-LOOSER = {("fp64", "resnet50"): 1e-11}
 MEAN, STD = [0.5] * 3, [0.25] * 3
 GRADIENTS_TAG = 2
-
-
-@dataclass(frozen=True)
-class Parity:
-    """How far a step under a plan is from the serial step, by the design's measure.
-
-    Attributes:
-        parameters: the relative error of each parameter's gradient.
-        statistics: the largest relative error of a running statistic.
-        loss: the relative error of the loss.
-        tolerance: what is allowed at this precision.
-    """
-
-    parameters: dict[str, float]
-    statistics: float
-    loss: float
-    tolerance: float
-
-    @property
-    def largest(self) -> float:
-        """The largest error anywhere."""
-        return max(self.statistics, self.loss, *self.parameters.values())
-
-    @property
-    def is_within(self) -> bool:
-        """Whether the plan computes the serial step."""
-        return self.largest <= self.tolerance
-
-    def by_component(self, components: Sequence[str]) -> dict[str, float]:
-        """The largest error in each component; components without parameters are left out."""
-        found: dict[str, float] = defaultdict(float)
-        for name, error in self.parameters.items():
-            owner = next(part for part in components if name.startswith(f"{part}."))
-            found[owner] = max(found[owner], error)
-        return dict(found)
 
 
 def check_plan(
     config: TrainConfig,
     components: Sequence[Component],
+    plan: Plan,
     image_size: int,
     classes: int,
     here: World,
-    plan: Plan | None = None,
     device: torch.device | str = "cpu",
     synchronous: bool = False,
+    sizes: Sequence[int] | None = None,
 ) -> Parity:
-    """One step under a plan, and serially on rank 0 from the same weights and batch. Collective.
+    """Steps under a plan, and serially on rank 0 from the same weights and batches. Collective.
 
     Images are random, from the seed of the configuration.
 
     Args:
-        plan: instead of that of the configuration. synchronous: as in `Exchange`.
+        synchronous: as in `Exchange`.
+        sizes: of the batches; by default a whole one, one of about two thirds (the last one of an
+            epoch, where no epoch is known) if the model can take it, and a whole one.
     """
-    plan = plan or make_plan(config, components, image_size, classes, here.size)
-    images = Images(MEAN, STD, torch.device(device), config.precision)
-    runtime = build_runtime(config, plan, components, images, image_size, here, synchronous)
-    held = gather_tensors(plan, runtime.parts, here)
-    before = {name: tensor.clone() for name, tensor in held.items()}
-    batch = random_batch(config.batch_size, image_size, classes, config.seed)
-    pieces = cut(plan, config.batch_size)
-    step = my_step(plan, pieces, here.rank, *batch)
-    actions = schedule.training_step(plan, pieces)[here.rank]
-    mine = runtime.gradients(program(plan, pieces, actions, here.rank), step)
-    found = _gather(plan, runtime, mine, here)
-    after = gather_tensors(plan, runtime.parts, here)
-    loss = sum(here.gather(0.0 if step.loss_sum is None else float(step.loss_sum)))
-    if runtime.activity is not None:
-        runtime.activity.close()
-    parity = None
-    if here.rank == 0:
-        serial = _serial(config, components, plan, pieces, before, batch, images)
-        parity = _compare(config, serial, found, after, loss / config.batch_size)
-    result: Parity = here.broadcast(parity)
-    return result
+    images, size = Images(MEAN, STD, torch.device(device), config.precision), config.batch_size
+    batches = []
+    for number, count in enumerate(sizes or _sizes(config, components, plan, image_size, classes)):
+        whole = random_batch(count, image_size, classes, config.seed + number)
+        step = my_step(plan, cut(plan, count), here.rank, *whole)
+        own, rate = (step.images, step.labels), config.learning_rate()
+        batches.append(Batch(count, number * size, own, whole, rate))
+    return compare(config, components, plan, batches, images, here, synchronous)
+
+
+def _sizes(
+    config: TrainConfig,
+    components: Sequence[Component],
+    plan: Plan,
+    image_size: int,
+    classes: int,
+) -> tuple[int, ...]:
+    size = config.batch_size
+    tail = -(-2 * size // 3)
+    try:
+        given = given_to(components, config, image_size, classes)
+        check_sizes(config, plan, components, given, [tail])
+    except UsageError:
+        return size, size
+    return size, tail, size
+
+
+def compare(
+    config: TrainConfig,
+    components: Sequence[Component],
+    plan: Plan,
+    batches: Sequence[Batch],
+    images: Images,
+    here: World,
+    synchronous: bool = False,
+) -> Parity:
+    """Steps under a plan on these batches, and serially. Collective.
+
+    All that is built for it is gone when it returns, and no generator has moved.
+    """
+    config = replace(config, trace=None)
+    if config.gradient_limit is not None:  # these steps are judged as others, but none is bad
+        config = replace(config, gradient_limit=sys.float_info.max)
+    image_size = batches[0].own[0].shape[1]
+    with torch.random.fork_rng():
+        ranks = _Ranks(
+            build_runtime(config, plan, components, images, image_size, here, synchronous),
+            *(plan, here, config.seed),
+        )
+        serial = SerialRun(config, components, plan, images) if here.rank == 0 else None
+        try:
+            before = ranks.tensors()
+            for batch in batches:
+                done = ranks.step(batch)
+                if serial is not None:
+                    serial.compare(batch, done, before)
+                before = done.tensors
+        finally:
+            ranks.close()
+    parity: Parity = here.broadcast(serial.parity() if serial is not None else None)
+    return parity
+
+
+class _Ranks:
+    """The runtime under test, and what all replicas hold. All methods are collective."""
+
+    def __init__(self, runtime: Runtime, plan: Plan, here: World, seed: int) -> None:
+        self.runtime, self.plan, self.here, self.seed = runtime, plan, here, seed
+        self.given: dict[str, Tensor] = {}
+        parts = runtime.parts
+        digests = {n: own for part in parts.values() for n, own in part.model.digests().items()}
+        agree_on_weights(plan, parts, digests, here)
+        for part in parts.values():
+            if part.optimizer is not None:
+                part.optimizer.register_step_pre_hook(self._noting(part))
+
+    def _noting(self, part: Part) -> Callable[..., None]:
+        """What keeps the gradients that an optimizer is given."""
+
+        def note(*_: object) -> None:
+            for name, value in part.model.parameters().items():
+                if value.grad is not None:
+                    self.given[name] = value.grad.detach().cpu().clone()
+
+        return note
+
+    def step(self, batch: Batch) -> Done:
+        """One training step; what it did, on rank 0."""
+        self.given.clear()
+        for part in self.runtime.parts.values():
+            if part.optimizer is not None:
+                set_learning_rate(part.optimizer, batch.rate)
+        torch.manual_seed(step_seed(self.seed, batch.position, self.here.rank))
+        program = program_of(self.plan, batch.size, self.here.rank, True)
+        step = self.runtime.train(program, Step(*batch.own))
+        losses = self.here.gather(0.0 if step.loss_sum is None else float(step.loss_sum))
+        return Done(sum(losses) / batch.size, self._gradients(), self.tensors())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Copies of all parameters and buffers, on rank 0; NaN where replicas differ by a bit."""
+        parts = self.runtime.parts
+        own = {n: value for part in parts.values() for n, value in part.model.tensors().items()}
+        differing = self._differing(own)
+        found = gather_tensors(self.plan, parts, self.here)
+        return _marked({name: value.clone() for name, value in found.items()}, differing)
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """What all optimizers were given, on rank 0; NaN where replicas differ by a bit."""
+        differing, found = self._differing(self.given), dict(self.given)
+        firsts = {stage.ranks[0] for stage in self.plan.stages} - {0}
+        if self.here.rank in firsts and self.here.communicator is not None:
+            self.here.communicator.send(self.given, 0, GRADIENTS_TAG)
+        for rank in sorted(firsts) if self.here.rank == 0 else ():
+            found = self.here.receive(rank, GRADIENTS_TAG) | found
+        return _marked(found, differing)
+
+    def _differing(self, own: Mapping[str, Tensor]) -> set[str]:
+        """Names of what the replicas of a stage do not hold alike, or not all of them hold."""
+        told = self.here.gather({name: digest(value) for name, value in own.items()})
+        found: set[str] = set()
+        for stage in self.plan.stages:
+            prefixes = tuple(f"{name}." for name in stage.components)
+            names = {name for r in stage.ranks for name in told[r] if name.startswith(prefixes)}
+            found |= {n for n in names if len({told[rank].get(n) for rank in stage.ranks}) > 1}
+        return found
+
+    def close(self) -> None:
+        """Stop watching."""
+        if self.runtime.activity is not None:
+            self.runtime.activity.close()
+
+
+def _marked(tensors: Mapping[str, Tensor], names: set[str]) -> dict[str, Tensor]:
+    return {
+        name: torch.full(value.shape, float("nan")) if name in names else value
+        for name, value in tensors.items()
+    }
 
 
 def random_batch(
@@ -120,68 +208,3 @@ def my_step(plan: Plan, pieces: Cut, rank: int, images: np.ndarray, labels: np.n
     """This rank's part of a whole batch."""
     first, last = pieces.parts[0], pieces.parts[plan.last]
     return Step(taken(images, first.get(rank, ())), taken(labels, last.get(rank, ())))
-
-
-def _serial(
-    config: TrainConfig,
-    components: Sequence[Component],
-    plan: Plan,
-    pieces: Cut,
-    weights: dict[str, Tensor],
-    batch: tuple[np.ndarray, np.ndarray],
-    images: Images,
-) -> Serial:
-    model = build_model(components, config, images.device)
-    with torch.no_grad():
-        for name, tensor in model.tensors().items():
-            tensor.copy_(weights[name])
-    return serial_step(
-        model.components,
-        *(plan, pieces, images(batch[0]), torch.from_numpy(batch[1]).to(images.device)),
-        batch_norm=config.batch_norm,
-        bf16=config.precision == "bf16",
-        label_smoothing=config.label_smoothing,
-    )
-
-
-def _compare(
-    config: TrainConfig,
-    serial: Serial,
-    found: dict[str, Tensor],
-    after: dict[str, Tensor],
-    loss: float,
-) -> Parity:
-    statistics = largest_errors(
-        {name: after[name] for name in serial.statistics},
-        {name: value.cpu() for name, value in serial.statistics.items()},
-    )
-    return Parity(
-        largest_errors(found, {name: value.cpu() for name, value in serial.gradients.items()}),
-        max(statistics.values(), default=0.0),
-        _relative(loss, serial.loss),
-        LOOSER.get((config.precision, config.model), TOLERANCES[config.precision]),
-    )
-
-
-def _relative(found: float, reference: float) -> float:
-    error = abs(found - reference) / max(abs(reference), 1e-30)
-    return error if error == error else float("inf")  # not a number is no match
-
-
-def _gather(
-    plan: Plan, runtime: Runtime, mine: dict[str, Tensor], here: World
-) -> dict[str, Tensor]:
-    """All gradients on rank 0; not a number where replicas differ, be it by a bit."""
-    found: dict[str, Tensor] = {}
-    own = {name: value.cpu() for name, value in mine.items()}
-    if here.communicator is not None and here.rank != 0:
-        here.communicator.send(own, 0, GRADIENTS_TAG)
-        return found
-    for rank in range(here.size):
-        theirs = own
-        if rank != 0 and here.communicator is not None:
-            theirs = here.receive(rank, GRADIENTS_TAG)
-        for name, value in theirs.items():
-            if not torch.equal(found.setdefault(name, value), value):
-                found[name] = torch.full_like(value, float("nan"))  # replicas must be equal
-    return found

@@ -27,8 +27,9 @@ from hvdtrain.planner.overview import Overview, overview
 from hvdtrain.planner.predict import StrategyTable
 from hvdtrain.planner.profile import Table, measured_costs, profile_parts
 from hvdtrain.training import predictions
+from hvdtrain.training.parity import Parity
 from hvdtrain.training.parts import build_parts_alone, probe_forms, recomputed_components
-from hvdtrain.training.plancheck import MEAN, STD, Parity, check_plan
+from hvdtrain.training.plancheck import MEAN, STD, check_plan
 from hvdtrain.training.predictions import Explained
 from hvdtrain.training.setup import make_plan
 
@@ -125,7 +126,7 @@ def _measure(
 
 
 def check(config: PlanConfig) -> Parity:
-    """One step under the plan and one serial step, from the same weights and batch. Collective.
+    """Steps under the plan and serial steps, from the same weights and batches. Collective.
 
     Raises:
         UsageError: for whatever a user can get wrong.
@@ -142,7 +143,8 @@ def check(config: PlanConfig) -> Parity:
         )
     torch.set_num_threads(here.threads)
     components = _components(config, training)
-    parity = check_plan(training, components, config.image_size, config.classes, here)
+    plan = make_plan(training, components, config.image_size, config.classes, here.size)
+    parity = check_plan(training, components, plan, config.image_size, config.classes, here)
     world.stop()
     return parity
 
@@ -154,6 +156,7 @@ def parity_as_json(parity: Parity, components: Sequence[str]) -> dict[str, Any]:
         "tolerance": parity.tolerance,
         "largest": parity.largest,
         "components": parity.by_component(components),
+        "updates": parity.update,
         "statistics": parity.statistics,
         "loss": parity.loss,
     }
@@ -165,10 +168,12 @@ def parity_as_text(parity: Parity, components: Sequence[str]) -> str:
     width = max(len(name) for name in (*errors, "running statistics"))
     lines = [f"{'component':<{width}}  largest relative error of a gradient"]
     lines += [f"{name:<{width}}  {error:.2e}" for name, error in errors.items()]
+    lines += [f"{'updates':<{width}}  {parity.update:.2e}"]
     lines += [f"{'running statistics':<{width}}  {parity.statistics:.2e}"]
     lines += [f"{'loss':<{width}}  {parity.loss:.2e}"]
     verdict = "within" if parity.is_within else "NOT within"
-    lines.append(f"{verdict} the tolerance of {parity.tolerance:g}")
+    lines.append(f"{verdict} the tolerance of {parity.tolerance:g}, in {parity.steps} steps")
+    lines += [parity.fault] if parity.fault else []
     return "\n".join(lines)
 
 

@@ -11,22 +11,15 @@ from hvdtrain.data import order
 from hvdtrain.data.shards import Index, read_index
 from hvdtrain.errors import UsageError
 from hvdtrain.files import check_target
-from hvdtrain.models.component import (
-    IMAGE_CHANNELS,
-    Boundary,
-    Component,
-    boundaries,
-    parameter_count,
-    tensor_shapes,
-)
+from hvdtrain.models.component import Boundary, Component, parameter_count, tensor_shapes
 from hvdtrain.models.costs import component_costs
 from hvdtrain.parallel import plan as plans
 from hvdtrain.parallel import planfile
 from hvdtrain.parallel.plan import Plan
-from hvdtrain.parallel.stage import DTYPES, Images
+from hvdtrain.parallel.stage import Images
 from hvdtrain.ranges import CHOSEN_PLANS
 from hvdtrain.training import tensors
-from hvdtrain.training.batches import check_batches
+from hvdtrain.training.batches import check_batches, given_to
 from hvdtrain.training.build import build_runtime
 from hvdtrain.training.feed import open_splits
 from hvdtrain.training.parts import check_compiler, what_forbids_halves
@@ -207,10 +200,7 @@ def check_components(
     Raises:
         UsageError: if images or classes of the data set are not those of the model.
     """
-    dtype = DTYPES[config.precision]
-    size = index.image_shape[0]
-    emitted = boundaries(components, size, classes=index.classes, dtype=dtype)
-    return [Boundary((2, IMAGE_CHANNELS, size, size), dtype), *emitted[:-1]]
+    return given_to(components, config, index.image_shape[0], index.classes)
 
 
 def choose_device(config: TrainConfig, here: World) -> torch.device:

@@ -1,6 +1,6 @@
 """Negative controls: what a wrong runtime would compute is seen by the measure."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -9,13 +9,16 @@ import torch
 from torch import Tensor
 
 from hvdtrain.config import TrainConfig
-from hvdtrain.parallel.actions import Action
+from hvdtrain.data import order
+from hvdtrain.parallel.cut import cut
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.plan import Plan
-from hvdtrain.parallel.program import Program, program
+from hvdtrain.parallel.program import Program
 from hvdtrain.parallel.reduce import ReplicatedGradients
 from hvdtrain.training import parts, plancheck
-from hvdtrain.training.plancheck import Parity, check_plan
+from hvdtrain.training.parity import Parity
+from hvdtrain.training.plancheck import check_plan
+from hvdtrain.training.programs import program_of
 from hvdtrain.world import World
 from tests.mpi.common import CLASSES, components_of, names
 from tests.mpi.plans import PLANS
@@ -24,11 +27,11 @@ SIZE = 16
 SEEN = 1e-3  # no rounding error is that large in fp64
 
 
-def check(here: World, plan: str) -> Parity:
-    components = components_of("cnn", SIZE)
-    config = TrainConfig(model="cnn", data="", precision="fp64", batch_size=13)
+def check(here: World, plan: str, model: str = "cnn", batch_size: int = 13) -> Parity:
+    components = components_of(model, SIZE)
+    config = TrainConfig(model=model, data="", precision="fp64", batch_size=batch_size)
     made = PLANS[here.size][plan](names(components))
-    return check_plan(config, components, SIZE, CLASSES, here, made)
+    return check_plan(config, components, made, SIZE, CLASSES, here)
 
 
 def replicas_that(change: Callable[[Tensor, str], Any] | None, operation: str) -> Any:
@@ -70,16 +73,14 @@ def test_a_wrong_reduction(
 
 
 def test_a_microbatch_that_is_left_out(here: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    def without_first_backward(
-        plan: Plan, pieces: Any, actions: Sequence[Action], rank: int
-    ) -> Program:
-        made = program(plan, pieces, actions, rank)
+    def without_first_backward(plan: Plan, size: int, rank: int, is_training: bool) -> Program:
+        made = program_of(plan, size, rank, is_training)
         if rank != here.size - 1:
             return made
         dropped = next(task for task in made.tasks if task.action.kind == "B")
         return replace(made, tasks=tuple(task for task in made.tasks if task is not dropped))
 
-    monkeypatch.setattr(plancheck, "program", without_first_backward)
+    monkeypatch.setattr(plancheck, "program_of", without_first_backward)
     assert check(here, "dp" if here.size > 1 else "single").largest > SEEN
 
 
@@ -129,3 +130,62 @@ def test_samples_that_are_swapped_on_their_way(
 
     monkeypatch.setattr(Exchange, "send", flipped)
     assert check(here, "mp").largest > SEEN
+
+
+@pytest.fixture
+def other_cuts() -> Iterator[None]:
+    """Cuts of this test alone."""
+    for made in (cut, program_of):
+        made.cache_clear()
+    yield
+    for made in (cut, program_of):
+        made.cache_clear()
+
+
+@pytest.mark.usefixtures("other_cuts")
+def test_a_sample_that_the_cut_leaves_out(here: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = order.share_rows
+
+    def without_the_last(start: int, stop: int, *others: Any) -> list[order.Range]:
+        found = whole(start, stop, *others)
+        return [(first, min(last, stop - 1)) for first, last in found]
+
+    monkeypatch.setattr(order, "share_rows", without_the_last)
+    assert check(here, next(iter(PLANS[here.size]))).largest > SEEN
+
+
+@pytest.mark.parametrize("kept", ["running_mean", "num_batches_tracked"])
+def test_a_replica_that_keeps_its_own_running_statistics(
+    here: World, monkeypatch: pytest.MonkeyPatch, kept: str
+) -> None:
+    # A replica's are never those that a checkpoint holds: only the first one's are.
+    if here.size == 1:
+        return  # it is the first
+    whole = ReplicatedGradients.finish
+
+    def selfish(self: ReplicatedGradients) -> Any:
+        found = whole(self)
+        for value in self.statistics if here.rank == here.size - 1 else ():
+            if value.is_floating_point() == (kept == "running_mean"):
+                value += 1
+        return found
+
+    monkeypatch.setattr(ReplicatedGradients, "finish", selfish)
+    parity = check(here, "dp", "resnet", 26)
+    assert parity.statistics > SEEN
+    assert "the buffer " in parity.fault
+
+
+def test_a_replica_that_makes_another_update(here: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    if here.size == 1:
+        return  # it is the first
+    whole = parts.make_optimizer
+
+    def slower(config: TrainConfig, *others: Any) -> torch.optim.Optimizer:
+        wrong = replace(config, weight_decay=0.1)
+        return whole(wrong if here.rank == here.size - 1 else config, *others)
+
+    monkeypatch.setattr(parts, "make_optimizer", slower)
+    parity = check(here, "dp")
+    assert parity.update > SEEN
+    assert "the update of " in parity.fault or "the gradient of " in parity.fault

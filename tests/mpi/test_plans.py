@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from hvdtrain.config import Precision, TrainConfig
-from hvdtrain.training.plancheck import Parity, check_plan
+from hvdtrain.training.parity import Parity
+from hvdtrain.training.plancheck import check_plan
 from hvdtrain.world import World
 from tests.mpi.common import CLASSES, components_of, names
 from tests.mpi.plans import PLANS
@@ -38,7 +39,7 @@ def parity_of(here: World, plan: str, model: str, **settings: Any) -> Parity:
     made = replace(made, microbatches=microbatches or made.microbatches)
     options: dict[str, Any] = {"precision": "fp64", "batch_size": 13, "seed": 3} | settings
     config = TrainConfig(model=model, data="", **options)
-    return check_plan(config, components, size, CLASSES, here, made, synchronous=synchronous)
+    return check_plan(config, components, made, size, CLASSES, here, synchronous=synchronous)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

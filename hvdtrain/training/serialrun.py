@@ -1,0 +1,151 @@
+"""The serial side of a comparison: the reference's steps, and an optimizer of torch's own."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.config import TrainConfig
+from hvdtrain.models.component import Component
+from hvdtrain.parallel.plan import Plan
+from hvdtrain.parallel.reference import Reference, Rules, difference, largest_errors
+from hvdtrain.parallel.stage import Images, StageModel
+from hvdtrain.training.optimizer import set_learning_rate
+from hvdtrain.training.parity import Parity, tolerances
+from hvdtrain.training.parts import build_model
+from hvdtrain.training.randomness import step_seed
+
+ROUNDINGS = 4  # of a weight, in an update
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A global batch: one rank's part of it, and on rank 0 the whole.
+
+    Attributes:
+        position: of its first sample in training.
+        own: uint8 [n, H, W, C] and int64 [m], as of a `Step`.
+        whole: uint8 [size, H, W, C] and int64 [size], on rank 0.
+        rate: the learning rate.
+    """
+
+    size: int
+    position: int
+    own: tuple[np.ndarray, np.ndarray]
+    whole: tuple[np.ndarray, np.ndarray] | None
+    rate: float
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a step of all ranks did.
+
+    Attributes:
+        loss: the mean over the samples.
+        gradients: as optimizers were given them, by name. tensors: parameters and buffers now.
+    """
+
+    loss: float
+    gradients: dict[str, Tensor]
+    tensors: dict[str, Tensor]
+
+
+class SerialRun:
+    """Rank 0's serial steps, and the largest errors so far."""
+
+    def __init__(
+        self, config: TrainConfig, components: Sequence[Component], plan: Plan, images: Images
+    ) -> None:
+        by_name = {part.name: part for part in components}
+
+        def build(names: Sequence[str]) -> StageModel:
+            return build_model([by_name[name] for name in names], config, images.device)
+
+        rules = Rules(
+            config.batch_norm == "sync",
+            config.precision == "bf16",
+            config.label_smoothing,
+            config.clip_norm,
+        )
+        self.config, self.images = config, images
+        self.reference = Reference(plan, build, rules)
+        self.optimizer = plain_optimizer(config, self.reference.parameters)
+        self.gradients: dict[str, float] = {}
+        self.updates: dict[str, float] = {}
+        self.buffers: dict[str, float] = {}
+        self.loss, self.steps = 0.0, 0
+
+    def compare(self, batch: Batch, done: Done, before: Mapping[str, Tensor]) -> None:
+        """Make the same step from what the ranks held before it."""
+        assert batch.whole is not None
+        images, labels = batch.whole
+        self.reference.put(before)
+        torch.manual_seed(step_seed(self.config.seed, batch.position, 0))
+        serial = self.reference.step(
+            self.images(images), torch.from_numpy(labels).to(self.images.device)
+        )
+        self.steps += 1
+        self.loss = max(self.loss, _relative(done.loss, serial.loss))
+        # An optimizer that was not called shows in the update.
+        given = {name: done.gradients.get(name, own) for name, own in serial.gradients.items()}
+        _keep(self.gradients, largest_errors(given, serial.gradients))
+        for name, value in serial.buffers.items():
+            _keep(self.buffers, largest_errors(done.tensors, {name: value}))
+        _keep(self.updates, self._update_errors(batch.rate, given, done.tensors, before))
+
+    def _update_errors(
+        self,
+        rate: float,
+        gradients: Mapping[str, Tensor],
+        after: Mapping[str, Tensor],
+        before: Mapping[str, Tensor],
+    ) -> dict[str, float]:
+        """How far the ranks' weights are from what these gradients make of those before."""
+        set_learning_rate(self.optimizer, rate)
+        parameters = self.reference.parameters
+        for name, parameter in parameters.items():
+            parameter.grad = gradients[name].to(parameter)
+        self.optimizer.step()
+        expected, found = {}, {}
+        for name, parameter in parameters.items():
+            parameter.grad = None
+            expected[name] = difference(parameter.detach(), before[name])
+            off = difference(after[name], parameter.detach())
+            rounding = ROUNDINGS * torch.finfo(parameter.dtype).eps * before[name].abs()
+            found[name] = expected[name] + off.sign() * (off.abs() - rounding).clamp(min=0)
+        return largest_errors(found, expected)
+
+    def parity(self) -> Parity:
+        """What was found."""
+        return Parity(
+            *(self.gradients, self.updates, self.buffers, self.loss),
+            *tolerances(self.config),
+            self.steps,
+        )
+
+
+def plain_optimizer(
+    config: TrainConfig, parameters: Mapping[str, nn.Parameter]
+) -> torch.optim.Optimizer:
+    """The optimizer of a run as torch's own loop over tensors."""
+    groups = [
+        {"params": [value], "weight_decay": config.weight_decay} for value in parameters.values()
+    ]
+    lr = config.learning_rate()
+    if config.optimizer == "sgd":
+        nesterov = config.momentum > 0
+        return torch.optim.SGD(groups, lr, config.momentum, nesterov=nesterov, foreach=False)
+    adam = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
+    return adam(groups, lr=lr, foreach=False)
+
+
+def _keep(largest: dict[str, float], errors: Mapping[str, float]) -> None:
+    for name, error in errors.items():
+        largest[name] = max(largest.get(name, 0.0), error)
+
+
+def _relative(found: float, reference: float) -> float:
+    error = abs(found - reference) / max(abs(reference), 1e-30)
+    return error if error == error else float("inf")  # not a number is no match

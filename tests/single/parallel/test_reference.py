@@ -1,0 +1,29 @@
+"""The serial reference cuts a batch by itself, and so does the runtime: they must agree."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdtrain.parallel.cut import cut
+from hvdtrain.parallel.plan import Plan, Stage
+from hvdtrain.parallel.reference import cut_alone
+
+SHARES = st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(any)
+
+
+@given(st.lists(SHARES, min_size=1, max_size=3), st.integers(1, 9), st.integers(1, 60))
+def test_both_cuts_are_the_same(
+    shares: list[list[int]], microbatches: int, batch_size: int
+) -> None:
+    stages = tuple(
+        Stage((f"part{number}",), tuple(range(len(own))), tuple(own))
+        for number, own in enumerate(shares)
+    )
+    plan = Plan(stages, microbatches)
+    found, (slices, parts) = cut(plan, batch_size), cut_alone(plan, batch_size)
+    assert [[tuple(own) for own in stage] for stage in parts] == [
+        list(stage.values()) for stage in found.parts
+    ]
+    assert len(slices) == found.microbatches
+    for stage in parts:
+        rows = [row for k in range(len(slices)) for own in stage for row in range(*own[k])]
+        assert rows == list(range(batch_size))
