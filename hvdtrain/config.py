@@ -10,36 +10,22 @@ from typing import Any, Literal, get_args
 
 from hvdtrain import injection
 from hvdtrain.errors import UsageError
+from hvdtrain.fields import (
+    DATA,
+    DEVICES,
+    FAULTS,
+    LENGTH,
+    OPTIMISATION,
+    OUTPUT,
+    PLAN,
+    about,
+)
 from hvdtrain.frameworks import check_framework
 from hvdtrain.ranges import DEFAULT_EPOCHS, check_ranges, check_together, flag, interval
 
 Precision = Literal["fp32", "bf16", "fp64"]
 Device = Literal["cpu", "cuda"]
 MOST_RANKS = 2**20  # where a launcher knows how many there are
-
-# Headings of the help, in which options are listed in the order of their fields.
-DATA = "model and data"
-PLAN = "plan"
-LENGTH = "length and batch"
-DEVICES = "precision and devices"
-OPTIMISATION = "optimisation"
-FAULTS = "fault tolerance"
-OUTPUT = "output"
-
-
-def about(
-    text: str, group: str = "", metavar: str = "", default: str = "", alias: str = ""
-) -> dict[str, str]:
-    """Return the metadata of a field that is an option.
-
-    Args:
-        text: help, without the default.
-        group: heading of the help.
-        metavar: word that stands for a value, where its type does not say one.
-        default: what holds without the option, in words, where the field's default is None.
-        alias: another name of the option, without its dashes.
-    """
-    return {"help": text, "group": group, "metavar": metavar, "default": default, "alias": alias}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +106,14 @@ class TrainConfig:
             "order of forward and backward passes in a pipeline",
             PLAN,
             default="that of the plan file, else 1f1b",
+        ),
+    )
+    verify: bool = field(
+        default=False,
+        metadata=about(
+            "before the first step, compare three steps under the plan with one rank's on the "
+            "same data: gradients, updates, statistics; end the run if they differ",
+            PLAN,
         ),
     )
     memory_limit: float | None = field(

@@ -19,6 +19,7 @@ OF_TORCH = {
     "trace": None,
     "weights": None,
     "patch_size": None,
+    "verify": False,
 }
 # What has to look at the gradients before each replica of MirroredStrategy takes them.
 NOT_OF_MIRRORED = {"clip_norm": None, "gradient_limit": None, "on_bad_step": "stop"}

@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 from hvdtrain import harmless
 from hvdtrain.arguments import Parser, add_dataclass, part_of, unknown_key
-from hvdtrain.config import TrainConfig, about
+from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
+from hvdtrain.fields import about
 from hvdtrain.files import plain_name
 from hvdtrain.jobs.options import JobOptions, SlurmOptions
 

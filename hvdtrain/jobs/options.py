@@ -5,8 +5,9 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from hvdtrain import timelimit
-from hvdtrain.config import TrainConfig, about
+from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
+from hvdtrain.fields import about
 
 # These have the same name in sbatch, on the command line, in a study's file and in a site's file.
 OF_SBATCH = ("partition", "account", "qos", "constraint", "mem")

@@ -3,8 +3,9 @@
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from hvdtrain.config import Precision, TrainConfig, about, field_of_train
+from hvdtrain.config import Precision, TrainConfig, field_of_train
 from hvdtrain.errors import UsageError
+from hvdtrain.fields import about
 
 
 @dataclass(frozen=True, kw_only=True)

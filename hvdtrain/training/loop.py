@@ -177,6 +177,8 @@ def _announce(run: Run) -> None:
     run.console.say_plan(session.plan)
     for line in session.chosen.remarks if session.chosen else ():
         run.console.say(line)
+    if session.verified:
+        run.console.say(session.verified)
     if run.progress.step:
         run.console.say(f"resumed after step {run.progress.step:,}")
     run.console.header()

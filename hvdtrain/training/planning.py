@@ -28,6 +28,7 @@ from hvdtrain.planner.explain import explain
 from hvdtrain.planner.measure import Setting, measure_rank, measured_sizes
 from hvdtrain.planner.network import MeasuredNetwork
 from hvdtrain.planner.overview import OPTIMIZER_COPIES
+from hvdtrain.planner.play import play
 from hvdtrain.planner.probe import measure_network, message_to_oneself
 from hvdtrain.planner.solve import GIB, solve
 from hvdtrain.planner.tables import Question
@@ -122,6 +123,19 @@ def choose_plan(subject: Subject, here: World) -> Chosen:
     return chosen or Chosen(told)
 
 
+def without_halves(chosen: Chosen, remark: str = "") -> Chosen:
+    """A choice with no backward in halves, the plan otherwise the same, and none chosen later."""
+    plan, asked = chosen.plan, chosen.question
+    if plan.splits_backward:
+        plan = replace(plan, schedule="1f1b")
+    if asked is None:  # not on rank 0
+        return replace(chosen, plan=plan)
+    asked = replace(asked, schedules=[name for name in asked.schedules if name != "zb-h1"])
+    remarks = (*chosen.remarks, remark) if remark else chosen.remarks
+    seconds = play(asked, plan, "").seconds
+    return Chosen(plan, remarks, seconds, asked)
+
+
 def _known(subject: Subject, here: World) -> tuple[Known | None, str]:
     """What is known of the ranks, on rank 0 alone, and how. Collective.
 
@@ -175,7 +189,8 @@ def _schedules(config: TrainConfig, names: Sequence[str]) -> Collection[str]:
     """Those that the runtime can run for this configuration, or the one that is asked for."""
     if config.schedule is not None:
         return (config.schedule,)
-    splits = not what_forbids_halves(config, names)
+    # What splits is verified on one rank first, which a limit may not allow.
+    splits = not what_forbids_halves(config, names) and config.memory_limit is None
     return ("1f1b", "interleaved", "zb-h1") if splits else ("1f1b", "interleaved")
 
 

@@ -105,6 +105,7 @@ class Session(ABC):
         parameters: how many there are.
         train_rows, held_rows: of the train split, to train on and held out.
         chosen: the plan that training began with, if it was chosen here.
+        verified: what --verify found, in words.
         build_seconds: what building this rank's part of the plan took.
         libraries: distributions whose versions decide what is computed.
     """
@@ -120,6 +121,7 @@ class Session(ABC):
     held_rows: Rows
     splits: dict[str, Samples]
     chosen: Chosen | None = None
+    verified: str = ""
     build_seconds: float = 0.0
     libraries: ClassVar[tuple[str, ...]]
 

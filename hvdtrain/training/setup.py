@@ -27,6 +27,7 @@ from hvdtrain.training.precheck import check_images, check_started
 from hvdtrain.training.pytorch import TorchSession
 from hvdtrain.training.session import Chosen
 from hvdtrain.training.staging import staged
+from hvdtrain.training.verify import Trial, verify
 from hvdtrain.world import World
 
 
@@ -43,12 +44,18 @@ def open_session(config: TrainConfig, here: World) -> TorchSession:
         index.splits["train"].count, config.holdout, index.hash, config.seed
     )
     plan = _agreed_plan(config, components, index, len(train_rows), here)
-    images = _images(config, index, here)
+    normalisation = index.normalisation(config.normalise)
+    images = _images(config, normalisation, here)
     chosen = None if plan else _choose(config, components, index, images, len(train_rows), here)
     plan = chosen.plan if chosen else plan
     assert plan is not None
     at_an_end = {0, plan.last} & set(plan.stages_of(here.rank)) != set()
     splits = open_splits(index, here, at_an_end or config.plan == "adaptive")
+    trial = Trial(config, components, index, splits, train_rows, normalisation, images, here)
+    if chosen is not None:
+        chosen = _without_wrong_halves(trial, chosen)
+        plan = chosen.plan
+    verified = verify(trial, plan) if config.verify else ""
     began = time.perf_counter()
     runtime = build_runtime(config, plan, components, images, index.image_shape[0], here)
     assert runtime.activity is not None
@@ -62,6 +69,7 @@ def open_session(config: TrainConfig, here: World) -> TorchSession:
         runtime=runtime,
         components=components,
         chosen=chosen,
+        verified=verified,
         build_seconds=time.perf_counter() - began,
         activity=runtime.activity,
         train_rows=train_rows,
@@ -99,13 +107,33 @@ def _choose(
     return chosen
 
 
-def _images(config: TrainConfig, index: Index, here: World) -> Images:
+def _without_wrong_halves(trial: Trial, chosen: Chosen) -> Chosen:
+    """Take a backward in halves, which nobody has asked for, only where it is right. Collective.
+
+    A plan of --plan adaptive changes to one later only if it began with one.
+    """
+    from hvdtrain.training import planning
+
+    config, plan = trial.config, chosen.plan
+    if config.schedule is not None:
+        return chosen
+    if not plan.splits_backward:
+        return planning.without_halves(chosen) if config.plan == "adaptive" else chosen
+    fault = trial.parity(plan).fault
+    if not fault:
+        return chosen
+    return planning.without_halves(chosen, f"zb-h1 is left out, because {fault}: 1f1b instead")
+
+
+def _images(
+    config: TrainConfig, normalisation: tuple[Sequence[float], Sequence[float]], here: World
+) -> Images:
     """What makes images ready, on the device of this rank, whose threads it sets."""
     device = choose_device(config, here)
     torch.set_num_threads(here.threads)
     if config.compile:
         check_compiler(device)
-    return Images(*index.normalisation(config.normalise), device, config.precision)
+    return Images(*normalisation, device, config.precision)
 
 
 def _agreed_plan(

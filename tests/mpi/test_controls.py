@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
+from hvdtrain.parallel import halves
 from hvdtrain.parallel.cut import cut
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.plan import Plan
@@ -189,3 +190,14 @@ def test_a_replica_that_makes_another_update(here: World, monkeypatch: pytest.Mo
     parity = check(here, "dp")
     assert parity.update > SEEN
     assert "the update of " in parity.fault or "the gradient of " in parity.fault
+
+
+def test_a_half_of_a_backward_that_is_left_out(
+    here: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if here.size == 1:
+        return  # it has no gaps to fill
+    whole = halves.backward_weight
+    monkeypatch.setattr(halves, "backward_weight", lambda groups: whole(groups[1:]))
+    plan = next(name for name in PLANS[here.size] if "zb-h1" in name)
+    assert check(here, plan).largest > SEEN

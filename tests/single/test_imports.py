@@ -32,6 +32,7 @@ FLOORS = (
         "stop",
         "config",
         "configfile",
+        "fields",
         "ranges",
         "algorithms",
         "frameworks",
