@@ -8,7 +8,7 @@ command line is the same name with dashes.
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
-from hvdtrain import injection
+from hvdtrain import decay, injection
 from hvdtrain.errors import UsageError
 from hvdtrain.fields import (
     DATA,
@@ -154,6 +154,15 @@ class TrainConfig:
     )
     momentum: float = field(default=0.9, metadata=about("momentum of sgd", OPTIMISATION))
     weight_decay: float = field(default=0.0, metadata=about("weight decay", OPTIMISATION))
+    no_decay: str = field(
+        default="norm,bias,position",
+        metadata=about(
+            "what weight decay leaves alone: norm (scales and shifts of normalisation layers), "
+            "bias, position (position embeddings and class tokens), or none",
+            OPTIMISATION,
+            "KINDS",
+        ),
+    )
     label_smoothing: float = field(
         default=0.0,
         metadata=about(
@@ -355,6 +364,7 @@ class TrainConfig:
         check_ranges(vars(self))
         check_framework(vars(self))
         self.checkpoint_interval()
+        decay.parse(self.no_decay)
         if self.inject:
             injection.parse(self.inject, self.ranks or MOST_RANKS)
         check_together(vars(self))

@@ -34,11 +34,33 @@ MAY_CHANGE_ON_RESUME = frozenset(
 MAY_CHANGE_IN_STUDY = frozenset({"run", "resume", "log_every", "keep_checkpoints", "on_alert"})
 
 
+# What versions that had no such key did.
+OF_OLDER_VERSIONS = {"no_decay": "none"}
+
+
+def as_begun(config: TrainConfig) -> TrainConfig:
+    """The same configuration; for a run that an older version began, with what that one did.
+
+    Raises:
+        UsageError: if the run folder's configuration is none.
+    """
+    saved = Path(config.run) / "config.yaml" if config.run else None
+    return replace(config, **_not_in(saved)) if saved is not None else config
+
+
+def _not_in(saved: Path) -> dict[str, Any]:
+    """What was done by the version that wrote this file, if it is there, but has no key in it."""
+    old = load(saved) if saved.is_file() else OF_OLDER_VERSIONS
+    return {name: did for name, did in OF_OLDER_VERSIONS.items() if name not in old}
+
+
 def differences(
     old: dict[str, Any], new: TrainConfig, may_change: frozenset[str] = MAY_CHANGE_ON_RESUME
 ) -> list[str]:
     """Say how `new` differs from a saved configuration in what may not change."""
-    current = asdict(new)
+    current, old = asdict(new), OF_OLDER_VERSIONS | old
+    if new.weight_decay == 0:
+        may_change = may_change | {"no_decay"}
     if new.lr_schedule != "constant":
         may_change = may_change - {"epochs", "max_steps"}  # they stretch the schedule
     return [
@@ -48,11 +70,18 @@ def differences(
     ]
 
 
-def to_yaml(config: TrainConfig) -> str:
-    """The resolved configuration as YAML that `--config` reads back, for this run or a new one."""
+def to_yaml(config: TrainConfig, saved: Path | None = None) -> str:
+    """The resolved configuration as YAML that `--config` reads back, for this run or a new one.
+
+    Args:
+        saved: the file that it takes the place of; what `as_begun` finds it to lack stays absent,
+            so that the same command continues the run again.
+    """
     import yaml
 
-    return yaml.safe_dump(asdict(replace(config, resume=False)), sort_keys=False)
+    absent = _not_in(saved) if saved is not None else {}
+    values = asdict(replace(config, resume=False)).items()
+    return yaml.safe_dump({n: value for n, value in values if n not in absent}, sort_keys=False)
 
 
 def public(config: TrainConfig) -> dict[str, Any]:
@@ -69,7 +98,7 @@ def save(config: TrainConfig, path: Path) -> None:
         DataError: if it cannot be written.
     """
     mode = files.OWN if config.on_alert is None else files.PRIVATE
-    files.write_text(path, to_yaml(config), "the configuration", DataError, mode)
+    files.write_text(path, to_yaml(config, path), "the configuration", DataError, mode)
 
 
 def load(path: Path) -> dict[str, Any]:

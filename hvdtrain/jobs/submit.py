@@ -37,11 +37,13 @@ def submit(training: TrainConfig, job: JobOptions) -> list[str]:
         DataError: if the run folder cannot be written.
     """
     run = run_folder(training)
-    settled = replace(
-        training,
-        run=str(run),
-        ranks=training.ranks or 1,
-        threads=training.threads or job.cpus_per_rank,
+    settled = configfile.as_begun(
+        replace(
+            training,
+            run=str(run),
+            ranks=training.ranks or 1,
+            threads=training.threads or job.cpus_per_rank,
+        )
     )
     request = Request((settled,), job, load(job.site), run / LOGS, run.name)
     check([request])
@@ -64,7 +66,11 @@ def run_folder(training: TrainConfig) -> Path:
     """The folder of a run: the one it names, else one that is the same for the same run."""
     if training.run is not None:
         return Path(training.run)
-    content = asdict(replace(training, resume=False))
+    # How often it is looked at makes no other run of it; nor does an option of a later version.
+    content = asdict(replace(training, resume=False, eval_every=1))
+    del content["verify"]
+    if training.no_decay == TrainConfig.no_decay:
+        del content["no_decay"]
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return Path("runs") / f"{files.plain_name(training.model)}-{training.ranks or 1}-{digest[:8]}"
 

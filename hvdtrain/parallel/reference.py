@@ -69,6 +69,10 @@ class Reference:
         each = (stage.models[0].parameters() for stage in self.stages)
         return {name: value for own in each for name, value in own.items()}
 
+    def undecayed(self, kinds: frozenset[str]) -> frozenset[str]:
+        """As of a `StageModel`."""
+        return frozenset().union(*(stage.models[0].undecayed(kinds) for stage in self.stages))
+
     @torch.no_grad()
     def put(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over parameters and buffers by name; buffers of another form stay."""

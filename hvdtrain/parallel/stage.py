@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from hvdtrain.decay import is_exempt
 from hvdtrain.parallel.clock import ComponentClock
 from hvdtrain.parallel.recompute import forward_recomputed
 
@@ -62,6 +63,17 @@ class StageModel:
             for key, parameter in component.named_parameters()
             if parameter.requires_grad
         }
+
+    def undecayed(self, kinds: frozenset[str]) -> frozenset[str]:
+        """Names of the parameters that weight decay leaves alone: those of `decay.KINDS`."""
+        found = set()
+        for name, value in self.parameters().items():
+            component = next(part for part in self.components if name.startswith(f"{part}."))
+            path = name.removeprefix(f"{component}.")
+            owner = self.components[component].get_submodule(path.rpartition(".")[0])
+            if is_exempt(kinds, path, type(owner).__name__, value.dim()):
+                found.add(name)
+        return frozenset(found)
 
     def statistics(self) -> dict[str, Tensor]:
         """The running statistics of batch norms, by name, as the parameters."""

@@ -31,6 +31,7 @@ class PlanConfig:
     lr: float = field_of_train("lr")
     momentum: float = field_of_train("momentum")
     weight_decay: float = field_of_train("weight_decay")
+    no_decay: str = field_of_train("no_decay")
     label_smoothing: float = field_of_train("label_smoothing")
     clip_norm: float | None = field_of_train("clip_norm")
     batch_norm: Literal["local", "sync"] = field_of_train("batch_norm")

@@ -5,7 +5,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdtrain import models
+from hvdtrain import decay, models
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError, one_line
 from hvdtrain.models import find
@@ -99,6 +99,12 @@ def check_names(paths: Any) -> None:
         seen.add(path)
 
 
+def is_undecayed(config: TrainConfig, variable: Any) -> bool:
+    """Whether weight decay leaves a variable alone."""
+    kinds, path = decay.parse(config.no_decay), str(variable.path)
+    return decay.is_exempt(kinds, path, path.rpartition("/")[0], len(variable.shape))
+
+
 def build_optimizer(config: TrainConfig, model: keras.Model) -> Any:
     """The optimizer of a run, with its variables; its constants are Keras's own.
 
@@ -113,6 +119,8 @@ def build_optimizer(config: TrainConfig, model: keras.Model) -> Any:
         own = keras.optimizers.Adam(rate)
     else:
         own = keras.optimizers.AdamW(rate, weight_decay=config.weight_decay)
+        free = [each for each in model.trainable_variables if is_undecayed(config, each)]
+        own.exclude_from_weight_decay(var_list=free)
     own.build(model.trainable_variables)
     check_names(variable.path for variable in own.variables)
     return own

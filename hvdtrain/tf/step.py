@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.tf.agreement import is_float
+from hvdtrain.tf.build import is_undecayed
 from hvdtrain.tf.reduction import sums
 
 
@@ -181,7 +182,9 @@ class Steps:
         if not decay or self.config.optimizer == "adamw":
             return gradients
         return [
-            each + decay * tf.convert_to_tensor(weight)
+            tf.identity(each)  # of the same graph as the others, inside a condition
+            if is_undecayed(self.config, weight)
+            else each + decay * tf.convert_to_tensor(weight)
             for each, weight in zip(gradients, self.weights, strict=True)
         ]
 

@@ -12,6 +12,7 @@ import psutil
 
 from hvdtrain import failure, quiet, world
 from hvdtrain.config import TrainConfig
+from hvdtrain.configfile import as_begun
 from hvdtrain.data import order
 from hvdtrain.data.loader import Loader
 from hvdtrain.errors import CheckFailed, Interrupted, Preempted, UsageError
@@ -51,7 +52,10 @@ def train(config: TrainConfig, stop: StopRequest | None = None) -> dict[str, Any
         here = world.start(config.allreduce, config.threads)
         if here.size > 1:
             failure.end_all_on_exception()
-        run = open_run(_open_session(config, here), stop)
+        begun: TrainConfig = here.broadcast(as_begun(config) if here.rank == 0 else None)
+        run = open_run(_open_session(begun, here), stop)
+        if begun != config:
+            run.console.say(f"resumed as an older version began it: --no-decay {begun.no_decay}")
         try:
             summary = _train(run)
         except BaseException:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from inspect import unwrap
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,22 @@ Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
 
 
 def make_optimizer(
-    config: TrainConfig, parameters: Mapping[str, nn.Parameter]
+    config: TrainConfig,
+    parameters: Mapping[str, nn.Parameter],
+    undecayed: frozenset[str] = frozenset(),
 ) -> torch.optim.Optimizer:
-    """The optimizer of a run, with torch's fused kernels."""
+    """The optimizer of a run, with torch's fused kernels.
+
+    Args:
+        undecayed: names of the parameters without weight decay.
+    """
     lr, decay = config.learning_rate(), config.weight_decay
-    values = list(parameters.values())
+    values: list[Any] = list(parameters.values())
+    if decay and not undecayed.isdisjoint(parameters):
+        free = [value for name, value in parameters.items() if name in undecayed]
+        others = [value for name, value in parameters.items() if name not in undecayed]
+        values = [{"params": others}] if others else []
+        values.append({"params": free, "weight_decay": 0.0})
     if config.optimizer == "sgd":
         nesterov = config.momentum > 0
         sgd = _without_compiler(torch.optim.SGD)

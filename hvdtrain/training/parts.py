@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from hvdtrain import world
+from hvdtrain import decay, world
 from hvdtrain.arguments import nearest
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError, one_line
@@ -41,7 +41,7 @@ def build_parts(
         number: Part(
             model,
             gradients[number],
-            _optimizer(config, model),
+            own_optimizer(config, model),
             is_first_replica=here.rank == plan.stages[number].ranks[0],
             synchronised=number in synchronised,
         )
@@ -58,7 +58,7 @@ def build_parts_alone(
 ) -> dict[int, Part]:
     """What `rank` would hold, by stage, in a process that agrees with no other."""
     return {
-        number: Part(model, SerialGradients(model.parameters()), _optimizer(config, model))
+        number: Part(model, SerialGradients(model.parameters()), own_optimizer(config, model))
         for number, model in _models(config, plan, components, rank, device).items()
     }
 
@@ -80,8 +80,11 @@ def _models(
     }
 
 
-def _optimizer(config: TrainConfig, model: StageModel) -> torch.optim.Optimizer | None:
-    return make_optimizer(config, model.parameters()) if model.parameters() else None
+def own_optimizer(config: TrainConfig, model: StageModel) -> torch.optim.Optimizer | None:
+    """The optimizer of some components; None where nothing is trained."""
+    parameters = model.parameters()
+    free = model.undecayed(decay.parse(config.no_decay))
+    return make_optimizer(config, parameters, free) if parameters else None
 
 
 def build_model(

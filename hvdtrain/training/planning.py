@@ -32,8 +32,12 @@ from hvdtrain.planner.play import play
 from hvdtrain.planner.probe import measure_network, message_to_oneself
 from hvdtrain.planner.solve import GIB, solve
 from hvdtrain.planner.tables import Question
-from hvdtrain.training.optimizer import make_optimizer
-from hvdtrain.training.parts import build_model, recomputed_components, what_forbids_halves
+from hvdtrain.training.parts import (
+    build_model,
+    own_optimizer,
+    recomputed_components,
+    what_forbids_halves,
+)
 from hvdtrain.training.session import Chosen
 from hvdtrain.world import World
 
@@ -221,8 +225,7 @@ def own_times(
     def build(name: str) -> Built:
         # What is recomputed is timed as if it were not: its forward counts twice in a plan.
         model = build_model([by_name[name]], config, images.device)
-        parameters = model.parameters()
-        return Built(model, make_optimizer(config, parameters) if parameters else None)
+        return Built(model, own_optimizer(config, model))
 
     setting = Setting(
         build=build,

@@ -1,12 +1,13 @@
 """The serial side of a comparison: the reference's steps, and an optimizer of torch's own."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hvdtrain import decay
 from hvdtrain.config import TrainConfig
 from hvdtrain.models.component import Component
 from hvdtrain.parallel.plan import Plan
@@ -71,7 +72,8 @@ class SerialRun:
         )
         self.config, self.images = config, images
         self.reference = Reference(plan, build, rules)
-        self.optimizer = plain_optimizer(config, self.reference.parameters)
+        undecayed = self.reference.undecayed(decay.parse(config.no_decay))
+        self.optimizer = plain_optimizer(config, self.reference.parameters, undecayed)
         self.gradients: dict[str, float] = {}
         self.updates: dict[str, float] = {}
         self.buffers: dict[str, float] = {}
@@ -127,11 +129,12 @@ class SerialRun:
 
 
 def plain_optimizer(
-    config: TrainConfig, parameters: Mapping[str, nn.Parameter]
+    config: TrainConfig, parameters: Mapping[str, nn.Parameter], undecayed: Collection[str] = ()
 ) -> torch.optim.Optimizer:
     """The optimizer of a run as torch's own loop over tensors."""
     groups = [
-        {"params": [value], "weight_decay": config.weight_decay} for value in parameters.values()
+        {"params": [value], "weight_decay": 0.0 if name in undecayed else config.weight_decay}
+        for name, value in parameters.items()
     ]
     lr = config.learning_rate()
     if config.optimizer == "sgd":

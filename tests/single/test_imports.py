@@ -33,6 +33,7 @@ FLOORS = (
         "config",
         "configfile",
         "fields",
+        "decay",
         "ranges",
         "algorithms",
         "frameworks",

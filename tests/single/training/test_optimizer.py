@@ -1,6 +1,7 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,7 +9,11 @@ import torch
 from torch import nn
 
 from hvdtrain.config import TrainConfig
+from hvdtrain.errors import UsageError
+from hvdtrain.models import vit
+from hvdtrain.models.component import Component
 from hvdtrain.training.optimizer import make_optimizer, restore_state, state_by_name
+from hvdtrain.training.parts import build_model, own_optimizer
 from hvdtrain.training.rate import learning_rate
 
 
@@ -65,6 +70,44 @@ def test_steps_are_those_of_torch(kind: str, plain: Callable[..., torch.optim.Op
         assert not weight.grad.requires_grad
         weights.append(weight.detach())
     torch.testing.assert_close(*weights)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "undecayed"),
+    [
+        ("none", set[str]()),
+        ("norm", {"a.ln_1.weight", "a.ln_1.bias"}),
+        (
+            "norm,bias",
+            {"a.ln_1.weight", "a.ln_1.bias", "a.in_proj.bias", "a.out_proj.bias"}
+            | {"embed.conv_proj.bias"},
+        ),
+        ("position", {"embed.class_token", "embed.pos_embedding"}),
+    ],
+)
+def test_what_is_not_to_decay_does_not(kinds: str, undecayed: set[str]) -> None:
+    """Without a gradient a step of AdamW is its weight decay alone."""
+    components = [
+        Component("embed", partial(vit.Embedding, 8, 4, 12)),
+        Component("a", partial(vit.Attention, 12, 3)),
+    ]
+    settings = config(optimizer="adamw", lr=0.1, weight_decay=0.5, no_decay=kinds).check()
+    model = build_model(components, settings, torch.device("cpu"))
+    parameters = model.parameters()
+    before = {}
+    for name, value in parameters.items():
+        value.data += 1.0
+        before[name], value.grad = value.detach().clone(), torch.zeros_like(value)
+    optimizer = own_optimizer(settings, model)
+    assert optimizer is not None
+    optimizer.step()
+    same = {name for name, value in parameters.items() if torch.equal(value, before[name])}
+    assert same == undecayed
+
+
+def test_a_kind_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(UsageError, match="--no-decay norms: give some of norm,bias,position"):
+        config(no_decay="norms").check()
 
 
 def test_a_rank_loads_no_compiler() -> None:

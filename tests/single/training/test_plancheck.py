@@ -16,7 +16,7 @@ from hvdtrain.parallel import runtime as runtimes
 from hvdtrain.parallel import update as updates
 from hvdtrain.parallel.reduce import SerialGradients
 from hvdtrain.parallel.runtime import Runtime
-from hvdtrain.training import build
+from hvdtrain.training import build, parts
 
 PLAN = ("--model", "cnn", "--plan", "single", "--ranks", "1", "--image-size", "8")
 OPTIONS = (
@@ -57,6 +57,11 @@ def a_tail_that_counts_as_a_whole_batch(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(Runtime, "_finish_forward", wrong)
 
 
+def decay_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = parts.make_optimizer
+    monkeypatch.setattr(parts, "make_optimizer", lambda config, named, free: whole(config, named))
+
+
 def no_clipping(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(updates, "clip_gradients", lambda *_: None)
 
@@ -85,6 +90,7 @@ def test_without_a_fault_it_finds_none(
         (no_update, "the update of "),
         (gradients_that_are_never_forgotten, "the gradient of "),
         (a_tail_that_counts_as_a_whole_batch, "the gradient of "),
+        (decay_of_everything, "the update of "),
         (no_clipping, "the gradient of "),
         (no_label_smoothing, "the gradient of "),
     ],

@@ -60,6 +60,30 @@ def test_what_can_be_seen_before_ranks_are_started_is_refused_then(
         cli.run([*common, str(empty), "--resume", "auto", "--weights", str(weights)])
 
 
+def without(path: Path, *keys: str) -> None:
+    """Make a configuration that of a version which had no such keys."""
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if line.partition(":")[0] not in keys))
+
+
+def test_a_run_of_an_older_version_goes_on_as_it_began(
+    small_set: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weight decay then was that of all parameters."""
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    common = ["train", "--model", "cnn", "--data", str(small_set), "--weight-decay", "0.5"]
+    common += ["--batch-size", "60", "--run"]
+    assert cli.run([*common, str(whole), "--max-steps", "4", "--no-decay", "none"]) == 0
+    assert cli.run([*common, str(parted), "--max-steps", "2", "--no-decay", "none"]) == 0
+    without(parted / "config.yaml", "no_decay")
+    capsys.readouterr()
+    for steps in ("3", "4"):
+        assert cli.run([*common, str(parted), "--max-steps", steps, "--resume"]) == 0
+        said = "resumed as an older version began it: --no-decay none"
+        assert said in capsys.readouterr().out
+    assert summary_of(parted)["weights_sha256"] == summary_of(whole)["weights_sha256"]
+
+
 MODEL = """
 from functools import partial
 from torch import nn

@@ -1,0 +1,27 @@
+"""The folder that a run gets where it names none: the same for the same run."""
+
+from typing import Any
+
+import pytest
+
+from hvdtrain.config import TrainConfig
+from hvdtrain.jobs.submit import run_folder
+
+
+def folder(**values: Any) -> str:
+    return str(run_folder(TrainConfig(model="cnn", data="d", epochs=3, ranks=2, **values)))
+
+
+def test_it_is_that_of_earlier_versions() -> None:
+    assert folder() == "runs/cnn-2-f170ef07"
+
+
+@pytest.mark.parametrize("values", [{"eval_every": 3}, {"verify": True}, {"resume": "auto"}])
+def test_how_often_a_run_is_looked_at_makes_no_other_one(values: dict[str, Any]) -> None:
+    """A second submission, with another --eval-every, started the run over in another folder."""
+    assert folder(**values) == folder()
+
+
+@pytest.mark.parametrize("values", [{"lr": 0.5}, {"seed": 1}, {"no_decay": "none"}])
+def test_what_is_computed_does(values: dict[str, Any]) -> None:
+    assert folder(**values) != folder()
