@@ -212,9 +212,13 @@ class TrainConfig:
         default=None,
         metadata=about("side in pixels of a square that is blanked in each training image", DATA),
     )
-    normalise: Literal["meanstd", "unit"] = field(
+    normalise: Literal["meanstd", "split", "unit"] = field(
         default="meanstd",
-        metadata=about("meanstd: per channel, of the training set; unit: pixels / 255", DATA),
+        metadata=about(
+            "meanstd: per channel, of the images trained on; split: of held-out images too; "
+            "unit: pixels / 255",
+            DATA,
+        ),
     )
     image_size: int | None = field(
         default=None,

@@ -7,6 +7,7 @@ from typing import Any
 from hvdtrain import files, harmless
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError
+from hvdtrain.ranges import flag
 
 # A run may be continued with other values of these: they say where, how and how long it runs. Of
 # what a step computes they change rounding, and which samples local batch norm sees together.
@@ -34,7 +35,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
 MAY_CHANGE_IN_STUDY = frozenset({"run", "resume", "log_every", "keep_checkpoints", "on_alert"})
 
 
-# What versions that had no such key did.
+# What versions did that had no such key. By it they are known.
 OF_OLDER_VERSIONS = {"no_decay": "none"}
 
 
@@ -45,20 +46,36 @@ def as_begun(config: TrainConfig) -> TrainConfig:
         UsageError: if the run folder's configuration is none.
     """
     saved = Path(config.run) / "config.yaml" if config.run else None
-    return replace(config, **_not_in(saved)) if saved is not None else config
+    if saved is None or not saved.is_file():
+        return config
+    did = _done_by_older(load(saved))
+    if config.normalise != "meanstd":
+        did.pop("normalise", None)
+    if not config.weight_decay:
+        did.pop("no_decay", None)
+    return replace(config, **did)
 
 
-def _not_in(saved: Path) -> dict[str, Any]:
-    """What was done by the version that wrote this file, if it is there, but has no key in it."""
-    old = load(saved) if saved.is_file() else OF_OLDER_VERSIONS
-    return {name: did for name, did in OF_OLDER_VERSIONS.items() if name not in old}
+def _done_by_older(old: dict[str, Any]) -> dict[str, Any]:
+    """What the version that wrote a configuration did, where it says nothing or another thing."""
+    did: dict[str, Any] = {n: value for n, value in OF_OLDER_VERSIONS.items() if n not in old}
+    if did and old.get("holdout") and old.get("normalise", "meanstd") == "meanstd":
+        did["normalise"] = "split"
+    return did
+
+
+def differing(one: TrainConfig, other: TrainConfig) -> str:
+    """The options in which the first one differs, as they are typed."""
+    others = vars(other)
+    differs = [name for name, value in vars(one).items() if others[name] != value]
+    return " ".join(f"{flag(name)} {getattr(one, name)}" for name in differs)
 
 
 def differences(
     old: dict[str, Any], new: TrainConfig, may_change: frozenset[str] = MAY_CHANGE_ON_RESUME
 ) -> list[str]:
     """Say how `new` differs from a saved configuration in what may not change."""
-    current, old = asdict(new), OF_OLDER_VERSIONS | old
+    current, old = asdict(new), old | _done_by_older(old)
     if new.weight_decay == 0:
         may_change = may_change | {"no_decay"}
     if new.lr_schedule != "constant":
@@ -79,9 +96,14 @@ def to_yaml(config: TrainConfig, saved: Path | None = None) -> str:
     """
     import yaml
 
-    absent = _not_in(saved) if saved is not None else {}
-    values = asdict(replace(config, resume=False)).items()
-    return yaml.safe_dump({n: value for n, value in values if n not in absent}, sort_keys=False)
+    values = asdict(replace(config, resume=False))
+    if saved is not None and saved.is_file():
+        old = load(saved)
+        for name in OF_OLDER_VERSIONS.keys() - old.keys():
+            del values[name]
+        if "normalise" in _done_by_older(old) and config.normalise == "split":
+            values["normalise"] = "meanstd"
+    return yaml.safe_dump(values, sort_keys=False)
 
 
 def public(config: TrainConfig) -> dict[str, Any]:

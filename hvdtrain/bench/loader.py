@@ -25,7 +25,7 @@ def bench_loader(config: LoaderConfig) -> dict[str, Any]:
     """
     index = read_index(config.data)
     training = TrainConfig(model="", data="", augment=config.augment, cutout=config.cutout)
-    augment = augmentation(training, index, 0)
+    augment = augmentation(training, index.mean, 0)
     memory = config.memory_mb * 2**20
     with open_split(index, "train", memory) as samples:
         # As in training, where the memory holds two windows at least.

@@ -100,7 +100,7 @@ def _timed_steps(session: TorchSession, count: int, stop: StopRequest) -> _Times
     samples = program.cut.samples(session.plan.last, session.world.rank)
     control = Control(session.world, session.loss_delay)
     own_rows = partial(session.own_rows, is_training=True)
-    feeder = Feeder(session.splits["train"], augmentation(config, session.index, 0))
+    feeder = Feeder(session.splits["train"], augmentation(config, session.normalisation[0], 0))
     totals, marks = dict.fromkeys(SHARES, 0.0), _Marks(session.device == "cuda")
     with Loader(feeder, requests(rows, slices, own_rows)) as loader:
         session.world.barrier()

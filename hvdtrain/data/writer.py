@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdtrain.data.histogram import count_values, mean_and_std
 from hvdtrain.data.index import FORMAT_VERSION, INDEX_FILE, Index, Shard, Split
 from hvdtrain.data.shardfile import Batch, chunk_rows, encode_shard
 from hvdtrain.errors import DataError, UsageError
@@ -21,7 +22,6 @@ from hvdtrain.errors import DataError, UsageError
 PARTIAL_FOLDER = ".partial"
 
 _LARGEST_SHARD_MB = 2048
-_BLOCK_ROWS = 1024  # images counted at a time for the mean
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def write(
                 partial, name, source, image_shape, first_id, shard_mb, counts
             )
             first_id += source.count
-        mean, std = _mean_and_std(histogram)
+        mean, std = mean_and_std(histogram)
         names, remarks = tuple(class_names), tuple(notes)
         index = Index(destination, FORMAT_VERSION, splits, names, image_shape, mean, std, remarks)
         text = json.dumps(index.to_json(), indent=1) + "\n"
@@ -91,35 +91,13 @@ def _write_split(
         images, labels = source.read(start, stop)
         ids = np.arange(first_id + start, first_id + stop, dtype=np.int64)
         if histogram is not None:
-            _count_values(images, histogram)
+            count_values(images, histogram)
         content = encode_shard(Batch(images, labels.astype(np.int32), ids), rows)
         file = f"{name}-{number:05d}.h5"
         _write_file(partial / file, content)
         digest = hashlib.sha256(content).hexdigest()
         shards.append(Shard(file, stop - start, len(content), digest))
     return Split(name, source.count, tuple(shards), rows)
-
-
-def _count_values(images: NDArray[np.uint8], histogram: NDArray[np.int64]) -> None:
-    """Add how often each value 0..255 occurs in each channel: histogram [channels, 256]."""
-    for start in range(0, len(images), _BLOCK_ROWS):
-        block = images[start : start + _BLOCK_ROWS]
-        for channel in range(len(histogram)):
-            values = np.ascontiguousarray(block[..., channel]).reshape(-1)
-            histogram[channel] += np.bincount(values, minlength=256)
-
-
-def _mean_and_std(histogram: NDArray[np.int64]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation a channel of pixels in 0..1, from exact whole-number sums."""
-    mean, std = [], []
-    for counts in histogram.tolist():
-        pixels = sum(counts)
-        first = sum(value * count for value, count in enumerate(counts))
-        second = sum(value * value * count for value, count in enumerate(counts))
-        variance = (pixels * second - first * first) / (pixels * 255) ** 2
-        mean.append(first / (pixels * 255))
-        std.append(math.sqrt(variance) if variance > 0 else 1.0)
-    return tuple(mean), tuple(std)
 
 
 @contextmanager

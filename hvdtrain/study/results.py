@@ -17,7 +17,15 @@ from hvdtrain.frameworks import mirrored_devices
 # Runs that differ in these alone are compared: sizes, repeats, where files are, how they are kept.
 NOT_SETTINGS = frozenset(
     {"plan", "ranks", "threads", "seed", "batch_size", "run", "resume", "ledger", "trace"}
-    | {"log_every", "stall_timeout", "keep_checkpoints", "restarts", "min_ranks", "on_alert"}
+    | {
+        "log_every",
+        "stall_timeout",
+        "keep_checkpoints",
+        "restarts",
+        "min_ranks",
+        "on_alert",
+        "verify",
+    }
 )
 UNREADABLE = (
     *(OSError, ValueError, LookupError, TypeError, AttributeError, UsageError),
@@ -165,8 +173,10 @@ def _result(
         threads=max(1, int(machine.get("threads", 1)) // devices),
         batch_size=int(config["batch_size"]),
         seed=int(config["seed"]),
-        settings={"framework": "torch", "eval_every": 1}  # as runs are that do not say it
+        # As runs are that do not say it.
+        settings={"framework": "torch", "eval_every": 1, "no_decay": "none"}
         | {name: value for name, value in config.items() if name not in NOT_SETTINGS}
+        | ({} if config.get("weight_decay") else {"no_decay": "none"})
         | {name: machine.get(name) for name in ("processor", "accelerator")},
         samples=int(summary["samples"]),
         seconds=float(summary["seconds"]),

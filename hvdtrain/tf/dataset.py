@@ -14,6 +14,7 @@ from hvdtrain import world
 from hvdtrain.data import order
 from hvdtrain.data.shards import Index, Samples, open_split, read_index
 from hvdtrain.errors import UsageError
+from hvdtrain.training.normalise import Normalisation, of_rows
 
 Rows = order.Rows
 Taken = tuple[np.ndarray, np.ndarray, np.ndarray]  # images, labels, weights
@@ -63,7 +64,7 @@ def datasets(
         seed: of the order of samples, and of what is held out.
         holdout: part of the training set held out as validation.
         normalise: "unit" divides pixels by 255; "meanstd" besides takes away the mean of each
-            channel, and divides by its deviation.
+            channel, of the images trained on, and divides by its deviation.
         first_epoch: whose order comes first; for a `fit` that goes on, its `initial_epoch`.
 
     Raises:
@@ -77,6 +78,9 @@ def datasets(
     memory = CACHE_BYTES // here.local_size
     split = {name: open_split(index, name, memory) for name in index.splits}
     images = -(-batch_size // here.size)
+    normal = index.normalisation(normalise)
+    if len(held) and normalise == "meanstd":
+        normal = of_rows(index, rows)
 
     def training() -> Iterator[Taken]:
         orders = (order.training_order(index, rows, seed, epoch) for epoch in count(first_epoch))
@@ -84,10 +88,10 @@ def datasets(
 
     def evaluation(name: str, taken: Rows) -> tf.data.Dataset:
         batches = partial(_evaluation, split[name], own := _own_share(taken), images)
-        return _dataset(batches, -(-len(own) // images), index, normalise)
+        return _dataset(batches, -(-len(own) // images), index, normal)
 
     return Datasets(
-        train=_dataset(training, tf.data.INFINITE_CARDINALITY, index, normalise),
+        train=_dataset(training, tf.data.INFINITE_CARDINALITY, index, normal),
         validation=evaluation("train", held) if len(held) else None,
         test=evaluation("test", np.arange(len(split["test"]))) if "test" in split else None,
         steps_per_epoch=-(-len(rows) // batch_size),
@@ -126,7 +130,7 @@ def _evaluation(samples: Samples, rows: Rows, images: int) -> Iterator[Taken]:
 
 
 def _dataset(
-    make: Callable[[], Iterator[Taken]], steps: int, index: Index, normalise: str
+    make: Callable[[], Iterator[Taken]], steps: int, index: Index, normal: Normalisation
 ) -> tf.data.Dataset:
     """The pipeline of so many batches."""
     signature = (
@@ -134,7 +138,7 @@ def _dataset(
         tf.TensorSpec((None,), tf.int64),
         tf.TensorSpec((None,), tf.float32),
     )
-    mean, std = (np.asarray(each, np.float32) for each in index.normalisation(normalise))
+    mean, std = (np.asarray(each, np.float32) for each in normal)
 
     def prepare(images: tf.Tensor, labels: tf.Tensor, weights: tf.Tensor) -> tuple[tf.Tensor, ...]:
         return (tf.cast(images, tf.float32) / 255 - mean) / std, labels, weights

@@ -27,6 +27,7 @@ from hvdtrain.tf.start import (
 )
 from hvdtrain.tf.step import Steps
 from hvdtrain.training.feed import open_splits
+from hvdtrain.training.normalise import normalisation
 from hvdtrain.training.precheck import check_images, check_started
 from hvdtrain.training.staging import staged
 from hvdtrain.training.stall import patience, stalled
@@ -50,11 +51,11 @@ def open_session(config: TrainConfig, here: World) -> KerasSession:
         optimizer = build_optimizer(config, model)
     start_horovod(here, sum(_bytes(weight) for weight in model.trainable_weights))
     mirrors = int(strategy.num_replicas_in_sync) if strategy else 0
-    normalisation = index.normalisation(config.normalise)
-    steps = Steps(model, optimizer, config, normalisation, here.size, mirrors)
     train_rows, held_rows = order.holdout(
         index.splits["train"].count, config.holdout, index.hash, config.seed
     )
+    normal = normalisation(config, index, train_rows, here)
+    steps = Steps(model, optimizer, config, normal, here.size, mirrors)
     names = [layer.name for layer in model.layers if layer.weights] or [model.name]
     saved = {id(weight) for weight in model.weights}
     session = KerasSession(
@@ -65,6 +66,7 @@ def open_session(config: TrainConfig, here: World) -> KerasSession:
         shapes={weight.path: tuple(weight.shape) for weight in model.weights},
         parameters=sum(int(np.prod(weight.shape)) for weight in model.trainable_weights),
         activity=Activity(world.activity_path(), here.rank, patience(config), stalled),
+        normalisation=normal,
         train_rows=train_rows,
         held_rows=held_rows,
         splits=open_splits(index, here, reads=True),

@@ -1,6 +1,6 @@
 """What a rank reads for a step: the images of its first stage, the labels of its last."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,12 +51,17 @@ class Feeder:
         return Feed(batch.images, batch.ids, labels)
 
 
-def augmentation(config: TrainConfig, index: Index, epoch: int) -> Callable[[Batch], Batch] | None:
-    """What an epoch's batches go through, if anything."""
+def augmentation(
+    config: TrainConfig, mean: Sequence[float], epoch: int
+) -> Callable[[Batch], Batch] | None:
+    """What an epoch's batches go through, if anything.
+
+    Args:
+        mean: of each channel, of pixels in 0..1: what blank is.
+    """
     if config.augment == "none" and config.cutout is None:
         return None
-    blank, _ = index.normalisation(config.normalise)
-    fill = np.round(255 * np.asarray(blank)).astype(np.uint8)
+    fill = np.round(255 * np.asarray(mean)).astype(np.uint8)
 
     def augment(batch: Batch) -> Batch:
         images = batch.images

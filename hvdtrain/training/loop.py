@@ -12,7 +12,7 @@ import psutil
 
 from hvdtrain import failure, quiet, world
 from hvdtrain.config import TrainConfig
-from hvdtrain.configfile import as_begun
+from hvdtrain.configfile import as_begun, differing
 from hvdtrain.data import order
 from hvdtrain.data.loader import Loader
 from hvdtrain.errors import CheckFailed, Interrupted, Preempted, UsageError
@@ -55,7 +55,7 @@ def train(config: TrainConfig, stop: StopRequest | None = None) -> dict[str, Any
         begun: TrainConfig = here.broadcast(as_begun(config) if here.rank == 0 else None)
         run = open_run(_open_session(begun, here), stop)
         if begun != config:
-            run.console.say(f"resumed as an older version began it: --no-decay {begun.no_decay}")
+            run.console.say(f"resumed as an older version began it: {differing(begun, config)}")
         try:
             summary = _train(run)
         except BaseException:
@@ -240,7 +240,7 @@ def _train_under_plan(run: Run) -> int | None:
         piece for piece in order.step_slices(length, config.batch_size, offset) if piece[0] < last
     ]
     log = StepLog(run, epoch, length)
-    feeder = Feeder(session.splits["train"], augmentation(config, session.index, epoch))
+    feeder = Feeder(session.splits["train"], augmentation(config, session.normalisation[0], epoch))
     asked = requests(rows, slices, partial(session.own_rows, is_training=True))
     loader = Loader(feeder, asked)
     epochs = math.ceil(config.total_samples(length) / length)

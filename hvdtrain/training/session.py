@@ -18,6 +18,7 @@ from hvdtrain.data.order import Rows
 from hvdtrain.data.shards import Index, Samples
 from hvdtrain.parallel.plan import Plan
 from hvdtrain.training.feed import Feed
+from hvdtrain.training.normalise import Normalisation
 from hvdtrain.world import World
 
 if TYPE_CHECKING:
@@ -103,6 +104,7 @@ class Session(ABC):
         plan: which ranks hold which components.
         shapes: of all parameters and buffers of the model, by name.
         parameters: how many there are.
+        normalisation: what is taken away from each channel, and what it is divided by.
         train_rows, held_rows: of the train split, to train on and held out.
         chosen: the plan that training began with, if it was chosen here.
         verified: what --verify found, in words.
@@ -117,6 +119,7 @@ class Session(ABC):
     shapes: dict[str, Shape]
     parameters: int
     activity: Activity
+    normalisation: Normalisation
     train_rows: Rows
     held_rows: Rows
     splits: dict[str, Samples]

@@ -22,6 +22,7 @@ from hvdtrain.training import tensors
 from hvdtrain.training.batches import check_batches, given_to
 from hvdtrain.training.build import build_runtime
 from hvdtrain.training.feed import open_splits
+from hvdtrain.training.normalise import Normalisation, normalisation
 from hvdtrain.training.parts import check_compiler, what_forbids_halves
 from hvdtrain.training.precheck import check_images, check_started
 from hvdtrain.training.pytorch import TorchSession
@@ -44,14 +45,14 @@ def open_session(config: TrainConfig, here: World) -> TorchSession:
         index.splits["train"].count, config.holdout, index.hash, config.seed
     )
     plan = _agreed_plan(config, components, index, len(train_rows), here)
-    normalisation = index.normalisation(config.normalise)
-    images = _images(config, normalisation, here)
+    normal = normalisation(config, index, train_rows, here)
+    images = _images(config, normal, here)
     chosen = None if plan else _choose(config, components, index, images, len(train_rows), here)
     plan = chosen.plan if chosen else plan
     assert plan is not None
     at_an_end = {0, plan.last} & set(plan.stages_of(here.rank)) != set()
     splits = open_splits(index, here, at_an_end or config.plan == "adaptive")
-    trial = Trial(config, components, index, splits, train_rows, normalisation, images, here)
+    trial = Trial(config, components, index, splits, train_rows, normal, images, here)
     if chosen is not None:
         chosen = _without_wrong_halves(trial, chosen)
         plan = chosen.plan
@@ -72,6 +73,7 @@ def open_session(config: TrainConfig, here: World) -> TorchSession:
         verified=verified,
         build_seconds=time.perf_counter() - began,
         activity=runtime.activity,
+        normalisation=normal,
         train_rows=train_rows,
         held_rows=held_rows,
         splits=splits,
@@ -125,15 +127,13 @@ def _without_wrong_halves(trial: Trial, chosen: Chosen) -> Chosen:
     return planning.without_halves(chosen, f"zb-h1 is left out, because {fault}: 1f1b instead")
 
 
-def _images(
-    config: TrainConfig, normalisation: tuple[Sequence[float], Sequence[float]], here: World
-) -> Images:
+def _images(config: TrainConfig, normal: Normalisation, here: World) -> Images:
     """What makes images ready, on the device of this rank, whose threads it sets."""
     device = choose_device(config, here)
     torch.set_num_threads(here.threads)
     if config.compile:
         check_compiler(device)
-    return Images(*normalisation, device, config.precision)
+    return Images(*normal, device, config.precision)
 
 
 def _agreed_plan(

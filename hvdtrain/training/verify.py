@@ -13,6 +13,7 @@ from hvdtrain.parallel.cut import cut
 from hvdtrain.parallel.plan import Plan
 from hvdtrain.parallel.stage import Images
 from hvdtrain.training.feed import Feeder, augmentation, taken
+from hvdtrain.training.normalise import Normalisation
 from hvdtrain.training.parity import Parity
 from hvdtrain.training.plancheck import compare
 from hvdtrain.training.rate import learning_rate
@@ -29,7 +30,7 @@ class Trial:
     index: Index
     splits: Mapping[str, Samples]
     rows: Rows
-    normalisation: tuple[Sequence[float], Sequence[float]]
+    normalisation: Normalisation
     images: Images
     here: World
 
@@ -56,7 +57,7 @@ class Trial:
     def _batch(self, plan: Plan, place: Range) -> Batch:
         config, (start, stop) = self.config, place
         rows = order.training_order(self.index, self.rows, config.seed, 0)[start:stop]
-        feeder = Feeder(self.splits["train"], augmentation(config, self.index, 0))
+        feeder = Feeder(self.splits["train"], augmentation(config, self.normalisation[0], 0))
         parts = cut(plan, len(rows)).parts
         first, last = (parts[k].get(self.here.rank, ()) for k in (0, plan.last))
         own = feeder.gather((taken(rows, first), taken(rows, last)))

@@ -83,8 +83,8 @@ def test_an_epoch_is_augmented_as_its_options_say(small_set: Path) -> None:
     images = np.full((30, *index.image_shape), 255, np.uint8)
     ids = np.arange(30, dtype=np.int64)
     batch = Batch(images, ids, ids)
-    assert augmentation(TrainConfig(model="cnn", data=""), index, 0) is None
-    blanked = augmentation(TrainConfig(model="cnn", data="", cutout=8), index, 0)
+    assert augmentation(TrainConfig(model="cnn", data=""), index.mean, 0) is None
+    blanked = augmentation(TrainConfig(model="cnn", data="", cutout=8), index.mean, 0)
     assert blanked is not None
     found = blanked(Batch(images.copy(), ids, ids)).images
     mean = np.round(255 * np.array(index.mean)).astype(np.uint8)
@@ -93,7 +93,7 @@ def test_an_epoch_is_augmented_as_its_options_say(small_set: Path) -> None:
     assert squares.min() >= 16
     both = augmentation(
         TrainConfig(model="cnn", data="", cutout=8, augment="crop-flip", normalise="unit"),
-        index,
+        index.normalisation("unit")[0],
         0,
     )
     assert both is not None

@@ -60,26 +60,23 @@ def test_what_can_be_seen_before_ranks_are_started_is_refused_then(
         cli.run([*common, str(empty), "--resume", "auto", "--weights", str(weights)])
 
 
-def without(path: Path, *keys: str) -> None:
-    """Make a configuration that of a version which had no such keys."""
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(line for line in lines if line.partition(":")[0] not in keys))
-
-
 def test_a_run_of_an_older_version_goes_on_as_it_began(
     small_set: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Weight decay then was that of all parameters."""
+    """Weight decay was that of all parameters then, and held-out images had a part in the mean."""
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     common = ["train", "--model", "cnn", "--data", str(small_set), "--weight-decay", "0.5"]
-    common += ["--batch-size", "60", "--run"]
-    assert cli.run([*common, str(whole), "--max-steps", "4", "--no-decay", "none"]) == 0
-    assert cli.run([*common, str(parted), "--max-steps", "2", "--no-decay", "none"]) == 0
-    without(parted / "config.yaml", "no_decay")
+    common += ["--batch-size", "60", "--holdout", "0.3", "--run"]
+    older = ["--no-decay", "none", "--normalise", "split"]
+    assert cli.run([*common, str(whole), "--max-steps", "4", *older]) == 0
+    assert cli.run([*common, str(parted), "--max-steps", "2", *older]) == 0
+    saved = parted / "config.yaml"
+    text = saved.read_text().replace("normalise: split", "normalise: meanstd")
+    saved.write_text(text.replace("no_decay: none\n", ""))
     capsys.readouterr()
     for steps in ("3", "4"):
         assert cli.run([*common, str(parted), "--max-steps", steps, "--resume"]) == 0
-        said = "resumed as an older version began it: --no-decay none"
+        said = "resumed as an older version began it: --no-decay none --normalise split"
         assert said in capsys.readouterr().out
     assert summary_of(parted)["weights_sha256"] == summary_of(whole)["weights_sha256"]
 

@@ -1,0 +1,38 @@
+"""What images are normalised by."""
+
+import numpy as np
+
+from hvdtrain.config import TrainConfig
+from hvdtrain.data.histogram import count_values, mean_and_std
+from hvdtrain.data.index import Index
+from hvdtrain.data.order import Rows
+from hvdtrain.data.shards import open_split
+from hvdtrain.world import World
+
+Normalisation = tuple[tuple[float, ...], tuple[float, ...]]  # mean and deviation of each channel
+BLOCK_ROWS = 4096
+
+
+def normalisation(config: TrainConfig, index: Index, rows: Rows, here: World) -> Normalisation:
+    """What is taken away from each channel of pixels in 0..1, and what that is divided by.
+
+    Collective: where a part of the train split is held out, rank 0 reads `rows`, the others.
+
+    Raises:
+        DataError: if a shard is damaged.
+    """
+    if config.normalise == "unit":
+        return index.normalisation("unit")
+    if config.normalise == "split" or len(rows) == index.splits["train"].count:
+        return index.normalisation("meanstd")
+    found: Normalisation = here.broadcast(of_rows(index, rows) if here.rank == 0 else None)
+    return found
+
+
+def of_rows(index: Index, rows: Rows) -> Normalisation:
+    """Mean and deviation over some rows of the train split, which is read for it."""
+    histogram = np.zeros((index.image_shape[2], 256), np.int64)
+    with open_split(index, "train") as samples:
+        for start in range(0, len(rows), BLOCK_ROWS):
+            count_values(samples.gather(rows[start : start + BLOCK_ROWS]).images, histogram)
+    return mean_and_std(histogram)

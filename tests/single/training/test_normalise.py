@@ -1,0 +1,30 @@
+"""Images are normalised by what is trained on: held-out ones have no part in it."""
+
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+
+from hvdtrain.config import TrainConfig
+from hvdtrain.data.shards import open_split
+from hvdtrain.training import setup
+from hvdtrain.world import World
+
+ALONE = World("none", 0, 1, 0, 1, 1)
+
+
+@pytest.mark.parametrize(("how", "is_centred"), [("meanstd", True), ("split", False)])
+def test_the_mean_is_that_of_the_images_trained_on(
+    small_set: Path, how: Literal["meanstd", "split"], is_centred: bool
+) -> None:
+    config = TrainConfig(
+        model="cnn", data=str(small_set), holdout=0.3, normalise=how, precision="fp64"
+    ).check()
+    session = setup.open_session(config, ALONE)
+    with open_split(session.index, "train") as samples:
+        seen = session.runtime.images(samples.gather(session.train_rows).images).numpy()
+    session.close()
+    centred = np.allclose(seen.mean(axis=(0, 2, 3)), 0, atol=1e-9)
+    scaled = np.allclose(seen.std(axis=(0, 2, 3)), 1, atol=1e-9)
+    assert (centred, scaled) == (is_centred, is_centred)
