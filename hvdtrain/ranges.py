@@ -78,6 +78,8 @@ def check_together(values: Mapping[str, Any]) -> None:
         epochs = DEFAULT_EPOCHS
     if epochs is not None and warmup > epochs:
         raise UsageError(f"--warmup-epochs {warmup} is more than --epochs {epochs}")
+    if epochs is not None:
+        _check_schedules(values, epochs)
     if values["compile"] and (values["recompute"] or values["batch_norm"] == "sync"):
         other = "--recompute" if values["recompute"] else "--batch-norm sync"
         raise UsageError(f"--compile and {other} exclude each other: leave one of them out")
@@ -87,6 +89,21 @@ def check_together(values: Mapping[str, Any]) -> None:
                 raise UsageError(f"{flag(name)} is for --plan auto and --plan adaptive")
     if values["resume"] and values["run"] is None:
         raise UsageError("--resume needs --run, the folder of the run to continue")
+
+
+def _check_schedules(values: Mapping[str, Any], epochs: int) -> None:
+    """Refuse what is to happen every so many epochs, more than there are."""
+    every, unit = interval(values["checkpoint_every"])
+    for option, number, others in (
+        ("--eval-every", values["eval_every"], ", or 0 to evaluate never"),
+        ("--checkpoint-every", every if unit == "epoch" else 0, ""),
+    ):
+        if number > epochs:
+            given = f"{number:g} epochs" if option == "--checkpoint-every" else number
+            raise UsageError(
+                f"{option} {given} is more than --epochs {epochs}: give {epochs}, which is once "
+                f"at the end, or less{others}"
+            )
 
 
 def interval(text: str) -> tuple[float, str]:

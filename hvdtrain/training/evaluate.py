@@ -94,8 +94,28 @@ def end_epoch(run: Run, may_be_best: bool) -> None:
     final["train_loss"] = progress.epoch_loss_sum / counted if counted else None
     if run.evaluation_due:
         final |= _measure(run)
-    progress.final, run.saved_step = final, None
+    run.saved_step = None
     progress.epoch_loss_sum, progress.epoch_samples = 0.0, 0
+    _record(run, final)
+    # Without a hold-out the training loss decides: never the test split.
+    metric, sign = ("val_accuracy", 1) if len(session.held_rows) else ("train_loss", -1)
+    best = progress.best
+    is_candidate = may_be_best and final[metric] is not None
+    if is_candidate and (best is None or sign * final[metric] > sign * best["value"]):
+        progress.best = {"metric": metric, "value": final[metric], "step": progress.step}
+
+
+def evaluate_end(run: Run) -> None:
+    """Evaluate a run that was over before, if that is due now and was not then. Collective."""
+    final = run.progress.final
+    if run.complete and run.evaluation_due and final.get("test_loss") is None:
+        _record(run, final | _measure(run))
+
+
+def _record(run: Run, final: dict[str, Any]) -> None:
+    """Let records and console say how an epoch ended."""
+    progress = run.progress
+    progress.final = final
     run.count_seconds()
     rate = progress.position / max(progress.train_seconds, 1e-9)
     if run.records is not None:
@@ -114,12 +134,6 @@ def end_epoch(run: Run, may_be_best: bool) -> None:
         {**cells, "epoch": run.epoch, "loss": final["train_loss"], "images/s": rate}
         | {"seconds": progress.seconds}
     )
-    # Without a hold-out the training loss decides: never the test split.
-    metric, sign = ("val_accuracy", 1) if len(session.held_rows) else ("train_loss", -1)
-    best = progress.best
-    is_candidate = may_be_best and final[metric] is not None
-    if is_candidate and (best is None or sign * final[metric] > sign * best["value"]):
-        progress.best = {"metric": metric, "value": final[metric], "step": progress.step}
 
 
 def _measure(run: Run) -> dict[str, float]:

@@ -20,7 +20,7 @@ from hvdtrain.frameworks import REMARKS
 from hvdtrain.stop import StopRequest
 from hvdtrain.training import saving
 from hvdtrain.training.control import Agreed, Vitals, Wishes
-from hvdtrain.training.evaluate import Stopped, end_epoch
+from hvdtrain.training.evaluate import Stopped, end_epoch, evaluate_end
 from hvdtrain.training.feed import Feed, Feeder, augmentation, requests
 from hvdtrain.training.health import Stragglers, peers
 from hvdtrain.training.precheck import NO_TENSORFLOW
@@ -83,33 +83,13 @@ def _open_session(config: TrainConfig, here: World) -> Session:
 
 def _train(run: Run) -> dict[str, Any]:
     """Epochs, evaluations and checkpoints to the end of the run."""
-    _announce(run)
-    # Rank 0 opened the records meanwhile: no rank's first step shall be charged with that.
-    run.activity.step(run.progress.step)  # the launcher sees by it that training has begun
-    with run.activity.doing("waiting for all ranks to begin"):
-        run.session.world.barrier()
-    run.startup_seconds = time.time() - psutil.Process().create_time()
-    run.clock = time.perf_counter()
-    while not run.complete:
-        try:
-            code = _asked_to_stop(run)
-            if code is None and not run.epoch_end_due:
-                code = _train_epoch(run)
-            if code is None:
-                _check_replicas(run)
-        except CheckFailed:  # on all ranks at the same step
-            saving.finish(run)
-            run.close(None)
-            raise
-        if code is not None:
-            _leave(run, code)
-        due = saving.is_due_after_epoch(run)
-        try:
-            end_epoch(run, may_be_best=due)
-        except Stopped as stopped:
-            _leave(run, stopped.code)
-        if due:
-            saving.begin(run)
+    _begin(run)
+    try:
+        evaluate_end(run)
+        while not run.complete:
+            _train_and_evaluate(run)
+    except Stopped as stopped:
+        _leave(run, stopped.code)
     if not saving.finish(run):
         saving.save(run)
     run.count_seconds()
@@ -125,6 +105,41 @@ def _train(run: Run) -> dict[str, Any]:
         f"{run.folder.path}"
     )
     return summary
+
+
+def _begin(run: Run) -> None:
+    """Say what is about to happen, and start the clocks once all ranks are there. Collective."""
+    _announce(run)
+    # Rank 0 opened the records meanwhile: no rank's first step shall be charged with that.
+    run.activity.step(run.progress.step)  # the launcher sees by it that training has begun
+    with run.activity.doing("waiting for all ranks to begin"):
+        run.session.world.barrier()
+    run.startup_seconds = time.time() - psutil.Process().create_time()
+    run.clock = time.perf_counter()
+
+
+def _train_and_evaluate(run: Run) -> None:
+    """An epoch, or what is left of it, its evaluation, and its checkpoint if one is due.
+
+    Raises:
+        Stopped: on all ranks, if any of them was asked to stop.
+    """
+    try:
+        code = _asked_to_stop(run)
+        if code is None and not run.epoch_end_due:
+            code = _train_epoch(run)
+        if code is None:
+            _check_replicas(run)
+    except CheckFailed:  # on all ranks at the same step
+        saving.finish(run)
+        run.close(None)
+        raise
+    if code is not None:
+        raise Stopped(code)
+    due = saving.is_due_after_epoch(run)
+    end_epoch(run, may_be_best=due)
+    if due:
+        saving.begin(run)
 
 
 def _asked_to_stop(run: Run) -> int | None:

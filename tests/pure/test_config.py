@@ -30,6 +30,12 @@ def make(**values: Any) -> TrainConfig:
         ({"run": "a\nb"}, "--run must be one line of text"),
         ({"seed": -1}, "--seed must be 0 or more"),
         ({"eval_every": -1}, "--eval-every must be 0 or more, not -1"),
+        ({"eval_every": 4, "epochs": 3}, "--eval-every 4 is more than --epochs 3: give 3"),
+        ({"eval_every": 11}, "--eval-every 11 is more than --epochs 10: give 10"),
+        (
+            {"checkpoint_every": "4 epochs", "epochs": 3},
+            "--checkpoint-every 4 epochs is more than --epochs 3: give 3",
+        ),
         ({"resume": True}, "--resume needs --run"),
     ],
 )

@@ -102,7 +102,12 @@ def test_without_evaluation_nor_hold_out_the_training_loss_chooses_the_best(
     done = hvdtrain(*TRAIN, "--data", small_set, "--run", run, "--eval-every", 0)
     assert done.returncode == 0, done.stderr
     assert summary_of(run)["best"]["metric"] == "train_loss"
-    # The interval says how to look at a run: it may change when the run goes on.
+    # The interval says how to look at a run: it may change when the run goes on, or is over.
+    done = hvdtrain(*TRAIN, "--data", small_set, "--run", run, "--resume", "--eval-every", 1)
+    assert done.returncode == 0, done.stderr
+    assert summary_of(run)["final"]["test_accuracy"] > 0.2
+    assert [line["test_loss"] is None for line in events_of(run, "epoch")] == [True, True, False]
+    assert events_of(run, "epoch")[1]["train_loss"] == summary_of(run)["final"]["train_loss"]
     longer = ("--epochs", 3, "--resume", "--eval-every", 1)
     done = hvdtrain(*TRAIN, "--data", small_set, "--run", run, *longer)
     assert done.returncode == 0, done.stderr
