@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from hvdtrain import data
 from hvdtrain.config import TrainConfig
+from hvdtrain.data import order
 from hvdtrain.data.index import read_index
 from hvdtrain.errors import DataError
 from hvdtrain.ranges import CHOSEN_PLANS
@@ -34,6 +35,7 @@ def _verify(folder: str) -> None:
 
 
 def _check_plan(config: TrainConfig) -> None:
+    from hvdtrain.training.batches import check_batches
     from hvdtrain.training.setup import (
         check_choice,
         check_components,
@@ -43,8 +45,11 @@ def _check_plan(config: TrainConfig) -> None:
 
     index = read_index(config.data)
     components = model_components(config, index)
-    check_components(components, config, index)
+    given = check_components(components, config, index)
     if config.plan in CHOSEN_PLANS:
         check_choice(config, components)
-    else:
-        make_plan(config, components, index.image_shape[0], index.classes, config.ranks or 1)
+        return
+    size, classes = index.image_shape[0], index.classes
+    plan = make_plan(config, components, size, classes, config.ranks or 1)
+    rows, _ = order.holdout(index.splits["train"].count, config.holdout, index.hash, config.seed)
+    check_batches(config, plan, components, given, len(rows))

@@ -1,10 +1,14 @@
 """A tail that a component cannot take is found before the first step, not an epoch later."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hvdtrain.config import TrainConfig
+from hvdtrain.errors import UsageError
+from hvdtrain.training.submission import check_before_submission
 from tests.conftest import Program
 from tests.single.training.jobs import summary_of
 
@@ -54,6 +58,13 @@ def test_it_is_refused_in_one_line(
     assert done.stderr.endswith("give another --batch-size, or fewer --microbatches or --ranks\n")
     assert len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_it_is_refused_before_it_waits_in_a_queue(small_set: Path) -> None:
+    config = TrainConfig(model=f"{MODELS}:normed", data=str(small_set), batch_size=100)
+    with pytest.raises(UsageError, match="cannot take 1 sample at once, its part of a batch of 1"):
+        check_before_submission([config])
+    check_before_submission([replace(config, holdout=0.1)])  # 541 images
 
 
 @pytest.mark.parametrize(
