@@ -192,6 +192,14 @@ class TrainConfig:
             PLAN,
         ),
     )
+    change_batch_norm: bool = field(
+        default=False,
+        metadata=about(
+            "let --plan adaptive change over which samples batch norm normalises: shares and "
+            "micro-batches",
+            PLAN,
+        ),
+    )
     recompute: str | None = field(
         default=None,
         metadata=about(

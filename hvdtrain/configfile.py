@@ -27,7 +27,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
     | {"device", "threads", "compile", "allreduce", "log_every", "eval_every", "ledger"}
     | {"weights", "trace", "run", "resume", "checkpoint_every", "keep_checkpoints"}
     | {"restarts", "min_ranks", "gradient_limit", "on_bad_step", "on_alert", "inject"}
-    | {"replicate", "stage", "stall_timeout", "verify"}
+    | {"replicate", "stage", "stall_timeout", "verify", "change_batch_norm"}
 )
 
 

@@ -83,6 +83,8 @@ def check_together(values: Mapping[str, Any]) -> None:
     if values["compile"] and (values["recompute"] or values["batch_norm"] == "sync"):
         other = "--recompute" if values["recompute"] else "--batch-norm sync"
         raise UsageError(f"--compile and {other} exclude each other: leave one of them out")
+    if values["change_batch_norm"] and values["plan"] != "adaptive":
+        raise UsageError("--change-batch-norm is for --plan adaptive")
     if values["plan"] not in CHOSEN_PLANS:
         for name in OF_CHOSEN_PLANS:
             if values[name] is not None:

@@ -69,8 +69,9 @@ def run_folder(training: TrainConfig) -> Path:
     # How often it is looked at makes no other run of it; nor does an option of a later version.
     content = asdict(replace(training, resume=False, eval_every=1))
     del content["verify"]
-    if training.no_decay == TrainConfig.no_decay:
-        del content["no_decay"]
+    for name in ("no_decay", "change_batch_norm"):
+        if content[name] == getattr(TrainConfig, name):
+            del content[name]
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return Path("runs") / f"{files.plain_name(training.model)}-{training.ranks or 1}-{digest[:8]}"
 

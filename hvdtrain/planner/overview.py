@@ -9,6 +9,7 @@ from hvdtrain.models.costs import ComponentCost
 from hvdtrain.parallel import schedule
 from hvdtrain.parallel.actions import Action, Schedule
 from hvdtrain.parallel.cut import Cut, cut
+from hvdtrain.parallel.normgroups import sample_counts
 from hvdtrain.parallel.plan import Plan, labels
 from hvdtrain.parallel.simulate import Costs, Timeline, simulate
 from hvdtrain.parallel.trace import draw
@@ -190,8 +191,24 @@ def played(
     counted = measured is None
     if remarks is None:
         remarks = (COUNTED if counted else TIMED_ALONE,)
+        remarks += batch_norm_remark(plan, pieces, costs, synchronised)
     unit = "GFLOP" if counted else "s"
     return Overview(*(plan, pieces, by_name, optimizer, recomputed, made, timeline, unit, remarks))
+
+
+def batch_norm_remark(
+    plan: Plan, pieces: Cut, costs: Sequence[ComponentCost], synchronised: Collection[int]
+) -> tuple[str, ...]:
+    """A line where batch norm computes something else than on one rank; none otherwise."""
+    normed = [cost.name for cost in costs if cost.batch_norms]
+    counts = sample_counts(plan, pieces, normed, synchronised)
+    if not counts or counts == [pieces.batch_size]:
+        return ()
+    range_ = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
+    return (
+        f"Batch norm normalises over {range_} samples here, over {pieces.batch_size} on one rank: "
+        "its statistics differ.",
+    )
 
 
 def counted_costs(plan: Plan, pieces: Cut, costs: Mapping[str, ComponentCost]) -> Costs:

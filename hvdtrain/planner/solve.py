@@ -50,7 +50,10 @@ def solve(question: Question) -> Solution:
     Raises:
         UsageError: if nothing fits, naming the component and the shortage.
     """
-    played = {each.plan: each for each in reversed(list(candidates(question)))}
+    allowed = [each for each in candidates(question) if question.allows(each.plan)]
+    if not allowed:
+        raise UsageError("every other one changes over which samples batch norm normalises")
+    played = {each.plan: each for each in reversed(allowed)}
     fitting = [each for each in played.values() if not each.shortage(question.limits)]
     if not fitting:
         raise UsageError(_nothing_fits(question, list(played.values())))

@@ -7,6 +7,8 @@ from functools import reduce
 
 import numpy as np
 
+from hvdtrain.parallel.normgroups import is_same
+from hvdtrain.parallel.plan import Plan
 from hvdtrain.planner.cost import Known
 from hvdtrain.planner.divide import UNFIT, Run, Times
 from hvdtrain.planner.overview import OPTIMIZER_COPIES, copies_held
@@ -23,6 +25,8 @@ class Question:
         schedules: that the runtime can run for this model.
         microbatches: if the user has set them.
         limits: bytes that each rank may hold, if there are limits.
+        keeps: a plan, if batch norm must compute what it does under that one; and for batches of
+            these sizes.
     """
 
     known: Known
@@ -31,6 +35,15 @@ class Question:
     schedules: Collection[str] = ("1f1b",)
     microbatches: int | None = None
     limits: Sequence[float] | None = None
+    keeps: tuple[Plan, tuple[int, ...]] | None = None
+
+    def allows(self, plan: Plan) -> bool:
+        """Whether batch norm computes what it has to."""
+        if self.keeps is None:
+            return True
+        before, sizes = self.keeps
+        normed = [cost.name for cost in self.known.costs if cost.batch_norms]
+        return is_same(before, plan, sizes, normed, self.known.is_synchronised)
 
     @property
     def ranks(self) -> int:
@@ -198,6 +211,8 @@ def shares_of(question: Question, ranks: tuple[int, ...], rows: int) -> tuple[in
 
     The next sample always goes to the rank that would have it done first.
     """
+    if question.keeps is not None:
+        return (1,) * len(ranks)  # others are none of those that are kept
     slowness = [question.known.profile.slowness[rank] for rank in ranks]
     if max(slowness) / min(slowness) < ALIKE:
         return (1,) * len(ranks)

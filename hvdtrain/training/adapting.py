@@ -2,10 +2,10 @@
 
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hvdtrain.errors import one_line
+from hvdtrain.errors import HvdtrainError, one_line
 from hvdtrain.parallel.plan import Plan
 from hvdtrain.parallel.relayout import is_same_layout
 from hvdtrain.parallel.validate import prove
@@ -15,6 +15,7 @@ from hvdtrain.planner.follow import compared, following
 from hvdtrain.planner.play import calibrated, play
 from hvdtrain.planner.solve import Solution, solve
 from hvdtrain.planner.tables import Question
+from hvdtrain.training.batches import batch_sizes
 from hvdtrain.training.control import Agreed
 from hvdtrain.training.session import Session, StepTimes
 from hvdtrain.training.vitals import own_seconds
@@ -133,7 +134,7 @@ class Adapter:
         whole = drift.step_seconds if drift.is_waiting else None
         asked = calibrated(question, plan, drift.own_seconds, whole)
         current = play(asked, plan, "the plan that is").seconds
-        solution = solve(asked)
+        solution = solve(self._keeping_batch_norm(asked, plan))
         chosen = solution.chosen
         decision = decide(
             current, chosen.seconds, steps_left, self._seconds_to(chosen.plan, asked)
@@ -142,6 +143,15 @@ class Adapter:
             prove(chosen.plan, asked.batch_size, asked.known.is_synchronised)
         return Thought(drift.cause, asked, solution, current, decision)
 
+    def _keeping_batch_norm(self, question: Question, plan: Plan) -> Question:
+        """Ask for plans alone under which batch norm computes what it does, if that is wanted."""
+        session = self.session
+        has_any = any(cost.batch_norms for cost in question.known.costs)
+        if session.config.change_batch_norm or not has_any:
+            return question
+        sizes = batch_sizes(session.config, len(session.train_rows))
+        return replace(question, keeps=(plan, tuple(sizes)), microbatches=plan.microbatches)
+
     def _seconds_to(self, plan: Plan, question: Question) -> float:
         """What a change is expected to take."""
         if is_same_layout(self.session.plan, plan):
@@ -149,10 +159,27 @@ class Adapter:
         moving = moving_seconds(question, self.session.plan, plan)
         return max(SAME_LAYOUT_SECONDS, self.building_seconds + moving)
 
+    def _stay(self, thought: Thought | None, refusal: str) -> dict[str, Any] | None:
+        """Go on as it is, since the run cannot be trained under the plan that was wanted."""
+        self.wanted = None
+        self.watch.restart()
+        if thought is None:
+            return None
+        stays = Decision(False, f"the other plan cannot train this run: {refusal}")
+        return said(replace(thought, decision=stays))
+
     def change(self) -> dict[str, Any] | None:
         """Go on under the plan that rank 0 wants; on rank 0 what to say of it. Collective."""
         thought, here, before = self.wanted, self.session.world, self.session.plan
-        plan = here.broadcast(thought.solution.chosen.plan if thought else None)
+        plan, refusal = thought.solution.chosen.plan if thought else None, ""
+        if plan is not None:
+            try:  # here, where no training draws random numbers meanwhile
+                self.session.check_plan(plan)
+            except HvdtrainError as error:
+                plan, refusal = None, str(error)
+        plan = here.broadcast(plan)
+        if plan is None:
+            return self._stay(thought, refusal)
         began = time.perf_counter()
         self.session.change_plan(plan)
         here.barrier()

@@ -23,6 +23,7 @@ from hvdtrain.parallel.relayout import is_same_layout
 from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.step import Step
 from hvdtrain.training import layout, programs, tensors
+from hvdtrain.training.batches import check_batches, given_to
 from hvdtrain.training.checkpoint import store
 from hvdtrain.training.checkpoint.store import MODEL, OPTIMIZER
 from hvdtrain.training.diagnosis import diagnose
@@ -119,6 +120,12 @@ class TorchSession(Session):
             taken = {}  # weight gradients come later, all together; or others are waited for
         transfer, self.transfer_seconds = self.transfer_seconds / steps, 0.0
         return StepTimes({name: total / steps for name, total in taken.items()}, transfer)
+
+    @override
+    def check_plan(self, plan: Plan) -> None:
+        config, size, classes = self.config, self.index.image_shape[0], self.index.classes
+        given = given_to(self.components, config, size, classes)
+        check_batches(config, plan, self.components, given, len(self.train_rows))
 
     @override
     def change_plan(self, plan: Plan) -> None:

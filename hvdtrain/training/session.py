@@ -176,6 +176,13 @@ class Session(ABC):
         """What the parts of a step have taken since this was asked for before, on average."""
         return StepTimes()
 
+    def check_plan(self, plan: Plan) -> None:  # noqa: B027
+        """Try out every batch size of the run under a plan.
+
+        Raises:
+            UsageError, ScheduleError: if one cannot be trained.
+        """
+
     def change_plan(self, plan: Plan) -> None:
         """Go on under another plan with the same state. Collective; between two steps."""
         raise NotImplementedError("this framework has one plan a run")

@@ -1,0 +1,70 @@
+"""Over what batch norm normalises depends on the plan: that is said, and kept where wanted."""
+
+from dataclasses import replace
+
+import pytest
+
+from hvdtrain.errors import UsageError
+from hvdtrain.parallel.normgroups import is_same
+from hvdtrain.parallel.plan import Plan, Stage, replicated
+from hvdtrain.planner.overview import overview
+from hvdtrain.planner.solve import solve
+from hvdtrain.planner.tables import Question
+from tests.pure.planner.machines import component, known, network
+
+COSTS = [replace(component(number), batch_norms=number % 2) for number in range(6)]
+NAMES = [cost.name for cost in COSTS]
+SIZES = (32, 7)
+
+
+def asked(slowness: list[float], keeps: Plan | None = None) -> Question:
+    given = known(COSTS, [1] * 6, slowness, network(len(slowness)))
+    kept = (keeps, SIZES) if keeps else None
+    number = keeps.microbatches if keeps else None
+    return Question(given, 32, "sgd", microbatches=number, keeps=kept)
+
+
+def test_shares_do_not_change_what_batch_norm_computes_unless_that_is_wanted() -> None:
+    """A rank that became slow was given less, and batch norm other samples, with no word of it."""
+    equal = replicated(NAMES, 2, 1, None)
+    assert solve(asked([1, 2])).chosen.plan.stages[0].shares == (22, 10)
+    found = solve(asked([1, 2], equal))
+    assert all(is_same(equal, each.plan, SIZES, NAMES, False) for each in found.candidates)
+    assert found.chosen.plan == equal
+
+
+def test_where_every_other_plan_changes_it_none_is_found() -> None:
+    unequal = Plan((Stage(tuple(NAMES), (0, 1), (5, 2)),))
+    with pytest.raises(UsageError, match="over which samples batch norm normalises"):
+        solve(asked([2, 1], unequal))
+
+
+def test_a_stage_may_take_other_components_with_the_same_samples() -> None:
+    def staged(first: int) -> Plan:
+        stages = (Stage(tuple(NAMES[:first]), (0,), (1,)), Stage(tuple(NAMES[first:]), (1,), (1,)))
+        return Plan(stages, 4)
+
+    assert is_same(staged(3), staged(4), SIZES, NAMES, False)
+    assert not is_same(staged(3), replace(staged(3), microbatches=8), SIZES, NAMES, False)
+    assert not is_same(staged(3), replicated(NAMES, 2, 4, None), SIZES, NAMES, False)
+    assert is_same(staged(3), replicated(NAMES, 2, 4, None), [32], NAMES, True)
+    assert is_same(staged(3), replicated(NAMES, 2, 1, None), SIZES, [], False)
+
+
+@pytest.mark.parametrize(
+    ("plan", "synchronised", "said"),
+    [
+        (replicated(NAMES, 1, None, None), (), ""),
+        (replicated(NAMES, 2, None, None), (), "over 16 samples here, over 32 on one rank"),
+        (replicated(NAMES, 2, None, None), (0,), ""),
+        (replicated(NAMES, 3, 2, None), (), "over 5 to 6 samples here, over 32 on one rank"),
+        (replicated(NAMES, 2, 4, None), (0,), "over 8 samples here, over 32 on one rank"),
+    ],
+)
+def test_a_plan_that_changes_it_is_shown_with_that(
+    plan: Plan, synchronised: tuple[int, ...], said: str
+) -> None:
+    remarks = overview(plan, COSTS, 32, "sgd", synchronised=synchronised).remarks
+    assert [said in line for line in remarks[1:]] == [True] * bool(said)
+    without = [replace(cost, batch_norms=0) for cost in COSTS]
+    assert len(overview(plan, without, 32, "sgd", synchronised=synchronised).remarks) == 1
