@@ -32,21 +32,25 @@ class Draws:
         seed: of the step, the same on all ranks.
         samples: first and one behind the last of what is computed now, as places in the batch.
         calls: how often each layer was called in this forward.
-        keys: of masks, by what the process's generator drew when they were made.
+        made: keys and samples of masks, by what the process's generator drew for them.
     """
 
     seed: int = 0
     samples: tuple[int, int] = (0, 0)
     calls: Counter[str] = field(default_factory=Counter)
-    keys: dict[int, int] = field(default_factory=dict)
+    made: dict[int, tuple[int, tuple[int, int]]] = field(default_factory=dict)
+
+    def begin_step(self) -> None:
+        """Forget the masks of the step before."""
+        self.made.clear()
 
     def begin_forward(self, samples: tuple[int, int]) -> None:
         """Begin the forward of other samples."""
         self.samples = samples
         self.calls.clear()
 
-    def key(self, layer: str) -> int:
-        """That of the mask which a layer needs now.
+    def mask(self, layer: str) -> tuple[int, tuple[int, int]]:
+        """Key and samples of the mask which a layer needs now.
 
         Raises:
             UsageError: in a forward that is run again with other random numbers.
@@ -55,13 +59,14 @@ class Draws:
         if torch._C._current_graph_task_id() == -1:  # not in a backward
             words = repr((self.seed, layer, self.calls[layer])).encode()
             self.calls[layer] += 1
-            self.keys[drawn] = int.from_bytes(hashlib.blake2b(words, digest_size=8).digest())
-        if drawn not in self.keys:
+            digest = hashlib.blake2b(words, digest_size=8).digest()
+            self.made[drawn] = int.from_bytes(digest) - 2**63, self.samples
+        if drawn not in self.made:
             raise UsageError(
                 f"dropout {layer} is run again in backward without the random state of its "
                 "forward: give the checkpoint preserve_rng_state=True"
             )
-        return self.keys[drawn] - 2**63
+        return self.made[drawn]
 
 
 class SampleDropout(nn.Module):
@@ -83,15 +88,15 @@ class SampleDropout(nn.Module):
 
         Other input, such as one whose first dimension is not the samples', is masked by PyTorch.
         """
-        first, end = self.draws.samples
+        if not self.training or self.p == 0 or input.ndim == 0:
+            return super().forward(input)  # type: ignore[no-any-return]
+        key, (first, end) = self.draws.mask(self.name)
         rows = max(end - first, 1)
-        if not self.training or self.p == 0 or input.ndim == 0 or len(input) % rows:
+        if len(input) % rows:
             return super().forward(input)  # type: ignore[no-any-return]
         shape = input.shape[:2] if self.is_by_channel else input.shape
         values = math.prod(shape) // rows
-        dropped = dropped_of_samples(
-            *(self.draws.key(self.name), first, rows, values, self.p, input.device)
-        )
+        dropped = dropped_of_samples(key, first, rows, values, self.p, input.device)
         mask = dropped.view(*shape, *[1] * (input.ndim - len(shape)))
         given = input if self.inplace else input.clone()  # whose memory format it has
         return given.masked_fill_(mask, 0).mul_(_scale(self.p))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from hvdtrain.parallel.dropout import Draws
 from hvdtrain.parallel.plan import Plan
 from hvdtrain.parallel.stage import StageModel
 
@@ -52,14 +53,21 @@ class Reference:
 
     Args:
         build: makes the components of these names anew, in training mode.
+        draws: what their dropout layers draw from; by default they have none that ask it.
     """
 
     def __init__(
-        self, plan: Plan, build: Callable[[Sequence[str]], StageModel], rules: Rules
+        self,
+        plan: Plan,
+        build: Callable[[Sequence[str]], StageModel],
+        rules: Rules,
+        draws: Draws | None = None,
     ) -> None:
-        self.plan, self.rules = plan, rules
+        self.plan, self.rules, self.draws = plan, rules, draws or Draws()
         self.stages = [
-            _SerialStage(build, stage.components, len(stage.ranks), rules.is_synchronised)
+            _SerialStage(
+                *(build, stage.components, len(stage.ranks), rules.is_synchronised), self.draws
+            )
             for stage in plan.stages
         ]
 
@@ -88,6 +96,7 @@ class Reference:
             images: [batch size, 3, H, W], normalised. labels: int64 [batch size].
         """
         size, rules, total = len(labels), self.rules, 0.0
+        self.draws.begin_step()
         microbatches, parts = cut_alone(self.plan, size)
         kind = images.device.type
         for k, (start, stop) in enumerate(microbatches):
@@ -137,8 +146,9 @@ class _SerialStage:
         components: Sequence[str],
         replicas: int,
         is_synchronised: bool,
+        draws: Draws,
     ) -> None:
-        self.models = [build(components)]
+        self.models, self.draws = [build(components)], draws
         modules = [m for each in self.models[0].components.values() for m in each.modules()]
         self.is_merged = is_synchronised and any(isinstance(m, _BatchNorm) for m in modules)
         if any(True for module in modules for _ in module.buffers(recurse=False)):
@@ -148,12 +158,14 @@ class _SerialStage:
     def forward(self, activations: Tensor, parts: Sequence[Range], offset: int) -> Tensor:
         """Each replica's rows by themselves; `offset` is where the micro-batch starts."""
         if self.is_merged:
+            self.draws.begin_forward((offset, offset + len(activations)))
             return self.models[0](activations)
-        made = [
-            self.models[replica % len(self.models)](activations[start - offset : stop - offset])
-            for replica, (start, stop) in enumerate(parts)
-            if start < stop
-        ]
+        made = []
+        for replica, (start, stop) in enumerate(parts):
+            if start < stop:
+                self.draws.begin_forward((start, stop))
+                model = self.models[replica % len(self.models)]
+                made.append(model(activations[start - offset : stop - offset]))
         return made[0] if len(made) == 1 else torch.cat(made)
 
     def agreed_buffers(self, samples: Sequence[int]) -> dict[str, Tensor]:

@@ -91,7 +91,7 @@ class Runtime:
         waited = self.exchange.waited if self.exchange else WaitTime()
         clock, note = time.perf_counter, self.activity.note if self.activity else _ignore
         bubble, transfer, task = waited.bubble, waited.transfer, None
-        self.draws.keys.clear()
+        self.draws.begin_step()
         try:
             for task in program.tasks:
                 note(task.line)
@@ -207,7 +207,6 @@ class Runtime:
             return
         gradient = self._output_gradient(step, task)
         output = step.outputs.use(task.key)
-        self.draws.samples = task.samples
         if output.requires_grad:
             torch.autograd.backward(output, gradient)
         if part.model.clock is not None:
@@ -219,7 +218,6 @@ class Runtime:
         if task.rows == 0:
             return
         gradient = self._output_gradient(step, task)
-        self.draws.samples = task.samples
         step.pending_weights[task.key] = halves.backward_input(
             *(step.outputs.use(task.key), gradient, step.inputs[task.key]),
             self.parts[task.key[0]].parameters,
@@ -229,7 +227,6 @@ class Runtime:
     def _backward_weight(self, step: Step, task: Task) -> None:
         if task.rows == 0:
             return
-        self.draws.samples = task.samples
         halves.backward_weight(step.pending_weights.pop(task.key))
         self._forget(step, task)
 

@@ -17,7 +17,7 @@ MEASURED = ("val_loss", "val_accuracy", "test_loss", "test_accuracy")
 
 
 class Stopped(Exception):
-    """The ranks agreed to stop, with the exit code `code`, before an evaluation was over."""
+    """The ranks agreed to stop, with the exit code `code`, in an epoch or its evaluation."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)

@@ -149,6 +149,7 @@ class _Ranks:
             if part.optimizer is not None:
                 set_learning_rate(part.optimizer, batch.rate)
         torch.manual_seed(step_seed(self.seed, batch.position, self.here.rank))
+        self.runtime.draws.seed = step_seed(self.seed, batch.position, None)
         program = program_of(self.plan, batch.size, self.here.rank, True)
         step = self.runtime.train(program, Step(*batch.own))
         losses = self.here.gather(0.0 if step.loss_sum is None else float(step.loss_sum))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from hvdtrain import decay
 from hvdtrain.config import TrainConfig
 from hvdtrain.models.component import Component
+from hvdtrain.parallel.dropout import Draws, follow_samples
 from hvdtrain.parallel.plan import Plan
 from hvdtrain.parallel.reference import Reference, Rules, difference, largest_errors
 from hvdtrain.parallel.stage import Images, StageModel
@@ -59,10 +60,13 @@ class SerialRun:
     def __init__(
         self, config: TrainConfig, components: Sequence[Component], plan: Plan, images: Images
     ) -> None:
-        by_name = {part.name: part for part in components}
+        by_name, draws = {part.name: part for part in components}, Draws()
 
         def build(names: Sequence[str]) -> StageModel:
-            return build_model([by_name[name] for name in names], config, images.device)
+            model = build_model([by_name[name] for name in names], config, images.device)
+            for name in names if not config.compile else ():
+                follow_samples(name, model.components[name], draws)
+            return model
 
         rules = Rules(
             config.batch_norm == "sync",
@@ -71,7 +75,7 @@ class SerialRun:
             config.clip_norm,
         )
         self.config, self.images = config, images
-        self.reference = Reference(plan, build, rules)
+        self.reference = Reference(plan, build, rules, draws)
         undecayed = self.reference.undecayed(decay.parse(config.no_decay))
         self.optimizer = plain_optimizer(config, self.reference.parameters, undecayed)
         self.gradients: dict[str, float] = {}
@@ -84,6 +88,7 @@ class SerialRun:
         assert batch.whole is not None
         images, labels = batch.whole
         self.reference.put(before)
+        self.reference.draws.seed = step_seed(self.config.seed, batch.position, None)
         torch.manual_seed(step_seed(self.config.seed, batch.position, 0))
         serial = self.reference.step(
             self.images(images), torch.from_numpy(labels).to(self.images.device)

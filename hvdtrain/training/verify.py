@@ -81,8 +81,8 @@ def verify(trial: Trial, plan: Plan) -> str:
     if trial.here.rank == 0 and parity.fault:
         raise CheckFailed(
             f"--verify: {parity.fault}, between the plan and one rank: the run would not compute "
-            "what the serial run does (nor can a model be verified that draws random numbers, as "
-            "dropout does): use another --plan or --schedule, or leave --verify out"
+            "what the serial run does (nor can a model be verified that draws random numbers, but "
+            "for nn.Dropout): use another --plan or --schedule, or leave --verify out"
         )
     trial.here.barrier()
     return (
