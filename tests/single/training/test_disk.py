@@ -109,7 +109,7 @@ def test_a_disk_that_is_full_for_a_while_costs_a_checkpoint_and_not_the_run(
         words = ["train", "--model", "cnn", "--data", small_set, "--run", disk.folder / "run"]
         words += ["--epochs", 3, "--checkpoint-every", "3 steps", "--ranks", ranks]
         words += ["--ledger", disk.folder / "ledger.csv"]
-        words += ["--log-every", 1, "--inject", "slow step=1 seconds=0.05 steps=100"]
+        words += ["--log-every", 1, "--inject", "slow step=4 seconds=0.7 steps=7"]
         alert = f'[ "$HVDTRAIN_CAUSE" != "checkpoint failed" ] || rm -f {disk.folder / "filler"}'
         third = run / "checkpoints" / store.name_of(3)
         words += ["--on-alert", alert]
