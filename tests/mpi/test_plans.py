@@ -39,7 +39,10 @@ def parity_of(here: World, plan: str, model: str, **settings: Any) -> Parity:
     made = replace(made, microbatches=microbatches or made.microbatches)
     options: dict[str, Any] = {"precision": "fp64", "batch_size": 13, "seed": 3} | settings
     config = TrainConfig(model=model, data="", **options)
-    return check_plan(config, components, made, size, CLASSES, here, synchronous=synchronous)
+    sizes = (config.batch_size, -(-2 * config.batch_size // 3))  # a batch and a tail
+    return check_plan(
+        config, components, made, size, CLASSES, here, synchronous=synchronous, sizes=sizes
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
