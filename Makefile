@@ -24,7 +24,7 @@ SHELL := /bin/bash
 VENV := .venv
 PYTHON := python3
 TORCH_INDEX ?=
-TEST_WORKERS := 2
+TEST_WORKERS := 3 # one more than cores: some tests wait for others
 
 chosen := $(shell cat $(VENV)/.mpi 2>/dev/null)
 MPI := $(or $(word 1,$(chosen)),wheel)

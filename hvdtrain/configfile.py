@@ -48,7 +48,7 @@ def as_begun(config: TrainConfig) -> TrainConfig:
     saved = Path(config.run) / "config.yaml" if config.run else None
     if saved is None or not saved.is_file():
         return config
-    did = _done_by_older(load(saved))
+    did = done_by_older(load(saved))
     if config.normalise != "meanstd":
         did.pop("normalise", None)
     if not config.weight_decay:
@@ -56,7 +56,7 @@ def as_begun(config: TrainConfig) -> TrainConfig:
     return replace(config, **did)
 
 
-def _done_by_older(old: dict[str, Any]) -> dict[str, Any]:
+def done_by_older(old: dict[str, Any]) -> dict[str, Any]:
     """What the version that wrote a configuration did, where it says nothing or another thing."""
     did: dict[str, Any] = {n: value for n, value in OF_OLDER_VERSIONS.items() if n not in old}
     if did and old.get("holdout") and old.get("normalise", "meanstd") == "meanstd":
@@ -75,7 +75,7 @@ def differences(
     old: dict[str, Any], new: TrainConfig, may_change: frozenset[str] = MAY_CHANGE_ON_RESUME
 ) -> list[str]:
     """Say how `new` differs from a saved configuration in what may not change."""
-    current, old = asdict(new), old | _done_by_older(old)
+    current, old = asdict(new), old | done_by_older(old)
     if new.weight_decay == 0:
         may_change = may_change | {"no_decay"}
     if new.lr_schedule != "constant":
@@ -101,7 +101,7 @@ def to_yaml(config: TrainConfig, saved: Path | None = None) -> str:
         old = load(saved)
         for name in OF_OLDER_VERSIONS.keys() - old.keys():
             del values[name]
-        if "normalise" in _done_by_older(old) and config.normalise == "split":
+        if "normalise" in done_by_older(old) and config.normalise == "split":
             values["normalise"] = "meanstd"
     return yaml.safe_dump(values, sort_keys=False)
 

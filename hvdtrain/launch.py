@@ -292,7 +292,7 @@ class RanksStop(StopRequest):
             if self.interrupted:
                 raise KeyboardInterrupt  # no rank has to be waited for
             return
-        if self.ranks.have_begun():
+        if self.ranks.start_limit is None or self.ranks.have_begun():  # None: not a training
             self.process.send_signal(signal.SIGUSR1)
         else:  # libraries load for longer than some schedulers wait, and nothing can be lost yet
             self._end(BEFORE_TRAINING)

@@ -135,7 +135,7 @@ def _cell(parsed: dict[str, Any], study: StudyOptions, stem: str) -> Cell:
     if study.scaling == "weak":
         run = replace(run, batch_size=run.batch_size * ranks)
     if ranks == 1:
-        run = replace(run, plan=None)
+        run = replace(run, plan=None, change_batch_norm=False)
     if study.ranks_per_node:
         job = replace(job, nodes=-(-ranks // study.ranks_per_node))
     if job.gpus_per_node:

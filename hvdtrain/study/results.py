@@ -25,6 +25,7 @@ NOT_SETTINGS = frozenset(
         "min_ranks",
         "on_alert",
         "verify",
+        "change_batch_norm",
     }
 )
 UNREADABLE = (
@@ -174,8 +175,9 @@ def _result(
         batch_size=int(config["batch_size"]),
         seed=int(config["seed"]),
         # As runs are that do not say it.
-        settings={"framework": "torch", "eval_every": 1, "no_decay": "none"}
+        settings={"framework": "torch", "eval_every": 1}
         | {name: value for name, value in config.items() if name not in NOT_SETTINGS}
+        | configfile.done_by_older(config)
         | ({} if config.get("weight_decay") else {"no_decay": "none"})
         | {name: machine.get(name) for name in ("processor", "accelerator")},
         samples=int(summary["samples"]),

@@ -112,6 +112,7 @@ def compare(
                 done = ranks.step(batch)
                 if serial is not None:
                     serial.compare(batch, done, before)
+                here.barrier()  # which no watchdog counts, as it would the wait in a step
                 before = done.tensors
         finally:
             ranks.close()

@@ -38,18 +38,17 @@ def run(config: TrainConfig, arguments: Sequence[str], stop: RanksStop) -> int:
     if folder is None and config.restarts:
         folder = make_folder(config)
     launch_id = secrets.token_hex(8)
-    fruitless, newest = 0, _newest_step(folder)
+    fruitless = 0
     for left in range(config.restarts, -1, -1):
         environment = {LAUNCH: f"{launch_id}:{config.restarts - left}"}
         environment |= {AFTER_FAULTS: "\n".join(messages[-MOST_MESSAGES:])} if messages else {}
         if config.on_alert is not None:
             environment[alert.COMMAND] = config.on_alert
         options = _more(config, folder, ranks, bool(messages))
-        limit = start_patience(config)
+        limit, newest = start_patience(config), _newest(folder)
         ended = launch.supervise(ranks, [*arguments, *options], environment, stop, limit)
         messages.append(ended.message)
-        fruitless = 0 if (step := _newest_step(folder)) > newest else fruitless + 1
-        newest = max(step, newest)
+        fruitless = 0 if _newest(folder) != newest else fruitless + 1
         may_restart = ended.code == RankError.exit_code and left > 0 and not stop.requested
         again = may_restart and fruitless < MOST_FRUITLESS_STARTS
         if ended.code not in NO_FAULT:
@@ -84,12 +83,12 @@ def _wait(seconds: float, stop: RanksStop) -> None:
         time.sleep(0.05)
 
 
-def _newest_step(folder: Path | None) -> int:
-    """The step of the newest checkpoint of a run; -1 if there is none."""
+def _newest(folder: Path | None) -> tuple[str, int] | None:
+    """The newest checkpoint of a run, and when it was made."""
     from hvdtrain.training.checkpoint import store  # loads numpy
 
     found = store.stored(folder / "checkpoints") if folder else []
-    return store.step_of(found[-1].name) if found else -1
+    return (found[-1].name, found[-1].stat().st_mtime_ns) if found else None
 
 
 def _more(config: TrainConfig, folder: Path | None, ranks: int, is_again: bool) -> list[str]:

@@ -69,6 +69,8 @@ class Run:
     clock: float = field(default_factory=time.perf_counter)
     saved_at: float = field(default_factory=time.monotonic)
     first_step: int = 0  # steps done when this process began
+    saved_best: dict[str, Any] | None = None  # of the last checkpoint that was made
+    begun_best: dict[str, Any] | None = None  # of the last one that was begun
     saved_step: int | None = 0  # after which the state as it is was saved; 0 needs no checkpoint
 
     @property
@@ -233,6 +235,7 @@ def _open_owned(
         _adapter(session),
         first_step=progress.step,
         saved_step=progress.step,
+        saved_best=progress.best,
     )
 
 

@@ -12,9 +12,10 @@ from hvdtrain.training.checkpoint import store
 from hvdtrain.training.control import Agreed
 from hvdtrain.training.metrics import Records
 from hvdtrain.training.run import Run
-from hvdtrain.training.stall import SAVE_FACTOR
+from hvdtrain.training.stall import OTHERS_SAVE_FACTOR, SAVE_FACTOR
 
 MOST_FAILED = 3  # checkpoints in a row that the disk may refuse
+PAUSE_SECONDS = 2.0  # before another attempt, where no step comes between
 
 
 def is_wanted(run: Run) -> bool:
@@ -46,8 +47,12 @@ def save(run: Run) -> None:
     Raises:
         DataError: on all ranks, if it fails too often.
     """
+    finish(run)
+    run.failed_saves, best = 0, run.progress.best
     begin(run)
     while not finish(run):
+        time.sleep(PAUSE_SECONDS)
+        run.progress.best = best
         begin(run)
 
 
@@ -58,8 +63,6 @@ def begin(run: Run) -> None:
         DataError: on all ranks, if too many checkpoints in a row could not be written.
     """
     finish(run)
-    if run.records is not None:
-        run.owner.check()
     session, config = run.session, run.session.config
     ledgers: list[str] = []
     if config.ledger:
@@ -68,11 +71,13 @@ def begin(run: Run) -> None:
     run.ledger.clear()
     run.count_seconds()
     run.saved_at, run.saved_step = time.monotonic(), run.progress.step
+    run.begun_best = run.progress.best
     name, commit, error = store.name_of(run.progress.step), None, None
     if run.records is not None:
-        run.records.write_ledger(ledgers)
-        run.records.event("checkpoint", step=run.progress.step, path=name)
         try:
+            run.owner.check()
+            run.records.write_ledger(ledgers)
+            run.records.event("checkpoint", step=run.progress.step, path=name)
             kept = asdict(run.progress) | run.records.sizes()
             commit = partial(_commit, run, run.records, name, kept)
         except DataError as caught:
@@ -117,8 +122,12 @@ def _end(run: Run) -> bool:
     faults = _faults(run)
     run.saver.end()
     if not faults:
-        run.failed_saves = 0
+        run.failed_saves, run.saved_best = 0, run.begun_best
         return True
+    run.session.world.barrier()  # a rank's next attempt shall not meet another one's clean-up
+    best = run.progress.best
+    if best is not None and store.name_of(best["step"]) == run.saver.name:
+        run.progress.best = run.saved_best
     run.failed_saves += 1
     run.saved_step = None
     if run.failed_saves >= MOST_FAILED:
@@ -138,7 +147,8 @@ def _faults(run: Run) -> list[str]:
     """What the disk did not take of the open checkpoint, from whichever rank. Collective."""
     with run.activity.doing("writing its part of a checkpoint", SAVE_FACTOR):
         run.saver.join()
-    with run.activity.doing("waiting for all ranks to be done with a checkpoint"):
+    waiting = "waiting for all ranks to be done with a checkpoint"
+    with run.activity.doing(waiting, OTHERS_SAVE_FACTOR):
         return [fault for fault in run.session.world.gather(run.saver.fault) if fault]
 
 

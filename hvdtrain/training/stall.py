@@ -8,6 +8,7 @@ from hvdtrain.errors import RankError
 
 # Libraries load, and checkpoints are written and read, from disks that others use too.
 START_FACTOR, SAVE_FACTOR = 5.0, 5.0
+OTHERS_SAVE_FACTOR = 6.0  # for whoever waits for it: the rank that is slow is to be named
 
 
 def patience(config: TrainConfig) -> float:

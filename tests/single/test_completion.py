@@ -33,11 +33,14 @@ def script(hvdtrain: Program, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["train", "--prec"], ["--precision"]),
         (["train", "--precision", ""], ["fp32", "bf16", "fp64"]),
         (["train", "--compile", "--prec"], ["--precision"]),
-        (["train", "--no-c"], ["--no-compile"]),
+        (["train", "--no-c"], ["--no-change-batch-norm", "--no-compile"]),
         (["jobs", "s"], ["submit", "sweep", "status"]),
         (
             ["jobs", "submit", "--no"],
-            ["--no-compile", "--no-dry-run", "--no-resume", "--nodes", "--normalise"],
+            [
+                *("--no-change-batch-norm", "--no-compile", "--no-decay", "--no-dry-run"),
+                *("--no-resume", "--no-verify", "--nodes", "--normalise"),
+            ],
         ),
         (["data", "fetch", "c"], ["cifar10", "cifar100"]),
         (["train", "--config", "ru"], ["run.yaml", "runs"]),
