@@ -201,7 +201,7 @@ def _remove(path: Path, token: str, own: str) -> None:
     with suppress(FileNotFoundError):
         path.rename(aside)
         held = _read(aside)
-        if held is not None and held.token != token:
+        if (held.token if held else "") != token:  # also one that is just being written
             with suppress(OSError):  # a third one was quicker
                 os.link(aside, path)
         aside.unlink()

@@ -78,7 +78,7 @@ def check_together(values: Mapping[str, Any]) -> None:
         epochs = DEFAULT_EPOCHS
     if epochs is not None and warmup > epochs:
         raise UsageError(f"--warmup-epochs {warmup} is more than --epochs {epochs}")
-    if epochs is not None:
+    if epochs is not None and not values["resume"]:  # a run of an older version goes on
         _check_schedules(values, epochs)
     if values["compile"] and (values["recompute"] or values["batch_norm"] == "sync"):
         other = "--recompute" if values["recompute"] else "--batch-norm sync"

@@ -104,3 +104,9 @@ def test_a_longer_run_is_another_one_where_the_schedule_follows_its_length() -> 
     assert configfile.differences(old, make(epochs=5, lr_schedule="cosine")) == [
         "epochs was 3, is 5"
     ]
+
+
+def test_a_run_whose_intervals_an_older_version_took_goes_on() -> None:
+    TrainConfig(
+        model="cnn", data="d", epochs=3, eval_every=4, run="runs/old", resume="auto"
+    ).check()
