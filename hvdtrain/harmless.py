@@ -122,9 +122,14 @@ def check_numbers(content: Any, key: object = "") -> None:
         for value in content:
             check_numbers(value, key)
     elif isinstance(content, float) and not math.isfinite(content):
-        raise ValueError(f"{str(key)[:80]} must be a finite number, not {content}")
+        raise ValueError(f"{_shown(key)} must be a finite number, not {content}")
     elif isinstance(content, int) and not -LARGEST_WHOLE < content < LARGEST_WHOLE:
-        raise ValueError(f"{str(key)[:80]} is too large, with {content.bit_length()} bits")
+        raise ValueError(f"{_shown(key)} is too large, with {content.bit_length()} bits")
+
+
+def _shown(key: object) -> str:
+    """A key of a user's, on one line."""
+    return " ".join(str(key)[:80].split())
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -133,6 +138,6 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names: set[str] = set()
         for name, _ in pairs:
             if name in names:
-                raise ValueError(f"the key {name[:80]!r} is given twice")
+                raise ValueError(f"the key {_shown(name)!r} is given twice")
             names.add(name)
     return content

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hvdtrain import cli
@@ -88,6 +88,7 @@ def test_a_cluster_file_gives_finite_times_or_one_line(folder: Path, key: str, t
         assert math.isfinite(1e9 / (1e9 * network.cluster.gflops))
 
 
+@example(("partition",), {"\n": 2**63})
 @given(st.sampled_from(hostile.paths_of(SITE)), hostile.VALUES)
 def test_a_file_of_a_site_is_one_or_one_line(
     folder: Path, path: tuple[Any, ...], to: object
