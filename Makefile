@@ -10,6 +10,7 @@
 #   make test                     ruff, mypy, and all tests that take minutes together
 #   make proof                    the tests that take longer: every plan on 1 to 4 ranks, long series
 #                                 of kills, a site's MPI, torch.compile
+#   make docs                     the site of docs/ into .venv/site
 #   make lint | demo | clean
 #
 # VENV=DIR puts the environment elsewhere. The choice of MPI and CPU is remembered in it. pip's own
@@ -19,7 +20,7 @@
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: setup test proof lint demo clean
+.PHONY: setup test proof lint demo docs clean
 
 VENV := .venv
 PYTHON := python3
@@ -116,6 +117,9 @@ proof: setup
 
 demo: setup
 	@PATH="$(bin):$$PATH" $(bin)/python tools/demo.py
+
+docs: setup
+	@NO_MKDOCS_2_WARNING=1 $(bin)/python -m mkdocs build --quiet --strict && echo "$(VENV)/site/index.html"
 
 clean:
 	rm -rf $(VENV) .venv/cache .venv/demo build dist *.egg-info

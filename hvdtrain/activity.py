@@ -8,10 +8,11 @@ watchdog does not look, or with all its threads.
 
 import mmap
 import os
+import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,6 +25,10 @@ IN_TRAINING = "step "  # what lines begin with from the first step on
 _LOOKS = 20  # of the watchdog, in the time it allows
 # Beside the limit: a rank's own watchdog comes first, since it can say whom the rank waits for.
 AFTER_THE_RANKS_SECONDS = 6.0
+# More that a wait for all ranks may take, where it is not to be taken for what hangs.
+AFTER_OTHERS_SECONDS = AFTER_THE_RANKS_SECONDS + 2.0
+ENDING_SECONDS = 20.0  # that a watchdog may take to say what it found, and to end the job
+WATCH_SECONDS = 0.5  # between two looks from outside
 SUSPENDED_TICKS = 3.0  # a longer gap between two looks means that who looks was suspended itself
 
 
@@ -31,21 +36,28 @@ class Activity:
     """One rank's line of the file, and since when it stands there.
 
     Args:
-        path: the file, the same for all ranks of a host; made if it is not there. None: no file.
-        rank: the number of this rank's line.
+        path: the file, made if it is not there. None: no file.
+        place: the number of this rank's line in it.
         limit: seconds that an action may take.
         on_stall: called, from another thread, with the line of an action that took longer.
     """
 
     def __init__(
-        self, path: Path | None, rank: int, limit: float, on_stall: Callable[[str], None]
+        self,
+        path: Path | None,
+        place: int,
+        limit: float,
+        on_stall: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limit, self.on_stall = limit, on_stall
-        self._map = _open_map(path, rank) if path else None
-        self._start = rank * RECORD_BYTES
+        self.tick = min(limit / _LOOKS, threading.TIMEOUT_MAX)  # seconds between two looks
+        self._patience = _Patience(self.tick, clock)
+        self._map = _open_map(path, place) if path else None
+        self._start = place * RECORD_BYTES
         self._step, self._prefix = 0, ""
         self._line: str | None = None
-        self._factor = 1.0
+        self._allowed = limit
         self._noted = 0
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hvdtrain-watchdog", daemon=True)
@@ -55,13 +67,20 @@ class Activity:
         """The actions to come are those of this step."""
         self._step, self._prefix = number, f"{IN_TRAINING}{number}, "
 
-    def note(self, line: str, factor: float = 1.0) -> None:
-        """From now on this rank does what `line` says, for at most `factor` times the limit."""
+    def note(self, line: str, factor: float = 1.0, after_others: bool = False) -> None:
+        """From now on this rank does what `line` says, for at most `factor` times the limit.
+
+        Args:
+            after_others: it waits for ranks that may take as long, and are to be named first.
+        """
+        self._do(line, self.limit * factor + (AFTER_OTHERS_SECONDS if after_others else 0.0))
+
+    def _do(self, line: str, allowed: float) -> None:
         self._noted += 1  # first: the watchdog reads both
-        self._line, self._factor = line, factor
+        self._line, self._allowed = line, allowed
         if self._map is not None:
             text = f"{self._prefix}{line}".encode()[:LINE_BYTES].ljust(LINE_BYTES)
-            record = _HEAD.pack(self._noted, self.limit * factor) + text
+            record = _HEAD.pack(self._noted, allowed) + text
             self._map[self._start : self._start + RECORD_BYTES] = record
 
     def now(self) -> tuple[int, str]:
@@ -76,26 +95,35 @@ class Activity:
             _HEAD.pack_into(self._map, self._start, self._noted, -self.limit)
 
     @contextmanager
-    def doing(self, line: str, factor: float = 1.0) -> Iterator[None]:
-        """Do what `line` says, for at most `factor` times the limit, and then rest."""
-        self.note(line, factor)
+    def doing(self, line: str, factor: float = 1.0, after_others: bool = False) -> Iterator[None]:
+        """Do what `line` says, as `note` has it, and then what was done before, or rest."""
+        before, allowed = self._line, self._allowed
+        self.note(line, factor, after_others)
         try:
             yield
         finally:
-            self.rest()
+            if before is None:
+                self.rest()
+            else:
+                self._do(before, allowed)
 
     def close(self) -> None:
         """Watch no more."""
         self._closed.set()
         self._thread.join()
 
+    def stalled(self) -> str | None:
+        """Look, as the watchdog does each `tick`: the line of an action that takes too long."""
+        age, line = self._patience.age(self._noted), self._line
+        if line is not None and age > self._allowed:
+            return f"{self._prefix}{line}"
+        return None
+
     def _watch(self) -> None:
-        tick = min(self.limit / _LOOKS, threading.TIMEOUT_MAX)
-        patience = _Patience(tick)
-        while not self._closed.wait(tick):
-            age, line = patience.age(self._noted), self._line
-            if line is not None and age > self.limit * self._factor:
-                self.on_stall(f"{self._prefix}{line}")
+        while not self._closed.wait(self.tick):
+            if (line := self.stalled()) is not None:
+                self._do(self._line or "", ENDING_SECONDS)
+                self.on_stall(line)
                 return
 
 
@@ -121,10 +149,11 @@ class _Patience:
 
 
 class Watch:
-    """The launcher's look at the ranks of a job.
+    """A look from outside at ranks of a job, by their launcher or by the monitor of one.
 
     Args:
         path: the file in which they note what they do.
+        ranks: which of its lines to look at.
         start_limit: seconds that anything may take before the first step.
         tick: seconds between two looks.
     """
@@ -132,21 +161,23 @@ class Watch:
     def __init__(
         self,
         path: Path,
-        ranks: int,
+        ranks: Iterable[int],
         start_limit: float,
         tick: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.path, self.start_limit = path, start_limit
-        self._patience = [_Patience(tick, clock) for _ in range(ranks)]
+        self._patience = {rank: _Patience(tick, clock) for rank in ranks}
 
     def stalled(self) -> tuple[int, str] | None:
         """The rank that has been at one thing for longest, if that is too long, and its line."""
         found: list[tuple[float, int, str]] = []
-        for rank, patience in enumerate(self._patience):
+        for rank, patience in self._patience.items():
             count, limit, line = _record(self.path, rank)
             age = patience.age(count)
-            allowed = abs(limit) if line.startswith(IN_TRAINING) else self.start_limit
+            allowed = abs(limit)
+            if not line.startswith(IN_TRAINING):
+                allowed = max(allowed, self.start_limit)
             if age > allowed + AFTER_THE_RANKS_SECONDS:
                 own = "its own work after " if line and limit < 0 else ""
                 found.append((age, rank, f"{own}{line}" or "its start-up"))
@@ -154,6 +185,14 @@ class Watch:
             return None
         _, rank, line = max(found)
         return rank, line
+
+
+def ended_from_outside(rank: int, line: str) -> str:
+    """What is said of a rank of this host with which a job was ended."""
+    return (
+        f"rank {rank} on {socket.gethostname()} has been stuck for longer than --stall-timeout "
+        f"allows, in {line}; the job was ended with it"
+    )
 
 
 def last_activity(path: Path, rank: int) -> str:

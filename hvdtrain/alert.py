@@ -8,7 +8,7 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from hvdtrain.errors import shortened
@@ -31,11 +31,6 @@ def without_command(words: Sequence[str]) -> list[str]:
                 yield word
 
     return list(kept(iter(words)))
-
-
-def told_by_launcher(environment: Mapping[str, str], own: str | None) -> str | None:
-    """The command that the launcher was given, else this process's own."""
-    return environment.get(COMMAND, own)
 
 
 def send(command: str | None, cause: str, message: str, run: str | None) -> list[threading.Thread]:

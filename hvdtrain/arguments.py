@@ -13,11 +13,10 @@ from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 from jsonargparse import ArgumentParser, Namespace
 
 from hvdtrain import harmless, helptext, timelimit
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import UsageError, on_one_line
 
 Options = TypeVar("Options")
 
-LONGEST_KEY = 80  # characters of a key that are repeated
 MOST_NAMES = 12  # of those that a message lists
 # What other tools call an option, and values of options, and what is meant here.
 OPTION_MEANT = {
@@ -174,7 +173,7 @@ def unknown_key(
     Args:
         switches: keys that are true or false, which the command line can also write as --no-KEY.
     """
-    shown = " ".join(str(key)[:LONGEST_KEY].split())
+    shown = on_one_line(key)
     switch = shown[3:].replace("-", "_")
     if shown.startswith(("no-", "no_")) and switch in switches:
         return UsageError(f"{source}: write `{switch}: false` instead of `{shown}`")

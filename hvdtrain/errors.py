@@ -56,6 +56,11 @@ def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
     return text if len(text) <= most else f"{text[: most - 4]} ..."
 
 
+def on_one_line(text: object, most: int = 80) -> str:
+    """Return the start of a user's text, without line breaks."""
+    return " ".join(str(text)[:most].split())
+
+
 def one_line(error: BaseException) -> str:
     """Return type and first line of the message of `error`."""
     lines = str(error).strip().splitlines()

@@ -67,15 +67,7 @@ def fail(error: BaseException, listener: Listener | None = None) -> NoReturn:
     """
     launch = _detect_quietly()
     code, text = _verdict(error, launch)
-    first = launch.size == 1 or _is_first_to_fail(launch.job)
-    if first:
-        sys.stdout.flush()
-        # In one piece, or the launcher's own words come before the end of the line.
-        sys.stderr.write(f"{text}\n")
-        sys.stderr.flush()
-        if listener is not None and code != Interrupted.exit_code and activity_path() is None:
-            line = text.splitlines()[-1].removeprefix("hvdtrain: ")
-            alert.send_and_wait(listener.command, "job failed", line, listener.run)
+    first = tell(text, launch, listener if code != Interrupted.exit_code else None)
     if launch.size == 1:
         if threading.current_thread() is not threading.main_thread():
             os._exit(code)  # a watchdog's exit would end its thread alone
@@ -88,6 +80,23 @@ def fail(error: BaseException, listener: Listener | None = None) -> NoReturn:
     if _is_mpi_running():
         sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(code)
     os._exit(code)
+
+
+def tell(text: str, launch: Launch, listener: Listener | None) -> bool:
+    """Say what a job ends with; False if another process of it on this node has said that before.
+
+    The `listener` is told by ranks that our own launcher did not start.
+    """
+    if launch.size != 1 and not _is_first_to_fail(launch.job):
+        return False
+    sys.stdout.flush()
+    # In one piece, or the launcher's own words come before the end of the line.
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+    if listener is not None and activity_path() is None:
+        line = text.splitlines()[-1].removeprefix("hvdtrain: ")
+        alert.send_and_wait(listener.command, "job failed", line, listener.run)
+    return True
 
 
 def _verdict(error: BaseException, launch: Launch) -> tuple[int, str]:

@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import UsageError, on_one_line
 
 LARGEST = 2**16  # bytes
 DEEPEST = 4
-LARGEST_WHOLE = 2**63  # a number is below it: larger ones are no float, or no number of numpy
+LARGEST_WHOLE = 2**63  # whole numbers must be below this: NumPy has no integer for larger ones
 SIXTIES = r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?"
 OCTAL = r"[-+]?0[0-7_]+"
 MISREAD = re.compile(f"{SIXTIES}|{OCTAL}")
@@ -122,14 +122,9 @@ def check_numbers(content: Any, key: object = "") -> None:
         for value in content:
             check_numbers(value, key)
     elif isinstance(content, float) and not math.isfinite(content):
-        raise ValueError(f"{_shown(key)} must be a finite number, not {content}")
+        raise ValueError(f"{on_one_line(key)} must be a finite number, not {content}")
     elif isinstance(content, int) and not -LARGEST_WHOLE < content < LARGEST_WHOLE:
-        raise ValueError(f"{_shown(key)} is too large, with {content.bit_length()} bits")
-
-
-def _shown(key: object) -> str:
-    """A key of a user's, on one line."""
-    return " ".join(str(key)[:80].split())
+        raise ValueError(f"{on_one_line(key)} is too large, with {content.bit_length()} bits")
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -138,6 +133,6 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names: set[str] = set()
         for name, _ in pairs:
             if name in names:
-                raise ValueError(f"the key {_shown(name)!r} is given twice")
+                raise ValueError(f"the key {on_one_line(name)!r} is given twice")
             names.add(name)
     return content

@@ -5,33 +5,37 @@ that Ctrl-C reaches only this process, which passes it on as SIGUSR1: mpirun for
 ranks, while a SIGTERM or SIGINT of its own would kill them a quarter of a second later.
 """
 
-import ctypes
 import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from typing_extensions import override
 
-from hvdtrain import memory
-from hvdtrain.activity import IN_TRAINING, Watch, last_activity
+from hvdtrain import memory, shared_memory
+from hvdtrain.activity import (
+    IN_TRAINING,
+    WATCH_SECONDS,
+    Watch,
+    ended_from_outside,
+    last_activity,
+)
 from hvdtrain.errors import Interrupted, Preempted, RankError, UsageError, shortened
 from hvdtrain.launchers import own_mpirun
-from hvdtrain.stop import StopRequest
+from hvdtrain.stop import StopRequest, end_with_parent
 
 # What a rank ends with on purpose, having said why itself. mpirun ends with 1 too where it could
 # not start the ranks, and then says so in a remark that speaks of no process that exited.
-SAID_BY_A_RANK = frozenset({0, 1, 2, 3, 4, 75, 130})
+REPORTED_BY_A_RANK = frozenset({0, 1, 2, 3, 4, 75, 130})
 REMARKS_ON_A_RANK = ("MPI_ABORT was invoked", "non-zero status")
 EDGE = "-" * 70
 LAUNCHER_WORDS = (
@@ -40,9 +44,7 @@ LAUNCHER_WORDS = (
 # Where mpirun keeps its files, in a folder named by its process number alone: it fails where one
 # that was killed left a folder of this number.
 SESSIONS = ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base")  # of Open MPI 5, and 4
-PR_SET_PDEATHSIG = 1
 VERSION_SECONDS = 20
-WATCH_SECONDS = 0.5  # between two looks at what the ranks do
 SECONDS_TO_END = 15.0  # that mpirun may take to end ranks that do not answer
 SAID = "hvdtrain: "
 SHOW_CURSOR = "\x1b[?25h"
@@ -100,10 +102,25 @@ def _supervise(
     command = [*mpirun(ranks), sys.executable, "-P", "-m", "hvdtrain", *arguments]
     bases = (os.environ.get(name) for name in SESSIONS)
     base = next((path for path in bases if path and Path(path).is_dir()), None)
-    with tempfile.TemporaryDirectory("", "hvdtrain-", base, ignore_cleanup_errors=True) as folder:
-        own = dict.fromkeys(SESSIONS, folder) | dict(environment)
+    with (
+        tempfile.TemporaryDirectory("", "hvdtrain-", base, ignore_cleanup_errors=True) as folder,
+        _in_memory(Path(folder).name) as shared,
+    ):
+        own = dict.fromkeys(SESSIONS, folder) | shared | dict(environment)
         stop.raise_if_requested()
         return _run(command, _Ranks(ranks, Path(folder) / "activity", start_limit), own, stop)
+
+
+@contextmanager
+def _in_memory(name: str) -> Iterator[dict[str, str]]:
+    """The settings for what ranks share in memory, which goes with all that is left in it."""
+    is_set = shared_memory.SETTINGS[0] in os.environ
+    folder = None if is_set else shared_memory.claim(name)
+    try:
+        yield dict.fromkeys(shared_memory.SETTINGS, str(folder)) if folder else {}
+    finally:
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass(frozen=True)
@@ -161,7 +178,8 @@ def _wait(process: "subprocess.Popen[str]", ranks: _Ranks) -> tuple[int, str]:
     """The exit code of mpirun, and why this launcher ended it; empty if it did not."""
     if ranks.start_limit is None:
         return process.wait(), ""
-    watch, said = Watch(ranks.activity, ranks.count, ranks.start_limit, WATCH_SECONDS), ""
+    every = range(ranks.count)
+    watch, said = Watch(ranks.activity, every, ranks.start_limit, WATCH_SECONDS), ""
     while True:
         try:
             return process.wait(timeout=WATCH_SECONDS if not said else SECONDS_TO_END), said
@@ -169,10 +187,7 @@ def _wait(process: "subprocess.Popen[str]", ranks: _Ranks) -> tuple[int, str]:
             if said:
                 os.killpg(process.pid, signal.SIGKILL)
             elif stalled := watch.stalled():
-                said = (
-                    f"rank {stalled[0]} on {socket.gethostname()} has been stuck for longer than "
-                    f"--stall-timeout allows, in {stalled[1]}; the job was ended with it"
-                )
+                said = ended_from_outside(*stalled)
                 os.killpg(process.pid, signal.SIGINT)
 
 
@@ -199,8 +214,14 @@ def judge(
         activity: where the ranks noted what they did.
     """
     asked = Interrupted.exit_code if stop.interrupted else Preempted.exit_code
-    spoken = code != 1 or any(remark in line for line in banners for remark in REMARKS_ON_A_RANK)
-    if code in SAID_BY_A_RANK and spoken and not (stop.ended and code == Interrupted.exit_code):
+    is_reported = code != 1 or any(
+        remark in line for line in banners for remark in REMARKS_ON_A_RANK
+    )
+    if (
+        code in REPORTED_BY_A_RANK
+        and is_reported
+        and not (stop.ended and code == Interrupted.exit_code)
+    ):
         # To the ranks a Ctrl-C is a SIGUSR1 as any other.
         return (asked if stop.requested and code == Preempted.exit_code else code), None
     if stop.ended:
@@ -350,5 +371,5 @@ def _end_with_parent() -> None:
     SIGTERM and SIGHUP are for the ranks, which save and leave, and for this launcher, which tells
     them: Slurm and systemd send them to every process of the job, and mpirun would kill the ranks.
     """
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGINT)
+    end_with_parent(signal.SIGINT)
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGHUP))

@@ -102,7 +102,13 @@ class Owner:
                 self.path.unlink()
 
 
-def claim(folder: Path, beats: Path, say: Callable[[str], object]) -> Owner:
+def claim(
+    folder: Path,
+    beats: Path,
+    say: Callable[[str], object],
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], object] = time.sleep,
+) -> Owner:
     """Make this process the owner of a folder, which is made if it is not there.
 
     Args:
@@ -114,30 +120,26 @@ def claim(folder: Path, beats: Path, say: Callable[[str], object]) -> Owner:
         DataError: if the disk cannot be written to.
     """
     path, own = folder / NAME, _this_process()
-    seen: tuple[str, int] | None = None
-    since = time.monotonic()
+    first: tuple[str, int] | None = None
     try:
         files.make_folders(beats)
         while True:
             with alone(folder / LOCK):
                 held, newest = _read(path), _newest(path, beats)
-                age = _disk_time(folder, own.token) - newest / 1e9
-                waited = time.monotonic() - since
-                is_stale = max(age, waited) > STALE_SECONDS
+                sign = (held.token if held else "", newest)
+                is_first = first is None
+                if is_first:  # from then on the own clock counts, since the disk's may be set
+                    age = max(0.0, _disk_time(folder, own.token) - newest / 1e9)
+                    first, silent_since = sign, clock() - age
+                is_stale = sign == first and clock() - silent_since > STALE_SECONDS
                 if not path.exists() or is_stale or (held is not None and held.is_over(own)):
                     _write(path, own)
                     return Owner(path, own.token)
-            now = (held.token if held else "", newest)
-            if seen is not None and now != seen:
+            if sign != first:
                 raise _in_use(folder, held)
-            if seen is None:
-                left = STALE_SECONDS - max(0.0, age)
-                say(
-                    f"{folder} belongs to {held or 'another run'}, last seen {age:.0f} s ago: "
-                    f"waiting up to {left:.0f} s to see whether it is alive"
-                )
-            seen = now
-            time.sleep(LOOK_SECONDS)
+            if is_first:
+                say(_waiting_for(folder, held, clock() - silent_since))
+            sleep(LOOK_SECONDS)
     except OSError as error:
         raise DataError(f"{path} cannot be written: {error.strerror}") from None
 
@@ -212,6 +214,13 @@ def _in_use(folder: Path, held: Claimant | None) -> UsageError:
         f"{folder} is in use by {held or 'another run'}, which is alive: wait for its end, or "
         f"choose another --run (a run that was killed elsewhere counts as ended "
         f"{STALE_SECONDS:.0f} s after its last sign of life)"
+    )
+
+
+def _waiting_for(folder: Path, held: Claimant | None, age: float) -> str:
+    return (
+        f"{folder} belongs to {held or 'another run'}, last seen {age:.0f} s ago: waiting up to "
+        f"{STALE_SECONDS - age:.0f} s to see whether it is alive"
     )
 
 

@@ -16,16 +16,20 @@ SPIN_SECONDS = 1e-3  # most waits are shorter, and none of those shall end late
 LONGEST_SLEEP = 1e-3
 
 
-def wait_until(done: Callable[[], Answer]) -> Answer:
+def wait_until(
+    done: Callable[[], Answer],
+    clock: Callable[[], float] = time.perf_counter,
+    sleep: Callable[[float], object] = time.sleep,
+) -> Answer:
     """Return the first true answer of `done()`: asked again and again, then between sleeps.
 
     A sleep lasts a tenth of the wait so far, so that a wait ends about a tenth late at most.
     """
-    began = time.perf_counter()
+    began = clock()
     while not (answer := done()):
-        waited = time.perf_counter() - began
+        waited = clock() - began
         if waited > SPIN_SECONDS:
-            time.sleep(min(LONGEST_SLEEP, waited / 10))
+            sleep(min(LONGEST_SLEEP, waited / 10))
         else:
             os.sched_yield()
     return answer

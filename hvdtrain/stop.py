@@ -1,8 +1,10 @@
 """The request to leave: Ctrl-C, or a signal of the scheduler. Nothing here loads torch."""
 
+import ctypes
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, Self
 
@@ -11,6 +13,12 @@ from typing import Any, Self
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # `timeout` and other wrappers deliver one Ctrl-C twice, within milliseconds.
 SAME_CTRL_C_SECONDS = 0.5
+PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(number: signal.Signals) -> None:
+    """Have the kernel send this process a signal when the thread that started it ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 class StopRequest:
@@ -20,7 +28,8 @@ class StopRequest:
     only a second Ctrl-C ends at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
         self.interrupted = False
         self.preempted = False
         self._pressed_at: float | None = None
@@ -67,7 +76,7 @@ class StopRequest:
             self.interrupted = number == signal.SIGINT
             self.preempted = not self.interrupted
         if number == signal.SIGINT:
-            now = time.monotonic()
+            now = self.clock()
             if self._pressed_at is None:
                 self._pressed_at = now
             elif now - self._pressed_at > SAME_CTRL_C_SECONDS:

@@ -4,14 +4,16 @@ The one piece of global state of the package: `current()` is the world that `sta
 process that no launcher started is a world of one and loads neither MPI nor Horovod.
 """
 
+import atexit
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from hvdtrain import shared_memory
 from hvdtrain.algorithms import ALGORITHMS
 from hvdtrain.errors import UsageError
 from hvdtrain.launchers import Launch, check_sizes, detect, own_mpirun
@@ -63,6 +65,7 @@ class World:
         return message.recv()
 
 
+NOTES_OF_ONE = "HVDTRAIN_ACTIVITY_OF_ONE"  # names the file of a rank that a monitor watches
 TUNED = ("HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD")
 
 _world: World | None = None
@@ -237,6 +240,14 @@ def activity_path() -> Path | None:
     return Path(path) if path else None
 
 
+def notes(rank: int) -> tuple[Path | None, int]:
+    """The file in which a rank notes what it does, and its place there."""
+    own = os.environ.get(NOTES_OF_ONE)
+    if own and activity_path() is None:
+        return Path(own), 0
+    return activity_path(), rank
+
+
 def _set_mpi_environment(launch: Launch, allreduce: str) -> None:
     """Set what MPI reads when it starts; what the user has set wins."""
     settings = {
@@ -258,6 +269,14 @@ def _set_mpi_environment(launch: Launch, allreduce: str) -> None:
         os.environ.setdefault(name, value)
 
 
+def _end_mpi(mpi: Any, folder: Path) -> None:
+    """End MPI, which removes its files, while the interpreter can still remove their folder."""
+    if not mpi.Is_finalized():
+        mpi.Finalize()
+    with suppress(OSError):  # other ranks still have files there: the last one removes it
+        folder.rmdir()
+
+
 def _set_horovod_environment(parameter_bytes: int) -> None:
     """Set what Horovod reads when it starts; what the user has set wins."""
     cycle_milliseconds = 5 if parameter_bytes > 8 * 2**20 else 0.3
@@ -275,6 +294,10 @@ def import_mpi(launch: Launch, allreduce: str) -> Any:
         UsageError: if there is no MPI.
     """
     _set_mpi_environment(launch, allreduce)
+    folder = None
+    if shared_memory.SETTINGS[0] not in os.environ:
+        folder = shared_memory.of_ranks(launch.job)
+        os.environ |= {name: str(folder) for name in shared_memory.SETTINGS if folder}
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -282,6 +305,8 @@ def import_mpi(launch: Launch, allreduce: str) -> Any:
         raise UsageError(
             f"MPI cannot be loaded ({reason}), and more than one rank needs it: run make setup"
         ) from None
+    if folder is not None:
+        atexit.register(_end_mpi, MPI, folder)
     return MPI
 
 

@@ -7,20 +7,29 @@ import torch
 from hvdtrain.parallel.stage import DTYPES
 
 SIZES = {"cpu": 2048, "cuda": 8192}
+SMALLEST = 256
 SECONDS = 1.0
 
 
 def matrix_rate(device: torch.device, precision: str) -> float:
-    """Operations a second of a square product, a multiply-add as two: the best of a second's."""
+    """Operations per second of a square product, a multiply-add as two: the best of a second's.
+
+    The matrices grow to the size at which the rate no longer depends on it, unless a product takes
+    long before that: CPUs without instructions for bf16 need minutes for a large one.
+    """
     dtype = torch.bfloat16 if precision == "bf16" else DTYPES[precision]
-    size = SIZES[device.type]
-    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    out = torch.empty_like(left)
-    best = _seconds(left, right, out)  # not the only one, unless one takes all the time
+    size, best = SMALLEST, 0.0
     until = time.perf_counter() + SECONDS
-    while time.perf_counter() < until:
-        best = min(best, _seconds(left, right, out))
-    return 2 * size**3 / best
+    while True:
+        left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        out = torch.empty_like(left)
+        took = min(_seconds(left, right, out) for _ in range(2))  # the first one prepares kernels
+        while time.perf_counter() < until and size == SIZES[device.type]:
+            took = min(took, _seconds(left, right, out))
+        best = max(best, 2 * size**3 / took)
+        if size == SIZES[device.type] or time.perf_counter() + 16 * took > until:
+            return best
+        size *= 2
 
 
 def _seconds(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> float:

@@ -5,19 +5,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from hvdtrain import alert, failure, launchers
+from hvdtrain import alert, failure, launchers, monitor
 from hvdtrain.arguments import part_of
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import Interrupted, Preempted, UsageError
 from hvdtrain.launch import RanksStop
 from hvdtrain.stop import StopRequest
+from hvdtrain.training.stall import start_patience
 
 
 def train(arguments: Sequence[str], **values: Any) -> int:
     """Train on the ranks of the launcher, or start --ranks of them here."""
     settings = part_of(TrainConfig, values).check()
-    on_alert = alert.told_by_launcher(os.environ, settings.on_alert)
-    settings = replace(settings, on_alert=on_alert)
+    settings = replace(settings, on_alert=os.environ.get(alert.COMMAND, settings.on_alert))
     started = launchers.detect(os.environ)
     launchers.check_pmix(started, os.environ)
     if settings.restarts and started.launcher != "none":
@@ -32,6 +32,7 @@ def train(arguments: Sequence[str], **values: Any) -> int:
 
             check_before_launch(settings)
             return restarts.run(settings, arguments, ranks_stop)
+    monitor.start(settings, started, start_patience(settings))
     # Before the seconds in which torch and MPI start: a signal is remembered from here on.
     with StopRequest() as stop:
         from hvdtrain.training.loop import train as run_training

@@ -2,11 +2,12 @@
 
 import io
 import os
+import secrets
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hvdtrain.jobs import script
 from hvdtrain.jobs.options import JobOptions
 from hvdtrain.jobs.site import Site
 from hvdtrain.jobs.undisturbed import deaf_children
+from hvdtrain.training.starts import SUBMISSION
 
 SAFE_PATH = "PYTHONSAFEPATH"
 
@@ -29,6 +31,7 @@ class Request:
         logs: folder of what their jobs print.
         name: of the jobs.
         parallel: how many of the runs may wait or run at a time.
+        submission: tells the jobs of a chain from those that are made later.
     """
 
     runs: tuple[TrainConfig, ...]
@@ -37,6 +40,7 @@ class Request:
     logs: Path
     name: str
     parallel: int = 1
+    submission: str = field(default_factory=lambda: secrets.token_hex(8))
 
 
 def submitted(request: Request, dependency: str | None) -> list[str]:
@@ -167,5 +171,6 @@ def _executor(request: Request) -> Any:
     on_slurm.update_parameters(
         **script.parameters(job, site, each, request.name), array_parallelism=request.parallel
     )
+    on_slurm.parameters["setup"].append(f"export {SUBMISSION}={request.submission}")
     on_slurm.parameters["wckey"] = None  # some sites refuse the one that submitit gives
     return on_slurm

@@ -61,6 +61,8 @@ def one_after_the_other(runs: Sequence[str]) -> int:
     codes = []
     for run in runs:
         running[:] = [subprocess.Popen(_command(run))]
+        if asked:  # before there was a process to tell
+            running[0].send_signal(asked[0])
         codes.append(running[0].wait())
         if asked or codes[-1] in (75, 130):
             break

@@ -1,4 +1,4 @@
-"""Making jobs one process at a time, and to the end: no number of a job is lost to a Ctrl-C."""
+"""Submit jobs from one process at a time, and record each job number even after a Ctrl-C."""
 
 import signal
 import sys

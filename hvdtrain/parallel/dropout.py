@@ -75,13 +75,14 @@ class SampleDropout(nn.Module):
     Attributes:
         p: the probability with which a value is dropped. inplace: as PyTorch's.
         draws: what its masks are drawn from. name: the layer's, unlike any other's.
+
+    `Dropout` drops values, the others whole channels.
     """
 
     p: float
     inplace: bool
     draws: Draws
     name: str
-    is_by_channel = False
 
     def forward(self, input: Tensor) -> Tensor:
         """Drop values of [n, ...], or of [n * k, ...] with k rows a sample, and scale the others.
@@ -94,37 +95,18 @@ class SampleDropout(nn.Module):
         rows = max(end - first, 1)
         if len(input) % rows:
             return super().forward(input)  # type: ignore[no-any-return]
-        shape = input.shape[:2] if self.is_by_channel else input.shape
+        shape = input.shape if isinstance(self, nn.Dropout) else input.shape[:2]
         values = math.prod(shape) // rows
         dropped = dropped_of_samples(key, first, rows, values, self.p, input.device)
         mask = dropped.view(*shape, *[1] * (input.ndim - len(shape)))
         given = input if self.inplace else input.clone()  # whose memory format it has
-        return given.masked_fill_(mask, 0).mul_(_scale(self.p))
+        return given.masked_fill_(mask, 0).mul_(1 / (1 - self.p) if self.p < 1 else 0.0)
 
 
-class _Dropout(SampleDropout, nn.Dropout):
-    """For values."""
-
-
-class _Dropout1d(SampleDropout, nn.Dropout1d):
-    """For whole channels, as the next ones."""
-
-    is_by_channel = True
-
-
-class _Dropout2d(SampleDropout, nn.Dropout2d):
-    is_by_channel = True
-
-
-class _Dropout3d(SampleDropout, nn.Dropout3d):
-    is_by_channel = True
-
-
+# Each PyTorch layer with the class that takes its place.
 FOLLOWING: dict[type[nn.Module], type[SampleDropout]] = {
-    nn.Dropout: _Dropout,
-    nn.Dropout1d: _Dropout1d,
-    nn.Dropout2d: _Dropout2d,
-    nn.Dropout3d: _Dropout3d,
+    kind: type(f"Sample{kind.__name__}", (SampleDropout, kind), {})
+    for kind in (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 }
 
 
@@ -168,7 +150,3 @@ def _mix(bits: Tensor) -> Tensor:
 def _shifted(bits: Tensor, places: int) -> Tensor:
     """Bits moved to the right, with zeros behind them."""
     return (bits >> places).bitwise_and_(2 ** (64 - places) - 1)
-
-
-def _scale(probability: float) -> float:
-    return 1 / (1 - probability) if probability < 1 else 0.0

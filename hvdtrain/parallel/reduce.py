@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hvdtrain.errors import UsageError
 from hvdtrain.parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, group_by_bytes
 from hvdtrain.parallel.cut import Share
-from hvdtrain.parallel.states import CopiedStates
+from hvdtrain.parallel.states import CopiedStates, States
 from hvdtrain.parallel.waiting import ReductionTime
 from hvdtrain.poll import wait_until
 
@@ -94,7 +94,7 @@ class ReplicatedGradients:
         statistics: its batch norms' running statistics by name. Means and variances become
             their average over the replicas, weighted by samples; counters are those of the
             first replica that had samples, so that all replicas hold the same.
-        states: the stage's other buffers that forwards change, by name, as they are now.
+        states: the stage's other buffers that forwards change.
         all_reduce: starts a reduction of a flat tensor in place: (tensor, name) -> handle.
         wait: blocks until the reduction of a handle is done.
         bucket_bytes: a bucket is closed once it holds this much.
@@ -104,7 +104,7 @@ class ReplicatedGradients:
         self,
         parameters: Mapping[str, nn.Parameter],
         statistics: Mapping[str, Tensor],
-        states: Callable[[], Mapping[str, Tensor]],
+        states: States,
         all_reduce: Callable[[Tensor, str], Any],
         wait: Callable[[Any], Any],
         bucket_bytes: int = BUCKET_BYTES,
@@ -227,7 +227,7 @@ def _arrival_hook(
 def horovod_gradients(
     parameters: Mapping[str, nn.Parameter],
     statistics: Mapping[str, Tensor],
-    states: Callable[[], Mapping[str, Tensor]],
+    states: States,
     horovod: Any,
     process_set: Any,
     name: str,

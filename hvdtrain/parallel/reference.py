@@ -65,9 +65,7 @@ class Reference:
     ) -> None:
         self.plan, self.rules, self.draws = plan, rules, draws or Draws()
         self.stages = [
-            _SerialStage(
-                *(build, stage.components, len(stage.ranks), rules.is_synchronised), self.draws
-            )
+            _SerialStage(*(build, stage.components, len(stage.ranks), rules), self.draws)
             for stage in plan.stages
         ]
 
@@ -81,13 +79,17 @@ class Reference:
         """As of a `StageModel`."""
         return frozenset().union(*(stage.models[0].undecayed(kinds) for stage in self.stages))
 
-    @torch.no_grad()
     def put(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over parameters and buffers by name; buffers of another form stay."""
         for model in (model for stage in self.stages for model in stage.models):
-            for name, value in model.tensors().items():
-                if name in tensors and tensors[name].shape == value.shape:
-                    value.copy_(tensors[name])
+            own = model.tensors()
+            model.put(
+                {
+                    name: value
+                    for name, value in tensors.items()
+                    if name in own and own[name].shape == value.shape
+                }
+            )
 
     def step(self, images: Tensor, labels: Tensor) -> Serial:
         """Run forward and backward of a whole batch, without an update.
@@ -98,15 +100,11 @@ class Reference:
         size, rules, total = len(labels), self.rules, 0.0
         self.draws.begin_step()
         microbatches, parts = cut_alone(self.plan, size)
-        kind = images.device.type
         for k, (start, stop) in enumerate(microbatches):
             activations = images[start:stop]
-            # No cache: gradients of a weight that replicas share would be summed as brain floats.
-            autocast = torch.autocast(kind, torch.bfloat16, cache_enabled=False)
-            with autocast if rules.bf16 else nullcontext():
-                for stage, own in zip(self.stages, parts, strict=True):
-                    ranges = [each[k] for each in own]
-                    activations = stage.forward(activations, ranges, start)
+            for stage, own in zip(self.stages, parts, strict=True):
+                ranges = [each[k] for each in own]
+                activations = stage.forward(activations, ranges, start)
             logits = activations if activations.dtype == torch.float64 else activations.float()
             loss = functional.cross_entropy(
                 *(logits, labels[start:stop]),
@@ -145,12 +143,12 @@ class _SerialStage:
         build: Callable[[Sequence[str]], StageModel],
         components: Sequence[str],
         replicas: int,
-        is_synchronised: bool,
+        rules: Rules,
         draws: Draws,
     ) -> None:
-        self.models, self.draws = [build(components)], draws
+        self.models, self.rules, self.draws = [build(components)], rules, draws
         modules = [m for each in self.models[0].components.values() for m in each.modules()]
-        self.is_merged = is_synchronised and any(isinstance(m, _BatchNorm) for m in modules)
+        self.is_merged = rules.is_synchronised and any(isinstance(m, _BatchNorm) for m in modules)
         if any(True for module in modules for _ in module.buffers(recurse=False)):
             for _ in range(0 if self.is_merged else replicas - 1):
                 self.models.append(_tied(build(components), self.models[0]))
@@ -159,14 +157,23 @@ class _SerialStage:
         """Each replica's rows by themselves; `offset` is where the micro-batch starts."""
         if self.is_merged:
             self.draws.begin_forward((offset, offset + len(activations)))
-            return self.models[0](activations)
+            return self._run(self.models[0], activations)
         made = []
         for replica, (start, stop) in enumerate(parts):
             if start < stop:
                 self.draws.begin_forward((start, stop))
                 model = self.models[replica % len(self.models)]
-                made.append(model(activations[start - offset : stop - offset]))
+                made.append(self._run(model, activations[start - offset : stop - offset]))
         return made[0] if len(made) == 1 else torch.cat(made)
+
+    def _run(self, model: StageModel, activations: Tensor) -> Tensor:
+        """One forward, as a rank runs it: a weight used twice in it is cast to bf16 once.
+
+        Its gradients are summed as brain floats then, but those of replicas that share it are not.
+        """
+        autocast = torch.autocast(activations.device.type, torch.bfloat16)
+        with autocast if self.rules.bf16 else nullcontext():
+            return model(activations)
 
     def agreed_buffers(self, samples: Sequence[int]) -> dict[str, Tensor]:
         """Running statistics averaged by samples; other buffers of the first busy replica."""
@@ -242,7 +249,7 @@ def largest_errors(
 ) -> dict[str, float]:
     """The design's measure, by parameter: max |g - r| / max(max |r|, 1e-6 x the largest anywhere).
 
-    Infinite where a tensor is missing, has another form, or is no number.
+    Infinity where a tensor is missing, has another shape, or holds NaN.
     """
     largest = max((_largest(value) for value in reference.values()), default=0.0)
     floor_ = max(1e-6 * largest, torch.finfo(torch.float64).tiny)

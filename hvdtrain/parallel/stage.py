@@ -1,7 +1,7 @@
 """The components of a stage as a rank holds them, and how images become their first input."""
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -13,6 +13,8 @@ from hvdtrain.decay import is_exempt
 from hvdtrain.parallel.clock import ComponentClock
 from hvdtrain.parallel.recompute import forward_recomputed
 
+WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # numbers by their bytes
+ROW = 1024
 DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
 
 
@@ -66,14 +68,12 @@ class StageModel:
 
     def undecayed(self, kinds: frozenset[str]) -> frozenset[str]:
         """Names of the parameters that weight decay leaves alone: those of `decay.KINDS`."""
-        found = set()
-        for name, value in self.parameters().items():
-            component = next(part for part in self.components if name.startswith(f"{part}."))
-            path = name.removeprefix(f"{component}.")
-            owner = self.components[component].get_submodule(path.rpartition(".")[0])
-            if is_exempt(kinds, path, type(owner).__name__, value.dim()):
-                found.add(name)
-        return frozenset(found)
+        return frozenset(
+            f"{name}.{path}"
+            for name, component in self.components.items()
+            for path, value in component.named_parameters()
+            if is_exempt(kinds, path, _layer_of(component, path), value.dim())
+        )
 
     def statistics(self) -> dict[str, Tensor]:
         """The running statistics of batch norms, by name, as the parameters."""
@@ -99,6 +99,32 @@ class StageModel:
             for key, value in (*component.named_parameters(), *component.named_buffers())
         }
 
+    @torch.no_grad()
+    def put(self, values: Mapping[str, Tensor]) -> None:
+        """Copy values into parameters and buffers, by name; those of other names stay.
+
+        A forward may have put a buffer in place that cannot be written to: an expanded one, which
+        repeats itself in memory, one of inference mode, or one of another shape. A new one takes
+        its place.
+        """
+        for name, own in self.tensors().items():
+            if name not in values:
+                continue
+            value = values[name]
+            if isinstance(own, nn.Parameter) or (own.shape == value.shape and _is_writable(own)):
+                own.copy_(value)
+            else:
+                other = torch.empty(value.shape, dtype=own.dtype, device=own.device)
+                self._replace(own, other.copy_(value))
+
+    def _replace(self, buffer: Tensor, other: Tensor) -> None:
+        """Put another tensor in place of a buffer, in all modules that have it."""
+        for component in self.components.values():
+            for module in component.modules():
+                own = module.named_buffers(recurse=False, remove_duplicate=False)
+                for key in [key for key, value in own if value is buffer]:
+                    setattr(module, key, other)
+
     def train(self, mode: bool) -> None:
         """Switch all components between training and evaluation."""
         for component in self.components.values():
@@ -107,6 +133,64 @@ class StageModel:
     def digests(self) -> dict[str, str]:
         """SHA-256 of every parameter and buffer by name: type, shape and bits."""
         return {name: digest(tensor) for name, tensor in self.tensors().items()}
+
+    def fingerprint(self) -> int:
+        """A checksum of all tensors; faster than `digests`, but different ones may share it."""
+        return fingerprint(self.tensors().values())
+
+
+def _is_writable(tensor: Tensor) -> bool:
+    """Whether `copy_` into it is allowed."""
+    is_repeated = any(
+        size > 1 and stride == 0
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return not (is_repeated or tensor.is_inference())
+
+
+def fingerprint(tensors: Iterable[Tensor]) -> int:
+    """A number that depends on every bit of the tensors and on their places.
+
+    The bits as whole numbers, each weighted by its place, summed modulo 2**64 where they are. The
+    weights are odd: no change of a single number is lost in that. It is no hash: several changes
+    may cancel out. It depends on the memory layout.
+    """
+    sums = [_weighted_sum(_words(tensor.detach())) for tensor in tensors if tensor.numel()]
+    if not sums:
+        return 0
+    return int((torch.stack(sums) * _places(0, len(sums), sums[0].device)).sum())
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """The bits of a tensor as int64 [n], in the order of its memory if it lies there densely."""
+    strides = tensor.stride()
+    flat = tensor.permute(sorted(range(tensor.dim()), key=lambda place: -strides[place]))
+    flat = flat.contiguous().view(-1)
+    if flat.nbytes % 8:
+        return flat.view(WHOLE[flat.element_size()]).long()
+    is_aligned = flat.storage_offset() * flat.element_size() % 8 == 0
+    return (flat if is_aligned else flat.clone()).view(torch.int64)
+
+
+def _weighted_sum(words: Tensor) -> Tensor:
+    """The sum over i of words[i] x (2 i + 1), int64, by sums of rows and columns: in two reads."""
+    rows = len(words) // ROW
+    table, rest = words[: rows * ROW].view(rows, ROW), words[rows * ROW :]
+    total = (rest * _places(rows * ROW, len(words), words.device)).sum()
+    if rows:
+        by_row = table.sum(1) * _places(0, rows * ROW, words.device, ROW)
+        by_column = table.sum(0) * torch.arange(0, 2 * ROW, 2, device=words.device)
+        total = total + by_row.sum() + by_column.sum()
+    return total
+
+
+def _places(start: int, stop: int, device: torch.device, step: int = 1) -> Tensor:
+    return torch.arange(2 * start + 1, 2 * stop + 1, 2 * step, device=device)
+
+
+def _layer_of(component: nn.Module, path: str) -> str:
+    """The class of the layer that holds a parameter."""
+    return type(component.get_submodule(path.rpartition(".")[0])).__name__
 
 
 def digest(tensor: Tensor) -> str:

@@ -5,6 +5,7 @@ they are handed on after a step, so that replicas hold the same whenever a check
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,27 +15,40 @@ from torch.nn import functional
 from hvdtrain.parallel.cut import Share
 
 
+@dataclass(frozen=True)
+class States:
+    """How the changing buffers of a model are reached.
+
+    Attributes:
+        find: them by name as they are now: a module may put other ones in their place.
+        put: takes new values, by name.
+    """
+
+    find: Callable[[], Mapping[str, Tensor]]
+    put: Callable[[Mapping[str, Tensor]], None]
+
+
 class CopiedStates:
     """The changing buffers of a replica, summed as integers of which all but one's are zero.
 
     Args:
-        find: the buffers by name as they are now: a module may put other ones in their place.
+        states: the buffers.
         all_reduce, wait: as in `ReplicatedGradients`.
     """
 
     def __init__(
         self,
-        find: Callable[[], Mapping[str, Tensor]],
+        states: States,
         all_reduce: Callable[[Tensor, str], Any],
         wait: Callable[[Any], Any],
     ) -> None:
-        self.find, self.all_reduce, self.wait = find, all_reduce, wait
+        self.states, self.all_reduce, self.wait = states, all_reduce, wait
         self.flat: Tensor | None = None
         self.handle: Any = None
 
     def start(self, share: Share) -> None:
         """Hand on those of the first replica that had samples; the forwards are over."""
-        found = list(self.find().values())
+        found = list(self.states.find().values())
         if not found:
             return
         bits = torch.cat([bytes_of(value) for value in found])
@@ -48,13 +62,16 @@ class CopiedStates:
         if self.flat is None:
             return
         self.wait(self.handle)
-        found = list(self.find().values())
-        sizes = [value.nbytes for value in found]
+        found = self.states.find()
+        sizes = [value.nbytes for value in found.values()]
         pieces = self.flat.view(torch.uint8)[: sum(sizes)].split(sizes)
-        with torch.no_grad():
-            for value, piece in zip(found, pieces, strict=True):
-                # Aligned memory of its own, which a part of a longer tensor has not.
-                value.copy_(piece.clone().view(value.dtype).view(value.shape))
+        # Each in aligned memory of its own, which a part of a longer tensor has not.
+        self.states.put(
+            {
+                name: piece.clone().view(value.dtype).view(value.shape)
+                for (name, value), piece in zip(found.items(), pieces, strict=True)
+            }
+        )
         self.flat = self.handle = None
 
 

@@ -71,9 +71,8 @@ def copied_buffers(parts: Mapping[int, Part]) -> dict[int, dict[str, Tensor]]:
 def restore_buffers(parts: Mapping[int, Part], kept: Mapping[int, Mapping[str, Tensor]]) -> None:
     """Put back what was copied before."""
     for number, part in parts.items():
-        for name, value in _changed_by_forwards(part).items():
-            if name in kept[number]:  # and was not made since
-                value.copy_(kept[number][name])
+        own = _changed_by_forwards(part)  # without what was made since
+        part.model.put({name: value for name, value in kept[number].items() if name in own})
 
 
 def _changed_by_forwards(part: Part) -> dict[str, Tensor]:

@@ -30,7 +30,7 @@ class Cluster:
     """A machine of like ranks.
 
     Attributes:
-        ranks: how many it has. ranks_a_node: of these on one node.
+        ranks: how many it has. ranks_per_node: of these on one node.
         gflops: a second of a rank, sustained in convolutions and matrix products: about a third
             of the peak in most reports.
         memory_gbytes: a second, of a rank's memory.
@@ -42,7 +42,7 @@ class Cluster:
     """
 
     ranks: int
-    ranks_a_node: int
+    ranks_per_node: int
     gflops: float
     memory_gbytes: float
     memory_gib: float
@@ -85,7 +85,7 @@ class ClusterNetwork:
     def hosts(self) -> tuple[str, ...]:
         """Of each rank."""
         cluster = self.cluster
-        return tuple(f"node{rank // cluster.ranks_a_node}" for rank in range(cluster.ranks))
+        return tuple(f"node{rank // cluster.ranks_per_node}" for rank in range(cluster.ranks))
 
     @property
     def contention(self) -> Contention:
@@ -103,7 +103,7 @@ class ClusterNetwork:
         Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
         workstations", JPDC 2009.
         """
-        nodes = {rank // self.cluster.ranks_a_node for rank in ranks}
+        nodes = {rank // self.cluster.ranks_per_node for rank in ranks}
         local = -(-len(ranks) // len(nodes))
         cluster = self.cluster
         within = _ring(local, size, cluster.latency_microseconds, cluster.gbytes)
@@ -115,10 +115,10 @@ class ClusterNetwork:
         cluster = self.cluster
         if sender == receiver:
             return 0.0
-        if sender // cluster.ranks_a_node == receiver // cluster.ranks_a_node:
+        if sender // cluster.ranks_per_node == receiver // cluster.ranks_per_node:
             return 1e-6 * cluster.latency_microseconds + size / (1e9 * cluster.gbytes)
         # The ranks of a node share its way out.
-        own = cluster.node_gbytes / min(cluster.ranks_a_node, cluster.ranks)
+        own = cluster.node_gbytes / min(cluster.ranks_per_node, cluster.ranks)
         return 1e-6 * cluster.node_latency_microseconds + size / (1e9 * own)
 
 
@@ -133,7 +133,7 @@ def _ring(members: int, size: float, microseconds: float, gbytes: float) -> floa
 # 4.0, ResNet-50) and 4.8 TB/s; a node of two processors about 1.5 TFLOP/s in fp32.
 _V100 = Cluster(
     ranks=8,
-    ranks_a_node=8,
+    ranks_per_node=8,
     gflops=7_000,
     memory_gbytes=700,
     memory_gib=32,
@@ -154,7 +154,7 @@ _H200 = replace(
 )
 _CPU_NODES = Cluster(
     ranks=16,
-    ranks_a_node=1,
+    ranks_per_node=1,
     gflops=1_500,
     memory_gbytes=300,
     memory_gib=192,
@@ -190,9 +190,9 @@ def load(name: str, ranks: int | None = None) -> Cluster:
     found = replace(found, ranks=ranks or found.ranks)
     if not 1 <= found.ranks <= MOST_RANKS:
         raise UsageError(f"--ranks must be between 1 and {MOST_RANKS}, not {found.ranks}")
-    if found.ranks > found.ranks_a_node and not found.node_gbytes:
+    if found.ranks > found.ranks_per_node and not found.node_gbytes:
         raise UsageError(
-            f"{name} has {found.ranks_a_node} rank(s) a node and no network between nodes "
+            f"{name} has {found.ranks_per_node} rank(s) a node and no network between nodes "
             f"(node_gbytes): {found.ranks} ranks do not go on it"
         )
     return found
@@ -216,7 +216,7 @@ def _from_file(path: Path) -> Cluster:
     for key in ("compute_contention", "reduce_contention"):
         if content.get(key, 1) < 1:
             raise UsageError(f"{path}: {key} must be at least 1, not {content[key]}")
-    required = {"ranks", "ranks_a_node", "gflops", "memory_gbytes", "memory_gib", "gbytes"}
+    required = {"ranks", "ranks_per_node", "gflops", "memory_gbytes", "memory_gib", "gbytes"}
     for key in sorted(required):
         if not content.get(key):
             raise UsageError(f"{path}: {key} is missing, or zero")

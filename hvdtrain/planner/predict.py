@@ -93,7 +93,7 @@ class StrategyTable:
         heads = "".join(f"{each.name:>14}" for each in self.columns)
         lines = [
             f"{self.model}, {self.batch_size} images a step, {self.cluster.ranks} rank(s), "
-            f"{self.cluster.ranks_a_node} a node; {EPOCHS} epochs of {IMAGES:,} images",
+            f"{self.cluster.ranks_per_node} a node; {EPOCHS} epochs of {IMAGES:,} images",
             f"{'':<20}{heads}",
         ]
         lines += [

@@ -185,15 +185,16 @@ def _unchanged(parts: Mapping[int, Part], device: torch.device) -> Iterator[Call
 
     Between steps that is enough: the optimizer's first step is unlike all others.
     """
-    tensors = [t for part in parts.values() for t in part.model.tensors().values()]
-    saved = [tensor.detach().clone() for tensor in tensors]
+    saved = {
+        number: {name: value.detach().clone() for name, value in part.model.tensors().items()}
+        for number, part in parts.items()
+    }
     optimizers = [part.optimizer for part in parts.values() if part.optimizer is not None]
     states = [_copied(optimizer) for optimizer in optimizers]
 
-    @torch.no_grad()
     def put_weights_back() -> None:
-        for tensor, value in zip(tensors, saved, strict=True):
-            tensor.copy_(value)
+        for number, part in parts.items():
+            part.model.put(saved[number])
 
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         try:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import UsageError, on_one_line
 from hvdtrain.files import write_text
 from hvdtrain.harmless import parse_json
 from hvdtrain.planner.components import ComponentTimes, Profile, RankTimes
@@ -76,7 +76,7 @@ def load(
         raise UsageError(f"the profile {path} cannot be used: {error}") from None
     try:
         if content["version"] == VERSION and content["subject"] != subject:
-            return " ".join(str(content["subject"])[:300].split())
+            return on_one_line(content["subject"], 300)
         return _checked(content, names, ranks)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         reason = " ".join(str(error).split())

@@ -150,19 +150,41 @@ def _ranks(plan: dict[str, Any]) -> object:
     return {rank for stage in plan["stages"] for rank in stage["ranks"]}
 
 
+def _check_size(
+    plan: dict[str, Any], devices: int, lines: list[dict[str, Any]], config: dict[str, Any]
+) -> None:
+    """Refuse a run that was made on several numbers of ranks or under several plans.
+
+    Raises:
+        ValueError: if it was.
+    """
+    # A run that changes its plan itself stays on its ranks.
+    part = _ranks if config.get("plan") == "adaptive" else _stages
+    if any(
+        part(line) != part(plan) or line.get("devices_a_rank", 1) != devices
+        for line in lines
+        if line["event"] == "plan"
+    ):
+        raise ValueError("it went on under another plan or number of ranks, so it is of no size")
+
+
+def _settings(config: dict[str, Any], machine: dict[str, Any]) -> dict[str, Any]:
+    """What has to be equal in runs that are compared; of older runs, what they did."""
+    return (
+        {"framework": "torch", "eval_every": 1}
+        | {name: value for name, value in config.items() if name not in NOT_SETTINGS}
+        | configfile.done_by_older(config)
+        | ({} if config.get("weight_decay") else {"no_decay": "none"})
+        | {name: machine.get(name) for name in ("processor", "accelerator")}
+    )
+
+
 def _result(
     run: Path, summary: dict[str, Any], lines: list[dict[str, Any]], config: dict[str, Any]
 ) -> Result:
     steps = [line for line in lines if line["event"] == "step"]
     devices = int(summary.get("devices_a_rank", 1))
-    # A run that changes its plan itself stays on its ranks.
-    part = _ranks if config.get("plan") == "adaptive" else _stages
-    if any(
-        part(line) != part(summary["plan"]) or line.get("devices_a_rank", 1) != devices
-        for line in lines
-        if line["event"] == "plan"
-    ):
-        raise ValueError("it went on under another plan or number of ranks, so it is of no size")
+    _check_size(summary["plan"], devices, lines, config)
     train_seconds = float(summary["train_seconds"])
     machine = dict(summary.get("machine", {}))
     data, imbalance = _shares(steps, int(config["batch_size"]), summary["plan"])
@@ -174,12 +196,7 @@ def _result(
         threads=max(1, int(machine.get("threads", 1)) // devices),
         batch_size=int(config["batch_size"]),
         seed=int(config["seed"]),
-        # As runs are that do not say it.
-        settings={"framework": "torch", "eval_every": 1}
-        | {name: value for name, value in config.items() if name not in NOT_SETTINGS}
-        | configfile.done_by_older(config)
-        | ({} if config.get("weight_decay") else {"no_decay": "none"})
-        | {name: machine.get(name) for name in ("processor", "accelerator")},
+        settings=_settings(config, machine),
         samples=int(summary["samples"]),
         seconds=float(summary["seconds"]),
         startup_seconds=float(summary["startup_seconds"]),

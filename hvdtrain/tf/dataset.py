@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +14,7 @@ from hvdtrain import world
 from hvdtrain.data import order
 from hvdtrain.data.shards import Index, Samples, open_split, read_index
 from hvdtrain.errors import UsageError
-from hvdtrain.training.normalise import Normalisation, of_rows
+from hvdtrain.training.normalise import Normalisation, normalisation
 
 Rows = order.Rows
 Taken = tuple[np.ndarray, np.ndarray, np.ndarray]  # images, labels, weights
@@ -77,27 +77,26 @@ def datasets(
         raise UsageError(f"a batch of {batch_size} images is too small for {here.size} ranks")
     memory = CACHE_BYTES // here.local_size
     split = {name: open_split(index, name, memory) for name in index.splits}
-    images = -(-batch_size // here.size)
-    normal = index.normalisation(normalise)
-    if len(held) and normalise == "meanstd":
-        normal = of_rows(index, rows)
-
-    def training() -> Iterator[Taken]:
-        orders = (order.training_order(index, rows, seed, epoch) for epoch in count(first_epoch))
-        return chain.from_iterable(_training(split["train"], each, batch_size) for each in orders)
-
-    def evaluation(name: str, taken: Rows) -> tf.data.Dataset:
-        batches = partial(_evaluation, split[name], own := _own_share(taken), images)
-        return _dataset(batches, -(-len(own) // images), index, normal)
-
+    normal = normalisation(normalise, index, rows, here)
+    training = partial(_epochs, index, split["train"], rows, seed, first_epoch, batch_size)
+    evaluated = partial(_evaluated, index=index, normal=normal, images=-(-batch_size // here.size))
     return Datasets(
         train=_dataset(training, tf.data.INFINITE_CARDINALITY, index, normal),
-        validation=evaluation("train", held) if len(held) else None,
-        test=evaluation("test", np.arange(len(split["test"]))) if "test" in split else None,
+        validation=evaluated(split["train"], held) if len(held) else None,
+        test=evaluated(split["test"], np.arange(len(split["test"]))) if "test" in split else None,
         steps_per_epoch=-(-len(rows) // batch_size),
         classes=index.classes,
         image_size=index.image_shape[0],
     )
+
+
+def _evaluated(
+    samples: Samples, rows: Rows, index: Index, normal: Normalisation, images: int
+) -> tf.data.Dataset:
+    """This rank's share of what is evaluated, in batches of so many images."""
+    own = _own_share(rows)
+    batches = partial(_evaluation, samples, own, images)
+    return _dataset(batches, -(-len(own) // images), index, normal)
 
 
 def _own_share(rows: Rows) -> Rows:
@@ -107,6 +106,14 @@ def _own_share(rows: Rows) -> Rows:
         raise UsageError(f"{len(rows)} samples cannot be evaluated on {here.size} ranks")
     first, last = order.split(len(rows), [1] * here.size)[here.rank]
     return rows[first:last]
+
+
+def _epochs(
+    index: Index, samples: Samples, rows: Rows, seed: int, first_epoch: int, batch_size: int
+) -> Iterator[Taken]:
+    """This rank's part of all batches, epoch after epoch, without an end."""
+    for epoch in count(first_epoch):
+        yield from _training(samples, order.training_order(index, rows, seed, epoch), batch_size)
 
 
 def _training(samples: Samples, rows: Rows, batch_size: int) -> Iterator[Taken]:

@@ -54,7 +54,7 @@ def open_session(config: TrainConfig, here: World) -> KerasSession:
     train_rows, held_rows = order.holdout(
         index.splits["train"].count, config.holdout, index.hash, config.seed
     )
-    normal = normalisation(config, index, train_rows, here)
+    normal = normalisation(config.normalise, index, train_rows, here)
     steps = Steps(model, optimizer, config, normal, here.size, mirrors)
     names = [layer.name for layer in model.layers if layer.weights] or [model.name]
     saved = {id(weight) for weight in model.weights}
@@ -65,7 +65,7 @@ def open_session(config: TrainConfig, here: World) -> KerasSession:
         plan=replicated(names, here.size, None, None),
         shapes={weight.path: tuple(weight.shape) for weight in model.weights},
         parameters=sum(int(np.prod(weight.shape)) for weight in model.trainable_weights),
-        activity=Activity(world.activity_path(), here.rank, patience(config), stalled),
+        activity=Activity(*world.notes(here.rank), patience(config), stalled),
         normalisation=normal,
         train_rows=train_rows,
         held_rows=held_rows,

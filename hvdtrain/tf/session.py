@@ -150,6 +150,10 @@ class KerasSession(Session):
     def digests(self) -> dict[str, str]:
         return {weight.path: _digest(weight.numpy()) for weight in self.model.weights}
 
+    @override
+    def fingerprints(self) -> dict[int, int]:
+        return {0: int(agreement.fingerprint([weight.value for weight in self.model.weights]))}
+
     def _kept(self) -> dict[str, Any]:
         """All variables that a checkpoint holds, by the names that they have there."""
         rate = self.optimizer.learning_rate

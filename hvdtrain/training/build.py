@@ -1,8 +1,10 @@
 """The interpreter of a plan on this rank, with all that it needs."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
+
+import torch
 
 from hvdtrain import world
 from hvdtrain.activity import Activity
@@ -13,6 +15,7 @@ from hvdtrain.parallel.clock import ComponentClock
 from hvdtrain.parallel.dropout import Draws, follow_samples
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.handover import Handover
+from hvdtrain.parallel.part import Part
 from hvdtrain.parallel.plan import Plan
 from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.stage import Images
@@ -44,21 +47,9 @@ def build_runtime(
     if exchange is None and here.communicator is not None:
         exchange = Exchange(here.communicator, device, synchronous)
     parts = build_parts(config, plan, components, here, exchange, device)
-    if not any(here.gather(any(part.parameters for part in parts.values()))):
-        raise UsageError(f"model {config.model} has no parameters that are trained")
-    if any(number < plan.last for number in parts):
-        # What torch loads in its first backward pass from a gradient: not while others wait.
-        import_module("torch.fx.experimental.symbolic_shapes")
-    if config.plan == "adaptive" and device.type == "cpu":
-        for part in parts.values():
-            part.model.clock = ComponentClock()
+    _make_ready(config, plan, parts, here, device)
     forms = probe_forms(plan, parts, image_size, config, here, device)
     find_states(config, plan, parts, components, forms, here, device)
-    draws = Draws()
-    if not config.compile:
-        for part in parts.values():
-            for name, component in part.model.components.items():
-                follow_samples(name, component, draws)
     return Runtime(
         here.rank,
         parts,
@@ -70,12 +61,44 @@ def build_runtime(
         rule=_rule(config),
         label_smoothing=config.label_smoothing,
         keep_events=config.trace is not None,
-        draws=draws,
+        draws=_draws(config, parts),
     )
 
 
+def _make_ready(
+    config: TrainConfig,
+    plan: Plan,
+    parts: Mapping[int, Part],
+    here: World,
+    device: torch.device,
+) -> None:
+    """Check that something is trained, load what a backward pass needs, attach clocks. Collective.
+
+    Raises:
+        UsageError: if no rank has anything to train.
+    """
+    if not any(here.gather(any(part.parameters for part in parts.values()))):
+        raise UsageError(f"model {config.model} has no parameters that are trained")
+    if any(number < plan.last for number in parts):
+        # What torch loads in its first backward pass from a gradient: not while others wait.
+        import_module("torch.fx.experimental.symbolic_shapes")
+    if config.plan == "adaptive" and device.type == "cpu":
+        for part in parts.values():
+            part.model.clock = ComponentClock()
+
+
+def _draws(config: TrainConfig, parts: Mapping[int, Part]) -> Draws:
+    """The random draws of dropout, which follow the samples unless components are compiled."""
+    draws = Draws()
+    if not config.compile:
+        for part in parts.values():
+            for name, component in part.model.components.items():
+                follow_samples(name, component, draws)
+    return draws
+
+
 def _activity(config: TrainConfig, here: World) -> Activity:
-    return Activity(world.activity_path(), here.rank, patience(config), stalled)
+    return Activity(*world.notes(here.rank), patience(config), stalled)
 
 
 def _rule(config: TrainConfig) -> UpdateRule:

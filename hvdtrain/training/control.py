@@ -94,9 +94,8 @@ class Agreed:
     @classmethod
     def of(cls, total: NDArray[np.float64], posted_at: float) -> "Agreed":
         """What the sum of all ranks' vectors says."""
-        stop = Preempted.exit_code if total[PREEMPT] else None
         return cls(
-            Interrupted.exit_code if total[INTERRUPT] else stop,
+            stop_code(bool(total[INTERRUPT]), bool(total[PREEMPT])),
             bool(total[SAVE]),
             bool(total[CHANGE]),
             round(total[WRITTEN]),
@@ -107,6 +106,13 @@ class Agreed:
             total[HEADER:].reshape(-1, len(Vitals._fields)),
             posted_at,
         )
+
+
+def stop_code(interrupted: bool, preempted: bool) -> int | None:
+    """The exit code to leave with, where any rank was interrupted or preempted; else None."""
+    if interrupted:
+        return Interrupted.exit_code
+    return Preempted.exit_code if preempted else None
 
 
 class Control:

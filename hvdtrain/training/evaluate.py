@@ -9,8 +9,8 @@ import numpy as np
 from hvdtrain.data import order
 from hvdtrain.data.loader import Loader
 from hvdtrain.training import saving
-from hvdtrain.training.control import Agreed, Vitals, Wishes
-from hvdtrain.training.feed import Feed, Feeder, requests
+from hvdtrain.training.control import Vitals, Wishes
+from hvdtrain.training.feed import Feed, Feeder, requests, watched
 from hvdtrain.training.run import Run
 
 MEASURED = ("val_loss", "val_accuracy", "test_loss", "test_accuracy")
@@ -24,39 +24,32 @@ class Stopped(Exception):
         self.code = code
 
 
-class _Watched:
-    """The batches of an evaluation, up to the one after which all ranks agree to stop.
+def _until_stopped(run: Run, batches: Iterable[tuple[Feed, int]]) -> Iterator[tuple[Feed, int]]:
+    """The batches of an evaluation. All ranks agree after each of them on whether to stop.
 
-    Attributes:
-        code: the exit code that they agreed on, or None.
+    Raises:
+        Stopped: on all ranks after the same batch.
     """
-
-    def __init__(self, run: Run, batches: Iterable[tuple[Feed, int]]) -> None:
-        self.run, self.batches = run, batches
-        self.code: int | None = None
-
-    def __iter__(self) -> Iterator[tuple[Feed, int]]:
-        control, stop = self.run.control, self.run.stop
-        for batch in self.batches:
-            yield batch
-            saver = self.run.saver
-            wishes = Wishes(
-                *(stop.interrupted, stop.preempted),
-                written=saver.written,
-                failed=saver.failed,
-            )
-            with self.run.activity.doing("agreeing with all ranks on an evaluation"):
-                agreed = control.post(lambda: 0.0, 0, wishes, Vitals(0.0, 0.0))
-            if agreed is not None:
-                self._take(agreed)
-            if self.code is not None:
-                break
-        for agreed in control.drain():
-            self._take(agreed)
-
-    def _take(self, agreed: Agreed) -> None:
-        saving.follow(self.run, agreed)
-        self.code = self.code or agreed.stop
+    code = None
+    for batch in batches:
+        yield batch
+        wishes = Wishes(
+            *(run.stop.interrupted, run.stop.preempted),
+            written=run.saver.written,
+            failed=run.saver.failed,
+        )
+        with run.activity.doing("agreeing with all ranks on an evaluation"):
+            agreed = run.control.post(lambda: 0.0, 0, wishes, Vitals(0.0, 0.0))
+        if agreed is not None:
+            saving.follow(run, agreed)
+            code = agreed.stop
+        if code is not None:
+            break
+    for agreed in run.control.drain():
+        saving.follow(run, agreed)
+        code = code or agreed.stop
+    if code is not None:
+        raise Stopped(code)
 
 
 def evaluate(run: Run, split: str, rows: np.ndarray) -> tuple[float, float]:
@@ -69,11 +62,9 @@ def evaluate(run: Run, split: str, rows: np.ndarray) -> tuple[float, float]:
     slices = order.step_slices(len(rows), session.evaluation_images)
     sizes = [stop - start for start, stop in slices]
     asked = requests(rows, slices, partial(session.own_rows, is_training=False))
-    with Loader(Feeder(session.splits[split]), asked) as feeds:
-        batches = _Watched(run, zip(feeds, sizes, strict=True))
-        own = session.evaluate(batches)
-    if batches.code is not None:
-        raise Stopped(batches.code)
+    with Loader(Feeder(session.splits[split]), asked) as loader:
+        feeds = watched(loader, run.activity)
+        own = session.evaluate(_until_stopped(run, zip(feeds, sizes, strict=True)))
     with session.activity.doing("adding up an evaluation"):
         loss_sum, correct = np.sum(session.world.gather(own), axis=0)
     return float(loss_sum) / len(rows), round(correct) / len(rows)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hvdtrain.activity import Activity
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.augment import crop_flip, cutout
 from hvdtrain.data.order import Range, Rows
@@ -14,6 +15,7 @@ from hvdtrain.world import World
 # For each split: shared among the ranks of a node, but twice the window of the shuffle at least.
 CACHE_BYTES_A_NODE = 4 * 2**30
 SMALLEST_CACHE_BYTES = 512 * 2**20
+READING = "reading its samples"
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,17 @@ def requests(
     """
     for start, stop in slices:
         yield own_rows(rows[start:stop])
+
+
+def watched(feeds: Iterable[Feed], activity: Activity) -> Iterator[Feed]:
+    """Yield the feeds of a loader; note each wait for one, since its thread may hang in a disk."""
+    rest = iter(feeds)
+    while True:
+        with activity.doing(READING):
+            feed = next(rest, None)
+        if feed is None:
+            return
+        yield feed
 
 
 def taken(batch: np.ndarray, ranges: Iterable[Range]) -> np.ndarray:

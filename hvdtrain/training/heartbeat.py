@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -105,9 +105,23 @@ def file_of(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:04d}.json"
 
 
-def silent(folder: Path, size: int) -> list[str]:
-    """A line for each rank whose last sign of life is older than those of the others."""
+def suspects(folder: Path, size: int, rank: int, own_work: Collection[str]) -> list[str]:
+    """A line for each rank for which `rank` may be waiting.
+
+    Args:
+        own_work: what ranks note while they wait for nobody.
+    """
     beats = {rank: _read(file_of(folder, rank)) for rank in range(size)}
+    return _silent(folder, beats) or [
+        f"rank {other} on {beat.get('host')} is {beat['doing'] or 'at its own work'} "
+        f"(step {beat.get('step')})"
+        for other, beat in beats.items()
+        if other != rank and beat.get("doing") in own_work
+    ]
+
+
+def _silent(folder: Path, beats: Mapping[int, dict[str, Any]]) -> list[str]:
+    """A line for each rank whose last sign of life is older than those of the others."""
     # By the disk's clock: those of the hosts may differ.
     seen = {rank: file_of(folder, rank).stat().st_mtime for rank in beats if beats[rank]}
     newest = max(seen.values(), default=0.0)

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from hvdtrain.parallel.part import Part
@@ -119,13 +118,10 @@ def put_state(
         restore_state(part.optimizer, parameters, own)
 
 
-@torch.no_grad()
 def put_tensors(parts: Mapping[int, Part], tensors: Mapping[str, Tensor]) -> None:
     """Copy what this rank holds of `tensors` into its model."""
     for part in parts.values():
-        for name, tensor in part.model.tensors().items():
-            if name in tensors:
-                tensor.copy_(tensors[name])
+        part.model.put(tensors)
 
 
 def agree_on_weights(
@@ -149,9 +145,7 @@ def agree_on_weights(
         held = parts.get(number)
         state = here.broadcast(_tensors_of(held) if held and here.rank == owner else None, owner)
         if held is not None:
-            with torch.no_grad():
-                for name, tensor in held.model.tensors().items():
-                    tensor.copy_(state[name])
+            held.model.put(state)
 
 
 def _tensors_of(part: Part) -> dict[str, Tensor]:

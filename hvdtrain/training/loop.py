@@ -1,8 +1,10 @@
 """Training from the first step to the summary: the table of contents of a run."""
 
+import atexit
 import math
 import os
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
@@ -11,6 +13,7 @@ from typing import Any
 import psutil
 
 from hvdtrain import failure, quiet, world
+from hvdtrain.activity import Activity
 from hvdtrain.config import TrainConfig
 from hvdtrain.configfile import as_begun, differing
 from hvdtrain.data import order
@@ -19,16 +22,18 @@ from hvdtrain.errors import CheckFailed, Interrupted, Preempted, UsageError
 from hvdtrain.frameworks import REMARKS
 from hvdtrain.stop import StopRequest
 from hvdtrain.training import saving
-from hvdtrain.training.control import Agreed, Vitals, Wishes
+from hvdtrain.training.control import Agreed, Vitals, Wishes, stop_code
 from hvdtrain.training.evaluate import Stopped, end_epoch, evaluate_end
-from hvdtrain.training.feed import Feed, Feeder, augmentation, requests
+from hvdtrain.training.feed import Feed, Feeder, augmentation, requests, watched
 from hvdtrain.training.health import Stragglers, peers
 from hvdtrain.training.precheck import NO_TENSORFLOW
 from hvdtrain.training.rate import learning_rate
+from hvdtrain.training.replicas import check_replicas, compare_fingerprints
+from hvdtrain.training.replication import mend_records
 from hvdtrain.training.run import Run, open_run
 from hvdtrain.training.session import Result, Session, Taken
 from hvdtrain.training.steplog import StepLog
-from hvdtrain.training.summary import summarise, weights_sha256
+from hvdtrain.training.summary import summarise
 from hvdtrain.world import World
 
 TRACED_STEPS = 20
@@ -50,8 +55,12 @@ def train(config: TrainConfig, stop: StopRequest | None = None) -> dict[str, Any
     config.check()
     with nullcontext(stop) if stop else StopRequest() as stop:
         here = world.start(config.allreduce, config.threads)
+        ended: list[Activity] = []
+        # Now, so that it comes after what the model's code does at the end of the process.
+        atexit.register(_note_the_end, ended)
         if here.size > 1:
             failure.end_all_on_exception()
+        mend_records(config, here)  # first: what version began a run is known by its records
         begun: TrainConfig = here.broadcast(as_begun(config) if here.rank == 0 else None)
         run = open_run(_open_session(begun, here), stop)
         if begun != config:
@@ -61,9 +70,22 @@ def train(config: TrainConfig, stop: StopRequest | None = None) -> dict[str, Any
         except BaseException:
             run.heartbeat.give_up()
             raise
+        _leave_world(run)
         run.session.close()
-        world.stop()
+        ended.append(run.activity)
     return summary
+
+
+def _leave_world(run: Run) -> None:
+    """Leave MPI and Horovod. Collective; a rank that hangs before it gets here is named first."""
+    with run.activity.doing("leaving with all ranks", after_others=True):
+        world.stop()
+
+
+def _note_the_end(ended: Sequence[Activity]) -> None:
+    """Note that this rank waits for MPI, which waits for all ranks."""
+    for activity in ended:
+        activity.note("ending with all ranks", after_others=True)
 
 
 def _open_session(config: TrainConfig, here: World) -> Session:
@@ -129,7 +151,7 @@ def _train_and_evaluate(run: Run) -> None:
         if code is None and not run.epoch_end_due:
             code = _train_epoch(run)
         if code is None:
-            _check_replicas(run)
+            check_replicas(run)
     except CheckFailed:  # on all ranks at the same step
         saving.finish(run)
         run.close(None)
@@ -150,26 +172,7 @@ def _asked_to_stop(run: Run) -> int | None:
     with run.activity.doing("agreeing with all ranks on whether to begin an epoch"):
         told = run.session.world.gather((run.stop.interrupted, run.stop.preempted))
     interrupted, preempted = map(any, zip(*told, strict=True))
-    stop = Preempted.exit_code if preempted else None
-    return Interrupted.exit_code if interrupted else stop
-
-
-def _check_replicas(run: Run) -> None:
-    """Compare the weights of ranks that hold the same components. Collective.
-
-    Raises:
-        CheckFailed: on all ranks, if any differ.
-    """
-    session = run.session
-    if all(len(stage.ranks) == 1 for stage in session.plan.stages):
-        return
-    with run.activity.doing("comparing the replicas"):
-        told = session.world.gather(session.digests())
-    try:
-        weights_sha256(told)
-    except CheckFailed as error:
-        run.record_fault(run.progress.step, "replicas differ", str(error))
-        raise
+    return stop_code(interrupted, preempted)
 
 
 def _check_memory(run: Run, limit_gib: float, peaks: list[int]) -> None:
@@ -261,17 +264,20 @@ def _train_under_plan(run: Run) -> int | None:
     epochs = math.ceil(config.total_samples(length) / length)
     code = None
     with run.console.bar(f"epoch {epoch + 1}/{epochs}", len(slices)), loader:
-        for (start, end), feed in zip(slices, loader, strict=True):
+        feeds = watched(loader, run.activity)
+        for (start, end), feed in zip(slices, feeds, strict=True):
             agreed = _step(run, feed, epoch, end - start, loader.last_wait)
             code = log.add(agreed) if agreed else None
-            if code is None and (start, end) != slices[-1] and saving.is_due(run, agreed):
-                code = log.drain()
-                began = _count_train_seconds(run, began)
-                if code is None:
-                    log.flush()
-                    saving.begin(run)
-            if code is None and (start, end) != slices[-1] and _is_change_due(run, agreed):
-                break
+            if code is None and (start, end) != slices[-1]:
+                code = compare_fingerprints(run, log)
+                if code is None and saving.is_due(run, agreed):
+                    code = log.drain()
+                    began = _count_train_seconds(run, began)
+                    if code is None:
+                        log.flush()
+                        saving.begin(run)
+                if code is None and _is_change_due(run, agreed):
+                    break
             if code is not None:
                 break
         code = log.drain() or code
@@ -354,7 +360,7 @@ def _leave(run: Run, code: int) -> None:
     if run.saved_step != step or not saving.finish(run):
         saving.save(run)
     run.close(None)
-    world.stop()
+    _leave_world(run)
     kind = Interrupted if code == Interrupted.exit_code else Preempted
     where = f"after step {step}, state saved" if step else "before the first step"
     raise kind(f"stopped {where}; --resume --run {run.folder.path} goes on")

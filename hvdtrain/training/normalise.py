@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from hvdtrain.config import TrainConfig
 from hvdtrain.data.histogram import count_values, mean_and_std
 from hvdtrain.data.index import Index
 from hvdtrain.data.order import Rows
@@ -13,23 +12,27 @@ Normalisation = tuple[tuple[float, ...], tuple[float, ...]]  # mean and deviatio
 BLOCK_ROWS = 4096
 
 
-def normalisation(config: TrainConfig, index: Index, rows: Rows, here: World) -> Normalisation:
-    """What is taken away from each channel of pixels in 0..1, and what that is divided by.
+def normalisation(how: str, index: Index, rows: Rows, here: World) -> Normalisation:
+    """What is subtracted from each channel of pixels in 0..1, and what the result is divided by.
 
-    Collective: where a part of the train split is held out, rank 0 reads `rows`, the others.
+    Collective: where a part of the train split is held out, rank 0 reads the other part.
+
+    Args:
+        how: as --normalise.
+        rows: those of the train split that are trained on.
 
     Raises:
         DataError: if a shard is damaged.
     """
-    if config.normalise == "unit":
+    if how == "unit":
         return index.normalisation("unit")
-    if config.normalise == "split" or len(rows) == index.splits["train"].count:
+    if how == "split" or len(rows) == index.splits["train"].count:
         return index.normalisation("meanstd")
-    found: Normalisation = here.broadcast(of_rows(index, rows) if here.rank == 0 else None)
-    return found
+    measured: Normalisation = here.broadcast(_of_rows(index, rows) if here.rank == 0 else None)
+    return measured
 
 
-def of_rows(index: Index, rows: Rows) -> Normalisation:
+def _of_rows(index: Index, rows: Rows) -> Normalisation:
     """Mean and deviation over some rows of the train split, which is read for it."""
     histogram = np.zeros((index.image_shape[2], 256), np.int64)
     with open_split(index, "train") as samples:

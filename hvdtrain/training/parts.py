@@ -18,6 +18,7 @@ from hvdtrain.parallel.part import Part
 from hvdtrain.parallel.plan import Plan
 from hvdtrain.parallel.reduce import Gradients, SerialGradients, horovod_gradients
 from hvdtrain.parallel.stage import DTYPES, StageModel
+from hvdtrain.parallel.states import States
 from hvdtrain.training.optimizer import make_optimizer
 from hvdtrain.world import World
 
@@ -219,8 +220,9 @@ def _gradients(plan: Plan, models: Mapping[int, StageModel], here: World) -> dic
         if process_set is None or not model.tensors():
             found[number] = SerialGradients(model.parameters())
         else:
+            states = States(model.states, model.put)
             found[number] = horovod_gradients(
-                *(model.parameters(), model.statistics(), model.states, horovod, process_set),
+                *(model.parameters(), model.statistics(), states, horovod, process_set),
                 name=f"stage{number}",
             )
     return found

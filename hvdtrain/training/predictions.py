@@ -136,7 +136,7 @@ def _question(
     times = own_times(subject, here)
     machine = Cluster(
         ranks=config.ranks,
-        ranks_a_node=config.ranks,
+        ranks_per_node=config.ranks,
         gflops=1.0,
         memory_gbytes=1.0,
         memory_gib=1.0,

@@ -197,6 +197,10 @@ class TorchSession(Session):
         }
 
     @override
+    def fingerprints(self) -> dict[int, int]:
+        return {number: part.model.fingerprint() for number, part in self.parts.items()}
+
+    @override
     def share(self) -> dict[str, np.ndarray]:
         return self.copies.of(layout.own_share(self.plan, self.parts, self.world.rank))
 

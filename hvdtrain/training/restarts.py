@@ -14,11 +14,10 @@ from hvdtrain.ownership import LAUNCH
 from hvdtrain.parallel.planfile import refit
 from hvdtrain.training.metrics import AFTER_FAULTS, make_folder
 from hvdtrain.training.stall import start_patience
+from hvdtrain.training.starts import MOST_FRUITLESS_STARTS, newest
 
 NO_FAULT = (0, Interrupted.exit_code, Preempted.exit_code)
-# Starts in a row that saved no new checkpoint: after the first two the next one waits, for what is
-# wrong may pass, and the last one is not followed by another.
-MOST_FRUITLESS_STARTS = 3
+# After starts that saved no new checkpoint the next one waits, for what is wrong may pass.
 FIRST_WAIT_SECONDS, WAIT_GROWTH = 5.0, 6.0
 MOST_MESSAGES = 20  # handed on to the next start
 MOST_CHARACTERS_OF_REASON = 200
@@ -40,15 +39,12 @@ def run(config: TrainConfig, arguments: Sequence[str], stop: RanksStop) -> int:
     launch_id = secrets.token_hex(8)
     fruitless = 0
     for left in range(config.restarts, -1, -1):
-        environment = {LAUNCH: f"{launch_id}:{config.restarts - left}"}
-        environment |= {AFTER_FAULTS: "\n".join(messages[-MOST_MESSAGES:])} if messages else {}
-        if config.on_alert is not None:
-            environment[alert.COMMAND] = config.on_alert
+        environment = _environment(config, f"{launch_id}:{config.restarts - left}", messages)
         options = _more(config, folder, ranks, bool(messages))
-        limit, newest = start_patience(config), _newest(folder)
+        limit, before = start_patience(config), newest(folder)
         ended = launch.supervise(ranks, [*arguments, *options], environment, stop, limit)
         messages.append(ended.message)
-        fruitless = 0 if _newest(folder) != newest else fruitless + 1
+        fruitless = 0 if newest(folder) != before else fruitless + 1
         may_restart = ended.code == RankError.exit_code and left > 0 and not stop.requested
         again = may_restart and fruitless < MOST_FRUITLESS_STARTS
         if ended.code not in NO_FAULT:
@@ -57,11 +53,7 @@ def run(config: TrainConfig, arguments: Sequence[str], stop: RanksStop) -> int:
             alert.send_and_wait(config.on_alert, cause, told, str(folder or ""))
         if not again:
             if may_restart:
-                reason = shortened(ended.message, MOST_CHARACTERS_OF_REASON)
-                _say(
-                    f"not started again: {fruitless} starts in a row saved no new checkpoint; "
-                    f"the last one: {reason}"
-                )
+                _say(_why_not_again(fruitless, ended.message))
             break
         ranks = max(ranks - 1, min(ranks, config.min_ranks or ranks))
         wait = FIRST_WAIT_SECONDS * WAIT_GROWTH ** (fruitless - 1) if fruitless else 0.0
@@ -70,6 +62,24 @@ def run(config: TrainConfig, arguments: Sequence[str], stop: RanksStop) -> int:
         _say(f"{said}; {left - 1} restart(s) left")
         _wait(wait, stop)
     return ended.code
+
+
+def _environment(config: TrainConfig, launch: str, messages: Sequence[str]) -> dict[str, str]:
+    """What one start of the ranks is told beside its options."""
+    environment = {LAUNCH: launch}
+    if messages:
+        environment[AFTER_FAULTS] = "\n".join(messages[-MOST_MESSAGES:])
+    if config.on_alert is not None:
+        environment[alert.COMMAND] = config.on_alert
+    return environment
+
+
+def _why_not_again(fruitless: int, message: str) -> str:
+    reason = shortened(message, MOST_CHARACTERS_OF_REASON)
+    return (
+        f"not started again: {fruitless} starts in a row saved no new checkpoint; "
+        f"the last one: {reason}"
+    )
 
 
 def _say(line: str) -> None:
@@ -81,14 +91,6 @@ def _wait(seconds: float, stop: RanksStop) -> None:
     until = time.monotonic() + seconds
     while time.monotonic() < until and not stop.requested:
         time.sleep(0.05)
-
-
-def _newest(folder: Path | None) -> tuple[str, int] | None:
-    """The newest checkpoint of a run, and when it was made."""
-    from hvdtrain.training.checkpoint import store  # loads numpy
-
-    found = store.stored(folder / "checkpoints") if folder else []
-    return (found[-1].name, found[-1].stat().st_mtime_ns) if found else None
 
 
 def _more(config: TrainConfig, folder: Path | None, ranks: int, is_again: bool) -> list[str]:

@@ -3,13 +3,15 @@
 import socket
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
+from hvdtrain import configfile
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.training.checkpoint import copies, partfile, store
 from hvdtrain.training.checkpoint import manifest as manifests
@@ -20,7 +22,10 @@ from hvdtrain.training.console import Console
 from hvdtrain.training.metrics import RunFolder
 from hvdtrain.training.progress import Progress
 from hvdtrain.training.session import Session, Shape
+from hvdtrain.training.stall import START_FACTOR
 from hvdtrain.world import World
+
+Value = TypeVar("Value")
 
 SECONDS_TO_SHOW = 30.0  # in which a network file system shows a folder to other hosts
 
@@ -31,6 +36,7 @@ class _Found:
 
     path: Path
     progress: dict[str, Any]
+    configuration: dict[str, Any]
     places: dict[str, str]
     shapes: dict[str, Shape]
 
@@ -42,17 +48,22 @@ def restore(session: Session, run: RunFolder, console: Console) -> dict[str, Any
     aside; one that cannot be read just now is not, and ends the search.
 
     Raises:
-        UsageError: if it is of another data set or another model.
+        UsageError: if it is of another data set, configuration or model.
         DataError: if none verifies, or the disk does not give the newest one.
     """
+    with session.activity.doing("reading a checkpoint", START_FACTOR):
+        return _restore(session, run, console)
+
+
+def _restore(session: Session, run: RunFolder, console: Console) -> dict[str, Any] | None:
     here, folder = session.world, run.checkpoints.resolve()
     directory = session.config.replicate
     home = copies.home(directory, run.path, here.rank) if directory else None
     faulty: list[tuple[Path, DataError]] = []
-    for path in _candidates(folder, home, here):
-        found = fault = _verify(path, here)
+    for path in _candidates(folder, home, session):
+        found = fault = _verify(path, session)
         if isinstance(fault, DataError) and home is not None:
-            found = _mend(path, home, here)
+            found = _mend(path, home, session)
             if isinstance(found, _Found):
                 console.say(f"mended {path.name} from the copies of --replicate: {fault}")
         if isinstance(found, Unreadable):
@@ -80,42 +91,57 @@ def _set_aside(path: Path, fault: DataError, here: World) -> str:
     return f", now {(store.set_aside(path) if is_there else path).name}"
 
 
-def _candidates(folder: Path, home: Path | None, here: World) -> list[Path]:
+def _waiting(session: Session) -> AbstractContextManager[None]:
+    """The wait until all ranks have read what is theirs."""
+    line = "waiting for all ranks to read a checkpoint"
+    return session.activity.doing(line, START_FACTOR, after_others=True)
+
+
+def _gather(session: Session, value: Value) -> list[Value]:
+    with _waiting(session):
+        return session.world.gather(value)
+
+
+def _candidates(folder: Path, home: Path | None, session: Session) -> list[Path]:
     """All checkpoints of which there is something, the newest first."""
     own = [path.name for path in store.stored(folder)]
-    told = here.gather([*own, *(copies.names(home) if home else [])])
+    told = _gather(session, [*own, *(copies.names(home) if home else [])])
     names = {name for theirs in told for name in theirs}
     return [folder / name for name in sorted(names, key=store.step_of, reverse=True)]
 
 
-def _mend(path: Path, home: Path, here: World) -> _Found | DataError:
+def _mend(path: Path, home: Path, session: Session) -> _Found | DataError:
     """The checkpoint with what the ranks' copies give back of it, or what is still wrong."""
     fault = None
     try:
         copies.mend(path, home)
     except DataError as error:
         fault = error
-    return _worst(here.gather(fault)) or _verify(path, here)
+    return _worst(_gather(session, fault)) or _verify(path, session)
 
 
-def _verify(path: Path, here: World) -> _Found | DataError:
+def _verify(path: Path, session: Session) -> _Found | DataError:
     """What a checkpoint holds, or what is wrong with it: the same on all ranks.
 
     Each rank reads its share of the parts, whoever wrote them.
     """
-    manifest = here.broadcast(_manifest(path) if here.rank == 0 else None)
+    here = session.world
+    manifest = _manifest(path) if here.rank == 0 else None
+    with _waiting(session):
+        manifest = here.broadcast(manifest)
     if isinstance(manifest, DataError):
         return manifest
     fault, mine = None, dict[str, dict[str, Shape]]()
     try:
         _wait_for(path)
         for entry in manifest.parts[here.rank :: here.size]:
-            partfile.patiently(partial(partfile.verify, path, entry))
-            shapes_of = partial(partfile.shapes, path / entry.name)
-            mine[entry.name] = partfile.patiently(shapes_of)
+            with session.activity.doing("reading a checkpoint", START_FACTOR):
+                partfile.patiently(partial(partfile.verify, path, entry))
+                shapes_of = partial(partfile.shapes, path / entry.name)
+                mine[entry.name] = partfile.patiently(shapes_of)
     except DataError as error:
         fault = error
-    told = here.gather((fault, mine))
+    told = _gather(session, (fault, mine))
     if worst := _worst([theirs for theirs, _ in told]):
         return worst
     parts = {part: shapes for _, theirs in told for part, shapes in theirs.items()}
@@ -123,7 +149,7 @@ def _verify(path: Path, here: World) -> _Found | DataError:
     if len(places) != sum(map(len, parts.values())):
         return Damaged(f"{path} holds a tensor twice")
     shapes = {name: shape for held in parts.values() for name, shape in held.items()}
-    return _Found(path, manifest.progress, places, shapes)
+    return _Found(path, manifest.progress, manifest.configuration, places, shapes)
 
 
 def _worst(faults: Sequence[DataError | None]) -> DataError | None:
@@ -160,7 +186,7 @@ def _put(session: Session, found: _Found) -> None:
     """Give each rank what it holds.
 
     Raises:
-        UsageError: if the checkpoint is of another data set or model.
+        UsageError: if the checkpoint is of another data set, configuration or model.
         DataError: if it lacks what it should hold, or holds something else.
     """
     config, trained_on = session.config, found.progress["index_hash"]
@@ -168,6 +194,12 @@ def _put(session: Session, found: _Found) -> None:
         raise UsageError(
             f"{config.data} (index {session.index.hash[:8]}) is not the data set that this run "
             f"was trained on (index {trained_on[:8]}): give that one as --data"
+        )
+    # What was asked for is what config.yaml says; who replaced that file replaced no checkpoint.
+    if changed := configfile.differences(found.configuration, config):
+        raise UsageError(
+            f"{found.path} was made with another configuration than config.yaml has now "
+            f"({'; '.join(changed)}): restore that file, or choose another --run"
         )
     model = {
         name.removeprefix(MODEL): shape

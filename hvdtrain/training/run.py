@@ -15,20 +15,16 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
 from hvdtrain.ownership import Owner, claim
 from hvdtrain.stop import StopRequest
-from hvdtrain.training import metrics
+from hvdtrain.training import metrics, starts
 from hvdtrain.training.checkpoint import store
 from hvdtrain.training.console import Console
 from hvdtrain.training.control import Control
+from hvdtrain.training.feed import READING
 from hvdtrain.training.health import Stragglers, peers
-from hvdtrain.training.heartbeat import Heartbeat, silent
+from hvdtrain.training.heartbeat import Heartbeat, suspects
 from hvdtrain.training.inject import Injector, make_injector
 from hvdtrain.training.progress import Progress
-from hvdtrain.training.replication import (
-    Replication,
-    mend_records,
-    open_replication,
-    refuse_to_start_over,
-)
+from hvdtrain.training.replication import Replication, open_replication, refuse_to_start_over
 from hvdtrain.training.restore import restore
 from hvdtrain.training.saver import Saver
 from hvdtrain.training.session import Session, Taken
@@ -134,8 +130,10 @@ class Run:
         Raises:
             UsageError: if the run folder belongs to another run by now.
         """
+        self.saver.activity.close()
         self.heartbeat.close()
-        alert.wait(self.alerts)
+        with self.activity.doing("waiting for --on-alert", after_others=True):
+            alert.wait(self.alerts)
         if self.records is not None:
             self.owner.check()
             self.records.close(summary)
@@ -155,7 +153,6 @@ def open_run(session: Session, stop: StopRequest) -> Run:
         UsageError, DataError: for whatever a user can get wrong.
     """
     config, here = session.config, session.world
-    mend_records(config, here)
     folder, resumes = here.broadcast(metrics.find_folder(config) if here.rank == 0 else None)
     if config.resume == "auto" and not resumes:
         refuse_to_start_over(config, folder, here)
@@ -181,6 +178,7 @@ def _own(config: TrainConfig, folder: metrics.RunFolder, console: Console) -> tu
 
     Raises:
         UsageError: if it belongs to a run that lives, or now holds another one.
+        RankError: if Slurm has started it too often without progress.
         DataError: if it cannot be written to.
     """
     owner = claim(folder.path, folder.heartbeats, console.say)
@@ -190,6 +188,7 @@ def _own(config: TrainConfig, folder: metrics.RunFolder, console: Console) -> tu
         # Before any checkpoint is looked for: an owner that was replaced finishes none after this.
         store.restore_replaced(folder.checkpoints)
         store.clean(folder.checkpoints)
+        starts.count(folder.path)
     except BaseException:
         owner.release()
         raise
@@ -207,6 +206,7 @@ def _open_owned(
 ) -> Run:
     """The run in a folder that is its own. Collective."""
     here = session.world
+    session.activity.on_stall = lambda line: _stalled(line, config, folder, here)
     kept = restore(session, folder, console) if config.resume else None
     progress = Progress.of(kept) if kept else Progress(session.index.hash)
     if kept is None and config.weights is not None:
@@ -216,8 +216,6 @@ def _open_owned(
     records = None
     if here.rank == 0:
         records = metrics.Records(folder, config, kept or {})
-    saver = Saver(_shared(folder.checkpoints, here), here.rank, heartbeat.owner.token)
-    session.activity.on_stall = lambda line: _stalled(line, config, folder, here)
     return Run(
         session,
         progress,
@@ -226,7 +224,7 @@ def _open_owned(
         stop,
         folder,
         records,
-        saver,
+        _saver(session, folder, heartbeat.owner.token),
         heartbeat,
         injector,
         replication,
@@ -237,6 +235,21 @@ def _open_owned(
         saved_step=progress.step,
         saved_best=progress.best,
     )
+
+
+def _saver(session: Session, folder: metrics.RunFolder, token: str) -> Saver:
+    """What writes this rank's part of checkpoints. Collective.
+
+    Raises:
+        UsageError: if a rank does not see the run folder.
+    """
+    here = session.world
+    listener = failure.Listener(session.config.on_alert, str(folder.path))
+    # The thread that writes waits for no rank: no other one is named.
+    activity = Activity(
+        None, here.rank, session.activity.limit, lambda line: stalled(line, "", listener)
+    )
+    return Saver(_shared(folder.checkpoints, here), here.rank, token, activity)
 
 
 def _adapter(session: Session) -> "Adapter | None":
@@ -254,7 +267,10 @@ def _stalled(line: str, config: TrainConfig, folder: metrics.RunFolder, here: Wo
     who: list[str] = []
     # The disk may be what everybody waits for.
     look = threading.Thread(
-        target=lambda: who.extend(silent(folder.heartbeats, here.size)), daemon=True
+        target=lambda: who.extend(
+            suspects(folder.heartbeats, here.size, here.rank, ("", READING))
+        ),
+        daemon=True,
     )
     look.start()
     look.join(SECONDS_TO_LOOK)

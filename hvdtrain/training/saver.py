@@ -9,8 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
+from hvdtrain.activity import Activity
 from hvdtrain.errors import DataError
 from hvdtrain.training.checkpoint import store
+from hvdtrain.training.stall import SAVE_FACTOR
 
 # The thread that writes gives way to those that compute (the kernel's nice value).
 NICE = 10
@@ -21,10 +23,13 @@ class Saver:
 
     A checkpoint is pending from `begin` to `settle`: its parts are being written, or are written
     and not yet committed. It is open from `begin` until all ranks know what became of it.
+
+    Args:
+        activity: of the thread alone: it may hang while training goes on.
     """
 
-    def __init__(self, folder: Path, rank: int, token: str) -> None:
-        self.folder, self.rank, self.token = folder, rank, token
+    def __init__(self, folder: Path, rank: int, token: str, activity: Activity) -> None:
+        self.folder, self.rank, self.token, self.activity = folder, rank, token, activity
         self.pending = self.is_open = False
         self.name = ""
         self._settle: Callable[[], object]
@@ -112,7 +117,8 @@ class Saver:
                 with suppress(OSError):
                     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
             try:
-                work()
+                with self.activity.doing(f"writing {self.name}", SAVE_FACTOR):
+                    work()
             except BaseException as error:  # raised again in the main thread
                 self._error = error
 

@@ -75,9 +75,9 @@ def begin(run: Run) -> None:
     name, commit, error = store.name_of(run.progress.step), None, None
     if run.records is not None:
         try:
-            run.owner.check()
-            run.records.write_ledger(ledgers)
+            run.records.write_ledger(ledgers)  # first: what ranks have gathered is nowhere else
             run.records.event("checkpoint", step=run.progress.step, path=name)
+            run.owner.check()
             kept = asdict(run.progress) | run.records.sizes()
             commit = partial(_commit, run, run.records, name, kept)
         except DataError as caught:
@@ -125,8 +125,7 @@ def _end(run: Run) -> bool:
         run.failed_saves, run.saved_best = 0, run.begun_best
         return True
     run.session.world.barrier()  # a rank's next attempt shall not meet another one's clean-up
-    best = run.progress.best
-    if best is not None and store.name_of(best["step"]) == run.saver.name:
+    if run.progress.best == run.begun_best:  # else it is of a later epoch, and not saved yet
         run.progress.best = run.saved_best
     run.failed_saves += 1
     run.saved_step = None

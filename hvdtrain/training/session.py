@@ -122,7 +122,7 @@ class Session(ABC):
     normalisation: Normalisation
     train_rows: Rows
     held_rows: Rows
-    splits: dict[str, Samples]
+    splits: Mapping[str, Samples]
     chosen: Chosen | None = None
     verified: str = ""
     build_seconds: float = 0.0
@@ -212,6 +212,10 @@ class Session(ABC):
     @abstractmethod
     def digests(self) -> dict[str, str]:
         """SHA-256 of each parameter and buffer that this rank holds, by name."""
+
+    @abstractmethod
+    def fingerprints(self) -> dict[int, int]:
+        """A checksum of each stage that this rank holds, by its number."""
 
     @abstractmethod
     def share(self) -> dict[str, np.ndarray]:

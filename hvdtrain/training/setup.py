@@ -8,6 +8,7 @@ import torch
 from hvdtrain import models, world
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
+from hvdtrain.data.order import Rows
 from hvdtrain.data.shards import Index, read_index
 from hvdtrain.errors import UsageError
 from hvdtrain.files import check_target
@@ -45,7 +46,7 @@ def open_session(config: TrainConfig, here: World) -> TorchSession:
         index.splits["train"].count, config.holdout, index.hash, config.seed
     )
     plan = _agreed_plan(config, components, index, len(train_rows), here)
-    normal = normalisation(config, index, train_rows, here)
+    normal = normalisation(config.normalise, index, train_rows, here)
     images = _images(config, normal, here)
     chosen = None if plan else _choose(config, components, index, images, len(train_rows), here)
     plan = chosen.plan if chosen else plan
@@ -57,10 +58,20 @@ def open_session(config: TrainConfig, here: World) -> TorchSession:
         chosen = _without_wrong_halves(trial, chosen)
         plan = chosen.plan
     verified = verify(trial, plan) if config.verify else ""
+    session = _built(trial, plan, chosen, held_rows, verified)
+    tensors.check(session.tensors())
+    return session
+
+
+def _built(
+    trial: Trial, plan: Plan, chosen: Chosen | None, held_rows: Rows, verified: str
+) -> TorchSession:
+    """The session of a plan that is decided on. Collective."""
+    config, components, index, here = trial.config, trial.components, trial.index, trial.here
     began = time.perf_counter()
-    runtime = build_runtime(config, plan, components, images, index.image_shape[0], here)
+    runtime = build_runtime(config, plan, components, trial.images, index.image_shape[0], here)
     assert runtime.activity is not None
-    session = TorchSession(
+    return TorchSession(
         config=config,
         world=here,
         index=index,
@@ -73,13 +84,11 @@ def open_session(config: TrainConfig, here: World) -> TorchSession:
         verified=verified,
         build_seconds=time.perf_counter() - began,
         activity=runtime.activity,
-        normalisation=normal,
-        train_rows=train_rows,
+        normalisation=trial.normalisation,
+        train_rows=trial.rows,
         held_rows=held_rows,
-        splits=splits,
+        splits=trial.splits,
     )
-    tensors.check(session.tensors())
-    return session
 
 
 def _choose(

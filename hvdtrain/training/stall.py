@@ -21,14 +21,14 @@ def start_patience(config: TrainConfig) -> float:
     return patience(config) * START_FACTOR * (10 if config.stage else 1)
 
 
-def stalled(line: str, silent: str = "", listener: failure.Listener | None = None) -> None:
+def stalled(line: str, suspects: str = "", listener: failure.Listener | None = None) -> None:
     """End the job from the watchdog's thread.
 
     Args:
-        silent: the ranks that give no sign of life, where that is known.
+        suspects: the ranks that this one may be waiting for, where that is known.
     """
     rank, host = world.current().rank, socket.gethostname()
-    advice = silent or "look at the ranks it names, or allow more"
+    advice = suspects or "look at the ranks or the disk it waits for, or allow more"
     failure.fail(
         RankError(
             f"rank {rank} on {host} has been stuck for longer than --stall-timeout allows, in "

@@ -135,7 +135,7 @@ def _seen(name: str, module: nn.Module) -> dict[str, _Seen]:
     return {
         f"{name}.{key}": _Seen(
             value,
-            value._version,
+            0 if value.is_inference() else value._version,  # it has none
             (value.dtype, value.shape),
             bytes_of(value).cpu().numpy().tobytes(),
         )

@@ -1,7 +1,8 @@
 """What the tests under mpirun share: runtimes of small models, and batches for them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from hvdtrain.training.plancheck import MEAN, STD, my_step, random_batch
 from hvdtrain.world import World
 
 CLASSES = 7
+Found = TypeVar("Found")
 
 
 def components_of(model: str, size: int) -> list[Component]:
@@ -68,6 +70,12 @@ def run_step(
     step = my_step(plan, pieces, here.rank, *batch)
     actions = schedule.training_step(plan, pieces)[here.rank]
     return runtime.run(program(plan, pieces, actions, here.rank), step)
+
+
+def on_first(here: World, compute: Callable[[], Found]) -> Found:
+    """What rank 0 alone computes, on all ranks: the others leave it their cores."""
+    found: Found = here.broadcast(compute() if here.rank == 0 else None)
+    return found
 
 
 def whole_state(plan: Plan, runtime: Runtime, here: World) -> dict[str, np.ndarray]:

@@ -14,6 +14,13 @@ import pytest
 from hvdtrain import launchers, world
 
 
+def pytest_configure() -> None:
+    """Start MPI as a run does, before a test's import starts it without our settings."""
+    launch = launchers.detect(os.environ)
+    if launch.size != 1:
+        world.import_mpi(launch, "auto")
+
+
 @pytest.fixture(scope="session")
 def here() -> Iterator[world.World]:
     os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"  # many plans in one process

@@ -61,6 +61,7 @@ def left_out(tensor: Tensor, bucket: str) -> Tensor:
     return tensor.clone() if bucket == "gradients.1" else tensor
 
 
+@pytest.mark.several_ranks
 @pytest.mark.parametrize(
     ("change", "operation"), [(None, "Average"), (left_out, "Sum"), (None, "Sum")]
 )
@@ -68,8 +69,8 @@ def test_a_wrong_reduction(
     here: World, monkeypatch: pytest.MonkeyPatch, change: Any, operation: str
 ) -> None:
     monkeypatch.setattr(parts, "horovod_gradients", replicas_that(change, operation))
-    parity = check(here, "dp" if here.size > 1 else "single")
-    is_faulty = here.size > 1 and (change is not None or operation != "Sum")
+    parity = check(here, "dp")
+    is_faulty = change is not None or operation != "Sum"
     assert (parity.largest > SEEN or parity.largest != parity.largest) == is_faulty, parity
 
 
@@ -155,13 +156,12 @@ def test_a_sample_that_the_cut_leaves_out(here: World, monkeypatch: pytest.Monke
     assert check(here, next(iter(PLANS[here.size]))).largest > SEEN
 
 
+@pytest.mark.several_ranks
 @pytest.mark.parametrize("kept", ["running_mean", "num_batches_tracked"])
 def test_a_replica_that_keeps_its_own_running_statistics(
     here: World, monkeypatch: pytest.MonkeyPatch, kept: str
 ) -> None:
     # A replica's are never those that a checkpoint holds: only the first one's are.
-    if here.size == 1:
-        return  # it is the first
     whole = ReplicatedGradients.finish
 
     def selfish(self: ReplicatedGradients) -> Any:
@@ -177,9 +177,8 @@ def test_a_replica_that_keeps_its_own_running_statistics(
     assert "the buffer " in parity.fault
 
 
+@pytest.mark.several_ranks
 def test_a_replica_that_makes_another_update(here: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    if here.size == 1:
-        return  # it is the first
     whole = parts.make_optimizer
 
     def slower(config: TrainConfig, *others: Any) -> torch.optim.Optimizer:
@@ -192,11 +191,10 @@ def test_a_replica_that_makes_another_update(here: World, monkeypatch: pytest.Mo
     assert "the update of " in parity.fault or "the gradient of " in parity.fault
 
 
+@pytest.mark.several_ranks
 def test_a_half_of_a_backward_that_is_left_out(
     here: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if here.size == 1:
-        return  # it has no gaps to fill
     whole = halves.backward_weight
     monkeypatch.setattr(halves, "backward_weight", lambda groups: whole(groups[1:]))
     plan = next(name for name in PLANS[here.size] if "zb-h1" in name)

@@ -4,6 +4,7 @@ An operator F and the one that carries its gradients back, F*, satisfy <F x, y> 
 (Hewett and Grady, DistDL, arXiv 2006.03108): a missing scale factor or a lost row breaks it.
 """
 
+import time
 from typing import Any
 
 import numpy as np
@@ -94,9 +95,8 @@ def test_a_boundary_is_adjoint_to_its_backward(
     assert made.last == 0 or left != 0
 
 
+@pytest.mark.several_ranks
 def test_the_sum_of_gradients_is_its_own_adjoint(here: World, horovod: Any) -> None:
-    if horovod is None:
-        return  # one rank sums nothing
     random = np.random.default_rng(here.rank)
     x, y = (torch.from_numpy(random.normal(size=100)) for _ in range(2))
     # Named: the names that Horovod makes up count the operations of a rank, and those differ.
@@ -107,12 +107,12 @@ def test_the_sum_of_gradients_is_its_own_adjoint(here: World, horovod: Any) -> N
     assert left == pytest.approx(right, rel=1e-12)
 
 
+@pytest.mark.several_ranks
 def test_synchronised_batch_norm_is_adjoint_to_its_backward(
     here: World, exchange: Exchange | None
 ) -> None:
     """Its Jacobian, by central differences in one direction, against its backward."""
-    if exchange is None:
-        return  # one rank has nobody to synchronise with
+    assert exchange is not None
     gather = exchange.gatherer(tuple(range(here.size)))
     layer = nn.BatchNorm2d(3).double()
     assert synchronise(layer, gather) == 1
@@ -130,9 +130,9 @@ def test_synchronised_batch_norm_is_adjoint_to_its_backward(
     assert left == pytest.approx(right, rel=1e-7)
 
 
+@pytest.mark.several_ranks
 def test_large_messages_and_brain_floats_arrive(here: World, exchange: Exchange | None) -> None:
-    if exchange is None:
-        return  # one rank sends nothing
+    assert exchange is not None
     after, before = (here.rank + 1) % here.size, (here.rank - 1) % here.size
     sent = torch.full((3, 700_000), float(here.rank), dtype=torch.bfloat16)
     found = torch.empty_like(sent)
@@ -145,19 +145,17 @@ def test_large_messages_and_brain_floats_arrive(here: World, exchange: Exchange 
     assert waited.transfer >= 0
 
 
+@pytest.mark.several_ranks
 def test_waiting_for_work_is_told_from_waiting_for_the_wire(
     here: World, exchange: Exchange | None
 ) -> None:
-    if exchange is None or here.size != 2:
-        return
-    import time
-
+    assert exchange is not None
     here.barrier()
     rows = torch.zeros(1000)
     if here.rank == 0:
         time.sleep(1)  # work
         exchange.send(rows, 1, 3)
-    else:
+    elif here.rank == 1:
         waited = exchange.wait([exchange.receive(rows, 0, 3)])
         assert waited.bubble > 0.5
         assert waited.transfer < 0.4
@@ -165,14 +163,14 @@ def test_waiting_for_work_is_told_from_waiting_for_the_wire(
     here.barrier()
 
 
-def test_clocks_of_one_host_are_one(here: World, exchange: Exchange | None) -> None:
-    if exchange is not None:
-        assert exchange.to_first_clock() == 0.0
+@pytest.mark.several_ranks
+def test_clocks_of_one_host_are_one(exchange: Exchange | None) -> None:
+    assert exchange is not None
+    assert exchange.to_first_clock() == 0.0
 
 
+@pytest.mark.several_ranks
 def test_process_sets_are_made_once(here: World, horovod: Any) -> None:
-    if here.size < 3:
-        return  # no set but the whole world
     first = world.process_set((0, 1))
     assert world.process_set((1, 0)) is first
     assert world.process_set(tuple(range(here.size))) is horovod.global_process_set

@@ -2,6 +2,7 @@
 
 # mypy: disable-error-code="no-any-return"
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -15,11 +16,12 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.models.component import Component
 from hvdtrain.parallel.plan import Plan, replicated
 from hvdtrain.training.parity import Parity
+from hvdtrain.training.parts import check_compiler
 from hvdtrain.training.plancheck import check_plan
 from hvdtrain.world import World
 from tests.mpi.common import CLASSES, names, run_step, runtime_of, whole_state
 from tests.mpi.plans import PLANS
-from tests.mpi.test_training import ALONE, IMAGE_SIZE, STEP_SIZES, assert_close, train
+from tests.mpi.test_training import IMAGE_SIZE, STEP_SIZES, assert_close, train, train_alone
 
 WIDTH = 6
 CONFIG = TrainConfig(model="odd", data="", precision="fp64", optimizer="sgd", lr=0.1)
@@ -101,6 +103,19 @@ class Recurrent(nn.Module):
         return self.lstm(given.unflatten(1, (WIDTH // 2, 2)))[0][:, -1]
 
 
+class Repeating(nn.Module):
+    """Uses a weight several times, as a recurrence that is written by hand does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, given: Tensor) -> Tensor:
+        for _ in range(6):
+            given = torch.tanh(self.layer(given))
+        return given
+
+
 class Twofold(nn.Module):
     """Computes one thing in training and another in evaluation."""
 
@@ -145,8 +160,7 @@ def components_with(make: Callable[[], nn.Module]) -> list[Component]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_they_end_in_the_weights_of_the_serial_run(here: World, kind: str, plans: str) -> None:
     components = components_with(KINDS[kind])
-    single = replicated(names(components), 1, 1, None)
-    expected = train(CONFIG, single, components, ALONE, len(STEP_SIZES))
+    expected = train_alone(CONFIG, components, here, len(STEP_SIZES))
     for name, plan in PLANS[here.size].items():
         if plans == "few" and "zb-h1" not in name and name != "dp":
             continue
@@ -157,8 +171,7 @@ def test_they_end_in_the_weights_of_the_serial_run(here: World, kind: str, plans
 
 def test_what_is_dropped_is_the_same_when_components_run_again(here: World) -> None:
     components = components_with(Dropping)
-    single = replicated(names(components), 1, 1, None)
-    expected = train(CONFIG, single, components, ALONE, 3)
+    expected = train_alone(CONFIG, components, here, 3)
     for name, plan in list(PLANS[here.size].items())[::4]:
         if "zb-h1" not in name:
             again = replace(CONFIG, recompute="odd*")
@@ -173,8 +186,7 @@ def test_without_masks_by_sample_a_plan_changes_what_is_learnt(
 ) -> None:
     """Else the tests of dropout could not fail."""
     components = components_with(Dropping)
-    single = replicated(names(components), 1, 1, None)
-    expected = train(CONFIG, single, components, ALONE, 3)
+    expected = train_alone(CONFIG, components, here, 3)
     plan = replicated(names(components), here.size, 1, None)
     assert checked(components, plan, here).is_within
     monkeypatch.setattr("hvdtrain.training.build.follow_samples", lambda *_: None)
@@ -189,11 +201,53 @@ def checked(components: list[Component], plan: Plan, here: World) -> Parity:
     return check_plan(config, components, plan, IMAGE_SIZE, CLASSES, here)
 
 
+def test_plan_check_rounds_as_a_run_a_weight_that_is_used_several_times(here: World) -> None:
+    """Under bf16 its gradients are summed as brain floats, since it is cast once."""
+    components, config = components_with(Repeating), replace(CONFIG, precision="bf16")
+    for plan in list(PLANS[here.size].values())[::4]:
+        parity = check_plan(
+            replace(config, batch_size=13),
+            components,
+            plan(names(components)),
+            IMAGE_SIZE,
+            CLASSES,
+            here,
+        )
+        assert parity.is_within, parity.fault
+
+
 def test_plan_check_drops_what_a_run_drops(here: World) -> None:
     components = components_with(Dropping)
     for plan in list(PLANS[here.size].values())[1::4]:
         parity = checked(components, plan(names(components)), here)
         assert parity.is_within, parity.fault
+
+
+OPTIONS = ["none", "micro-batches", "recompute", "bf16", "fp32"]
+if os.environ.get("OMPI_COMM_WORLD_SIZE", "1") == "1":
+    OPTIONS.append("compile")  # for seconds on each rank, which compiles for itself
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("option", OPTIONS)
+def test_a_recurrent_component_takes_every_option(here: World, option: str) -> None:
+    """Its micro-batches are as short as one sample; the batch is no multiple of them."""
+    components, config = components_with(Recurrent), replace(CONFIG, batch_size=13)
+    plans = {name: make(names(components)) for name, make in PLANS[here.size].items()}
+    if option == "micro-batches":
+        plans = {name: replace(plan, microbatches=8) for name, plan in plans.items()}
+    elif option == "recompute":  # which is refused with zb-h1
+        plans = {name: plan for name, plan in plans.items() if "zb-h1" not in name}
+        config = replace(config, recompute="odd*")
+    elif option == "compile":
+        config = replace(config, compile=True)
+        check_compiler(torch.device("cpu"))
+    elif option != "none":
+        plans = dict(list(plans.items())[::3])
+        config = replace(config, precision=option)  # type: ignore[arg-type]
+    for name, plan in plans.items():
+        parity = check_plan(config, components, plan, IMAGE_SIZE, CLASSES, here)
+        assert parity.is_within, f"{name}: {parity.fault}"
 
 
 class Follower(nn.Module):
@@ -220,11 +274,32 @@ class Follower(nn.Module):
         return self.layer(given - self.kept)
 
 
+class Replacing(nn.Module):
+    """Puts tensors that cannot be written to in place of its buffers; one is so from the start."""
+
+    repeated: Tensor
+    inferred: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("repeated", torch.zeros(1).expand(WIDTH))
+        self.register_buffer("inferred", torch.zeros(WIDTH))
+
+    def forward(self, given: Tensor) -> Tensor:
+        if self.training:
+            mean = given.detach().mean()
+            self.repeated = (0.9 * self.repeated[:1] + 0.1 * mean).expand(WIDTH)
+            with torch.inference_mode():
+                self.inferred = 0.9 * self.inferred + 0.1 * given.mean(0)
+        return self.layer(given - self.repeated - self.inferred)
+
+
 def spectral_norm() -> nn.Module:
     return parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
 
 
-@pytest.mark.parametrize("make", [Follower, spectral_norm])
+@pytest.mark.parametrize("make", [Follower, spectral_norm, Replacing])
 def test_replicas_hold_the_same_buffers(here: World, make: Callable[[], nn.Module]) -> None:
     components = components_with(make)
     for plan in list(PLANS[here.size].values())[::3]:
@@ -234,6 +309,25 @@ def test_replicas_hold_the_same_buffers(here: World, make: Callable[[], nn.Modul
             assert found["odd0.seen"] > 2**40 + 1
             assert found["odd0.constant"].tolist() == [0.0, -float("inf")]
             assert found["odd0.kept"].any()
+        if make is Replacing:
+            assert found["odd0.repeated"].any()
+            assert found["odd0.inferred"].any()
+
+
+def test_buffers_that_cannot_be_written_to_are_checked_and_restored(here: World) -> None:
+    components = components_with(Replacing)
+    plan = next(iter(PLANS[here.size].values()))(names(components))
+    parity = checked(components, plan, here)
+    assert parity.is_within, parity.fault
+    runtime = runtime_of(CONFIG, plan, components, IMAGE_SIZE, here)
+    (model,) = (part.model for part in runtime.parts.values())
+    run_step(runtime, plan, here, IMAGE_SIZE, 13, seed=1)
+    model.put({name: torch.full_like(value, 3) for name, value in model.tensors().items()})
+    assert all((value == 3).all() for value in model.tensors().values())
+    model.tensors()["odd0.repeated"][0] = 4
+    assert model.tensors()["odd0.repeated"].tolist() == [4.0] + [3.0] * (WIDTH - 1)
+    assert runtime.activity is not None
+    runtime.activity.close()
 
 
 @pytest.mark.several_ranks
@@ -276,9 +370,8 @@ def test_gradients_of_one_sample_outlive_the_buffers_they_came_in(here: World) -
         *(Component(f"id{i}", nn.Identity) for i in range(6)),
         rest,
     ]
-    single = replicated(names(components), 1, 1, None)
     sizes = [8, 8, 4]
-    expected = train(CONFIG, single, components, ALONE, len(sizes), sizes)
+    expected = train_alone(CONFIG, components, here, len(sizes), sizes)
     for plan in PLANS[here.size].values():
         made = plan(names(components))
         if len(made.stages) > 1:

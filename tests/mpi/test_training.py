@@ -18,7 +18,15 @@ from hvdtrain.parallel.program import program
 from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.training.plancheck import my_step, random_batch
 from hvdtrain.world import World
-from tests.mpi.common import CLASSES, components_of, names, run_step, runtime_of, whole_state
+from tests.mpi.common import (
+    CLASSES,
+    components_of,
+    names,
+    on_first,
+    run_step,
+    runtime_of,
+    whole_state,
+)
 from tests.mpi.plans import PLANS
 
 IMAGE_SIZE = 8
@@ -44,6 +52,19 @@ def train(
     return whole_state(plan, runtime, here)
 
 
+def train_alone(
+    config: TrainConfig,
+    components: list[Component],
+    here: World,
+    steps: int,
+    sizes: Sequence[int] | None = None,
+    microbatches: int = 1,
+) -> dict[str, np.ndarray]:
+    """Where the serial run ends, which the first rank trains."""
+    plan = replicated(names(components), 1, microbatches, None)
+    return on_first(here, lambda: train(config, plan, components, ALONE, steps, sizes))
+
+
 def assert_close(found: dict[str, Any], reference: dict[str, Any], bound: float) -> None:
     assert found.keys() == reference.keys()
     for name, value in reference.items():
@@ -59,8 +80,7 @@ def test_many_steps_of_a_transformer_end_in_the_weights_of_the_serial_run(
     config = TrainConfig(
         model="vit", data="", precision="fp64", optimizer="sgd", lr=0.05, clip_norm=1.0
     )
-    single = replicated(names(components), 1, 4, None)
-    expected = train(config, single, components, ALONE, steps)
+    expected = train_alone(config, components, here, steps, microbatches=4)
     chosen = FOUR_PLANS if here.size == 4 else list(PLANS[here.size])[:2]
     for plan in chosen:
         made = PLANS[here.size][plan](names(components))
@@ -72,8 +92,7 @@ def test_clipping_scales_the_gradients_of_the_whole_model(here: World) -> None:
     components = components_of("cnn", IMAGE_SIZE)
     config = TrainConfig(model="cnn", data="", precision="fp64", optimizer="sgd", clip_norm=0.1)
     plan = list(PLANS[here.size].values())[-1](names(components))
-    single = replicated(names(components), 1, 1, None)
-    expected = train(config, single, components, ALONE, 3)
+    expected = train_alone(config, components, here, 3)
     clipped = train(config, plan, components, here, 3)
     assert_close(clipped, expected, 1e-10)
     free = train(replace(config, clip_norm=None), plan, components, here, 3)
@@ -123,8 +142,7 @@ def test_frozen_and_unused_layers_and_odd_buffers_train_as_on_one_rank(here: Wor
     config = TrainConfig(
         model="odd", data="", precision="fp64", optimizer="adamw", weight_decay=0.1
     )
-    single = replicated(names(components), 1, 1, None)
-    expected = train(config, single, components, ALONE, len(STEP_SIZES))
+    expected = train_alone(config, components, here, len(STEP_SIZES))
     for plan in PLANS[here.size].values():
         made = plan(names(components))
         found = train(config, made, components, here, len(STEP_SIZES))
@@ -162,8 +180,12 @@ def test_evaluation_counts_the_same_under_every_plan(here: World, model: str) ->
         components = components_of(model, IMAGE_SIZE)
     config = TrainConfig(model=model, data="", precision="fp64")
     single = replicated(names(components), 1, 4, None)
-    serial = runtime_of(config, single, components, IMAGE_SIZE, ALONE)
-    loss, correct = evaluated(single, serial, ALONE, 40)
+
+    def alone() -> tuple[float, int]:
+        serial = runtime_of(config, single, components, IMAGE_SIZE, ALONE)
+        return evaluated(single, serial, ALONE, 40)
+
+    loss, correct = on_first(here, alone)
     for plan in PLANS[here.size].values():
         made = replace(plan(names(components)), microbatches=8, schedule="1f1b")
         runtime = runtime_of(config, made, components, IMAGE_SIZE, here)

@@ -1,11 +1,15 @@
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from hvdtrain.shared_memory import SETTINGS
 from hvdtrain.world import World
 
 
+@pytest.mark.several_ranks
 @pytest.mark.parametrize(
     "collective",
     [
@@ -38,3 +42,13 @@ def test_a_rank_receives_what_another_sends(here: World) -> None:
         ]
     else:
         here.communicator.send({"rank": here.rank, "row": [here.rank] * 1000}, 0, 5)
+
+
+@pytest.mark.several_ranks
+def test_what_ranks_share_is_in_a_folder_of_their_job(here: World) -> None:
+    """Two jobs whose names Open MPI hashes to the same 16 bits read each other's messages."""
+    here.barrier()
+    maps = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()]
+    folders = {Path(path).parent for path in maps if "_segment." in path}
+    assert folders == {Path(os.environ[SETTINGS[0]])}
+    assert here.gather(folders) == [folders] * here.size

@@ -7,7 +7,12 @@ import pytest
 
 from hvdtrain import tf as distributed
 from hvdtrain import world
-from tests.mpi.conftest import pytest_runtest_makereport as pytest_runtest_makereport
+from tests.mpi.conftest import (
+    pytest_collection_modifyitems as pytest_collection_modifyitems,
+)
+from tests.mpi.conftest import (
+    pytest_runtest_makereport as pytest_runtest_makereport,
+)
 
 
 @pytest.fixture(scope="session")

@@ -275,39 +275,37 @@ def test_ranks_agree_on_a_step_that_overflows(here: World) -> None:
     check_same(model.optimizer.variables)
 
 
-def test_a_loss_scaled_outside_of_what_averages_is_refused(here: World) -> None:
+@pytest.mark.several_ranks
+@pytest.mark.usefixtures("here")
+def test_a_loss_scaled_outside_of_what_averages_is_refused() -> None:
     inner = distributed.optimizer(keras.optimizers.SGD(0.1))
     model = compiled(keras.optimizers.LossScaleOptimizer(inner))
-    if here.size == 1:
-        return
     with pytest.raises(UsageError, match="scaled outside of what averages"):
         model.fit(*batch(0), verbose=0, callbacks=distributed.callbacks())
 
 
-def test_a_model_that_is_not_built_is_refused(here: World) -> None:
+@pytest.mark.several_ranks
+@pytest.mark.usefixtures("here")
+def test_a_model_that_is_not_built_is_refused() -> None:
     model = keras.Sequential([keras.layers.Flatten(), keras.layers.Dense(CLASSES)])
     model.compile(distributed.optimizer(keras.optimizers.SGD(0.1)), "mse")
-    if here.size == 1:
-        return
     with pytest.raises(UsageError, match="the model is not built"):
         model.fit(*batch(0), verbose=0, callbacks=distributed.callbacks())
 
 
+@pytest.mark.several_ranks
 def test_unlike_numbers_of_steps_are_refused_before_the_first(here: World) -> None:
     model = compiled(distributed.optimizer(keras.optimizers.SGD(0.1)))
     images, labels = batch(0, 8 * (here.rank + 1))
-    if here.size == 1:
-        return
     with pytest.raises(
         UsageError, match="rank 1 has other steps of an epoch than rank 0: 2 and 1"
     ):
         model.fit(images, labels, 8, verbose=0, callbacks=distributed.callbacks())
 
 
+@pytest.mark.several_ranks
 def test_unlike_optimizers_are_refused(here: World) -> None:
     kinds = [keras.optimizers.SGD, keras.optimizers.Adam]
-    if here.size == 1:
-        return
     with pytest.raises(UsageError, match="of different classes"):
         distributed.optimizer(kinds[min(here.rank, 1)]())
 

@@ -1,6 +1,7 @@
 import threading
-import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from hvdtrain.activity import (
     AFTER_THE_RANKS_SECONDS,
@@ -9,6 +10,8 @@ from hvdtrain.activity import (
     Watch,
     last_activity,
 )
+
+Found = TypeVar("Found")
 
 
 def test_each_rank_has_a_line_whatever_the_order(tmp_path: Path) -> None:
@@ -34,82 +37,131 @@ def test_what_was_never_written_is_unknown(tmp_path: Path) -> None:
     assert last_activity(tmp_path / "activity", 5) == ""
 
 
-def test_an_action_that_takes_too_long_is_reported_once_with_its_line() -> None:
-    stalls: list[str] = []
-    seen = threading.Event()
-
-    def on_stall(line: str) -> None:
-        stalls.append(line)
-        seen.set()
-
-    activity = Activity(None, 0, 0.2, on_stall)
-    activity.step(3)
-    activity.note("0F0: forward")
-    assert seen.wait(5)
-    time.sleep(0.3)
-    assert stalls == ["step 3, 0F0: forward"]
-    activity.close()
-
-
-def test_neither_short_actions_nor_rest_are_stalls() -> None:
-    stalls: list[str] = []
-    activity = Activity(None, 0, 0.3, stalls.append)
-    for number in range(8):
-        activity.note(f"0F{number}: forward")
-        time.sleep(0.05)
-    activity.rest()
-    time.sleep(0.5)
-    with activity.doing("agreeing"):
-        pass
-    time.sleep(0.5)
-    activity.close()
-    assert stalls == []
-
-
 class Looks:
-    """A watch that looks every second, with limits of 10 s in steps and 50 s before the first."""
+    """Looks at ranks every so many seconds, by a clock of its own."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self) -> None:
         self.now = 0.0
-        self.watch = Watch(path, 2, 50, 1, clock=lambda: self.now)
 
-    def look_for(self, seconds: int) -> tuple[int, str] | None:
-        for _ in range(seconds):
-            self.now += 1
-            if found := self.watch.stalled():
+    def clock(self) -> float:
+        """Seconds of this clock."""
+        return self.now
+
+    def look_for(
+        self, seconds: float, stalled: Callable[[], Found | None], tick: float = 1.0
+    ) -> Found | None:
+        """What is found within so many seconds."""
+        for _ in range(round(seconds / tick)):
+            self.now += tick
+            if found := stalled():
                 return found
         return None
 
 
-def test_a_rank_that_notes_nothing_for_too_long_is_found_from_outside(tmp_path: Path) -> None:
+def watch(looks: Looks, path: Path) -> Watch:
+    """Of two ranks, with a limit of 50 s before the first step, by a look every second."""
+    return Watch(path, range(2), 50, 1, looks.clock)
+
+
+def test_the_watchdog_reports_an_action_that_takes_too_long_and_ends() -> None:
+    stalls: list[str] = []
+    activity = Activity(None, 0, 0.02, stalls.append)
+    watchdogs = [thread for thread in threading.enumerate() if "watchdog" in thread.name]
+    activity.step(3)
+    activity.note("0F0: forward")
+    for thread in watchdogs:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in watchdogs)
+    assert stalls == ["step 3, 0F0: forward"]
+    activity.close()
+
+
+def test_an_action_may_take_its_limit_and_no_longer() -> None:
+    looks = Looks()
+    activity = Activity(None, 0, 1000, print, looks.clock)  # whose own watchdog is far too slow
+    activity.step(3)
+    for factor in (1, 5):
+        activity.note("0F0: forward", factor)
+        assert looks.look_for(1000 * factor, activity.stalled, activity.tick) is None
+        found = looks.look_for(2 * activity.tick, activity.stalled, activity.tick)
+        assert found == "step 3, 0F0: forward"
+    activity.close()
+
+
+def test_neither_short_actions_nor_rest_are_stalls() -> None:
+    looks = Looks()
+    activity = Activity(None, 0, 1000, print, looks.clock)
+    for number in range(8):
+        activity.note(f"0F{number}: forward")
+        assert looks.look_for(900, activity.stalled, activity.tick) is None
+    activity.rest()
+    assert looks.look_for(5000, activity.stalled, activity.tick) is None
+    with activity.doing("agreeing"):
+        assert looks.look_for(900, activity.stalled, activity.tick) is None
+    assert looks.look_for(5000, activity.stalled, activity.tick) is None
+    activity.close()
+
+
+def test_what_goes_on_inside_another_action_is_not_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "activity"
+    activity = Activity(path, 0, 60, print)
+    with activity.doing("reading a checkpoint"):
+        with activity.doing("waiting for all ranks"):
+            assert activity.now() == (0, "waiting for all ranks")
+        assert activity.now() == (0, "reading a checkpoint")
+        assert last_activity(path, 0) == "reading a checkpoint"
+    assert activity.now() == (0, "")
+    activity.close()
+
+
+def test_a_rank_that_is_silent_for_too_long_is_found_from_outside(tmp_path: Path) -> None:
     """Also at rest, where its own watchdog does not look: it was there until somebody came."""
     path = tmp_path / "activity"
     ranks = [Activity(path, rank, 10, print) for rank in range(2)]
-    looks = Looks(path)
+    looks = Looks()
+    stalled = watch(looks, path).stalled
     for rank in ranks:
         rank.step(7)
         rank.note("0F0: forward")
-    assert looks.look_for(8) is None
+    assert looks.look_for(8, stalled) is None
     ranks[0].rest()
     ranks[1].note("1B0: backward", factor=5)
-    assert looks.look_for(10 + int(AFTER_THE_RANKS_SECONDS)) is None
-    assert looks.look_for(3) == (0, "its own work after step 7, 0F0: forward")
+    assert looks.look_for(10 + int(AFTER_THE_RANKS_SECONDS), stalled) is None
+    assert looks.look_for(3, stalled) == (0, "its own work after step 7, 0F0: forward")
     ranks[0].note("0F1: forward", factor=10)
-    assert looks.look_for(20) is None
-    assert looks.look_for(20) == (1, "step 7, 1B0: backward")
+    assert looks.look_for(20, stalled) is None
+    assert looks.look_for(20, stalled) == (1, "step 7, 1B0: backward")
     for rank in ranks:
         rank.close()
 
 
-def test_a_rank_that_never_begins_is_found_after_a_longer_time(tmp_path: Path) -> None:
-    looks = Looks(tmp_path / "activity")
-    assert looks.look_for(50 + int(AFTER_THE_RANKS_SECONDS)) is None
-    assert looks.look_for(3) == (1, "its start-up")
+def test_a_rank_that_waits_for_all_others_is_named_after_them(tmp_path: Path) -> None:
+    """The highest rank was, where all had been at something for as long."""
+    path = tmp_path / "activity"
+    ranks = [Activity(path, rank, 10, print) for rank in range(2)]
+    looks = Looks()
+    stalled = watch(looks, path).stalled
+    for rank, activity in enumerate(ranks):
+        activity.step(7)
+        activity.note("leaving with all ranks" if rank else "summing up", after_others=rank == 1)
+    assert looks.look_for(30, stalled) == (0, "step 7, summing up")
+    ranks[0].note("its last breath")
+    assert looks.look_for(20, stalled) == (1, "step 7, leaving with all ranks")
+    for activity in ranks:
+        activity.close()
+
+
+def test_a_rank_that_never_begins_is_found_after_the_patience_of_a_start(tmp_path: Path) -> None:
+    looks = Looks()
+    stalled = watch(looks, tmp_path / "activity").stalled
+    assert looks.look_for(50 + int(AFTER_THE_RANKS_SECONDS), stalled) is None
+    assert looks.look_for(3, stalled) == (1, "its start-up")
 
 
 def test_a_job_that_is_suspended_is_not_stalled(tmp_path: Path) -> None:
     """The watch is suspended with it: the gap between two of its looks does not count."""
-    looks = Looks(tmp_path / "activity")
+    looks = Looks()
+    stalled = watch(looks, tmp_path / "activity").stalled
     for _ in range(10):
         looks.now += 3600
-        assert looks.look_for(1) is None
+        assert looks.look_for(1, stalled) is None

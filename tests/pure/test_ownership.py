@@ -2,18 +2,17 @@
 
 import json
 import os
+import re
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from hvdtrain import ownership
 from hvdtrain.errors import UsageError
-from hvdtrain.ownership import LAUNCH, NAME, STALE_SECONDS, Owner, alone, claim
+from hvdtrain.ownership import LAUNCH, LOOK_SECONDS, NAME, STALE_SECONDS, Owner, alone, claim
+from tests.children import end_of, in_child
 
 SLURM = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", LAUNCH)
 
@@ -24,8 +23,9 @@ def outside_any_job(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def take(folder: Path, said: list[str] | None = None) -> Owner:
-    return claim(folder, folder / "heartbeats", (said if said is not None else []).append)
+def take(folder: Path, said: list[str] | None = None, waits: "Waits | None" = None) -> Owner:
+    said, waits = [] if said is None else said, waits or Waits()
+    return claim(folder, folder / "heartbeats", said.append, waits.clock, waits.sleep)
 
 
 def elsewhere(folder: Path, age: float = 0.0, **changed: object) -> Owner:
@@ -39,33 +39,21 @@ def elsewhere(folder: Path, age: float = 0.0, **changed: object) -> Owner:
     return owner
 
 
-@contextmanager
-def beating(path: Path) -> Iterator[None]:
-    """Signs of life from elsewhere, by the clock of the disk."""
-    ended = threading.Event()
+class Waits:
+    """A clock that only the sleeps of who waits move on; `signs` come in each of them."""
 
-    def beat() -> None:
-        while not ended.wait(0.1):
-            path.touch()
+    def __init__(self, signs: Callable[[], object] = lambda: None) -> None:
+        self.now, self.signs = 0.0, signs
 
-    thread = threading.Thread(target=beat)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+    def clock(self) -> float:
+        """Seconds of this clock."""
+        return self.now
 
-
-def in_child(work: Callable[[], object]) -> int:
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    return child
+    def sleep(self, seconds: float) -> None:
+        """Let the time pass."""
+        self.now += seconds
+        assert self.now < 20 * STALE_SECONDS, "it waits for ever"
+        self.signs()
 
 
 def test_a_folder_has_one_owner_and_then_none(tmp_path: Path) -> None:
@@ -83,11 +71,13 @@ def test_a_folder_has_one_owner_and_then_none(tmp_path: Path) -> None:
 def test_an_owner_that_lives_is_not_replaced_whatever_the_clocks_of_the_hosts_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hours: int
 ) -> None:
-    owner = elsewhere(tmp_path)
+    owner = elsewhere(tmp_path, age=1)
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + 3600 * hours)
-    with beating(tmp_path / "heartbeats" / "rank-0001.json"), pytest.raises(UsageError) as caught:
-        take(tmp_path)
+    beats = Waits((tmp_path / "heartbeats" / "rank-0001.json").touch)
+    with pytest.raises(UsageError) as caught:
+        take(tmp_path, waits=beats)
+    assert beats.now == LOOK_SECONDS, "the first sign of life is enough"
     assert f"{tmp_path} is in use by process {os.getpid()} on far" in str(caught.value)
     assert f"{STALE_SECONDS:.0f} s after its last sign of life" in str(caught.value)
     owner.check()
@@ -104,23 +94,40 @@ def test_an_owner_without_a_sign_of_life_is_replaced_and_learns_of_it(tmp_path: 
     new.check()
 
 
-def test_whether_a_silent_owner_lives_is_waited_for_for_seconds(tmp_path: Path) -> None:
-    elsewhere(tmp_path, age=STALE_SECONDS - 1)
-    said: list[str] = []
-    began = time.monotonic()
-    take(tmp_path, said)
-    assert 0.5 < time.monotonic() - began < 10
-    (line,) = said
-    assert "waiting up to 1 s to see whether it is alive" in line
+def test_an_owner_that_lives_is_not_replaced_by_one_that_was_suspended(tmp_path: Path) -> None:
+    """It took its own absence for silence: it had looked once before, and long ago."""
+    owner = elsewhere(tmp_path, age=1)
+    waits = Waits()
+
+    def be_suspended() -> None:
+        waits.now += 10 * STALE_SECONDS
+        owner.path.touch()
+
+    waits.signs = be_suspended
+    with pytest.raises(UsageError, match="which is alive"):
+        take(tmp_path, waits=waits)
+    owner.check()
 
 
-def test_the_owner_of_a_time_to_come_is_waited_for_no_longer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_silent_owner_is_waited_for_until_it_has_been_silent_for_long_enough(
+    tmp_path: Path,
 ) -> None:
+    elsewhere(tmp_path, age=STALE_SECONDS / 2)
+    said, waits = list[str](), Waits()
+    take(tmp_path, said, waits)
+    (line,) = said
+    left = re.search(r"waiting up to (\d+) s to see whether it is alive", line)
+    assert left is not None, line
+    assert waits.now <= float(left[1]) + 0.5 + 2 * LOOK_SECONDS
+    assert float(left[1]) - 0.5 <= waits.now
+
+
+def test_the_owner_of_a_time_to_come_is_waited_for_no_longer(tmp_path: Path) -> None:
     """A folder that was copied from a disk whose clock was ahead."""
     elsewhere(tmp_path, age=-1e6)
-    monkeypatch.setattr(ownership, "STALE_SECONDS", 1.0)
-    take(tmp_path)
+    waits = Waits()
+    take(tmp_path, waits=waits)
+    assert STALE_SECONDS <= waits.now <= STALE_SECONDS + 2 * LOOK_SECONDS
 
 
 def test_an_owner_that_was_killed_here_is_replaced_at_once(tmp_path: Path) -> None:
@@ -128,7 +135,7 @@ def test_an_owner_that_was_killed_here_is_replaced_at_once(tmp_path: Path) -> No
         take(tmp_path)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    os.waitpid(in_child(be_killed), 0)
+    end_of(in_child(be_killed))
     assert (tmp_path / NAME).exists()
     said: list[str] = []
     take(tmp_path, said)
@@ -165,11 +172,11 @@ def test_a_later_start_by_the_same_job_replaces_an_earlier_one_at_once(
 def test_two_starts_inside_one_job_are_two(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    elsewhere(tmp_path, starts={"Slurm job 7": 1})
+    elsewhere(tmp_path, age=1, starts={"Slurm job 7": 1})
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    with beating(tmp_path / NAME), pytest.raises(UsageError, match="in use by Slurm job 7, "):
-        take(tmp_path)
+    with pytest.raises(UsageError, match="in use by Slurm job 7, "):
+        take(tmp_path, waits=Waits((tmp_path / NAME).touch))
 
 
 def test_of_many_that_come_at_once_one_is_the_owner(tmp_path: Path) -> None:
@@ -177,7 +184,7 @@ def test_of_many_that_come_at_once_one_is_the_owner(tmp_path: Path) -> None:
     over = tmp_path / "over"
 
     def compete() -> None:
-        owner = take(tmp_path)
+        owner = claim(tmp_path, tmp_path / "heartbeats", print)  # by the clock of all
         while not over.exists():
             owner.check()
             owner.path.touch()
@@ -190,14 +197,14 @@ def test_of_many_that_come_at_once_one_is_the_owner(tmp_path: Path) -> None:
     assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
 
 
-def test_a_file_that_is_no_owner_counts_as_one_until_it_is_old(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_no_owner_counts_as_one_until_it_is_old(tmp_path: Path) -> None:
     (tmp_path / NAME).write_text('{"token": 1')
-    with beating(tmp_path / NAME), pytest.raises(UsageError, match="in use by another run"):
-        take(tmp_path)
-    monkeypatch.setattr(ownership, "STALE_SECONDS", 0.5)
-    take(tmp_path)
+    with pytest.raises(UsageError, match="in use by another run"):
+        take(tmp_path, waits=Waits((tmp_path / NAME).touch))
+    said, waits = list[str](), Waits()
+    take(tmp_path, said, waits)
+    assert "belongs to another run, last seen" in said[0]
+    assert waits.now > 0
 
 
 def test_what_one_may_do_at_a_time_survives_whoever_was_killed_in_it(tmp_path: Path) -> None:
@@ -208,7 +215,7 @@ def test_what_one_may_do_at_a_time_survives_whoever_was_killed_in_it(tmp_path: P
             os.kill(os.getpid(), signal.SIGKILL)
 
     for _ in range(3):
-        os.waitpid(in_child(be_killed), 0)
+        end_of(in_child(be_killed))
         assert lock.exists()
     counter = tmp_path / "counter"
     counter.write_text("0")
@@ -221,6 +228,6 @@ def test_what_one_may_do_at_a_time_survives_whoever_was_killed_in_it(tmp_path: P
                 counter.write_text(str(number + 1))
 
     children = [in_child(count) for _ in range(4)]
-    assert [os.wait()[1] for _ in children] == [0] * 4
+    assert [end_of(child) for child in children] == [0] * 4
     assert counter.read_text() == "20"
     assert not lock.exists()

@@ -1,28 +1,48 @@
-import time
+import pytest
 
-from hvdtrain.poll import wait_until
+from hvdtrain.poll import LONGEST_SLEEP, SPIN_SECONDS, wait_until
+
+QUESTION_SECONDS = 1e-6
+
+
+class Wait:
+    """A wait of `seconds` by a clock that each question and each sleep move on."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.now, self.asked = seconds, 0.0, 0
+        self.sleeps: list[float] = []
+
+    def done(self) -> bool:
+        """Ask."""
+        self.asked += 1
+        self.now += QUESTION_SECONDS
+        return self.now > self.seconds
+
+    def sleep(self, seconds: float) -> None:
+        """Leave the core to others for a while."""
+        self.sleeps.append(seconds)
+        self.now += seconds
+
+
+def waited(seconds: float) -> Wait:
+    wait = Wait(seconds)
+    assert wait_until(wait.done, lambda: wait.now, wait.sleep) is True
+    return wait
 
 
 def test_a_wait_that_is_over_asks_once() -> None:
-    asked = []
-
-    def done() -> bool:
-        asked.append(True)
-        return True
-
-    wait_until(done)
-    assert len(asked) == 1
+    wait = waited(0.0)
+    assert (wait.asked, wait.sleeps) == (1, [])
 
 
-def test_a_long_wait_sleeps_and_ends_soon_after() -> None:
-    began, used = time.perf_counter(), time.thread_time()
-    asked = []
+def test_a_short_wait_does_not_sleep() -> None:
+    assert waited(0.9 * SPIN_SECONDS).sleeps == []
 
-    def done() -> bool:
-        asked.append(True)
-        return time.perf_counter() - began > 1
 
-    wait_until(done)
-    # Asking without a sleep would use the core all the time.
-    assert time.thread_time() - used < 0.3
-    assert len(asked) > 100, "the longest sleep is a millisecond"
+@pytest.mark.parametrize("seconds", [0.0012, 0.003, 0.05, 2.0])
+def test_a_long_wait_sleeps_and_ends_soon_after(seconds: float) -> None:
+    wait = waited(seconds)
+    # All but the first millisecond is slept, apart from the questions between the sleeps.
+    assert sum(wait.sleeps) > 0.98 * (seconds - SPIN_SECONDS)
+    assert max(wait.sleeps) <= LONGEST_SLEEP
+    assert wait.now < 1.1 * seconds + QUESTION_SECONDS

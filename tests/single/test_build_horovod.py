@@ -255,23 +255,23 @@ def test_a_build_that_is_stopped_leaves_no_process_and_no_file(tmp_path: Path) -
         wait_for_output(tmp_path)
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGTERM)
-        _, messages = process.communicate(timeout=10)
+        _, messages = process.communicate(timeout=60)
     assert process.returncode == build_horovod.EXIT_INTERRUPTED
     assert messages.splitlines()[-1] == "build_horovod: interrupted, nothing is kept"
     assert "Traceback" not in messages
     assert children
-    _, alive = psutil.wait_procs(children, timeout=5)
+    _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive
     assert not list(tmp_path.iterdir())
 
 
 def wait_for_output(wheel_folder: Path) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         if any(log.stat().st_size > 0 for log in wheel_folder.glob("*.log")):
             return
         time.sleep(0.02)
-    raise AssertionError("the build wrote nothing to its log within 20 s")
+    raise AssertionError("the build wrote nothing to its log within two minutes")
 
 
 # The cache
@@ -308,11 +308,13 @@ def test_a_damaged_wheel_is_not_taken_and_gives_way_to_a_new_one(tmp_path: Path)
     assert kept.read_bytes() == b"two"
 
 
-def test_the_second_run_is_instant() -> None:
-    assert run_tool("--mpi", MPI_KIND).returncode == 0
-    started = time.monotonic()
-    result = run_tool("--mpi", MPI_KIND)
-    assert time.monotonic() - started < 5
-    wheel = Path(result.stdout.strip())
+def test_the_second_run_builds_nothing() -> None:
+    first = run_tool("--mpi", MPI_KIND)
+    assert first.returncode == 0
+    wheel = Path(first.stdout.strip())
+    before = {path: path.stat().st_mtime_ns for path in (wheel.parent, *wheel.parent.iterdir())}
+    assert run_tool("--mpi", MPI_KIND).stdout == first.stdout
+    after = {path: path.stat().st_mtime_ns for path in (wheel.parent, *wheel.parent.iterdir())}
+    assert after == before
     assert wheel.suffix == ".whl"
     assert build_horovod.cached_wheel(wheel.parent) == wheel

@@ -10,7 +10,9 @@ import pytest
 from tests.conftest import ROOT
 
 HEADING = "\n## What proves what\n"
+MOMENTS = "\n## What happens when\n"
 TEST = re.compile(r"(tests/[\w/]+/test_\w+\.py)::(test_\w+)")
+TEST_FILE = re.compile(r"tests/[\w/]+/test_\w+\.py")
 BENCHMARK = re.compile(r"benchmarks/\w+\.py")
 SEPARATORS = re.compile(r"(?:<br>|[,\s])*")
 
@@ -24,10 +26,11 @@ ONE = "`tests/pure/test_a.py::test_one`"
 SPEED = "`benchmarks/speed.py`"
 
 
-def table_rows(page: str) -> list[list[str]]:
-    """Return the cells of each row of the table, without its head."""
-    section = page.partition(HEADING)[2].partition("\n## ")[0]
-    lines = [line for line in section.splitlines() if line.startswith("|")]
+def table_rows(page: str, heading: str = HEADING, number: int = 0) -> list[list[str]]:
+    """Return the cells of each row of a table below a heading, without its head."""
+    section = page.partition(heading)[2].partition("\n## ")[0]
+    tables = re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)
+    lines = tables[number].splitlines() if number < len(tables) else []
     return [[cell.strip() for cell in line[1:-1].split("|")] for line in lines[2:]]
 
 
@@ -79,6 +82,44 @@ def test_all_that_the_table_names_exists() -> None:
     paths = [*ROOT.glob("tests/**/test_*.py"), *ROOT.glob("benchmarks/*.py")]
     sources = {str(path.relative_to(ROOT)): path.read_text() for path in paths}
     assert table_faults(page, sources) == []
+
+
+def moments_faults(page: str, sources: Mapping[str, str]) -> list[str]:
+    """Return a line for each fault of the table of moments and of the list of its tests."""
+    listed = table_rows(page, MOMENTS, 1)
+    tests = {row[0]: row[1] for row in listed}
+    faults = [fault for name in tests.values() for fault in cell_faults(name, sources)]
+    faults += ["a number or a test is there twice"] * (len(set(tests.values())) < len(listed))
+    used = set[str]()
+    for moment, *cells in table_rows(page, MOMENTS):
+        faults += [f"an empty cell: {moment}" for cell in cells if not cell]
+        used |= {number for cell in cells if cell != "-" for number in cell.split()}
+    faults += [f"no test has the number {number}" for number in sorted(used - tests.keys())]
+    return faults + [f"stands nowhere: {number}" for number in sorted(tests.keys() - used)]
+
+
+def test_each_number_in_the_table_of_moments_is_that_of_a_test() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    assert len(table_rows(page, MOMENTS)) >= 8
+    sources = {path: (ROOT / path).read_text() for path in set(re.findall(TEST_FILE, page))}
+    assert moments_faults(page, sources) == []
+
+
+@pytest.mark.parametrize(
+    ("cells", "listed", "fault"),
+    [
+        ("1 | 1 2", f"| 1 | {ONE} |\n", "no test has the number 2"),
+        ("1 | -", f"| 1 | {ONE} |\n| 2 | {SPEED} |\n", "stands nowhere: 2"),
+        ("1 | 2", f"| 1 | {ONE} |\n| 2 | {ONE} |\n", "a number or a test is there twice"),
+        ("1 | ", f"| 1 | {ONE} |\n", "an empty cell: step"),
+        ("1 | -", "| 1 | `tests/pure/test_a.py::test_two` |\n", "does not exist: tests/pure"),
+    ],
+)
+def test_a_fault_of_the_table_of_moments_is_found(cells: str, listed: str, fault: str) -> None:
+    head = "| a | b | c |\n|---|---|---|\n"
+    page = f"# Page\n{MOMENTS}\n{head}| step | {cells} |\n\n| | test |\n|---|---|\n{listed}"
+    (found,) = moments_faults(page, SOURCES)
+    assert found.startswith(fault)
 
 
 def test_a_sound_table_has_no_fault() -> None:

@@ -1,7 +1,6 @@
 """Whole runs of several ranks, as users start and end them. Nothing here is simulated."""
 
 import contextlib
-import os
 import re
 import shlex
 import signal
@@ -16,18 +15,23 @@ import psutil
 import pytest
 
 from hvdtrain.launch import mpirun
+from hvdtrain.shared_memory import SETTINGS
 from hvdtrain.stop import SAME_CTRL_C_SECONDS
 from hvdtrain.training.evaluate import MEASURED
 from tests import warm
 from tests.conftest import Program, program, program_environment
 from tests.single.training.jobs import (
+    SOON_SECONDS,
     begin,
     clients_of,
     events_of,
     ranks_of,
+    resume,
     start,
     summary_of,
+    suspend,
     wait_for,
+    wait_for_end,
 )
 
 LONG = ("--model", "cnn", "--batch-size", "10", "--epochs", "100000", "--log-every", "1")
@@ -80,6 +84,26 @@ def test_folders_that_killed_launchers_left_are_in_nobodys_way(
     trained = hvdtrain(*options, "--run", tmp_path / "run", **sessions)
     assert trained.returncode == 0, trained.stderr
     assert not list(left.glob("hvdtrain-*"))
+
+
+def test_what_ranks_share_is_their_jobs_own_and_gone_after_it() -> None:
+    """Open MPI names it by 16 bits of a hash: one pair of jobs in 65,536 shared it and hung."""
+    show = "from hvdtrain import world; import os; world.start()"
+    show += f"; print(os.environ['{SETTINGS[0]}'], flush=True); world.stop()"
+    jobs = [
+        subprocess.Popen(
+            [*mpirun(2), warm.python(), "-c", show],
+            env=program_environment(),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    folders = [set(job.communicate(timeout=SOON_SECONDS)[0].split()) for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0]
+    assert [len(each) for each in folders] == [1, 1], "all ranks of a job have one"
+    assert not folders[0] & folders[1]
+    assert not any(Path(path).exists() for path in folders[0] | folders[1])
 
 
 def test_one_rank_and_three_see_the_same_samples_and_reach_the_same_loss(
@@ -144,9 +168,9 @@ def test_a_rank_that_raises_ends_all_with_its_traceback_shown_once(
     options += ["--run", tmp_path / "run", *(["--ranks", 2] if start == "own" else [])]
     options += ["--on-alert", f'echo "$HVDTRAIN_MESSAGE" > {tmp_path / "told"}']
     launcher = tuple(mpirun(2)) if start == "mpirun" else ()
-    done = hvdtrain(*options, launcher=launcher, FAULTY_RANKS=faulty, timeout=60)
+    done = hvdtrain(*options, launcher=launcher, FAULTY_RANKS=faulty)
     raised = float((tmp_path / "run" / "raised").read_text())
-    assert time.time() - raised < 10
+    assert time.time() - raised < SOON_SECONDS
     assert done.returncode == 4
     assert done.stderr.count("RuntimeError: this rank is at fault") == 1, done.stderr
     assert done.stderr.count("Traceback") == 1
@@ -295,28 +319,12 @@ def has_steps(run: Path) -> bool:
     return metrics.exists() and '"event": "step"' in metrics.read_text()
 
 
-def alive(run: Path) -> list[int]:
-    """Processes, launchers included, that still work on this run."""
-    return [
-        process.pid
-        for process in psutil.process_iter(["cmdline"])
-        if str(run) in " ".join(process.info["cmdline"] or []) and process.pid != os.getpid()
-    ]
-
-
-def wait_for_end(run: Path) -> None:
-    deadline = time.monotonic() + 15
-    while alive(run) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not alive(run)
-
-
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
 def test_a_signal_ends_all_ranks_with_their_state_saved(
     long_run: "subprocess.Popen[str]", tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
     long_run.send_signal(number)
-    _, said = long_run.communicate(timeout=20)
+    _, said = long_run.communicate(timeout=SOON_SECONDS)
     assert long_run.returncode == code
     assert len(said.splitlines()) == 1, said
     assert "state saved" in said
@@ -340,7 +348,7 @@ def test_the_signals_of_a_scheduler_are_one_request(
     ranks, clients = ranks_of(process), clients_of(process)
     mpirun = clients[0].parent()
     assert mpirun is not None
-    suspend(process, ranks)  # the second one is there before the first one is obeyed
+    suspend(ranks)  # the second one is there before the first one is obeyed
     process.send_signal(first)
     wait_for(process, lambda: all(is_pending(rank, signal.SIGUSR1) for rank in ranks))
     process.send_signal(second)
@@ -350,20 +358,12 @@ def test_the_signals_of_a_scheduler_are_one_request(
     client = psutil.Process(process.pid)
     launchers = client, warm.fork_of(client)
     wait_for(process, lambda: not any(is_pending(each, second) for each in launchers))
-    for rank in ranks:
-        rank.resume()
-    _, said = process.communicate(timeout=20)
+    resume(ranks)
+    _, said = process.communicate(timeout=SOON_SECONDS)
     assert process.returncode == 75, said
     assert len(said.splitlines()) == 1, said
     assert "state saved" in said
     wait_for_end(tmp_path)
-
-
-def suspend(process: "subprocess.Popen[str]", ranks: list[psutil.Process]) -> None:
-    """Return once these ranks of a job have stopped."""
-    for rank in ranks:
-        rank.suspend()
-    wait_for(process, lambda: all(rank.status() == psutil.STATUS_STOPPED for rank in ranks))
 
 
 def is_pending(process: psutil.Process, number: signal.Signals) -> bool:
@@ -382,13 +382,13 @@ def test_a_signal_before_the_first_step_ends_all_ranks_too(
     process = start([*options, "--run", str(tmp_path / "run")])
     wait_for(process, lambda: len(ranks_of(process)) == 2)
     process.send_signal(number)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=SOON_SECONDS)
     assert process.returncode == code, said
     assert said == "hvdtrain: ended before training began\n"
     wait_for_end(tmp_path)
 
 
-def test_a_rank_that_is_asked_to_stop_while_it_is_set_up_stops_all_before_the_first_step(
+def test_a_stop_during_set_up_ends_all_ranks_before_the_first_step(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
     """They made a step first, which may take longer than the scheduler waits."""
@@ -405,7 +405,7 @@ def test_a_rank_that_is_asked_to_stop_while_it_is_set_up_stops_all_before_the_fi
     assert summary_of(run)["steps"] == 3
 
 
-def test_an_evaluation_is_left_when_a_rank_is_asked_to_stop_and_made_again_on_resume(
+def test_a_stop_during_evaluation_leaves_it_and_resume_repeats_it(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
     """It was made to its end, and then a step, whatever time the scheduler gave."""
@@ -446,13 +446,13 @@ def test_a_job_that_has_just_saved_leaves_with_that_checkpoint(
 
 def test_a_second_ctrl_c_ends_at_once(long_run: "subprocess.Popen[str]", tmp_path: Path) -> None:
     ranks = ranks_of(long_run)
-    suspend(long_run, ranks)  # ranks that do not answer the first one
+    suspend(ranks)  # ranks that do not answer the first one
     long_run.send_signal(signal.SIGINT)
     wait_for(long_run, lambda: all(is_pending(rank, signal.SIGUSR1) for rank in ranks))
     time.sleep(SAME_CTRL_C_SECONDS)
     assert long_run.poll() is None
     long_run.send_signal(signal.SIGINT)
-    _, said = long_run.communicate(timeout=20)
+    _, said = long_run.communicate(timeout=SOON_SECONDS)
     assert long_run.returncode == 130
     assert said == "hvdtrain: ended at once; the last checkpoint is as it was\n"
     wait_for_end(tmp_path)
@@ -463,11 +463,14 @@ def test_a_rank_that_is_killed_ends_the_job_and_is_named(
 ) -> None:
     ranks = ranks_of(long_run)
     assert len(ranks) == 2
+    shared = [Path(client.environ()[SETTINGS[0]]) for client in clients_of(long_run)]
+    assert len(list(shared[0].iterdir())) == 2
     ranks[0].send_signal(signal.SIGKILL)
-    _, said = long_run.communicate(timeout=20)
+    _, said = long_run.communicate(timeout=SOON_SECONDS)
     assert long_run.returncode == 4
     assert "was ended by signal 9" in said
     wait_for_end(tmp_path)
+    assert not any(folder.exists() for folder in shared)
 
 
 def test_nothing_lives_on_when_the_launcher_is_killed(

@@ -12,7 +12,12 @@ import pytest
 
 from hvdtrain.jobs import record
 from tests.conftest import ROOT, program
-from tests.single.training.jobs import changeable_by_others, samples_of, summary_of, umask
+from tests.single.training.jobs import (
+    assert_each_sample_once,
+    changeable_by_others,
+    summary_of,
+    umask,
+)
 from tests.slurm.cluster import Cluster, wait_for
 
 SLOW = ("--inject", "slow step=1 seconds=0.2 steps=100000")
@@ -173,8 +178,7 @@ def test_a_preempted_job_goes_back_into_the_queue_by_itself(
     cluster.release(number)
     assert cluster.wait(number, "COMPLETED")["Restarts"] == "1"
     assert "resumed after step" in cluster.run("hvdtrain", "jobs", "logs", run)
-    for samples in samples_of(ledger, 8):
-        assert len(samples) == len(set(samples)) == 601
+    assert_each_sample_once(ledger, 8)
 
 
 @pytest.mark.proof
@@ -208,6 +212,30 @@ def test_a_chain_goes_on_where_requeue_is_forbidden(
     cluster.wait(third, "CANCELLED")
     assert _status(cluster, run)["state"] == "COMPLETED"
     assert summary_of(run)["steps"] == 200
+
+
+@pytest.mark.proof
+def test_a_chain_that_never_saves_ends_with_the_reason(
+    cluster: Cluster, small_set: Path, tmp_path: Path
+) -> None:
+    """Its jobs, or the starts of one that is requeued, went on to the last one."""
+    run, kills = tmp_path / "run", "; ".join(f"kill step={step}" for step in range(2, 5))
+    said = cluster.run(
+        *("hvdtrain", "jobs", "submit", "--model", "cnn", "--data", small_set, "--run", run),
+        *("--inject", kills, "--chain", 4),
+    )
+    numbers = re.findall(r"\d+", said.strip().rpartition("job ")[2])
+    codes = [cluster.wait(number, "FAILED", "COMPLETED")["ExitCode"] for number in numbers]
+    assert codes[3] == "4:0", codes
+    assert "4:0" not in codes[:3]
+    note = _status(cluster, run)["note"]
+    assert "is not started again: 3 starts in a row by Slurm saved no new checkpoint" in note
+    again = cluster.run(
+        *("hvdtrain", "jobs", "submit", "--model", "cnn", "--data", small_set, "--run", run),
+        *("--inject", kills),
+    )
+    number = again.strip().rpartition("job ")[2]
+    assert cluster.wait(number, "FAILED", "COMPLETED")["JobState"] == "COMPLETED"
 
 
 def test_a_chain_ends_with_the_run(cluster: Cluster, small_set: Path, tmp_path: Path) -> None:

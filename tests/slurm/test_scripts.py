@@ -8,7 +8,7 @@ import pytest
 from hvdtrain import data
 from hvdtrain.stop import STOP_SIGNALS
 from hvdtrain.study.results import plan_name
-from tests.single.training.jobs import samples_of, summary_of
+from tests.single.training.jobs import assert_each_sample_once, summary_of
 from tests.slurm.cluster import Cluster, wait_for
 
 SCRIPTS = Path("slurm")
@@ -142,8 +142,7 @@ def _finishes(cluster: Cluster, number: str, run: Path, epochs: int = 20) -> Non
     assert int(cluster.job(number)["Restarts"]) >= 1
     assert "resumed after step" in run.with_name(f"{number}.log").read_text()
     assert summary_of(run)["steps"] == 10 * epochs
-    for samples in samples_of(run.with_suffix(".csv"), epochs):
-        assert len(samples) == len(set(samples)) == 601
+    assert_each_sample_once(run.with_suffix(".csv"), epochs)
 
 
 @pytest.mark.proof

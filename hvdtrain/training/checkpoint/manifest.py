@@ -28,7 +28,7 @@ class Manifest:
     Attributes:
         parts: the files that hold the tensors, one a rank of the run that wrote them.
         progress: position, counts and sizes, as the loop keeps them.
-        configuration: of that run, by option: for people.
+        configuration: of that run, by option; a resumed one must have the same.
     """
 
     parts: tuple[Entry, ...]

@@ -15,7 +15,7 @@ from hvdtrain.planner.solve import solve
 
 FILE = """
 ranks: 6
-ranks_a_node: 3
+ranks_per_node: 3
 gflops: 1000
 memory_gbytes: 100
 memory_gib: 16

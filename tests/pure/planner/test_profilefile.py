@@ -12,6 +12,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.planner.components import Profile
 from hvdtrain.planner.network import Contention
 from hvdtrain.planner.profilefile import load, save
+from tests import hostile
 from tests.pure.planner.machines import network, rank_times
 
 NAMES = ["a", "b"]
@@ -46,13 +47,6 @@ def test_another_profile_is_refused(tmp_path: Path, change: dict[str, Any], mess
         load(path, "cnn", NAMES, 3)
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
-    max_leaves=8,
-)
-
-
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200)
 @given(st.data())
 def test_whatever_a_file_holds_ends_in_one_line(tmp_path: Path, data: st.DataObject) -> None:
@@ -60,21 +54,10 @@ def test_whatever_a_file_holds_ends_in_one_line(tmp_path: Path, data: st.DataObj
     path = tmp_path / "profile.json"
     save(path, "cnn", PROFILE, NETWORK)
     content = json.loads(path.read_text())
-    place: Any = content
-    while True:
-        keys = list(place) if isinstance(place, dict) else list(range(len(place)))
-        key = data.draw(st.sampled_from(keys))
-        if not isinstance(place[key], dict | list) or not place[key] or data.draw(st.booleans()):
-            break
-        place = place[key]
-    place[key] = data.draw(JSON)
-    path.write_text(json.dumps(content))
-    try:
-        found = load(path, "cnn", NAMES, 2)
-    except UsageError as error:
-        assert "\n" not in str(error)
-        return
-    if not isinstance(found, str):
+    place = data.draw(st.sampled_from(hostile.paths_of(content)))
+    path.write_text(json.dumps(hostile.changed(content, place, data.draw(hostile.VALUES))))
+    found = hostile.understood(lambda: load(path, "cnn", NAMES, 2))
+    if found is not None and not isinstance(found, str):
         profile, _ = found
         assert profile.names == tuple(NAMES)
         assert all(each >= 1 for each in profile.slowness)

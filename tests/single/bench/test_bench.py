@@ -11,7 +11,7 @@ import pytest
 
 from tests import warm
 from tests.conftest import Program, program, program_environment
-from tests.single.training.jobs import ranks_of
+from tests.single.training.jobs import SOON_SECONDS, ranks_of
 
 PARTS = {"compute", "communication", "bubble", "data", "rest"}
 
@@ -103,7 +103,7 @@ def test_ctrl_c_ends_it_and_leaves_nothing_behind(
             assert process.poll() is None, process.communicate()
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=SOON_SECONDS)
     assert process.returncode == 130, errors
     assert len(errors.splitlines()) == 1
     assert not list(tmp_path.glob("hvdtrain-*"))

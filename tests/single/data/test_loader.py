@@ -1,8 +1,8 @@
 """The loader's thread: batches in order, errors in the consumer, and no thread left behind."""
 
+import itertools
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -62,34 +62,46 @@ def test_the_transform_is_applied_to_each_batch(samples: Samples) -> None:
             assert (batch.images != plain.images).any()
 
 
-def test_no_more_batches_are_made_ahead_than_asked(samples: Samples) -> None:
-    made = []
+class Drawn:
+    """Requests that say how many of them were drawn; `most` were, before so many were used."""
 
-    def asked() -> Iterator[Rows]:
-        for rows in requests(50):
-            made.append(1)
+    def __init__(self, rows: Iterable[Rows]) -> None:
+        self.rows, self.count, self.used, self.most = rows, 0, 0, 0
+        self._changed = threading.Condition()
+
+    def __iter__(self) -> Iterator[Rows]:
+        for rows in self.rows:
+            with self._changed:
+                self.count += 1
+                self.most = max(self.most, self.count - self.used)
+                self._changed.notify()
             yield rows
 
-    with Loader(samples, asked(), prefetch=3) as loader:
-        next(loader)
-        time.sleep(0.2)
-        # One used, three waiting, one in the hands of the thread.
-        assert len(made) <= 5
+    def wait_for(self, count: int) -> None:
+        """Return once so many were drawn."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.count >= count, timeout=60)
+
+
+def test_no_more_batches_are_made_ahead_than_asked(samples: Samples) -> None:
+    drawn = Drawn(requests(50))
+    with Loader(samples, drawn, prefetch=3) as loader:
+        for used in range(1, 51):
+            drawn.used = used
+            next(loader)
+            drawn.wait_for(min(used + 4, 50))
+    assert drawn.most == 4, "three waiting, one in the hands of the thread"
 
 
 @pytest.mark.parametrize("used", [0, 1, 3])
 def test_closing_early_stops_the_thread_promptly(samples: Samples, used: int) -> None:
-    def endless() -> Iterator[Rows]:
-        while True:
-            yield from requests(1)
-
-    loader = Loader(samples, endless(), prefetch=1)
+    drawn = Drawn(itertools.cycle(requests(1)))
+    loader = Loader(samples, drawn, prefetch=1)
     for _ in range(used):
         next(loader)
-    started = time.perf_counter()
     loader.close()
     loader.close()
-    assert time.perf_counter() - started < 1.0
+    assert drawn.count <= used + 2, "one waiting, one in the hands of the thread"
     assert list(loader) == []
 
 

@@ -13,7 +13,7 @@ from hvdtrain.data.index import read_index
 from hvdtrain.data.staging import stage, staged_folder
 from hvdtrain.errors import DataError, UsageError
 from tests.conftest import Program
-from tests.single.training.jobs import samples_of, small_disk, summary_of
+from tests.single.training.jobs import assert_each_sample_once, small_disk, summary_of
 
 
 def flip_last_bit(path: Path) -> None:
@@ -143,8 +143,7 @@ def test_a_run_reads_the_copy_and_is_the_same_run(hvdtrain: Program, tmp_path: P
     assert done.returncode == 0, done.stderr
     assert f"reading the copy of {source} in {disk}/hvdtrain-" in done.stdout
     assert summary_of(run)["weights_sha256"] == summary_of(plain)["weights_sha256"]
-    for samples in samples_of(tmp_path / "ledger.csv", 2):
-        assert len(samples) == len(set(samples)) == 300
+    assert_each_sample_once(tmp_path / "ledger.csv", 2, 300)
     done = hvdtrain(*common, "--run", tmp_path / "none", "--stage", "$ABSENT/x")
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1

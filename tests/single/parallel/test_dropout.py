@@ -104,9 +104,7 @@ def test_a_checkpoint_of_a_users_own_drops_the_same_again() -> None:
     for reentrant in (False, True):
         weight = torch.rand(50, requires_grad=True)
         draws.begin_forward((0, 4))
-        found = checkpoint(
-            lambda x, weight=weight: layer(x * weight), given, use_reentrant=reentrant
-        )
+        found = checkpoint(multiplied, given, weight, use_reentrant=reentrant)
         draws.begin_forward((4, 8))
         layer(given)  # the next micro-batch
         found.sum().backward()

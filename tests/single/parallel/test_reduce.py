@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from hvdtrain.errors import UsageError
 from hvdtrain.parallel.cut import Share
 from hvdtrain.parallel.reduce import ReplicatedGradients
+from hvdtrain.parallel.states import States
 
 WHOLE = Share(1.0, True)
 
@@ -28,7 +29,8 @@ def gradients_of(model: nn.Module, started: list[str]) -> ReplicatedGradients:
     def wait(handle: Any) -> None:
         assert handle in started
 
-    return ReplicatedGradients(dict(model.named_parameters()), {}, dict, all_reduce, wait, 1)
+    parameters, states = dict(model.named_parameters()), States(dict, lambda _: None)
+    return ReplicatedGradients(parameters, {}, states, all_reduce, wait, 1)
 
 
 def backward(model: nn.Module) -> None:

@@ -12,6 +12,7 @@ from hvdtrain.training import checkpoint
 from hvdtrain.training.evaluate import MEASURED
 from tests.conftest import Program
 from tests.single.training.jobs import (
+    assert_each_sample_once,
     begin,
     events_of,
     ranks_of,
@@ -21,6 +22,7 @@ from tests.single.training.jobs import (
 
 EPOCHS, EPOCH = 2, 601
 MODELS = '''
+import os
 import keras
 
 def normed(classes, image_size):
@@ -64,6 +66,22 @@ def two(classes, image_size):
     given = layers.Input((image_size, image_size, 3))
     flat = layers.Flatten()(given)
     return keras.Model(given, [layers.Dense(classes)(flat), layers.Dense(classes)(flat)])
+
+class Drifting(keras.layers.Layer):
+    """On rank 1 each training step changes its weight."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(name="scale", initializer="ones")
+
+    def call(self, given, training=False):
+        if training and os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+            self.scale.assign_add(1e-3)
+        return given * self.scale
+
+def drifts(classes, image_size):
+    layers = keras.layers
+    given = layers.Input((image_size, image_size, 3))
+    return keras.Sequential([given, layers.Flatten(), Drifting(), layers.Dense(classes)])
 
 def softmax(classes, image_size):
     layers = keras.layers
@@ -120,6 +138,19 @@ def test_ranks_and_mirrors_train_what_one_device_does(
 
 
 @pytest.mark.proof
+def test_replicas_that_part_end_the_run_at_step_100(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "own.py").write_text(MODELS)
+    options = ("--model", "own:drifts", "--batch-size", 4)
+    done = hvdtrain(*command(small_set, tmp_path / "run", *options), cwd=tmp_path)
+    assert done.returncode == 1
+    assert "drifting/scale than rank 0: the replicas did not stay together" in done.stderr
+    faults = {fault["cause"]: fault["step"] for fault in events_of(tmp_path / "run", "fault")}
+    assert faults["replicas differ"] == 100
+
+
+@pytest.mark.proof
 def test_a_run_that_evaluates_nothing_trains_the_same(
     hvdtrain: Program, small_set: Path, tmp_path: Path, undisturbed: dict[str, Any]
 ) -> None:
@@ -144,8 +175,7 @@ def test_a_run_that_is_asked_to_stop_goes_on_to_the_same_bits(
     assert "state saved" in said
     summary = trained(hvdtrain, small_set, run, "--checkpoint-every", "3 steps", "--resume")
     assert summary["weights_sha256"] == undisturbed["weights_sha256"]
-    for ids in samples_of(run.with_suffix(".csv"), EPOCHS):
-        assert len(ids) == len(set(ids)) == EPOCH
+    assert_each_sample_once(run.with_suffix(".csv"), EPOCHS)
     done = hvdtrain("export", run, tmp_path / "weights.pth")
     assert done.returncode == 2
     assert "is a run in TensorFlow" in done.stderr
@@ -162,8 +192,7 @@ def test_a_rank_that_is_killed_ends_the_job_and_another_start_finishes_it(
     assert "was ended by signal 9 (Killed) in step " in lines[0]
     assert lines[1].startswith("hvdtrain: starting again on 2 rank(s) from the last checkpoint")
     assert summary_of(run)["weights_sha256"] == undisturbed["weights_sha256"]
-    for ids in samples_of(run.with_suffix(".csv"), EPOCHS):
-        assert len(ids) == len(set(ids)) == EPOCH
+    assert_each_sample_once(run.with_suffix(".csv"), EPOCHS)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +227,7 @@ def test_a_run_goes_on_elsewhere(
 
 
 @pytest.mark.proof
-def test_a_rank_that_stands_still_ends_the_job(
+def test_a_rank_that_hangs_ends_the_job(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
     options = ("--inject", "stop step=4 rank=1", "--stall-timeout", 10)

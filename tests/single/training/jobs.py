@@ -5,10 +5,11 @@ import os
 import shlex
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -16,6 +17,9 @@ import pytest
 
 from tests import warm
 from tests.conftest import program, program_environment, run_program
+
+# For what takes a few, on a machine that is ten times slower; what hangs takes more, or for ever.
+SOON_SECONDS = 100.0
 
 
 def begin(
@@ -31,7 +35,10 @@ def begin(
 
 
 def start(
-    options: Sequence[str], cold: bool = False, launcher: Sequence[str] = ()
+    options: Sequence[str],
+    cold: bool = False,
+    launcher: Sequence[str] = (),
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> "subprocess.Popen[str]":
     """Start a job."""
     return subprocess.Popen(
@@ -40,7 +47,7 @@ def start(
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        env=program_environment(),
+        env={**program_environment(), **environment},
     )
 
 
@@ -74,6 +81,51 @@ def ranks_of(process: "subprocess.Popen[str]") -> list[psutil.Process]:
         with suppress(psutil.Error):
             found.append(warm.fork_of(client))
     return found
+
+
+def members_of(process: "subprocess.Popen[str]") -> list[psutil.Process]:
+    """The ranks of a job, or the process that has no launcher, or not yet any ranks."""
+    return ranks_of(process) or [warm.fork_of(psutil.Process(process.pid))]
+
+
+def suspend(members: Sequence[psutil.Process]) -> None:
+    """Return once these processes of a job have stopped, or ended."""
+    for member in members:
+        with suppress(psutil.NoSuchProcess):
+            member.suspend()
+    while not all(is_stopped(member) for member in members):
+        time.sleep(0.01)
+
+
+def is_stopped(process: psutil.Process) -> bool:
+    """Whether a process is suspended, or has ended."""
+    with suppress(psutil.NoSuchProcess):
+        return process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
+    return True
+
+
+def resume(members: Sequence[psutil.Process]) -> None:
+    """Let those of a job go on that are there."""
+    for member in members:
+        with suppress(psutil.NoSuchProcess):
+            member.resume()
+
+
+def alive(run: Path) -> list[int]:
+    """Processes, launchers included, that still work on this run."""
+    return [
+        process.pid
+        for process in psutil.process_iter(["cmdline"])
+        if str(run) in " ".join(process.info["cmdline"] or []) and process.pid != os.getpid()
+    ]
+
+
+def wait_for_end(run: Path) -> None:
+    """Return once nothing works on a run any more."""
+    deadline = time.monotonic() + SOON_SECONDS
+    while alive(run) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not alive(run)
 
 
 def summary_of(run: Path) -> dict[str, Any]:
@@ -117,11 +169,11 @@ class Disk:
 
 
 @contextmanager
-def small_disk(folder: Path, size: str) -> Iterator[Disk]:
+def small_disk(folder: Path, size: str, as_user: bool = False) -> Iterator[Disk]:
     """A file system of its own in a new folder; for users in a mount name space of their own."""
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)]
-    if subprocess.run(mount, capture_output=True).returncode == 0:
+    if not as_user and subprocess.run(mount, capture_output=True).returncode == 0:
         try:
             yield Disk(folder, folder)
         finally:
@@ -145,6 +197,19 @@ def small_disk(folder: Path, size: str) -> Iterator[Disk]:
             yield Disk(folder, seen, (*enter, "--preserve-credentials"))
         finally:
             holder.stdin.close()
+
+
+def assert_each_sample_once(ledger: Path, epochs: int, count: int = 601) -> None:
+    """Each epoch of a ledger holds each sample once; so many has `small_set`."""
+    for samples in samples_of(ledger, epochs):
+        assert len(samples) == len(set(samples)) == count
+
+
+def fill(path: Path) -> None:
+    """Take all that is left of a disk."""
+    with path.open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(bytes(2**14)):
+            pass
 
 
 def events_of(run: Path, event: str) -> list[dict[str, Any]]:

@@ -6,11 +6,13 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from hvdtrain.models.component import Component
+from tests.single.training import moments
 
 
 def ten(classes: int, image_size: int) -> list[Component]:
@@ -28,6 +30,24 @@ def small(classes: int, image_size: int) -> list[Component]:
         "hidden", lambda: nn.Sequential(nn.Flatten(), nn.Linear(3 * image_size**2, 8), nn.ReLU())
     )
     return [hidden, Component("head", partial(nn.Linear, 8, classes))]
+
+
+class Tells(nn.Module):
+    """Changes nothing; tells of each forward."""
+
+    def __init__(self, told: moments.Moments) -> None:
+        super().__init__()
+        self.told = told
+
+    def forward(self, images: Tensor) -> Tensor:
+        if not images.is_meta:
+            self.told.pass_by("train" if self.training else "evaluate")
+        return images
+
+
+def with_moments(classes: int, image_size: int) -> list[Component]:
+    """As `small`; something happens to it (see `moments`)."""
+    return [Component("tells", partial(Tells, moments.here())), *small(classes, image_size)]
 
 
 class Faulty(nn.Module):
@@ -113,6 +133,28 @@ def drifts(classes: int, image_size: int) -> list[Component]:
     return [Component("all", partial(Drifts, image_size, classes))]
 
 
+class HesitatesAlone(nn.Module):
+    """A linear model; the second one that rank 0 trains takes four seconds for its first batch."""
+
+    trained: ClassVar[list[int]] = []
+
+    def __init__(self, image_size: int, classes: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3 * image_size**2, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.training and not images.is_meta and id(self) not in self.trained:
+            self.trained.append(id(self))
+            if len(self.trained) == 2 and os.environ["OMPI_COMM_WORLD_RANK"] == "0":
+                time.sleep(4)
+        logits: Tensor = self.linear(images.flatten(1))
+        return logits
+
+
+def hesitates_alone(classes: int, image_size: int) -> list[Component]:
+    return [Component("all", partial(HesitatesAlone, image_size, classes))]
+
+
 def flattens(classes: int, image_size: int) -> list[Component]:
     """A view that no empty batch has, behind a batch norm."""
     return [
@@ -173,3 +215,12 @@ def frozen_norm(classes: int, image_size: int) -> list[Component]:
     """Its batch norm takes one value a channel, once its mode was set."""
     flat = Component("flat", lambda: nn.Sequential(nn.Flatten(), nn.Linear(3 * image_size**2, 8)))
     return [flat, Component("head", lambda: nn.Sequential(Still(8), nn.Linear(8, classes)))]
+
+
+def hangs_at(classes: int, image_size: int) -> list[Component]:
+    """As `small`; the ranks in FAULTY_RANKS hang where HANGS_AT says, in a disk or stopped."""
+    if os.environ.get("OMPI_COMM_WORLD_RANK", "none") in os.environ["FAULTY_RANKS"].split(","):
+        from tests.single.training import hangs
+
+        hangs.ARRANGE[os.environ["HANGS_AT"]]()
+    return small(classes, image_size)

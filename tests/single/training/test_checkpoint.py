@@ -18,6 +18,7 @@ from hvdtrain.training import checkpoint
 from hvdtrain.training.checkpoint import manifest as manifests
 from hvdtrain.training.checkpoint import partfile, store
 from hvdtrain.training.tensors import Copies, to_array, to_tensor
+from tests.children import end_of, in_child
 from tests.single.training.checkpoints import make, save
 
 PART = "part-0001.safetensors"
@@ -251,18 +252,6 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     assert checkpoint.load(tmp_path / "step-00000001").progress["step"] == 1
 
 
-def in_child(work: Callable[[], object]) -> int:
-    """Do it in a process of its own; 0 if it came to its end, 1 if it raised."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate"}
 
 
@@ -303,7 +292,7 @@ def test_a_kill_at_any_moment_of_a_save_loses_nothing(
             save(folder, make(new), ranks=1)
             store.prune(folder, keep)
 
-        code = in_child(killed_at(moment, work))
+        code = end_of(in_child(killed_at(moment, work)))
         store.restore_replaced(folder)
         found, _, skipped = checkpoint.load_newest(folder)
         assert skipped == []
@@ -338,7 +327,7 @@ def test_what_cannot_be_written_leaves_the_others_as_they_were(tmp_path: Path) -
         with pytest.raises(DataError, match=r"cannot be written: File too large$"):
             save(tmp_path, make(2))
 
-    assert in_child(fill) == 0
+    assert end_of(in_child(fill)) == 0
     store.clean(tmp_path)
     found, path, skipped = checkpoint.load_newest(tmp_path)
     assert found is not None

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import program, program_environment
+from tests.single.training.jobs import SOON_SECONDS
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -35,7 +36,7 @@ def test_a_run_at_a_terminal_shows_a_bar_and_the_epochs(
             break
         shown += piece
     os.close(ours)
-    _, said = process.communicate(timeout=30)
+    _, said = process.communicate(timeout=SOON_SECONDS)
     assert process.returncode == 0, said.decode()
     assert said == b""
     text = shown.decode()

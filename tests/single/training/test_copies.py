@@ -16,7 +16,7 @@ from hvdtrain.training.metrics import RunFolder
 from hvdtrain.world import World
 from tests.conftest import Program
 from tests.single.training.checkpoints import make, save
-from tests.single.training.jobs import samples_of, summary_of
+from tests.single.training.jobs import assert_each_sample_once, summary_of
 
 
 @pytest.mark.parametrize(
@@ -151,8 +151,7 @@ def test_a_job_goes_on_when_a_disk_is_lost(
     assert [line["epoch"] for line in lines if line["event"] == "epoch"] == [1, 2, 3]
     shutil.rmtree(tmp_path / "disk1")
     assert "resumed after step 33" in go_on(4, "--resume"), "the first copy is there"
-    for samples in samples_of(ledger, 4):
-        assert len(samples) == len(set(samples)) == 601
+    assert_each_sample_once(ledger, 4)
     plain = tmp_path / "plain"
     done = hvdtrain(*common[:-6], "--run", plain, "--epochs", 4)
     assert done.returncode == 0, done.stderr

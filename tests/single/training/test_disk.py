@@ -3,18 +3,26 @@ written again."""
 
 import os
 import subprocess
-from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from hvdtrain import cli
 from hvdtrain.errors import DataError
 from hvdtrain.training import checkpoint
 from hvdtrain.training.checkpoint import store
 from tests.conftest import Program
 from tests.single.training.checkpoints import make, save
-from tests.single.training.jobs import begin, events_of, samples_of, small_disk, summary_of
+from tests.single.training.jobs import (
+    assert_each_sample_once,
+    begin,
+    events_of,
+    fill,
+    small_disk,
+    summary_of,
+)
 
 # Fails the first reads of files whose path holds $FAULT_PATH, each process for itself.
 FAULTY_READ = r"""
@@ -123,19 +131,32 @@ def test_a_disk_that_is_full_for_a_while_costs_a_checkpoint_and_not_the_run(
         assert "cannot be written: No space left on device; the run cont" in faults[0]["message"]
         steps = [line["step"] for line in events_of(run, "step")]
         assert steps == list(range(1, summary_of(run)["steps"] + 1)), "no record is lost"
-        for samples in samples_of(disk.seen / "ledger.csv", 3):
-            assert len(samples) == len(set(samples)) == 601
+        assert_each_sample_once(disk.seen / "ledger.csv", 3)
         _, path, skipped = checkpoint.load_newest(run / "checkpoints")
         assert path is not None
         assert (path.name, skipped) == (store.name_of(summary_of(run)["steps"]), [])
         assert not list((run / "checkpoints").glob(".*"))
 
 
-def fill(path: Path) -> None:
-    """Take all that is left of a disk."""
-    with path.open("wb", buffering=0) as file, suppress(OSError):
-        while file.write(bytes(2**14)):
-            pass
+def test_what_could_not_be_saved_is_not_the_best(
+    small_set: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accuracies are all alike: the first one stayed the best, without a checkpoint."""
+    commit, names = store.commit, list[str]()
+
+    def refuses_the_first(folder: Path, name: str, *others: Any) -> None:
+        names.append(name)
+        if len(names) == 1:
+            raise DataError(f"{name} cannot be written: Input/output error")
+        commit(folder, name, *others)
+
+    monkeypatch.setattr(store, "commit", refuses_the_first)
+    run = tmp_path / "run"
+    words = ["train", "--model", "cnn", "--data", small_set, "--run", run, "--epochs", 3]
+    words += ["--holdout", 0.2, "--batch-size", 200, "--lr", 1e-12]
+    assert cli.run([str(word) for word in words]) == 0
+    assert [line["cause"] for line in events_of(run, "fault")] == ["checkpoint failed"]
+    assert store.best(run / "checkpoints") == run / "checkpoints" / names[1]
 
 
 @pytest.mark.parametrize("damage", ["bit", "lost", "short"])

@@ -15,10 +15,9 @@ from hvdtrain.training.metrics import AppendOnly
 from tests import warm
 from tests.conftest import Program
 from tests.single.training.checkpoints import make, save
-from tests.single.training.jobs import begin, ranks_of, samples_of, saves, summary_of
+from tests.single.training.jobs import assert_each_sample_once, begin, ranks_of, saves, summary_of
 
 SLOW = ("--inject", "slow step=1 seconds=0.3 steps=100000")
-EPOCH = 601
 
 
 def command(data: Path, run: Path, *options: object) -> list[str]:
@@ -63,8 +62,7 @@ def test_a_second_start_of_a_run_that_lives_is_refused_and_costs_it_nothing(
     done = hvdtrain(*common, "--epochs", epochs)
     assert done.returncode == 0, done.stderr
     assert "waiting" not in done.stdout
-    for samples in samples_of(run.with_suffix(".csv"), epochs):
-        assert len(samples) == len(set(samples)) == EPOCH
+    assert_each_sample_once(run.with_suffix(".csv"), epochs)
 
 
 def test_a_run_that_was_given_up_and_comes_back_ends_and_takes_nothing(
@@ -95,8 +93,7 @@ def test_a_run_that_was_given_up_and_comes_back_ends_and_takes_nothing(
     assert f"{run} no longer belongs to this run" in said
     assert len(said.splitlines()) == 1
     assert contents() == before
-    for samples in samples_of(run.with_suffix(".csv"), 3):
-        assert len(samples) == len(set(samples)) == EPOCH
+    assert_each_sample_once(run.with_suffix(".csv"), 3)
 
 
 def test_a_run_that_was_killed_goes_on_at_once(

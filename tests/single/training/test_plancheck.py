@@ -120,4 +120,4 @@ def test_brain_floats_are_held_to_more_than_their_own_errors(
     monkeypatch.setattr(Runtime, "_output_gradient", larger)
     code, printed = check(capsys, "--precision", "bf16", "--json")
     assert code == 1
-    assert 0.04 < json.loads(printed)["largest"] < 0.06
+    assert 0.04 < json.loads(printed)["largest"] < 0.08

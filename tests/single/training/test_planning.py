@@ -1,10 +1,13 @@
 """`--plan auto` and `adaptive`: what is measured on the ranks of a run, and what comes of it."""
 
 import re
+import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from hvdtrain import models
@@ -15,15 +18,19 @@ from hvdtrain.parallel.stage import Images
 from hvdtrain.planner.measure import measured_sizes
 from hvdtrain.training import planning
 from hvdtrain.world import World
+from tests import warm
 from tests.conftest import Program
 from tests.single.training.jobs import (
+    assert_each_sample_once,
     begin,
     clients_of,
     events_of,
     ranks_of,
+    resume,
     samples_of,
     saves,
     summary_of,
+    suspend,
 )
 
 ADAPTIVE: tuple[Any, ...] = (
@@ -134,29 +141,62 @@ def test_components_are_compared_with_their_predictions_while_training(
 
 
 @pytest.mark.proof
-def test_a_rank_killed_while_the_plan_changes(small_set: Path, tmp_path: Path) -> None:
-    """The run goes on from its last checkpoint, under `--plan adaptive`; nothing is lost."""
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_killed_while_the_plan_changes(
+    small_set: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    """Or hung. The run goes on from its last checkpoint, under `--plan adaptive`, in full."""
     run, ledger = tmp_path / "run", tmp_path / "ledger.csv"
     options = (*ADAPTIVE, "--ranks", 2, "--epochs", 14, "--data", small_set)
     options += ("--run", run, "--ledger", ledger, "--checkpoint-every", "1 epoch")
-    options += ("--restarts", 1, "--inject", SLOW)
+    options += ("--restarts", 1, "--inject", SLOW, "--stall-timeout", 10)
     process = begin([str(word) for word in options], lambda: saves(run))
-    activity = Path(clients_of(process)[1].environ()["HVDTRAIN_ACTIVITY"])
     victim = ranks_of(process)[1]
-    while "changing the plan" not in (doing := last_activity(activity, 1)):
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.001)
-    victim.kill()
+    doing = wait_for_change(process)
+    victim.send_signal(number)
     _, errors = process.communicate()
     assert process.returncode == 0, errors
-    assert "rank 1 " in errors
+    assert ("was ended by signal 9" if number == signal.SIGKILL else "stuck for longer") in errors
     assert "changing the plan" in errors
     assert summary_of(run)["steps"] == 434, doing
     (again,) = [line for line in events_of(run, "plan") if "decision" not in line][1:]
     assert again["step"] > 0
     assert again["step"] % 31 == 0
-    for ids in samples_of(ledger, 14):
+    assert_each_sample_once(ledger, 14)
+
+
+@pytest.mark.proof
+def test_a_job_suspended_and_asked_to_leave_while_the_plan_changes(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    """It ends the change, saves and leaves; another start trains the rest."""
+    run, ledger = tmp_path / "run", tmp_path / "ledger.csv"
+    options = [*ADAPTIVE, "--ranks", 2, "--data", small_set, "--run", run, "--ledger", ledger]
+    process = begin([*map(str, options), "--epochs", "14", "--inject", SLOW], lambda: saves(run))
+    job = [warm.fork_of(psutil.Process(process.pid)), *ranks_of(process)]
+    doing = wait_for_change(process)
+    suspend(job)
+    process.send_signal(signal.SIGTERM)
+    resume(job)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 75, said
+    assert "state saved" in said, doing
+    assert any(line.get("decision") == "change" for line in events_of(run, "plan"))
+    left = events_of(run, "checkpoint")[-1]["step"]
+    epochs = left // 31 + 1
+    done = hvdtrain(*options, "--resume", "--epochs", epochs)
+    assert done.returncode == 0, done.stderr
+    for ids in samples_of(ledger, epochs):
         assert len(ids) == len(set(ids)) == 601
+
+
+def wait_for_change(process: "subprocess.Popen[str]") -> str:
+    """Return once rank 1 changes the plan: what it does."""
+    activity = Path(clients_of(process)[1].environ()["HVDTRAIN_ACTIVITY"])
+    while "changing the plan" not in (doing := last_activity(activity, 1)):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.001)
+    return doing
 
 
 @pytest.mark.proof

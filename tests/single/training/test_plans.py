@@ -12,7 +12,7 @@ from hvdtrain.launch import mpirun
 from hvdtrain.parallel.actions import from_csv
 from hvdtrain.training import checkpoint
 from tests.conftest import Program
-from tests.single.training.jobs import begin, events_of, ranks_of, summary_of
+from tests.single.training.jobs import SOON_SECONDS, begin, events_of, ranks_of, summary_of
 
 HERE = "tests.single.training.plan_models"
 
@@ -64,6 +64,20 @@ def test_replicas_that_part_end_the_run_after_the_epoch_and_the_tensor_is_named(
     assert "rank 1 holds another all.linear.bias than rank 0: " in done.stderr
     (fault,) = events_of(tmp_path / "run", "fault")
     assert (fault["step"], fault["cause"]) == (13, "replicas differ")
+
+
+def test_replicas_that_part_end_the_run_at_step_100_of_a_long_epoch(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    """They were compared after each epoch alone, which may take hours."""
+    options = ("--model", "tests.single.training.models:drifts", "--ranks", 2, "--batch-size", 4)
+    done = train(hvdtrain, small_set, tmp_path / "run", *options, FAULTY_RANKS="1")
+    assert done.returncode == 1
+    assert "rank 1 holds another all.linear.bias than rank 0: " in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    faults = {fault["cause"]: fault["step"] for fault in events_of(tmp_path / "run", "fault")}
+    assert faults["replicas differ"] == 100
+    assert events_of(tmp_path / "run", "step")[-1]["step"] == 100
 
 
 def test_its_summary_has_communication_bubble_and_memory(hybrid: Path) -> None:
@@ -233,9 +247,8 @@ def test_a_rank_that_hangs_ends_the_job_with_what_it_was_doing(
         *("train", "--model", f"{HERE}:hangs", "--data", small_set, "--run", tmp_path / "run"),
         *("--plan", "mp", "--ranks", 2, "--microbatches", 4, "--stall-timeout", 3),
         HANG_AFTER=str(hung),
-        timeout=120,
     )
-    assert time.time() - float(hung.read_text()) < 15
+    assert time.time() - float(hung.read_text()) < SOON_SECONDS
     assert done.returncode == 4, done.stderr
     lines = done.stderr.splitlines()
     assert len(lines) == 1
@@ -255,14 +268,13 @@ def test_a_rank_that_dies_or_stops_is_named_with_its_action(
     options = ["train", "--model", "cnn", "--epochs", "100000", "--stall-timeout", "3"]
     options += ["--data", str(small_set), "--run", str(run), "--plan", "mp", "--ranks", "2"]
     process = begin([*options, "--log-every", "1"], lambda: has_step(run, 3))
-    began = time.time()
     ranks_of(process)[1].send_signal(how)
-    _, errors = process.communicate(timeout=60)
-    assert time.time() - began < 15
+    _, errors = process.communicate(timeout=SOON_SECONDS)
     assert process.returncode == 4
     assert len(errors.splitlines()) == 1, errors
     assert "in step " in errors
-    assert "micro-batch" in errors or "reduction" in errors or "agreeing" in errors, errors
+    actions = ("micro-batch", "reduction", "agreeing", "reading its samples")
+    assert any(action in errors for action in actions), errors
     if how == signal.SIGKILL:
         assert "rank 1 on" in errors
         assert "signal 9" in errors

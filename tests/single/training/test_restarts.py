@@ -7,9 +7,10 @@ import psutil
 import pytest
 
 from hvdtrain.parallel.planfile import refit
-from hvdtrain.training import checkpoint
+from hvdtrain.training import checkpoint, starts
 from tests.conftest import Program
-from tests.single.training.jobs import begin, ranks_of, samples_of, saves, summary_of
+from tests.single.training.checkpoints import make, save
+from tests.single.training.jobs import assert_each_sample_once, begin, ranks_of, saves, summary_of
 
 EPOCHS = 12
 
@@ -55,15 +56,26 @@ def test_a_job_that_loses_a_rank_goes_on_with_fewer_until_it_has_the_fewest(
     assert f"starting again on 2 rank(s) from the last checkpoint of {run}" in said
     assert "; 0 restart(s) left" in said
     assert summary_of(run)["ranks"] == 2
-    for samples in samples_of(ledger, EPOCHS):
-        assert len(samples) == len(set(samples)) == 601
+    assert_each_sample_once(ledger, EPOCHS)
+
+
+def test_a_start_that_saves_is_told_from_one_that_does_not(tmp_path: Path) -> None:
+    """Also where it saved the step again that the start before had ended with."""
+    checkpoints = tmp_path / "run" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    assert starts.newest(None) == starts.newest(tmp_path / "run") is None
+    save(checkpoints, make(3))
+    first = starts.newest(tmp_path / "run")
+    assert first == starts.newest(tmp_path / "run") is not None
+    save(checkpoints, make(3))
+    assert starts.newest(tmp_path / "run") != first
 
 
 def newest(run: Path) -> str:
     return max((path.name for path in checkpoint.stored(run / "checkpoints")), default="")
 
 
-def test_what_the_user_has_to_mend_is_no_reason_to_start_again(
+def test_what_the_user_has_to_fix_is_no_reason_to_start_again(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
     model = ("--model", "tests.single.training.models:raises")

@@ -1,5 +1,6 @@
 """`train --resume auto`: one command that starts a run, and resumes it when it is repeated."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,46 @@ def test_a_run_of_an_older_version_goes_on_as_it_began(
         said = "resumed as an older version began it: --no-decay none --normalise split"
         assert said in capsys.readouterr().out
     assert summary_of(parted)["weights_sha256"] == summary_of(whole)["weights_sha256"]
+
+
+def test_an_older_run_whose_folder_is_lost_goes_on_as_it_began(
+    small_set: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its copies came back after the configuration was compared with them: it was refused."""
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    common = ["train", "--model", "cnn", "--data", str(small_set), "--weight-decay", "0.5"]
+    common += ["--run", str(run), "--replicate", str(disk)]
+    assert cli.run([*common, "--max-steps", "1", "--no-decay", "none"]) == 0
+    (copy,) = disk.glob("*/config.yaml")
+    copy.write_text(copy.read_text().replace("no_decay: none\n", ""))
+    shutil.rmtree(run)
+    capsys.readouterr()
+    assert cli.run([*common, "--max-steps", "2", "--resume"]) == 0
+    said = capsys.readouterr().out
+    assert "resumed as an older version began it: --no-decay none" in said
+    assert "resumed after step 1" in said
+
+
+def test_a_checkpoint_of_another_configuration_is_refused(
+    small_set: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A config.yaml of another run stood in the folder, and the command agreed with it."""
+    run, theirs = tmp_path / "run", tmp_path / "theirs"
+    common = ["train", "--model", "cnn", "--data", str(small_set), "--max-steps", "1"]
+    others = ["--seed", "5", "--batch-size", "70"]
+    assert cli.run([*common, "--batch-size", "60", "--run", str(run)]) == 0
+    assert cli.run([*common, *others, "--run", str(theirs)]) == 0
+    shutil.copyfile(theirs / "config.yaml", run / "config.yaml")
+    kept = (*run.glob("checkpoints/*/*"), run / "config.yaml", run / "metrics.jsonl")
+    before = {path: path.read_bytes() for path in kept}
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        cli.run([*common, *others, "--run", str(run), "--resume"])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    changed = "batch_size was 60, is 70; seed was 0, is 5"
+    assert f"than config.yaml has now ({changed}): restore that file, or choose" in line
+    assert all(path.read_bytes() == content for path, content in before.items())
 
 
 MODEL = """

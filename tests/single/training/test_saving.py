@@ -16,17 +16,18 @@ import pytest
 from hvdtrain.training import checkpoint
 from tests.conftest import Program
 from tests.single.training.jobs import (
+    SOON_SECONDS,
+    assert_each_sample_once,
     begin,
     events_of,
     ranks_of,
-    samples_of,
     saves,
     small_disk,
     summary_of,
     wait_for,
 )
 
-EPOCH, EPOCHS = 601, 15
+EPOCHS = 15
 KILLS = 5  # of one run in a long series
 STEP = re.compile(r"step-(\d+)")
 RUNS = int(os.environ.get("HVDTRAIN_KILLS", "40")) // KILLS
@@ -124,13 +125,12 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(
         time.sleep(dice.uniform(0, 0.1))
         ranks = ranks_of(process)
         dice.choice(ranks).send_signal(signal.SIGKILL)
-        assert not psutil.wait_procs(ranks, timeout=15)[1], "still there after 15 seconds"
+        assert not psutil.wait_procs(ranks, timeout=SOON_SECONDS)[1]
     _, said = process.communicate(timeout=300)
     assert process.returncode == 0, said
     assert said.count("was ended by signal 9") == said.count("starting again") == kills
     assert summary_of(run)["weights_sha256"] == undisturbed(layout)
-    for samples in samples_of(run.with_suffix(".csv"), EPOCHS):
-        assert len(samples) == len(set(samples)) == EPOCH
+    assert_each_sample_once(run.with_suffix(".csv"), EPOCHS)
 
 
 @pytest.mark.parametrize(("precision", "steps", "bound"), [("fp64", 65, 1e-10), ("fp32", 5, 1e-5)])
@@ -161,8 +161,7 @@ def test_a_run_goes_on_inside_an_epoch_under_another_plan_from_the_newest_that_v
         assert events_of(run, "epoch")[-1]["test_loss"] == pytest.approx(
             events_of(serial, "epoch")[-1]["test_loss"], rel=bound
         )
-        for samples in samples_of(ledger, 5):
-            assert len(samples) == len(set(samples)) == EPOCH
+        assert_each_sample_once(ledger, 5)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -12,7 +12,15 @@ from hvdtrain import cli
 from hvdtrain.training import restarts
 from tests import warm
 from tests.conftest import Program
-from tests.single.training.jobs import begin, events_of, ranks_of, wait_for
+from tests.single.training.jobs import (
+    SOON_SECONDS,
+    begin,
+    events_of,
+    ranks_of,
+    resume,
+    suspend,
+    wait_for,
+)
 
 
 def test_starts_that_save_nothing_come_to_an_end(
@@ -44,7 +52,7 @@ def test_a_rank_that_hangs_before_the_first_step_ends_the_job(
     """Nobody watched its set-up: the job hung until its time was up."""
     options = ["--model", "tests.single.training.models:hangs", "--data", small_set]
     options += ["--ranks", 2, "--stall-timeout", 1, "--run", tmp_path / "run"]
-    done = hvdtrain("train", *options, FAULTY_RANKS="1", timeout=60)
+    done = hvdtrain("train", *options, FAULTY_RANKS="1", timeout=SOON_SECONDS)
     assert done.returncode == 4, done.stderr
     (line,) = done.stderr.splitlines()
     assert "has been stuck for longer than --stall-timeout allows, in its start-up" in line
@@ -61,14 +69,11 @@ def test_a_job_that_is_suspended_resumes(small_set: Path, tmp_path: Path) -> Non
 
     process = begin(options, steps)
     job = [warm.fork_of(psutil.Process(process.pid)), *ranks_of(process)]
-    for each in job:
-        each.suspend()
-    wait_for(process, lambda: all(each.status() == psutil.STATUS_STOPPED for each in job))
+    suspend(job)
     done = steps()
     time.sleep(2 * limit)  # the fault itself: for longer than an action may take
-    for each in job:
-        each.resume()
+    resume(job)
     wait_for(process, lambda: steps() > done + 2)
     process.send_signal(signal.SIGTERM)
-    said = process.communicate(timeout=30)[1]
+    said = process.communicate(timeout=SOON_SECONDS)[1]
     assert process.returncode == 75, said

@@ -15,7 +15,7 @@ from hvdtrain.training import checkpoint
 from hvdtrain.training.evaluate import MEASURED
 from tests import warm
 from tests.conftest import Program, program_environment
-from tests.single.training.jobs import begin, events_of, summary_of
+from tests.single.training.jobs import SOON_SECONDS, begin, events_of, summary_of
 
 TRAIN = ("train", "--model", "cnn", "--epochs", "2", "--batch-size", "50", "--seed", "3")
 
@@ -308,7 +308,7 @@ def test_ctrl_c_in_one_process_saves_and_goes_on_where_it_stopped(
     long = [*common, "--batch-size", "10", "--log-every", "1", "--epochs", "1000"]
     process = begin(long, lambda: (run / "metrics.jsonl").exists() and events_of(run, "step"))
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=10)
+    _, said = process.communicate(timeout=SOON_SECONDS)
     assert process.returncode == 130
     assert len(said.splitlines()) == 1
     assert "state saved" in said

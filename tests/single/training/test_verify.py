@@ -71,6 +71,17 @@ def test_several_ranks_verify_their_own_plan(
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_ranks_wait_for_the_serial_step_as_long_as_it_takes(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    """They were taken for stuck."""
+    command = options(small_set, tmp_path / "run", "--verify", "--ranks", 2)
+    command[2] = f"{MODELS}:hesitates_alone"
+    done = hvdtrain(*command, "--stall-timeout", 2)
+    assert done.returncode == 0, done.stderr
+    assert "verified: 3 step(s) under the plan" in done.stdout
+
+
 @pytest.fixture
 def halves_are_chosen(monkeypatch: pytest.MonkeyPatch) -> list[Chosen]:
     """`--plan auto` measures nothing and wants a backward in halves; what it chose."""

@@ -1,8 +1,10 @@
-"""README.md is true: its examples run and print what it shows, its options exist, its links lead.
+"""README.md and the site are true: their examples run and print what the pages show.
 
 A fenced block below a comment `<!-- test: exit N -->` is run here, in the order of the page. Its
 output must be that of the page, numbers aside; a line `...` stands for any lines, and one before a
-`/` for the rest of a path.
+`/` for the rest of a path. A block that cannot be run has `<!-- not run: REASON -->` above it.
+Commands of a page of the site find a packed data set at data/synthetic, as README's quick start
+makes it.
 """
 
 import dataclasses
@@ -14,20 +16,34 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain import data
 from hvdtrain.arguments import Parser, add_dataclass
 from hvdtrain.config import TrainConfig
 from hvdtrain.ranges import flag
 from tests import warm
 from tests.conftest import ROOT, program_environment
 
-README = (ROOT / "README.md").read_text()
-PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "data/README.md", "slurm/README.md")
-TABLE = "### Options of `hvdtrain train`"
+README = ROOT / "README.md"
+SITE = sorted((ROOT / "docs").rglob("*.md"))
+ON_GITHUB = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "data/README.md", "slurm/README.md")
 BLOCK = re.compile(r"<!-- test: exit (\d+) -->\n```(\w+)\n(.*?)```", re.DOTALL)
+FENCE = re.compile(
+    r"(?:^(?P<note><!--[^\n]*-->)\n)?^ *```(?P<language>\w*)[^\n]*\n.*?^ *```$",
+    re.DOTALL | re.MULTILINE,
+)
+NOTE = re.compile(r"<!-- (?:test: exit \d+|not run: \S.*) -->")
+RUNNABLE = ("console", "python", "bash", "")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 # On crowded cores a rank may be named where the page names none.
 STRAGGLER = re.compile(r"^rank \d+ holds the others up.*\n", re.MULTILINE)
 NUMBER = re.compile(r"\b\d[\d,.]*(?:e[+-]\d+)?(?:nan)?")
+# The left column of the project's rules for plain English, as far as a pattern can tell.
+NOT_PLAIN = re.compile(
+    r"\b(stands? still|is no number|hand(?:s|ed|ing)?[- ]overs?|thinks? \w+ \w+ over|brings? in"
+    r"|holds? the others up|mend(?:s|ed|ing)?|for ever|in silence|go(?:es)? on|wish(?:es|ed)?"
+    r"|begin(?:s|ning)?|begun|began|so (?:many|often)|a (?:step|epoch|node|rank) each)\b",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -68,15 +84,22 @@ def is_shown(shown: str, printed: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def tour(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which the page is followed from its top to its end."""
-    folder = tmp_path_factory.mktemp("tour")
-    (folder / "examples").symlink_to(ROOT / "examples")
-    program = folder / "bin" / "hvdtrain"
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The data set of README's quick start."""
+    folder = tmp_path_factory.mktemp("packed") / "synthetic"
+    data.synth(folder, 2000, 10)
+    return folder
+
+
+@pytest.fixture
+def tour(tmp_path: Path) -> Path:
+    """A folder in which a page is followed from its top to its end."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    program = tmp_path / "bin" / "hvdtrain"
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec "{warm.python()}" -m hvdtrain "$@"\n')
     program.chmod(0o755)
-    return folder
+    return tmp_path
 
 
 def run(tour: Path, command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -94,11 +117,19 @@ def run(tour: Path, command: list[str]) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_examples_run_and_print_what_the_page_shows(tour: Path) -> None:
-    """One test, as each example goes on where the one before it ended."""
-    blocks = BLOCK.findall(README)
-    assert len(blocks) >= 8
-    for code, language, text in blocks:
+def pages_with_examples() -> list[str]:
+    return [
+        str(page.relative_to(ROOT)) for page in (README, *SITE) if BLOCK.search(page.read_text())
+    ]
+
+
+@pytest.mark.parametrize("page", pages_with_examples())
+def test_the_examples_of_a_page_print_what_it_shows(tour: Path, packed: Path, page: str) -> None:
+    """One test per page, as each example continues where the one before it ended."""
+    if page != "README.md":
+        (tour / "data").mkdir()
+        (tour / "data" / "synthetic").symlink_to(packed)
+    for code, language, text in BLOCK.findall((ROOT / page).read_text()):
         if language == "python":
             done = run(tour, [warm.python(), "-c", text])
             assert done.returncode == int(code), done.stdout
@@ -109,6 +140,28 @@ def test_the_examples_run_and_print_what_the_page_shows(tour: Path) -> None:
             assert is_shown(example.output, done.stdout), example.command + done.stdout
 
 
+@pytest.mark.parametrize("page", [README, *SITE], ids=lambda page: str(page.relative_to(ROOT)))
+def test_each_block_of_code_is_run_or_says_why_not(page: Path) -> None:
+    blocks = FENCE.finditer(page.read_text())
+    unmarked = [
+        block[0]
+        for block in blocks
+        if block["language"] in RUNNABLE and not NOTE.fullmatch(block["note"] or "")
+    ]
+    assert not unmarked
+
+
+@pytest.mark.parametrize("page", [README, *SITE], ids=lambda page: str(page.relative_to(ROOT)))
+def test_prose_is_plain_english(page: Path) -> None:
+    prose = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    prose = re.sub(r"`[^`\n]*`", "", prose)
+    assert not [found[0] for found in NOT_PLAIN.finditer(prose)]
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= 180
+
+
 def test_output_that_is_not_the_page_s_is_told_from_it() -> None:
     assert is_shown("loss 1.5\n...\nend 3\n", "loss  12,000.25\nmore\nend 7")
     assert not is_shown("loss 1.5\n", "loss 1.5\nmore")
@@ -116,7 +169,8 @@ def test_output_that_is_not_the_page_s_is_told_from_it() -> None:
 
 
 def test_the_table_of_options_is_that_of_the_program() -> None:
-    rows = re.findall(r"^\| `--(?!config).*", README.partition(TABLE)[2], flags=re.MULTILINE)
+    page = (ROOT / "docs" / "reference" / "options.md").read_text()
+    rows = re.findall(r"^\| `--(?!config).*", page, flags=re.MULTILINE)
     assert rows == shown_rows()
 
 
@@ -138,7 +192,7 @@ def shown_rows() -> list[str]:
     return rows
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", ON_GITHUB)
 def test_links_lead_somewhere(page: str) -> None:
     text = (ROOT / page).read_text()
     for target in LINK.findall(text):

@@ -1,0 +1,128 @@
+"""A rank that hangs outside of its steps ends the job, and is named with what it does."""
+
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hvdtrain import activity
+from hvdtrain.launch import mpirun
+from hvdtrain.training.stall import SAVE_FACTOR, START_FACTOR
+from tests.conftest import Program
+
+LIMIT = 4
+OUTSIDE = activity.AFTER_THE_RANKS_SECONDS
+SECONDS_TO_END = 60  # on a busy machine
+MODEL = "tests.single.training.models:hangs_at"
+
+
+def command(data: Path, run: Path, *options: object) -> list[object]:
+    common = ["train", "--model", MODEL, "--data", data, "--run", run, "--ranks", 2]
+    return [*common, "--stall-timeout", LIMIT, *options]
+
+
+@pytest.mark.parametrize(
+    ("rank", "where", "options", "said", "limit"),
+    [
+        (1, "loader", ("--epochs", 2), "reading its samples", LIMIT),
+        pytest.param(
+            *(1, "writing", ("--epochs", 100_000, "--checkpoint-every", "3 steps")),
+            *("writing ", SAVE_FACTOR * LIMIT),  # the part, or waiting for that at the next one
+            marks=pytest.mark.proof,
+        ),
+        pytest.param(
+            *(0, "before the end", ("--max-steps", 3)),
+            *("its own work after step 3, summing up the run", LIMIT + OUTSIDE),
+            marks=pytest.mark.proof,
+        ),
+        pytest.param(
+            *(0, "stopped at exit", ("--max-steps", 3)),
+            *("its own work after step 3, leaving with all ranks", LIMIT + OUTSIDE),
+            marks=pytest.mark.proof,
+        ),
+        pytest.param(
+            *(0, "waiting at exit", ("--max-steps", 3)),
+            *("its own work after step 3, leaving with all ranks", LIMIT + OUTSIDE),
+            marks=pytest.mark.proof,
+        ),
+    ],
+)
+def test_the_rank_is_named_with_what_it_does(
+    hvdtrain: Program,
+    small_set: Path,
+    tmp_path: Path,
+    rank: int,
+    where: str,
+    options: tuple[object, ...],
+    said: str,
+    limit: float,
+) -> None:
+    """Some were found by nobody, others were taken for those that waited for them."""
+    hung = tmp_path / "hung"
+    done = hvdtrain(
+        *command(small_set, tmp_path / "run", *options),
+        FAULTY_RANKS=str(rank),
+        HANGS_AT=where,
+        HUNG=str(hung),
+        timeout=200,
+    )
+    assert limit <= time.time() - hung.stat().st_mtime < limit + SECONDS_TO_END
+    assert done.returncode == 4, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert "has been stuck for longer than --stall-timeout allows, in " in line
+    assert f"rank {rank} on " in line  # at its beginning, unless one that waits for it was quicker
+    assert said in line
+
+
+@pytest.mark.proof
+def test_a_rank_that_cannot_read_its_part_of_a_checkpoint_is_named(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    steps = ("--checkpoint-every", "2 steps", "--max-steps")
+    done = hvdtrain(*command(small_set, run, *steps, 4), FAULTY_RANKS="")
+    assert done.returncode == 0, done.stderr
+    again = command(small_set, run, *steps, 6, "--resume")
+    hung, limit = tmp_path / "hung", START_FACTOR * LIMIT
+    done = hvdtrain(*again, FAULTY_RANKS="0", HANGS_AT="restoring", HUNG=str(hung), timeout=200)
+    assert limit <= time.time() - hung.stat().st_mtime < limit + SECONDS_TO_END
+    assert done.returncode == 4, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("hvdtrain: rank 0 on ")
+    assert "in reading a checkpoint" in line
+    done = hvdtrain(*again, FAULTY_RANKS="")
+    assert done.returncode == 0, done.stderr
+    assert "resumed after step 4" in done.stdout
+
+
+def test_a_rank_of_another_launcher_is_watched_from_outside(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    """A stopped process has no watchdog: alone, it was there until somebody came."""
+    run, told = tmp_path / "run", tmp_path / "told"
+    options = ("--model", "cnn", "--data", small_set, "--run", run, "--inject", "stop step=4")
+    alert = f'echo "$HVDTRAIN_CAUSE: $HVDTRAIN_MESSAGE" >> {told}'
+    done = hvdtrain(
+        *("train", *options, "--stall-timeout", LIMIT, "--on-alert", alert),
+        launcher=tuple(mpirun(1)),
+        timeout=200,
+    )
+    assert done.returncode == 128 + signal.SIGKILL
+    lines = [line for line in done.stderr.splitlines() if line.startswith("hvdtrain: ")]
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("hvdtrain: rank 0 on ")
+    assert "in its own work after step 3, " in lines[0]
+    assert told.read_text() == lines[0].replace("hvdtrain", "job failed") + "\n"
+    assert monitors_of(run) == []
+
+
+def monitors_of(run: Path) -> list[psutil.Process]:
+    """The processes that watch ranks of a run."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if "hvdtrain.monitor" in words and str(run) in words:
+            found.append(process)
+    return found

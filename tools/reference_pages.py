@@ -1,0 +1,166 @@
+"""Write the pages of commands and options of the documentation from the program's own parser.
+
+    python tools/reference_pages.py            (writes docs/reference/commands.md and options.md)
+    python tools/reference_pages.py --check    (exits with 1 if a page is not up to date)
+
+The pages are the same on every terminal.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+from jsonargparse import ArgumentParser
+
+from hvdtrain import cli, helptext
+from hvdtrain.arguments import Parser, add_config, add_dataclass
+from hvdtrain.commands import COMMANDS
+from hvdtrain.config import TrainConfig
+from hvdtrain.ranges import flag
+
+REFERENCE = Path(__file__).resolve().parent.parent / "docs" / "reference"
+COLUMNS = 80  # of the terminal that the help pages are printed for
+
+ABOUT_COMMANDS = """\
+# Commands
+
+Find here every command of `hvdtrain`, with what `hvdtrain COMMAND --help` prints.
+
+<!-- Written by tools/reference_pages.py: change the program's help texts, and run it again. -->
+
+`python -m hvdtrain` is the same program. `hvdtrain` alone lists the commands, and `hvdtrain train
+--help` lists the options by subject. [Options of train](options.md) has them as a table, and
+[Exit codes](exit-codes.md) says how a command ends.
+
+## Completion in the shell
+
+Put this line into `~/.bashrc`. Bash then completes commands, options, the values of options, and
+the names of files:
+
+<!-- not run: it belongs in the start-up file of an interactive shell -->
+```bash
+source <(hvdtrain --print-completion bash)
+```
+
+`hvdtrain --print-completion zsh` prints the script for zsh. Not tested: zsh.
+"""
+
+ABOUT_OPTIONS = """\
+# Options of train
+
+Look up here what each option of `hvdtrain train` does, and what holds without it.
+
+<!-- Written by tools/reference_pages.py: change hvdtrain/config.py, and run it again. -->
+
+Each option is also a key of a YAML file, with `_` for `-`: see
+[Keep settings in a file](../how-to/settings.md). An option with `--no-` in front of its name can
+also be written `--option=true` or `--option=false`. `hvdtrain train --help` prints the same
+options [by subject](commands.md#hvdtrain-train), and
+[`TrainConfig`](python.md) has them as fields.
+
+| option | default | |
+|---|---|---|
+"""
+
+
+def main() -> None:
+    """Write the pages, or exit with 1 if one is not up to date."""
+    if parse_arguments().check:
+        sys.exit(bool(outdated(REFERENCE, pages())))
+    for name, text in pages().items():
+        (REFERENCE / name).write_text(text)
+
+
+def pages() -> dict[str, str]:
+    """Return the text of each page by its name."""
+    return {"commands.md": commands_page(), "options.md": options_page()}
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return the command line. `--help` prints this module's text."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing, compare the pages")
+    return parser.parse_args()
+
+
+def outdated(folder: Path, texts: dict[str, str]) -> list[str]:
+    """Print and return which pages of a folder differ from these texts, or are missing."""
+    names = []
+    for name, text in texts.items():
+        path = folder / name
+        if not path.exists() or path.read_text() != text:
+            reason = "is not up to date: run python tools/reference_pages.py"
+            print(f"{path} {reason}", file=sys.stderr)
+            names.append(name)
+    return names
+
+
+def commands_page() -> str:
+    """Return the page of commands: a heading and the help page of each."""
+    program = cli._parser()
+    with eighty_columns():
+        parts = [section("All commands", program.format_help())]
+        for command in COMMANDS:
+            parser: ArgumentParser = program
+            for word in command.split():
+                parser = helptext.subcommands(parser)[word]
+            parts.append(section(f"hvdtrain {command}", parser.format_help()))
+    return "\n".join([ABOUT_COMMANDS, *parts])
+
+
+def section(heading: str, help_page: str) -> str:
+    """Return a heading with the help page below it."""
+    return f"## {heading}\n\n```text\n{help_page}```\n"
+
+
+@contextlib.contextmanager
+def eighty_columns() -> Iterator[None]:
+    """Print as on a terminal of `COLUMNS` columns without colours, wherever this runs."""
+    plain = {"COLUMNS": str(COLUMNS), "NO_COLOR": "1", "PYTHON_COLORS": "0", "TERM": "dumb"}
+    with mock.patch.dict(os.environ, plain):
+        os.environ.pop("FORCE_COLOR", None)
+        yield
+
+
+def options_page() -> str:
+    """Return the page of the options of `hvdtrain train`."""
+    return ABOUT_OPTIONS + "".join(f"{row}\n" for row in [config_row(), *option_rows()])
+
+
+def config_row() -> str:
+    """Return the row of `--config`, which is no field of a run."""
+    parser = Parser()
+    add_config(parser)
+    (action,) = [each for each in parser._actions if "--config" in each.option_strings]
+    return f"| `--config {action.metavar}` |  | {action.help} |"
+
+
+def option_rows() -> list[str]:
+    """Return the rows of all fields of a run: name as in the help, default, text."""
+    parser = Parser()
+    add_dataclass(parser, TrainConfig)
+    with eighty_columns():
+        text = parser.format_help()
+    names = re.findall(r"^  (--.*?)(?:  .*)?$", text, flags=re.MULTILINE)
+    typed = {words.split()[0].rstrip(","): words for words in names}
+    rows = []
+    for field in dataclasses.fields(TrainConfig):
+        default = f"`{field.default}`"
+        if field.default is dataclasses.MISSING:
+            default = "required"
+        elif field.default is None or field.default is False:
+            default = field.metadata["default"]
+        rows.append(f"| `{typed[flag(field.name)]}` | {default} | {field.metadata['help']} |")
+    return rows
+
+
+if __name__ == "__main__":
+    main()
