@@ -356,7 +356,7 @@ class TrainConfig:
         default=None,
         metadata=about(
             "inject a fault, to rehearse: kill, segfault, memory, stop, slow, nan, corrupt, "
-            "truncate or fill, such as 'kill step=20 rank=1'",
+            "truncate, fill or replan, such as 'kill step=20 rank=1'",
             FAULTS,
             "FAULT",
         ),

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 
 from hvdtrain.errors import UsageError
 
-KINDS = ("kill", "segfault", "memory", "stop", "slow", "nan", "corrupt", "truncate", "fill")
+KINDS = (
+    *("kill", "segfault", "memory", "stop", "slow", "nan", "corrupt", "truncate", "fill"),
+    "replan",
+)
 OPTIONS = {"slow": ("seconds", "steps"), "nan": ("component", "steps")}
 SYNTAX = "KIND step=N [rank=R], such as 'kill step=20 rank=1'"
 
@@ -61,6 +64,8 @@ def _parse_one(text: str, ranks: int) -> Fault:
             f"--inject {text!r} is not understood: {kind} takes {_or(allowed)}, and needs step=N"
         )
     dice = random.Random(f"{given.get('seed', '0')} {kind}")
+    if kind == "replan" and given.get("rank", "0") != "0":
+        raise UsageError(f"--inject {text!r}: all ranks change the plan, so leave out rank=")
     first, _, last = given["step"].partition("..")
     step = dice.randint(*sorted((_count(text, first), _count(text, last or first))))
     return Fault(

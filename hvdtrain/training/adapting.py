@@ -2,10 +2,12 @@
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-from hvdtrain.errors import HvdtrainError, one_line
+from hvdtrain.errors import HvdtrainError, UsageError, one_line
 from hvdtrain.parallel.plan import Plan
 from hvdtrain.parallel.relayout import is_same_layout
 from hvdtrain.parallel.validate import prove
@@ -54,6 +56,7 @@ class Adapter:
     thinking: threading.Thread | None = None
     thoughts: list[Thought | Exception] = field(default_factory=list)  # one, once it is thought
     wanted: Thought | None = None
+    is_forced: bool = False  # to take another plan, whatever it saves: a fault to rehearse
 
     @property
     def wishes(self) -> bool:
@@ -90,19 +93,29 @@ class Adapter:
             ]
         }
 
-    def follow(self, agreed: Agreed, steps_left: int) -> list[dict[str, Any]]:
-        """Take a step that all ranks have done; what was decided against since."""
+    def follow(
+        self, agreed: Agreed, steps_left: int, is_forced: bool = False
+    ) -> list[dict[str, Any]]:
+        """Take a step that all ranks have done, and return what was decided against since.
+
+        Args:
+            is_forced: whether to take another plan at once, whatever it saves.
+        """
+        self.is_forced |= is_forced
         if self.question is None or self.wanted is not None:
             return []
         if self.thinking is not None:
+            return self._take_thought()
+        if self.is_forced:
+            self.is_forced = False
+            self._think(partial(self._forced, self.question))
             return self._take_thought()
         own, whole = own_seconds(agreed.vitals)
         drift = self.watch.add(own, whole)
         if drift is not None:
             # A daemon: the end of a run waits for no thought.
-            self.thinking = threading.Thread(
-                target=self._think, args=(drift, self.question, steps_left), daemon=True
-            )
+            think = partial(self._thought, drift, self.question, steps_left)
+            self.thinking = threading.Thread(target=self._think, args=(think,), daemon=True)
             self.thinking.start()
         return []
 
@@ -122,10 +135,10 @@ class Adapter:
         self.watch.restart()
         return [said(thought)]
 
-    def _think(self, drift: Drift, question: Question, steps_left: int) -> None:
-        """In a thread of rank 0."""
+    def _think(self, think: Callable[[], Thought]) -> None:
+        """Keep what comes of it, or why nothing does."""
         try:
-            self.thoughts.append(self._thought(drift, question, steps_left))
+            self.thoughts.append(think())
         except Exception as error:
             self.thoughts.append(error)
 
@@ -142,6 +155,20 @@ class Adapter:
         if decision.change:
             prove(chosen.plan, asked.batch_size, asked.known.is_synchronised)
         return Thought(drift.cause, asked, solution, current, decision)
+
+    def _forced(self, question: Question) -> Thought:
+        """Return the fastest of the other plans, if there is any of another layout."""
+        plan = self.session.plan
+        current = play(question, plan, "the plan that is").seconds
+        solution = solve(self._keeping_batch_norm(question, plan))
+        others = [each for each in solution.candidates if each.plan != plan]
+        others.sort(key=lambda each: is_same_layout(each.plan, plan))  # stable: fastest first
+        if not others:
+            raise UsageError("this run has one plan only")
+        prove(others[0].plan, question.batch_size, question.known.is_synchronised)
+        decision = Decision(True, "the fastest of the other plans")
+        chosen = replace(solution, chosen=others[0])
+        return Thought("--inject replan", question, chosen, current, decision)
 
     def _keeping_batch_norm(self, question: Question, plan: Plan) -> Question:
         """Ask for plans alone under which batch norm computes what it does, if that is wanted."""

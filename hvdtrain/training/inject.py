@@ -34,6 +34,7 @@ class Injector:
         self.session, self.folder = session, folder
         self.faults = [fault for fault in faults if fault.rank in (None, session.world.rank)]
         self._held: list[IO[bytes]] = []
+        self._is_replan_due = False
         self._do: dict[str, Callable[[Fault], object]] = {
             "kill": lambda fault: os.kill(os.getpid(), signal.SIGKILL),
             "segfault": lambda fault: ctypes.string_at(0),
@@ -42,9 +43,11 @@ class Injector:
             "corrupt": self._corrupt,
             "truncate": self._truncate,
             "fill": self._fill,
+            "replan": lambda fault: setattr(self, "_is_replan_due", True),
         }
         for fault in faults:
             _check_component(fault, session)  # on every rank, so that none goes on alone
+            _check_plan(fault, session)
         for fault in self.faults:
             if fault.kind == "nan":
                 self._spoil(fault)
@@ -58,6 +61,11 @@ class Injector:
                 time.sleep(fault.seconds)
             elif fault.kind in self._do and step >= fault.step:
                 self._once(fault)
+
+    def take_replan(self) -> bool:
+        """Return whether another plan is due, once per fault."""
+        is_due, self._is_replan_due = self._is_replan_due, False
+        return is_due
 
     def _once(self, fault: Fault) -> None:
         mark = self._place(f"{fault.kind}-step-{fault.step}-rank-{fault.rank}")
@@ -145,6 +153,15 @@ def _check_component(fault: Fault, session: Session) -> None:
         whose = "the model has" if fault.rank is None else f"rank {fault.rank} holds"
         raise UsageError(
             f"--inject nan: {whose} no component {fault.component!r}; use {', '.join(held)}"
+        )
+
+
+def _check_plan(fault: Fault, session: Session) -> None:
+    adapts = session.config.plan == "adaptive" and session.world.size > 1
+    if fault.kind == "replan" and not adapts:
+        raise UsageError(
+            "--inject replan: this run does not change its plan; use --plan adaptive on 2 ranks "
+            "or more"
         )
 
 

@@ -292,7 +292,8 @@ def _is_change_due(run: Run, agreed: Agreed | None) -> bool:
         return False
     config, length = run.session.config, len(run.session.train_rows)
     left = config.total_samples(length) - run.progress.position
-    for thought in run.adapter.follow(agreed, left // config.batch_size):
+    replans = run.injector is not None and run.injector.take_replan()
+    for thought in run.adapter.follow(agreed, left // config.batch_size, replans):
         _say_decision(run, thought)
     found = run.adapter.profile()
     if found is not None and run.records is not None:

@@ -42,6 +42,7 @@ def test_a_seed_decides_the_step_and_the_rank() -> None:
         ("kill step=3 rank=2", "there are 2 rank(s), from 0 on"),
         ("kill step=3 rank", "is not understood"),
         ("slow step=3 seconds=inf", "'inf' is no number of seconds"),
+        ("replan step=3 rank=1", "all ranks change the plan, so leave out rank="),
         ("kill step=3;", "KIND is kill, segfault"),
     ],
 )

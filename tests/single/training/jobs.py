@@ -213,8 +213,9 @@ def fill(path: Path) -> None:
 
 
 def events_of(run: Path, event: str) -> list[dict[str, Any]]:
-    """The lines of this kind of a run's metrics."""
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    """The lines of this kind of a run's metrics; one that is being written is left out."""
+    whole_lines = (run / "metrics.jsonl").read_text().rpartition("\n")[0].splitlines()
+    lines = map(json.loads, whole_lines)
     return [line for line in lines if line["event"] == event]
 
 

@@ -224,6 +224,7 @@ def test_a_full_disk_ends_the_run_in_one_line_and_the_run_goes_on_with_room(
         ),
         ("nan step=3 rank=1 component=body", "rank 1 holds no component 'body'; use conv1"),
         ("kill step=3 rank=2", "there are 2 rank(s)"),
+        ("replan step=3", "use --plan adaptive on 2 ranks or more"),
     ],
 )
 def test_a_fault_that_cannot_happen_is_refused_and_leaves_no_run(
