@@ -1,14 +1,18 @@
 """The wheel that users install: it holds the package and nothing else, and can be imported."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import venv
 import zipfile
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from tests.conftest import ROOT
 
@@ -47,9 +51,9 @@ def test_it_holds_every_module_and_nothing_but_the_package(wheel: Path) -> None:
 def test_it_says_what_it_is_needs_and_starts(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         described = {Path(name).name: name for name in archive.namelist() if "dist-info" in name}
-        metadata = archive.read(described["METADATA"]).decode()
+        written = archive.read(described["METADATA"]).decode()
         scripts = archive.read(described["entry_points.txt"]).decode()
-    head, _, text = metadata.partition("\n\n")
+    head, _, text = written.partition("\n\n")
     assert "Requires-Python: >=3.11" in head
     assert "Requires-Dist: torch>=" in head
     assert "Description-Content-Type: text/markdown" in head
@@ -80,3 +84,16 @@ def test_it_is_imported_where_nothing_else_is_installed(wheel: Path, tmp_path: P
     assert version == wheel.name.split("-")[1]
     assert place.startswith(str(tmp_path / "empty"))
     assert (tmp_path / "empty" / "bin" / "hvdtrain").exists()
+
+
+def test_every_tested_version_is_for_the_oldest_python_too() -> None:
+    """A Debian 12 has Python 3.11.2, which a package may refuse although it takes 3.11.7."""
+    pinned = re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert len(pinned) > 50
+    needs = {}
+    for name in pinned:
+        with suppress(PackageNotFoundError):  # some are for other systems
+            needs[name] = metadata(name)["Requires-Python"] or ""
+    assert len(needs) > 50
+    refusing = {name: need for name, need in needs.items() if "3.11.0" not in SpecifierSet(need)}
+    assert not refusing, "set a version in constraints.txt that takes Python 3.11.0"
