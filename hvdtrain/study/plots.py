@@ -1,4 +1,4 @@
-"""The pictures of a report, for one column of a paper each (3.4 inches wide)."""
+"""Pictures of a report, each for one column of a paper (3.4 inches wide)."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -18,7 +18,7 @@ from hvdtrain.study.series import Lost, Series
 from hvdtrain.study.statistics import Estimate
 
 WIDTH, HEIGHT, DPI = 3.4, 2.55, 300
-# Okabe and Ito's colours, which all readers can tell apart.
+# Okabe and Ito's palette, which readers with colour blindness can distinguish.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vP*"
 STYLE: Any = {
@@ -48,26 +48,26 @@ PARTS = {
 
 
 def draw(series: Sequence[Series], folder: Path) -> dict[str, str]:
-    """Draw all pictures into the folder; what each one shows, by file name."""
+    """Draw all pictures into the folder; return their captions by file name."""
     with pyplot.rc_context(STYLE):
-        found = {
+        pictures = {
             "speedup.png": ("Speed-up over one rank; dashed: ideal.", _speedup),
             "efficiency.png": ("Efficiency; dashed: ideal.", _efficiency),
-            "time.png": ("Where the time of the steps goes, by ranks.", _time),
+            "time.png": ("Time of the steps by cause, by number of ranks.", _time),
             "accuracy.png": ("Test accuracy by epoch, medians and ranges of repeats.", _accuracy),
             "loss.png": ("Test loss by epoch, medians and ranges of repeats.", _loss),
             "train_loss.png": ("Training loss by epoch, medians and ranges.", _train_loss),
-            "memory.png": ("Peak memory of the rank with most.", _memory),
+            "memory.png": ("Peak memory of the rank that uses most.", _memory),
         }
-        shown = {}
-        for name, (text, drawing) in found.items():
+        captions = {}
+        for name, (caption, drawing) in pictures.items():
             figure, axes = pyplot.subplots(figsize=(WIDTH, HEIGHT))
             if drawing(axes, series):
                 save = partial(figure.savefig, format="png")
                 files.write_whole(folder / name, save)
-                shown[name] = text
+                captions[name] = caption
             pyplot.close(figure)
-    return shown
+    return captions
 
 
 def _speedup(axes: Any, series: Sequence[Series]) -> bool:
@@ -77,7 +77,7 @@ def _speedup(axes: Any, series: Sequence[Series]) -> bool:
         ranks = [size.ranks for size in one.sizes]
         colour = COLOURS[place % len(COLOURS)]
         _points(axes, ranks, [size.speedup for size in one.sizes], place, _label(one, series))
-        # A law that does not describe the runs is in the text alone.
+        # A law that does not describe the runs is only in the text.
         fits = [fit for fit in one.fits if fit.describes]
         for fit, dots in zip(fits, (":", "-."), strict=False):
             along = np.linspace(1, most, 200)
@@ -123,7 +123,7 @@ def _time(axes: Any, series: Sequence[Series]) -> bool:
 
 
 def _part(lost: Lost, name: str) -> float:
-    """Seconds of a bar; what computed faster than ideal makes the ideal part shorter."""
+    """Return the seconds of a bar; computing that is faster than ideal shortens the ideal bar."""
     faster = min(lost.computing, 0.0) if name == "ideal" else 0.0
     return float(getattr(lost, name)) + faster
 
@@ -141,7 +141,12 @@ def _train_loss(axes: Any, series: Sequence[Series]) -> bool:
 
 
 def draw_by_epoch(arms: Mapping[str, Sequence[Result]], name: str, label: str, to: Path) -> None:
-    """Draw what each arm's runs have of `name` by epoch: medians and ranges.
+    """Draw the `name` of each arm's runs by epoch: medians and ranges of the repeats.
+
+    Args:
+        arms: runs by the label of their curve.
+        name: attribute of `Epoch`.
+        label: label of the y axis.
 
     Raises:
         DataError: if it cannot be written.
@@ -153,7 +158,7 @@ def draw_by_epoch(arms: Mapping[str, Sequence[Result]], name: str, label: str, t
 
 
 def save(figure: Any, to: Path) -> None:
-    """Write a picture, and let go of it.
+    """Write a picture, and close it.
 
     Raises:
         DataError: if it cannot be written.
@@ -200,13 +205,13 @@ def _draw_curves(axes: Any, curves: Mapping[str, Sequence[Result]], name: str, l
 
 
 def _by_epoch(runs: Sequence[Result], name: str) -> dict[int, list[float]]:
-    """The values of whole epochs, of all repeats."""
-    found: dict[int, list[float]] = {}
+    """Return the values of all repeats by epoch."""
+    values: dict[int, list[float]] = {}
     for run in runs:
         for epoch in run.epochs:
             if (value := getattr(epoch, name)) is not None:
-                found.setdefault(epoch.number, []).append(value)
-    return found
+                values.setdefault(epoch.number, []).append(value)
+    return values
 
 
 def _memory(axes: Any, series: Sequence[Series]) -> bool:
@@ -218,7 +223,7 @@ def _memory(axes: Any, series: Sequence[Series]) -> bool:
         ]
         _points(axes, ranks, peaks, place, _label(one, series))
     axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
-    _by_ranks(axes, series, "GiB of the rank with most")
+    _by_ranks(axes, series, "peak memory (GiB)")
     if len(series) > 1:
         axes.legend()
     return True
@@ -227,7 +232,7 @@ def _memory(axes: Any, series: Sequence[Series]) -> bool:
 def _points(
     axes: Any, ranks: Sequence[int], values: Sequence[Estimate], place: int, label: str
 ) -> None:
-    """Medians with intervals; no line between sizes that were not measured."""
+    """Draw medians with intervals, without lines between the sizes."""
     below = [value.value - (value.value if value.low is None else value.low) for value in values]
     above = [(value.value if value.high is None else value.high) - value.value for value in values]
     axes.errorbar(
@@ -252,7 +257,7 @@ def _by_ranks(axes: Any, series: Sequence[Series], label: str) -> None:
 
 
 def _label(one: Series, series: Sequence[Series]) -> str:
-    """What tells a series from the others."""
+    """Return the settings in which a series differs from the others."""
     words = []
     for name, text in (
         *(("model", one.model), ("framework", one.framework), ("plan", one.plan)),

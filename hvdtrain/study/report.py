@@ -1,4 +1,4 @@
-"""A scaling report: Markdown, CSV and pictures from run folders alone."""
+"""Write a scaling report: Markdown, CSV and pictures, from run folders."""
 
 import csv
 import io
@@ -23,15 +23,17 @@ RUN_COLUMNS = (
 
 
 def write(runs: list[str], to: str, efficiency: float, price: float | None) -> Path:
-    """Write the report of these runs into the folder `to`; the path of `report.md`.
+    """Write the report of these runs into the folder `to`; return the path of `report.md`.
 
     Args:
-        efficiency: that is wanted, 0 to 1.
-        price: of a core-hour, in any currency.
+        runs: run folders, or folders that contain some.
+        to: folder for the report.
+        efficiency: smallest efficiency that is worth paying for, 0 to 1.
+        price: price of a core-hour, in any currency.
 
     Raises:
         UsageError: if there is no finished run.
-        DataError: if a run cannot be read, or the report not written.
+        DataError: if the report cannot be written.
     """
     results, left_out = find(runs)
     series, without = arrange(results)
@@ -59,7 +61,7 @@ def as_markdown(
     efficiency: float,
     price: float | None,
 ) -> str:
-    """The text of the report."""
+    """Return the text of the report."""
     parts = ["# Scaling report", origin(results)]
     parts += [_section(one, efficiency, price) for one in series]
     if not series:
@@ -74,7 +76,7 @@ def as_markdown(
 
 
 def origin(results: Sequence[Result]) -> str:
-    """Machine, versions, seeds and settings."""
+    """Return a list of machines, versions, seeds and settings."""
     seeds = sorted({result.seed for result in results})
     versions: dict[str, list[str]] = {}
     for result in results:
@@ -85,7 +87,7 @@ def origin(results: Sequence[Result]) -> str:
     lines = [
         f"- Made by hvdtrain {__version__} from {len(results)} runs.",
         *(f"- Machine: {text}." for text in machines(list(results))),
-        f"- Versions: {', '.join(f'{n} {_either(found)}' for n, found in versions.items())}.",
+        f"- Versions: {', '.join(f'{name} {_either(used)}' for name, used in versions.items())}.",
         f"- Seeds: {', '.join(map(str, seeds))}.",
         f"- Settings of all runs: {settings}.",
     ]
@@ -102,7 +104,7 @@ def _common_settings(results: Sequence[Result]) -> str:
         name: value
         for name, value in first.items()
         if value not in (None, False)
-        and name not in ("processor", "accelerator")  # said as the machine
+        and name not in ("processor", "accelerator")  # in the line of the machine
         and all(result.settings.get(name) == value for result in results)
     }
     return ", ".join(f"{name} {value}" for name, value in same.items())
@@ -111,20 +113,21 @@ def _common_settings(results: Sequence[Result]) -> str:
 def _section(one: Series, efficiency: float, price: float | None) -> str:
     base = one.sizes[0].runs[0]
     best = one.best_serial[0]
-    said = (
-        f"The base is one rank with {_threads(base.threads)}, as each rank of the other sizes has"
+    text = (
+        f"The baseline is one rank with {_threads(base.threads)}, as many as each rank of the "
+        "other sizes has"
     )
-    said += (
+    text += (
         f" (global batch {base.batch_size})."
         if one.scaling == "strong"
-        else f" (batch {base.batch_size} a rank)."
+        else f" (batch {base.batch_size} per rank)."
     )
     if best.threads != base.threads:
-        said += f" The best serial run has {_threads(best.threads)}."
-    parts = [f"## {one.title}", said, _table(one, price), _lost_table(one)]
+        text += f" The best serial run has {_threads(best.threads)}."
+    parts = [f"## {one.title}", text, _table(one, price), _lost_table(one)]
     parts.append(_worth(one, efficiency))
     laws = [_law(fit, one.sizes[-1].ranks) for fit in one.fits]
-    # Amdahl's law is of a problem that does not grow.
+    # Amdahl's law describes a problem of fixed size, so strong scaling only.
     missing = {"Amdahl", "USL"} if one.scaling == "strong" else {"USL"}
     missing -= {fit.name for fit in one.fits}
     laws += [
@@ -181,31 +184,31 @@ def _lost_table(one: Series) -> str:
                 f"{lost.startup:,.1f}",
             ]
         )
-    return "Why it is not linear, in seconds:\n\n" + _markdown_table(heads, rows)
+    return "Why scaling is not linear, in seconds:\n\n" + _markdown_table(heads, rows)
 
 
 def _worth(one: Series, efficiency: float) -> str:
     most = one.worth(efficiency)
-    text = (
-        f"At an efficiency of {efficiency:.0%} or more, the most ranks worth paying for are {most}"
+    return (
+        f"At an efficiency of {efficiency:.0%} or more, the largest number of ranks worth paying "
+        f"for is {most} (of the sizes measured)."
     )
-    return f"{text} (of the sizes measured)."
 
 
 def _law(fit: Fit, most: int) -> str:
-    said = [
+    parameters = [
         f"{name.replace('_', ' ')} {number(item, ',.0f' if item.value > 1 else '.3g')}"
         for name, item in fit.parameters.items()
     ]
-    text = f"- {fit.name}: {', '.join(said)}"
+    text = f"- {fit.name}: {', '.join(parameters)}"
     if fit.name == "USL" and (peak := usl_peak(fit)) is not None:
-        beyond = ", beyond what was measured" if peak > most else ""
+        beyond = ", beyond the sizes measured" if peak > most else ""
         text += f"; throughput peaks at {peak:.1f} ranks{beyond}"
     return f"{text}. Caution: {fit.warning}." if fit.warning else f"{text}."
 
 
 def number(estimate: Estimate, form: str) -> str:
-    """An estimate with its interval."""
+    """Return an estimate with its interval as text."""
     text = format(estimate.value, form)
     if estimate.low is None or estimate.high is None:
         return text
