@@ -62,8 +62,8 @@ def test_an_account_keeps_its_leading_zeros(tmp_path: Path, number: str) -> None
 def test_options_of_a_site_are_those_of_the_file_in_time_too(tmp_path: Path) -> None:
     """YAML 1.1 reads 1:00:00 as 3600, so a minimum of one hour became 3600 minutes."""
     path = tmp_path / "site.yaml"
-    path.write_text("options: {time-min: 1:00:00, begin: now+1hour}\n")
-    assert load(str(path)).options == {"time-min": "1:00:00", "begin": "now+1hour"}
+    path.write_text("options: {time-min: 1:00:00, deadline: now+1hour}\n")
+    assert load(str(path)).options == {"time-min": "1:00:00", "deadline": "now+1hour"}
 
 
 @pytest.mark.parametrize(

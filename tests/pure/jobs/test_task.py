@@ -25,7 +25,7 @@ def run(tmp_path: Path) -> Path:
 def test_a_folder_that_others_may_change_is_not_executed(
     run: Path, capfd: pytest.CaptureFixture[str], task_mode: str, name: str, permissions: int
 ) -> None:
-    """With umask 002, usual on clusters, a colleague could replace a waiting job's program."""
+    """A colleague could replace a waiting job's program under umask 002, usual on clusters."""
     (run / name).chmod(permissions)
     assert task.main([task_mode, str(run)]) == 2
     (line,) = capfd.readouterr().err.splitlines()

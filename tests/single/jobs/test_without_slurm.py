@@ -24,7 +24,7 @@ from tests.single.training.jobs import changeable_by_others, summary_of, umask
 def test_no_other_user_can_change_what_a_job_executes(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
-    """With umask 002 the group could replace a pickle, and so run a program as the user."""
+    """Under umask 002 the group could replace a pickle, and so run a program as the user."""
     runs = tmp_path / "runs"
     options = ("--model", "cnn", "--data", small_set, "--max-steps", 1, "--cluster", "local")
     with umask(0o002):
