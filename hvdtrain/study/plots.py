@@ -47,7 +47,7 @@ PARTS = {
 }
 
 
-def draw(series: Sequence[Series], folder: Path) -> dict[str, str]:
+def draw(all_series: Sequence[Series], folder: Path) -> dict[str, str]:
     """Draw all pictures into the folder; return their captions by file name."""
     with pyplot.rc_context(STYLE):
         pictures = {
@@ -62,7 +62,7 @@ def draw(series: Sequence[Series], folder: Path) -> dict[str, str]:
         captions = {}
         for name, (caption, drawing) in pictures.items():
             figure, axes = pyplot.subplots(figsize=(WIDTH, HEIGHT))
-            if drawing(axes, series):
+            if drawing(axes, all_series):
                 save = partial(figure.savefig, format="png")
                 files.write_whole(folder / name, save)
                 captions[name] = caption
@@ -70,39 +70,41 @@ def draw(series: Sequence[Series], folder: Path) -> dict[str, str]:
     return captions
 
 
-def _speedup(axes: Any, series: Sequence[Series]) -> bool:
-    most = max(size.ranks for one in series for size in one.sizes)
+def _speedup(axes: Any, all_series: Sequence[Series]) -> bool:
+    most = max(size.ranks for series in all_series for size in series.sizes)
     axes.plot([1, most], [1, most], "--", color="grey", linewidth=0.8, label="ideal")
-    for place, one in enumerate(series):
-        ranks = [size.ranks for size in one.sizes]
+    for place, series in enumerate(all_series):
+        ranks = [size.ranks for size in series.sizes]
         colour = COLOURS[place % len(COLOURS)]
-        _points(axes, ranks, [size.speedup for size in one.sizes], place, _label(one, series))
+        speedups = [size.speedup for size in series.sizes]
+        _points(axes, ranks, speedups, place, _label(series, all_series))
         # A law that does not describe the runs is only in the text.
-        fits = [fit for fit in one.fits if fit.describes]
+        fits = [fit for fit in series.fits if fit.describes]
         for fit, dots in zip(fits, (":", "-."), strict=False):
             along = np.linspace(1, most, 200)
-            base = one.sizes[0].images_per_second.value
+            base = series.sizes[0].images_per_second.value
             law = [fit.throughput(n) / base for n in along]
             axes.plot(along, law, dots, color=colour, linewidth=0.9, label=fit.name)
-    _by_ranks(axes, series, "speed-up")
+    _by_ranks(axes, all_series, "speed-up")
     axes.legend()
     return True
 
 
-def _efficiency(axes: Any, series: Sequence[Series]) -> bool:
+def _efficiency(axes: Any, all_series: Sequence[Series]) -> bool:
     axes.axhline(1, linestyle="--", color="grey", linewidth=0.8)
-    for place, one in enumerate(series):
-        ranks = [size.ranks for size in one.sizes]
-        _points(axes, ranks, [size.efficiency for size in one.sizes], place, _label(one, series))
+    for place, series in enumerate(all_series):
+        ranks = [size.ranks for size in series.sizes]
+        efficiencies = [size.efficiency for size in series.sizes]
+        _points(axes, ranks, efficiencies, place, _label(series, all_series))
     axes.set_ylim(0, max(1.1, axes.get_ylim()[1]))
-    _by_ranks(axes, series, "efficiency")
-    if len(series) > 1:
+    _by_ranks(axes, all_series, "efficiency")
+    if len(all_series) > 1:
         axes.legend()
     return True
 
 
-def _time(axes: Any, series: Sequence[Series]) -> bool:
-    sizes = [(one, size) for one in series for size in one.sizes]
+def _time(axes: Any, all_series: Sequence[Series]) -> bool:
+    sizes = [(series, size) for series in all_series for size in series.sizes]
     places = np.arange(len(sizes))
     below = np.zeros(len(sizes))
     for number, (name, label) in enumerate(PARTS.items()):
@@ -110,9 +112,10 @@ def _time(axes: Any, series: Sequence[Series]) -> bool:
         if values.max() > 0.005 * max(size.lost.ideal for _, size in sizes):
             axes.bar(places, values, 0.7, bottom=below, label=label, color=COLOURS[number])
         below += values
-    several = len(series) > 1
+    several = len(all_series) > 1
     axes.set_xticks(
-        places, [f"{size.ranks}\n{one.plan}" if several else size.ranks for one, size in sizes]
+        places,
+        [f"{size.ranks}\n{series.plan}" if several else size.ranks for series, size in sizes],
     )
     axes.set_xlabel("ranks")
     axes.set_ylabel("seconds of training")
@@ -128,16 +131,16 @@ def _part(lost: Lost, name: str) -> float:
     return float(getattr(lost, name)) + faster
 
 
-def _accuracy(axes: Any, series: Sequence[Series]) -> bool:
-    return _curves(axes, series, "accuracy", "test accuracy")
+def _accuracy(axes: Any, all_series: Sequence[Series]) -> bool:
+    return _curves(axes, all_series, "accuracy", "test accuracy")
 
 
-def _loss(axes: Any, series: Sequence[Series]) -> bool:
-    return _curves(axes, series, "loss", "test loss")
+def _loss(axes: Any, all_series: Sequence[Series]) -> bool:
+    return _curves(axes, all_series, "loss", "test loss")
 
 
-def _train_loss(axes: Any, series: Sequence[Series]) -> bool:
-    return _curves(axes, series, "train_loss", "training loss")
+def _train_loss(axes: Any, all_series: Sequence[Series]) -> bool:
+    return _curves(axes, all_series, "train_loss", "training loss")
 
 
 def draw_by_epoch(arms: Mapping[str, Sequence[Result]], name: str, label: str, to: Path) -> None:
@@ -171,13 +174,13 @@ def save(figure: Any, to: Path) -> None:
         pyplot.close(figure)
 
 
-def _curves(axes: Any, series: Sequence[Series], name: str, label: str) -> bool:
+def _curves(axes: Any, all_series: Sequence[Series], name: str, label: str) -> bool:
     curves: dict[str, Sequence[Result]] = {}
-    for one in series:
-        for size in one.sizes:
+    for series in all_series:
+        for size in series.sizes:
             words = f"{size.ranks} rank{'s' if size.ranks > 1 else ''}"
-            if len(series) > 1:
-                words += f", {_label(one, series)}"
+            if len(all_series) > 1:
+                words += f", {_label(series, all_series)}"
             curves[words] = size.runs
     return _draw_curves(axes, curves, name, label)
 
@@ -214,17 +217,17 @@ def _by_epoch(runs: Sequence[Result], name: str) -> dict[int, list[float]]:
     return values
 
 
-def _memory(axes: Any, series: Sequence[Series]) -> bool:
-    for place, one in enumerate(series):
-        ranks = [size.ranks for size in one.sizes]
+def _memory(axes: Any, all_series: Sequence[Series]) -> bool:
+    for place, series in enumerate(all_series):
+        ranks = [size.ranks for size in series.sizes]
         peaks = [
             Estimate(float(np.median([run.peak_memory_bytes for run in size.runs])) / 2**30)
-            for size in one.sizes
+            for size in series.sizes
         ]
-        _points(axes, ranks, peaks, place, _label(one, series))
+        _points(axes, ranks, peaks, place, _label(series, all_series))
     axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
-    _by_ranks(axes, series, "peak memory (GiB)")
-    if len(series) > 1:
+    _by_ranks(axes, all_series, "peak memory (GiB)")
+    if len(all_series) > 1:
         axes.legend()
     return True
 
@@ -246,8 +249,8 @@ def _points(
     )
 
 
-def _by_ranks(axes: Any, series: Sequence[Series], label: str) -> None:
-    ranks = sorted({size.ranks for one in series for size in one.sizes})
+def _by_ranks(axes: Any, all_series: Sequence[Series], label: str) -> None:
+    ranks = sorted({size.ranks for series in all_series for size in series.sizes})
     if ranks[-1] > 8:
         axes.set_xscale("log", base=2)
     axes.set_xticks(ranks, [str(number) for number in ranks])
@@ -256,14 +259,14 @@ def _by_ranks(axes: Any, series: Sequence[Series], label: str) -> None:
     axes.set_ylabel(label)
 
 
-def _label(one: Series, series: Sequence[Series]) -> str:
+def _label(series: Series, all_series: Sequence[Series]) -> str:
     """Return the settings in which a series differs from the others."""
     words = []
     for name, text in (
-        *(("model", one.model), ("framework", one.framework), ("plan", one.plan)),
-        ("precision", one.precision),
-        *(("scaling", one.scaling), ("batch_size", f"batch {one.batch_size}")),
+        *(("model", series.model), ("framework", series.framework), ("plan", series.plan)),
+        ("precision", series.precision),
+        *(("scaling", series.scaling), ("batch_size", f"batch {series.batch_size}")),
     ):
-        if len({getattr(other, name) for other in series}) > 1:
+        if len({getattr(other, name) for other in all_series}) > 1:
             words.append(text)
     return ", ".join(words) or "measured"

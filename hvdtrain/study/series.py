@@ -100,13 +100,13 @@ def arrange(results: Iterable[Result]) -> tuple[list[Series], list[str]]:
     all_series: list[Series] = []
     left_out: list[str] = []
     for runs in groups.values():
-        alone = [run for run in runs if run.ranks == 1]
+        serial = [run for run in runs if run.ranks == 1]
         used: set[object] = set()
-        for plan, several in _by_plan([run for run in runs if run.ranks > 1]).items():
+        for plan, parallel in _by_plan([run for run in runs if run.ranks > 1]).items():
             for scaling in SCALINGS:
                 # A run that is part of a strong series is not used again in a weak one.
-                pending = [run for run in several if run.path not in used]
-                for series in _all_series(plan, scaling, alone, pending):
+                pending = [run for run in parallel if run.path not in used]
+                for series in _all_series(plan, scaling, serial, pending):
                     all_series.append(series)
                     used |= {run.path for size in series.sizes for run in size.runs}
                     used |= {run.path for run in series.best_serial}
@@ -137,17 +137,17 @@ def _by_plan(runs: Iterable[Result]) -> dict[str, list[Result]]:
 
 
 def _all_series(
-    plan: str, scaling: Scaling, alone: Sequence[Result], several: Sequence[Result]
+    plan: str, scaling: Scaling, serial: Sequence[Result], parallel: Sequence[Result]
 ) -> list[Series]:
     """Return a series for each batch and number of threads that has runs on one rank and several.
 
     Args:
-        alone: runs on one rank.
-        several: runs on several ranks.
+        serial: runs on one rank.
+        parallel: runs on several ranks.
     """
-    keys_alone = {(float(run.batch_size), run.threads) for run in alone}
-    shared = keys_alone & {(_batch(run, scaling), run.threads) for run in several}
-    return [_series(plan, scaling, key, alone, several) for key in sorted(shared)]
+    serial_keys = {(float(run.batch_size), run.threads) for run in serial}
+    shared = serial_keys & {(_batch(run, scaling), run.threads) for run in parallel}
+    return [_series(plan, scaling, key, serial, parallel) for key in sorted(shared)]
 
 
 def _batch(run: Result, scaling: Scaling) -> float:
@@ -158,19 +158,19 @@ def _series(
     plan: str,
     scaling: Scaling,
     key: tuple[float, int],
-    alone: Sequence[Result],
-    several: Sequence[Result],
+    serial: Sequence[Result],
+    parallel: Sequence[Result],
 ) -> Series:
     """Return the series of a `key`: batch (global or per rank) and number of threads."""
-    base = [run for run in alone if (run.batch_size, run.threads) == key]
-    same_batch = [run for run in alone if run.batch_size == key[0]]
+    base = [run for run in serial if (run.batch_size, run.threads) == key]
+    same_batch = [run for run in serial if run.batch_size == key[0]]
     by_threads: dict[int, list[Result]] = defaultdict(list)
     for run in same_batch:
         by_threads[run.threads].append(run)
     best = max(by_threads.values(), key=lambda runs: np.median(_rates(runs)))
     by_ranks: dict[int, list[Result]] = defaultdict(list)
     by_ranks[1] = base
-    for run in several:
+    for run in parallel:
         if (_batch(run, scaling), run.threads) == key:
             by_ranks[run.ranks].append(run)
     sizes = tuple(_size(by_ranks[ranks], base, best) for ranks in sorted(by_ranks))

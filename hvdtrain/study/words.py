@@ -41,14 +41,15 @@ BIBTEX = f"""@software{{hvdtrain,
 }}"""
 
 
-def methods(series: Sequence[Series], results: Sequence[Result]) -> str:
+def methods(all_series: Sequence[Series], results: Sequence[Result]) -> str:
     """Return a paragraph for the methods section of a paper, with the settings of the runs."""
-    runs = [run for one in series for size in one.sizes for run in size.runs] or list(results)
-    repeats = sorted({len(size.runs) for one in series for size in one.sizes})
+    all_sizes = [size for series in all_series for size in series.sizes]
+    runs = [run for size in all_sizes for run in size.runs] or list(results)
+    repeats = sorted({len(size.runs) for size in all_sizes})
     counts = str(repeats[0]) if len(repeats) == 1 else f"{repeats[0]} to {repeats[-1]}"
-    sizes = sorted({size.ranks for one in series for size in one.sizes})
-    models = ", ".join(sorted({one.model for one in series}))
-    scaling = " and ".join(sorted({one.scaling for one in series}))
+    sizes = sorted({size.ranks for size in all_sizes})
+    models = ", ".join(sorted({series.model for series in all_series}))
+    scaling = " and ".join(sorted({series.scaling for series in all_series}))
     epochs = _all(len(run.epochs) for run in runs)
     threads = _all(run.threads for run in runs)
     hvdtrain, horovod = (
