@@ -242,8 +242,8 @@ def _submit_and_record(request: Request, dependency: str | None, chain: int) -> 
                 while len(links) < chain and not received:
                     links.append(submit_request(request, dependency))
                     undo.pop_all()
-                    # On all jobs before: one that was cancelled because the run is done counts as
-                    # "not ok" for the job after it.
+                    # Depend on all earlier jobs: one that was cancelled because the run is done
+                    # counts as "not ok" for the job after it.
                     before = ":".join(joined_numbers(numbers) for numbers in links)
                     dependency = f"afternotok:{before}"
         finally:
