@@ -1,6 +1,6 @@
-"""A Keras program of your own on many ranks: the three lines with `distributed` make it so.
+"""Train with your own Keras program on many ranks: only the lines with `distributed` are new.
 
-One process, and two ranks:
+With one process, and with two ranks:
 
     python examples/keras_script.py data/cifar10
     mpirun -np 2 --bind-to none python examples/keras_script.py data/cifar10
@@ -12,9 +12,9 @@ import keras
 
 import hvdtrain.tf as distributed
 
-BATCH_SIZE, EPOCHS = 64, 3  # images a step, over all ranks together
+BATCH_SIZE, EPOCHS = 64, 3  # images per step, over all ranks together
 
-here = distributed.start()
+world = distributed.start()
 data = distributed.datasets(sys.argv[1], BATCH_SIZE, holdout=0.2)
 
 model = keras.Sequential(
@@ -40,8 +40,8 @@ model.fit(
     shuffle=False,
     validation_data=data.validation,
     callbacks=distributed.callbacks(save_to="keras_script.keras"),
-    verbose=2 if here.rank == 0 else 0,
+    verbose=2 if world.rank == 0 else 0,
 )
-found = distributed.evaluate(model, data.test, verbose=0)
-if here.rank == 0:
-    print(f"test accuracy {found['accuracy']:.4f} on {here.size} rank(s)")
+metrics = distributed.evaluate(model, data.test, verbose=0)
+if world.rank == 0:
+    print(f"test accuracy {metrics['accuracy']:.4f} on {world.size} rank(s)")

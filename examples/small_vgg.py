@@ -1,12 +1,12 @@
 """A model of your own: a small VGG (Simonyan and Zisserman, ICLR 2015) as named components.
 
-From the folder above this one:
+Run it from the folder above this one:
 
     hvdtrain train --model examples.small_vgg:build --data DEST
 
-The function is given the number of classes and the size of the square images, and returns the
-components in order. Each takes one tensor and returns one, and builds its module only when it is
-called: that is how every rank can make just the parts it needs, with the same weights.
+`build` receives the number of classes and the size of the square images, and returns the
+components in order. A component takes one tensor and returns one. It builds its module only when
+it is called, so that each rank builds only the components it needs, with the same weights.
 """
 
 from functools import partial
@@ -21,7 +21,7 @@ def build(classes: int, image_size: int) -> list[Component]:
     parts: list[Component] = []
     in_channels, out_channels = 3, 32
     while image_size >= 4 and len(parts) < 4:
-        # functools.partial keeps the values of this turn; a lambda would see those of the last.
+        # functools.partial keeps the values of this iteration; a lambda would see the last ones.
         parts.append(Component(f"block{len(parts)}", partial(block, in_channels, out_channels)))
         in_channels, out_channels = out_channels, out_channels * 2
         image_size //= 2
@@ -29,7 +29,7 @@ def build(classes: int, image_size: int) -> list[Component]:
 
 
 def block(in_channels: int, out_channels: int) -> nn.Module:
-    """[n, in_channels, size, size] to [n, out_channels, size // 2, size // 2]."""
+    """Return a block from [n, in_channels, size, size] to [n, out_channels, size/2, size/2]."""
     return nn.Sequential(
         nn.Conv2d(in_channels, out_channels, 3, padding=1, bias=False),
         nn.BatchNorm2d(out_channels),
@@ -42,5 +42,5 @@ def block(in_channels: int, out_channels: int) -> nn.Module:
 
 
 def head(in_channels: int, classes: int) -> nn.Module:
-    """[n, in_channels, size, size] to logits [n, classes]."""
+    """Return a classifier from [n, in_channels, size, size] to logits [n, classes]."""
     return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(in_channels, classes))

@@ -1,1 +1,1 @@
-"""Runs as jobs of Slurm, through submitit."""
+"""Run training as Slurm jobs, through submitit."""

@@ -1,4 +1,4 @@
-"""Ending the jobs of runs."""
+"""Cancel the jobs of runs."""
 
 import signal
 import socket
@@ -12,30 +12,30 @@ from hvdtrain.jobs import slurm, watch
 
 
 def cancel(runs: Iterable[str]) -> list[str]:
-    """End what waits or runs of these runs; a line for each job.
+    """Cancel all waiting and running jobs of these runs; return one line per job.
 
     Raises:
         UsageError: if there is no such run, or Slurm refuses.
-        DataError: if a record cannot be understood.
+        DataError: if a job record cannot be parsed.
     """
-    said = []
+    lines = []
     queued: list[str] = []
-    processes: set[int] = set()  # one process makes the runs of a study without Slurm
-    found = watch.runs_of(runs)
-    for (run, kept), own in zip(found, watch.states(found), strict=True):
-        active = [job for job, state in own.items() if state.is_active]
-        if kept.cluster == "slurm":
+    processes: set[int] = set()  # without Slurm one process makes all runs of a study
+    run_records = watch.runs_of(runs)
+    for (run, job_record), states in zip(run_records, watch.states(run_records), strict=True):
+        active = [job for job, state in states.items() if state.is_active]
+        if job_record.cluster == "slurm":
             queued += active
-        elif kept.host == socket.gethostname():
+        elif job_record.host == socket.gethostname():
             processes |= set(map(int, active))
         elif active:
-            raise UsageError(f"{run} runs on {kept.host}: cancel it there")
-        said += [f"{run}: job {job} cancelled" for job in active]
+            raise UsageError(f"{run} runs on {job_record.host}: cancel it there")
+        lines += [f"{run}: job {job} cancelled" for job in active]
         if not active:
-            said.append(f"{run}: no job of it waits or runs")
+            lines.append(f"{run}: no job is waiting or running")
     if queued:
         slurm.cancel(queued)
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             psutil.Process(process).send_signal(signal.SIGINT)
-    return said
+    return lines

@@ -1,4 +1,4 @@
-"""How long a run may take, from runs that are done."""
+"""Estimate how long a run may take, from finished runs."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -12,46 +12,49 @@ from hvdtrain.study.results import Result
 
 
 def estimate(training: TrainConfig, job: JobOptions, runs: Path) -> str:
-    """Hours and core-hours in words: from a finished run beside this one, and the most possible.
+    """Return the estimated and the maximum hours and core-hours of a run, as text.
 
-    The most is that of one start: a job that goes back into the queue has its time anew.
+    The estimate comes from a finished run in `runs`. The maximum is that of one start: a requeued
+    job gets its whole time limit again.
 
     Args:
-        runs: folder of other runs.
+        runs: folder with other runs.
     """
     cores = (training.ranks or 1) * job.cpus_per_rank
     limit = job.minutes() / 60
-    most = f"at most {_hours(limit)}, {limit * cores:,.1f} core-hours a start"
-    like = _most_like(training, runs)
-    if like is None:
-        return f"{most}; no finished run of {training.model} in {runs} to estimate it from"
+    most = f"at most {_hours(limit)}, {limit * cores:,.1f} core-hours per start"
+    similar = _most_similar(training, runs)
+    if similar is None:
+        return f"{most}; no finished run of {training.model} in {runs} to estimate from"
     length = read_index(training.data).splits["train"].count
     samples = training.total_samples(length - round(length * training.holdout))
     ranks = training.ranks or 1
-    rate = like.images_per_second * ranks / like.ranks
-    hours = (samples / rate * like.seconds / like.train_seconds + like.startup_seconds) / 3600
-    how = f"{like.images_per_second:,.0f} images/s of {like.path}"
-    if like.ranks != ranks:
-        how += f" on {like.ranks} rank(s), if it scales"
-    if like.threads != job.cpus_per_rank:
-        how += f" with {like.threads} thread(s) a rank"
-    if like.settings.get("data") != training.data:
-        how += f" on {like.settings.get('data')}"
-    return f"about {_hours(hours)}, {hours * cores:,.1f} core-hours by the {how}; {most}"
+    rate = similar.images_per_second * ranks / similar.ranks
+    seconds = samples / rate * similar.seconds / similar.train_seconds + similar.startup_seconds
+    hours = seconds / 3600
+    source = f"{similar.images_per_second:,.0f} images/s of {similar.path}"
+    if similar.ranks != ranks:
+        source += f" on {similar.ranks} rank(s), assuming linear scaling"
+    if similar.threads != job.cpus_per_rank:
+        source += f" with {similar.threads} thread(s) per rank"
+    if similar.settings.get("data") != training.data:
+        source += f" on {similar.settings.get('data')}"
+    return f"about {_hours(hours)}, {hours * cores:,.1f} core-hours, from {source}; {most}"
 
 
-def _most_like(training: TrainConfig, runs: Path) -> Result | None:
-    """A finished run of the model in this precision; of this data, with as many threads and ranks
-    if there is one.
+def _most_similar(training: TrainConfig, runs: Path) -> Result | None:
+    """Return the finished run of this model and precision that is most similar, or None.
+
+    The same data counts most, then the number of threads, then the number of ranks.
     """
-    found = []
+    candidates = []
     for path in runs.glob("*/summary.json"):
         with suppress(DataError):
             result = results.read(path.parent)
             if (result.model, result.settings.get("precision")) == (
                 *(training.model, training.precision),
             ) and result.images_per_second > 0:
-                found.append(result)
+                candidates.append(result)
 
     ranks = training.ranks or 1
 
@@ -60,7 +63,7 @@ def _most_like(training: TrainConfig, runs: Path) -> Result | None:
         other_threads = result.threads != training.threads
         return other_data, other_threads, abs(result.ranks - ranks)
 
-    return min(found, key=difference, default=None)
+    return min(candidates, key=difference, default=None)
 
 
 def _hours(hours: float) -> str:

@@ -1,4 +1,4 @@
-"""Runs in the hands of submitit."""
+"""Submit runs through submitit."""
 
 import io
 import os
@@ -16,7 +16,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.jobs import script
 from hvdtrain.jobs.options import JobOptions
 from hvdtrain.jobs.site import Site
-from hvdtrain.jobs.undisturbed import deaf_children
+from hvdtrain.jobs.undisturbed import children_ignore_signals
 from hvdtrain.training.starts import SUBMISSION
 
 SAFE_PATH = "PYTHONSAFEPATH"
@@ -28,10 +28,13 @@ class Request:
 
     Attributes:
         runs: configurations with their run folders.
-        logs: folder of what their jobs print.
-        name: of the jobs.
-        parallel: how many of the runs may wait or run at a time.
-        submission: tells the jobs of a chain from those that are made later.
+        job: resources and limits of the jobs.
+        site: settings of the site.
+        logs: folder for the output of the jobs.
+        name: name of the jobs.
+        parallel: number of runs that may wait or run at the same time.
+        submission: identifier shared by the jobs of one chain, to distinguish them from jobs that
+            are submitted later.
     """
 
     runs: tuple[TrainConfig, ...]
@@ -43,11 +46,14 @@ class Request:
     submission: str = field(default_factory=lambda: secrets.token_hex(8))
 
 
-def submitted(request: Request, dependency: str | None) -> list[str]:
-    """Hand the runs to submitit; the number of each one's job.
+def submit_request(request: Request, dependency: str | None) -> list[str]:
+    """Submit the runs through submitit; return the job number of each run.
 
-    What the jobs execute is a command line. submitit would pickle a function, and a pickle is a
-    program that whoever can write the file can replace.
+    The jobs execute a command line. submitit would pickle a function, and a pickle is a program
+    that anyone who can write the file can replace.
+
+    Raises:
+        UsageError: if sbatch refuses the job.
     """
     import submitit
 
@@ -62,36 +68,38 @@ def submitted(request: Request, dependency: str | None) -> list[str]:
         executor.parameters["dependency"] = dependency
         executor.parameters["additional_parameters"]["kill-on-invalid-dep"] = "yes"
     try:
-        # submitit repeats what sbatch says.
-        with _outside_jobs(), redirect_stderr(io.StringIO()), deaf_children():
+        # submitit prints the messages of sbatch a second time.
+        with _outside_jobs(), redirect_stderr(io.StringIO()), children_ignore_signals():
             number = executor._submit_command(_command(executor, runs)).job_id
     except submitit.core.utils.FailedJobError as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
-        reason = lines[-1] if lines else "it does not say why"
+        reason = lines[-1] if lines else "it printed no reason"
         raise UsageError(f"sbatch refused the job: {reason}") from None
     return [f"{number}_{place}" for place in range(len(runs))] if len(runs) > 1 else [str(number)]
 
 
 def dry_run(request: Request) -> str:
-    """The script that sbatch would be given.
+    """Return the script that would be passed to sbatch.
 
     Raises:
-        UsageError: if there would be none.
+        UsageError: with `--cluster local`, where there is no script.
     """
     if request.job.cluster == "local":
-        raise UsageError("--dry-run shows the script of a job: with --cluster local there is none")
+        raise UsageError(
+            "--dry-run is not possible with --cluster local, which needs no script: leave it out"
+        )
     executor = _executor(request)
     command = _command(executor, [str(training.run) for training in request.runs])
     text: str = executor._make_submission_file_text(command, "")
     return text
 
 
-def _task(how: str) -> list[str]:
-    return [sys.executable, "-P", "-m", "hvdtrain.jobs.task", how]
+def _task(mode: str) -> list[str]:
+    return [sys.executable, "-P", "-m", "hvdtrain.jobs.task", mode]
 
 
 def _command(executor: Any, runs: Sequence[str]) -> str:
-    """What srun starts, in the script of these runs; several are an array."""
+    """Return the command for srun; several runs become an array."""
     if len(runs) == 1:
         return f"{script.BLOCKED} {shlex.join([*_task('rank'), *runs])}"
     executor.parameters["map_count"] = len(runs)
@@ -100,7 +108,7 @@ def _command(executor: Any, runs: Sequence[str]) -> str:
 
 
 def _local_command(runs: Sequence[str]) -> str:
-    """What submitit starts on this machine, with the GPUs and the paths that are seen here."""
+    """Return the command for this machine, with the GPUs and paths that this process sees."""
     changes = []
     for name in ("CUDA_VISIBLE_DEVICES", SAFE_PATH):  # submitit hides all GPUs
         value = os.environ.get(name)
@@ -111,7 +119,7 @@ def _local_command(runs: Sequence[str]) -> str:
 
 @contextmanager
 def _without_modules_of_the_current_folder() -> Iterator[None]:
-    """What is started meanwhile imports nothing from the folder that it is started in."""
+    """Keep programs that start within the context from importing out of their current folder."""
     before = os.environ.get(SAFE_PATH)
     os.environ[SAFE_PATH] = "1"
     try:
@@ -125,36 +133,36 @@ def _without_modules_of_the_current_folder() -> Iterator[None]:
 
 @contextmanager
 def _outside_jobs() -> Iterator[None]:
-    """Without what a job that this is called in has put into the environment."""
+    """Remove the variables of an enclosing Slurm job from the environment within the context."""
     import submitit
 
     if "SLURM_JOB_ID" not in os.environ:
         yield
         return
-    where = {name: os.environ[name] for name in ("SLURM_CONF",) if name in os.environ}
+    kept = {name: os.environ[name] for name in ("SLURM_CONF",) if name in os.environ}
     with submitit.helpers.clean_env():
-        os.environ |= where
+        os.environ |= kept
         yield
 
 
 @contextmanager
 def _detached() -> Iterator[None]:
-    """What is started meanwhile does not hold the terminal, or a pipe, open."""
-    kept = [os.dup(number) for number in (1, 2)]
-    nothing = os.open(os.devnull, os.O_WRONLY)
+    """Keep programs that start within the context from holding the terminal or a pipe open."""
+    saved = [os.dup(number) for number in (1, 2)]
+    devnull = os.open(os.devnull, os.O_WRONLY)
     for number in (1, 2):
-        os.dup2(nothing, number)
+        os.dup2(devnull, number)
     try:
         yield
     finally:
-        for number, old in zip((1, 2), kept, strict=True):
+        for number, old in zip((1, 2), saved, strict=True):
             os.dup2(old, number)
             os.close(old)
-        os.close(nothing)
+        os.close(devnull)
 
 
 def _executor(request: Request) -> Any:
-    """submitit's executor for a request."""
+    """Return submitit's executor for a request."""
     import submitit
 
     job, site = request.job, request.site
@@ -166,11 +174,11 @@ def _executor(request: Request) -> Any:
             signal_delay_s=site.warning_seconds,
         )
         return executor
-    each = job.ranks_per_node(request.runs[0])
-    on_slurm = submitit.SlurmExecutor(folder=request.logs)
-    on_slurm.update_parameters(
-        **script.parameters(job, site, each, request.name), array_parallelism=request.parallel
+    ranks = job.ranks_per_node(request.runs[0])
+    slurm_executor = submitit.SlurmExecutor(folder=request.logs)
+    slurm_executor.update_parameters(
+        **script.parameters(job, site, ranks, request.name), array_parallelism=request.parallel
     )
-    on_slurm.parameters["setup"].append(f"export {SUBMISSION}={request.submission}")
-    on_slurm.parameters["wckey"] = None  # some sites refuse the one that submitit gives
-    return on_slurm
+    slurm_executor.parameters["setup"].append(f"export {SUBMISSION}={request.submission}")
+    slurm_executor.parameters["wckey"] = None  # some sites refuse submitit's default
+    return slurm_executor

@@ -1,4 +1,4 @@
-"""The runs of a study, from a YAML file of values and lists of values."""
+"""Expand a study's YAML file of values and lists of values into runs."""
 
 import itertools
 import math
@@ -17,30 +17,32 @@ from hvdtrain.files import plain_name
 from hvdtrain.jobs.options import JobOptions, SlurmOptions
 
 MOST_RUNS = 1000
-OF_ONE_RUN = ("run", "resume", "restarts", "ledger", "trace", "dry_run", "chain")
-OF_THE_STUDY = ("repeats", "in_flight", "cluster", "site")
-LISTS = ("sbatch",)  # whose values are lists, and not one of each
+SINGLE_RUN_KEYS = ("run", "resume", "restarts", "ledger", "trace", "dry_run", "chain")
+WHOLE_STUDY_KEYS = ("repeats", "in_flight", "cluster", "site")
+LIST_KEYS = ("sbatch",)  # a list is one value, not several values to combine
 
 
 @dataclass(frozen=True, kw_only=True)
 class StudyOptions:
-    """What a study has beside the options of its runs and jobs."""
+    """Options of a study, in addition to the options of its runs and jobs."""
 
-    repeats: int = field(default=1, metadata=about("runs of each, with seeds one after the other"))
+    repeats: int = field(default=1, metadata=about("runs per size, with consecutive seeds"))
     scaling: Literal["strong", "weak"] = field(
-        default="strong", metadata=about("whether batch_size is the global one or each rank's")
+        default="strong",
+        metadata=about("strong: batch_size is the global batch size; weak: that of each rank"),
     )
     ranks_per_node: int | None = field(
-        default=None, metadata=about("from which follow the nodes", default="all on one")
+        default=None,
+        metadata=about("ranks per node; sets the number of nodes", default="all on one"),
     )
     in_flight: int | None = field(
-        default=None, metadata=about("runs that may run at a time", default="any number")
+        default=None, metadata=about("runs that may run at the same time", default="any number")
     )
 
 
 @dataclass(frozen=True)
 class Cell:
-    """The repeats of one size: they differ in their seeds alone, and are one submission."""
+    """The repeats of one size, which differ only in their seeds and become one submission."""
 
     runs: tuple[TrainConfig, ...]
     job: JobOptions
@@ -51,32 +53,35 @@ class Grid:
     """A study.
 
     Attributes:
-        cells: in the order in which they are submitted, which is random.
+        cells: sizes in the order of submission, which is random.
+        options: options of the study.
     """
 
     cells: tuple[Cell, ...]
     options: StudyOptions
 
 
-KINDS = (StudyOptions, JobOptions, TrainConfig)  # whose options a study's file may have
+OPTION_CLASSES = (StudyOptions, JobOptions, TrainConfig)  # their fields are keys of a study's file
 
 
 def load(path: str, folder: str, slurm: SlurmOptions | None = None) -> Grid:
-    """The study of a file, whose keys are options of `train`, of `jobs submit` and of a study.
+    """Return the study that a file describes.
 
-    A list means every one of its values, in all combinations.
+    The keys are options of `train`, of `jobs submit` and of `StudyOptions`. A list means each of
+    its values; all combinations of all lists are run.
 
     Args:
-        folder: for the run folders.
+        path: YAML file.
+        folder: parent of the run folders.
         slurm: options that override those of the file.
 
     Raises:
-        UsageError: if a key is unknown, a value of another type or out of range.
+        UsageError: if a key is unknown, or a value has the wrong type or is out of range.
     """
     axes, slurm = _axes(path), slurm or SlurmOptions()
     parser = Parser()
-    for kind in KINDS:
-        add_dataclass(parser, kind)
+    for option_class in OPTION_CLASSES:
+        add_dataclass(parser, option_class)
     cells: dict[str, Cell] = {}
     for values in itertools.product(*axes.values()):
         chosen = dict(zip(axes, values, strict=True))
@@ -90,42 +95,45 @@ def load(path: str, folder: str, slurm: SlurmOptions | None = None) -> Grid:
         name = "-".join(f"{key}={plain_name(str(chosen[key]))}" for key in varied)
         cell = _cell(parsed, study, str(Path(folder) / (name or "run")))
         cell = replace(cell, job=cell.job.overridden_by(slurm))
-        # One rank runs the same under every plan: that is one size.
+        # One rank runs the same under every plan, so that is a single size.
         cells.setdefault(repr([replace(cell.runs[0], run=None), cell.job]), cell)
-    found = list(cells.values())
-    folders = Counter(cell.runs[0].run for cell in found)
-    if twice := next((run for run, count in folders.items() if count > 1), None):
-        raise UsageError(f"{path}: two values make one name, {twice}: write them differently")
-    random.Random(0).shuffle(found)  # what else the cluster does must not follow the sizes
-    return Grid(tuple(found), study)
+    shuffled = list(cells.values())
+    folders = Counter(cell.runs[0].run for cell in shuffled)
+    if duplicate := next((run for run, count in folders.items() if count > 1), None):
+        raise UsageError(
+            f"{path}: two combinations of values have the same run folder {duplicate}: write the "
+            "values differently"
+        )
+    # Random order: slow changes of the cluster's load must not correlate with the sizes.
+    random.Random(0).shuffle(shuffled)
+    return Grid(tuple(shuffled), study)
 
 
 def _axes(path: str) -> dict[str, list[Any]]:
-    """The values of each key of a file."""
+    """Return the list of values for each key of a file."""
     content = harmless.read_mapping(Path(path), "study")
-    known = [item.name for kind in KINDS for item in fields(kind)]
-    switches = [
-        item.name for kind in KINDS for item in fields(kind) if isinstance(item.default, bool)
-    ]
+    options = [item for option_class in OPTION_CLASSES for item in fields(option_class)]
+    known = [item.name for item in options]
+    switches = [item.name for item in options if isinstance(item.default, bool)]
     for name in content:
         if name not in known:
             raise unknown_key(path, name, known, switches)
-        if name in OF_ONE_RUN:
-            raise UsageError(f"{path}: {name} is of a single run: leave it out")
-        if name in OF_THE_STUDY and isinstance(content[name], list):
-            raise UsageError(f"{path}: {name} is of the whole study: give one value")
+        if name in SINGLE_RUN_KEYS:
+            raise UsageError(f"{path}: {name} is an option of a single run: leave it out")
+        if name in WHOLE_STUDY_KEYS and isinstance(content[name], list):
+            raise UsageError(f"{path}: {name} applies to the whole study: give one value")
     axes = {
-        name: value if isinstance(value, list) and name not in LISTS else [value]
+        name: value if isinstance(value, list) and name not in LIST_KEYS else [value]
         for name, value in content.items()
     }
     combinations = math.prod(map(len, axes.values()))
     if not 0 < combinations <= MOST_RUNS:
-        raise UsageError(f"{path} asks for {combinations:,} sizes: give 1 to {MOST_RUNS:,}")
+        raise UsageError(f"{path} requests {combinations:,} sizes: give 1 to {MOST_RUNS:,}")
     return axes
 
 
 def _cell(parsed: dict[str, Any], study: StudyOptions, stem: str) -> Cell:
-    """The repeats of one combination of values."""
+    """Return the repeats of one combination of values, in run folders that start with `stem`."""
     for name in ("repeats", "ranks_per_node", "in_flight"):
         value = getattr(study, name)
         if value is not None and not 0 < value <= MOST_RUNS:

@@ -1,4 +1,4 @@
-"""What `hvdtrain jobs` is asked, beside the options of `train`."""
+"""Options of `hvdtrain jobs`, in addition to the options of `train`."""
 
 import re
 from dataclasses import dataclass, field, replace
@@ -10,9 +10,9 @@ from hvdtrain.errors import UsageError
 from hvdtrain.fields import about
 
 # These have the same name in sbatch, on the command line, in a study's file and in a site's file.
-OF_SBATCH = ("partition", "account", "qos", "constraint", "mem")
+SBATCH_OPTIONS = ("partition", "account", "qos", "constraint", "mem")
 # Options of sbatch that hvdtrain sets, and what sets them.
-SET_BY = {name: f"--{name}" for name in (*OF_SBATCH, "time", "nodes", "gpus-per-node")} | {
+SET_BY = {name: f"--{name}" for name in (*SBATCH_OPTIONS, "time", "nodes", "gpus-per-node")} | {
     "ntasks": "--ranks",
     "ntasks-per-node": "--ranks and --nodes",
     "cpus-per-task": "--cpus-per-rank",
@@ -25,12 +25,12 @@ SET_BY = {name: f"--{name}" for name in (*OF_SBATCH, "time", "nodes", "gpus-per-
     "output": "--run, whose folder keeps the logs",
     "error": "--run, whose folder keeps the logs",
 }
-# Options of sbatch with which hvdtrain would not work, and why.
+# Options of sbatch that hvdtrain cannot work with, and why.
 IMPOSSIBLE = {
     "parsable": "hvdtrain reads what sbatch prints; leave it out",
     "wait": "sbatch would not return; follow the job with hvdtrain jobs logs --follow",
     "test-only": "sbatch would submit nothing; use --dry-run to see the script",
-    "wrap": "hvdtrain writes the script of the job; put shell lines as setup into the site's file",
+    "wrap": "hvdtrain writes the script of the job; put shell lines into setup in the site's file",
     "chdir": "the paths of a run start at the current folder; call hvdtrain in that folder",
 }
 # Further options of sbatch that exclude --mem and each other.
@@ -39,9 +39,11 @@ MEMORY = ("mem-per-cpu", "mem-per-gpu")
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmOptions:
-    """What `jobs submit` and `jobs sweep` request from Slurm; a value here overrides the site's.
+    """Requests of `jobs submit` and `jobs sweep` to Slurm; they override those of the site.
 
     Attributes:
+        site: file with the site's settings.
+        partition, account, qos, constraint, mem: options of sbatch with these names.
         sbatch: further options of sbatch, each as NAME or NAME=VALUE.
     """
 
@@ -77,14 +79,14 @@ class SlurmOptions:
     )
 
     def sbatch_options(self) -> dict[str, str | bool]:
-        """Return what --sbatch adds, by name; True for an option without a value.
+        """Return the options that --sbatch adds, by name; True for an option without a value.
 
         Raises:
-            UsageError: if it is not the form of an option, or one that hvdtrain sets; if a value
-                for sbatch is empty or wrong.
+            UsageError: if one is malformed or is set by hvdtrain, or if a value for sbatch is
+                empty or wrong.
         """
         self._check_values()
-        found: dict[str, str | bool] = {}
+        options: dict[str, str | bool] = {}
         for text in self.sbatch:
             name, sign, value = text.removeprefix("--").partition("=")
             if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
@@ -98,24 +100,24 @@ class SlurmOptions:
                 raise UsageError(f"--sbatch {name} is not possible: {IMPOSSIBLE[name]}")
             if sign and not _is_value(value):
                 raise UsageError(
-                    f"--sbatch {text!r} is not understood: give a value in one line after "
+                    f"--sbatch {text!r} is not understood: give a value on one line after "
                     f"{name}=, or {name} alone"
                 )
-            found[name] = value if sign else True
-        memory = [f"--sbatch {name}" for name in MEMORY if name in found]
+            options[name] = value if sign else True
+        memory = [f"--sbatch {name}" for name in MEMORY if name in options]
         if self.mem is not None:
             memory.append("--mem")
         if len(memory) > 1:
             raise UsageError(f"{' and '.join(memory)} exclude each other: give one of them")
-        return found
+        return options
 
     def _check_values(self) -> None:
-        """Refuse values that sbatch would refuse, or read as something else."""
-        for name in OF_SBATCH:
+        """Refuse values that sbatch would refuse or misread."""
+        for name in SBATCH_OPTIONS:
             value = getattr(self, name)
             if value is not None and not _is_value(str(value)):
                 raise UsageError(
-                    f"--{name} {str(value)!r} is not understood: give a value in one line, or "
+                    f"--{name} {str(value)!r} is not understood: give a value on one line, or "
                     f"leave --{name} out"
                 )
         if self.mem is not None and not re.fullmatch(r"[0-9]+[KMGTkmgt]?", str(self.mem)):
@@ -123,27 +125,27 @@ class SlurmOptions:
 
 
 def _is_value(text: str) -> bool:
-    """Whether a text can be the value of an option in a script: not empty, and one line."""
+    """Return whether a text can be an option's value in a script: not empty, and one line."""
     return text.strip() != "" and text.isprintable()
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions(SlurmOptions):
-    """What a job asks the cluster for; the number of ranks is that of the run."""
+    """Resources and limits of a job; the number of ranks is an option of the run."""
 
     cluster: Literal["slurm", "local"] = field(
         default="slurm", metadata=about("slurm, or local: the same job on this machine")
     )
     nodes: int = field(default=1, metadata=about("nodes; --ranks are spread over them evenly"))
-    cpus_per_rank: int = field(default=1, metadata=about("CPUs of each rank"))
-    gpus_per_node: int = field(default=0, metadata=about("GPUs of each node, one a rank"))
+    cpus_per_rank: int = field(default=1, metadata=about("CPUs per rank"))
+    gpus_per_node: int = field(default=0, metadata=about("GPUs per node, one per rank"))
     time: str | int = field(
-        default="1:00:00", metadata=about(f"limit as sbatch takes it: {timelimit.FORMS}")
+        default="1:00:00", metadata=about(f"time limit, as for sbatch: {timelimit.FORMS}")
     )
     chain: int = field(
         default=1,
         metadata=about(
-            "jobs, each of which goes on where the one before ended without being done"
+            "jobs in a row; each one resumes the run if the job before it did not finish it"
         ),
     )
     dry_run: bool = field(default=False, metadata=about("print the script, and submit nothing"))
@@ -154,38 +156,42 @@ class JobOptions(SlurmOptions):
         return replace(self, **values | {"sbatch": [*self.sbatch, *slurm.sbatch]})
 
     def minutes(self) -> int:
-        """The time limit in whole minutes.
+        """Return the time limit in whole minutes.
 
         Raises:
-            UsageError: if it is none.
+            UsageError: if it is malformed or zero.
         """
-        if str(self.time) == "None":  # of a file
+        if str(self.time) == "None":  # an empty value in a study's file
             raise UsageError(f"--time needs a value: give {timelimit.FORMS}")
-        found = timelimit.minutes(str(self.time))
-        if found is None:
+        minutes = timelimit.minutes(str(self.time))
+        if minutes is None:
             raise UsageError(f"--time {self.time!r} is not understood: give {timelimit.FORMS}")
-        if found == 0:
-            raise UsageError(f"--time {self.time} is no time: give at least 1 minute")
-        return found
+        if minutes == 0:
+            raise UsageError(f"--time {self.time} is too short: give at least 1 minute")
+        return minutes
 
     def ranks_per_node(self, training: TrainConfig) -> int:
-        """How many ranks each node gets.
+        """Return the number of ranks per node.
 
         Raises:
-            UsageError: if they cannot be spread evenly, or fit no GPUs.
+            UsageError: if the ranks cannot be spread evenly, or do not match the GPUs.
         """
         ranks = training.ranks or 1
         for name in ("nodes", "cpus_per_rank", "chain"):
             if getattr(self, name) < 1:
-                raise UsageError(f"--{name.replace('_', '-')} must be above 0")
+                option = f"--{name.replace('_', '-')}"
+                raise UsageError(f"{option} must be above 0, not {getattr(self, name)}")
         if ranks % self.nodes:
             raise UsageError(f"--ranks {ranks} cannot be spread evenly over --nodes {self.nodes}")
-        each = ranks // self.nodes
-        if self.gpus_per_node and self.gpus_per_node != each:
+        per_node = ranks // self.nodes
+        if self.gpus_per_node and self.gpus_per_node != per_node:
             raise UsageError(
-                f"{each} ranks on a node of --gpus-per-node {self.gpus_per_node}: "
-                "a rank has one GPU, so make them equal"
+                f"--gpus-per-node {self.gpus_per_node} does not match {per_node} rank(s) per "
+                "node: a rank has one GPU, so make them equal"
             )
         if self.cluster == "local" and self.nodes > 1:
-            raise UsageError("--cluster local is one machine: leave --nodes out")
-        return each
+            raise UsageError(
+                f"--nodes {self.nodes} is not possible with --cluster local, which is one "
+                "machine: leave --nodes out"
+            )
+        return per_node

@@ -1,4 +1,4 @@
-"""What a run folder keeps of its jobs: `job.json`, and the version of the code."""
+"""Records of a run's jobs in its folder: `job.json`, and the version of the code."""
 
 import json
 import subprocess
@@ -19,12 +19,14 @@ class Record:
     """The jobs of a run.
 
     Attributes:
-        cluster: "slurm" or "local". host: on which they were made. name: of the jobs.
-        jobs: their numbers, the newest last.
-        ranks, nodes: what was asked for.
-        logs: folder of what the jobs print.
-        submitted: seconds since 1970, of the newest.
-        version: of hvdtrain, and of its code where that is a git clone.
+        cluster: "slurm" or "local".
+        host: name of the host that submitted them.
+        name: name of the jobs.
+        jobs: job numbers, the newest last.
+        ranks, nodes: requested numbers of ranks and nodes.
+        logs: folder with the output of the jobs.
+        submitted: time of the newest submission, in seconds since 1970.
+        version: version of hvdtrain, with the commit if it runs from a git clone.
     """
 
     cluster: str
@@ -39,7 +41,7 @@ class Record:
 
 
 def write(run: Path, record: Record) -> None:
-    """Keep it in the run folder.
+    """Write the record into the run folder.
 
     Raises:
         DataError: if it cannot be written.
@@ -49,10 +51,10 @@ def write(run: Path, record: Record) -> None:
 
 
 def read(run: Path) -> Record | None:
-    """The record of a run folder; None where no job was made for it.
+    """Return the record of a run folder, or None if the run has no job.
 
     Raises:
-        DataError: if it cannot be understood.
+        DataError: if it cannot be parsed.
     """
     path = run / RECORD
     try:
@@ -61,11 +63,11 @@ def read(run: Path) -> Record | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise DataError(f"{path} is no record of a job ({error}): remove it") from None
+        raise DataError(f"{path} is not a valid job record ({error}): remove it") from None
 
 
 def code_version() -> tuple[str, str]:
-    """The version of the code, and what a git clone has changed since its commit."""
+    """Return the version of the code, and the uncommitted changes of a git clone as a patch."""
     root = Path(__file__).parents[2]
     commit = _git(root, "describe", "--always", "--dirty", "--abbrev=12").strip()
     if not commit:

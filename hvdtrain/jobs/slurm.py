@@ -1,4 +1,4 @@
-"""What Slurm says of jobs and of itself; sacct is not needed."""
+"""Query Slurm for jobs, partitions and kinds of MPI, without sacct."""
 
 import os
 import re
@@ -18,9 +18,15 @@ SECONDS = 60
 
 @dataclass(frozen=True)
 class State:
-    """A job as Slurm sees it: its state in Slurm's words, its nodes, and why it waits or ended.
+    """A job as Slurm reports it.
 
-    `name` tells it from a job that had the same number before Slurm was set up anew.
+    Attributes:
+        state: Slurm's name of the state, such as PENDING.
+        name: name of the job. It distinguishes the job from one that had the same number before
+            Slurm was set up again.
+        nodes: Slurm's list of its nodes.
+        elapsed: run time as Slurm prints it.
+        reason: why it waits or ended.
     """
 
     state: str
@@ -31,15 +37,15 @@ class State:
 
     @property
     def is_active(self) -> bool:
-        """Whether it waits or runs."""
+        """Return whether the job is waiting or running."""
         return self.state in ACTIVE
 
 
-def ask(command: str, *arguments: str, errors_too: bool = False) -> str:
-    """What one of Slurm's commands prints, on standard error too if asked.
+def query(command: str, *arguments: str, with_stderr: bool = False) -> str:
+    """Run one of Slurm's commands; return its output, with standard error if `with_stderr`.
 
     Raises:
-        UsageError: if there is no Slurm, or it refuses.
+        UsageError: if Slurm is not available, does not answer, or refuses.
     """
     try:
         done = subprocess.run(
@@ -51,55 +57,57 @@ def ask(command: str, *arguments: str, errors_too: bool = False) -> str:
         )
     except FileNotFoundError:
         raise UsageError(
-            f"there is no Slurm here ({command} is not in PATH): go to a login node of the "
-            "cluster, or give --cluster local"
+            f"Slurm is not available ({command} is not in PATH): use a login node of the "
+            "cluster, or --cluster local"
         ) from None
     except subprocess.TimeoutExpired:
-        raise UsageError(f"Slurm has not answered {command} for {SECONDS} s: try later") from None
+        raise UsageError(
+            f"Slurm did not answer {command} within {SECONDS} s: try again later"
+        ) from None
     if done.returncode != 0:
         lines = [*done.stderr.strip().splitlines(), *done.stdout.strip().splitlines()]
         reason = lines[-1] if lines else f"exit code {done.returncode}"
         raise UsageError(f"{command} failed: {reason.removeprefix(f'{command}: ')}")
-    return done.stdout + (done.stderr if errors_too else "")
+    return done.stdout + (done.stderr if with_stderr else "")
 
 
 def states(numbers: Sequence[str]) -> dict[str, State]:
-    """The state of each of these jobs that Slurm still knows.
+    """Return the states of those of these jobs that Slurm still knows, by number.
 
     Raises:
-        UsageError: as `ask`.
+        UsageError: as `query`.
     """
-    found = {}
-    wanted = set(numbers)
-    if not wanted:
+    known = {}
+    requested = set(numbers)
+    if not requested:
         return {}
     columns = "%i|%T|%N|%M|%r|%j"
-    whose = f"--user={os.getuid()}"
-    lines = ask("squeue", "--noheader", whose, "--states=all", "--array", f"--format={columns}")
+    user = f"--user={os.getuid()}"
+    lines = query("squeue", "--noheader", user, "--states=all", "--array", f"--format={columns}")
     for line in lines.splitlines():
         number, state, nodes, elapsed, reason, name = line.strip().split("|", 5)
-        if number in wanted:
-            why = "" if reason == "None" else reason
-            found[number] = State(state, name, nodes, elapsed, why)
-    return found
+        if number in requested:
+            known[number] = State(state, name, nodes, elapsed, "" if reason == "None" else reason)
+    return known
 
 
 def cancel(numbers: Sequence[str]) -> None:
-    """End these jobs, waiting or running.
+    """Cancel these jobs, waiting or running.
 
     Raises:
-        UsageError: as `ask`.
+        UsageError: as `query`.
     """
-    ask("scancel", *numbers)
+    query("scancel", *numbers)
 
 
 def mpi_kinds() -> list[str]:
-    """The kinds that `srun --mpi` takes; none where its list is not understood.
+    """Return the values that `srun --mpi` accepts; none if its list cannot be parsed.
 
     Raises:
-        UsageError: as `ask`.
+        UsageError: as `query`.
     """
-    text = re.sub(r"^srun: ", "", ask("srun", "--mpi=list", errors_too=True), flags=re.MULTILINE)
+    printed = query("srun", "--mpi=list", with_stderr=True)
+    text = re.sub(r"^srun: ", "", printed, flags=re.MULTILINE)
     versions = re.findall(r"versions available: (.*)$", text, re.MULTILINE)
     kinds = re.findall(r"^\s*([a-z]\w*)$", text, re.MULTILINE)
     return [*kinds, *(name for line in versions for name in re.split(r"[,\s]+", line) if name)]
@@ -107,7 +115,7 @@ def mpi_kinds() -> list[str]:
 
 @dataclass(frozen=True)
 class Partition:
-    """Its longest time in minutes (None: any), its nodes, and whether jobs go there by default."""
+    """A partition: time limit in minutes (None: no limit), nodes, whether it is the default."""
 
     minutes: int | None
     nodes: int
@@ -115,15 +123,15 @@ class Partition:
 
 
 def partitions() -> dict[str, Partition]:
-    """The partitions by name.
+    """Return the partitions by name.
 
     Raises:
-        UsageError: as `ask`.
+        UsageError: as `query`.
     """
-    found: dict[str, Partition] = {}
-    for line in ask("sinfo", "--all", "--noheader", "--format=%P|%l|%D").splitlines():
+    by_name: dict[str, Partition] = {}
+    for line in query("sinfo", "--all", "--noheader", "--format=%P|%l|%D").splitlines():
         name, limit, nodes = line.strip().split("|")
-        known = found.get(name.rstrip("*"))
+        known = by_name.get(name.rstrip("*"))
         count = int(nodes) + (known.nodes if known else 0)
-        found[name.rstrip("*")] = Partition(timelimit.minutes(limit), count, name.endswith("*"))
-    return found
+        by_name[name.rstrip("*")] = Partition(timelimit.minutes(limit), count, name.endswith("*"))
+    return by_name

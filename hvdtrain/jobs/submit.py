@@ -1,4 +1,4 @@
-"""Making jobs of runs."""
+"""Submit runs as jobs."""
 
 import hashlib
 import json
@@ -16,24 +16,24 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError, Interrupted, UsageError
 from hvdtrain.jobs import record, slurm, watch
 from hvdtrain.jobs.estimate import estimate
-from hvdtrain.jobs.executor import Request, dry_run, submitted
+from hvdtrain.jobs.executor import Request, dry_run, submit_request
 from hvdtrain.jobs.options import JobOptions
 from hvdtrain.jobs.record import LOGS, Record
 from hvdtrain.jobs.site import load
-from hvdtrain.jobs.undisturbed import one_at_a_time, undisturbed
+from hvdtrain.jobs.undisturbed import defer_signals, submission_lock
 from hvdtrain.training.metrics import holds_run
 
 SUMMARY_BEFORE = "summary-before.json"
 
 
 def submit(training: TrainConfig, job: JobOptions) -> list[str]:
-    """Make the jobs of a run; what became of it, in lines.
+    """Submit the jobs of a run; return the lines to print.
 
-    The same configuration gets the same folder, so that a run is recognised: it is not made
-    again where it waits, runs or is done, and goes on where it was otherwise.
+    The same configuration gets the same run folder, so that a run is recognised. A run that is
+    waiting, running or done is not submitted again; any other run resumes.
 
     Raises:
-        UsageError: if job, site and cluster do not fit each other.
+        UsageError: if job, site and cluster do not match.
         DataError: if the run folder cannot be written.
     """
     run = run_folder(training)
@@ -50,23 +50,23 @@ def submit(training: TrainConfig, job: JobOptions) -> list[str]:
     check_runs([settled])
     time_needed = estimate(settled, job, run.parent)
     if job.dry_run:
-        chain = f"# and {job.chain - 1} more, each of which waits for those before it to leave\n"
+        chain = f"# and {job.chain - 1} more; each starts after the jobs before it have ended\n"
         return [dry_run(request), f"{chain if job.chain > 1 else ''}# time: {time_needed}"]
-    with one_at_a_time(run.absolute().parent):
-        (reason,) = not_needed([settled])
+    with submission_lock(run.absolute().parent):
+        (reason,) = reasons_to_skip([settled])
         if reason:
             return [reason]
         is_known = record.read(run) is not None
-        jobs = make(request, chain=job.chain)
-    said = f"{run} {'goes on as' if is_known else 'is'} job {', '.join(jobs)}"
-    return [f"time: {time_needed}", said]
+        jobs = submit_and_record(request, chain=job.chain)
+    outcome = f"{run} {'resumes as' if is_known else 'is'} job {', '.join(jobs)}"
+    return [f"time: {time_needed}", outcome]
 
 
 def run_folder(training: TrainConfig) -> Path:
-    """The folder of a run: the one it names, else one that is the same for the same run."""
+    """Return the folder that a run names, else a folder derived from its configuration."""
     if training.run is not None:
         return Path(training.run)
-    # How often it is looked at makes no other run of it; nor does an option of a later version.
+    # The interval of evaluations does not change the run; nor does the default of a newer option.
     content = asdict(replace(training, resume=False, eval_every=1))
     del content["verify"]
     for name in ("no_decay", "change_batch_norm"):
@@ -77,10 +77,10 @@ def run_folder(training: TrainConfig) -> Path:
 
 
 def check(requests: Sequence[Request]) -> None:
-    """Refuse what would fail in a job, or what the cluster would leave waiting for ever.
+    """Refuse requests that would fail in a job, or that would wait in the queue indefinitely.
 
     Raises:
-        UsageError: naming it.
+        UsageError: with the option that is wrong.
     """
     for request in requests:
         _check_job(request)
@@ -93,16 +93,16 @@ def check(requests: Sequence[Request]) -> None:
         _check_partition(request, partitions)
         if kinds and request.site.mpi not in kinds:
             raise UsageError(
-                f"this Slurm's srun knows no --mpi={request.site.mpi}: it knows "
-                f"{', '.join(kinds)}; put one of them as mpi into the site's file"
+                f"srun does not support --mpi={request.site.mpi}: set mpi in the site's file to "
+                f"one of {', '.join(kinds)}"
             )
 
 
 def check_runs(runs: Iterable[TrainConfig]) -> None:
-    """Refuse what their ranks would refuse; after `check`, since it takes seconds.
+    """Refuse runs that their ranks would refuse; call it after `check`, as it takes seconds.
 
     Raises:
-        UsageError, DataError: naming it.
+        UsageError, DataError: with the reason.
     """
     from hvdtrain.training.submission import check_before_submission
 
@@ -113,14 +113,18 @@ def _check_job(request: Request) -> None:
     job, site = request.job, request.site
     for training in request.runs:
         if training.restarts:
-            raise UsageError("--restarts is for hvdtrain's own launcher: a job is requeued")
+            raise UsageError(
+                "--restarts is not possible for a job, which is requeued instead: leave it out"
+            )
         if training.resume is True:
-            raise UsageError("--resume is not needed: the same run goes on where it was")
+            raise UsageError(
+                "--resume is not needed for a job, which resumes its run by itself: leave it out"
+            )
         job.ranks_per_node(training)
     if site.warning_seconds > 30 * job.minutes():
         raise UsageError(
-            f"--time {job.time} is too short: it is {job.minutes()} min, and a job is told to "
-            f"save {site.warning_seconds} s before its end; give more, or a smaller "
+            f"--time {job.time} ({job.minutes()} min) is too short for a job that has to save "
+            f"{site.warning_seconds} s before its end: give more time, or a smaller "
             "warning_seconds in the site's file"
         )
     if "gres" in job.sbatch_options() and job.gpus_per_node and site.gpus.startswith("gres"):
@@ -129,16 +133,18 @@ def _check_job(request: Request) -> None:
             "gres: leave --gpus-per-node out and name the GPUs in --sbatch gres too"
         )
     if job.cluster == "local" and job.chain > 1:
-        raise UsageError("--chain is for a queue: leave it out with --cluster local")
+        raise UsageError(
+            "--chain is not possible with --cluster local, which has no queue: leave it out"
+        )
 
 
 def _check_folders(request: Request) -> None:
-    """Refuse folders that would be taken for patterns, or that other users may change."""
+    """Refuse folders whose names are patterns, or that other users may change."""
     logs = str(request.logs.absolute())
     if "%" in logs or "\\" in logs:
         raise UsageError(
-            f"{request.logs.parent}: Slurm and submitit replace % and \\ in names of log files: "
-            "choose a folder whose path has neither"
+            f"{request.logs.parent} contains % or \\, which Slurm and submitit replace in names "
+            "of log files: choose a folder whose path has neither"
         )
     for folder in (request.logs, *(Path(training.run or "") for training in request.runs)):
         if not folder.exists():
@@ -149,35 +155,46 @@ def _check_folders(request: Request) -> None:
 
 def _check_partition(request: Request, known: Mapping[str, slurm.Partition]) -> None:
     job = request.job
-    default = next((name for name, found in known.items() if found.is_default), "")
+    default = next((name for name, partition in known.items() if partition.is_default), "")
     for name in (job.partition or request.site.partition or default).split(","):
         if not name:
             continue
         if name not in known:
-            raise UsageError(f"no partition {name} here: there are {', '.join(sorted(known))}")
+            raise UsageError(
+                f"partition {name} does not exist: use one of {', '.join(sorted(known))}"
+            )
         limit = known[name].minutes
         if limit is not None and job.minutes() > limit:
-            raise UsageError(f"--time {job.time} is above the limit of {name}, {limit} minutes")
-        if job.nodes > known[name].nodes:
-            raise UsageError(f"--nodes {job.nodes}, but {name} has {known[name].nodes} nodes")
+            raise UsageError(
+                f"--time {job.time} is above the limit of partition {name}: give at most {limit} "
+                "(minutes), or another --partition"
+            )
+        nodes = known[name].nodes
+        if job.nodes > nodes:
+            raise UsageError(
+                f"--nodes {job.nodes} is more than partition {name} has: give at most {nodes}, or "
+                "another --partition"
+            )
 
 
-def not_needed(
+def reasons_to_skip(
     runs: Sequence[TrainConfig], may_change: frozenset[str] = configfile.MAY_CHANGE_ON_RESUME
 ) -> list[str]:
-    """Why no job has to be made for each of the runs; empty for those that need one.
+    """Return why each of the runs needs no job; an empty string for a run that needs one.
 
     Args:
-        may_change: in what a run may differ from the one in its folder.
+        may_change: options in which a run may differ from the run in its folder.
 
     Raises:
         UsageError: if a folder holds a run of another configuration.
     """
     active = watch.active(Path(run.run or "") for run in runs)
-    return [_not_needed(run, active[Path(run.run or "")], may_change) for run in runs]
+    return [_reason_to_skip(run, active[Path(run.run or "")], may_change) for run in runs]
 
 
-def _not_needed(training: TrainConfig, active: Sequence[str], may_change: frozenset[str]) -> str:
+def _reason_to_skip(
+    training: TrainConfig, active: Sequence[str], may_change: frozenset[str]
+) -> str:
     run = Path(training.run or "")
     saved = run / "config.yaml"
     if not holds_run(run):
@@ -196,56 +213,59 @@ def _not_needed(training: TrainConfig, active: Sequence[str], may_change: frozen
     return ""
 
 
-def make(request: Request, dependency: str | None = None, chain: int = 1) -> list[str]:
-    """Submit the runs of a request and keep in each folder what was made; the jobs' numbers.
+def submit_and_record(
+    request: Request, dependency: str | None = None, chain: int = 1
+) -> list[str]:
+    """Submit the runs of a request and write their job records; return the job numbers.
 
     Args:
-        dependency: in sbatch's words.
-        chain: jobs of each run; each runs if those before it left before the run was done.
+        dependency: value for sbatch's --dependency.
+        chain: jobs per run; each starts if the jobs before it ended before the run was done.
 
     Raises:
         UsageError: if Slurm refuses.
         DataError: if a run folder cannot be written.
-        Interrupted: if a signal asked to stop; what was made is kept.
+        Interrupted: on a signal to stop; jobs that were submitted by then are recorded.
     """
     with files.writable_by_owner_alone():
-        return _make(request, dependency, chain)
+        return _submit_and_record(request, dependency, chain)
 
 
-def _make(request: Request, dependency: str | None, chain: int) -> list[str]:
+def _submit_and_record(request: Request, dependency: str | None, chain: int) -> list[str]:
     version, patch = record.code_version()
-    made: list[list[str]] = []  # of each link of the chain, the number of each run
-    with undisturbed() as received:
+    links: list[list[str]] = []  # of the chain: the job number of each run
+    with defer_signals() as received:
         try:
             with ExitStack() as undo:
                 for training in request.runs:
                     _write_configuration(training, patch, undo)
-                while len(made) < chain and not received:
-                    made.append(submitted(request, dependency))
+                while len(links) < chain and not received:
+                    links.append(submit_request(request, dependency))
                     undo.pop_all()
-                    # All: a job cancelled because the run is done did not end well either.
-                    before = ":".join(numbers_of(numbers) for numbers in made)
+                    # Depend on all earlier jobs: one that was cancelled because the run is done
+                    # counts as "not ok" for the job after it.
+                    before = ":".join(joined_numbers(numbers) for numbers in links)
                     dependency = f"afternotok:{before}"
         finally:
-            if made:
-                for training, jobs in zip(request.runs, zip(*made, strict=True), strict=True):
-                    _keep_record(request, training, jobs, version)
+            if links:
+                for training, jobs in zip(request.runs, zip(*links, strict=True), strict=True):
+                    _write_record(request, training, jobs, version)
     if received:
-        raise _interrupted(request, made)
-    return [number for numbers in made for number in numbers]
+        raise _interrupted(request, links)
+    return [number for numbers in links for number in numbers]
 
 
-def _interrupted(request: Request, made: Sequence[Sequence[str]]) -> Interrupted:
-    if not made:
-        return Interrupted("interrupted; no job was made")
-    numbers = ", ".join(number for link in made for number in link)
+def _interrupted(request: Request, links: Sequence[Sequence[str]]) -> Interrupted:
+    if not links:
+        return Interrupted("interrupted before a job was submitted")
+    numbers = ", ".join(number for link in links for number in link)
     runs = " ".join(str(training.run) for training in request.runs)
     return Interrupted(
-        f"interrupted, but job {numbers} was made already: hvdtrain jobs cancel {runs} ends it"
+        f"interrupted after job {numbers} was submitted: end it with hvdtrain jobs cancel {runs}"
     )
 
 
-def _keep_record(
+def _write_record(
     request: Request, training: TrainConfig, jobs: Sequence[str], version: str
 ) -> None:
     run = Path(training.run or "")
@@ -267,9 +287,9 @@ def _keep_record(
 
 
 def _write_configuration(training: TrainConfig, patch: str, undo: ExitStack) -> None:
-    """Write `config.yaml`, from which every rank reads it; `undo` gives the folder back as it was.
+    """Write `config.yaml`, which every rank reads; add to `undo` what restores the folder.
 
-    The summary of a run that goes on is not its summary: it would count as done.
+    An earlier `summary.json` is renamed, because a run with that file counts as done.
     """
     run = Path(training.run or "")
     saved, summary = run / "config.yaml", run / "summary.json"
@@ -284,12 +304,12 @@ def _write_configuration(training: TrainConfig, patch: str, undo: ExitStack) -> 
             summary.replace(run / SUMMARY_BEFORE)
             undo.callback((run / SUMMARY_BEFORE).replace, summary)
     except OSError as error:
-        raise DataError(f"{run} cannot be made or changed: {error.strerror}") from None
+        raise DataError(f"{run} cannot be created or changed: {error.strerror}") from None
     configfile.save(training, saved)
     if patch:
         files.write_text(run / record.PATCH, patch, "the patch", DataError, files.PRIVATE)
 
 
-def numbers_of(jobs: Sequence[str]) -> str:
-    """The numbers of jobs as Slurm lists them; those of an array by its own."""
+def joined_numbers(jobs: Sequence[str]) -> str:
+    """Return job numbers joined by colons, as in a dependency; an array has a single number."""
     return ":".join(dict.fromkeys(job.partition("_")[0] for job in jobs))

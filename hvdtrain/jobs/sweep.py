@@ -1,4 +1,4 @@
-"""The jobs of a study."""
+"""Submit the jobs of a study."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -10,31 +10,37 @@ from hvdtrain.jobs import site, watch
 from hvdtrain.jobs.executor import Request, dry_run
 from hvdtrain.jobs.grid import Cell, Grid
 from hvdtrain.jobs.record import LOGS
-from hvdtrain.jobs.submit import check, check_runs, make, not_needed, numbers_of
-from hvdtrain.jobs.undisturbed import one_at_a_time
+from hvdtrain.jobs.submit import (
+    check,
+    check_runs,
+    joined_numbers,
+    reasons_to_skip,
+    submit_and_record,
+)
+from hvdtrain.jobs.undisturbed import submission_lock
 
 
 def sweep(grid: Grid, folder: str, is_dry: bool) -> Iterator[str]:
-    """Submit every run of a study that is not done yet; what becomes of each size, in lines.
+    """Submit every run of a study that is not done yet; yield the lines to print.
 
-    One submission a size, since the runs of an array ask for the same nodes; repeats are an array.
-    Made again, it submits what failed and nothing else. On this machine without Slurm all runs are
-    one job, one after the other.
+    Each size is one submission, because the runs of an array request the same nodes; its repeats
+    are the array. A second sweep submits only the runs that failed. Without Slurm, all runs are
+    one job on this machine, one after the other.
 
     Raises:
-        UsageError, DataError: as `submit`; nothing is submitted if a run does not fit.
+        UsageError, DataError: as `submit`; nothing is submitted if any run is refused.
     """
     requests = [_request(cell, grid, folder) for cell in grid.cells]
     check(requests)
     check_runs(request.runs[0] for request in requests)
-    with nullcontext() if is_dry else one_at_a_time(Path(folder)):
+    with nullcontext() if is_dry else submission_lock(Path(folder)):
         yield from _submit(requests, grid, folder, is_dry)
 
 
 def _submit(requests: list[Request], grid: Grid, folder: str, is_dry: bool) -> Iterator[str]:
-    every = [run for request in requests for run in request.runs]
-    folders = [run.run for run in every]
-    reasons = dict(zip(folders, not_needed(every, MAY_CHANGE_IN_STUDY), strict=True))
+    all_runs = [run for request in requests for run in request.runs]
+    folders = [run.run for run in all_runs]
+    reasons = dict(zip(folders, reasons_to_skip(all_runs, MAY_CHANGE_IN_STUDY), strict=True))
     yield from filter(None, reasons.values())
     pending = []
     for request in requests:
@@ -44,15 +50,15 @@ def _submit(requests: list[Request], grid: Grid, folder: str, is_dry: bool) -> I
         yield from map(dry_run, pending)
         return
     if pending and pending[0].job.cluster == "local":
-        pending = [_one_after_the_other(pending, Path(folder))]
+        pending = [_merged(pending, Path(folder))]
     limit = grid.options.in_flight
     others = watch.active(map(Path, filter(None, folders))) if limit is not None else {}
     earlier = [number for numbers in others.values() for number in numbers]
-    made: list[list[str]] = []
+    submitted: list[list[str]] = []
     for request in pending:
-        made.append(make(request, _dependency(grid, earlier, made)))
+        submitted.append(submit_and_record(request, _dependency(grid, earlier, submitted)))
         count = f"{len(request.runs)} run{'s' if len(request.runs) > 1 else ''}"
-        yield f"{request.name}: {count}, job {numbers_of(made[-1]).replace(':', ', ')}"
+        yield f"{request.name}: {count}, job {joined_numbers(submitted[-1]).replace(':', ', ')}"
 
 
 def _request(cell: Cell, grid: Grid, folder: str) -> Request:
@@ -67,22 +73,23 @@ def _request(cell: Cell, grid: Grid, folder: str) -> Request:
     )
 
 
-def _one_after_the_other(requests: list[Request], folder: Path) -> Request:
-    """One request for all runs, with time for all."""
+def _merged(requests: list[Request], folder: Path) -> Request:
+    """Return one request for all runs, with the sum of their time limits."""
     runs = [run for request in requests for run in request.runs]
     minutes = sum(request.job.minutes() * len(request.runs) for request in requests)
     job = replace(requests[0].job, time=str(minutes))
     return replace(requests[0], runs=tuple(runs), job=job, name=folder.name)
 
 
-def _dependency(grid: Grid, earlier: list[str], made: list[list[str]]) -> str | None:
-    """What the next submission has to wait for, so that no more runs than wanted run at a time.
+def _dependency(grid: Grid, earlier: list[str], submitted: list[list[str]]) -> str | None:
+    """Return the dependency of the next submission that keeps to the study's `in_flight`.
 
     Args:
-        earlier: jobs of the study that wait or run already.
+        earlier: jobs of the study that were waiting or running before this sweep.
+        submitted: job numbers of the submissions of this sweep.
     """
     if grid.options.in_flight is None:
         return None
     together = max(1, grid.options.in_flight // grid.options.repeats)
-    before = made[-together] if len(made) >= together else earlier
-    return f"afterany:{numbers_of(before)}" if before else None
+    before = submitted[-together] if len(submitted) >= together else earlier
+    return f"afterany:{joined_numbers(before)}" if before else None

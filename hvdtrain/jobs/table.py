@@ -14,7 +14,7 @@ COLUMNS = ("run", "job", "state", "nodes", "elapsed", "epoch", "step", "accuracy
 
 
 def as_text(rows: Sequence[Row]) -> str:
-    """A table, as wide as the terminal; what jobs that failed said last stands below it."""
+    """Return a table as wide as the terminal, followed by the last messages of failed jobs."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in (*COLUMNS, "last sign of life"):
         is_text = name in ("run", "job", "state", "nodes")

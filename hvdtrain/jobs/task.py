@@ -1,7 +1,7 @@
-"""What a job does: `python -m hvdtrain.jobs.task rank RUN`, or `... runs RUN...`.
+"""The program of a job: `python -m hvdtrain.jobs.task rank RUN`, or `... runs RUN...`.
 
-The arguments are folders of runs. What is executed is what their `config.yaml` says, so a folder
-that another user could have changed since the job was made is refused.
+The arguments are run folders. A job executes what `config.yaml` in such a folder says, so a folder
+that another user could have changed since the submission is refused.
 """
 
 import os
@@ -20,61 +20,63 @@ CONFIGURATION = "config.yaml"
 
 
 def main(words: Sequence[str]) -> int:
-    """Run this task; the exit code."""
-    how, *runs = words
+    """Run this task; return the exit code."""
+    mode, *runs = words
     try:
-        if how == "rank":
-            become(runs[0])
-        return one_after_the_other(runs)
+        if mode == "rank":
+            exec_train(runs[0])
+        return train_in_turn(runs)
     except (DataError, UsageError) as error:
         print(f"hvdtrain: {error}", file=sys.stderr, flush=True)
         return error.exit_code
 
 
-def become(run: str) -> NoReturn:
-    """Become `hvdtrain train`, so that a rank is the same program however it was started.
+def exec_train(run: str) -> NoReturn:
+    """Replace this process by `hvdtrain train`, so that every launcher runs the same program.
 
     Raises:
         DataError, UsageError: as `check`.
     """
-    # A signal waits until the program can obey it: blocked and pending outlive exec.
+    # Blocked and pending signals survive exec, so a signal waits until `train` can handle it.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     os.execv(sys.executable, _command(run))
 
 
-def one_after_the_other(runs: Sequence[str]) -> int:
-    """Make these runs, in processes that hear of the end of the job's time; the worst exit code.
+def train_in_turn(runs: Sequence[str]) -> int:
+    """Train these runs one after the other; return the worst exit code.
+
+    Stop signals, such as the one at the end of the job's time, are forwarded to the run.
 
     Raises:
         DataError, UsageError: as `check`.
     """
     running: list[subprocess.Popen[bytes]] = []
-    asked: list[int] = []
+    received: list[int] = []
 
-    def pass_on(number: int, frame: object) -> None:
-        asked.append(number)
+    def forward(number: int, frame: object) -> None:
+        received.append(number)
         for process in running:
             process.send_signal(number)
 
     for number in (*STOP_SIGNALS, signal.SIGINT):
-        signal.signal(number, pass_on)
+        signal.signal(number, forward)
     codes = []
     for run in runs:
         running[:] = [subprocess.Popen(_command(run))]
-        if asked:  # before there was a process to tell
-            running[0].send_signal(asked[0])
+        if received:  # before the process had started
+            running[0].send_signal(received[0])
         codes.append(running[0].wait())
-        if asked or codes[-1] in (75, 130):
+        if received or codes[-1] in (75, 130):
             break
     return max(codes, key=abs)
 
 
 def check(run: Path) -> None:
-    """Refuse the folder of a run whose configuration another user may have written.
+    """Refuse the folder of a run if another user may have written its configuration.
 
     Raises:
-        UsageError: if it can be changed by another user.
-        DataError: if it or its configuration is not there.
+        UsageError: if another user can change the folder or its configuration.
+        DataError: if one of them does not exist.
     """
     for path in (run, run / CONFIGURATION):
         try:
@@ -86,7 +88,7 @@ def check(run: Path) -> None:
 
 
 def _command(run: str) -> list[str]:
-    """The command of a run, which is the same each time its job is requeued."""
+    """Return the command of a run, which is the same after each requeue of its job."""
     check(Path(run))
     configuration = str(Path(run) / CONFIGURATION)
     words = ["train", "--config", configuration, "--run", run, "--resume", "auto"]

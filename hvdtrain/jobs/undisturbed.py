@@ -17,8 +17,8 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
-def one_at_a_time(folder: Path) -> Iterator[None]:
-    """Be the only process that makes jobs of runs in a folder; wait for another one that does.
+def submission_lock(folder: Path) -> Iterator[None]:
+    """Be the only process that submits jobs for runs in a folder; wait for any other one.
 
     Raises:
         DataError: if the folder cannot be written to.
@@ -32,8 +32,8 @@ def one_at_a_time(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def undisturbed() -> Iterator[list[int]]:
-    """Put off the signals that would end this process; the list grows as they come."""
+def defer_signals() -> Iterator[list[int]]:
+    """Defer signals that would end this process; yield a list that grows as they arrive."""
     received: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -56,8 +56,8 @@ def undisturbed() -> Iterator[list[int]]:
 
 
 @contextmanager
-def deaf_children() -> Iterator[None]:
-    """Start programs that no such signal ends: a Ctrl-C reaches all that a terminal started."""
+def children_ignore_signals() -> Iterator[None]:
+    """Start programs with these signals blocked: a terminal sends Ctrl-C to all its programs."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
         yield
@@ -66,4 +66,5 @@ def deaf_children() -> Iterator[None]:
 
 
 def _say(line: str) -> None:
-    print(f"hvdtrain: {line}", file=sys.__stderr__, flush=True)  # submitit's is put aside
+    # Not sys.stderr, which is redirected while submitit runs.
+    print(f"hvdtrain: {line}", file=sys.__stderr__, flush=True)

@@ -1,4 +1,4 @@
-"""How the jobs of runs fare: by Slurm, and by what the runs write themselves."""
+"""Report the state of runs' jobs, from Slurm and from the files that the runs write."""
 
 import json
 import socket
@@ -15,15 +15,15 @@ from hvdtrain.jobs import record, slurm
 from hvdtrain.jobs.record import Record
 from hvdtrain.jobs.slurm import State
 
-TAIL = 2**20  # bytes of metrics that are looked at
+TAIL = 2**20  # bytes that are read from the end of a file
 SAVED = ", state saved; "
 START_ONE = "start a job with hvdtrain jobs submit, or name the folder that holds the runs"
-FRESH_SECONDS = 60.0  # a sign of life this old is that of a run
+FRESH_SECONDS = 60.0  # a run with a heartbeat younger than this is running
 
 
 @dataclass(frozen=True)
 class Row:
-    """A run in the table of `jobs status`; what is not known is None."""
+    """A run in the table of `jobs status`; unknown values are None."""
 
     run: str
     job: str
@@ -39,93 +39,100 @@ class Row:
 
 
 def runs_of(paths: Iterable[str]) -> list[tuple[Path, Record]]:
-    """The run folders with jobs among these folders and the folders in them.
+    """Return the runs with jobs among these folders and the folders in them.
 
     Raises:
         UsageError: if there is none.
-        DataError: if a record cannot be understood.
+        DataError: if a record cannot be parsed.
     """
-    paths, found = list(paths), []
+    paths, runs = list(paths), []
     for path in map(Path, paths):
         if not path.is_dir():
-            raise UsageError(f"there is no folder {path}: {START_ONE}")
+            raise UsageError(f"{path} is not a folder: {START_ONE}")
         candidates = [path] if (path / record.RECORD).exists() else sorted(path.iterdir())
         for folder in candidates:
-            if folder.is_dir() and (kept := record.read(folder)) is not None:
-                found.append((folder, kept))
-    if not found:
+            if folder.is_dir() and (job_record := record.read(folder)) is not None:
+                runs.append((folder, job_record))
+    if not runs:
         raise UsageError(f"{', '.join(paths)} holds no run with a job: {START_ONE}")
-    return found
+    return runs
 
 
 def states(runs: Iterable[tuple[Path, Record]]) -> list[dict[str, State]]:
-    """For each run the states of its jobs that are still known, by number.
+    """Return, for each run, the states of its jobs that are still known, by job number.
+
+    Slurm is queried once for all runs.
 
     Raises:
-        UsageError: if Slurm does not answer; it is asked once.
+        UsageError: if Slurm does not answer.
     """
     runs = list(runs)
-    numbers = [number for _, kept in runs if kept.cluster == "slurm" for number in kept.jobs]
-    known = slurm.states(numbers)
-    return [_own(run, kept, known) for run, kept in runs]
+    on_slurm = [job_record for _, job_record in runs if job_record.cluster == "slurm"]
+    known = slurm.states([number for job_record in on_slurm for number in job_record.jobs])
+    return [_states_of(run, job_record, known) for run, job_record in runs]
 
 
 def active(runs: Iterable[Path]) -> dict[Path, list[str]]:
-    """The jobs of each of these run folders that wait or run; none where none was made.
+    """Return the waiting and running jobs of each run folder; none for a run without a record.
 
     Raises:
         UsageError, DataError: as `states` and `runs_of`.
     """
-    found: dict[Path, list[str]] = {run: [] for run in runs}
-    having = [(run, kept) for run in found if (kept := record.read(run)) is not None]
-    for (run, _), own in zip(having, states(having), strict=True):
-        found[run] = [number for number, state in own.items() if state.is_active]
-    return found
+    active_jobs: dict[Path, list[str]] = {run: [] for run in runs}
+    with_record = [
+        (run, job_record) for run in active_jobs if (job_record := record.read(run)) is not None
+    ]
+    for (run, _), job_states in zip(with_record, states(with_record), strict=True):
+        active_jobs[run] = [number for number, state in job_states.items() if state.is_active]
+    return active_jobs
 
 
-def _own(run: Path, kept: Record, known: Mapping[str, State]) -> dict[str, State]:
-    """Of what Slurm, or this machine, knows, what belongs to a run."""
-    if kept.cluster == "slurm":
-        # Numbers begin again where Slurm was set up anew.
-        own = {number: known[number] for number in kept.jobs if number in known}
-        return {number: state for number, state in own.items() if state.name == kept.name}
-    state = _local_state(run, kept)
-    return {kept.jobs[-1]: state} if state is not None else {}
+def _states_of(run: Path, job_record: Record, known: Mapping[str, State]) -> dict[str, State]:
+    """Return the states of a run's jobs, from Slurm's or from this machine's."""
+    if job_record.cluster == "slurm":
+        # Compare names: job numbers start again after Slurm was set up again.
+        same_number = {number: known[number] for number in job_record.jobs if number in known}
+        return {
+            number: state for number, state in same_number.items() if state.name == job_record.name
+        }
+    state = _local_state(run, job_record)
+    return {job_record.jobs[-1]: state} if state is not None else {}
 
 
-def _local_state(run: Path, kept: Record) -> State | None:
-    """The state of a run without Slurm; None if it is over.
+def _local_state(run: Path, job_record: Record) -> State | None:
+    """Return the state of a run without Slurm, or None if it is over.
 
-    One process makes the runs of a study in turn, so that what it does is not what a run does.
+    One process makes the runs of a study in turn, so its state alone is not that of a run.
     """
     beat = _beat(run, 0)
-    has_begun = beat is not None and beat["time"] > kept.submitted
-    if kept.host != socket.gethostname():
+    has_started = beat is not None and beat["time"] > job_record.submitted
+    if job_record.host != socket.gethostname():
         is_fresh = beat is not None and time.time() - beat["time"] < FRESH_SECONDS
         return State("RUNNING") if is_fresh else None
-    if not _is_alive(kept.jobs[-1]):
+    if not _is_alive(job_record.jobs[-1]):
         return None
-    if not has_begun:
+    if not has_started:
         return State("PENDING")
     assert beat is not None
     return State("RUNNING") if psutil.pid_exists(int(beat["pid"])) else None
 
 
 def rows(runs: Iterable[tuple[Path, Record]]) -> list[Row]:
-    """One line for each run, of its newest job that runs, else of its newest."""
+    """Return one row per run: its first running job, else the first waiting, else the newest."""
     runs = list(runs)
-    found = []
-    for (run, kept), own in zip(runs, states(runs), strict=True):
-        job = next((n for n in kept.jobs if n in own and own[n].state == "RUNNING"), "")
-        job = job or next((n for n in kept.jobs if n in own and own[n].is_active), kept.jobs[-1])
-        found.append(_row(run, kept, job, own.get(job)))
-    return found
+    table = []
+    for (run, job_record), known in zip(runs, states(runs), strict=True):
+        jobs = job_record.jobs
+        job = next((n for n in jobs if n in known and known[n].state == "RUNNING"), "")
+        job = job or next((n for n in jobs if n in known and known[n].is_active), jobs[-1])
+        table.append(_row(run, job_record, job, known.get(job)))
+    return table
 
 
-def _row(run: Path, kept: Record, job: str, state: State | None) -> Row:
-    if (run / "summary.json").exists():  # it is put aside when a run goes on
+def _row(run: Path, job_record: Record, job: str, state: State | None) -> Row:
+    if (run / "summary.json").exists():  # renamed when a run resumes
         state = replace(state or State(""), state="COMPLETED", reason="")
-    elif state is None:  # Slurm has forgotten it, or it was a process of a machine
+    elif state is None:  # Slurm no longer knows the job, or its local process has ended
         state = State("FAILED")
     lines = _metrics(run)
     steps = [line for line in lines if line.get("event") in ("step", "epoch")]
@@ -134,7 +141,7 @@ def _row(run: Path, kept: Record, job: str, state: State | None) -> Row:
     last = steps[-1] if steps else {}
     note = state.reason if state.is_active else ""
     if not state.is_active and state.state != "COMPLETED":
-        note = last_line(kept, job) or (faults[-1].get("message", "") if faults else "")
+        note = last_line(job_record, job) or (faults[-1].get("message", "") if faults else "")
     return Row(
         run=str(run),
         job=job,
@@ -145,61 +152,61 @@ def _row(run: Path, kept: Record, job: str, state: State | None) -> Row:
         step=last.get("step"),
         accuracy=_accuracy(epochs),
         images_per_second=last.get("images_per_second"),
-        heartbeat_seconds=_heartbeat(run, kept.ranks),
+        heartbeat_seconds=_heartbeat(run, job_record.ranks),
         note=note,
     )
 
 
 def _accuracy(epochs: list[dict[str, Any]]) -> float | None:
-    """The validation accuracy, else the test accuracy, of the last epoch that was evaluated."""
+    """Return the validation accuracy, else the test accuracy, of the last evaluated epoch."""
     kinds = ("val_accuracy", "test_accuracy")
     known = [line.get(kind) for line in reversed(epochs) for kind in kinds]
     return next((value for value in known if value is not None), None)
 
 
-def log_files(kept: Record, job: str, rank: int) -> list[Path]:
-    """What a rank of a job has printed: standard output, then standard error."""
-    stem = f"{job}_{rank}_log"
-    return [path for end in ("out", "err") if (path := Path(kept.logs) / f"{stem}.{end}").exists()]
+def log_files(job_record: Record, job: str, rank: int) -> list[Path]:
+    """Return the existing log files of a rank: standard output, then standard error."""
+    paths = [Path(job_record.logs) / f"{job}_{rank}_log.{end}" for end in ("out", "err")]
+    return [path for path in paths if path.exists()]
 
 
-def last_line(kept: Record, job: str) -> str:
-    """The last line of hvdtrain's own that a rank of a job has printed, else the last of all.
+def last_line(job_record: Record, job: str) -> str:
+    """Return the last error line of hvdtrain in a job's logs, else the last line of any program.
 
-    What earlier starts of the job said when they left with their state saved does not count.
+    Lines of earlier starts of the job, which ended with their state saved, are skipped.
     """
-    found = ""
-    for path in sorted(Path(kept.logs).glob(f"{job}_*_log.err")):
+    last = ""
+    for path in sorted(Path(job_record.logs).glob(f"{job}_*_log.err")):
         lines = [line for line in _tail(path).splitlines() if line.strip()]
-        own = [line for line in lines if line.startswith("hvdtrain: ") and SAVED not in line]
-        if own and not own[-1].endswith(":"):  # the heading of a traceback
-            return own[-1].removeprefix("hvdtrain: ")
-        found = found or (lines[-1] if lines else "")
-    return found
+        hvdtrains = [line for line in lines if line.startswith("hvdtrain: ") and SAVED not in line]
+        if hvdtrains and not hvdtrains[-1].endswith(":"):  # the heading of a traceback
+            return hvdtrains[-1].removeprefix("hvdtrain: ")
+        last = last or (lines[-1] if lines else "")
+    return last
 
 
 def _metrics(run: Path) -> list[dict[str, Any]]:
-    """The last lines of `metrics.jsonl`; a half-written one is left out."""
-    found = []
+    """Return the last records of `metrics.jsonl`, without a half-written one."""
+    records = []
     for line in _tail(run / "metrics.jsonl").splitlines():
         try:
             content = json.loads(line)
         except (ValueError, RecursionError):
             continue
         if isinstance(content, dict):
-            found.append(content)
-    return found
+            records.append(content)
+    return records
 
 
 def _heartbeat(run: Path, ranks: int) -> float | None:
-    """Seconds since the last sign of life of the rank that has been silent longest."""
+    """Return the seconds since the oldest of the ranks' last signs of life, or None."""
     beats = [_beat(run, rank) for rank in range(ranks)]
     times = [beat["time"] for beat in beats if beat is not None]
     return time.time() - min(times) if times else None
 
 
 def _beat(run: Path, rank: int) -> dict[str, float] | None:
-    """When a rank gave its last sign of life, and its process."""
+    """Return `time` and `pid` of a rank's last sign of life, or None if it cannot be read."""
     path = run / "heartbeats" / f"rank-{rank:04d}.json"
     try:
         content = json.loads(path.read_text())

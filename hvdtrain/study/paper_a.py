@@ -1,6 +1,7 @@
-"""Abdulkarim et al., "Optimizing Training Time in Deep Learning Models Using Distributed Computing
-Techniques", AJEST 5(1), 2026, doi 10.55145/ajest.2026.05.01.009, on this machine: table 2, figures
-4 and 5, and what became of its claim.
+"""Reproduce paper A on this machine: its table 2, figures 4 and 5, and a verdict on its claim.
+
+Paper A: Abdulkarim et al., "Optimizing Training Time in Deep Learning Models Using Distributed
+Computing Techniques", AJEST 5(1), 2026, doi 10.55145/ajest.2026.05.01.009.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,16 +20,16 @@ from hvdtrain.study.statistics import Estimate, difference, median, ratio
 
 SINGLE, MIRRORED, KERAS = "single", "mirrored", "horovod-tensorflow"
 SINGLE_TORCH, TORCH = "single-torch", "horovod-torch"
-BASES = {MIRRORED: SINGLE, KERAS: SINGLE, TORCH: SINGLE_TORCH}  # of the same framework
-# Seconds, and accuracy on the test images.
+BASES = {MIRRORED: SINGLE, KERAS: SINGLE, TORCH: SINGLE_TORCH}  # in the same framework
+# Published seconds, and accuracy on the test images.
 PAPER = {SINGLE: (156.63, 0.6892), MIRRORED: (126.12, 0.6907)}
-CLAIMED = 0.195  # less time
-POINT = 0.01
-SMALL_BATCH, SMALL_STEPS = 2, 500  # a step of which is hardly any computing
+CLAIMED = 0.195  # the claimed saving of time
+POINT = 0.01  # a percentage point of accuracy
+SMALL_BATCH, SMALL_STEPS = 2, 500  # such a step computes hardly anything
 
 
 def arms(data: str, epochs: int, ranks: int) -> list[Arm]:
-    """The paper's two arms, Horovod's, and its base in PyTorch; the paper's settings, on CPUs."""
+    """Return the paper's two arms, and Horovod in both frameworks, with the paper's settings."""
     base = TrainConfig(
         model="cnn",
         data=data,
@@ -51,47 +52,56 @@ def arms(data: str, epochs: int, ranks: int) -> list[Arm]:
 
 
 def small_arms(data: str, ranks: int) -> list[Arm]:
-    """Single device and mirrors on two images a step: what a step costs whatever is computed."""
+    """Return single device and mirrors with two images per step, for the fixed cost of a step."""
     return [
         Arm(
-            f"small-{one.key}",
-            f"{one.name}, {SMALL_BATCH} images a step",
-            one.ranks,
-            replace(one.config, batch_size=SMALL_BATCH, epochs=None, max_steps=SMALL_STEPS),
+            f"small-{arm.key}",
+            f"{arm.name}, {SMALL_BATCH} images per step",
+            arm.ranks,
+            replace(arm.config, batch_size=SMALL_BATCH, epochs=None, max_steps=SMALL_STEPS),
         )
-        for one in arms(data, 1, ranks)
-        if one.key in (SINGLE, MIRRORED)
+        for arm in arms(data, 1, ranks)
+        if arm.key in (SINGLE, MIRRORED)
     ]
 
 
 def reproduce(
     data: str, to: str, epochs: int, repeats: int, ranks: int, say: Callable[[str], object]
 ) -> Path:
-    """Make all runs, and write what came of them; the path of `report.md`.
+    """Train all runs and write the report; return the path of `report.md`.
+
+    Args:
+        data: folder of the packed data set.
+        to: folder for runs and report.
+        epochs: epochs per run.
+        repeats: runs per arm.
+        ranks: ranks of the distributed arms.
+        say: called with each line of progress.
 
     Raises:
-        UsageError: for numbers that make no comparison.
+        UsageError: if epochs, repeats or ranks do not allow a comparison.
         DataError: if there is no data set.
-        HvdtrainError: as a run that failed.
+        HvdtrainError: the error of a run that failed.
     """
     for option, value, least in (("--epochs", epochs, 1), ("--repeats", repeats, 1)):
         if value < least:
             raise UsageError(f"{option} must be at least {least}, not {value}")
     if ranks < 2:
-        raise UsageError(f"--ranks must be at least 2, not {ranks}: one rank is the base")
+        raise UsageError(f"--ranks must be at least 2, not {ranks}: one rank is the baseline")
     read_index(data)
     folder = Path(to)
     compared = arms(data, epochs, ranks)
-    made = run_all([*compared, *small_arms(data, ranks)], repeats, folder, say)
-    results = {key: [read(path) for path in sorted(paths)] for key, paths in made.items()}
+    folders = run_all([*compared, *small_arms(data, ranks)], repeats, folder, say)
+    results = {key: [read(path) for path in sorted(paths)] for key, paths in folders.items()}
     return write(folder, {arm.key: arm.name for arm in compared}, results)
 
 
 def write(folder: Path, names: Mapping[str, str], results: Mapping[str, list[Result]]) -> Path:
-    """Write table, pictures and words into the folder; the path of `report.md`.
+    """Write the report with its figures into the folder; return the path of `report.md`.
 
     Args:
-        names: of the arms that are compared, by their keys.
+        names: names of the compared arms, by key.
+        results: finished runs of all arms, by key.
     """
     main = {key: results[key] for key in names}
     curves = {names[key]: runs for key, runs in main.items()}
@@ -104,9 +114,9 @@ def write(folder: Path, names: Mapping[str, str], results: Mapping[str, list[Res
             origin([run for runs in main.values() for run in runs]),
             "## Table 2",
             _table(main, names),
-            "Seconds are those from the first step to the end, the evaluation of each epoch "
-            "included, without start-up. Medians of the repeats, in brackets 95 % bootstrap "
-            "intervals, which with few repeats are no wider than the repeats' range.",
+            "Seconds are counted from the first step to the end, with the evaluation of each "
+            "epoch, without start-up. Values are medians of the repeats, with 95 % bootstrap "
+            "intervals in brackets. With few repeats an interval is no wider than their range.",
             "![Accuracy](figure4.png)\n\n*Figure 4: accuracy on the test images by epoch; medians "
             "and ranges of repeats.*",
             "![Loss](figure5.png)\n\n*Figure 5: loss on the test images by epoch.*",
@@ -149,8 +159,8 @@ def _table(main: Mapping[str, list[Result]], names: Mapping[str, str]) -> str:
 
 
 def _time_ratio(main: Mapping[str, list[Result]], key: str) -> Estimate:
-    own, base = ([run.seconds for run in main[each]] for each in (key, BASES[key]))
-    return ratio(own, base)
+    arm, base = ([run.seconds for run in main[name]] for name in (key, BASES[key]))
+    return ratio(arm, base)
 
 
 def _accuracies(runs: Sequence[Result]) -> list[float]:
@@ -158,60 +168,60 @@ def _accuracies(runs: Sequence[Result]) -> list[float]:
 
 
 def verdict(main: Mapping[str, list[Result]], names: Mapping[str, str]) -> str:
-    """What became here of the claim: less time, and the same accuracy within a point."""
+    """Return the verdict on the claim: less time, at the same accuracy within a point."""
     parts = [
-        f"The paper found that distribution took {CLAIMED:.1%} less time, at an accuracy within "
+        f"The paper reports that distribution took {CLAIMED:.1%} less time, at an accuracy within "
         "one point."
     ]
     for key, base in BASES.items():
-        found = _time_ratio(main, key)
-        lost = difference(_accuracies(main[key]), _accuracies(main[base]))
+        time = _time_ratio(main, key)
+        accuracy = difference(_accuracies(main[key]), _accuracies(main[base]))
         parts.append(
-            f"- {names[key]} {_less_time(found)}; its accuracy is {_points(lost)}. "
-            f"{_holds(found, _is_within(lost))}"
+            f"- {names[key]} {_less_time(time)}; its accuracy is {_points(accuracy)}. "
+            f"{_conclusion(time, _is_within(accuracy))}"
         )
     return "\n".join(parts)
 
 
-def _points(lost: Estimate) -> str:
-    said = f"{100 * lost.value:+.2f} points from the single device's"
-    if lost.low is not None and lost.high is not None:
-        said += f" ({100 * lost.low:+.2f} to {100 * lost.high:+.2f})"
-    return f"{said}, {'within' if _is_within(lost) else 'NOT within'} one point"
+def _points(accuracy: Estimate) -> str:
+    text = f"{100 * accuracy.value:+.2f} points from the single device's"
+    if accuracy.low is not None and accuracy.high is not None:
+        text += f" ({100 * accuracy.low:+.2f} to {100 * accuracy.high:+.2f})"
+    return f"{text}, {'within' if _is_within(accuracy) else 'NOT within'} one point"
 
 
-def _is_within(lost: Estimate) -> bool:
-    ends = (lost.value, lost.low, lost.high)
+def _is_within(accuracy: Estimate) -> bool:
+    ends = (accuracy.value, accuracy.low, accuracy.high)
     return all(abs(end) <= POINT for end in ends if end is not None)
 
 
-def _less_time(found: Estimate) -> str:
+def _less_time(time: Estimate) -> str:
     def words(value: float) -> str:
         return f"{abs(1 - value):.1%} {'less' if value < 1 else 'more'}"
 
-    said = f"took {words(found.value)} time than the single device"
-    if found.low is None or found.high is None:
-        return f"{said} (one run of each: no interval)"
-    return f"{said} ({words(found.low)} to {words(found.high)})"
+    text = f"took {words(time.value)} time than the single device"
+    if time.low is None or time.high is None:
+        return f"{text} (one run of each: no interval)"
+    return f"{text} ({words(time.low)} to {words(time.high)})"
 
 
-def _holds(found: Estimate, within: bool) -> str:
-    if found.low is None or found.high is None:
-        return "Whether the claim holds cannot be told without repeats."
-    if found.low <= 1 <= found.high:
-        return "Whether it is faster at all is within the noise, so the claim is not confirmed."
-    if found.low > 1:
+def _conclusion(time: Estimate, is_within: bool) -> str:
+    if time.low is None or time.high is None:
+        return "Without repeats the claim can be neither confirmed nor refuted."
+    if time.low <= 1 <= time.high:
+        return "The difference in time is within the noise, so the claim is not confirmed."
+    if time.low > 1:
         return "The claim does not hold here."
     size = (
         "as much as the paper's"
-        if found.low <= 1 - CLAIMED <= found.high
-        else ("more than the paper's" if found.high < 1 - CLAIMED else "less than the paper's")
+        if time.low <= 1 - CLAIMED <= time.high
+        else ("more than the paper's" if time.high < 1 - CLAIMED else "less than the paper's")
     )
-    return f"The claim holds here{'' if within else ' for the time alone'}; the gain is {size}."
+    return f"The claim holds here{'' if is_within else ' for the time alone'}; the gain is {size}."
 
 
 def cost_of_mirrors(results: Mapping[str, list[Result]]) -> str:
-    """Where the time of a mirrored step goes that a single device's does not have."""
+    """Return a paragraph on the extra time of a mirrored step over a single device's step."""
     whole, small = (
         {
             key: 1e3 * median([run.step_seconds for run in results[f"{prefix}{key}"]]).value
@@ -219,17 +229,16 @@ def cost_of_mirrors(results: Mapping[str, list[Result]]) -> str:
         }
         for prefix in ("", "small-")
     )
-    more, fixed = whole[MIRRORED] - whole[SINGLE], small[MIRRORED] - small[SINGLE]
+    extra, fixed = whole[MIRRORED] - whole[SINGLE], small[MIRRORED] - small[SINGLE]
     return (
         f"A step on 64 images takes {whole[SINGLE]:.2f} ms on the single device and "
-        f"{whole[MIRRORED]:.2f} ms on the mirrors; a step on {SMALL_BATCH}, which is hardly any "
-        f"computing, {small[SINGLE]:.2f} and {small[MIRRORED]:.2f} ms. So the mirrors add "
-        f"{fixed:.2f} ms to each step whatever it computes, and {more - fixed:+.2f} ms that "
-        "depend on the images. The fixed part is the sum of the gradients over the mirrors and "
-        "the update, which every mirror makes of its own copy of weights and optimizer with its "
-        "part of the threads, where a single device makes it once with all of them: "
-        "`benchmarks/mirrored.py` measures each by itself. The other part is forward and "
-        "backward, which a single device spreads over the cores operation by operation and "
-        "mirrors by parts of the batch: on the cores of one processor mirrors add no computing "
-        "power."
+        f"{whole[MIRRORED]:.2f} ms on the mirrors. A step on {SMALL_BATCH} images, which computes "
+        f"hardly anything, takes {small[SINGLE]:.2f} and {small[MIRRORED]:.2f} ms. So the mirrors "
+        f"add a fixed {fixed:.2f} ms to each step, and {extra - fixed:+.2f} ms that depend on the "
+        "images. The fixed part is the sum of the gradients over the mirrors, and the update: "
+        "each mirror updates its own copy of weights and optimizer state with its part of the "
+        "threads, and a single device updates one copy with all threads. "
+        "`benchmarks/mirrored.py` measures both. The other part is forward and backward: a single "
+        "device spreads each operation over the cores, and mirrors split the batch. On the cores "
+        "of one processor mirrors add no computing power."
     )

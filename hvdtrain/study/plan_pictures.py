@@ -1,4 +1,4 @@
-"""Pictures of plans: the strategy of each component, and predictions beside measurements."""
+"""Draw plans: the strategy of each component, and predictions against measurements."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,18 +16,18 @@ MEANINGS = {
     "HP": "hybrid: on some",
     "MP": "model parallel: on one",
 }
-NARROW = 14  # components that go into one column
+NARROW = 14  # components that fit into the width of one column of a paper
 MOST_ROWS = 32  # ranks
 
 
 def draw_strategies(plan: Plan, to: Path) -> None:
-    """Which ranks hold which component, and its label: paper B's figure 6 for any plan.
+    """Draw which ranks hold each component, with its label: paper B's figure 6 for any plan.
 
     Raises:
         DataError: if the file cannot be written.
     """
-    given = labels(plan)
-    names = list(given)
+    label_of = labels(plan)
+    names = list(label_of)
     ranks = plan.ranks[:MOST_ROWS]
     width = WIDTH if len(names) <= NARROW else 2 * WIDTH
     height = 1.3 + 0.16 * len(ranks)
@@ -39,7 +39,7 @@ def draw_strategies(plan: Plan, to: Path) -> None:
                 for rank, share in zip(stage.ranks, stage.shares, strict=True):
                     if rank in ranks:
                         part = share / sum(stage.shares) * len(stage.ranks)
-                        _cell(axes, column, ranks.index(rank), given[name], part)
+                        _cell(axes, column, ranks.index(rank), label_of[name], part)
                 column += 1
         axes.set_xlim(0, len(names))
         axes.set_ylim(len(ranks), 0)
@@ -47,17 +47,17 @@ def draw_strategies(plan: Plan, to: Path) -> None:
         axes.set_yticks([place + 0.5 for place in range(len(ranks))], list(map(str, ranks)))
         axes.set_ylabel("rank" if len(ranks) == len(plan.ranks) else f"first {MOST_ROWS} ranks")
         axes.tick_params(length=0)
-        used = [label for label in MEANINGS if label in given.values()]
+        used = [label for label in MEANINGS if label in label_of.values()]
         patches = [Patch(color=_colour(label), label=f"{MEANINGS[label]}") for label in used]
         axes.legend(handles=patches, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
         save(figure, to)
 
 
 def _cell(axes: Any, column: int, row: int, label: str, part: float) -> None:
-    """One component on one rank; paler where the rank's part of a batch is smaller."""
-    pale = max(0.25, min(1.0, part))
+    """Draw one component on one rank; a smaller part of the batch is paler."""
+    alpha = max(0.25, min(1.0, part))
     colour = _colour(label)
-    axes.add_patch(Rectangle((column + 0.04, row + 0.06), 0.92, 0.88, color=colour, alpha=pale))
+    axes.add_patch(Rectangle((column + 0.04, row + 0.06), 0.92, 0.88, color=colour, alpha=alpha))
 
 
 def _colour(label: str) -> str:
@@ -65,7 +65,12 @@ def _colour(label: str) -> str:
 
 
 def draw_predictions(pairs: Mapping[str, Sequence[tuple[float, float]]], to: Path) -> None:
-    """Predicted against measured seconds of steps, by model; the dashed line is a perfect one.
+    """Draw predicted against measured seconds per step, by model.
+
+    On the dashed line prediction and measurement are equal.
+
+    Args:
+        pairs: (predicted, measured) seconds by model.
 
     Raises:
         DataError: if the file cannot be written.
@@ -80,7 +85,7 @@ def draw_predictions(pairs: Mapping[str, Sequence[tuple[float, float]]], to: Pat
             style: Any = {"color": COLOURS[place % len(COLOURS)], "label": name}
             axes.plot(measured, predicted, MARKERS[place % len(MARKERS)], **style)
         axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
-        axes.set_xlabel("measured seconds a step")
-        axes.set_ylabel("predicted seconds a step")
+        axes.set_xlabel("measured seconds per step")
+        axes.set_ylabel("predicted seconds per step")
         axes.legend()
         save(figure, to)

@@ -1,4 +1,4 @@
-"""The pictures of a report, for one column of a paper each (3.4 inches wide)."""
+"""Pictures of a report, each for one column of a paper (3.4 inches wide)."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -18,7 +18,7 @@ from hvdtrain.study.series import Lost, Series
 from hvdtrain.study.statistics import Estimate
 
 WIDTH, HEIGHT, DPI = 3.4, 2.55, 300
-# Okabe and Ito's colours, which all readers can tell apart.
+# Okabe and Ito's palette, which readers with colour blindness can distinguish.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vP*"
 STYLE: Any = {
@@ -47,62 +47,64 @@ PARTS = {
 }
 
 
-def draw(series: Sequence[Series], folder: Path) -> dict[str, str]:
-    """Draw all pictures into the folder; what each one shows, by file name."""
+def draw(all_series: Sequence[Series], folder: Path) -> dict[str, str]:
+    """Draw all pictures into the folder; return their captions by file name."""
     with pyplot.rc_context(STYLE):
-        found = {
+        pictures = {
             "speedup.png": ("Speed-up over one rank; dashed: ideal.", _speedup),
             "efficiency.png": ("Efficiency; dashed: ideal.", _efficiency),
-            "time.png": ("Where the time of the steps goes, by ranks.", _time),
+            "time.png": ("Time of the steps by cause, by number of ranks.", _time),
             "accuracy.png": ("Test accuracy by epoch, medians and ranges of repeats.", _accuracy),
             "loss.png": ("Test loss by epoch, medians and ranges of repeats.", _loss),
             "train_loss.png": ("Training loss by epoch, medians and ranges.", _train_loss),
-            "memory.png": ("Peak memory of the rank with most.", _memory),
+            "memory.png": ("Peak memory of the rank that uses most.", _memory),
         }
-        shown = {}
-        for name, (text, drawing) in found.items():
+        captions = {}
+        for name, (caption, drawing) in pictures.items():
             figure, axes = pyplot.subplots(figsize=(WIDTH, HEIGHT))
-            if drawing(axes, series):
+            if drawing(axes, all_series):
                 save = partial(figure.savefig, format="png")
                 files.write_whole(folder / name, save)
-                shown[name] = text
+                captions[name] = caption
             pyplot.close(figure)
-    return shown
+    return captions
 
 
-def _speedup(axes: Any, series: Sequence[Series]) -> bool:
-    most = max(size.ranks for one in series for size in one.sizes)
+def _speedup(axes: Any, all_series: Sequence[Series]) -> bool:
+    most = max(size.ranks for series in all_series for size in series.sizes)
     axes.plot([1, most], [1, most], "--", color="grey", linewidth=0.8, label="ideal")
-    for place, one in enumerate(series):
-        ranks = [size.ranks for size in one.sizes]
+    for place, series in enumerate(all_series):
+        ranks = [size.ranks for size in series.sizes]
         colour = COLOURS[place % len(COLOURS)]
-        _points(axes, ranks, [size.speedup for size in one.sizes], place, _label(one, series))
-        # A law that does not describe the runs is in the text alone.
-        fits = [fit for fit in one.fits if fit.describes]
+        speedups = [size.speedup for size in series.sizes]
+        _points(axes, ranks, speedups, place, _label(series, all_series))
+        # A law that does not describe the runs is only in the text.
+        fits = [fit for fit in series.fits if fit.describes]
         for fit, dots in zip(fits, (":", "-."), strict=False):
             along = np.linspace(1, most, 200)
-            base = one.sizes[0].images_per_second.value
+            base = series.sizes[0].images_per_second.value
             law = [fit.throughput(n) / base for n in along]
             axes.plot(along, law, dots, color=colour, linewidth=0.9, label=fit.name)
-    _by_ranks(axes, series, "speed-up")
+    _by_ranks(axes, all_series, "speed-up")
     axes.legend()
     return True
 
 
-def _efficiency(axes: Any, series: Sequence[Series]) -> bool:
+def _efficiency(axes: Any, all_series: Sequence[Series]) -> bool:
     axes.axhline(1, linestyle="--", color="grey", linewidth=0.8)
-    for place, one in enumerate(series):
-        ranks = [size.ranks for size in one.sizes]
-        _points(axes, ranks, [size.efficiency for size in one.sizes], place, _label(one, series))
+    for place, series in enumerate(all_series):
+        ranks = [size.ranks for size in series.sizes]
+        efficiencies = [size.efficiency for size in series.sizes]
+        _points(axes, ranks, efficiencies, place, _label(series, all_series))
     axes.set_ylim(0, max(1.1, axes.get_ylim()[1]))
-    _by_ranks(axes, series, "efficiency")
-    if len(series) > 1:
+    _by_ranks(axes, all_series, "efficiency")
+    if len(all_series) > 1:
         axes.legend()
     return True
 
 
-def _time(axes: Any, series: Sequence[Series]) -> bool:
-    sizes = [(one, size) for one in series for size in one.sizes]
+def _time(axes: Any, all_series: Sequence[Series]) -> bool:
+    sizes = [(series, size) for series in all_series for size in series.sizes]
     places = np.arange(len(sizes))
     below = np.zeros(len(sizes))
     for number, (name, label) in enumerate(PARTS.items()):
@@ -110,9 +112,10 @@ def _time(axes: Any, series: Sequence[Series]) -> bool:
         if values.max() > 0.005 * max(size.lost.ideal for _, size in sizes):
             axes.bar(places, values, 0.7, bottom=below, label=label, color=COLOURS[number])
         below += values
-    several = len(series) > 1
+    several = len(all_series) > 1
     axes.set_xticks(
-        places, [f"{size.ranks}\n{one.plan}" if several else size.ranks for one, size in sizes]
+        places,
+        [f"{size.ranks}\n{series.plan}" if several else size.ranks for series, size in sizes],
     )
     axes.set_xlabel("ranks")
     axes.set_ylabel("seconds of training")
@@ -123,25 +126,30 @@ def _time(axes: Any, series: Sequence[Series]) -> bool:
 
 
 def _part(lost: Lost, name: str) -> float:
-    """Seconds of a bar; what computed faster than ideal makes the ideal part shorter."""
+    """Return the seconds of a bar; computing that is faster than ideal shortens the ideal bar."""
     faster = min(lost.computing, 0.0) if name == "ideal" else 0.0
     return float(getattr(lost, name)) + faster
 
 
-def _accuracy(axes: Any, series: Sequence[Series]) -> bool:
-    return _curves(axes, series, "accuracy", "test accuracy")
+def _accuracy(axes: Any, all_series: Sequence[Series]) -> bool:
+    return _curves(axes, all_series, "accuracy", "test accuracy")
 
 
-def _loss(axes: Any, series: Sequence[Series]) -> bool:
-    return _curves(axes, series, "loss", "test loss")
+def _loss(axes: Any, all_series: Sequence[Series]) -> bool:
+    return _curves(axes, all_series, "loss", "test loss")
 
 
-def _train_loss(axes: Any, series: Sequence[Series]) -> bool:
-    return _curves(axes, series, "train_loss", "training loss")
+def _train_loss(axes: Any, all_series: Sequence[Series]) -> bool:
+    return _curves(axes, all_series, "train_loss", "training loss")
 
 
 def draw_by_epoch(arms: Mapping[str, Sequence[Result]], name: str, label: str, to: Path) -> None:
-    """Draw what each arm's runs have of `name` by epoch: medians and ranges.
+    """Draw the `name` of each arm's runs by epoch: medians and ranges of the repeats.
+
+    Args:
+        arms: runs by the label of their curve.
+        name: attribute of `Epoch`.
+        label: label of the y axis.
 
     Raises:
         DataError: if it cannot be written.
@@ -153,7 +161,7 @@ def draw_by_epoch(arms: Mapping[str, Sequence[Result]], name: str, label: str, t
 
 
 def save(figure: Any, to: Path) -> None:
-    """Write a picture, and let go of it.
+    """Write a picture, and close it.
 
     Raises:
         DataError: if it cannot be written.
@@ -166,13 +174,13 @@ def save(figure: Any, to: Path) -> None:
         pyplot.close(figure)
 
 
-def _curves(axes: Any, series: Sequence[Series], name: str, label: str) -> bool:
+def _curves(axes: Any, all_series: Sequence[Series], name: str, label: str) -> bool:
     curves: dict[str, Sequence[Result]] = {}
-    for one in series:
-        for size in one.sizes:
+    for series in all_series:
+        for size in series.sizes:
             words = f"{size.ranks} rank{'s' if size.ranks > 1 else ''}"
-            if len(series) > 1:
-                words += f", {_label(one, series)}"
+            if len(all_series) > 1:
+                words += f", {_label(series, all_series)}"
             curves[words] = size.runs
     return _draw_curves(axes, curves, name, label)
 
@@ -200,26 +208,26 @@ def _draw_curves(axes: Any, curves: Mapping[str, Sequence[Result]], name: str, l
 
 
 def _by_epoch(runs: Sequence[Result], name: str) -> dict[int, list[float]]:
-    """The values of whole epochs, of all repeats."""
-    found: dict[int, list[float]] = {}
+    """Return the values of all repeats by epoch."""
+    values: dict[int, list[float]] = {}
     for run in runs:
         for epoch in run.epochs:
             if (value := getattr(epoch, name)) is not None:
-                found.setdefault(epoch.number, []).append(value)
-    return found
+                values.setdefault(epoch.number, []).append(value)
+    return values
 
 
-def _memory(axes: Any, series: Sequence[Series]) -> bool:
-    for place, one in enumerate(series):
-        ranks = [size.ranks for size in one.sizes]
+def _memory(axes: Any, all_series: Sequence[Series]) -> bool:
+    for place, series in enumerate(all_series):
+        ranks = [size.ranks for size in series.sizes]
         peaks = [
             Estimate(float(np.median([run.peak_memory_bytes for run in size.runs])) / 2**30)
-            for size in one.sizes
+            for size in series.sizes
         ]
-        _points(axes, ranks, peaks, place, _label(one, series))
+        _points(axes, ranks, peaks, place, _label(series, all_series))
     axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
-    _by_ranks(axes, series, "GiB of the rank with most")
-    if len(series) > 1:
+    _by_ranks(axes, all_series, "peak memory (GiB)")
+    if len(all_series) > 1:
         axes.legend()
     return True
 
@@ -227,7 +235,7 @@ def _memory(axes: Any, series: Sequence[Series]) -> bool:
 def _points(
     axes: Any, ranks: Sequence[int], values: Sequence[Estimate], place: int, label: str
 ) -> None:
-    """Medians with intervals; no line between sizes that were not measured."""
+    """Draw medians with intervals, without lines between the sizes."""
     below = [value.value - (value.value if value.low is None else value.low) for value in values]
     above = [(value.value if value.high is None else value.high) - value.value for value in values]
     axes.errorbar(
@@ -241,8 +249,8 @@ def _points(
     )
 
 
-def _by_ranks(axes: Any, series: Sequence[Series], label: str) -> None:
-    ranks = sorted({size.ranks for one in series for size in one.sizes})
+def _by_ranks(axes: Any, all_series: Sequence[Series], label: str) -> None:
+    ranks = sorted({size.ranks for series in all_series for size in series.sizes})
     if ranks[-1] > 8:
         axes.set_xscale("log", base=2)
     axes.set_xticks(ranks, [str(number) for number in ranks])
@@ -251,14 +259,14 @@ def _by_ranks(axes: Any, series: Sequence[Series], label: str) -> None:
     axes.set_ylabel(label)
 
 
-def _label(one: Series, series: Sequence[Series]) -> str:
-    """What tells a series from the others."""
+def _label(series: Series, all_series: Sequence[Series]) -> str:
+    """Return the settings in which a series differs from the others."""
     words = []
     for name, text in (
-        *(("model", one.model), ("framework", one.framework), ("plan", one.plan)),
-        ("precision", one.precision),
-        *(("scaling", one.scaling), ("batch_size", f"batch {one.batch_size}")),
+        *(("model", series.model), ("framework", series.framework), ("plan", series.plan)),
+        ("precision", series.precision),
+        *(("scaling", series.scaling), ("batch_size", f"batch {series.batch_size}")),
     ):
-        if len({getattr(other, name) for other in series}) > 1:
+        if len({getattr(other, name) for other in all_series}) > 1:
             words.append(text)
     return ", ".join(words) or "measured"

@@ -1,4 +1,4 @@
-"""A scaling report: Markdown, CSV and pictures from run folders alone."""
+"""Write a scaling report: Markdown, CSV and pictures, from run folders."""
 
 import csv
 import io
@@ -23,58 +23,60 @@ RUN_COLUMNS = (
 
 
 def write(runs: list[str], to: str, efficiency: float, price: float | None) -> Path:
-    """Write the report of these runs into the folder `to`; the path of `report.md`.
+    """Write the report of these runs into the folder `to`; return the path of `report.md`.
 
     Args:
-        efficiency: that is wanted, 0 to 1.
-        price: of a core-hour, in any currency.
+        runs: run folders, or folders that contain some.
+        to: folder for the report.
+        efficiency: smallest efficiency that is worth paying for, 0 to 1.
+        price: price of a core-hour, in any currency.
 
     Raises:
         UsageError: if there is no finished run.
-        DataError: if a run cannot be read, or the report not written.
+        DataError: if the report cannot be written.
     """
     results, left_out = find(runs)
-    series, without = arrange(results)
+    all_series, without = arrange(results)
     folder = Path(to)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        pictures = plots.draw(series, folder) if series else {}
+        pictures = plots.draw(all_series, folder) if all_series else {}
     except OSError as error:
         raise DataError(f"{folder} cannot be written: {error.strerror}") from None
-    text = as_markdown(series, results, [*left_out, *without], pictures, efficiency, price)
+    text = as_markdown(all_series, results, [*left_out, *without], pictures, efficiency, price)
     for name, content in (
         ("report.md", text),
         ("runs.csv", _runs_csv(results)),
-        ("sizes.csv", _sizes_csv(series)),
+        ("sizes.csv", _sizes_csv(all_series)),
     ):
         files.write_text(folder / name, content, "the report", DataError)
     return folder / "report.md"
 
 
 def as_markdown(
-    series: Sequence[Series],
+    all_series: Sequence[Series],
     results: Sequence[Result],
     left_out: Sequence[str],
     pictures: dict[str, str],
     efficiency: float,
     price: float | None,
 ) -> str:
-    """The text of the report."""
+    """Return the text of the report."""
     parts = ["# Scaling report", origin(results)]
-    parts += [_section(one, efficiency, price) for one in series]
-    if not series:
+    parts += [_section(series, efficiency, price) for series in all_series]
+    if not all_series:
         parts.append("No runs on one and on several ranks with the same settings to compare.")
     parts += [f"![{text}]({name})\n\n*{text}*" for name, text in pictures.items()]
     parts += ["## Intervals", INTERVALS]
-    if series:
-        parts += ["## For a paper", methods(series, results), f"```bibtex\n{BIBTEX}\n```"]
+    if all_series:
+        parts += ["## For a paper", methods(all_series, results), f"```bibtex\n{BIBTEX}\n```"]
     if left_out:
         parts += ["## Left out", "\n".join(f"- {line}" for line in left_out)]
     return "\n\n".join(parts) + "\n"
 
 
 def origin(results: Sequence[Result]) -> str:
-    """Machine, versions, seeds and settings."""
+    """Return a list of machines, versions, seeds and settings."""
     seeds = sorted({result.seed for result in results})
     versions: dict[str, list[str]] = {}
     for result in results:
@@ -85,7 +87,7 @@ def origin(results: Sequence[Result]) -> str:
     lines = [
         f"- Made by hvdtrain {__version__} from {len(results)} runs.",
         *(f"- Machine: {text}." for text in machines(list(results))),
-        f"- Versions: {', '.join(f'{n} {_either(found)}' for n, found in versions.items())}.",
+        f"- Versions: {', '.join(f'{name} {_either(used)}' for name, used in versions.items())}.",
         f"- Seeds: {', '.join(map(str, seeds))}.",
         f"- Settings of all runs: {settings}.",
     ]
@@ -102,41 +104,42 @@ def _common_settings(results: Sequence[Result]) -> str:
         name: value
         for name, value in first.items()
         if value not in (None, False)
-        and name not in ("processor", "accelerator")  # said as the machine
+        and name not in ("processor", "accelerator")  # in the line of the machine
         and all(result.settings.get(name) == value for result in results)
     }
     return ", ".join(f"{name} {value}" for name, value in same.items())
 
 
-def _section(one: Series, efficiency: float, price: float | None) -> str:
-    base = one.sizes[0].runs[0]
-    best = one.best_serial[0]
-    said = (
-        f"The base is one rank with {_threads(base.threads)}, as each rank of the other sizes has"
+def _section(series: Series, efficiency: float, price: float | None) -> str:
+    base = series.sizes[0].runs[0]
+    best = series.best_serial[0]
+    text = (
+        f"The baseline is one rank with {_threads(base.threads)}, as many as each rank of the "
+        "other sizes has"
     )
-    said += (
+    text += (
         f" (global batch {base.batch_size})."
-        if one.scaling == "strong"
-        else f" (batch {base.batch_size} a rank)."
+        if series.scaling == "strong"
+        else f" (batch {base.batch_size} per rank)."
     )
     if best.threads != base.threads:
-        said += f" The best serial run has {_threads(best.threads)}."
-    parts = [f"## {one.title}", said, _table(one, price), _lost_table(one)]
-    parts.append(_worth(one, efficiency))
-    laws = [_law(fit, one.sizes[-1].ranks) for fit in one.fits]
-    # Amdahl's law is of a problem that does not grow.
-    missing = {"Amdahl", "USL"} if one.scaling == "strong" else {"USL"}
-    missing -= {fit.name for fit in one.fits}
+        text += f" The best serial run has {_threads(best.threads)}."
+    parts = [f"## {series.title}", text, _table(series, price), _lost_table(series)]
+    parts.append(_worth(series, efficiency))
+    laws = [_law(fit, series.sizes[-1].ranks) for fit in series.fits]
+    # Amdahl's law describes a problem of fixed size, so strong scaling only.
+    missing = {"Amdahl", "USL"} if series.scaling == "strong" else {"USL"}
+    missing -= {fit.name for fit in series.fits}
     laws += [
-        f"- {name}: not fitted, {len(one.sizes)} sizes are too few." for name in sorted(missing)
+        f"- {name}: not fitted, {len(series.sizes)} sizes are too few." for name in sorted(missing)
     ]
     parts.append("\n".join(laws))
     return "\n\n".join(parts)
 
 
-def _table(one: Series, price: float | None) -> str:
+def _table(series: Series, price: float | None) -> str:
     heads = ["ranks", "repeats", "images/s", "speed-up", "efficiency", "over the best serial run"]
-    epochs = max(len(run.epochs) for size in one.sizes for run in size.runs)
+    epochs = max(len(run.epochs) for size in series.sizes for run in size.runs)
     heads += [
         f"seconds ({epochs} epochs)",
         "communication",
@@ -148,7 +151,7 @@ def _table(one: Series, price: float | None) -> str:
     if price is not None:
         heads.append("cost")
     rows = []
-    for size in one.sizes:
+    for size in series.sizes:
         trained = [run.train_seconds for run in size.runs]
         row = [
             *(str(size.ranks), str(len(size.runs)), number(size.images_per_second, ",.0f")),
@@ -166,11 +169,11 @@ def _table(one: Series, price: float | None) -> str:
     return _markdown_table(heads, rows)
 
 
-def _lost_table(one: Series) -> str:
+def _lost_table(series: Series) -> str:
     heads = ["ranks", "steps (s)", "ideal", "slower computing", "communication", "imbalance"]
     heads += ["bubble", "data", "start-up (not in steps)"]
     rows = []
-    for size in one.sizes:
+    for size in series.sizes:
         lost = size.lost
         whole = median([run.train_seconds for run in size.runs])
         values = [lost.computing, lost.communication, lost.imbalance, lost.bubble, lost.data]
@@ -181,31 +184,31 @@ def _lost_table(one: Series) -> str:
                 f"{lost.startup:,.1f}",
             ]
         )
-    return "Why it is not linear, in seconds:\n\n" + _markdown_table(heads, rows)
+    return "Why scaling is not linear, in seconds:\n\n" + _markdown_table(heads, rows)
 
 
-def _worth(one: Series, efficiency: float) -> str:
-    most = one.worth(efficiency)
-    text = (
-        f"At an efficiency of {efficiency:.0%} or more, the most ranks worth paying for are {most}"
+def _worth(series: Series, efficiency: float) -> str:
+    most = series.worth(efficiency)
+    return (
+        f"At an efficiency of {efficiency:.0%} or more, the largest number of ranks worth paying "
+        f"for is {most} (of the sizes measured)."
     )
-    return f"{text} (of the sizes measured)."
 
 
 def _law(fit: Fit, most: int) -> str:
-    said = [
+    parameters = [
         f"{name.replace('_', ' ')} {number(item, ',.0f' if item.value > 1 else '.3g')}"
         for name, item in fit.parameters.items()
     ]
-    text = f"- {fit.name}: {', '.join(said)}"
+    text = f"- {fit.name}: {', '.join(parameters)}"
     if fit.name == "USL" and (peak := usl_peak(fit)) is not None:
-        beyond = ", beyond what was measured" if peak > most else ""
+        beyond = ", beyond the sizes measured" if peak > most else ""
         text += f"; throughput peaks at {peak:.1f} ranks{beyond}"
     return f"{text}. Caution: {fit.warning}." if fit.warning else f"{text}."
 
 
 def number(estimate: Estimate, form: str) -> str:
-    """An estimate with its interval."""
+    """Return an estimate with its interval as text."""
     text = format(estimate.value, form)
     if estimate.low is None or estimate.high is None:
         return text
@@ -235,15 +238,15 @@ def _runs_csv(results: Sequence[Result]) -> str:
     return _csv(["run", *RUN_COLUMNS], rows)
 
 
-def _sizes_csv(series: Sequence[Series]) -> str:
+def _sizes_csv(all_series: Sequence[Series]) -> str:
     names = ("images_per_second", "speedup", "efficiency", "speedup_over_best", "seconds")
     heads = ["model", "plan", "precision", "scaling", "ranks", "repeats"]
     heads += [f"{name}{end}" for name in names for end in ("", "_low", "_high")]
     rows = []
-    for one in series:
-        for size in one.sizes:
-            row: list[Any] = [one.model, one.plan, one.precision, one.scaling, size.ranks]
-            row.append(len(size.runs))
+    for series in all_series:
+        for size in series.sizes:
+            row: list[Any] = [series.model, series.plan, series.precision, series.scaling]
+            row += [size.ranks, len(size.runs)]
             for name in names:
                 estimate = getattr(size, name)
                 row += [estimate.value, estimate.low, estimate.high]

@@ -1,4 +1,4 @@
-"""Runs of a published experiment: made one after the other in random order, each once."""
+"""Train the runs of a published experiment, one after the other in random order, each once."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from hvdtrain.errors import (
     UsageError,
 )
 
-# By their exit codes a run that stopped says why.
+# The exit code of a run that stopped selects the error.
 KINDS: tuple[type[HvdtrainError], ...] = (
     *(CheckFailed, UsageError, DataError, RankError, Preempted, Interrupted),
 )
@@ -28,8 +28,10 @@ class Arm:
     """One side of a comparison.
 
     Attributes:
-        key: folder of its runs. name: in tables and pictures.
-        ranks: that are started.
+        key: first part of the names of its run folders.
+        name: name in tables and pictures.
+        ranks: number of processes that are started.
+        config: configuration of its runs, without seed and run folder.
     """
 
     key: str
@@ -41,21 +43,21 @@ class Arm:
 def run_all(
     arms: Sequence[Arm], repeats: int, to: Path, say: Callable[[str], object]
 ) -> dict[str, list[Path]]:
-    """Make `repeats` runs of each arm, with seeds from 0; the run folders by the arms' keys.
+    """Train `repeats` runs of each arm, with seeds from 0; return the run folders by arm key.
 
-    In an order that depends on nothing but the arms: what changes on the machine with time is
-    spread over all of them. Runs that are finished are kept, those that were ended go on.
+    The order is random but the same each time, so that slow changes of the machine are spread over
+    all arms. Finished runs are kept; interrupted runs resume.
 
     Raises:
         UsageError: if a folder holds a run of other settings.
-        HvdtrainError: as the run that failed; the others stay.
+        HvdtrainError: the error of a run that failed; the other runs stay.
     """
     todo = [(arm, seed) for arm in arms for seed in range(repeats)]
     random.Random(0).shuffle(todo)
-    found: dict[str, list[Path]] = {arm.key: [] for arm in arms}
+    folders: dict[str, list[Path]] = {arm.key: [] for arm in arms}
     for number, (arm, seed) in enumerate(todo, 1):
         folder = to / "runs" / f"{arm.key}-{seed}"
-        found[arm.key].append(folder)
+        folders[arm.key].append(folder)
         config = replace(arm.config, seed=seed, run=str(folder))
         _check_same(folder / "config.yaml", config)
         if (folder / "summary.json").exists():
@@ -63,7 +65,7 @@ def run_all(
             continue
         say(f"run {number} of {len(todo)}: {arm.name}, seed {seed}")
         _run(config, arm.ranks, to / "configs")
-    return found
+    return folders
 
 
 def _check_same(path: Path, config: TrainConfig) -> None:
@@ -79,16 +81,16 @@ def _check_same(path: Path, config: TrainConfig) -> None:
 
 
 def _run(config: TrainConfig, ranks: int, folder: Path) -> None:
-    """Train as `hvdtrain train --config` does, on so many ranks of this machine."""
+    """Train as `hvdtrain train --config` does, with this number of ranks on this machine."""
     run = Path(config.run or "")
     path = folder / f"{run.name}.yaml"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DataError(f"{folder} cannot be made: {error.strerror}") from None
+        raise DataError(f"{folder} cannot be created: {error.strerror}") from None
     files.write_text(path, configfile.to_yaml(config), "the configuration", DataError)
     outcome = launch.supervise(ranks, ["train", "--config", str(path), "--resume", "auto"])
     if outcome.code == 0:
         return
     kind = next((kind for kind in KINDS if kind.exit_code == outcome.code), RankError)
-    raise kind(f"{run} has stopped; the same command goes on from here once that is mended")
+    raise kind(f"{run} stopped: fix the cause above, then run the same command again to resume")

@@ -1,4 +1,4 @@
-"""What a run folder says of a finished run."""
+"""Read the result of a finished run from its folder."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from hvdtrain import configfile
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.frameworks import mirrored_devices
 
-# Runs that differ in these alone are compared: sizes, repeats, where files are, how they are kept.
+# Runs that differ only in these are compared: sizes, repeats, and the names and handling of files.
 NOT_SETTINGS = frozenset(
     {"plan", "ranks", "threads", "seed", "batch_size", "run", "resume", "ledger", "trace"}
     | {
@@ -37,7 +37,7 @@ SHORT_PLANS = re.compile(r"single|dp|mp|hp:\d+x\d+")
 
 @dataclass(frozen=True)
 class Epoch:
-    """An epoch's line of metrics; losses and accuracies are None where there is none."""
+    """Metrics of an epoch; losses and accuracies are None if they were not computed."""
 
     number: int
     train_loss: float | None
@@ -50,16 +50,18 @@ class Result:
     """A finished run.
 
     Attributes:
-        plan: single, dp, mp, hp:SxR, mirrored, or the file of another one.
-        ranks: and the devices of a rank that has several.
-        settings: what else decides what is computed and on what, without repeats and sizes.
+        path: run folder.
+        plan: single, dp, mp, hp:SxR, mirrored, or the file of another plan.
+        ranks: number of ranks, times the devices per rank under MirroredStrategy.
+        threads: threads per rank or device.
+        settings: other options and hardware that must be equal in runs that are compared.
         seconds: from the first step to the end of the last, evaluation included.
-        train_seconds: of the steps alone.
+        train_seconds: time of the steps alone.
         exposed, bubble, data, imbalance: seconds of `train_seconds`, the mean over the ranks, in
             which a rank waited for communication (imbalance included), for its turn in a
             pipeline, for images, and for a slower rank.
-        peak_memory_bytes: of the rank with most.
-        step_seconds: of a step of a whole batch, the median.
+        peak_memory_bytes: maximum over the ranks.
+        step_seconds: median time of a step on a whole batch.
     """
 
     path: Path
@@ -88,17 +90,17 @@ class Result:
 
     @property
     def cores(self) -> int:
-        """That it used."""
+        """Return the number of cores that the run used."""
         return self.ranks * self.threads
 
     @property
     def core_hours(self) -> float:
-        """Start-up included."""
+        """Return the core-hours of the run, start-up included."""
         return self.cores * (self.seconds + self.startup_seconds) / 3600
 
 
 def find(paths: list[str]) -> tuple[list[Result], list[str]]:
-    """The finished runs among these folders and the folders below them, and what was left out.
+    """Return the finished runs in and below these folders, and a line for each other run.
 
     Raises:
         UsageError: if a folder does not exist, or none holds a finished run.
@@ -108,17 +110,19 @@ def find(paths: list[str]) -> tuple[list[Result], list[str]]:
     seen: set[Path] = set()
     for path in map(Path, paths):
         if not path.is_dir():
-            raise UsageError(f"{path}: there is no such folder")
-        for found in sorted(path.rglob("config.yaml")):
-            run = found.parent.resolve()
+            raise UsageError(
+                f"{path} is not a folder: name run folders, or a folder that has some"
+            )
+        for config in sorted(path.rglob("config.yaml")):
+            run = config.parent.resolve()
             if run in seen:
                 continue
             seen.add(run)
             if not (run / "summary.json").exists():
-                left_out.append(f"{found.parent} is not finished")
+                left_out.append(f"{config.parent} is not finished")
                 continue
             try:
-                results.append(read(found.parent))
+                results.append(read(config.parent))
             except DataError as error:
                 left_out.append(str(error))
     if not results:
@@ -127,10 +131,10 @@ def find(paths: list[str]) -> tuple[list[Result], list[str]]:
 
 
 def read(run: Path) -> Result:
-    """One run.
+    """Return the result of a run.
 
     Raises:
-        DataError: if its files cannot be understood.
+        DataError: if its files cannot be parsed.
     """
     try:
         summary = json.loads((run / "summary.json").read_text())
@@ -153,23 +157,25 @@ def _ranks(plan: dict[str, Any]) -> object:
 def _check_size(
     plan: dict[str, Any], devices: int, lines: list[dict[str, Any]], config: dict[str, Any]
 ) -> None:
-    """Refuse a run that was made on several numbers of ranks or under several plans.
+    """Refuse a run that used several numbers of ranks or several plans.
 
     Raises:
-        ValueError: if it was.
+        ValueError: if it did.
     """
-    # A run that changes its plan itself stays on its ranks.
+    # An adaptive run changes its plan, but not its ranks.
     part = _ranks if config.get("plan") == "adaptive" else _stages
     if any(
         part(line) != part(plan) or line.get("devices_a_rank", 1) != devices
         for line in lines
         if line["event"] == "plan"
     ):
-        raise ValueError("it went on under another plan or number of ranks, so it is of no size")
+        raise ValueError(
+            "it resumed with another plan or number of ranks, so it does not belong to one size"
+        )
 
 
 def _settings(config: dict[str, Any], machine: dict[str, Any]) -> dict[str, Any]:
-    """What has to be equal in runs that are compared; of older runs, what they did."""
+    """Return what must be equal in runs that are compared, with the defaults of older versions."""
     return (
         {"framework": "torch", "eval_every": 1}
         | {name: value for name, value in config.items() if name not in NOT_SETTINGS}
@@ -216,13 +222,13 @@ def _result(
 
 
 def _step_seconds(steps: list[dict[str, Any]], batch_size: int) -> float:
-    """The median of the step lines but the first, in which libraries make themselves ready."""
+    """Return the median over the step lines; the first is skipped, as libraries warm up in it."""
     rates = [line["images_per_second"] for line in steps]
     return batch_size / median(rates[1:] or rates) if rates else 0.0
 
 
 def plan_name(plan: dict[str, Any]) -> str:
-    """The short form of a plan, as the command line has it."""
+    """Return the short name of a plan, as on the command line."""
     replicas = [len(stage["ranks"]) for stage in plan["stages"]]
     if len(replicas) == 1:
         return "single" if replicas[0] == 1 else "dp"
@@ -231,42 +237,43 @@ def plan_name(plan: dict[str, Any]) -> str:
     return f"hp:{len(replicas)}x{replicas[0]}" if len(set(replicas)) == 1 else "plan"
 
 
-def _plan(plan: dict[str, Any], asked: str | None) -> str:
-    """Its short name; of a plan from a file that file, as shapes alone do not tell such apart."""
-    if asked is not None and mirrored_devices(asked) is not None:
+def _plan(plan: dict[str, Any], option: str | None) -> str:
+    """Return the short name of a plan, or its file: the shape does not distinguish such plans."""
+    if option is not None and mirrored_devices(option) is not None:
         return "mirrored"
-    return plan_name(plan) if asked is None or SHORT_PLANS.fullmatch(asked) else asked
+    return plan_name(plan) if option is None or SHORT_PLANS.fullmatch(option) else option
 
 
 def machines(results: list[Result]) -> list[str]:
-    """The machines of these runs in words, the most frequent first."""
-    said = [
-        f"{item.get('processor', 'unknown processor')}, {item.get('cores', '?')} cores a host"
+    """Return descriptions of the machines of these runs, the most frequent first."""
+    descriptions = [
+        f"{item.get('processor', 'unknown processor')}, {item.get('cores', '?')} cores per host"
         + (f", {item['accelerator']}" if item.get("accelerator") else "")
         for item in (result.machine for result in results)
     ]
-    return [text for text, _ in Counter(said).most_common()]
+    return [text for text, _ in Counter(descriptions).most_common()]
 
 
 def _shares(
     steps: list[dict[str, Any]], batch_size: int, plan: dict[str, Any]
 ) -> tuple[float, float]:
-    """Which part of a step ranks wait for images, and for a slower replica of their stage.
+    """Return the parts of a step in which ranks wait for images, and for a slower stage replica.
 
-    Means over ranks and step lines. Stages that cost unlike are no imbalance: that is the bubble.
+    Both are means over ranks and step lines. Unequal costs of stages do not count as imbalance:
+    they are the bubble.
     """
     data: list[float] = []
     imbalance: list[float] = []
     for line in steps:
         if (ranks := line.get("ranks")) and line["images_per_second"] > 0:
             step_seconds = batch_size / line["images_per_second"]
-            own = np.array(ranks["own_seconds"], float)
+            busy = np.array(ranks["own_seconds"], float)
             waited = np.array(ranks["data_seconds"], float)
             data.append(float(waited.mean()) / step_seconds)
-            waits = np.zeros(len(own))
+            waits = np.zeros(len(busy))
             for stage in plan["stages"]:
                 replicas = np.array(stage["ranks"], int)
-                behind = own[replicas].max() - own[replicas]
+                behind = busy[replicas].max() - busy[replicas]
                 waits[replicas] = np.maximum(waits[replicas], behind)
             imbalance.append(float(waits.mean()) / step_seconds)
     if not data:

@@ -1,4 +1,4 @@
-"""Runs of one model under one kind of plan at several sizes, compared with one rank."""
+"""Series of runs: one model and one kind of plan at several sizes, compared with one rank."""
 
 import json
 from collections import defaultdict
@@ -18,15 +18,15 @@ SCALINGS: tuple[Scaling, ...] = ("strong", "weak")
 
 @dataclass(frozen=True)
 class Lost:
-    """Seconds of a run's steps beyond a perfect division of one rank's time, medians.
+    """Seconds of a run's steps by cause, beyond a perfect division of one rank's time (medians).
 
     Attributes:
-        ideal: one rank's time for as many images, divided by the ranks.
+        ideal: one rank's time for the same number of images, divided by the number of ranks.
         imbalance: waiting for a slower rank.
         communication: all other waiting for communication.
-        bubble: waiting for the turn in a pipeline.
-        data: waiting for images, beyond what one rank waits.
-        computing: the rest, such as caches and memory that ranks share.
+        bubble: waiting for other stages of a pipeline.
+        data: waiting for images, beyond the wait of one rank.
+        computing: the rest, such as the effect of shared caches and memory.
         startup: before the first step; not part of the steps.
     """
 
@@ -41,7 +41,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class Size:
-    """The repeats with one number of ranks."""
+    """Repeats with one number of ranks."""
 
     ranks: int
     runs: tuple[Result, ...]
@@ -59,12 +59,12 @@ class Series:
     """A model under one kind of plan.
 
     Attributes:
-        plan: dp, mp, hp (or hp:SxR, where one number of ranks has several), or a file.
-        batch_size: of all ranks together in strong scaling, of each rank in weak scaling.
+        plan: dp, mp, hp (or hp:SxR, if a number of ranks has several of them), or a file.
+        batch_size: global in strong scaling, per rank in weak scaling.
         scaling: strong if all sizes take the same global batch, weak if each rank takes the same.
         best_serial: the fastest one-rank runs with any number of threads.
-        sizes: by number of ranks, from one.
-        fits: Amdahl's law and the USL, where there are sizes enough.
+        sizes: sizes by number of ranks, starting with one rank.
+        fits: Amdahl's law and the USL, if there are enough sizes.
     """
 
     model: str
@@ -79,34 +79,37 @@ class Series:
 
     @property
     def title(self) -> str:
-        """In words."""
-        batch = f"batch {self.batch_size}" + (" a rank" if self.scaling == "weak" else "")
+        """Return the model, plan, precision, scaling and batch as text."""
+        batch = f"batch {self.batch_size}" + (" per rank" if self.scaling == "weak" else "")
         model = self.model if self.framework == "torch" else f"{self.model} ({self.framework})"
         return f"{model}, {self.plan}, {self.precision}, {self.scaling} scaling, {batch}"
 
     def worth(self, efficiency: float) -> int:
-        """The most ranks measured that are used at least so well; 1 has an efficiency of 1."""
+        """Return the largest measured number of ranks with at least this efficiency.
+
+        It is at least 1, because one rank has an efficiency of 1.
+        """
         return max(size.ranks for size in self.sizes if size.efficiency.value >= efficiency)
 
 
 def arrange(results: Iterable[Result]) -> tuple[list[Series], list[str]]:
-    """The series that these runs make, and a line for each run that is in none."""
+    """Group runs into series; return them, and a line for each run that is in none."""
     groups: dict[str, list[Result]] = defaultdict(list)
     for result in results:
         groups[json.dumps([result.model, result.settings], sort_keys=True)].append(result)
-    found: list[Series] = []
+    all_series: list[Series] = []
     left_out: list[str] = []
     for runs in groups.values():
-        alone = [run for run in runs if run.ranks == 1]
+        serial = [run for run in runs if run.ranks == 1]
         used: set[object] = set()
-        for plan, several in _by_plan([run for run in runs if run.ranks > 1]).items():
+        for plan, parallel in _by_plan([run for run in runs if run.ranks > 1]).items():
             for scaling in SCALINGS:
-                # A run that is compared as strong scaling is not one of weak scaling, too.
-                pending = [run for run in several if run.path not in used]
-                for made in _all_series(plan, scaling, alone, pending):
-                    found.append(made)
-                    used |= {run.path for size in made.sizes for run in size.runs}
-                    used |= {run.path for run in made.best_serial}
+                # A run that is part of a strong series is not used again in a weak one.
+                pending = [run for run in parallel if run.path not in used]
+                for series in _all_series(plan, scaling, serial, pending):
+                    all_series.append(series)
+                    used |= {run.path for size in series.sizes for run in size.runs}
+                    used |= {run.path for run in series.best_serial}
         left_out += [
             f"{run.path}: no run on one rank with the same settings and threads to compare it with"
             if run.ranks > 1
@@ -114,29 +117,37 @@ def arrange(results: Iterable[Result]) -> tuple[list[Series], list[str]]:
             for run in runs
             if run.path not in used
         ]
-    return found, left_out
+    return all_series, left_out
 
 
 def _by_plan(runs: Iterable[Result]) -> dict[str, list[Result]]:
-    """Runs that make one series: hp:2x1 and hp:2x2 do, unless a number of ranks has both kinds."""
-    found: dict[str, list[Result]] = defaultdict(list)
+    """Group runs by plan.
+
+    All hybrid plans are one group, unless a number of ranks has several of them.
+    """
+    groups: dict[str, list[Result]] = defaultdict(list)
     for run in sorted(runs, key=lambda run: run.plan):
-        found["hp" if run.plan.startswith("hp:") else run.plan].append(run)
-    hybrid = found.get("hp", [])
+        groups["hp" if run.plan.startswith("hp:") else run.plan].append(run)
+    hybrid = groups.get("hp", [])
     if len({(run.ranks, run.plan) for run in hybrid}) > len({run.ranks for run in hybrid}):
-        del found["hp"]
+        del groups["hp"]
         for run in hybrid:
-            found[run.plan].append(run)
-    return found
+            groups[run.plan].append(run)
+    return groups
 
 
 def _all_series(
-    plan: str, scaling: Scaling, alone: Sequence[Result], several: Sequence[Result]
+    plan: str, scaling: Scaling, serial: Sequence[Result], parallel: Sequence[Result]
 ) -> list[Series]:
-    """A series for each batch and number of threads that one rank and several have."""
-    of_alone = {(float(run.batch_size), run.threads) for run in alone}
-    shared = of_alone & {(_batch(run, scaling), run.threads) for run in several}
-    return [_series(plan, scaling, wanted, alone, several) for wanted in sorted(shared)]
+    """Return a series for each batch and number of threads that has runs on one rank and several.
+
+    Args:
+        serial: runs on one rank.
+        parallel: runs on several ranks.
+    """
+    serial_keys = {(float(run.batch_size), run.threads) for run in serial}
+    shared = serial_keys & {(_batch(run, scaling), run.threads) for run in parallel}
+    return [_series(plan, scaling, key, serial, parallel) for key in sorted(shared)]
 
 
 def _batch(run: Result, scaling: Scaling) -> float:
@@ -146,21 +157,21 @@ def _batch(run: Result, scaling: Scaling) -> float:
 def _series(
     plan: str,
     scaling: Scaling,
-    wanted: tuple[float, int],
-    alone: Sequence[Result],
-    several: Sequence[Result],
+    key: tuple[float, int],
+    serial: Sequence[Result],
+    parallel: Sequence[Result],
 ) -> Series:
-    """The series of a batch and a number of threads."""
-    base = [run for run in alone if (run.batch_size, run.threads) == wanted]
-    same_batch = [run for run in alone if run.batch_size == wanted[0]]
+    """Return the series of a `key`: batch (global or per rank) and number of threads."""
+    base = [run for run in serial if (run.batch_size, run.threads) == key]
+    same_batch = [run for run in serial if run.batch_size == key[0]]
     by_threads: dict[int, list[Result]] = defaultdict(list)
     for run in same_batch:
         by_threads[run.threads].append(run)
     best = max(by_threads.values(), key=lambda runs: np.median(_rates(runs)))
     by_ranks: dict[int, list[Result]] = defaultdict(list)
     by_ranks[1] = base
-    for run in several:
-        if (_batch(run, scaling), run.threads) == wanted:
+    for run in parallel:
+        if (_batch(run, scaling), run.threads) == key:
             by_ranks[run.ranks].append(run)
     sizes = tuple(_size(by_ranks[ranks], base, best) for ranks in sorted(by_ranks))
     rates = {size.ranks: _rates(size.runs) for size in sizes}
@@ -168,12 +179,12 @@ def _series(
         model=base[0].model,
         plan=plan,
         scaling=scaling,
-        batch_size=round(wanted[0]),
+        batch_size=round(key[0]),
         framework=str(base[0].settings.get("framework", "torch")),
         precision=str(base[0].settings.get("precision", "fp32")),
         best_serial=tuple(best),
         sizes=sizes,
-        # Amdahl's law is of a problem that does not grow.
+        # Amdahl's law describes a problem of fixed size, so strong scaling only.
         fits=tuple(
             fit
             for fit in (amdahl(rates) if scaling == "strong" else None, usl(rates))
@@ -199,15 +210,18 @@ def _size(runs: Sequence[Result], base: Sequence[Result], best: Sequence[Result]
 
 
 def _lost(runs: Sequence[Result], base: Sequence[Result]) -> Lost:
-    """For the median of each part: parts of different repeats need not add up to the whole."""
-    seconds_an_image = middle(run.train_seconds / run.samples for run in base)
-    data_an_image = middle(run.data / run.samples for run in base)
+    """Return the time by cause: the median of each part, and `computing` as the remainder.
+
+    Medians of different repeats need not add up to the whole, so the remainder is computed last.
+    """
+    seconds_per_image = middle(run.train_seconds / run.samples for run in base)
+    data_per_image = middle(run.data / run.samples for run in base)
     samples = middle(run.samples for run in runs)
-    ideal = seconds_an_image * samples / runs[0].ranks
+    ideal = seconds_per_image * samples / runs[0].ranks
     imbalance = middle(min(run.imbalance, run.exposed) for run in runs)
     communication = middle(run.exposed for run in runs) - imbalance
     bubble = middle(run.bubble for run in runs)
-    data = middle(run.data for run in runs) - data_an_image * samples / runs[0].ranks
+    data = middle(run.data for run in runs) - data_per_image * samples / runs[0].ranks
     whole = middle(run.train_seconds for run in runs)
     return Lost(
         ideal=ideal,

@@ -1,7 +1,7 @@
 """Medians, ratios and scaling laws, each with an interval.
 
 All intervals are percentile bootstrap intervals (Efron and Tibshirani, "An Introduction to the
-Bootstrap", 1993) at 95 %; of one value there is none. Resamples are seeded: a report made twice
+Bootstrap", 1993) at 95 %; a single value has none. Resamples are seeded: a report made twice
 holds the same numbers.
 """
 
@@ -18,15 +18,15 @@ FIT_RESAMPLES = 500
 SIZES_FOR_AMDAHL = 3  # one more than its parameters
 SIZES_FOR_USL = 4
 SIZES_TO_TRUST_USL = 6
-NOTHING = 1e-6  # a parameter this near to its bound is at it
-BAD_FIT = 0.1  # of a throughput
+NOTHING = 1e-6  # a parameter this near to its bound counts as at its bound
+BAD_FIT = 0.1  # relative error of a throughput
 
-Throughputs = Mapping[int, Sequence[float]]  # of the repeats, by number of ranks
+Throughputs = Mapping[int, Sequence[float]]  # images/s of the repeats, by number of ranks
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number with its interval; `low` and `high` are None where one value is all there is."""
+    """A number with its interval; `low` and `high` are None for a single value."""
 
     value: float
     low: float | None = None
@@ -38,10 +38,10 @@ class Fit:
     """A scaling law fitted to throughputs.
 
     Attributes:
-        name: of the law.
-        parameters: by name.
-        warning: what limits its worth, empty if nothing does.
-        describes: whether it is near what was measured, at every size.
+        name: name of the law.
+        parameters: fitted parameters by name.
+        warning: reasons not to rely on the fit, or empty.
+        describes: whether it is within `BAD_FIT` of the measured throughput at every size.
     """
 
     name: str
@@ -50,23 +50,23 @@ class Fit:
     describes: bool = True
 
     def throughput(self, ranks: float) -> float:
-        """Images a second that the law gives for so many ranks."""
+        """Return the images/s that the law predicts for a number of ranks."""
         law = _LAWS[self.name][0]
         return float(law(ranks, *(item.value for item in self.parameters.values())))
 
 
 def median(values: Sequence[float]) -> Estimate:
-    """The median of repeats."""
+    """Return the median of repeats."""
     value = float(np.median(values))
     if len(values) < 2:
         return Estimate(value)
-    found = stats.bootstrap((values,), np.median, **_SETTINGS, rng=np.random.default_rng(0))
-    low, high = found.confidence_interval
+    resampled = stats.bootstrap((values,), np.median, **_SETTINGS, rng=np.random.default_rng(0))
+    low, high = resampled.confidence_interval
     return Estimate(value, float(low), float(high))
 
 
 def ratio(over: Sequence[float], under: Sequence[float]) -> Estimate:
-    """The median of `over` divided by that of `under`, which are not paired."""
+    """Return the median of `over` divided by that of `under`; the samples are not paired."""
     value = float(np.median(over) / np.median(under))
     if min(len(over), len(under)) < 2:
         return Estimate(value)
@@ -74,13 +74,14 @@ def ratio(over: Sequence[float], under: Sequence[float]) -> Estimate:
     def statistic(first: NDArray[np.float64], second: NDArray[np.float64], axis: int) -> object:
         return np.median(first, axis=axis) / np.median(second, axis=axis)
 
-    found = stats.bootstrap((over, under), statistic, **_SETTINGS, rng=np.random.default_rng(0))
-    low, high = found.confidence_interval
+    generator = np.random.default_rng(0)
+    resampled = stats.bootstrap((over, under), statistic, **_SETTINGS, rng=generator)
+    low, high = resampled.confidence_interval
     return Estimate(value, float(low), float(high))
 
 
 def difference(first: Sequence[float], second: Sequence[float]) -> Estimate:
-    """The median of `first` less that of `second`, which are not paired."""
+    """Return the median of `first` minus that of `second`; the samples are not paired."""
     value = float(np.median(first) - np.median(second))
     if min(len(first), len(second)) < 2:
         return Estimate(value)
@@ -88,8 +89,9 @@ def difference(first: Sequence[float], second: Sequence[float]) -> Estimate:
     def statistic(one: NDArray[np.float64], other: NDArray[np.float64], axis: int) -> object:
         return np.median(one, axis=axis) - np.median(other, axis=axis)
 
-    found = stats.bootstrap((first, second), statistic, **_SETTINGS, rng=np.random.default_rng(0))
-    low, high = found.confidence_interval
+    generator = np.random.default_rng(0)
+    resampled = stats.bootstrap((first, second), statistic, **_SETTINGS, rng=generator)
+    low, high = resampled.confidence_interval
     return Estimate(value, float(low), float(high))
 
 
@@ -102,24 +104,24 @@ _SETTINGS = {
 
 
 def amdahl(measured: Throughputs) -> Fit | None:
-    """Amdahl's law (AFIPS 1967): X(N) = X(1) / (s + (1 - s) / N); None for too few sizes.
+    """Fit Amdahl's law (AFIPS 1967), X(N) = X(1) / (s + (1 - s) / N); None for too few sizes.
 
-    Parameters: images_per_second, of one rank; serial_fraction, s.
+    The fitted parameters are images_per_second, X(1), and serial_fraction, s.
     """
     return _fit("Amdahl", measured, SIZES_FOR_AMDAHL)
 
 
 def usl(measured: Throughputs) -> Fit | None:
-    """The Universal Scalability Law (Gunther 2007); None for too few sizes.
+    """Fit the Universal Scalability Law (Gunther 2007); None for too few sizes.
 
-    X(N) = g N / (1 + a (N - 1) + b N (N - 1)). Parameters: images_per_second, g;
-    contention, a; coherency, b.
+    X(N) = g N / (1 + a (N - 1) + b N (N - 1)). The fitted parameters are images_per_second, g,
+    contention, a, and coherency, b.
     """
     return _fit("USL", measured, SIZES_FOR_USL)
 
 
 def usl_peak(fit: Fit) -> float | None:
-    """The number of ranks beyond which throughput falls; None if none is known."""
+    """Return the number of ranks beyond which throughput falls, or None if it is unknown."""
     contention, coherency = (fit.parameters[name].value for name in ("contention", "coherency"))
     return float(np.sqrt((1 - contention) / coherency)) if coherency > NOTHING else None
 
@@ -164,44 +166,44 @@ def _fit(name: str, measured: Throughputs, sizes_needed: int) -> Fit | None:
             None if high is None else float(high),
         )
     fit = Fit(name, parameters, "")
-    farthest = max(abs(fit.throughput(n) / np.median(seen) - 1) for n, seen in measured.items())
-    warning = _warning(fit, measured, has_repeats, farthest)
-    return replace(fit, warning=warning, describes=bool(farthest <= BAD_FIT))
+    worst = max(abs(fit.throughput(n) / np.median(rates) - 1) for n, rates in measured.items())
+    warning = _warning(fit, measured, has_repeats, worst)
+    return replace(fit, warning=warning, describes=bool(worst <= BAD_FIT))
 
 
 def _least_squares(
     law: Callable[..., NDArray[np.float64]], parameters: int, measured: Throughputs
 ) -> NDArray[np.float64]:
-    """Least squares of relative errors, since throughputs differ by the number of ranks."""
+    """Fit a law by least squares of relative errors, as throughputs grow with the ranks."""
     ranks = np.array([n for n, values in measured.items() for _ in values], float)
-    seen = np.array([value for values in measured.values() for value in values], float)
-    scale = seen[ranks.argmin()] / ranks.min()
+    rates = np.array([value for values in measured.values() for value in values], float)
+    scale = rates[ranks.argmin()] / ranks.min()
     start = [1.0, *[0.05] * (parameters - 1)]
     upper = [np.inf, *[1.0] * (parameters - 1)]
-    found, _ = optimize.curve_fit(
-        law, ranks, seen / scale, start, sigma=seen / scale, bounds=([0.0] * parameters, upper)
+    fitted, _ = optimize.curve_fit(
+        law, ranks, rates / scale, start, sigma=rates / scale, bounds=([0.0] * parameters, upper)
     )
-    found[0] *= scale
-    return np.asarray(found)
+    fitted[0] *= scale
+    return np.asarray(fitted)
 
 
 def _resample(measured: Throughputs, generator: np.random.Generator) -> Throughputs:
     return {n: list(generator.choice(values, len(values))) for n, values in measured.items()}
 
 
-def _warning(fit: Fit, measured: Throughputs, has_repeats: bool, farthest: float) -> str:
-    """What limits the worth of a fit, which is off by the part `farthest` at a size."""
-    found = []
-    if farthest > BAD_FIT:
-        found.append(f"it is {farthest:.0%} off at a size, so it does not describe these runs")
+def _warning(fit: Fit, measured: Throughputs, has_repeats: bool, worst: float) -> str:
+    """Return the reasons not to rely on a fit whose worst relative error at a size is `worst`."""
+    reasons = []
+    if worst > BAD_FIT:
+        reasons.append(f"it is {worst:.0%} off at one size, so it does not describe these runs")
     for name, item in list(fit.parameters.items())[1:]:
         if not NOTHING < item.value < 1 - NOTHING:
-            found.append(f"{name.replace('_', ' ')} is at its bound")
+            reasons.append(f"{name.replace('_', ' ')} is at its bound")
     if fit.name == "USL" and len(measured) < SIZES_TO_TRUST_USL:
-        found.append(f"{len(measured)} sizes barely carry three parameters")
+        reasons.append(f"{len(measured)} sizes are hardly enough for three parameters")
     if not has_repeats:
-        found.append("without repeats of each size there is no interval")
+        reasons.append("without repeats of each size there is no interval")
     coherency = fit.parameters.get("coherency")
     if coherency is not None and (coherency.low or 0.0) <= NOTHING:
-        found.append("coherency may be nothing, so the peak is not known")
-    return "; ".join(found)
+        reasons.append("coherency may be zero, so the peak is unknown")
+    return "; ".join(reasons)

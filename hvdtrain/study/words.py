@@ -1,4 +1,4 @@
-"""What a report says beside its numbers."""
+"""Fixed texts of a report: remarks on the numbers, a methods paragraph, references."""
 
 from collections.abc import Iterable, Sequence
 
@@ -8,16 +8,17 @@ from hvdtrain.study.series import Series
 
 INTERVALS = (
     "Numbers are medians of repeats. Intervals are 95 % percentile bootstrap intervals of the "
-    "median, or of the ratio of two medians; with few repeats they cannot be wider than the "
-    "repeats' range, so read them as that. Communication, bubble and data are seconds in which "
-    "ranks waited, as parts of their own time, means over the ranks. Imbalance is the part of "
-    "waiting that a slower rank explains. Slower computing is what is left: caches, memory and "
-    "cores that ranks share, smaller pieces of a batch; it is negative where pieces fit better. "
-    "Core-hours are ranks times threads times the time of all starts from their first step on, "
-    "and the start-up of the last one: what a run that was killed had to do again is not in them."
+    "median, or of the ratio of two medians. With few repeats they cannot be wider than the "
+    "range of the repeats, so read them as that range. Communication, bubble and data are seconds "
+    "in which ranks waited, as parts of their own time, means over the ranks. Imbalance is the "
+    "part of the waiting that a slower rank explains. Slower computing is the remainder: shared "
+    "caches, memory and cores, and smaller pieces of a batch. It is negative if the pieces fit "
+    "better. Core-hours are ranks times threads times the time of all starts from their first "
+    "step on, and the start-up of the last one. Steps that a killed run had to repeat are not "
+    "included."
 )
 
-# By the distributions whose versions runs note.
+# By the names of the distributions in a run's versions.
 NAMES = {"torch": "PyTorch", "tensorflow": "TensorFlow", "tensorflow-cpu": "TensorFlow"}
 
 BIBTEX = f"""@software{{hvdtrain,
@@ -40,14 +41,15 @@ BIBTEX = f"""@software{{hvdtrain,
 }}"""
 
 
-def methods(series: Sequence[Series], results: Sequence[Result]) -> str:
-    """A paragraph for the methods section of a paper; the settings come from the runs."""
-    runs = [run for one in series for size in one.sizes for run in size.runs] or list(results)
-    repeats = sorted({len(size.runs) for one in series for size in one.sizes})
+def methods(all_series: Sequence[Series], results: Sequence[Result]) -> str:
+    """Return a paragraph for the methods section of a paper, with the settings of the runs."""
+    all_sizes = [size for series in all_series for size in series.sizes]
+    runs = [run for size in all_sizes for run in size.runs] or list(results)
+    repeats = sorted({len(size.runs) for size in all_sizes})
     counts = str(repeats[0]) if len(repeats) == 1 else f"{repeats[0]} to {repeats[-1]}"
-    sizes = sorted({size.ranks for one in series for size in one.sizes})
-    models = ", ".join(sorted({one.model for one in series}))
-    scaling = " and ".join(sorted({one.scaling for one in series}))
+    sizes = sorted({size.ranks for size in all_sizes})
+    models = ", ".join(sorted({series.model for series in all_series}))
+    scaling = " and ".join(sorted({series.scaling for series in all_series}))
     epochs = _all(len(run.epochs) for run in runs)
     threads = _all(run.threads for run in runs)
     hvdtrain, horovod = (
@@ -61,9 +63,8 @@ def methods(series: Sequence[Series], results: Sequence[Result]) -> str:
     return (
         f"We measured {scaling} scaling of {models} on {', '.join(map(str, sizes))} ranks "
         f"({' and '.join(machines(runs))}) with hvdtrain {hvdtrain}, {frameworks or 'PyTorch'} "
-        f"and Horovod {horovod}. Each rank used {threads} thread(s), in the base case of one rank "
-        "too. "
-        f"Each size was run {counts} time(s) for {epochs} epoch(s). "
+        f"and Horovod {horovod}. Each rank used {threads} thread(s), also in the baseline of one "
+        f"rank. Each size was run {counts} time(s) for {epochs} epoch(s). "
         "Throughput is the number of images divided by the wall time of the training steps, "
         "without start-up and evaluation. We report medians with 95 % bootstrap intervals, "
         "following Hoefler and Belli (2015)."
@@ -71,5 +72,5 @@ def methods(series: Sequence[Series], results: Sequence[Result]) -> str:
 
 
 def _all(values: Iterable[object]) -> str:
-    """Each value once, in words."""
+    """Return the distinct values, joined by "or"."""
     return " or ".join(sorted(set(map(str, values))))

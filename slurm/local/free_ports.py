@@ -1,4 +1,4 @@
-"""Prints the first of N ports in a row that are free on this machine: free_ports.py N."""
+"""Print the first of N consecutive ports that are free on this machine: free_ports.py N."""
 
 import random
 import socket
@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 
 def main() -> None:
-    """Try rows at random, below the range from which the kernel gives ports to clients."""
+    """Try random ranges below the kernel's range of ephemeral ports."""
     count = int(sys.argv[1])
     while True:
         first = random.randrange(20000, 32000)

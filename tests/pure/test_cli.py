@@ -54,7 +54,7 @@ def parsed(arguments: list[str]) -> dict[str, Any]:
         (["data", "fetch", "cifar11", "--to", "x"], "cifar11 is not known; did you mean cifar1"),
         (["data", "fetch", "mnist", "--to", "x"], "mnist is not known; valid are cifar10, cif"),
         (["data", "info", "d", "e"], "hvdtrain data info does not expect e: options start with"),
-        (["jobs", "status", "absent"], "there is no folder absent: start a job with hvdtrain"),
+        (["jobs", "status", "absent"], "absent is not a folder: start a job with hvdtrain"),
         (["train", "--data", "d"], "missing: --model"),
         ([*TRAIN, "--epoch", "3"], "unknown option --epoch; did you mean --epochs?"),
         ([*TRAIN, "--epochs", "many"], "--epochs must be a whole number, not many"),

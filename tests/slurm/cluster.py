@@ -1,4 +1,4 @@
-"""The Slurm of slurm/local, and what tests ask of it."""
+"""The Slurm of slurm/local, with the operations that tests need."""
 
 import re
 import subprocess
@@ -23,12 +23,12 @@ class Cluster:
     folder: Path
 
     def environment(self) -> dict[str, str]:
-        """That of a user who has left the job, if any, that the tests run in."""
-        own = {k: v for k, v in program_environment().items() if not k.startswith("SLURM_")}
-        return own | {"SLURM_CONF": str(self.folder / "slurm.conf")}
+        """Return a user's environment, without variables of a job that the tests may run in."""
+        outside = {k: v for k, v in program_environment().items() if not k.startswith("SLURM_")}
+        return outside | {"SLURM_CONF": str(self.folder / "slurm.conf")}
 
     def start(self, *command: object, **environment: str) -> subprocess.CompletedProcess[str]:
-        """Run a command, started in the project's folder."""
+        """Run a command in the project's folder."""
         words = [str(word) for word in command]
         return subprocess.run(
             program(*words[1:]) if words[0] == "hvdtrain" else words,
@@ -40,30 +40,31 @@ class Cluster:
         )
 
     def run(self, *command: object, **environment: str) -> str:
-        """What a command prints, which must succeed."""
+        """Run a command, which must succeed; return its output."""
         done = self.start(*command, **environment)
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
 
     def submit(self, *arguments: object, **environment: str) -> str:
-        """The number of the job that sbatch makes."""
+        """Submit a job with sbatch; return its number."""
         return self.run("sbatch", "--parsable", *arguments, **environment).split(";")[0].strip()
 
     def job(self, number: str) -> dict[str, str]:
-        """What `scontrol show job` says of it."""
+        """Return the fields of `scontrol show job`."""
         shown = self.run("scontrol", "--oneliner", "show", "job", number)
         return dict(re.findall(r"(\S+?)=(\S*)", shown))
 
     def wait(self, number: str, *states: str, seconds: float = 240) -> Mapping[str, str]:
-        """The job, once it is in one of these states."""
-        found: list[dict[str, str]] = []
+        """Wait until the job is in one of these states; return its fields."""
+        job: dict[str, str] = {}
 
-        def is_there() -> bool:
-            found[:] = [self.job(number)]
-            return found[0]["JobState"] in states
+        def has_state() -> bool:
+            nonlocal job
+            job = self.job(number)
+            return job["JobState"] in states
 
-        wait_for(is_there, seconds, lambda: f"job {number} is {found[0]}")
-        return found[0]
+        wait_for(has_state, seconds, lambda: f"job {number} is {job}")
+        return job
 
     def wait_until_it_trains(self, number: str, run: Path) -> None:
         """Return once the run of this job has made a few steps."""
@@ -74,20 +75,20 @@ class Cluster:
         wait_for(is_training, 240, lambda: str(self.job(number)))
 
     def end_its_time(self, number: str, warning_seconds: int) -> None:
-        """Give a job that runs so short a time that Slurm warns it of its end, soon or now."""
+        """Shorten the time limit of a running job, so that Slurm warns it of its end soon."""
         fields = reversed(self.job(number)["RunTime"].split(":"))
         elapsed = sum(int(part) * 60**place for place, part in enumerate(fields))
         minutes = (elapsed + warning_seconds // 2) // 60 + 1
         self.run("scontrol", "update", f"JobId={number}", f"TimeLimit={minutes}")
 
     def was_never_requeued(self, number: str) -> bool:
-        """Whether a cancelled job stays so; once its processes are gone, nothing changes that."""
+        """Return whether a job stays cancelled; call it when its processes are gone."""
         job = self.job(number)
         queue = self.run("squeue", "--noheader", f"--name={job['JobName']}")
         return (job["JobState"], job["Restarts"], queue) == ("CANCELLED", "0", "")
 
     def preempt(self) -> None:
-        """Run a job that takes all nodes from those of the partition low."""
+        """Run a job that takes all nodes from the jobs of the partition low."""
         number = self.submit(
             *("--partition=high", "--nodes=4", "--ntasks-per-node=4", "--output=/dev/null"),
             *("--wrap", "srun sleep 1"),
@@ -95,14 +96,13 @@ class Cluster:
         self.wait(number, "COMPLETED")
 
     def release(self, number: str) -> None:
-        """Let a job that was requeued start, which Slurm does after two minutes.
+        """Start a requeued job now, instead of after Slurm's two minutes.
 
-        By then its first start has left the nodes; here that is waited for.
+        Wait until the nodes are free of its first start, as they would be after two minutes.
         """
 
         def left() -> list[str]:
-            found = (self.folder / "spool").glob(f"*/*[._]{number}.*")
-            return [str(path) for path in found]
+            return [str(path) for path in (self.folder / "spool").glob(f"*/*[._]{number}.*")]
 
         def completing() -> str:
             return self.run("sinfo", "--noheader", "--states=completing", "--format=%n")
@@ -112,25 +112,27 @@ class Cluster:
         self.run("scontrol", "update", f"JobId={number}", "StartTime=now", "TimeLimit=20")
 
     def processes(self, words: str) -> list[psutil.Process]:
-        """The processes of the cluster with this in their command line."""
-        found = []
+        """Return the processes of this cluster whose command line contains `words`."""
+        matching = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                is_own = process.environ().get("SLURM_CONF", "").startswith(f"{self.folder}/")
-                if is_own and words in " ".join(process.cmdline()):
-                    found.append(process)
-        return found
+                is_ours = process.environ().get("SLURM_CONF", "").startswith(f"{self.folder}/")
+                if is_ours and words in " ".join(process.cmdline()):
+                    matching.append(process)
+        return matching
 
     def kill_node(self, name: str) -> None:
-        """Kill a node's daemon and all that it has started, as if the power went."""
+        """Kill a node's daemon and all of its processes, as in a power failure."""
         (daemon,) = self.processes(f"slurmd -D -N {name}")
         for process in [daemon, *daemon.children(recursive=True)]:
             process.kill()
 
 
-def wait_for(is_so: Callable[[], bool], seconds: float, what: Callable[[], str]) -> None:
-    """Return once it is so; fail with `what` after so many seconds."""
-    until = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < until, what()
+def wait_for(
+    condition: Callable[[], bool], seconds: float, description: Callable[[], str]
+) -> None:
+    """Wait until the condition is true; fail with the description after this many seconds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, description()
         time.sleep(0.5)

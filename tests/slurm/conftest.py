@@ -15,21 +15,21 @@ from tests.slurm.cluster import LOCAL, Cluster
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """The Slurm that the tests of a worker share."""
+    """Return the Slurm that the tests of a worker share."""
     with started() as slurm:
         yield slurm
 
 
 @pytest.fixture
 def own_cluster() -> Iterator[Cluster]:
-    """A Slurm that a test may harm."""
+    """Return a Slurm that a test may damage."""
     with started() as slurm:
         yield slurm
 
 
 @contextmanager
 def started() -> Iterator[Cluster]:
-    """Start one, and end it. HVDTRAIN_SLURM=required: where it is missing, fail."""
+    """Start a Slurm, and stop it; skip if it is not installed, unless HVDTRAIN_SLURM=required."""
     if os.environ.get("HVDTRAIN_SLURM") != "required" and (
         os.geteuid() != 0 or shutil.which("slurmctld") is None
     ):

@@ -21,18 +21,19 @@ from tests.single.training.jobs import (
 from tests.slurm.cluster import Cluster, wait_for
 
 SLOW = ("--inject", "slow step=1 seconds=0.2 steps=100000")
+IN_AN_HOUR = json.dumps({"options": {"begin": "now+1hour"}})  # of a site's file
 
 
 def _submit(cluster: Cluster, data: Path, run: Path, *options: object) -> str:
-    """The number of the job that was made."""
+    """Submit a run; return its job number."""
     with umask(0o002):  # usual where groups share folders
-        said = cluster.run(
+        output = cluster.run(
             *("hvdtrain", "jobs", "submit", "--model", "cnn", "--data", data, "--run", run),
             *("--log-every", 1, *options),
         )
-    found = re.search(r"job (\d+)$", said.strip())
-    assert found, said
-    return found[1]
+    match = re.search(r"job (\d+)$", output.strip())
+    assert match, output
+    return match[1]
 
 
 def _status(cluster: Cluster, run: Path) -> dict[str, Any]:
@@ -45,13 +46,13 @@ def test_a_run_becomes_a_job_and_is_recognised(
     cluster: Cluster, small_set: Path, tmp_path: Path
 ) -> None:
     run, site = tmp_path / "run", tmp_path / "site.yaml"
-    # It waits for as long as the second command takes, which is longer than it runs.
-    site.write_text("options: {begin: now+1hour}\n")
-    asked = ("--ranks", 4, "--nodes", 2, "--epochs", 2, "--site", site)
-    number = _submit(cluster, small_set, run, *asked)
+    # The job waits, because the second command takes longer than the job would run.
+    site.write_text(IN_AN_HOUR)
+    options = ("--ranks", 4, "--nodes", 2, "--epochs", 2, "--site", site)
+    number = _submit(cluster, small_set, run, *options)
     again = cluster.run(
         *("hvdtrain", "jobs", "submit", "--model", "cnn", "--data", small_set, "--run", run),
-        *("--log-every", 1, *asked),
+        *("--log-every", 1, *options),
     )
     assert again.strip() == f"{run} is job {number} already"
     cluster.release(number)
@@ -69,7 +70,7 @@ def test_a_run_becomes_a_job_and_is_recognised(
     assert record["version"]
     done = cluster.run(
         *("hvdtrain", "jobs", "submit", "--model", "cnn", "--data", small_set, "--run", run),
-        *("--log-every", 1, *asked),
+        *("--log-every", 1, *options),
     )
     assert done.strip() == f"{run} is done already"
     site.write_text("options: {no-such-option: 1}\n")
@@ -86,17 +87,17 @@ def test_a_run_becomes_a_job_and_is_recognised(
 def test_a_ctrl_c_while_slurm_takes_a_job_loses_no_number(
     cluster: Cluster, small_set: Path, tmp_path: Path
 ) -> None:
-    """The job ran, but no folder knew of it: neither status nor cancel saw it."""
+    """The job ran, but no run folder had its number, so status and cancel did not see it."""
     run, site, tools = tmp_path / "run", tmp_path / "site.yaml", tmp_path / "tools"
-    site.write_text("options: {begin: now+1hour}\n")
+    site.write_text(IN_AN_HOUR)
     tools.mkdir()
-    # As a terminal does: to all that the command has started, once Slurm has taken the job.
+    # As a terminal does, send it to the whole process group, once Slurm has accepted the job.
     answer = tools / "answer"
     (tools / "sbatch").write_text(
         f'#!/bin/bash\n{shutil.which("sbatch")} "$@" > {answer}\nkill -INT 0\ncat {answer}\n'
     )
     (tools / "sbatch").chmod(0o755)
-    own = cluster.environment()
+    environment = cluster.environment()
     process = subprocess.Popen(
         program(
             *("jobs", "submit", "--model", "cnn", "--data", small_set, "--run", run),
@@ -104,19 +105,20 @@ def test_a_ctrl_c_while_slurm_takes_a_job_loses_no_number(
             cold=True,
         ),
         cwd=ROOT,
-        env=own | {"PATH": f"{tools}{os.pathsep}{own['PATH']}"},
+        env=environment | {"PATH": f"{tools}{os.pathsep}{environment['PATH']}"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
-    said = process.communicate(timeout=120)[1]
+    errors = process.communicate(timeout=120)[1]
     (number,) = re.findall(r"\d+", answer.read_text())
-    assert process.returncode == 130, said
-    assert f"job {number} was made already: hvdtrain jobs cancel {run} ends it" in said
-    kept = record.read(run)
-    assert kept is not None
-    assert kept.jobs == (number,)
+    assert process.returncode == 130, errors
+    message = f"interrupted after job {number} was submitted: end it with hvdtrain jobs cancel"
+    assert f"{message} {run}\n" in errors
+    job_record = record.read(run)
+    assert job_record is not None
+    assert job_record.jobs == (number,)
     assert f"job {number} cancelled" in cluster.run("hvdtrain", "jobs", "cancel", run)
 
 
@@ -128,19 +130,20 @@ def test_what_would_be_submitted_is_shown_as_it_is(
         "partition: high\naccount: physics\nqos: long\nmem: 8G\nrequeue: false\n"
         "setup: [module load mpi]\n"
     )
-    own = (
+    overrides = (
         *("--qos", "short", "--mem", "2G", "--constraint", "a&b"),
         *("--sbatch", "exclusive", "--sbatch", "mail-type=END,FAIL"),
     )
     script = cluster.run(
-        *("hvdtrain", "jobs", "submit", "--model", "cnn", "--data", small_set, "--dry-run", *own),
+        *("hvdtrain", "jobs", "submit", "--model", "cnn", "--data", small_set, "--dry-run"),
+        *overrides,
         *("--run", tmp_path / "run", "--ranks", 4, "--nodes", 2, "--cpus-per-rank", 2),
         *("--gpus-per-node", 2, "--time", "30:00"),
         HVDTRAIN_SITE=str(site),
     )
-    wanted = ["partition=high", "account=physics", "nodes=2", "ntasks-per-node=2", "time=30"]
-    wanted += ["qos=short", "mem=2G", "exclusive", "mail-type=END,FAIL"]
-    for option in [*wanted, "cpus-per-task=2", "gpus-per-node=2", "no-requeue", "signal=USR2@180"]:
+    expected = ["partition=high", "account=physics", "nodes=2", "ntasks-per-node=2", "time=30"]
+    expected += ["qos=short", "mem=2G", "exclusive", "mail-type=END,FAIL", "cpus-per-task=2"]
+    for option in [*expected, "gpus-per-node=2", "no-requeue", "signal=USR2@180"]:
         assert f"#SBATCH --{option}\n" in script
     assert "#SBATCH --constraint='a&b'\n" in script
     assert "\nmodule load mpi\n" in script
@@ -155,9 +158,9 @@ def test_what_would_be_submitted_is_shown_as_it_is(
     study.write_text(f"model: cnn\ndata: {small_set}\nmem: 4G\nsbatch: hold\ntime: 30:00\n")
     scripts = cluster.run(
         *("hvdtrain", "jobs", "sweep", study, "--to", tmp_path / "runs", "--dry-run"),
-        *("--site", site, *own),
+        *("--site", site, *overrides),
     )
-    for option in (*wanted[:2], "time=30", "qos=short", "mem=2G", "exclusive", "hold"):
+    for option in (*expected[:2], "time=30", "qos=short", "mem=2G", "exclusive", "hold"):
         assert f"#SBATCH --{option}\n" in scripts
     assert cluster.run("squeue", "--noheader", "--partition=high") == ""
 
@@ -199,12 +202,12 @@ def test_a_chain_goes_on_where_requeue_is_forbidden(
 ) -> None:
     site, run = tmp_path / "site.yaml", tmp_path / "run"
     site.write_text("requeue: false\nwarning_seconds: 90\noptions: {exclusive: true}\n")
-    said = cluster.run(
+    output = cluster.run(
         *("hvdtrain", "jobs", "submit", "--model", "cnn", "--data", small_set, "--run", run),
         *("--ranks", 2, "--epochs", 20, "--time", 20, "--chain", 3, "--site", site, *SLOW),
         *("--log-every", 1),
     )
-    first, second, third = re.findall(r"\d+", said.strip().rpartition("job ")[2])
+    first, second, third = re.findall(r"\d+", output.strip().rpartition("job ")[2])
     cluster.wait_until_it_trains(first, run)
     cluster.end_its_time(first, 90)
     assert cluster.wait(first, "FAILED", "COMPLETED")["ExitCode"] == "75:0"
@@ -218,13 +221,13 @@ def test_a_chain_goes_on_where_requeue_is_forbidden(
 def test_a_chain_that_never_saves_ends_with_the_reason(
     cluster: Cluster, small_set: Path, tmp_path: Path
 ) -> None:
-    """Its jobs, or the starts of one that is requeued, went on to the last one."""
+    """The next jobs of a chain, or the next requeues of a job, started without any progress."""
     run, kills = tmp_path / "run", "; ".join(f"kill step={step}" for step in range(2, 5))
-    said = cluster.run(
+    output = cluster.run(
         *("hvdtrain", "jobs", "submit", "--model", "cnn", "--data", small_set, "--run", run),
         *("--inject", kills, "--chain", 4),
     )
-    numbers = re.findall(r"\d+", said.strip().rpartition("job ")[2])
+    numbers = re.findall(r"\d+", output.strip().rpartition("job ")[2])
     codes = [cluster.wait(number, "FAILED", "COMPLETED")["ExitCode"] for number in numbers]
     assert codes[3] == "4:0", codes
     assert "4:0" not in codes[:3]
@@ -240,11 +243,11 @@ def test_a_chain_that_never_saves_ends_with_the_reason(
 
 def test_a_chain_ends_with_the_run(cluster: Cluster, small_set: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    said = cluster.run(
+    output = cluster.run(
         *("hvdtrain", "jobs", "submit", "--model", "cnn", "--data", small_set, "--run", run),
         *("--max-steps", 3, "--chain", 3),
     )
-    first, *others = re.findall(r"\d+", said.strip().rpartition("job ")[2])
+    first, *others = re.findall(r"\d+", output.strip().rpartition("job ")[2])
     cluster.wait(first, "COMPLETED")
     for number in others:
         cluster.wait(number, "CANCELLED")
@@ -261,7 +264,7 @@ def test_cancelling_leaves_no_process(cluster: Cluster, small_set: Path, tmp_pat
     )
     cluster.wait(number, "CANCELLED")
     wait_for(lambda: not cluster.processes(str(run)), 30, lambda: str(cluster.processes(str(run))))
-    assert "no job of it waits" in cluster.run("hvdtrain", "jobs", "cancel", run)
+    assert "no job is waiting or running" in cluster.run("hvdtrain", "jobs", "cancel", run)
     assert cluster.was_never_requeued(number)
 
 
@@ -271,14 +274,14 @@ def test_what_does_not_fit_the_cluster_is_refused_in_one_line(
     site = tmp_path / "site.yaml"
     site.write_text("mpi: pmi1\n")
     cases: list[tuple[tuple[object, ...], str]] = [
-        (("--partition", "debug"), "no partition debug here: there are high, low"),
+        (("--partition", "debug"), "partition debug does not exist: use one of high, low"),
         (("--ranks", 3, "--nodes", 2), "--ranks 3 cannot be spread evenly over --nodes 2"),
         (("--time", "soon"), "--time 'soon' is not understood"),
-        (("--site", site), "knows no --mpi=pmi1"),
+        (("--site", site), "srun does not support --mpi=pmi1: set mpi"),
         (("--plan", "hp:9x1"), "9 stages"),
-        (("--time", 3), "--time 3 is too short"),
-        (("--nodes", 5, "--ranks", 5), "--nodes 5, but low has 4 nodes"),
-        (("--time", "0:20:00", "--restarts", 1), "--restarts is for hvdtrain's own launcher"),
+        (("--time", 3), "--time 3 (3 min) is too short"),
+        (("--nodes", 5, "--ranks", 5), "--nodes 5 is more than partition low has: give at most 4"),
+        (("--time", "0:20:00", "--restarts", 1), "--restarts is not possible for a job"),
     ]
     for options, reason in cases:
         done = cluster.start(
@@ -291,11 +294,11 @@ def test_what_does_not_fit_the_cluster_is_refused_in_one_line(
 
 def test_doctor_looks_at_a_job_from_inside(cluster: Cluster) -> None:
     start = ("srun", "--nodes=2", "--ntasks-per-node=2", "--mpi=pmix")
-    said = cluster.run(*start, "hvdtrain", "doctor", "--job")
-    assert "4 by srun: 2 on n" in said
-    assert "24 MiB in " in said
-    assert "all ranks see" in said
-    assert said.strip().endswith("This job is fit.")
+    report = cluster.run(*start, "hvdtrain", "doctor", "--job")
+    assert "4 by srun: 2 on n" in report
+    assert "24 MiB in " in report
+    assert "all ranks see" in report
+    assert report.strip().endswith("This job is fit.")
     alone = cluster.start("hvdtrain", "doctor", "--job")
     assert (alone.returncode, len(alone.stderr.splitlines())) == (2, 1)
 

@@ -1,4 +1,4 @@
-"""slurm/local: a real Slurm that comes and goes without a trace."""
+"""slurm/local: a real Slurm that starts and stops without leaving anything behind."""
 
 import subprocess
 import tempfile
@@ -37,9 +37,9 @@ def test_nothing_is_left_of_it_and_its_jobs(own_cluster: Cluster) -> None:
 
 def test_a_folder_that_holds_something_else_is_refused(cluster: Cluster) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        kept = Path(folder) / "slurm.conf"
-        kept.write_text("ClusterName=campus\n")
+        configuration = Path(folder) / "slurm.conf"
+        configuration.write_text("ClusterName=campus\n")
         for command in ("up", "down"):
             done = subprocess.run([LOCAL / command, folder], capture_output=True, text=True)
             assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
-        assert kept.read_text() == "ClusterName=campus\n"
+        assert configuration.read_text() == "ClusterName=campus\n"

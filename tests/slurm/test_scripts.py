@@ -1,4 +1,4 @@
-"""The scripts of slurm/, submitted as a user does."""
+"""The scripts of slurm/, submitted as a user would."""
 
 import sys
 from pathlib import Path
@@ -16,7 +16,7 @@ SLOW = ("--inject", "slow step=1 seconds=0.2 steps=100000")
 
 
 def _options(data: Path, run: Path, epochs: int = 20) -> list[object]:
-    """A run of epochs of 10 steps, saved after each epoch, with a ledger."""
+    """Return options of a run with 10 steps per epoch, saved after each epoch, with a ledger."""
     return [
         *("--model", "cnn", "--data", data, "--epochs", epochs),
         *("--ledger", run.with_suffix(".csv"), "--log-every", 1),
@@ -70,7 +70,7 @@ def test_a_job_trains(
 
 
 def test_signals_wait_until_the_program_can_obey_them(cluster: Cluster, tmp_path: Path) -> None:
-    """They were ignored, so a warning that came while Python started was lost."""
+    """Signals were ignored, so a warning that came while Python started was lost."""
     program, mask = tmp_path / "bin" / "hvdtrain", tmp_path / "mask"
     program.parent.mkdir()
     program.write_text(
@@ -84,7 +84,7 @@ def test_signals_wait_until_the_program_can_obey_them(cluster: Cluster, tmp_path
     )
     cluster.wait(number, "COMPLETED")
     blocked = int(mask.read_text().partition("SigBlk:")[2].split()[0], 16)
-    assert all(blocked & 1 << each - 1 for each in STOP_SIGNALS)
+    assert all(blocked & 1 << number - 1 for number in STOP_SIGNALS)
 
 
 def test_an_array_repeats_a_run_with_other_seeds(
@@ -113,7 +113,7 @@ def test_a_preempted_job_saves_and_finishes_later(
     )
     cluster.wait_until_it_trains(number, run)
     cluster.preempt()
-    _finishes(cluster, number, run, epochs=8)
+    _assert_finishes(cluster, number, run, epochs=8)
 
 
 @pytest.mark.proof
@@ -129,11 +129,11 @@ def test_a_job_whose_time_is_up_saves_and_goes_on(
     )
     cluster.wait_until_it_trains(number, run)
     cluster.end_its_time(number, 90)
-    _finishes(cluster, number, run)
+    _assert_finishes(cluster, number, run)
 
 
-def _finishes(cluster: Cluster, number: str, run: Path, epochs: int = 20) -> None:
-    """It was requeued, goes on where it was, and has every sample once an epoch."""
+def _assert_finishes(cluster: Cluster, number: str, run: Path, epochs: int = 20) -> None:
+    """Assert that a job was requeued, resumed, and trained every sample once per epoch."""
     cluster.wait(number, "PENDING")
     assert not (run / "summary.json").exists()
     while cluster.wait(number, "PENDING", "COMPLETED")["JobState"] == "PENDING":
@@ -159,7 +159,7 @@ def test_the_job_of_a_node_that_dies_goes_on_elsewhere(
     own_cluster.kill_node("n3")
     own_cluster.wait(number, "PENDING")
     own_cluster.run("scontrol", "update", f"JobId={number}", "ReqNodeList=")
-    _finishes(own_cluster, number, run)
+    _assert_finishes(own_cluster, number, run)
 
 
 @pytest.mark.proof

@@ -1,4 +1,4 @@
-"""A cluster's own MPI, for which Debian's stands in: built for it, and trained with it."""
+"""Building for a site's MPI and training with it; Debian's Open MPI plays the site's."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from tests.conftest import ROOT, Program, program_environment
 from tests.single.training.jobs import summary_of
 from tests.slurm.cluster import Cluster
 
-# Without the environment of the tests, whose mpicc is that of the PyPI package.
+# Without the tests' environment, because its mpicc is that of the PyPI package.
 PATH = os.pathsep.join(
     folder
     for folder in os.environ["PATH"].split(os.pathsep)
@@ -25,7 +25,7 @@ TRAIN = ("train", "--model", "cnn", "--epochs", 1, "--batch-size", 50)
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The programs of `make setup MPI=system` in another folder."""
+    """Return the folder of the programs that `make setup MPI=system` installs in a clone."""
     if shutil.which("mpicc", path=PATH) is None:
         reason = "there is no MPI of this machine: apt install libopenmpi-dev openmpi-bin"
         (pytest.fail if os.environ.get("HVDTRAIN_SLURM") == "required" else pytest.skip)(reason)
@@ -53,7 +53,7 @@ def environment(programs: Path) -> dict[str, str]:
 def test_ranks_of_this_machine_train_as_with_our_own_mpi(
     hvdtrain: Program, programs: Path, small_set: Path, tmp_path: Path
 ) -> None:
-    """To the bit: two gradients have one sum, whoever adds them."""
+    """The weights are bit-identical: the sum of two gradients does not depend on the MPI."""
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     options = (*TRAIN, "--data", small_set, "--ranks", 2)
     done = hvdtrain(*options, "--run", ours)
@@ -66,16 +66,16 @@ def test_ranks_of_this_machine_train_as_with_our_own_mpi(
     )
     digests = {run: summary_of(run)["weights_sha256"] for run in (ours, theirs)}
     assert digests[ours] == digests[theirs]
-    said = subprocess.run(
+    doctor = subprocess.run(
         [programs / "hvdtrain", "doctor", "--json"],
         env=environment(programs),
         capture_output=True,
         text=True,
         timeout=300,
     )
-    assert said.returncode == 0, said.stdout + said.stderr
-    checks = {check["name"]: check["text"] for check in json.loads(said.stdout)["checks"]}
-    # Of the machine, and not of the packages.
+    assert doctor.returncode == 0, doctor.stdout + doctor.stderr
+    checks = {check["name"]: check["text"] for check in json.loads(doctor.stdout)["checks"]}
+    # The mpirun of the machine, not that of the PyPI package.
     assert shutil.which("mpirun", path=PATH) in checks["one MPI"].split()
 
 

@@ -1,4 +1,4 @@
-"""A study from its YAML file to its report, on a real Slurm."""
+"""A study on a real Slurm, from its YAML file to its report."""
 
 import csv
 import json
@@ -23,8 +23,8 @@ def test_a_sweep_of_three_sizes_and_two_repeats_ends_in_a_report(
     shown = cluster.run("hvdtrain", "jobs", "sweep", study, "--to", runs, "--dry-run")
     assert shown.count("#SBATCH --array=0-1%2") == 3
     assert not runs.exists()
-    said = cluster.run("hvdtrain", "jobs", "sweep", study, "--to", runs)
-    assert sorted(line.partition(":")[0] for line in said.splitlines()) == [
+    output = cluster.run("hvdtrain", "jobs", "sweep", study, "--to", runs)
+    assert sorted(line.partition(":")[0] for line in output.splitlines()) == [
         f"ranks={n}" for n in SIZES
     ]
     rows: list[dict[str, Any]] = []
@@ -79,9 +79,9 @@ def test_only_what_failed_is_made_again(cluster: Cluster, small_set: Path, tmp_p
     wait_for(is_over, 240, lambda: str(rows))
     assert all("Killed" in row["note"] for row in rows if row["state"] == "FAILED")
     wait_for_an_empty_queue(cluster)
-    said = cluster.run("hvdtrain", "jobs", "sweep", study, "--to", runs)
-    assert said.count("2 runs, job") == 1
-    assert said.count("is done already") == 2
+    output = cluster.run("hvdtrain", "jobs", "sweep", study, "--to", runs)
+    assert output.count("2 runs, job") == 1
+    assert output.count("is done already") == 2
 
     def is_done() -> bool:
         rows[:] = json.loads(cluster.run("hvdtrain", "jobs", "status", runs, "--json"))
@@ -91,5 +91,5 @@ def test_only_what_failed_is_made_again(cluster: Cluster, small_set: Path, tmp_p
 
 
 def wait_for_an_empty_queue(cluster: Cluster) -> None:
-    """Return when no job is in the queue: a run is complete a moment before its job has left."""
+    """Wait until no job is in the queue: a run is complete a moment before its job ends."""
     wait_for(lambda: cluster.run("squeue", "--noheader") == "", 60, lambda: cluster.run("squeue"))

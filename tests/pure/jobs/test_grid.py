@@ -1,4 +1,4 @@
-"""The runs that a study's file asks for."""
+"""The runs that a study's file describes."""
 
 from pathlib import Path
 
@@ -17,11 +17,11 @@ def _load(tmp_path: Path, text: str) -> Grid:
 
 
 def test_lists_are_combined_and_one_rank_is_the_base_of_all_plans(tmp_path: Path) -> None:
-    found = _load(tmp_path, "ranks: [1, 2, 4]\nplan: [dp, mp]\nrepeats: 3\nseed: 10\n")
-    sizes = sorted((c.runs[0].ranks or 0, c.runs[0].plan or "") for c in found.cells)
+    study = _load(tmp_path, "ranks: [1, 2, 4]\nplan: [dp, mp]\nrepeats: 3\nseed: 10\n")
+    sizes = sorted((c.runs[0].ranks or 0, c.runs[0].plan or "") for c in study.cells)
     assert sizes == [(1, ""), (2, "dp"), (2, "mp"), (4, "dp"), (4, "mp")]
-    assert all([run.seed for run in cell.runs] == [10, 11, 12] for cell in found.cells)
-    folders = [run.run for cell in found.cells for run in cell.runs]
+    assert all([run.seed for run in cell.runs] == [10, 11, 12] for cell in study.cells)
+    folders = [run.run for cell in study.cells for run in cell.runs]
     assert len(set(folders)) == 15
     assert "runs/ranks=4-plan=mp-seed=12" in folders
 
@@ -34,22 +34,22 @@ def test_the_order_is_not_that_of_the_file_and_always_the_same(tmp_path: Path) -
 
 
 def test_weak_scaling_keeps_the_batch_of_a_rank(tmp_path: Path) -> None:
-    found = _load(tmp_path, "ranks: [1, 4]\nbatch_size: 32\nscaling: weak\n")
-    assert {c.runs[0].ranks: c.runs[0].batch_size for c in found.cells} == {1: 32, 4: 128}
+    study = _load(tmp_path, "ranks: [1, 4]\nbatch_size: 32\nscaling: weak\n")
+    assert {c.runs[0].ranks: c.runs[0].batch_size for c in study.cells} == {1: 32, 4: 128}
 
 
 def test_nodes_follow_from_the_ranks_of_each(tmp_path: Path) -> None:
-    found = _load(tmp_path, "ranks: [1, 2, 4, 8]\nranks_per_node: 2\n")
-    assert {c.runs[0].ranks: c.job.nodes for c in found.cells} == {1: 1, 2: 1, 4: 2, 8: 4}
+    study = _load(tmp_path, "ranks: [1, 2, 4, 8]\nranks_per_node: 2\n")
+    assert {c.runs[0].ranks: c.job.nodes for c in study.cells} == {1: 1, 2: 1, 4: 2, 8: 4}
 
 
 def test_gpus_and_threads_follow_from_the_ranks_of_a_node(tmp_path: Path) -> None:
-    found = _load(tmp_path, "ranks: [1, 2, 8]\nranks_per_node: 4\ngpus_per_node: 4\n")
-    sizes = {c.runs[0].ranks: (c.job.nodes, c.job.gpus_per_node) for c in found.cells}
+    study = _load(tmp_path, "ranks: [1, 2, 8]\nranks_per_node: 4\ngpus_per_node: 4\n")
+    sizes = {c.runs[0].ranks: (c.job.nodes, c.job.gpus_per_node) for c in study.cells}
     assert sizes == {1: (1, 1), 2: (1, 2), 8: (2, 4)}
-    assert {run.threads for cell in found.cells for run in cell.runs} == {1}
-    found = _load(tmp_path, "ranks: [1, 2]\ncpus_per_rank: 3\n")
-    assert {run.threads for cell in found.cells for run in cell.runs} == {3}
+    assert {run.threads for cell in study.cells for run in cell.runs} == {1}
+    study = _load(tmp_path, "ranks: [1, 2]\ncpus_per_rank: 3\n")
+    assert {run.threads for cell in study.cells for run in cell.runs} == {3}
 
 
 def test_repeats_alone_are_in_the_folder_too(tmp_path: Path) -> None:
@@ -62,14 +62,14 @@ def test_repeats_alone_are_in_the_folder_too(tmp_path: Path) -> None:
     [
         ("rank: 2", "unknown key rank; did you mean"),
         ("ranks: two", "--ranks must be a whole number"),
-        ("ranks: []", "asks for 0 sizes"),
+        ("ranks: []", "requests 0 sizes"),
         ("ranks: 3\nranks_per_node: 2", "cannot be spread evenly"),
         ("repeats: 0", "repeats must be between 1 and"),
         ("scaling: loose", "loose"),
-        ("run: here", "run is of a single run"),
+        ("run: here", "run is an option of a single run"),
         ("time: {a: b}", "time"),
         ("lr: -1", "--lr must be above 0"),
-        (f"seed: {list(range(1001))}", "asks for 1,001 sizes"),
+        (f"seed: {list(range(1001))}", "requests 1,001 sizes"),
     ],
 )
 def test_what_makes_no_study_is_refused_in_one_line(
@@ -97,9 +97,9 @@ def test_options_of_sbatch_are_one_list_and_the_command_line_overrides_the_file(
     path.write_text(
         "model: cnn\ndata: d\nmem: 4000\nconstraint: [icelake, milan]\nsbatch: [exclusive, hold]\n"
     )
-    found = grid.load(str(path), "runs", SlurmOptions(mem="8G", sbatch=["mail-type=END"]))
-    assert sorted(str(cell.job.constraint) for cell in found.cells) == ["icelake", "milan"]
-    for cell in found.cells:
+    study = grid.load(str(path), "runs", SlurmOptions(mem="8G", sbatch=["mail-type=END"]))
+    assert sorted(str(cell.job.constraint) for cell in study.cells) == ["icelake", "milan"]
+    for cell in study.cells:
         assert cell.job.mem == "8G"
         assert cell.job.sbatch == ["exclusive", "hold", "mail-type=END"]
     assert {cell.job.mem for cell in grid.load(str(path), "runs").cells} == {4000}

@@ -1,4 +1,4 @@
-"""What a job asks for."""
+"""Options of a job."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytest
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
-from hvdtrain.jobs.options import OF_SBATCH, JobOptions, SlurmOptions
+from hvdtrain.jobs.options import SBATCH_OPTIONS, JobOptions, SlurmOptions
 
 RUN = TrainConfig(model="cnn", data="d", ranks=4)
 
@@ -23,9 +23,9 @@ def test_other_times_are_refused(time: str | int) -> None:
 
 
 def test_a_time_without_a_value_is_named() -> None:
-    nothing: Any = None
+    no_value: Any = None
     with pytest.raises(UsageError, match="--time needs a value: give minutes"):
-        JobOptions(time=nothing).minutes()
+        JobOptions(time=no_value).minutes()
 
 
 def test_further_options_of_sbatch_are_names_with_or_without_a_value() -> None:
@@ -54,8 +54,8 @@ def test_further_options_of_sbatch_are_names_with_or_without_a_value() -> None:
         ("--test-only", "use --dry-run"),
         ("wrap=ls", "hvdtrain writes the script"),
         ("chdir=/tmp", "call hvdtrain in that folder"),
-        ("hint=", "give a value in one line after hint=, or hint alone"),
-        ("comment=a\n#SBATCH --wait", "give a value in one line"),
+        ("hint=", "give a value on one line after hint=, or hint alone"),
+        ("comment=a\n#SBATCH --wait", "give a value on one line"),
     ],
 )
 def test_what_is_no_further_option_of_sbatch_is_refused(text: str, reason: str) -> None:
@@ -67,7 +67,7 @@ def test_what_is_no_further_option_of_sbatch_is_refused(text: str, reason: str) 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        *(({name: ""}, f"--{name} '' is not understood: give a value") for name in OF_SBATCH),
+        *(({name: ""}, f"--{name} '' is not understood: give a value") for name in SBATCH_OPTIONS),
         ({"partition": "a\nb"}, r"--partition 'a\\nb' is not understood"),
         ({"mem": "16 G"}, "--mem 16 G is not understood: give megabytes"),
         ({"mem": "much"}, "--mem much is not understood: give megabytes"),

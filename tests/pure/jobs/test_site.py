@@ -1,4 +1,4 @@
-"""Site files: the example, mistakes, and harmful ones."""
+"""Site files: the example, mistakes, and hostile content."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.errors import UsageError
-from hvdtrain.jobs.options import OF_SBATCH, JobOptions
+from hvdtrain.jobs.options import SBATCH_OPTIONS, JobOptions
 from hvdtrain.jobs.script import parameters
 from hvdtrain.jobs.site import VARIABLE, Site, load
 from tests.conftest import ROOT
@@ -40,8 +40,8 @@ def test_a_variable_names_the_default_site(
     monkeypatch.setenv(VARIABLE, str(tmp_path / "absent.yaml"))
     with pytest.raises(UsageError) as caught:
         load(None)
-    said = str(caught.value)
-    assert said.startswith(f"HVDTRAIN_SITE names {tmp_path}/absent.yaml, which is not a file")
+    message = str(caught.value)
+    assert message.startswith(f"HVDTRAIN_SITE names {tmp_path}/absent.yaml, which is not a file")
     assert load(str(other)).account == "physics"
 
 
@@ -60,10 +60,10 @@ def test_an_account_keeps_its_leading_zeros(tmp_path: Path, number: str) -> None
 
 
 def test_options_of_a_site_are_those_of_the_file_in_time_too(tmp_path: Path) -> None:
-    """A minimum of an hour became one of 3600 minutes, as YAML 1.1 counts in sixties."""
+    """YAML 1.1 reads 1:00:00 as 3600, so a minimum of one hour became 3600 minutes."""
     path = tmp_path / "site.yaml"
-    path.write_text("options: {time-min: 1:00:00, begin: now+1hour}\n")
-    assert load(str(path)).options == {"time-min": "1:00:00", "begin": "now+1hour"}
+    path.write_text("options: {time-min: 1:00:00, deadline: now+1hour}\n")
+    assert load(str(path)).options == {"time-min": "1:00:00", "deadline": "now+1hour"}
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_mistakes_are_named(tmp_path: Path, text: str, reason: str) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(max_size=80) | st.dictionaries(st.text(), st.text()).map(str))
-@example(text='{"\\n"}')  # the key of the message broke its line
+@example(text='{"\\n"}')  # this key broke the line of the message
 def test_any_text_is_a_site_or_refused(
     tmp_path_factory: pytest.TempPathFactory, text: str
 ) -> None:
@@ -109,37 +109,37 @@ def test_any_text_is_a_site_or_refused(
     ],
 )
 def test_gpus_are_asked_for_as_the_site_wants(gpus: str, option: str, value: str) -> None:
-    found = parameters(JobOptions(gpus_per_node=2), Site(gpus=gpus), 2, "name")
-    assert found["additional_parameters"] == {"requeue": True, option: value}
+    values = parameters(JobOptions(gpus_per_node=2), Site(gpus=gpus), 2, "name")
+    assert values["additional_parameters"] == {"requeue": True, option: value}
 
 
 def test_each_option_of_the_table_overrides_the_site() -> None:
-    of_site: dict[str, Any] = dict.fromkeys(OF_SBATCH, "of the site")
-    for name in OF_SBATCH:
-        own: dict[str, Any] = {name: "16G"}
-        found = parameters(JobOptions(**own), Site(**of_site), 1, "name")
-        assert {key: found[key] for key in OF_SBATCH} == of_site | own
-        # A site may name it among its further options.
-        found = parameters(JobOptions(**own), Site(options={name: "x"}), 1, "name")
-        assert (found[name], found["additional_parameters"]) == ("16G", {"requeue": True})
+    site: dict[str, Any] = dict.fromkeys(SBATCH_OPTIONS, "of the site")
+    for name in SBATCH_OPTIONS:
+        job: dict[str, Any] = {name: "16G"}
+        values = parameters(JobOptions(**job), Site(**site), 1, "name")
+        assert {key: values[key] for key in SBATCH_OPTIONS} == site | job
+        # A site's file may have it among its further options.
+        values = parameters(JobOptions(**job), Site(options={name: "x"}), 1, "name")
+        assert (values[name], values["additional_parameters"]) == ("16G", {"requeue": True})
 
 
 def test_memory_per_cpu_takes_the_place_of_the_site_s_memory() -> None:
     """sbatch refuses a job with both."""
     job = JobOptions(sbatch=["mem-per-cpu=2G"])
     for site in (Site(mem="8G"), Site(options={"mem": "8G"}), Site(options={"mem-per-gpu": "8G"})):
-        found = parameters(job, site, 1, "name")
-        assert "mem" not in found
-        assert found["additional_parameters"] == {"requeue": True, "mem-per-cpu": "2G"}
+        values = parameters(job, site, 1, "name")
+        assert "mem" not in values
+        assert values["additional_parameters"] == {"requeue": True, "mem-per-cpu": "2G"}
     site = Site(options={"mem-per-cpu": "2G"})
-    found = parameters(JobOptions(mem="4G"), site, 1, "name")
-    assert (found["mem"], found["additional_parameters"]) == ("4G", {"requeue": True})
+    values = parameters(JobOptions(mem="4G"), site, 1, "name")
+    assert (values["mem"], values["additional_parameters"]) == ("4G", {"requeue": True})
 
 
 def test_further_options_of_the_command_line_come_last() -> None:
     site = Site(options={"exclusive": "user", "hold": True})
-    found = parameters(JobOptions(sbatch=["exclusive", "mail-type=END"]), site, 1, "name")
-    assert found["additional_parameters"] == {
+    values = parameters(JobOptions(sbatch=["exclusive", "mail-type=END"]), site, 1, "name")
+    assert values["additional_parameters"] == {
         "requeue": True,
         "hold": True,
         "exclusive": True,
@@ -149,7 +149,7 @@ def test_further_options_of_the_command_line_come_last() -> None:
 
 def test_the_command_line_wins_over_the_site() -> None:
     site = Site(partition="low", account="a", options={"exclusive": "user"}, requeue=False)
-    found = parameters(JobOptions(partition="high"), site, 1, "name")
-    assert (found["partition"], found["account"]) == ("high", "a")
-    assert found["additional_parameters"] == {"no-requeue": True, "exclusive": "user"}
-    assert not any("requeue" in line for line in found["teardown"])
+    values = parameters(JobOptions(partition="high"), site, 1, "name")
+    assert (values["partition"], values["account"]) == ("high", "a")
+    assert values["additional_parameters"] == {"no-requeue": True, "exclusive": "user"}
+    assert not any("requeue" in line for line in values["teardown"])

@@ -1,4 +1,4 @@
-"""The folder that a run gets where it names none: the same for the same run."""
+"""The default run folder: the same for the same run."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a job executes: nothing from a folder that another user could have changed."""
+"""A job executes nothing from a folder that another user could have changed."""
 
 import os
 from pathlib import Path
@@ -19,15 +19,15 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("how", ["rank", "runs"])
+@pytest.mark.parametrize("task_mode", ["rank", "runs"])
 @pytest.mark.parametrize("name", ["", "config.yaml"])
-@pytest.mark.parametrize("mode", [0o775, 0o757])
+@pytest.mark.parametrize("permissions", [0o775, 0o757])
 def test_a_folder_that_others_may_change_is_not_executed(
-    run: Path, capfd: pytest.CaptureFixture[str], how: str, name: str, mode: int
+    run: Path, capfd: pytest.CaptureFixture[str], task_mode: str, name: str, permissions: int
 ) -> None:
-    """With the umask 002 of many clusters a colleague could give a waiting job another program."""
-    (run / name).chmod(mode)
-    assert task.main([how, str(run)]) == 2
+    """A colleague could replace a waiting job's program under umask 002, usual on clusters."""
+    (run / name).chmod(permissions)
+    assert task.main([task_mode, str(run)]) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(f"hvdtrain: {run / name} can be changed by other users: ")
     assert "chmod go-w" in line

@@ -1,4 +1,4 @@
-"""What is said of runs whose files are half-written, old or gone."""
+"""The reported state of runs whose files are half-written, old or deleted."""
 
 import json
 import os
@@ -39,42 +39,43 @@ def test_the_accuracy_is_that_of_the_last_evaluation(tmp_path: Path) -> None:
         {"test_accuracy": 0.5, "val_accuracy": 0.4},
         {"test_accuracy": None, "val_accuracy": None},
     ]
-    found = []
+    accuracies = []
     for last in range(4):
         lines = [{"event": "epoch", "step": 1, "epoch": 1, **line} for line in epochs[:last]]
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (tmp_path / "metrics.jsonl").write_text(text)
         (row,) = watch.rows(watch.runs_of([str(tmp_path)]))
-        found.append(row.accuracy)
-    assert found == [None, 0.3, 0.4, 0.4]
+        accuracies.append(row.accuracy)
+    assert accuracies == [None, 0.3, 0.4, 0.4]
 
 
 def test_a_run_whose_turn_has_not_come_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The runs of a study without Slurm are made by one process."""
+    """One process makes all runs of a study without Slurm."""
     monkeypatch.setattr(watch, "_is_alive", lambda number: number == RECORD.jobs[0])
     record.write(tmp_path, replace(RECORD, submitted=1000.0))
     beat = tmp_path / "heartbeats" / "rank-0000.json"
     beat.parent.mkdir()
-    found = []
+    states = []
+    # No heartbeat yet, one of an earlier start, one of a living process, one of a dead process.
     for moment, process in ((None, 0), (900, os.getpid()), (1100, os.getpid()), (1200, 2**22 + 1)):
-        if moment is not None:  # none yet, of an earlier start, of a process that lives, or not
+        if moment is not None:
             beat.write_text(json.dumps({"time": moment, "pid": process}))
         (row,) = watch.rows(watch.runs_of([str(tmp_path)]))
-        found.append(row.state)
-    assert found == ["PENDING", "PENDING", "RUNNING", "FAILED"]
+        states.append(row.state)
+    assert states == ["PENDING", "PENDING", "RUNNING", "FAILED"]
 
 
 def test_a_run_of_another_host_runs_as_long_as_it_gives_signs_of_life(tmp_path: Path) -> None:
     record.write(tmp_path, replace(RECORD, host="elsewhere"))
     beat = tmp_path / "heartbeats" / "rank-0000.json"
     beat.parent.mkdir()
-    found = []
+    active = []
     for ago in (3, 600):
         beat.write_text(json.dumps({"time": time.time() - ago, "pid": 1}))
-        found.append(watch.active([tmp_path])[tmp_path])
-    assert found == [list(RECORD.jobs), []]
+        active.append(watch.active([tmp_path])[tmp_path])
+    assert active == [list(RECORD.jobs), []]
 
 
 def test_the_last_words_of_hvdtrain_are_the_note(tmp_path: Path) -> None:
@@ -106,7 +107,7 @@ def test_a_folder_of_runs_is_looked_into(tmp_path: Path) -> None:
         record.write(tmp_path / name, RECORD)
     (tmp_path / "c").mkdir()
     assert [run.name for run, _ in watch.runs_of([str(tmp_path)])] == ["a", "b"]
-    for name, problem in (("c", "c holds no run with a job"), ("d", "there is no folder .*d")):
+    for name, problem in (("c", "c holds no run with a job"), ("d", "d is not a folder")):
         with pytest.raises(UsageError, match=f"{problem}: start a job with hvdtrain jobs submit"):
             watch.runs_of([str(tmp_path / name)])
 
@@ -114,5 +115,5 @@ def test_a_folder_of_runs_is_looked_into(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"jobs": 3}', "[" * 5000])
 def test_a_record_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / record.RECORD).write_text(text)
-    with pytest.raises(DataError, match="is no record of a job"):
+    with pytest.raises(DataError, match="is not a valid job record"):
         record.read(tmp_path)

@@ -1,4 +1,4 @@
-"""What is said of a published claim, given what was measured."""
+"""The verdict on a published claim, for given measurements."""
 
 from pathlib import Path
 from typing import Any
@@ -37,24 +37,24 @@ def runs(seconds: list[float], accuracy: float = 0.69, **changes: Any) -> list[R
         "machine": {},
         "versions": {},
     }
-    return [Result(**values | {"seconds": one} | changes) for one in seconds]
+    return [Result(**values | {"seconds": value} | changes) for value in seconds]
 
 
 def test_the_arms_differ_in_nothing_but_how_they_are_distributed() -> None:
     arms = paper_a.arms("d", 10, 2)
     assert [arm.key for arm in arms] == [SINGLE, MIRRORED, KERAS, SINGLE_TORCH, TORCH]
     settings = [vars(arm.config) for arm in arms]
-    different = {name for name in settings[0] if len({str(one[name]) for one in settings}) > 1}
+    different = {name for name in settings[0] if len({str(arm[name]) for arm in settings}) > 1}
     assert different == {"framework", "plan"}
-    one = arms[0].config
-    assert (one.model, one.batch_size, one.lr, one.epochs) == ("cnn", 64, 0.001, 10)
-    assert (one.optimizer, one.normalise, one.holdout) == ("adam", "unit", 0.2)
+    config = arms[0].config
+    assert (config.model, config.batch_size, config.lr, config.epochs) == ("cnn", 64, 0.001, 10)
+    assert (config.optimizer, config.normalise, config.holdout) == ("adam", "unit", 0.2)
     for arm in [*arms, *paper_a.small_arms("d", 2)]:
         arm.config.check()
 
 
 @pytest.mark.parametrize(
-    ("seconds", "accuracy", "said"),
+    ("seconds", "accuracy", "phrases"),
     [
         ([80, 81, 82], 0.695, ["19.0% less time", "The claim holds here; the gain is as much as"]),
         ([50, 51, 52], 0.69, ["49.0% less time", "the gain is more than the paper's"]),
@@ -62,17 +62,17 @@ def test_the_arms_differ_in_nothing_but_how_they_are_distributed() -> None:
         ([120, 125, 130], 0.69, ["25.0% more time", "The claim does not hold here"]),
         ([95, 100, 105], 0.69, ["within the noise"]),
         ([80, 81, 82], 0.65, ["-4.00 points", "NOT within one point", "for the time alone"]),
-        ([80], 0.69, ["no interval", "cannot be told without repeats"]),
+        ([80], 0.69, ["no interval", "neither confirmed nor refuted"]),
     ],
 )
 def test_the_verdict_is_what_the_intervals_say(
-    seconds: list[float], accuracy: float, said: list[str]
+    seconds: list[float], accuracy: float, phrases: list[str]
 ) -> None:
     base = runs([99.9, 100.0, 100.1][: len(seconds)] if len(seconds) > 1 else [100.0])
     main = dict.fromkeys(NAMES, base) | {MIRRORED: runs(seconds, accuracy)}
     text = paper_a.verdict(main, NAMES).splitlines()[1]
-    for words in said:
-        assert words in text
+    for phrase in phrases:
+        assert phrase in text
 
 
 def test_horovod_is_compared_with_one_device_of_its_framework() -> None:
@@ -87,11 +87,11 @@ def test_the_cost_of_mirrors_is_told_from_what_the_images_cost() -> None:
     def step(milliseconds: float) -> list[Result]:
         return runs([1.0], step_seconds=milliseconds / 1e3)
 
-    found = {SINGLE: step(14.0), MIRRORED: step(20.0)}
-    found |= {f"small-{SINGLE}": step(2.0), f"small-{MIRRORED}": step(7.0)}
-    text = paper_a.cost_of_mirrors(found)
+    results = {SINGLE: step(14.0), MIRRORED: step(20.0)}
+    results |= {f"small-{SINGLE}": step(2.0), f"small-{MIRRORED}": step(7.0)}
+    text = paper_a.cost_of_mirrors(results)
     assert "14.00 ms on the single device and 20.00 ms on the mirrors" in text
-    assert "add 5.00 ms to each step whatever it computes, and +1.00 ms" in text
+    assert "add a fixed 5.00 ms to each step, and +1.00 ms" in text
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""From the files of run folders to the numbers of a report."""
+"""Numbers of a report, computed from the files of run folders."""
 
 import csv
 import json
@@ -26,7 +26,7 @@ def plan(ranks: int) -> dict[str, Any]:
 def write_run(
     folder: Path, ranks: int, train_seconds: float, own_seconds: list[float], **changes: Any
 ) -> Path:
-    """A finished run of 1,000 images in 10 steps, of which a tenth waited for communication."""
+    """Write a finished run of 1,000 images in 10 steps, a tenth of it waiting for transfers."""
     folder.mkdir(parents=True)
     config = TrainConfig(model="cnn", data="data", batch_size=100, ranks=ranks)
     (folder / "config.yaml").write_text(yaml.safe_dump(asdict(config)))
@@ -60,7 +60,7 @@ def write_run(
 
 
 def test_each_number_of_a_size_comes_from_its_files(tmp_path: Path) -> None:
-    """100 s on one rank and 60 s on two, of which rank 1 makes rank 0 wait 0.4 s a step."""
+    """A run takes 100 s on one rank and 60 s on two; rank 0 waits 0.4 s per step for rank 1."""
     write_run(tmp_path / "one", 1, 100.0, [9.0])
     write_run(tmp_path / "two", 2, 60.0, [5.0, 5.4])
     two = results.read(tmp_path / "two")
@@ -117,7 +117,7 @@ def test_runs_that_were_not_evaluated_have_a_report_without_accuracy(tmp_path: P
 
 
 def test_runs_of_before_evaluated_each_epoch(tmp_path: Path) -> None:
-    """What a run folder does not say must not make it another series than a new run."""
+    """Options that an older run folder lacks must not put it into another series."""
     run = write_run(tmp_path / "run", 1, 100.0, [9.0])
     now = results.read(run).settings
     config = yaml.safe_load((run / "config.yaml").read_text())
@@ -132,9 +132,9 @@ def test_a_run_that_went_on_with_other_ranks_is_of_no_size(
 ) -> None:
     write_run(tmp_path / "one", 1, 100.0, [9.0])
     write_run(tmp_path / "other", ranks, 60.0, [5.0] * starts[0], starts=starts)
-    found, left_out = results.find([str(tmp_path)])
-    assert [result.path.name for result in found] == ["one"]
-    assert "it went on under another plan or number of ranks" in left_out[0]
+    finished, left_out = results.find([str(tmp_path)])
+    assert [result.path.name for result in finished] == ["one"]
+    assert "it resumed with another plan or number of ranks" in left_out[0]
 
 
 @pytest.mark.parametrize("broken", ["[]", '"text"', "3"])
@@ -155,7 +155,7 @@ def test_an_estimate_prefers_the_run_that_is_most_alike(
     write_run(tmp_path / "runs" / "one", 1, 3600.0, [9.0])
     write_run(tmp_path / "runs" / "two", 2, 2400.0, [5.0, 5.0])
     config = TrainConfig(model="cnn", data="data", ranks=4, threads=1, epochs=2)
-    said = estimate(config, JobOptions(), Path("runs"))
+    text = estimate(config, JobOptions(), Path("runs"))
     hours = length * 2 / (IMAGES / 2400 * 4 / 2) * 2401 / 2400 / 3600
-    assert f"about {60 * hours:.0f} min" in said
-    assert "runs/two on 2 rank(s), if it scales" in said
+    assert f"about {60 * hours:.0f} min" in text
+    assert "runs/two on 2 rank(s), assuming linear scaling" in text

@@ -1,4 +1,4 @@
-"""Which runs are compared with which, and where their time went."""
+"""Grouping of runs into series, and the causes of lost time."""
 
 from pathlib import Path
 from typing import Any
@@ -52,8 +52,8 @@ def test_sizes_are_compared_with_one_rank_of_as_many_threads() -> None:
 
 def test_the_same_batch_is_strong_scaling_and_the_same_share_is_weak() -> None:
     runs = [_run(1, 100), _run(2, 150), _run(4, 380, batch_size=256), _run(2, 195, batch_size=128)]
-    found, left_out = arrange(runs)
-    by_scaling = {series.scaling: [size.ranks for size in series.sizes] for series in found}
+    all_series, left_out = arrange(runs)
+    by_scaling = {series.scaling: [size.ranks for size in series.sizes] for series in all_series}
     assert by_scaling == {"strong": [1, 2], "weak": [1, 2, 4]}
     assert not left_out
 
@@ -62,8 +62,8 @@ def test_other_settings_and_plans_are_other_series() -> None:
     bf16 = {"settings": {"precision": "bf16"}}
     runs = [_run(1, 100), _run(2, 150), _run(2, 120, plan="mp"), _run(1, 200, **bf16)]
     runs += [_run(2, 300, **bf16), _run(4, 200, plan="hp:2x2")]
-    found, left_out = arrange(runs)
-    assert sorted(series.title for series in found) == [
+    all_series, left_out = arrange(runs)
+    assert sorted(series.title for series in all_series) == [
         "cnn, dp, bf16, strong scaling, batch 64",
         "cnn, dp, fp32, strong scaling, batch 64",
         "cnn, hp, fp32, strong scaling, batch 64",
@@ -75,8 +75,8 @@ def test_other_settings_and_plans_are_other_series() -> None:
 def test_two_hybrid_plans_of_one_size_are_no_repeats_of_each_other() -> None:
     runs = [_run(1, 100), _run(8, 500, plan="hp:2x4"), _run(8, 400, plan="hp:4x2")]
     runs += [_run(2, 110, plan="a.json"), _run(2, 120, plan="b.json")]
-    found, left_out = arrange(runs)
-    assert sorted(series.plan for series in found) == ["a.json", "b.json", "hp:2x4", "hp:4x2"]
+    all_series, left_out = arrange(runs)
+    assert sorted(series.plan for series in all_series) == ["a.json", "b.json", "hp:2x4", "hp:4x2"]
     assert not left_out
 
 
@@ -87,18 +87,17 @@ def test_each_batch_and_number_of_threads_is_a_series_and_none_is_weak_by_chance
         for batch in (64, 128)
         for threads in (1, 2)
     ]
-    found, left_out = arrange(runs)
-    assert {series.scaling for series in found} == {"strong"}
-    assert sorted((one.batch_size, one.sizes[0].runs[0].threads) for one in found) == [
-        *((64, 1), (64, 2), (128, 1), (128, 2))
-    ]
+    all_series, left_out = arrange(runs)
+    assert {series.scaling for series in all_series} == {"strong"}
+    shapes = [(series.batch_size, series.sizes[0].runs[0].threads) for series in all_series]
+    assert sorted(shapes) == [(64, 1), (64, 2), (128, 1), (128, 2)]
     assert not left_out
 
 
 def test_a_run_without_a_base_is_left_out_and_named() -> None:
     runs = [_run(1, 100), _run(2, 150, threads=2)]
-    found, left_out = arrange(runs)
-    assert not found
+    all_series, left_out = arrange(runs)
+    assert not all_series
     assert len(left_out) == 2
     assert "no run on one rank with the same settings and threads" in left_out[1]
 
@@ -118,7 +117,7 @@ def test_lost_time_adds_up_to_the_steps() -> None:
 
 def test_the_most_ranks_worth_paying_for_are_those_used_well_enough() -> None:
     (series,), _ = arrange([_run(1, 100), _run(2, 180), _run(4, 290), _run(8, 300)])
-    assert [series.worth(wanted) for wanted in (0.95, 0.9, 0.7, 0.1)] == [1, 2, 4, 8]
+    assert [series.worth(efficiency) for efficiency in (0.95, 0.9, 0.7, 0.1)] == [1, 2, 4, 8]
 
 
 def test_plans_have_the_names_of_the_command_line() -> None:

@@ -1,4 +1,4 @@
-"""Laws found again in what they made, and intervals that hold what they should."""
+"""Fits recover the laws that generated the data, and intervals have their coverage."""
 
 import numpy as np
 import pytest
@@ -40,7 +40,7 @@ def test_few_sizes_are_not_fitted_and_four_only_with_a_warning() -> None:
     assert usl({n: rates[n] for n in (1, 2, 4)}) is None
     fit = usl({n: rates[n] for n in (1, 2, 4, 8)})
     assert fit is not None
-    assert "4 sizes barely carry three parameters" in fit.warning
+    assert "4 sizes are hardly enough for three parameters" in fit.warning
 
 
 def test_without_repeats_there_is_no_interval_and_that_is_said() -> None:
@@ -71,18 +71,18 @@ def test_what_a_law_does_not_describe_is_said() -> None:
 def test_an_interval_holds_the_truth_about_as_often_as_it_says() -> None:
     generator, held = np.random.default_rng(1), 0
     for _ in range(200):
-        found = median(list(generator.normal(10, 1, 25)))
-        assert found.low is not None
-        assert found.high is not None
-        held += found.low <= 10 <= found.high
+        estimate = median(list(generator.normal(10, 1, 25)))
+        assert estimate.low is not None
+        assert estimate.high is not None
+        held += estimate.low <= 10 <= estimate.high
     assert held / 200 == pytest.approx(statistics.CONFIDENCE, abs=0.06)
 
 
 def test_a_ratio_is_one_of_medians_and_the_same_each_time() -> None:
     over, under = [10.0, 12.0, 50.0], [5.0, 6.0, 7.0]
-    found = ratio(over, under)
-    assert found.value == 2.0
-    assert found == ratio(over, under)
-    assert found.low is not None
-    assert found.high is not None
-    assert 10 / 7 <= found.low <= 2.0 <= found.high <= 10.0
+    estimate = ratio(over, under)
+    assert estimate.value == 2.0
+    assert estimate == ratio(over, under)
+    assert estimate.low is not None
+    assert estimate.high is not None
+    assert 10 / 7 <= estimate.low <= 2.0 <= estimate.high <= 10.0

@@ -1,4 +1,4 @@
-"""`hvdtrain jobs` where there is no Slurm."""
+"""`hvdtrain jobs` on a machine without Slurm."""
 
 import json
 import re
@@ -24,7 +24,7 @@ from tests.single.training.jobs import changeable_by_others, summary_of, umask
 def test_no_other_user_can_change_what_a_job_executes(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
-    """With umask 002 the group could replace a pickle, and so run its own program as the user."""
+    """Under umask 002 the group could replace a pickle, and so run a program as the user."""
     runs = tmp_path / "runs"
     options = ("--model", "cnn", "--data", small_set, "--max-steps", 1, "--cluster", "local")
     with umask(0o002):
@@ -59,11 +59,11 @@ def test_a_folder_that_others_may_change_is_refused(
 def test_names_that_would_be_replaced_are_refused(
     small_set: Path, tmp_path: Path, name: str, cluster: Literal["slurm", "local"]
 ) -> None:
-    """Ranks wrote into files of one name, or where `jobs logs` does not look."""
+    """All ranks wrote into the same file, or into one that `jobs logs` does not find."""
     run = tmp_path / name
     training = TrainConfig(model="cnn", data=str(small_set), run=str(run))
     request = Request((training,), JobOptions(cluster=cluster), Site(), run / "logs", "run")
-    with pytest.raises(UsageError, match="submitit replace % and") as caught:
+    with pytest.raises(UsageError, match="Slurm and submitit replace") as caught:
         submit.check([request])
     assert len(str(caught.value).splitlines()) == 1
 
@@ -78,11 +78,11 @@ def test_a_missing_slurm_is_said_in_one_line(
         "submit": ("--model", "cnn", "--data", small_set, "--run", tmp_path / "run"),
         "sweep": (study, "--to", tmp_path / "runs"),
     }
-    # A PATH without Slurm's commands, which this machine may have.
+    # A PATH without Slurm's commands, as this machine may have Slurm.
     done = hvdtrain("jobs", command, *options[command], PATH=str(Path(sys.executable).parent))
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
-    assert line.startswith("hvdtrain: there is no Slurm here (sinfo is not in PATH)")
+    assert line.startswith("hvdtrain: Slurm is not available (sinfo is not in PATH)")
     assert not (tmp_path / "run").exists()
     assert not (tmp_path / "runs").exists()
 
@@ -95,7 +95,7 @@ def test_runs_without_jobs_are_said_in_one_line(hvdtrain: Program, tmp_path: Pat
 
 
 def test_two_submissions_of_one_run_at_once_make_one_job(small_set: Path, tmp_path: Path) -> None:
-    """A double click, or two terminals: both found no job, and each one made one."""
+    """After a double click, or in two terminals, both saw no job, and each submitted one."""
     run = tmp_path / "run"
     words = ["jobs", "submit", "--cluster", "local", "--model", "cnn", "--data", str(small_set)]
     command = program(*words, "--max-steps", 1, "--run", run)
@@ -105,13 +105,13 @@ def test_two_submissions_of_one_run_at_once_make_one_job(small_set: Path, tmp_pa
         )
         for _ in range(2)
     ]
-    said = [process.communicate(timeout=120)[0] for process in both]
+    outputs = [process.communicate(timeout=120)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0]
-    (number,) = {found for text in said for found in re.findall(r"is job (\d+)", text)}
-    assert sorted(text.strip().endswith("already") for text in said) == [False, True]
-    kept = record.read(run)
-    assert kept is not None
-    assert kept.jobs == (number,)
+    (number,) = {job for text in outputs for job in re.findall(r"is job (\d+)", text)}
+    assert sorted(text.strip().endswith("already") for text in outputs) == [False, True]
+    job_record = record.read(run)
+    assert job_record is not None
+    assert job_record.jobs == (number,)
     assert not list(tmp_path.glob(".*"))
     while watch.active([run])[run]:
         time.sleep(0.1)

@@ -21,13 +21,13 @@ PLAN = Plan(
 
 
 def colours(path: Path) -> set[str]:
-    """Those that fill more than a hundredth of a picture."""
+    """Return the colours that fill more than 0.2 % of a picture."""
     pixels = (255 * image.imread(path)[..., :3]).round().astype(int).reshape(-1, 3)
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for red, green, blue in pixels[::7]:
         name = f"#{red:02X}{green:02X}{blue:02X}"
-        found[name] = found.get(name, 0) + 1
-    return {name for name, count in found.items() if count > len(pixels) / 7 / 500}
+        counts[name] = counts.get(name, 0) + 1
+    return {name for name, count in counts.items() if count > len(pixels) / 7 / 500}
 
 
 def test_each_label_has_its_colour(tmp_path: Path) -> None:

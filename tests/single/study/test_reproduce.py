@@ -1,4 +1,4 @@
-"""A published experiment made again: real runs of every arm, short ones."""
+"""A published experiment reproduced, with short real runs of every arm."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from tests.single.training.jobs import summary_of
 def test_the_runs_of_paper_a_are_made_once(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
-    warm.python("tensorflow")  # which some of its runs need
+    warm.python("tensorflow")  # some of the runs need it
     to = tmp_path / "paper"
     words = ("reproduce", "paper-a", "--data", small_set, "--to", to)
     command = (*words, "--epochs", "1", "--repeats", "1")
