@@ -56,7 +56,7 @@ def test_a_plan_is_measured_chosen_and_trained(
     assert done.returncode == 0, done.stderr
     assert "plan: measured in " in done.stdout
     assert "chosen: " in done.stdout
-    assert "no plan can take less than" in done.stdout
+    assert "above the lower bound of" in done.stdout
     (plan,) = events_of(run, "plan")
     assert plan["predicted_seconds"] > 0
     held = {rank for stage in plan["stages"] for rank in stage["ranks"]}
@@ -98,7 +98,7 @@ def test_a_plan_is_changed_while_training(
         and line["step"] > 150
         and has_less(0 if 250 <= line["step"] < 350 else 1, line["stages"])
     )
-    assert re.match(r"rank [01] takes ", change["cause"])
+    assert re.match(r"rank [01] is ", change["cause"])
     assert change["predicted_seconds"] < change["before_seconds"]
     assert " saves " in change["reason"]
     assert change["candidates"][0]["seconds"] > 0
