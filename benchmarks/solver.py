@@ -48,15 +48,15 @@ def question(components: int, ranks: int, seed: int, limit: float | None) -> Que
 
 
 def _component(number: int, draw: np.random.Generator) -> ComponentCost:
-    parameters, handed = int(draw.integers(25_000, 1_000_000)), int(draw.integers(2_500, 25_000))
+    parameters, output = int(draw.integers(25_000, 1_000_000)), int(draw.integers(2_500, 25_000))
     return ComponentCost(
         name=f"component{number}",
         parameters=parameters,
         parameter_bytes=4 * parameters,
         buffer_bytes=0,
         forward_flops=float(draw.uniform(1e6, 1e8)),
-        output_shape=(handed,),
-        output_bytes=4 * handed,
+        output_shape=(output,),
+        output_bytes=4 * output,
         saved_bytes=int(draw.integers(10_000, 200_000)),
     )
 

@@ -56,8 +56,8 @@ class Known:
     def gather_seconds(self, ranks: Sequence[int]) -> float:
         """Return the seconds that a synchronised batch norm waits for its replicas.
 
-        It waits so long once in the forward and once in the backward. It gathers a few numbers, so
-        only latencies count. The result is 0 if no batch norm is synchronised.
+        It is the time in one forward or one backward. A few numbers are gathered, so only
+        latencies count. The result is 0 if no batch norm is synchronised.
         """
         if not self.is_synchronised or len(ranks) == 1:
             return 0.0
@@ -212,8 +212,10 @@ def exposed_seconds(
     late = 0.0  # delay of the backward so far
     for earliest, length in zip(ready, seconds, strict=True):
         now = max(ended, earliest + late)
-        beside = max(0.0, computed + late - now)  # rest of the backward if nothing slows it down
-        overlap = min(length * reduce, beside * compute)
+        remaining = max(
+            0.0, computed + late - now
+        )  # rest of the backward if nothing slows it down
+        overlap = min(length * reduce, remaining * compute)
         late += overlap * (1 - 1 / compute)
         rest = length - overlap / reduce
         ended = now + overlap + rest

@@ -51,14 +51,14 @@ class Times(NamedTuple):
 
     Attributes:
         passing: w: seconds of one micro-batch; UNFIT where start >= stop.
-        besides: y: seconds per step that do not belong to a micro-batch.
+        rest: y: seconds per step that do not belong to a micro-batch.
         bytes: bytes that the fullest rank holds permanently.
         flight_bytes: bytes that it holds for one micro-batch in flight.
         arriving: a: seconds until the input, and its gradient, have arrived.
     """
 
     passing: np.ndarray
-    besides: np.ndarray
+    rest: np.ndarray
     bytes: np.ndarray
     flight_bytes: np.ndarray
     arriving: "np.ndarray | float" = 0.0
@@ -67,7 +67,7 @@ class Times(NamedTuple):
         """Return the seconds per step of each run, without its first micro-batch."""
         possible = np.isfinite(self.passing)
         passing = np.where(possible, self.passing, 0.0)
-        return np.where(possible, (microbatches - 1) * passing + self.besides, UNFIT)
+        return np.where(possible, (microbatches - 1) * passing + self.rest, UNFIT)
 
     def fits(self, limit: float, in_flight: int) -> np.ndarray:
         """Return which runs fit into `limit` bytes with `in_flight` micro-batches in flight."""
@@ -163,7 +163,7 @@ def _stacked(
 
 @dataclass
 class _Search:
-    """Searches the best division.
+    """Searches for the best division.
 
     How many stages follow matters for memory only. Without a limit, one slot holds the best result
     from a rank and a component on; with a limit, slot s holds the best result in s stages.

@@ -133,7 +133,7 @@ def question_of(
     optimizer: str,
     recomputed: Collection[str] = (),
 ) -> Question:
-    """Return the question which plan is best on a cluster."""
+    """Return the question that the planner answers for a cluster."""
     profile = cluster.profile(costs, OPTIMIZER_COPIES[optimizer])
     known = Known(costs, profile, ClusterNetwork(cluster), recomputed)
     limits = (cluster.memory_gib * GIB,) * cluster.ranks

@@ -18,7 +18,7 @@ from hvdtrain.world import World
 SIZES = tuple(4**power for power in range(1, 14))  # 4 bytes to 64 MiB
 WARM_UP = 2
 LEAST, MOST = 5, 40  # repeats per size
-SECONDS_A_SIZE = 0.05
+SECONDS_PER_SIZE = 0.05
 CONTENDED_BYTES = 4 * 2**20
 PING, PONG = 11, 12
 
@@ -106,13 +106,13 @@ def _sum_seconds(world: World, start: Start, size: int) -> float:
 def _agreed_median(world: World, once: Callable[[], float]) -> float:
     """Return the median seconds of the slowest rank. Collective.
 
-    All ranks make the same number of repeats, as many as fit into SECONDS_A_SIZE. There is no
+    All ranks make the same number of repeats, as many as fit into SECONDS_PER_SIZE. There is no
     barrier between repeats: in training ranks do not arrive at the same time either.
     """
     for _ in range(WARM_UP):
         seconds = once()
     longest = max(world.gather(seconds))
-    repeats = int(min(MOST, max(LEAST, SECONDS_A_SIZE / max(longest, 1e-9))))
+    repeats = int(min(MOST, max(LEAST, SECONDS_PER_SIZE / max(longest, 1e-9))))
     repeated = [once() for _ in range(repeats)]
     return float(max(world.gather(statistics.median(repeated))))
 

@@ -90,14 +90,14 @@ def measured_costs(
     forms: Sequence[Form],
     tables: Mapping[int, Table],
     latency: float,
-    seconds_a_byte: float,
+    seconds_per_byte: float,
 ) -> Costs:
     """Return the costs that a simulation of the plan needs; all-reduces are free.
 
     Args:
         forms: form of the tensors that cross each boundary.
         tables: results of `profile_parts` of all ranks, under the same schedule.
-        latency, seconds_a_byte: alpha and beta of a transfer.
+        latency, seconds_per_byte: alpha and beta of a transfer.
     """
 
     def compute(rank: int, action: Action) -> float:
@@ -105,7 +105,7 @@ def measured_costs(
 
     def hand_over(sender: int, receiver: int, action: Action) -> float:
         size = forms[boundary(action.stage, action.kind)].row_bytes
-        return latency + rows_handed(cut, sender, receiver, action) * size * seconds_a_byte
+        return latency + rows_handed(cut, sender, receiver, action) * size * seconds_per_byte
 
     return Costs(compute, hand_over, lambda stage: 0.0)
 

@@ -114,7 +114,7 @@ def _nothing_fits(question: Question, played: "list[Candidate]") -> str:
         return (
             f"no plan fits: {largest.name} alone needs {held(largest) / GIB:.2f} GiB, "
             f"{(held(largest) - room) / GIB:.2f} GiB more than any rank has left: "
-            "raise --memory-limit or use more memory per rank"
+            "raise --memory-limit"
         )
     closest = min(played, key=lambda candidate: candidate.shortage(limits))
     lacking = closest.shortage(limits)

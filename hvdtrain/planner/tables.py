@@ -176,8 +176,8 @@ class Tables:
                 sizes, lambda size: self.known.hand_over_seconds(other, ranks[0], size)
             )
 
-        handed = self._once("taking", rows, *self._hosts(ranks), make=make)
-        return np.where(sizes > 0, message + handed, 0.0), latency
+        transfer = self._once("taking", rows, *self._hosts(ranks), make=make)
+        return np.where(sizes > 0, message + transfer, 0.0), latency
 
     def _reduced(self, ranks: tuple[int, ...]) -> np.ndarray:
         if len(ranks) == 1:

@@ -21,15 +21,15 @@ def instance(seed: int) -> tuple[int, int, int, dict[tuple[int, int], Times]]:
     for first in range(ranks):
         for count in range(1, ranks - first + 1):
             shape = (n + 1, n + 1)
-            passing, besides = np.full(shape, UNFIT), np.full(shape, UNFIT)
+            passing, rest = np.full(shape, UNFIT), np.full(shape, UNFIT)
             held, flight = np.zeros(shape), np.zeros(shape)
             for start, stop in itertools.combinations(range(n + 1), 2):
                 together = sum(speed[first : first + count])
                 passing[start, stop] = sum(work[start:stop]) / together + fixed
-                besides[start, stop] = (count > 1) * sum(size[start:stop]) * draw.random()
+                rest[start, stop] = (count > 1) * sum(size[start:stop]) * draw.random()
                 held[start, stop] = 4 * sum(size[start:stop])
                 flight[start, stop] = sum(work[start:stop]) / count
-            tables[first, count] = Times(passing, besides, held, flight)
+            tables[first, count] = Times(passing, rest, held, flight)
     return n, ranks, draw.choice([1, 2, 4, 9]), tables
 
 
@@ -58,7 +58,7 @@ def by_trying(
                 if times.bytes[place] + in_flight * times.flight_bytes[place] > limit:
                     break
                 total += times.passing[place]
-                stage_pace = (microbatches - 1) * times.passing[place] + times.besides[place]
+                stage_pace = (microbatches - 1) * times.passing[place] + times.rest[place]
                 pace = max(pace, stage_pace)
                 start, first = start + size, first + count
             else:
@@ -117,16 +117,16 @@ def test_two_hundred_components_on_sixteen_ranks_are_divided() -> None:
 
     def times_of(first: int, count: int) -> Times:
         passing = np.where(valid, length / count + 0.01, UNFIT)
-        besides = np.where(valid, (count > 1) * length, UNFIT)
-        return Times(passing, besides, length, length)
+        rest = np.where(valid, (count > 1) * length, UNFIT)
+        return Times(passing, rest, length, length)
 
     division = divide(n, ranks, microbatches, times_of)
     assert division is not None
 
     def estimate(runs: "list[Run]") -> float:
         passing = [length[r.start, r.stop] / r.number + 0.01 for r in runs]
-        besides = [(r.number > 1) * length[r.start, r.stop] for r in runs]
-        paces = [(microbatches - 1) * w + y for w, y in zip(passing, besides, strict=True)]
+        rest = [(r.number > 1) * length[r.start, r.stop] for r in runs]
+        paces = [(microbatches - 1) * w + y for w, y in zip(passing, rest, strict=True)]
         return float(sum(passing) + max(paces))
 
     assert division.seconds == pytest.approx(estimate(list(division.runs)))

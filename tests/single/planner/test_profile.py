@@ -153,7 +153,7 @@ def test_a_simulated_step_adds_up_what_was_measured() -> None:
     pieces = cut(plan, BATCH)
     tables = {rank: profiled(plan, rank) for rank in (0, 1)}
     forms = [Form(HIDDEN, torch.float32, True)]
-    costs = measured_costs(plan, pieces, forms, tables, latency=1.0, seconds_a_byte=1e-6)
+    costs = measured_costs(plan, pieces, forms, tables, latency=1.0, seconds_per_byte=1e-6)
     steps = schedule.training_step(plan, pieces)
     send = next(action for action in steps[0] if action.kind == "SEND_F")
     assert send.microbatch is not None
