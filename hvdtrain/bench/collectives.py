@@ -117,7 +117,7 @@ def bench_exchange(largest: int) -> Table:
     assert job.communicator is not None
     exchange = Exchange(job.communicator, torch.device("cpu"))
     sizes = probe.sizes_up_to(largest)
-    network = probe.hand_over_curves(job, exchange, sizes)
+    network = probe.transfer_curves(job, exchange, sizes)
     broadcast = probe.broadcast_curve(job, sizes)
     names = {False: "on one host", True: "between hosts"}
     world.stop()

@@ -107,7 +107,7 @@ def plan_costs(plan: Plan, cut: Cut, known: Known) -> Costs:
         if action.kind in (*SENDS, *RECEIPTS):
             return 0.5 * profile.ranks[rank].message_seconds * len(peers(cut, rank, action))
         receipt = receipt_for(action, plan.last)
-        return taking_seconds(plan, cut, known, rank, receipt) if receipt else 0.0
+        return receive_seconds(plan, cut, known, rank, receipt) if receipt else 0.0
 
     def reduce(stage: int) -> float:
         return reduction_seconds(plan, cut, stage, known)
@@ -115,7 +115,7 @@ def plan_costs(plan: Plan, cut: Cut, known: Known) -> Costs:
     return Costs(compute, hand_over, cache(reduce), communicate)
 
 
-def taking_seconds(plan: Plan, cut: Cut, known: Known, rank: int, receipt: Action) -> float:
+def receive_seconds(plan: Plan, cut: Cut, known: Known, rank: int, receipt: Action) -> float:
     """Return the seconds that a rank needs to receive the data of a RECV once it has been sent.
 
     A message moves only while its receiver waits for it: MPI makes no progress during computing,

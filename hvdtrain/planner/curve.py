@@ -71,7 +71,7 @@ class Curve:
         return Line(float(fixed), float(max(0.0, slope)))
 
     @cached_property
-    def least_each(self) -> float:
+    def least_per_unit(self) -> float:
         """Return the fewest seconds that one unit of size takes, at any measured size."""
         x, y = self._arrays
         rates = [seconds / size for size, seconds in zip(x, y, strict=True) if size > 0]

@@ -24,12 +24,12 @@ def explain(question: Question, solution: Solution) -> list[str]:
         lines.append(
             f"  {other.name} ({len(other.plan.stages)} stage(s), {other.plan.microbatches} "
             f"micro-batch(es), {other.plan.schedule}): {1e3 * other.seconds:.2f} ms, "
-            f"{why_longer(chosen, other)}"
+            f"{why_slower(chosen, other)}"
         )
     return lines
 
 
-def why_longer(chosen: Candidate, other: Candidate) -> str:
+def why_slower(chosen: Candidate, other: Candidate) -> str:
     """Return why another plan is slower."""
     more = other.seconds / chosen.seconds - 1
     bubble = other.overview.timeline.bubble_fraction

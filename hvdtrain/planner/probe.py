@@ -31,13 +31,13 @@ def sizes_up_to(largest: float) -> tuple[int, ...]:
 
 
 def measure_network(
-    world: World, horovod: Any, exchange: Exchange, reduced_bytes: float, handed_bytes: float
+    world: World, horovod: Any, exchange: Exchange, reduced_bytes: float, transfer_bytes: float
 ) -> MeasuredNetwork:
     """Measure the network of the job. Collective.
 
     Args:
         horovod: the imported and started module of Horovod.
-        reduced_bytes, handed_bytes: the largest all-reduce, and the largest transfer, that matter.
+        reduced_bytes, transfer_bytes: the largest all-reduce and transfer that matter.
     """
     hosts = tuple(world.gather(socket.gethostname()))
     sizes = sizes_up_to(reduced_bytes)
@@ -47,7 +47,7 @@ def measure_network(
     all_reduce.setdefault(_crosses(hosts, everyone), {})[world.size] = whole
     if world.size > 2:
         _add_smaller_groups(world, hosts, sizes, whole, all_reduce)
-    hand_over = hand_over_curves(world, exchange, sizes_up_to(handed_bytes))
+    hand_over = transfer_curves(world, exchange, sizes_up_to(transfer_bytes))
     contention = measure_contention(world, horovod_sum(horovod), whole)
     return MeasuredNetwork(hosts, all_reduce, hand_over, contention)
 
@@ -160,15 +160,15 @@ def _pairs(hosts: Sequence[str]) -> dict[bool, tuple[int, int]]:
     return pairs
 
 
-def hand_over_curves(world: World, exchange: Exchange, sizes: Sequence[int]) -> dict[bool, Curve]:
+def transfer_curves(world: World, exchange: Exchange, sizes: Sequence[int]) -> dict[bool, Curve]:
     """Measure transfers on one host, and between two hosts if there are several. Collective."""
     pairs = _pairs(world.gather(socket.gethostname()))
     return {
-        crosses: _hand_over_curve(world, exchange, pair, sizes) for crosses, pair in pairs.items()
+        crosses: _transfer_curve(world, exchange, pair, sizes) for crosses, pair in pairs.items()
     }
 
 
-def _hand_over_curve(
+def _transfer_curve(
     world: World, exchange: Exchange, pair: tuple[int, int], sizes: Sequence[int]
 ) -> Curve:
     """Return the seconds from a send to its arrival by bytes: half of a round trip. Collective."""

@@ -83,7 +83,8 @@ def lower_bound(question: Question) -> float:
     again = question.known.recomputed
     rates = [
         [
-            part.forward.least_each * (2 if name in again else 1) + part.backward.least_each
+            part.forward.least_per_unit * (2 if name in again else 1)
+            + part.backward.least_per_unit
             for name, part in rank.components.items()
         ]
         for rank in question.known.profile.ranks

@@ -82,8 +82,10 @@ class Tables:
         # Bytes of one sample; the last component sends nothing.
         crossing = np.array([0, *(cost.output_bytes for cost in costs[:-1]), 0], float)
         self.crossing = crossing[self.places]
-        self.made: dict[tuple[object, ...], Times] = {}
-        self.kept: dict[tuple[object, ...], np.ndarray] = {}  # arrays that several of them need
+        self.cached_times: dict[tuple[object, ...], Times] = {}
+        self.cached_arrays: dict[
+            tuple[object, ...], np.ndarray
+        ] = {}  # arrays that several of them need
         # A stage cannot end with a component whose output has no gradient, such as integers.
         ends = [True, *(cost.is_differentiable for cost in costs[:-1]), True]
         self.valid &= np.array(ends)[self.places][None, :]
@@ -93,9 +95,9 @@ class Tables:
         ranks = tuple(range(first, first + count))
         profile = self.known.profile
         key = (tuple(id(profile.ranks[rank]) for rank in ranks), *self._hosts(ranks))
-        if key not in self.made:
-            self.made[key] = self._make(ranks)
-        return self.made[key]
+        if key not in self.cached_times:
+            self.cached_times[key] = self._make(ranks)
+        return self.cached_times[key]
 
     def estimate(self, runs: Sequence[Run]) -> float:
         """Return the estimate of `divide` for a division."""
@@ -128,7 +130,7 @@ class Tables:
         # 2: in the forward and in the backward.
         gathered = 2 * self.known.gather_seconds(ranks) * self.norms
         passing = _largest(map(self._compute, ranks, rows)) + gathered
-        taking, latency = self._taking(ranks, max(rows))
+        receiving, latency = self._receiving(ranks, max(rows))
         reduced = self._reduced(ranks)
         update = _largest(map(self._update, ranks))
         optimizer = self.question.optimizer
@@ -136,7 +138,7 @@ class Tables:
         profile = self.known.profile.ranks
         return Times(
             # Receiving activations at the start and gradients at the end does not overlap.
-            np.where(self.valid, passing + taking[:, None] + taking[None, :], UNFIT),
+            np.where(self.valid, passing + receiving[:, None] + receiving[None, :], UNFIT),
             np.where(self.valid, reduced + update, UNFIT),
             copies * self.weights + self.buffers,
             self.saved * max(rows) * max(profile[rank].activation_factor for rank in ranks)
@@ -146,9 +148,9 @@ class Tables:
         )
 
     def _once(self, *key: object, make: Callable[[], np.ndarray]) -> np.ndarray:
-        if key not in self.kept:
-            self.kept[key] = make()
-        return self.kept[key]
+        if key not in self.cached_arrays:
+            self.cached_arrays[key] = make()
+        return self.cached_arrays[key]
 
     def _compute(self, rank: int, rows: int) -> np.ndarray:
         times = self.known.profile.ranks[rank]
@@ -163,7 +165,7 @@ class Tables:
         times = self.known.profile.ranks[rank]
         return self._once("update", id(times), make=lambda: self._spans(times.arrays.update))
 
-    def _taking(self, ranks: tuple[int, ...], rows: int) -> tuple[np.ndarray, float]:
+    def _receiving(self, ranks: tuple[int, ...], rows: int) -> tuple[np.ndarray, float]:
         """Return the seconds of sending and receiving at each place, and the latency."""
         other, sizes = self._neighbour(ranks), self.crossing * rows
         if other in ranks or not sizes.any():
@@ -176,7 +178,7 @@ class Tables:
                 sizes, lambda size: self.known.hand_over_seconds(other, ranks[0], size)
             )
 
-        transfer = self._once("taking", rows, *self._hosts(ranks), make=make)
+        transfer = self._once("receiving", rows, *self._hosts(ranks), make=make)
         return np.where(sizes > 0, message + transfer, 0.0), latency
 
     def _reduced(self, ranks: tuple[int, ...]) -> np.ndarray:

@@ -33,7 +33,7 @@ def test_a_unit_takes_no_less_than_the_least(
     points: "list[tuple[int, float]]", size: float
 ) -> None:
     made = curve(points)
-    assert made(size) >= made.least_each * size * (1 - 1e-9) - 1e-12
+    assert made(size) >= made.least_per_unit * size * (1 - 1e-9) - 1e-12
 
 
 @given(POINTS)

@@ -41,7 +41,7 @@ def compositions(total: int, parts: int) -> "list[tuple[int, ...]]":
     ]
 
 
-def by_trying(
+def smallest_estimate(
     n: int, ranks: int, microbatches: int, tables: "dict[tuple[int, int], Times]", limit: float
 ) -> float:
     """Return the smallest estimate of all divisions that fit."""
@@ -69,7 +69,7 @@ def by_trying(
 @pytest.mark.parametrize("seed", range(150))
 def test_the_best_of_all_divisions_is_found(seed: int) -> None:
     n, ranks, microbatches, tables = instance(seed)
-    wanted = by_trying(n, ranks, microbatches, tables, UNFIT)
+    wanted = smallest_estimate(n, ranks, microbatches, tables, UNFIT)
     division = divide(n, ranks, microbatches, lambda first, count: tables[first, count])
     assert division is not None
     assert division.seconds == pytest.approx(wanted, rel=1e-12)
@@ -89,7 +89,7 @@ def test_the_best_of_those_that_fit_is_found(seed: int, alike: bool) -> None:
         tables = {key: times if key[0] < first else one[key[1]] for key, times in tables.items()}
     whole = float(tables[0, ranks].bytes[0, n])
     limit = random.Random(seed).choice([0.2, 0.5, 0.8, 1.2]) * whole
-    wanted = by_trying(n, ranks, microbatches, tables, limit)
+    wanted = smallest_estimate(n, ranks, microbatches, tables, limit)
     division = divide(n, ranks, microbatches, lambda first, count: tables[first, count], limit)
     if wanted == UNFIT:
         assert division is None
