@@ -188,7 +188,7 @@ def load(name: str, ranks: int | None = None) -> Cluster:
         cluster = _from_file(Path(name))
     else:
         known = (*PRESETS, "FILE.yaml")
-        raise UsageError(f"unknown cluster {name}{nearest(name, known)}")
+        raise UsageError(f"--cluster {name} is unknown{nearest(name, known)}")
     cluster = replace(cluster, ranks=ranks or cluster.ranks)
     if not 1 <= cluster.ranks <= MOST_RANKS:
         raise UsageError(f"--ranks must be between 1 and {MOST_RANKS}, not {cluster.ranks}")

@@ -114,7 +114,7 @@ def test_a_file_that_is_wrong_is_refused(tmp_path: Path, change: str, message: s
 
 
 def test_a_cluster_that_there_is_not() -> None:
-    with pytest.raises(UsageError, match="unknown cluster 8-v10"):
+    with pytest.raises(UsageError, match="--cluster 8-v10 is unknown; did you mean 8-v100"):
         load("8-v10")
     with pytest.raises(UsageError, match="cannot be read"):
         load("/nowhere/cluster.yaml")
