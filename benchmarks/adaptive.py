@@ -1,18 +1,18 @@
-"""`--plan adaptive` against static plans, with a busy process on one rank's core for half a run.
+"""Compares `--plan adaptive` with static plans while another process loads the core of one rank.
 
     python benchmarks/adaptive.py [--model cnn] [--images 64] [--steps 1200] [--rounds 3]
         [--busy 1] [--arms dp,adaptive]
 
-Two ranks, each bound to a core, with one thread. From a quarter of the steps to three quarters
-one process (or `--busy` of them) that does nothing but compute shares the core of rank 1. Plans:
-data parallel with equal shares, with the shares that would be best if the load were always there
-(2 to 1 with one process), a pipeline, and adaptive, each in turns. Then data parallel and
-adaptive without any load: what watching costs. Seconds are those of the steps; a ratio is above 1
-where adaptive is faster.
+Two ranks run with one thread each, each bound to a core. During the middle half of the steps, one
+process (or `--busy` processes) that only computes shares the core of rank 1. The plans take turns:
+data parallel with equal shares, with the shares that would be best under permanent load (2 to 1
+with one process), a pipeline, and adaptive. Then data parallel and adaptive run without load,
+which shows the cost of watching. Seconds are those of the steps; a ratio is above 1 if adaptive is
+faster.
 
-What can be had at most: with one process the loaded core is half as fast for half of the steps.
-Shares of 2 to 1 then take 4/3 of an unloaded step throughout; whoever changed at once, and for
-nothing, would take 1 in one half and 4/3 in the other: 8/7 = 1.143 times as fast.
+The largest possible gain: with one process, the loaded core is half as fast for half of the steps.
+Shares of 2 to 1 take 4/3 of an unloaded step throughout. An ideal run that migrates at once and at
+no cost takes 1 in one half and 4/3 in the other, so it is 8/7 = 1.143x as fast.
 """
 
 import argparse
@@ -39,13 +39,13 @@ QUIET = ("dp", "adaptive")
 
 
 def main() -> None:
-    """Run all rounds and print what came of them."""
+    """Run all rounds and print the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="cnn")
-    parser.add_argument("--images", type=int, default=64, help="images a step")
-    parser.add_argument("--steps", type=int, default=1200, help="of a run")
+    parser.add_argument("--images", type=int, default=64, help="images per step")
+    parser.add_argument("--steps", type=int, default=1200, help="steps per run")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--arms", default=",".join(LOADED), help="under load")
+    parser.add_argument("--arms", default=",".join(LOADED), help="plans to run under load")
     parser.add_argument("--busy", type=int, default=1, help="processes on the core of rank 1")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -65,8 +65,8 @@ def _side(
 ) -> Callable[[int], float]:
     def run(number: int) -> float:
         name = f"{plan.replace(' ', '-')}-{number}-{has_load}"
-        given = str(folder / "uneven.json") if plan == "dp uneven" else plan
-        arguments = f"--model {options.model} --batch-size {options.images} --plan {given}"
+        plan_option = str(folder / "uneven.json") if plan == "dp uneven" else plan
+        arguments = f"--model {options.model} --batch-size {options.images} --plan {plan_option}"
         arguments += f" --max-steps {options.steps}"
         busy = options.busy if has_load else 0
         return _run(arguments, source, folder / name, busy, options.steps)
@@ -75,7 +75,7 @@ def _side(
 
 
 def _run(arguments: str, source: Path, run: Path, busy: int, steps: int) -> float:
-    """Seconds of the steps of one job, beside so many busy processes in their middle half."""
+    """Return the seconds of the steps of one job; `busy` processes run during its middle half."""
     pinned = ["core" if word == "none" else word for word in launch.mpirun(RANKS)]
     command = [*pinned, *common.training(arguments, source, run)]
     environment = os.environ | common.AS_ROOT
@@ -88,14 +88,14 @@ def _run(arguments: str, source: Path, run: Path, busy: int, steps: int) -> floa
             spin = ["taskset", "-c", str(_core_of(process, 1)), sys.executable, "-c", SPIN]
             load = [subprocess.Popen(spin) for _ in range(busy)]
         if done >= 3 * steps / 4:
-            for each in load:
-                each.kill()
-    for each in load:
-        each.kill()
+            for spinner in load:
+                spinner.kill()
+    for spinner in load:
+        spinner.kill()
     if process.returncode:
         sys.exit(f"failed: {' '.join(command)}")
     if busy and not load:
-        sys.exit("the run was over before its load began: use more --steps")
+        sys.exit("the run ended before its load started: use more --steps")
     _decisions(run)
     summary: dict[str, Any] = json.loads((run / "summary.json").read_text())
     return float(summary["train_seconds"])
@@ -115,7 +115,7 @@ def _steps_done(run: Path) -> int:
 
 
 def _core_of(job: "subprocess.Popen[bytes]", rank: int) -> int:
-    """The core that a rank is bound to."""
+    """Return the core that a rank is bound to."""
     for child in psutil.Process(job.pid).children(recursive=True):
         if child.environ().get("OMPI_COMM_WORLD_RANK") == str(rank):
             return int(child.cpu_affinity()[0])
@@ -123,19 +123,22 @@ def _core_of(job: "subprocess.Popen[bytes]", rank: int) -> int:
 
 
 def _decisions(run: Path) -> None:
-    """Print what an adaptive run began with and decided."""
+    """Print the first plan of an adaptive run and its decisions."""
     for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
         if line["event"] == "plan" and "predicted_seconds" in line:
-            said = f"{line['cause']}: {line['decision']}: " if "cause" in line else ""
+            prefix = f"{line['cause']}: {line['decision']}: " if "cause" in line else ""
             stages = " | ".join(
                 f"{len(stage['components'])} on {stage['ranks']} by {stage['shares']}"
                 for stage in line["stages"]
             )
-            print(f"    {run.name}, step {line['step']}: {said}{stages}", flush=True)
+            print(f"    {run.name}, step {line['step']}: {prefix}{stages}", flush=True)
 
 
 def _print(
-    arms: tuple[str, ...], has_load: bool, found: list[list[float]], options: argparse.Namespace
+    arms: tuple[str, ...],
+    has_load: bool,
+    seconds_by_arm: list[list[float]],
+    options: argparse.Namespace,
 ) -> None:
     print(
         f"{options.model}, {options.steps} steps of {options.images} images, {RANKS} pinned ranks "
@@ -146,11 +149,11 @@ def _print(
             else "no load"
         )
     )
-    for name, seconds in zip(arms, found, strict=True):
+    for name, seconds in zip(arms, seconds_by_arm, strict=True):
         print(f"{name:>10}: {common.spread(seconds, '.1f')} s")
-    medians = [statistics.median(seconds) for seconds in found]
+    medians = [statistics.median(seconds) for seconds in seconds_by_arm]
     best = min(range(len(arms) - 1), key=lambda arm: medians[arm])
-    ratios = [a / b for a, b in zip(found[best], found[-1], strict=True)]
+    ratios = [a / b for a, b in zip(seconds_by_arm[best], seconds_by_arm[-1], strict=True)]
     print(f"  {arms[best]} / adaptive: {common.spread(ratios)}\n")
 
 

@@ -1,11 +1,11 @@
-"""What checkpoints cost: training with and without them, and saving and loading against the disk.
+"""Measures the cost of checkpoints: in training, and when saving and loading against the disk.
 
     python benchmarks/checkpoint.py --data DIR [--images 8] [--steps 220] [--every 100]
 
-Training is `hvdtrain train` of resnet50 with a checkpoint every so many steps against the same
-job without one, in turns. A save (weights and momentum of resnet50, brought to the disk) is
-measured against a plain write of as many bytes; a load, with nothing of the files in memory,
-against a plain read; both against the rate of SHA-256.
+Training compares `hvdtrain train` of resnet50 with a checkpoint every `--every` steps to the same
+job without one, in turns. A save (weights and momentum of resnet50, synced to the disk) is
+compared with a plain write of the same bytes, a load with a cold page cache with a plain read, and
+both with the rate of SHA-256.
 """
 
 import argparse
@@ -29,7 +29,7 @@ MEGA = 2**20
 
 
 def main() -> None:
-    """Print both."""
+    """Print the cost in training and the rates of the disk."""
     options = _options()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         _training(options, Path(folder))
@@ -94,9 +94,9 @@ def _disk(rounds: int, folder: Path) -> None:
         ("load", load, folder / "step-00000001" / "part-0000.safetensors"),
         ("SHA-256", lambda: hashlib.sha256(content).hexdigest(), None),
     ]
-    found = common.rounds(rounds, [_rate_of(len(content), *side[1:]) for side in sides])
+    rates_by_side = common.rounds(rounds, [_rate_of(len(content), *side[1:]) for side in sides])
     print(f"weights and momentum of resnet50, {len(content) / MEGA:.0f} MiB; MiB/s:")
-    for (name, _, _), rates in zip(sides, found, strict=True):
+    for (name, _, _), rates in zip(sides, rates_by_side, strict=True):
         print(f"{name:>28}: {common.spread(rates, ',.0f')}")
 
 
@@ -112,7 +112,7 @@ def _rate_of(size: int, work: Callable[[], object], cold: Path | None) -> Callab
 
 
 def _forget(path: Path) -> None:
-    """Let the kernel drop what it holds of a file."""
+    """Let the kernel drop a file from the page cache."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -124,9 +124,9 @@ def _forget(path: Path) -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="a packed data set")
-    parser.add_argument("--folder", type=Path, default=None, help="on the disk to be measured")
-    parser.add_argument("--images", type=int, default=8, help="a step")
-    parser.add_argument("--steps", type=int, default=220, help="of a job")
+    parser.add_argument("--folder", type=Path, default=None, help="folder on the disk to measure")
+    parser.add_argument("--images", type=int, default=8, help="images per step")
+    parser.add_argument("--steps", type=int, default=220, help="steps per job")
     parser.add_argument("--every", type=int, default=100, help="steps between checkpoints")
     parser.add_argument("--rounds", type=int, default=3)
     return parser.parse_args()

@@ -1,4 +1,4 @@
-"""What the benchmarks of whole training jobs share: jobs of hvdtrain, and a plain PyTorch loop."""
+"""Functions that benchmarks of whole jobs share: jobs of hvdtrain, and a plain PyTorch loop."""
 
 import json
 import os
@@ -15,19 +15,19 @@ CLASSES, SIZE = 10, 32
 
 
 def training(arguments: str, data: Path, run: Path) -> list[str]:
-    """The command of a training job that writes a line a step (or a `--log-every`)."""
+    """Return the command of a training job that logs every step, or every `--log-every` steps."""
     command = f"train {arguments} --optimizer sgd --lr 0.01 --data {data} --run {run}"
     return [sys.executable, "-m", "hvdtrain", *command.split()]
 
 
 def step_seconds(run: Path, batch_size: int) -> list[float]:
-    """Seconds a step, of each line that a job has written."""
+    """Return the seconds per step of each line that a job has logged."""
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [batch_size / line["images_per_second"] for line in lines if line["event"] == "step"]
 
 
 def run_all(commands: Sequence[Sequence[str]], threads: int, **more: str) -> list[str]:
-    """Run commands side by side, and end if one fails; what each printed."""
+    """Run commands side by side and return what each printed; exit if one fails."""
     environment = os.environ | AS_ROOT | {"OMP_NUM_THREADS": str(threads)} | more
     processes = [
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
@@ -40,23 +40,23 @@ def run_all(commands: Sequence[Sequence[str]], threads: int, **more: str) -> lis
 
 
 def rounds(count: int, sides: Sequence[Callable[[int], float]]) -> list[list[float]]:
-    """Run all sides once a round, each round beginning with another; the figures of each side."""
-    found: list[list[float]] = [[] for _ in sides]
+    """Run all sides once per round, each round starting with another; return values by side."""
+    values: list[list[float]] = [[] for _ in sides]
     for number in range(count):
         for turn in range(len(sides)):
             side = (number + turn) % len(sides)
-            found[side].append(sides[side](number))
-    return found
+            values[side].append(sides[side](number))
+    return values
 
 
 def spread(values: Sequence[float], form: str = ".3f") -> str:
-    """The median, and all values in order."""
-    each = ", ".join(f"{value:{form}}" for value in sorted(values))
-    return f"{statistics.median(values):{form}} (rounds: {each})"
+    """Return the median and all values in order as text."""
+    ordered = ", ".join(f"{value:{form}}" for value in sorted(values))
+    return f"{statistics.median(values):{form}} (rounds: {ordered})"
 
 
 class PlainLoop:
-    """A hand-written PyTorch training loop: the images in memory, channels_last, fused SGD."""
+    """A hand-written PyTorch training loop: images in memory, channels_last, fused SGD."""
 
     def __init__(self, model: str, data: str, precision: str, channels_last: bool = True) -> None:
         import numpy as np
@@ -85,7 +85,7 @@ class PlainLoop:
         )
 
     def step(self, start: int, images: int) -> float:
-        """One step on the images from `start` on in the shuffled order; the loss."""
+        """Run one step on the images from `start` on in the shuffled order; return the loss."""
         import torch
         from torch.nn import functional
 

@@ -1,14 +1,14 @@
-"""hvdtrain against PyTorch DDP and against Horovod's own optimizer: data-parallel step time.
+"""Compares the data-parallel step time of hvdtrain with PyTorch DDP and Horovod's own optimizer.
 
     python benchmarks/ddp.py [--model resnet18] [--images 32] [--precision fp32] [--rounds 5]
                              [--peer ddp|horovod]
 
 Both sides train the same model from the same seed on the same images, with fused SGD, on the same
-number of ranks with one thread each. A round is one job of each side, in turn; the first steps of
-a job are not counted. hvdtrain's side is the program itself, with loader, records and all. The
-peers are the plain loop of their documentation, images in memory: DistributedDataParallel over
-gloo in channels_last with `gradient_as_bucket_view`; or Horovod's DistributedOptimizer as it
-comes, which refuses weights in channels_last. The ratio is above 1 where hvdtrain is faster.
+number of ranks with one thread each. A round is one job of each side, in turns; the first steps of
+a job do not count. hvdtrain's side is the program itself, with its loader and records. The peers
+are the loops of their documentation with images in memory: DistributedDataParallel over gloo in
+channels_last with `gradient_as_bucket_view`, or Horovod's DistributedOptimizer with its defaults,
+which refuses weights in channels_last. The ratio is above 1 if hvdtrain is faster.
 """
 
 import argparse
@@ -22,12 +22,12 @@ from pathlib import Path
 
 import common
 
-WARM_UP = 3  # steps that no job counts
+WARM_UP = 3  # steps of each job that do not count
 PEERS = {"ddp": "DDP (gloo)", "horovod": "Horovod"}
 
 
 def main() -> None:
-    """Run the rounds and print both medians, each round's ratio, and their median."""
+    """Run the rounds and print both medians, each round's ratio, and the median ratio."""
     options = _options()
     if options.job is not None:
         _peer(options)
@@ -51,7 +51,7 @@ def main() -> None:
     for name, medians in (("hvdtrain", ours), (PEERS[options.peer], theirs)):
         seconds = statistics.median(medians)
         print(
-            f"{name:>10}: {seconds:.4f} s a step ({min(medians):.4f} to {max(medians):.4f}), "
+            f"{name:>10}: {seconds:.4f} s per step ({min(medians):.4f} to {max(medians):.4f}), "
             f"{images / seconds:,.1f} images/s"
         )
     print(f"     ratio: {common.spread([b / a for a, b in zip(ours, theirs, strict=True)])}")
@@ -60,11 +60,11 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="resnet18")
-    parser.add_argument("--images", type=int, default=32, help="images a rank and step")
+    parser.add_argument("--images", type=int, default=32, help="images per rank and step")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--peer", choices=tuple(PEERS), default="ddp")
-    parser.add_argument("--steps", type=int, default=12, help="steps of a job")
+    parser.add_argument("--steps", type=int, default=12, help="steps per job")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--data", help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
@@ -87,19 +87,19 @@ def _theirs(options: argparse.Namespace, data: Path) -> float:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    own = [sys.executable, __file__, "--data", str(data), "--port", str(port)]
+    command = [sys.executable, __file__, "--data", str(data), "--port", str(port)]
     for name in ("model", "images", "ranks", "precision", "peer", "steps"):
-        own += [f"--{name}", str(getattr(options, name))]
+        command += [f"--{name}", str(getattr(options, name))]
     if options.peer == "horovod":
-        commands = [[*launch.mpirun(options.ranks), *own, "--job", "-1"]]
+        commands = [[*launch.mpirun(options.ranks), *command, "--job", "-1"]]
     else:
-        commands = [[*own, "--job", str(rank)] for rank in range(options.ranks)]
+        commands = [[*command, "--job", str(rank)] for rank in range(options.ranks)]
     seconds = json.loads(common.run_all(commands, threads=1)[0])
     return float(statistics.median(seconds[WARM_UP:]))
 
 
 def _peer(options: argparse.Namespace) -> None:
-    """One rank of the other side."""
+    """Run one rank of the other side."""
     import torch
 
     torch.set_num_threads(1)

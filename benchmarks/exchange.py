@@ -1,13 +1,13 @@
-"""hvdtrain's Exchange against plain mpi4py: how fast a tensor goes from rank to rank.
+"""Compares the transfer time of hvdtrain's Exchange with plain mpi4py.
 
     python benchmarks/exchange.py [--rounds 15] [--largest 67108864]
 
-Two ranks of one job send a message back and forth (a ping-pong, as in the OSU and Intel MPI
-benchmarks): half a round trip is what a hand-over takes. hvdtrain's side is what the runtime calls
-for each hand-over: `receive`, `send` and `wait`, with the time of sending that travels along;
-mpi4py's side is Irecv, Isend and Wait on NumPy buffers, and nothing else. The sides take turns in
-the same two processes. Times are medians of the rounds; the best ratio is that of the fastest
-rounds, which a busy machine disturbs least. A ratio is above 1 where hvdtrain is faster.
+Two ranks of one job send a message back and forth (a ping-pong as in the OSU and Intel MPI
+benchmarks); a transfer takes half a round trip. hvdtrain's side makes the calls of the runtime for
+each transfer: `receive`, `send` and `wait`, with the send time in the message. mpi4py's side is
+only Irecv, Isend and Wait on NumPy buffers. The sides take turns in the same two processes. Times
+are medians of the rounds; the best ratio is that of the fastest rounds, which a busy machine
+disturbs least. A ratio is above 1 if hvdtrain is faster.
 """
 
 import argparse
@@ -24,70 +24,72 @@ from hvdtrain import world
 from hvdtrain.launch import mpirun
 
 SIZES = tuple(2**power for power in (3, 6, 9, 12, 14, 16, 18, 20, 22, 24, 26))
-BYTES_A_ROUND, LONGEST_ROUND = 64 * 2**20, 100  # of each side: so much, in at most so many trips
+BYTES_PER_ROUND, LONGEST_ROUND = 64 * 2**20, 100  # bytes and most round trips of each side
 RANKS = 2
 
 
 def main() -> None:
-    """Start both ranks and print a table, or be one of them."""
+    """Start both ranks and print a table, or run as one of them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--largest", type=int, default=64 * 2**20, help="bytes of a message")
+    parser.add_argument(
+        "--largest", type=int, default=64 * 2**20, help="bytes of the largest message"
+    )
     parser.add_argument("--is-rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.is_rank:
         _rank(options)
         return
-    own = [sys.executable, __file__, "--is-rank"]
-    own += ["--rounds", str(options.rounds), "--largest", str(options.largest)]
-    _print_table(json.loads(common.run_all([[*mpirun(RANKS), *own]], threads=1)[0]))
+    rank_command = [sys.executable, __file__, "--is-rank"]
+    rank_command += ["--rounds", str(options.rounds), "--largest", str(options.largest)]
+    _print_table(json.loads(common.run_all([[*mpirun(RANKS), *rank_command]], threads=1)[0]))
 
 
-def _print_table(found: dict[str, list[list[float]]]) -> None:
+def _print_table(rounds_by_size: dict[str, list[list[float]]]) -> None:
     print(f"{'bytes':>10} {'ours us':>10} {'mpi4py us':>10} {'ratio':>6} {'best':>6} {'GB/s':>6}")
-    for size, rounds in found.items():
+    for size, rounds in rounds_by_size.items():
         sides = [[times[side] for times in rounds] for side in (0, 1)]
-        own, other = map(statistics.median, sides)
+        our, their = map(statistics.median, sides)
         print(
-            f"{int(size):>10} {1e6 * own:>10.1f} {1e6 * other:>10.1f} {other / own:>6.3f} "
-            f"{min(sides[1]) / min(sides[0]):>6.3f} {int(size) / own / 1e9:>6.2f}"
+            f"{int(size):>10} {1e6 * our:>10.1f} {1e6 * their:>10.1f} {their / our:>6.3f} "
+            f"{min(sides[1]) / min(sides[0]):>6.3f} {int(size) / our / 1e9:>6.2f}"
         )
 
 
 def _rank(options: argparse.Namespace) -> None:
-    """Measure all sizes, and print the seconds of each round of both sides on rank 0."""
+    """Measure all sizes; rank 0 prints the seconds of each round of both sides."""
     import torch
 
     from hvdtrain.parallel.exchange import Exchange
 
-    here = world.start(threads=1)
-    assert here.communicator is not None, "started by the main program alone"
-    exchange = Exchange(here.communicator, torch.device("cpu"))
-    found = {}
+    job = world.start(threads=1)
+    assert job.communicator is not None, "started by the main program alone"
+    exchange = Exchange(job.communicator, torch.device("cpu"))
+    rounds_by_size = {}
     for size in (size for size in SIZES if size <= options.largest):
-        trips = max(1, min(LONGEST_ROUND, BYTES_A_ROUND // (2 * size)))
-        # The same memory for both: NumPy would ask for huge pages, which PyTorch does not.
+        trips = max(1, min(LONGEST_ROUND, BYTES_PER_ROUND // (2 * size)))
+        # Both sides use the same memory: NumPy would request huge pages, PyTorch does not.
         sent, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
         sides = (
-            ours(exchange, 1 - here.rank, sent, target),
-            theirs(here.communicator, 1 - here.rank, sent.numpy(), target.numpy()),
+            ours(exchange, 1 - job.rank, sent, target),
+            theirs(job.communicator, 1 - job.rank, sent.numpy(), target.numpy()),
         )
         for side in sides:
-            seconds_of(side, here, 2)  # memory is mapped and connections are made at first use
+            seconds_of(side, job, 2)  # the first use maps memory and opens connections
         rounds = []
         for number in range(options.rounds):
             first = number % 2
-            times = {k: seconds_of(sides[k], here, trips) for k in (first, 1 - first)}
+            times = {k: seconds_of(sides[k], job, trips) for k in (first, 1 - first)}
             rounds.append([times[0], times[1]])
-        found[str(size)] = rounds
-    if here.rank == 0:
-        print(json.dumps(found))
+        rounds_by_size[str(size)] = rounds
+    if job.rank == 0:
+        print(json.dumps(rounds_by_size))
     world.stop()
 
 
-def seconds_of(trip: Callable[[], None], here: world.World, trips: int) -> float:
-    """Half of the mean round trip."""
-    here.barrier()
+def seconds_of(trip: Callable[[], None], job: world.World, trips: int) -> float:
+    """Return half of the mean seconds of a round trip."""
+    job.barrier()
     began = time.perf_counter()
     for _ in range(trips):
         trip()
@@ -95,7 +97,7 @@ def seconds_of(trip: Callable[[], None], here: world.World, trips: int) -> float
 
 
 def ours(exchange: Any, peer: int, sent: Any, target: Any) -> Callable[[], None]:
-    """One trip there and back of a tensor through an `Exchange`."""
+    """Return a function that sends a tensor there and back through an `Exchange`."""
 
     def trip() -> None:
         receipt = exchange.receive(target, peer, 1)
@@ -109,7 +111,7 @@ def ours(exchange: Any, peer: int, sent: Any, target: Any) -> Callable[[], None]
 
 
 def theirs(communicator: Any, peer: int, sent: Any, target: Any) -> Callable[[], None]:
-    """The same of a NumPy array through mpi4py."""
+    """Return a function that sends a NumPy array there and back through mpi4py."""
 
     def trip() -> None:
         receipt = communicator.Irecv(target, peer, 2)

@@ -1,12 +1,12 @@
-"""hvdtrain's Horovod on Keras 3 against plain Keras and against MirroredStrategy, images/s.
+"""Compares images/s of hvdtrain on Keras 3 with plain Keras and MirroredStrategy.
 
     python benchmarks/keras.py --data DIR [--images 64] [--rounds 5]
 
-The CIFAR-10 CNN under `fit`, fp32, Adam, one global batch, two cores: one process with two
-threads; MirroredStrategy on two logical CPU devices; two ranks with one thread each; and the bound
-of the same round, two processes beside each other that train half of the batch each and say
-nothing to one another. All four read the same samples by the same pipeline. To be run in the
-clone's folder.
+All sides run `fit` on the CIFAR-10 CNN, fp32, Adam, with the same global batch size on two cores:
+one process with two threads; MirroredStrategy on two logical CPU devices; two ranks with one
+thread each. The bound of the same round is two processes side by side that train half of the batch
+each without communication. All four read the same samples through the same pipeline. Run it in the
+folder of the clone.
 """
 
 import argparse
@@ -30,8 +30,8 @@ def main() -> None:
         fit += ["--images", str(images), "--steps", str(options.steps), *more]
         command = [*mpirun(ranks), *fit] if ranks > 1 else fit
         printed = common.run_all([command] * jobs, threads, TF_CPP_MIN_LOG_LEVEL="2")
-        last = [json.loads(each.splitlines()[-1]) for each in printed]
-        return sum(float(each["images_per_second"]) for each in last)
+        results = [json.loads(output.splitlines()[-1]) for output in printed]
+        return sum(float(result["images_per_second"]) for result in results)
 
     whole = options.images
     sides = {
@@ -42,19 +42,19 @@ def main() -> None:
     }
     rates = dict(zip(sides, common.rounds(options.rounds, list(sides.values())), strict=True))
     print(f"cnn, fp32, global batch {whole}; images/s:")
-    for name, found in rates.items():
-        print(f"{name:>30}: {common.spread(found, ',.0f')}")
-    own = rates.pop(RANKS)
-    for name, found in rates.items():
-        ratios = [mine / theirs for mine, theirs in zip(own, found, strict=True)]
+    for name, values in rates.items():
+        print(f"{name:>30}: {common.spread(values, ',.0f')}")
+    ours = rates.pop(RANKS)
+    for name, theirs in rates.items():
+        ratios = [our / their for our, their in zip(ours, theirs, strict=True)]
         print(f"{'2 ranks : ' + name:>40}: {common.spread(ratios)}")
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="packed CIFAR-10")
-    parser.add_argument("--images", type=int, default=64, help="images a step, over all ranks")
-    parser.add_argument("--steps", type=int, default=400, help="steps of a job")
+    parser.add_argument("--images", type=int, default=64, help="images per step over all ranks")
+    parser.add_argument("--steps", type=int, default=400, help="steps per job")
     parser.add_argument("--rounds", type=int, default=5)
     return parser.parse_args()
 

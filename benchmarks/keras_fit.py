@@ -1,6 +1,7 @@
-"""One side of keras.py: `fit` on the CIFAR-10 CNN, timed; rank 0 prints images/s as JSON.
+"""One side of keras.py: runs `fit` on the CIFAR-10 CNN; rank 0 prints images/s as JSON.
 
-In a file of its own since a program that lies beside keras.py would import that as `keras`:
+It is a separate file because a program in the same folder as keras.py would import that as
+`keras`:
 
     python -m benchmarks.keras_fit --data DIR [--replicas N]
 """
@@ -22,7 +23,7 @@ from hvdtrain.tf.cnn import cnn
 
 
 class Clock(keras.callbacks.Callback):
-    """Notes when each window of steps ended."""
+    """Records when each window of steps ends."""
 
     def __init__(self, window: int) -> None:
         super().__init__()
@@ -30,15 +31,15 @@ class Clock(keras.callbacks.Callback):
         self.marks = [time.perf_counter()]
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """`batch` counts from 0."""
+        """Record the time after each window; `batch` counts from 0."""
         if (batch + 1) % self.window == 0:
             self.marks.append(time.perf_counter())
 
 
 def main() -> None:
-    """Train for so many steps, and print the median window's rate."""
+    """Train for `--steps` steps and print the rate of the median window."""
     options = _options()
-    here = distributed.start()
+    job = distributed.start()
     scope: AbstractContextManager[object] = nullcontext()
     if options.replicas:
         cpu = tf.config.list_physical_devices("CPU")[0]
@@ -52,12 +53,12 @@ def main() -> None:
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(distributed.optimizer(keras.optimizers.Adam(0.001)), loss)
     clock = Clock(options.window)
-    callbacks = [clock, *(distributed.callbacks() if here.size > 1 else [])]
+    callbacks = [clock, *(distributed.callbacks() if job.size > 1 else [])]
     steps = {"steps_per_epoch": options.steps, "shuffle": False}
     model.fit(data.train, **steps, verbose=0, callbacks=callbacks)
     seconds = [later - sooner for sooner, later in pairwise(clock.marks)]
-    if here.rank == 0:
-        # The first windows hold the tracing.
+    if job.rank == 0:
+        # The first windows contain the tracing of functions.
         rate = options.images * options.window / statistics.median(seconds[2:])
         print(json.dumps({"images_per_second": rate}), flush=True)
 
@@ -65,8 +66,10 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="packed CIFAR-10")
-    parser.add_argument("--images", type=int, default=64, help="images a step, over all ranks")
-    parser.add_argument("--replicas", type=int, default=0, help="of MirroredStrategy; 0: without")
+    parser.add_argument("--images", type=int, default=64, help="images per step over all ranks")
+    parser.add_argument(
+        "--replicas", type=int, default=0, help="of MirroredStrategy; 0: without it"
+    )
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--window", type=int, default=20, help="steps that are timed as one")
     return parser.parse_args()

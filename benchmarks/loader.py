@@ -1,12 +1,12 @@
-"""hvdtrain's loader against torch's DataLoader over h5py: images/s, waiting, and memory.
+"""Compares hvdtrain's loader with torch's DataLoader over h5py: images/s, waiting, and memory.
 
     python benchmarks/loader.py [--images 64] [--rounds 5]
 
-Each side makes batches of shuffled images with random crop and flip, uint8 as stored. The peers:
-torch's DataLoader over the same images in one HDF5 file, a Dataset that reads and augments one
-sample at a time as tutorials do, with 0 and with 2 workers; and a copy of as many bytes by NumPy,
-which no loader can beat. Then: what part of a CNN step waits for data, and a set ten times larger
-than the memory it may take.
+Each side makes batches of shuffled images with random crop and flip, uint8 as stored. The peers
+are torch's DataLoader over the same images in one HDF5 file, with a Dataset that reads and
+augments one sample at a time as tutorials do, with 0 and 2 workers; and a copy of the same bytes
+by NumPy, which no loader can beat. Then it prints the part of a CNN step that waits for data, and
+the memory for a data set ten times larger than its limit.
 """
 
 import argparse
@@ -25,7 +25,7 @@ import numpy as np
 import psutil
 
 SET_IMAGES = 50_000
-LARGE = 10  # times the memory
+LARGE = 10  # size of the data set relative to its memory
 
 
 def main() -> None:
@@ -46,7 +46,7 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--images", type=int, default=64, help="images a batch")
+    parser.add_argument("--images", type=int, default=64, help="images per batch")
     parser.add_argument("--batches", type=int, default=300, help="batches that are timed")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--job", help=argparse.SUPPRESS)
@@ -66,13 +66,13 @@ def _rates(options: argparse.Namespace, data: Path, file: Path) -> None:
         }
         rates = dict(zip(sides, common.rounds(options.rounds, list(sides.values())), strict=True))
     print(f"batches of {options.images} images of {common.SIZE}x{common.SIZE}; images/s:")
-    for name, found in rates.items():
-        ratios = [own / other for own, other in zip(rates["hvdtrain"], found, strict=True)]
-        print(f"{name:>22}: {common.spread(found, ',.0f')}; hvdtrain {common.spread(ratios)}")
+    for name, theirs in rates.items():
+        ratios = [our / their for our, their in zip(rates["hvdtrain"], theirs, strict=True)]
+        print(f"{name:>22}: {common.spread(theirs, ',.0f')}; hvdtrain {common.spread(ratios)}")
 
 
 def _rate(options: argparse.Namespace, batches: Iterable[Any], fewer: int = 1) -> float:
-    """Images a second once the first batch is there."""
+    """Return images per second after the first batch."""
     ready = iter(batches)
     next(ready)
     began = time.perf_counter()
@@ -150,7 +150,7 @@ def _copies(samples: Any, options: argparse.Namespace) -> Iterable[Any]:
 
 
 def _waiting(options: argparse.Namespace, data: Path, run: Path) -> None:
-    """What part of the steps of a CNN waits for the loader."""
+    """Print the part of the steps of a CNN that waits for the loader."""
     command = f"bench step --model cnn --precision bf16 --batch-size {options.images} --json"
     command += f" --data {data} --augment crop-flip --steps 200"
     done = subprocess.run(
@@ -159,23 +159,23 @@ def _waiting(options: argparse.Namespace, data: Path, run: Path) -> None:
         text=True,
         check=True,
     )
-    found = json.loads(done.stdout)
-    step, waited = found["step_seconds"]["median"], found["seconds"]["data"]
+    result = json.loads(done.stdout)
+    step, waited = result["step_seconds"]["median"], result["seconds"]["data"]
     print(f"waiting for data: {waited / step:.2%} of a CNN step of {1e3 * step:.2f} ms")
 
 
 def _memory(options: argparse.Namespace, data: Path) -> None:
-    """A set ten times larger than the memory it may take, in a process of its own."""
-    own = [sys.executable, __file__, "--job", str(data), "--images", str(options.images)]
-    found = json.loads(common.run_all([own], threads=1)[0])
+    """Measure a data set ten times larger than its memory limit, in a separate process."""
+    command = [sys.executable, __file__, "--job", str(data), "--images", str(options.images)]
+    result = json.loads(common.run_all([command], threads=1)[0])
     print(
-        f"{found['set_mib']:.0f} MiB of images in at most {found['memory_mib']:.0f} MiB: "
-        f"{found['rate']:,.0f} images/s, the process grew by {found['grown_mib']:.0f} MiB"
+        f"{result['set_mib']:.0f} MiB of images in at most {result['memory_mib']:.0f} MiB: "
+        f"{result['rate']:,.0f} images/s, the process grew by {result['grown_mib']:.0f} MiB"
     )
 
 
 def _limited(options: argparse.Namespace) -> None:
-    """One epoch over a set that does not fit; memory holds two windows, as in training."""
+    """Read one epoch of a data set that does not fit; memory holds two windows, as in training."""
     from hvdtrain.data import open_split, read_index
 
     index = read_index(options.job)

@@ -1,10 +1,11 @@
-"""What a step of MirroredStrategy is made of, on logical CPU devices, against a single device; ms.
+"""Measures the parts of a MirroredStrategy step on logical CPU devices and on a single device.
 
     python benchmarks/mirrored.py [--devices 2] [--rounds 5]
 
-The CIFAR-10 CNN with Adam, fp32, on random images: a whole step, the same on two images, the sum
-of the gradients over the devices alone, and that sum with the update of weights and optimizer.
-Each side in a process of its own, with all cores, in turns. To be run in the clone's folder.
+The model is the CIFAR-10 CNN with Adam, fp32, on random images. The parts are a whole step, a step
+on two images, the sum of the gradients over the devices alone, and that sum with the update of
+weights and optimizer, in milliseconds. Each side runs in a separate process with all cores, in
+turns. Run it in the folder of the clone.
 """
 
 import argparse
@@ -30,33 +31,33 @@ PARTS = (
 
 
 def main() -> None:
-    """Run the rounds and print what each part takes."""
+    """Run the rounds and print the milliseconds of each part."""
     options = _options()
     if options.side is not None:
         print(json.dumps(_measure(options.side)), flush=True)
         return
-    import common  # of the script's folder, in which there is a keras.py, too
+    import common  # not at the top: its folder contains a keras.py, which would hide Keras
 
-    found: dict[int, list[list[float]]] = {1: [], options.devices: []}
+    results: dict[int, list[list[float]]] = {1: [], options.devices: []}
 
     def measured(devices: int) -> float:
-        own = [sys.executable, "-m", "benchmarks.mirrored", "--side", str(devices)]
-        printed = common.run_all([own], options.devices, TF_CPP_MIN_LOG_LEVEL="2")
-        found[devices].append(json.loads(printed[0].splitlines()[-1]))
+        command = [sys.executable, "-m", "benchmarks.mirrored", "--side", str(devices)]
+        printed = common.run_all([command], options.devices, TF_CPP_MIN_LOG_LEVEL="2")
+        results[devices].append(json.loads(printed[0].splitlines()[-1]))
         return 0.0
 
     def side(devices: int) -> Callable[[int], float]:
         return lambda _: measured(devices)
 
-    common.rounds(options.rounds, [side(devices) for devices in found])
+    common.rounds(options.rounds, [side(devices) for devices in results])
     for place, part in enumerate(PARTS):
-        for devices, rounds in found.items():
+        for devices, rounds in results.items():
             name = "single device" if devices == 1 else f"{devices} mirrors"
-            print(f"{part:>20}, {name:>13}: {common.spread([each[place] for each in rounds])}")
+            print(f"{part:>20}, {name:>13}: {common.spread([parts[place] for parts in rounds])}")
 
 
 def _measure(devices: int) -> list[float]:
-    """Milliseconds of each of PARTS, medians."""
+    """Return the median milliseconds of each of PARTS."""
     from hvdtrain import world
     from hvdtrain.config import TrainConfig
     from hvdtrain.tf.build import build_model, build_optimizer
@@ -64,10 +65,10 @@ def _measure(devices: int) -> list[float]:
     from hvdtrain.tf.start import use_own_threads
     from hvdtrain.tf.step import Steps
 
-    here = world.start()
-    use_own_threads(here)
+    job = world.start()
+    use_own_threads(job)
     config = TrainConfig(model="cnn", data="", framework="tensorflow")
-    strategy = make_strategy("mirrored", devices, 0, here) if devices > 1 else None
+    strategy = make_strategy("mirrored", devices, 0, job) if devices > 1 else None
     with strategy.scope() if strategy else nullcontext():
         model = build_model(config, 10, 32)
         optimizer = build_optimizer(config, model)
@@ -75,23 +76,28 @@ def _measure(devices: int) -> list[float]:
     steps = Steps(model, optimizer, config, unit, ranks=1, mirrors=devices if strategy else 0)
     whole: Any = MirroredSteps(steps, strategy) if strategy else steps
     draw = np.random.default_rng(0)
-    found = []
+    milliseconds = []
     for images in (IMAGES, SMALL):
         pixels = draw.integers(0, 256, (images, 32, 32, 3), dtype=np.uint8)
-        given = pixels, draw.integers(0, 10, images), np.float32(images)
-        found.append(_milliseconds(partial(whole.train, *given)))
-    return [*found, *_parts(steps, optimizer, strategy)]
+        batch = pixels, draw.integers(0, 10, images), np.float32(images)
+        milliseconds.append(_milliseconds(partial(whole.train, *batch)))
+    return [*milliseconds, *_parts(steps, optimizer, strategy)]
 
 
 def _parts(steps: Any, optimizer: Any, strategy: Any) -> list[float]:
-    """Milliseconds of the sum over devices alone, 0 on one, and with the update."""
+    """Return the milliseconds of the sum over devices alone, and of the sum with the update.
+
+    The first one is 0 on a single device.
+    """
     import tensorflow as tf
 
     gradients = [tf.ones(weight.shape) for weight in steps.weights]
 
     def add() -> Any:
         context = tf.distribute.get_replica_context()
-        return tf.add_n([tf.reduce_sum(each) for each in context.all_reduce("SUM", gradients)])
+        return tf.add_n(
+            [tf.reduce_sum(gradient) for gradient in context.all_reduce("SUM", gradients)]
+        )
 
     def apply() -> None:
         optimizer.apply(gradients, steps.weights)

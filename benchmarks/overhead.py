@@ -1,11 +1,11 @@
-"""What hvdtrain costs on one rank, against a hand-written PyTorch loop on the same data.
+"""Compares hvdtrain on one rank with a hand-written PyTorch loop on the same data.
 
     python benchmarks/overhead.py [--model cnn] [--images 64] [--precision bf16] [--threads N]
 
-Both train the same model from the same seed on the same images in channels_last with fused SGD;
-the loop has the images in memory, normalises them, and reads the loss of every step. A round is
-one job of each, in turn; a figure is the median over windows of steps, the first windows left out.
-The fastest rounds of both are those that a busy machine disturbed least.
+Both train the same model from the same seed on the same images in channels_last with fused SGD.
+The loop has the images in memory, normalises them, and reads the loss of every step. A round is
+one job of each side, in turns; its value is the median over windows of steps without the first
+ones. The fastest rounds of both sides are those that a busy machine disturbed least.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import common
 
-WARM_UP = 2  # windows that no job counts
+WARM_UP = 2  # windows of each job that do not count
 
 
 def main() -> None:
@@ -42,15 +42,18 @@ def main() -> None:
         )
     print(
         f"{options.model}, {options.precision}, one rank x {options.threads} thread(s), "
-        f"{options.images} images a step"
+        f"{options.images} images per step"
     )
     for name, medians in (("hvdtrain", ours), ("plain loop", theirs)):
         seconds = statistics.median(medians)
         print(
-            f"{name:>10}: {1e3 * seconds:.3f} ms a step ({1e3 * min(medians):.3f} to "
+            f"{name:>10}: {1e3 * seconds:.3f} ms per step ({1e3 * min(medians):.3f} to "
             f"{1e3 * max(medians):.3f}), {options.images / seconds:,.1f} images/s"
         )
-    costs = [own / other - 1 for own, other in zip(ours, theirs, strict=True)]
+    costs = [
+        our_seconds / their_seconds - 1
+        for our_seconds, their_seconds in zip(ours, theirs, strict=True)
+    ]
     fastest = min(ours) / min(theirs) - 1
     print(f"      cost: {common.spread(costs, '+.1%')}; of the fastest rounds {fastest:+.1%}")
 
@@ -58,10 +61,10 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="cnn")
-    parser.add_argument("--images", type=int, default=64, help="images a step")
+    parser.add_argument("--images", type=int, default=64, help="images per step")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--steps", type=int, default=400, help="steps of a job")
+    parser.add_argument("--steps", type=int, default=400, help="steps per job")
     parser.add_argument("--window", type=int, default=20, help="steps that are timed as one")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--data", help=argparse.SUPPRESS)
@@ -77,10 +80,10 @@ def _ours(options: argparse.Namespace, data: Path, run: Path) -> float:
 
 
 def _theirs(options: argparse.Namespace, data: Path) -> float:
-    own = [sys.executable, __file__, "--data", str(data)]
+    command = [sys.executable, __file__, "--data", str(data)]
     for name in ("model", "images", "precision", "threads", "steps", "window"):
-        own += [f"--{name}", str(getattr(options, name))]
-    return float(json.loads(common.run_all([own], options.threads)[0]))
+        command += [f"--{name}", str(getattr(options, name))]
+    return float(json.loads(common.run_all([command], options.threads)[0]))
 
 
 def _loop(options: argparse.Namespace) -> None:

@@ -1,19 +1,19 @@
-"""hvdtrain against torch.distributed.pipelining (gloo): the step time of a pipeline.
+"""Compares the step time of a pipeline with torch.distributed.pipelining (gloo).
 
     python benchmarks/pipeline.py [--model resnet18,vit_tiny] [--schedule gpipe,1f1b,zb-h1]
         [--images 64] [--microbatches 8] [--precision fp32] [--steps 8] [--rounds 5]
 
 Both sides train the same two stages on two ranks with one thread each: the same components from
 the same seed, cut at the same place, on the same images, in channels_last, with fused SGD. A round
-is one job of each side, in turn; a step is timed from a barrier to the end on the slowest rank,
+is one job of each side, in turns. A step is timed from a barrier to its end on the slowest rank,
 normalising included. PyTorch's side is its documented loop. Gloo sends no channels_last tensors,
-so its stages hand on NHWC views of the same memory, which costs nothing. Whether glibc hands freed
-memory back, to take it again page by page, is chance and up to a tenth of a step: both sides are
-told to keep it. The ratio is above 1 where hvdtrain is faster; the losses of the first step show
-that both compute the same.
+so its stages send NHWC views of the same memory, which costs nothing. By chance, glibc may return
+freed memory to the system and fetch it again page by page, which takes up to a tenth of a step;
+both sides set it to keep the memory. The ratio is above 1 if hvdtrain is faster; the losses of the
+first step show that both sides compute the same.
 
-hvdtrain's jobs also profile their stages before, between and after the steps, and say how far a
-simulation with these costs is from the measured step, and what the interpreter's own loop takes.
+hvdtrain's jobs also profile their stages before, between and after the steps. They print how far a
+simulation with these costs is from the measured step, and the time of the interpreter's own loop.
 """
 
 import argparse
@@ -50,21 +50,21 @@ from hvdtrain.training.setup import make_plan
 from hvdtrain.world import World
 
 RANKS, CLASSES, SIZE, SEED = 2, 10, 32, 0
-WARM_UP = 2  # steps that no job counts
-PROFILED = 3  # repeats of each of the profiles of a job
+WARM_UP = 2  # steps of each job that do not count
+PROFILED = 3  # repeats of each profile of a job
 EMPTY_STEPS, TRIPS = 50, 20
-NAMES = ("model", "schedule", "microbatches", "precision")  # options that a TrainConfig has too
+NAMES = ("model", "schedule", "microbatches", "precision")  # options of TrainConfig, too
 CPU = torch.device("cpu")
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_THRESHOLD_": str(2**30)}
 PEERS: dict[str, Any] = {
     "gpipe": pipelining.ScheduleGPipe,
     "1f1b": pipelining.Schedule1F1B,
-    "zb-h1": pipelining.ScheduleInterleavedZeroBubble,  # ZB1P; of one stage a rank
+    "zb-h1": pipelining.ScheduleInterleavedZeroBubble,  # ZB1P with one stage per rank
 }
 
 
 def main() -> None:
-    """Run the rounds of every model and schedule, or be one rank of a job."""
+    """Run the rounds of every model and schedule, or one rank of a job."""
     options = _options()
     if options.job == "ours":
         _ours(options)
@@ -78,12 +78,14 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="resnet18", help="one, or several with commas")
-    parser.add_argument("--schedule", default="gpipe,1f1b,zb-h1", help="one, or several")
-    parser.add_argument("--images", type=int, default=64, help="images a step")
+    parser.add_argument("--model", default="resnet18", help="one, or several separated by commas")
+    parser.add_argument(
+        "--schedule", default="gpipe,1f1b,zb-h1", help="one, or several separated by commas"
+    )
+    parser.add_argument("--images", type=int, default=64, help="images per step")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--precision", choices=("fp32", "fp64"), default="fp32")
-    parser.add_argument("--steps", type=int, default=8, help="steps of a job")
+    parser.add_argument("--steps", type=int, default=8, help="steps per job")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--job", choices=("ours", "theirs"), help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
@@ -92,29 +94,33 @@ def _options() -> argparse.Namespace:
 
 
 def _compare(options: argparse.Namespace, model: str, kind: str) -> None:
-    """All rounds of one model under one schedule."""
+    """Run all rounds of one model under one schedule."""
     setting = vars(options) | {"model": model, "schedule": kind}
-    own = [sys.executable, __file__]
-    own += [f"--{name}={setting[name]}" for name in ("images", "steps", *NAMES)]
-    found: tuple[list[Any], list[Any]] = ([], [])
+    command = [sys.executable, __file__]
+    command += [f"--{name}={setting[name]}" for name in ("images", "steps", *NAMES)]
+    results: tuple[list[Any], list[Any]] = ([], [])
     for number in range(options.rounds):
-        for side in (number % 2, 1 - number % 2):  # they take turns to be first
-            job = [[*launch.mpirun(RANKS), *own, "--job", "ours"]] if side == 0 else _peers(own)
-            found[side].append(_run(job))
-    _print(options, model, kind, *found)
+        for side in (number % 2, 1 - number % 2):  # the sides take turns to be first
+            job = (
+                [[*launch.mpirun(RANKS), *command, "--job", "ours"]]
+                if side == 0
+                else _peers(command)
+            )
+            results[side].append(_run(job))
+    _print(options, model, kind, *results)
 
 
-def _peers(own: list[str]) -> list[list[str]]:
+def _peers(command: list[str]) -> list[list[str]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    shared = [*own, "--job", "theirs", "--port", str(port)]
+    shared = [*command, "--job", "theirs", "--port", str(port)]
     return [[*shared, "--rank", str(rank)] for rank in range(RANKS)]
 
 
 def _run(commands: list[list[str]]) -> dict[str, Any]:
-    """Run commands side by side; the JSON object that the first printed."""
-    with tempfile.NamedTemporaryFile() as activity:  # noted there as under our own launcher
+    """Run commands side by side; return the JSON object that the first one printed."""
+    with tempfile.NamedTemporaryFile() as activity:  # ranks record actions as under the launcher
         more = KEEP_MEMORY | {"HVDTRAIN_ACTIVITY": activity.name}
         return dict(json.loads(common.run_all(commands, 1, **more)[0]))
 
@@ -132,27 +138,27 @@ def _print(
     for name, jobs in (("hvdtrain", ours), ("PyTorch", theirs)):
         seconds = [job["seconds"] for job in jobs]
         print(
-            f"  {name:>9}: {statistics.median(seconds):.4f} s a step "
+            f"  {name:>9}: {statistics.median(seconds):.4f} s per step "
             f"({min(seconds):.4f} to {max(seconds):.4f}), first loss {jobs[0]['loss']:.7f}"
         )
     ratios = [b["seconds"] / a["seconds"] for a, b in zip(ours, theirs, strict=True)]
-    each = ", ".join(f"{ratio:.3f}" for ratio in sorted(ratios))
+    ordered = ", ".join(f"{ratio:.3f}" for ratio in sorted(ratios))
     peer = PEERS[kind].__name__
-    print(f"      ratio: {statistics.median(ratios):.3f} (rounds: {each}), against {peer}")
+    print(f"      ratio: {statistics.median(ratios):.3f} (rounds: {ordered}), against {peer}")
     print(
         f"   exchange: {median('transfer'):.2%} of a step exposed; bubble {median('bubble'):.2%}, "
         f"idle in all {median('idle'):.2%}, simulated {median('simulated_idle'):.2%}"
     )
     errors = sorted(job["predicted"] / job["seconds"] - 1 for job in ours)
     print(
-        f"  simulated: {median('predicted'):.4f} s a step, {statistics.median(errors):+.1%} of "
+        f"  simulated: {median('predicted'):.4f} s per step, {statistics.median(errors):+.1%} of "
         f"the measured one (rounds: {', '.join(f'{error:+.1%}' for error in errors)})"
     )
-    print(f"       loop: {1e6 * median('loop'):.0f} us a step, {median('overhead'):.3%} of it")
+    print(f"       loop: {1e6 * median('loop'):.0f} us per step, {median('overhead'):.3%} of it")
 
 
 def _setting(options: argparse.Namespace) -> tuple[TrainConfig, list[Component], Plan]:
-    """What both sides share."""
+    """Return the configuration, components and plan that both sides share."""
     torch.set_num_threads(1)
     named = {name: getattr(options, name) for name in NAMES}
     named |= {"optimizer": "sgd", "lr": 0.01, "batch_size": options.images}
@@ -162,35 +168,35 @@ def _setting(options: argparse.Namespace) -> tuple[TrainConfig, list[Component],
 
 
 def _ours(options: argparse.Namespace) -> None:
-    """One rank of hvdtrain's side."""
-    here = world.start(threads=1)
+    """Run one rank of hvdtrain's side."""
+    job = world.start(threads=1)
     config, components, plan = _setting(options)
     images = Images(MEAN, STD, CPU, config.precision)
-    runtime = build_runtime(config, plan, components, images, SIZE, here)
+    runtime = build_runtime(config, plan, components, images, SIZE, job)
     pieces = cut(plan, options.images)
     actions = schedule.training_step(plan, pieces)
-    ready = program(plan, pieces, actions[here.rank], here.rank)
-    mine = my_step(plan, pieces, here.rank, *random_batch(options.images, SIZE, CLASSES, SEED))
+    ready = program(plan, pieces, actions[job.rank], job.rank)
+    mine = my_step(plan, pieces, job.rank, *random_batch(options.images, SIZE, CLASSES, SEED))
     steps, profiles = [], []
     for count in (WARM_UP, options.steps // 2, options.steps - options.steps // 2):
-        steps += [_timed_step(runtime, ready, mine, here) for _ in range(count)]
-        profiles.append(profile_parts(runtime, plan, pieces, SIZE, PROFILED, here))
-    alpha, beta = _hand_over_seconds(runtime, options.images // options.microbatches, here)
-    tables = dict(enumerate(here.gather(_medians(profiles))))
+        steps += [_timed_step(runtime, ready, mine, job) for _ in range(count)]
+        profiles.append(profile_parts(runtime, plan, pieces, SIZE, PROFILED, job))
+    alpha, beta = _transfer_seconds(runtime, options.images // options.microbatches, job)
+    tables = dict(enumerate(job.gather(_medians(profiles))))
     costs = measured_costs(plan, pieces, runtime.handover.forms, tables, alpha, beta)
-    found = _summary(here.gather(steps), simulate(actions, plan, pieces, costs))
-    found["loop"] = _loop_seconds(runtime, ready, mine)
-    found["overhead"] = found["loop"] / found["seconds"]
-    if here.rank == 0:
-        print(json.dumps(found))
+    result = _summary(job.gather(steps), simulate(actions, plan, pieces, costs))
+    result["loop"] = _loop_seconds(runtime, ready, mine)
+    result["overhead"] = result["loop"] / result["seconds"]
+    if job.rank == 0:
+        print(json.dumps(result))
     if runtime.activity is not None:
         runtime.activity.close()
     world.stop()
 
 
-def _timed_step(runtime: Runtime, ready: Program, mine: Step, here: World) -> dict[str, float]:
-    """One step of this rank: all of it, and what it waited for."""
-    here.barrier()
+def _timed_step(runtime: Runtime, ready: Program, mine: Step, job: World) -> dict[str, float]:
+    """Run one step of this rank; return its seconds, its loss and its waiting times."""
+    job.barrier()
     began = time.perf_counter()
     step = runtime.run(ready, Step(mine.images, mine.labels))
     seconds = time.perf_counter() - began
@@ -199,37 +205,37 @@ def _timed_step(runtime: Runtime, ready: Program, mine: Step, here: World) -> di
 
 
 def _summary(steps: list[list[dict[str, float]]], timeline: Timeline) -> dict[str, float]:
-    """From what each rank measured in each step, and what was simulated."""
-    found = []
+    """Return the medians over steps of what the ranks measured, and the simulated values."""
+    values = []
     for ranks in list(zip(*steps, strict=True))[WARM_UP:]:
         longest = max(rank["seconds"] for rank in ranks)
         bubble, transfer = (sum(rank[kind] for rank in ranks) for kind in ("bubble", "transfer"))
         bubble += sum(longest - rank["seconds"] for rank in ranks)  # done before the slowest
         whole = RANKS * longest
         idle = {"bubble": bubble / whole, "transfer": transfer / whole}
-        found.append({"seconds": longest, "idle": sum(idle.values())} | idle)
-    medians = {name: statistics.median(step[name] for step in found) for name in found[0]}
+        values.append({"seconds": longest, "idle": sum(idle.values())} | idle)
+    medians = {name: statistics.median(step[name] for step in values) for name in values[0]}
     simulated = {"predicted": timeline.seconds, "simulated_idle": timeline.bubble_fraction}
     return medians | simulated | {"loss": sum(rank[0]["loss"] for rank in steps)}
 
 
 def _medians(profiles: list[Table]) -> Table:
-    return {key: statistics.median(each[key] for each in profiles) for key in profiles[0]}
+    return {key: statistics.median(profile[key] for profile in profiles) for key in profiles[0]}
 
 
-def _hand_over_seconds(runtime: Runtime, rows: int, here: World) -> tuple[float, float]:
-    """Latency, and seconds a byte, of handing a micro-batch on."""
+def _transfer_seconds(runtime: Runtime, rows: int, job: World) -> tuple[float, float]:
+    """Return the latency, and the seconds per byte, of a transfer of a micro-batch."""
     medians = []
     for size in (8, rows * runtime.handover.forms[0].row_bytes):
         sent, target = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
-        trip = exchange.ours(runtime.exchange, 1 - here.rank, sent, target)
-        found = statistics.median(exchange.seconds_of(trip, here, 1) for _ in range(TRIPS))
-        medians.append(here.broadcast(found))
+        trip = exchange.ours(runtime.exchange, 1 - job.rank, sent, target)
+        seconds = statistics.median(exchange.seconds_of(trip, job, 1) for _ in range(TRIPS))
+        medians.append(job.broadcast(seconds))
     return medians[0], max(0.0, medians[1] - medians[0]) / size
 
 
 def _loop_seconds(runtime: Runtime, ready: Program, mine: Step) -> float:
-    """What a step takes whose actions do nothing."""
+    """Return the seconds of a step whose actions do nothing."""
     runtime.do = dict.fromkeys(runtime.do, lambda step, task: None)
     began = time.perf_counter()
     for _ in range(EMPTY_STEPS):
@@ -238,21 +244,21 @@ def _loop_seconds(runtime: Runtime, ready: Program, mine: Step) -> float:
 
 
 class _PeerStage(nn.Module):
-    """A stage of PyTorch's side, which hands images on as NHWC: gloo sends no other order."""
+    """A stage of PyTorch's side; it sends images as NHWC because gloo sends no other order."""
 
     def __init__(self, parts: list[nn.Module], is_first: bool, is_last: bool) -> None:
         super().__init__()
         self.parts, self.is_first, self.is_last = nn.Sequential(*parts), is_first, is_last
 
-    def forward(self, given: Tensor) -> Tensor:
-        if given.dim() == 4 and not self.is_first:
-            given = given.permute(0, 3, 1, 2)
-        made: Tensor = self.parts(given)
-        return made.permute(0, 2, 3, 1) if made.dim() == 4 and not self.is_last else made
+    def forward(self, activations: Tensor) -> Tensor:
+        if activations.dim() == 4 and not self.is_first:
+            activations = activations.permute(0, 3, 1, 2)
+        output: Tensor = self.parts(activations)
+        return output.permute(0, 2, 3, 1) if output.dim() == 4 and not self.is_last else output
 
 
 def _theirs(options: argparse.Namespace) -> None:
-    """One rank of PyTorch's side."""
+    """Run one rank of PyTorch's side."""
     config, components, plan = _setting(options)
     rank, address = options.rank, f"tcp://127.0.0.1:{options.port}"
     distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS)

@@ -1,16 +1,16 @@
-"""The planner's predictions and its choice, against every plan measured: step times on two ranks.
+"""Compares the planner's predictions and its choice with measured step times of many plans.
 
     python benchmarks/planner.py [--models cnn,resnet18,vit_tiny] [--steps 4] [--rounds 3]
         [--picture FILE]
 
-For each model one job of two ranks, each bound to a core of its own, with one thread: components
-and network are measured as `--plan auto` does, and a plan is chosen. Then, round by round, the
-components are measured again, all plans predicted with that, and some steps of each measured: a
-processor whose speed comes and goes does so for both sides. A step is timed from a barrier to the
-end on the slowest rank. The error is |predicted - measured| / measured of the medians of all
-rounds; vTrain (Bang et al., MICRO 2024) reports 8.4 % for one node. Errors by the one profile that
-was taken before all rounds are given, too. The choice is what `--plan auto` takes, against the
-plan that turned out the shortest.
+Each model runs as one job of two ranks with one thread each, each bound to its own core.
+Components and network are measured as `--plan auto` does, and a plan is chosen. Then, in each
+round, the components are measured again, all plans are predicted with that, and some steps of each
+plan are measured, so that a processor with a varying speed affects both sides. A step is timed
+from a barrier to its end on the slowest rank. The error is |predicted - measured| / measured of
+the medians of all rounds; vTrain (Bang et al., MICRO 2024) reports 8.4 % for one node. The errors
+of the profile from before all rounds are printed, too. The choice of `--plan auto` is compared
+with the fastest measured plan.
 """
 
 import argparse
@@ -56,10 +56,10 @@ BATCHES = {"cnn": 64, "resnet18": 32, "vit_tiny": 32}
 
 
 def main() -> None:
-    """A job for each model, or one rank of it."""
+    """Run a job for each model, or one rank of it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default=",".join(BATCHES))
-    parser.add_argument("--steps", type=int, default=4, help="of each plan in a round")
+    parser.add_argument("--steps", type=int, default=4, help="steps per plan and round")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--picture", help="PNG of predicted against measured times")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
@@ -70,28 +70,28 @@ def main() -> None:
     errors: list[float] = []
     pairs: dict[str, list[tuple[float, float]]] = {}
     for model in options.models.split(","):
-        own = [sys.executable, __file__, "--rank-of", model]
-        own += ["--steps", str(options.steps), "--rounds", str(options.rounds)]
+        command = [sys.executable, __file__, "--rank-of", model]
+        command += ["--steps", str(options.steps), "--rounds", str(options.rounds)]
         job = ["core" if word == "none" else word for word in launch.mpirun(RANKS)]
-        found = json.loads(common.run_all([[*job, *own]], threads=1)[0])
-        errors += _print(model, found)
-        pairs[model] = _medians(found["plans"])
+        result = json.loads(common.run_all([[*job, *command]], threads=1)[0])
+        errors += _print(model, result)
+        pairs[model] = _medians(result["plans"])
     if options.picture:
         plan_pictures.draw_predictions(pairs, Path(options.picture))
     print(f"all models: mean absolute error {statistics.mean(errors):.1%} of {len(errors)} plans")
 
 
-def _print(model: str, found: dict[str, Any]) -> list[float]:
-    """The table of a model; the errors of all plans."""
+def _print(model: str, result: dict[str, Any]) -> list[float]:
+    """Print the table of a model; return the errors of all plans."""
     print(
-        f"{model}, {BATCHES[model]} images a step, {RANKS} ranks x 1 thread; measured for the "
-        f"prediction in {found['profile_seconds']:.1f} s, chosen in {found['solve_seconds']:.2f} s"
+        f"{model}, {BATCHES[model]} images per step, {RANKS} ranks x 1 thread; measured in "
+        f"{result['profile_seconds']:.1f} s, chosen in {result['solve_seconds']:.2f} s"
     )
     print(f"{'plan':<26}{'predicted ms':>13}{'measured ms':>13}{'from':>9}{'to':>9}{'error':>8}")
     errors = []
-    pairs = _medians(found["plans"])
+    pairs = _medians(result["plans"])
     for (name, (_, rounds)), (predicted, measured) in zip(
-        found["plans"].items(), pairs, strict=True
+        result["plans"].items(), pairs, strict=True
     ):
         errors.append(abs(predicted - measured) / measured)
         print(
@@ -100,61 +100,61 @@ def _print(model: str, found: dict[str, Any]) -> list[float]:
         )
     correlation = stats.spearmanr(*zip(*pairs, strict=True)).statistic
     best = min(pairs, key=lambda pair: pair[1])[1]
-    chosen = statistics.median(found["plans"][found["chosen"]][1])
+    chosen = statistics.median(result["plans"][result["chosen"]][1])
     before = [
-        abs(found["before"][name] - measured) / measured
-        for name, (_, measured) in zip(found["plans"], pairs, strict=True)
+        abs(result["before"][name] - measured) / measured
+        for name, (_, measured) in zip(result["plans"], pairs, strict=True)
     ]
     print(
         f"mean absolute error {statistics.mean(errors):.1%} (by the profile before all rounds "
         f"{statistics.mean(before):.1%}), rank correlation {correlation:.3f}\n"
-        f"chosen: {found['chosen']}, {chosen / best - 1:+.1%} of the best measured\n"
+        f"chosen: {result['chosen']}, {chosen / best - 1:+.1%} of the best measured\n"
     )
     return errors
 
 
 def _medians(plans: dict[str, Any]) -> list[tuple[float, float]]:
-    """Predicted and measured seconds of each plan, over all rounds."""
+    """Return predicted and measured seconds of each plan, as medians over all rounds."""
     return [(statistics.median(p), statistics.median(m)) for p, m in plans.values()]
 
 
 def _plans(config: TrainConfig, components: list[Component]) -> dict[str, Plan]:
-    """At least twelve, of all kinds that two ranks can run."""
+    """Return at least twelve plans of all kinds that two ranks can run."""
     names = [part.name for part in components]
     costs = component_costs(components, SIZE, classes=CLASSES)
     work = [cost.forward_flops for cost in costs]
     both, n = tuple(range(RANKS)), len(names)
-    found = {
+    plans = {
         "dp": replicated(names, RANKS, 1, None),
         "dp, 2 micro-batches": replicated(names, RANKS, 2, None),
         "dp, 4 micro-batches": replicated(names, RANKS, 4, None),
         "dp, shares 3:2": Plan((Stage(tuple(names), both, (3, 2)),)),
     }
     for number in (2, 4, 8):
-        found[f"mp, {number}"] = pipeline(names, work, RANKS, RANKS, 1, number, "1f1b")
+        plans[f"mp, {number}"] = pipeline(names, work, RANKS, RANKS, 1, number, "1f1b")
     for kind in ("gpipe", "zb-h1"):
-        found[f"mp, 4, {kind}"] = pipeline(names, work, RANKS, RANKS, 1, 4, kind)
+        plans[f"mp, 4, {kind}"] = pipeline(names, work, RANKS, RANKS, 1, 4, kind)
     if n >= 2 * RANKS:
-        found["mp, 4, interleaved"] = pipeline(names, work, RANKS, 2 * RANKS, 1, 4, "interleaved")
-    middle = len(found["mp, 4"].stages[0].components)
+        plans["mp, 4, interleaved"] = pipeline(names, work, RANKS, 2 * RANKS, 1, 4, "interleaved")
+    middle = len(plans["mp, 4"].stages[0].components)
     for place in sorted({middle - 1, middle + 1, n // 3} - {0, n, middle}):
         if 0 < place < n:
             stages = (
                 Stage(tuple(names[:place]), (0,), (1,)),
                 Stage(tuple(names[place:]), (1,), (1,)),
             )
-            found[f"cut behind {place}"] = Plan(stages, 4)
+            plans[f"cut behind {place}"] = Plan(stages, 4)
     mixed = (Stage(tuple(names[:-1]), both, (1, 1)), Stage(tuple(names[-1:]), (1,), (1,)))
-    found["head on one rank"] = Plan(mixed, 1)
+    plans["head on one rank"] = Plan(mixed, 1)
     mixed = (Stage(tuple(names[:1]), both, (1, 1)), Stage(tuple(names[1:]), (0,), (1,)))
-    found["all but the first on one"] = Plan(mixed, 1)
-    return found
+    plans["all but the first on one"] = Plan(mixed, 1)
+    return plans
 
 
 def _rank(options: argparse.Namespace) -> None:
-    """One rank of a job: predict, measure, print on rank 0."""
-    model, here = options.rank_of, world.start(threads=1)
-    torch.set_num_threads(here.threads)
+    """Run one rank of a job: predict and measure; rank 0 prints the results."""
+    model, job = options.rank_of, world.start(threads=1)
+    torch.set_num_threads(job.threads)
     size = BATCHES[model]
     config = TrainConfig(
         model=model, data="", plan="auto", optimizer="sgd", lr=1e-4, batch_size=size
@@ -163,27 +163,27 @@ def _rank(options: argparse.Namespace) -> None:
     images = Images(MEAN, STD, torch.device("cpu"), config.precision)
     subject = planning.subject_of(config, components, SIZE, CLASSES, images)
     began = time.perf_counter()
-    asked = planning.question(config, planning.measure(subject, here), RANKS)
+    question = planning.question(config, planning.measure(subject, job), RANKS)
     profiled = time.perf_counter() - began
     began = time.perf_counter()
-    chosen = solve(asked).chosen
+    chosen = solve(question).chosen
     solved = time.perf_counter() - began
     plans = _plans(config, components)
-    # One that is among them is not measured twice.
+    # If the chosen plan is one of them, it is not measured twice.
     name_of = {plan: name for name, plan in plans.items()}
     choice = name_of.get(chosen.plan, f"chosen, {chosen.name}")
     plans[choice] = chosen.plan
-    ready = _ready(subject, plans, here)
-    rounds = _rounds(options, subject, asked, plans, ready, here)
-    if here.rank == 0:
-        found = {
+    ready = _ready(subject, plans, job)
+    rounds = _rounds(options, subject, question, plans, ready, job)
+    if job.rank == 0:
+        result = {
             "profile_seconds": profiled,
             "solve_seconds": solved,
             "chosen": choice,
-            "before": {name: play(asked, plan, name).seconds for name, plan in plans.items()},
+            "before": {name: play(question, plan, name).seconds for name, plan in plans.items()},
             "plans": rounds,
         }
-        print(json.dumps(found))
+        print(json.dumps(result))
     activity = next(iter(ready.values()))[0].activity
     if activity is not None:
         activity.close()
@@ -193,51 +193,51 @@ def _rank(options: argparse.Namespace) -> None:
 def _rounds(
     options: argparse.Namespace,
     subject: planning.Subject,
-    asked: Question,
+    question: Question,
     plans: dict[str, Plan],
     ready: dict[str, tuple[Runtime, Program, Step]],
-    here: World,
+    job: World,
 ) -> dict[str, tuple[list[float], list[float]]]:
-    """Predicted and measured seconds of each plan, round by round. Collective."""
-    assert here.communicator is not None
-    exchange = Exchange(here.communicator, subject.images.device)
+    """Return the predicted and measured seconds of each plan in each round. Collective."""
+    assert job.communicator is not None
+    exchange = Exchange(job.communicator, subject.images.device)
     rounds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ready}
     for _ in range(options.rounds):
-        times = planning.own_times(subject, here, partial(message_to_oneself, exchange))
-        now = replace(asked.known, profile=Profile(tuple(here.gather(times))))
+        times = planning.own_times(subject, job, partial(message_to_oneself, exchange))
+        now = replace(question.known, profile=Profile(tuple(job.gather(times))))
         for name, side in ready.items():
-            steps = [_timed(*side, here) for _ in range(WARM_UP + options.steps)]
+            steps = [_timed(*side, job) for _ in range(WARM_UP + options.steps)]
             predicted, measured = rounds[name]
-            predicted.append(play(replace(asked, known=now), plans[name], name).seconds)
+            predicted.append(play(replace(question, known=now), plans[name], name).seconds)
             measured.append(statistics.median(steps[WARM_UP:]))
     return rounds
 
 
 def _ready(
-    subject: planning.Subject, plans: dict[str, Plan], here: World
+    subject: planning.Subject, plans: dict[str, Plan], job: World
 ) -> dict[str, tuple[Runtime, Program, Step]]:
-    """All that a step of each plan needs on this rank."""
+    """Return what a step of each plan needs on this rank."""
     config, size = subject.config, subject.config.batch_size
     first: Runtime | None = None
     ready = {}
     for name, plan in plans.items():
         runtime = build_runtime(
-            config, plan, subject.components, subject.images, SIZE, here, before=first
+            config, plan, subject.components, subject.images, SIZE, job, before=first
         )
         first = first or runtime
         pieces = cut(plan, size)
-        actions = schedule.training_step(plan, pieces)[here.rank]
-        batch = my_step(plan, pieces, here.rank, *random_batch(size, SIZE, CLASSES, 0))
-        ready[name] = runtime, program(plan, pieces, actions, here.rank), batch
+        actions = schedule.training_step(plan, pieces)[job.rank]
+        batch = my_step(plan, pieces, job.rank, *random_batch(size, SIZE, CLASSES, 0))
+        ready[name] = runtime, program(plan, pieces, actions, job.rank), batch
     return ready
 
 
-def _timed(runtime: Runtime, todo: Program, batch: Step, here: World) -> float:
-    """Seconds of one step, of the slowest rank."""
-    here.barrier()
+def _timed(runtime: Runtime, todo: Program, batch: Step, job: World) -> float:
+    """Return the seconds of one step on the slowest rank."""
+    job.barrier()
     began = time.perf_counter()
     runtime.run(todo, Step(batch.images, batch.labels))
-    return float(max(here.gather(time.perf_counter() - began)))
+    return float(max(job.gather(time.perf_counter() - began)))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Two ranks against one process on the CIFAR-10 CNN at a fixed global batch: what is gained.
+"""Compares two ranks with one process on the CIFAR-10 CNN at a fixed global batch size.
 
     python benchmarks/scaling_cnn.py --data DIR [--images 64] [--precision bf16] [--rounds 5]
 
-Strong scaling on two cores, as in Ajayi et al. (AJEST 2026), which reports 1.24 times the speed:
-one process with two threads; two ranks with one thread each, half of the batch on each; and the
-bound of the same round, two processes beside each other that train half of the batch each and do
-not communicate. All three are `hvdtrain train`.
+This is strong scaling on two cores as in Ajayi et al. (AJEST 2026), who report a speed-up of 1.24.
+One process has two threads; two ranks have one thread each and half of the batch each. The bound
+of the same round is two processes side by side that train half of the batch each without
+communication. All three are `hvdtrain train`.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import common
 
-WARM_UP = 2  # windows that no job counts
+WARM_UP = 2  # windows of each job that do not count
 PAPER_A = 1.24
 
 
@@ -53,8 +53,12 @@ def main() -> None:
         ("bound: no communication", bound),
     ):
         print(f"{name:>24}: {common.spread(rates, ',.0f')}")
-    gained = [own / alone for own, alone in zip(ranks, single, strict=True)]
-    reached = [own / most for own, most in zip(ranks, bound, strict=True)]
+    gained = [
+        ranks_rate / single_rate for ranks_rate, single_rate in zip(ranks, single, strict=True)
+    ]
+    reached = [
+        ranks_rate / bound_rate for ranks_rate, bound_rate in zip(ranks, bound, strict=True)
+    ]
     print(f"{'2 ranks : 1 process':>24}: {common.spread(gained)}; the paper's is {PAPER_A}")
     print(f"{'part of the bound':>24}: {common.spread(reached)}")
 
@@ -62,9 +66,9 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="packed CIFAR-10")
-    parser.add_argument("--images", type=int, default=64, help="images a step, over all ranks")
+    parser.add_argument("--images", type=int, default=64, help="images per step over all ranks")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")
-    parser.add_argument("--steps", type=int, default=700, help="steps of a job")
+    parser.add_argument("--steps", type=int, default=700, help="steps per job")
     parser.add_argument("--window", type=int, default=20, help="steps that are timed as one")
     parser.add_argument("--rounds", type=int, default=5)
     return parser.parse_args()

@@ -1,11 +1,11 @@
-"""How long a plan takes to be chosen: random models of many components on up to 1,024 ranks.
+"""Measures how long choosing a plan takes: random models of many components on up to 1,024 ranks.
 
     python benchmarks/solver.py [--components 200] [--ranks 16] [--rounds 5]
 
-Times, bytes and speeds of ranks are drawn at random, so that nothing is alike that could be worked
-out once; all schedules are free. The gap is that of the chosen plan to the bound that no plan can
-be shorter than. Without --components and --ranks: 24 x 4, 200 x 16, and 200 x 16 with a limit of
-memory that data parallelism exceeds.
+Times, bytes and speeds of ranks are random, so that no two ranks are alike and can share results;
+all schedules are allowed. The gap is that of the chosen plan to the lower bound for any plan.
+Without --components and --ranks the sizes are 24 x 4, 200 x 16, and 200 x 16 with a memory limit
+that data parallelism exceeds.
 """
 
 import argparse
@@ -23,11 +23,11 @@ from hvdtrain.planner.solve import Solution, solve
 from hvdtrain.planner.tables import Question
 
 BATCH = 256
-LIMIT = 0.4  # of what data parallelism holds
+LIMIT = 0.4  # part of the memory of data parallelism
 
 
 def question(components: int, ranks: int, seed: int, limit: float | None) -> Question:
-    """A model and ranks that are drawn at random."""
+    """Return a random model on random ranks."""
     draw = np.random.default_rng(seed)
     costs = [_component(number, draw) for number in range(components)]
     seconds = draw.uniform(1e-5, 1e-4, components)
@@ -48,55 +48,57 @@ def question(components: int, ranks: int, seed: int, limit: float | None) -> Que
 
 
 def _component(number: int, draw: np.random.Generator) -> ComponentCost:
-    parameters, handed = int(draw.integers(25_000, 1_000_000)), int(draw.integers(2_500, 25_000))
+    parameters, output = int(draw.integers(25_000, 1_000_000)), int(draw.integers(2_500, 25_000))
     return ComponentCost(
         name=f"component{number}",
         parameters=parameters,
         parameter_bytes=4 * parameters,
         buffer_bytes=0,
         forward_flops=float(draw.uniform(1e6, 1e8)),
-        output_shape=(handed,),
-        output_bytes=4 * handed,
+        output_shape=(output,),
+        output_bytes=4 * output,
         saved_bytes=int(draw.integers(10_000, 200_000)),
     )
 
 
 def _rank(costs: list[ComponentCost], seconds: np.ndarray) -> RankTimes:
-    def curve(each: float) -> Curve:
-        return Curve.straight(Line(2e-5, each), BATCH)
+    def curve(slope: float) -> Curve:
+        return Curve.straight(Line(2e-5, slope), BATCH)
 
     return RankTimes(
         {
-            cost.name: ComponentTimes(curve(own), curve(2 * own), curve(own), curve(own))
-            for cost, own in zip(costs, seconds, strict=True)
+            cost.name: ComponentTimes(
+                curve(per_sample), curve(2 * per_sample), curve(per_sample), curve(per_sample)
+            )
+            for cost, per_sample in zip(costs, seconds, strict=True)
         }
     )
 
 
 def measure(components: int, ranks: int, rounds: int, is_limited: bool) -> str:
-    """A line on one size."""
-    found: list[Solution] = []
+    """Return a line with the results of one size."""
+    solutions: list[Solution] = []
     seconds: list[float] = []
     for seed in range(rounds):
         limit = None
         if is_limited:
             whole = solve(question(components, ranks, seed, None))
-            largest = max(whole.candidates, key=lambda each: max(each.rank_bytes))
+            largest = max(whole.candidates, key=lambda candidate: max(candidate.rank_bytes))
             limit = LIMIT * max(largest.rank_bytes)
-        asked = question(components, ranks, seed, limit)
+        problem = question(components, ranks, seed, limit)
         began = time.perf_counter()
-        found.append(solve(asked))
+        solutions.append(solve(problem))
         seconds.append(time.perf_counter() - began)
-    gap = statistics.median(each.gap for each in found)
+    gap = statistics.median(solution.gap for solution in solutions)
     return (
         f"{components} components x {ranks} ranks{', limited' if is_limited else ''}: "
         f"{statistics.median(seconds):.2f} s ({min(seconds):.2f} to {max(seconds):.2f}); "
-        f"{gap:.0%} above the bound; {found[-1].chosen.name}"
+        f"{gap:.0%} above the bound; {solutions[-1].chosen.name}"
     )
 
 
 def main() -> None:
-    """Measure what is asked for."""
+    """Measure the requested size, or all default sizes."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--components", type=int)
     parser.add_argument("--ranks", type=int)

@@ -1,1 +1,1 @@
-"""What a step costs on this machine and where its time goes: `hvdtrain bench`."""
+"""Measures what a step costs on this machine and where its time goes: `hvdtrain bench`."""

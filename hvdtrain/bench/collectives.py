@@ -1,7 +1,8 @@
-"""`bench allreduce` and `bench exchange`: what sums and hand-overs take between ranks, by size.
+"""`bench allreduce` and `bench exchange`: seconds of all-reduces and transfers by size.
 
-As the OSU micro-benchmarks (Panda et al., osu_allreduce and osu_latency) measure them, on what
-training uses: Horovod's sum, MPI's own beside it, and the exchange of the pipeline.
+The method is that of the OSU micro-benchmarks (Panda et al., osu_allreduce and osu_latency), with
+the functions that training uses: Horovod's all-reduce, MPI's own for comparison, and the exchange
+of the pipeline.
 """
 
 from dataclasses import dataclass
@@ -23,10 +24,10 @@ class Table:
     """Microseconds and bandwidth by size.
 
     Attributes:
-        title: what was measured, on which ranks.
-        curves: by what they are of.
-        factor: bytes that a rank sends for each byte of the message (bus bandwidth, as of
-            nccl-tests: 2 (n - 1) / n for a sum).
+        title: the operation and its ranks.
+        curves: seconds by bytes, by the name of the operation.
+        factor: bytes that a rank sends for each byte of the message (bus bandwidth as in
+            nccl-tests: 2 (n - 1) / n for an all-reduce).
     """
 
     title: str
@@ -35,24 +36,24 @@ class Table:
     contention: Contention | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """As one JSON object."""
-        found: dict[str, Any] = {
+        """Return the table as one JSON object."""
+        result: dict[str, Any] = {
             "title": self.title,
             "seconds": {
                 name: {str(int(size)): seconds for size, seconds in curve.points}
                 for name, curve in self.curves.items()
             },
             "lines": {
-                name: {"latency_seconds": curve.line.fixed, "seconds_a_byte": curve.line.each}
+                name: {"latency_seconds": curve.line.fixed, "seconds_a_byte": curve.line.per_unit}
                 for name, curve in self.curves.items()
             },
         }
         if self.contention is not None:
-            found["contention"] = self.contention._asdict()
-        return found
+            result["contention"] = self.contention._asdict()
+        return result
 
     def as_text(self) -> str:
-        """As a table."""
+        """Return the table as text."""
         heads = "".join(f"{f'{name} us':>16}{'GB/s':>8}" for name in self.curves)
         lines = [self.title, f"{'bytes':>10}{heads}"]
         sizes = [size for size, _ in next(iter(self.curves.values())).points]
@@ -64,65 +65,70 @@ class Table:
             lines.append(f"{int(size):>10}{cells}")
         for name, curve in self.curves.items():
             line = curve.line
-            rate = f"{1e-9 / line.each:.2f} GB/s" if line.each else "no limit seen"
-            lines.append(f"{name}: about {1e6 * line.fixed:.1f} us and {rate}")
+            rate = (
+                f"{1e-9 / line.per_unit:.2f} GB/s"
+                if line.per_unit
+                else "no limit of bandwidth seen"
+            )
+            lines.append(f"{name}: about {1e6 * line.fixed:.1f} us latency, {rate}")
         if self.contention is not None:
+            reduce, compute = self.contention.reduce, self.contention.compute
             lines.append(
-                f"beside computing a sum takes {self.contention.reduce:.2f} times as long, and "
-                f"what is computed {self.contention.compute:.2f} times"
+                f"during computing an all-reduce is {reduce:.2f}x slower, and computing is "
+                f"{compute:.2f}x slower during an all-reduce"
             )
         return "\n".join(lines)
 
 
 def bench_allreduce(largest: int, algorithm: str = "auto") -> Table:
-    """Sums over all ranks. Collective.
+    """Measure all-reduces over all ranks. Collective.
 
     Args:
-        largest: bytes of the largest sum.
-        algorithm: of MPI, by the names of `ALGORITHMS`.
+        largest: bytes of the largest all-reduce.
+        algorithm: MPI's algorithm, one of `ALGORITHMS`.
 
     Raises:
-        UsageError: if there is but one rank.
+        UsageError: if there is only one rank.
     """
-    here = _world("allreduce", algorithm)
+    job = _world("allreduce", algorithm)
     horovod = world.start_horovod(largest)
     sizes = probe.sizes_up_to(largest)
     start = probe.horovod_sum(horovod)
     curves = {
-        "Horovod": probe.reduce_curve(here, start, sizes),
-        "MPI": probe.reduce_curve(here, probe.mpi_sum(here.communicator), sizes),
+        "Horovod": probe.reduce_curve(job, start, sizes),
+        "MPI": probe.reduce_curve(job, probe.mpi_sum(job.communicator), sizes),
     }
     size = min(probe.CONTENDED_BYTES, sizes[-1])
-    contention = probe.measure_contention(here, start, curves["Horovod"], size)
+    contention = probe.measure_contention(job, start, curves["Horovod"], size)
     world.stop()
-    title = f"sum of fp32 over {here.size} ranks, {algorithm}; GB/s is what each rank sends"
-    return Table(title, curves, 2 * (here.size - 1) / here.size, contention)
+    title = f"all-reduce of fp32 over {job.size} ranks, {algorithm}; GB/s sent by each rank"
+    return Table(title, curves, 2 * (job.size - 1) / job.size, contention)
 
 
 def bench_exchange(largest: int) -> Table:
-    """Hand-overs between two ranks of one host, and of two hosts where there are. Collective.
+    """Measure transfers between two ranks of one host, and of two hosts if possible. Collective.
 
-    Beside them MPI's broadcast to all ranks, which no step of a plan needs.
+    MPI's broadcast to all ranks is measured for comparison; no step of a plan needs it.
 
     Raises:
-        UsageError: if there is but one rank.
+        UsageError: if there is only one rank.
     """
-    here = _world("exchange")
-    assert here.communicator is not None
-    exchange = Exchange(here.communicator, torch.device("cpu"))
+    job = _world("exchange")
+    assert job.communicator is not None
+    exchange = Exchange(job.communicator, torch.device("cpu"))
     sizes = probe.sizes_up_to(largest)
-    network = probe.hand_over_curves(here, exchange, sizes)
-    broadcast = probe.broadcast_curve(here, sizes)
+    network = probe.transfer_curves(job, exchange, sizes)
+    broadcast = probe.broadcast_curve(job, sizes)
     names = {False: "on one host", True: "between hosts"}
     world.stop()
     curves = {names[crosses]: curve for crosses, curve in sorted(network.items())}
-    curves[f"to all {here.size}"] = broadcast
-    return Table("hand-over of a tensor from rank to rank, one way; broadcast to all", curves, 1.0)
+    curves[f"to all {job.size}"] = broadcast
+    return Table("transfer of a tensor between two ranks, one way; broadcast to all", curves, 1.0)
 
 
 def _world(name: str, algorithm: str = "auto") -> World:
-    here = world.start(algorithm)
-    torch.set_num_threads(here.threads)
-    if here.size < 2:
-        raise UsageError(f"bench {name} is between ranks: give --ranks 2 or more")
-    return here
+    job = world.start(algorithm)
+    torch.set_num_threads(job.threads)
+    if job.size < 2:
+        raise UsageError(f"bench {name} needs several ranks: use --ranks 2 or more")
+    return job

@@ -1,4 +1,4 @@
-"""Seconds of forward and backward of each component on this rank."""
+"""Measures the forward and backward of each component on this rank."""
 
 import statistics
 import time
@@ -16,35 +16,35 @@ REPEATS = 3
 def component_seconds(
     runtime: Runtime, inputs: Mapping[int, Tensor], repeats: int = REPEATS
 ) -> dict[str, tuple[float, float]]:
-    """Median seconds of (forward, backward) of each component, run as a chain by plain autograd.
+    """Return the median seconds of (forward, backward) of each component, run by plain autograd.
 
-    Gradients that this leaves behind are dropped; weights are as before, statistics of batch
-    norms are not.
+    Gradients are set to zero afterwards. Weights do not change, but the statistics of batch norms
+    do.
 
     Args:
-        inputs: what each stage of this rank reads, such as random activations.
+        inputs: input of each stage of this rank, such as random activations.
     """
-    found: dict[str, list[tuple[float, float]]] = {}
+    seconds_of: dict[str, list[tuple[float, float]]] = {}
     for _ in range(repeats + 1):
         for stage, part in runtime.parts.items():
-            for name, seconds in _chain(runtime, part, inputs[stage]).items():
-                found.setdefault(name, []).append(seconds)
+            for name, pair in _chain(runtime, part, inputs[stage]).items():
+                seconds_of.setdefault(name, []).append(pair)
             part.gradients.zero()
     return {
         name: (
             statistics.median(forward for forward, _ in times[1:]),
             statistics.median(backward for _, backward in times[1:]),
         )
-        for name, times in found.items()
+        for name, times in seconds_of.items()
     }
 
 
-def _chain(runtime: Runtime, part: Part, given: Tensor) -> dict[str, tuple[float, float]]:
-    """Forward one component after another, each on a leaf of its own; then backward."""
+def _chain(runtime: Runtime, part: Part, inputs: Tensor) -> dict[str, tuple[float, float]]:
+    """Run the forwards one after another, each on its own leaf, then the backwards."""
     leaves: list[Tensor] = []
     emitted: list[Tensor] = []
     forward: list[float] = []
-    activations = given
+    activations = inputs
     for component in part.model.calls.values():
         # The first stage's images need no gradient, as in training.
         needs_gradient = bool(emitted) or activations.requires_grad

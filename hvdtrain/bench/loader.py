@@ -1,4 +1,4 @@
-"""`bench loader`: how fast a data set can be fed, and what that is made of."""
+"""`bench loader`: measures how fast a data set is read, and the parts of that time."""
 
 import time
 from collections.abc import Callable
@@ -18,17 +18,17 @@ WARM_UP = 3  # batches
 
 
 def bench_loader(config: LoaderConfig) -> dict[str, Any]:
-    """Images a second of the loader, of reading alone, of augmentation alone, and of a copy.
+    """Return images per second of the loader, and of reading, augmentation and copying alone.
 
     Raises:
-        UsageError, DataError: for whatever a user can get wrong.
+        UsageError, DataError: if the options or the data set are wrong.
     """
     index = read_index(config.data)
     training = TrainConfig(model="", data="", augment=config.augment, cutout=config.cutout)
     augment = augmentation(training, index.mean, 0)
     memory = config.memory_mb * 2**20
     with open_split(index, "train", memory) as samples:
-        # As in training, where the memory holds two windows at least.
+        # As in training: the memory must hold at least two windows.
         window = min(order.window_rows(index), max(1, memory // 2 // index.image_bytes))
         rows = order.epoch_order(
             *(np.arange(len(samples)), index.hash, 0, 0),
@@ -43,8 +43,8 @@ def bench_loader(config: LoaderConfig) -> dict[str, Any]:
 
         with Loader(samples, requests(), augment) as loader:
             whole = _rate(lambda: next(loader), size, seconds)
-        asked = requests()
-        reading = _rate(lambda: samples.gather(next(asked)), size, seconds)
+        next_rows = requests()
+        reading = _rate(lambda: samples.gather(next(next_rows)), size, seconds)
         batch = samples.gather(batches[0])
         augmenting = _rate(lambda: augment(batch), size, seconds) if augment else None
         copying = _rate(lambda: batch.images.copy(), size, seconds)
@@ -60,12 +60,12 @@ def bench_loader(config: LoaderConfig) -> dict[str, Any]:
         }
 
 
-def as_text(found: dict[str, Any]) -> str:
-    """What `bench loader` prints."""
-    where = "memory" if found["in_memory"] else "shards, in windows"
+def as_text(result: dict[str, Any]) -> str:
+    """Return the text that `bench loader` prints."""
+    where = "memory" if result["in_memory"] else "shards, in windows"
     lines = [
-        f"{found['images']:,} images of {found['image_bytes']:,} bytes from {where}, "
-        f"{found['batch_size']} a batch; images/s:"
+        f"{result['images']:,} images of {result['image_bytes']:,} bytes from {where}, "
+        f"{result['batch_size']} per batch; images/s:"
     ]
     for name, key in (
         ("the loader", "images_per_second"),
@@ -73,13 +73,13 @@ def as_text(found: dict[str, Any]) -> str:
         ("augmenting alone", "augmenting"),
         ("copying a batch in memory", "copying"),
     ):
-        if found[key] is not None:
-            lines.append(f"  {name:<26} {found[key]:>12,.0f}")
+        if result[key] is not None:
+            lines.append(f"  {name:<26} {result[key]:>12,.0f}")
     return "\n".join(lines)
 
 
 def _rate(make: Callable[[], Any], images: int, seconds: float) -> float:
-    """Images a second of a function that makes a batch."""
+    """Return the images per second of a function that makes a batch."""
     for _ in range(WARM_UP):
         make()
     began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The rate at which this rank multiplies matrices: what no step can exceed."""
+"""Measures the rate at which this rank multiplies matrices: an upper limit for every step."""
 
 import time
 
@@ -12,10 +12,11 @@ SECONDS = 1.0
 
 
 def matrix_rate(device: torch.device, precision: str) -> float:
-    """Operations per second of a square product, a multiply-add as two: the best of a second's.
+    """Return the operations per second of a square product, with 2 per multiply-add.
 
-    The matrices grow to the size at which the rate no longer depends on it, unless a product takes
-    long before that: CPUs without instructions for bf16 need minutes for a large one.
+    It is the best rate within SECONDS. The matrices grow until the rate no longer depends on their
+    size, unless a product takes too long before that: CPUs without bf16 instructions need minutes
+    for a large one.
     """
     dtype = torch.bfloat16 if precision == "bf16" else DTYPES[precision]
     size, best = SMALLEST, 0.0

@@ -1,4 +1,4 @@
-"""What `hvdtrain bench` is asked: dataclasses, as the configuration of a run."""
+"""Options of `hvdtrain bench` as dataclasses, like the configuration of a run."""
 
 from dataclasses import dataclass, field, fields
 from typing import Literal
@@ -13,14 +13,12 @@ LARGEST_MESSAGE = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class StepConfig:
-    """What `bench step` trains, without a run folder; names and values are those of `train`."""
+    """Options of `bench step`, which has no run folder; names and values are those of `train`."""
 
     model: str = field_of_train("model")
     data: str | None = field(
         default=None,
-        metadata=about(
-            "folder of a packed data set", metavar="DIR", default="images made for the purpose"
-        ),
+        metadata=about("folder of a packed data set", metavar="DIR", default="random images"),
     )
     plan: str | None = field_of_train("plan")
     ranks: int | None = field_of_train("ranks")
@@ -38,10 +36,10 @@ class StepConfig:
     compile: bool = field_of_train("compile")
     image_size: int | None = field(
         default=None,
-        metadata=about("height and width of the images", default="that of the data, else 32"),
+        metadata=about("height and width of the images", default="as in the data, else 32"),
     )
     classes: int | None = field(
-        default=None, metadata=about("classes of images made for the purpose", default="10")
+        default=None, metadata=about("classes of the random images", default="10")
     )
     patch_size: int | None = field_of_train("patch_size")
     device: Device | None = field_of_train("device")
@@ -51,13 +49,13 @@ class StepConfig:
     json: bool = field(default=False, metadata=about("print one JSON object"))
 
     def training(self, data: str) -> TrainConfig:
-        """The training run whose steps are timed.
+        """Return the configuration of the training run whose steps are timed.
 
         Raises:
             UsageError: if a value is out of range.
         """
         if self.data is not None and self.classes is not None:
-            raise UsageError("--classes is that of the data: leave it or --data out")
+            raise UsageError("--data defines the classes: leave out --classes or --data")
         for name in ("steps", "classes"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -70,7 +68,7 @@ class StepConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderConfig:
-    """What `bench loader` reads."""
+    """Options of `bench loader`."""
 
     data: str = field(metadata=about("folder of a packed data set", metavar="DIR"))
     batch_size: int = field_of_train("batch_size")
@@ -99,7 +97,7 @@ class LoaderConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkConfig:
-    """What `bench allreduce` and `bench exchange` send between ranks."""
+    """Options of `bench allreduce` and `bench exchange`."""
 
     ranks: int | None = field(
         default=None,
@@ -111,14 +109,14 @@ class NetworkConfig:
     algorithm: str = field(
         default="auto",
         metadata=about(
-            f"{', '.join(ALGORITHMS)}, or all: the MPI library's own, where it has it (allreduce)"
+            f"{', '.join(ALGORITHMS)}, or all: algorithm of the MPI library (allreduce)"
         ),
     )
     json: bool = field(default=False, metadata=about("print one JSON object"))
 
     @property
     def algorithms(self) -> list[str]:
-        """One, or all of them."""
+        """Return the requested algorithm, or all of them."""
         return list(ALGORITHMS) if self.algorithm == "all" else [self.algorithm]
 
     def check(self) -> "NetworkConfig":
@@ -129,12 +127,12 @@ class NetworkConfig:
         """
         if self.algorithm not in (*ALGORITHMS, "all"):
             raise UsageError(
-                f"--algorithm {self.algorithm}: there are {', '.join(ALGORITHMS)}, and all"
+                f"--algorithm {self.algorithm} is unknown: use {', '.join(ALGORITHMS)} or all"
             )
         if not 4 <= self.largest <= LARGEST_MESSAGE:
             raise UsageError(
                 f"--largest must be between 4 and {LARGEST_MESSAGE} bytes, not {self.largest}"
             )
         if self.ranks is not None and self.ranks < 2:
-            raise UsageError(f"--ranks must be at least 2, not {self.ranks}: it is between ranks")
+            raise UsageError(f"--ranks must be at least 2, not {self.ranks}")
         return self

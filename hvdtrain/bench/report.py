@@ -1,19 +1,22 @@
-"""What `bench step` found, as JSON and as text."""
+"""The result of `bench step`, as JSON and as text."""
 
 from dataclasses import dataclass
 from typing import Any
 
 
 @dataclass(frozen=True)
-class Found:
-    """What `bench step` found, over all ranks.
+class StepReport:
+    """The result of `bench step` over all ranks.
 
     Attributes:
-        step: median seconds of a step. quartiles: its lower and upper quartile.
-        seconds: of a step, by what it is spent on: means over steps and ranks.
-        rates: matrix operations a second of each rank, measured on all of them at once.
-        flops: operations of a step, over all ranks.
-        components: seconds of (forward, backward) a step, the mean of the ranks that hold it.
+        setting: model, ranks and batch size in words.
+        images: images per step.
+        step: median seconds per step.
+        quartiles: lower and upper quartile of the seconds per step.
+        seconds: seconds per step by what they are spent on: means over steps and ranks.
+        rates: matrix operations per second of each rank, measured on all of them at once.
+        flops: operations per step over all ranks.
+        components: seconds per step of (forward, backward), the mean of the ranks that hold it.
     """
 
     setting: str
@@ -27,54 +30,54 @@ class Found:
 
     @property
     def images_per_second(self) -> float:
-        """Images of a step over its seconds."""
+        """Return the images per second."""
         return self.images / self.step
 
     @property
     def matrix_share(self) -> float:
-        """Part of what the ranks' matrix rates would allow."""
+        """Return the achieved part of the ranks' matrix rates."""
         return self.flops / self.step / sum(self.rates)
 
 
-def as_json(found: Found) -> dict[str, Any]:
-    """What `bench step --json` prints."""
+def as_json(result: StepReport) -> dict[str, Any]:
+    """Return the object that `bench step --json` prints."""
     return {
-        "setting": found.setting,
-        "images_per_second": found.images_per_second,
-        "step_seconds": {"median": found.step, "quartiles": found.quartiles},
-        "seconds": found.seconds,
-        "matrix_flops_per_second": found.rates,
-        "step_flops": found.flops,
-        "matrix_share": found.matrix_share,
+        "setting": result.setting,
+        "images_per_second": result.images_per_second,
+        "step_seconds": {"median": result.step, "quartiles": result.quartiles},
+        "seconds": result.seconds,
+        "matrix_flops_per_second": result.rates,
+        "step_flops": result.flops,
+        "matrix_share": result.matrix_share,
         "components": {
             name: {"forward": forward, "backward": backward}
-            for name, (forward, backward) in found.components.items()
+            for name, (forward, backward) in result.components.items()
         },
     }
 
 
-def as_text(found: Found) -> str:
-    """What `bench step` prints."""
-    rate = sum(found.rates)
+def as_text(result: StepReport) -> str:
+    """Return the text that `bench step` prints."""
+    rate = sum(result.rates)
     lines = [
-        found.setting,
-        f"{found.images_per_second:,.1f} images/s: {1e3 * found.step:,.2f} ms a step "
-        f"(quartiles {1e3 * found.quartiles[0]:,.2f} to {1e3 * found.quartiles[1]:,.2f})",
-        f"{found.flops / found.step / 1e9:,.0f} GFLOP/s, {found.matrix_share:.0%} of the "
+        result.setting,
+        f"{result.images_per_second:,.1f} images/s: {1e3 * result.step:,.2f} ms per step "
+        f"(quartiles {1e3 * result.quartiles[0]:,.2f} to {1e3 * result.quartiles[1]:,.2f})",
+        f"{result.flops / result.step / 1e9:,.0f} GFLOP/s, {result.matrix_share:.0%} of the "
         f"{rate / 1e9:,.0f} GFLOP/s at which the ranks multiply matrices",
         "",
     ]
-    total = sum(found.seconds.values())
+    total = sum(result.seconds.values())
     lines += [
         f"{name:<24} {1e3 * seconds:>10,.3f} ms {seconds / total:>7.1%}"
-        for name, seconds in found.seconds.items()
+        for name, seconds in result.seconds.items()
     ]
-    computed = sum(map(sum, found.components.values()))
-    width = max(len(name) for name in found.components)
+    computed = sum(map(sum, result.components.values()))
+    width = max(len(name) for name in result.components)
     lines += ["", f"{'component':<{width}} {'forward':>10} {'backward':>10}  of all components"]
     lines += [
         f"{name:<{width}} {1e3 * forward:>7,.2f} ms {1e3 * backward:>7,.2f} ms "
         f"{(forward + backward) / computed:>7.1%}"
-        for name, (forward, backward) in found.components.items()
+        for name, (forward, backward) in result.components.items()
     ]
     return "\n".join(lines)

@@ -1,8 +1,8 @@
-"""`bench step`: images a second, the part of the machine's matrix rate, and where the time goes.
+"""`bench step`: images per second, the part of the machine's matrix rate, and where time goes.
 
-The steps are those of `train`, without its records: the same session, loader, interpreter and
-control messages. What nobody counts is the rest: Python between the actions of a step. On a GPU,
-which works while Python goes on, the rest is counted as computing.
+The steps are those of `train` without its records: the same session, loader, interpreter and
+control messages. The rest is time that nothing else counts: Python between the actions of a step.
+A GPU works while Python continues, so there the rest counts as computing.
 """
 
 import statistics
@@ -20,7 +20,7 @@ from hvdtrain import world
 from hvdtrain.bench.components import component_seconds
 from hvdtrain.bench.matrix import matrix_rate
 from hvdtrain.bench.options import StepConfig
-from hvdtrain.bench.report import Found
+from hvdtrain.bench.report import StepReport
 from hvdtrain.data import order
 from hvdtrain.data.loader import Loader
 from hvdtrain.errors import Interrupted, Preempted, UsageError
@@ -36,19 +36,19 @@ from hvdtrain.training.pytorch import TorchSession, read_later
 from hvdtrain.training.setup import model_components, open_session
 
 WARM_UP = 3
-TRAINING_FLOPS = 3  # of a forward: itself, gradients of the input, gradients of the weights
+TRAINING_FLOPS = 3  # forwards: itself, gradients of the input, gradients of the weights
 SHARES = ("compute", "communication", "bubble", "data", "rest")
 
 
-def bench_step(config: StepConfig, data: str) -> Found:
+def bench_step(config: StepConfig, data: str) -> StepReport:
     """Time steps on the ranks of the launcher that started this process. Collective.
 
     Raises:
-        UsageError, DataError: for whatever a user can get wrong.
+        UsageError, DataError: if the options or the data set are wrong.
     """
-    here = world.start(config.allreduce, config.threads)
+    job = world.start(config.allreduce, config.threads)
     training = config.training(data)
-    session = open_session(training, here)
+    session = open_session(training, job)
     if training.batch_size > len(session.train_rows):
         raise UsageError(
             f"--batch-size {training.batch_size} is more than the {len(session.train_rows)} "
@@ -57,35 +57,33 @@ def bench_step(config: StepConfig, data: str) -> Found:
     session.agree()
     with StopRequest() as stop:
         times = _timed_steps(session, config.steps, stop)
-    here.barrier()
+    job.barrier()
     components = _my_components(session)
-    here.barrier()
-    rates = here.gather(matrix_rate(session.runtime.device, training.precision))
-    each_step = [
-        statistics.median(values) for values in zip(*here.gather(times.step), strict=True)
-    ]
+    job.barrier()
+    rates = job.gather(matrix_rate(session.runtime.device, training.precision))
+    each_step = [statistics.median(values) for values in zip(*job.gather(times.step), strict=True)]
     quarters = [each_step[0]] * 3
     if len(each_step) > 1:
         quarters = statistics.quantiles(each_step, n=4, method="inclusive")
-    spent = np.mean(here.gather([times.spent[name] for name in SHARES]), axis=0)
-    found = Found(
+    seconds = np.mean(job.gather([times.spent[name] for name in SHARES]), axis=0)
+    result = StepReport(
         setting=_setting(session),
         images=training.batch_size,
         step=statistics.median(each_step),
         quartiles=(quarters[0], quarters[2]),
-        seconds=dict(zip(SHARES, map(float, spent), strict=True)),
+        seconds=dict(zip(SHARES, map(float, seconds), strict=True)),
         rates=rates,
         flops=_flops(session),
         components=_by_component(session, components),
     )
     session.close()
     world.stop()
-    return found
+    return result
 
 
 @dataclass
 class _Times:
-    """Seconds of the timed steps on this rank: each of them, and their mean by what it is for."""
+    """Seconds of each timed step on this rank, and their mean by what they are spent on."""
 
     step: list[float]
     spent: dict[str, float]
@@ -134,14 +132,14 @@ def _leave(code: int) -> None:
 
 
 class _Marks:
-    """Times between steps; on a GPU without waiting for it."""
+    """Marks between steps; on a GPU they do not wait for it."""
 
     def __init__(self, is_cuda: bool) -> None:
         self.is_cuda = is_cuda
         self.times: list[Any] = []
 
     def add(self) -> None:
-        """Here a step ends, and the next begins."""
+        """Mark the end of a step and the start of the next one."""
         if self.is_cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -150,7 +148,7 @@ class _Marks:
             self.times.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
-        """Of each step."""
+        """Return the seconds of each step."""
         if self.is_cuda:
             torch.cuda.synchronize()
             return [a.elapsed_time(b) / 1e3 for a, b in pairwise(self.times)]
@@ -166,25 +164,28 @@ def _count(totals: dict[str, float], step: Step, waited: float) -> None:
 
 
 def _my_components(session: TorchSession) -> dict[str, tuple[float, float]]:
-    """Seconds a step of what this rank holds: of its largest micro-batch, in proportion."""
+    """Return the seconds per step of this rank's components.
+
+    They are measured on the largest micro-batch and scaled to all of them.
+    """
     pieces, rank = session.cut(session.config.batch_size, is_training=True), session.world.rank
     rows = {
         stage: [pieces.rows(stage, rank, k) for k in range(pieces.microbatches)]
         for stage in session.parts
     }
-    inputs = {stage: _input(session, stage, max(2, *of)) for stage, of in rows.items()}
+    inputs = {stage: _input(session, stage, max(2, *sizes)) for stage, sizes in rows.items()}
     measured = component_seconds(session.runtime, inputs)
-    found = {}
-    for stage, of in rows.items():
-        steps = sum(of) / max(2, *of)
+    seconds = {}
+    for stage, sizes in rows.items():
+        steps = sum(sizes) / max(2, *sizes)
         for name in session.parts[stage].model.components:
             forward, backward = measured[name]
-            found[name] = steps * forward, steps * backward
-    return found
+            seconds[name] = steps * forward, steps * backward
+    return seconds
 
 
 def _input(session: TorchSession, stage: int, rows: int) -> Tensor:
-    """What a stage reads: images, or random activations."""
+    """Return the input of a stage: images, or random activations."""
     if stage == 0:
         shape = (rows, *session.index.image_shape)
         pixels = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
@@ -194,7 +195,7 @@ def _input(session: TorchSession, stage: int, rows: int) -> Tensor:
 
 
 def _flops(session: TorchSession) -> float:
-    """Counted operations of a training step of all ranks."""
+    """Return the counted operations of a training step over all ranks."""
     size = session.index.image_shape[0]
     costs = component_costs(
         model_components(session.config, session.index),
@@ -209,25 +210,28 @@ def _flops(session: TorchSession) -> float:
 def _by_component(
     session: TorchSession, mine: dict[str, tuple[float, float]]
 ) -> dict[str, tuple[float, float]]:
-    """Seconds a step, averaged over the ranks that hold a component, in the model's order."""
-    found: dict[str, list[tuple[float, float]]] = {}
-    for of_rank in session.world.gather(mine):
-        for name, seconds in of_rank.items():
-            found.setdefault(name, []).append(seconds)
+    """Return the seconds per step of each component, in model order.
+
+    They are means over the ranks that hold the component.
+    """
+    values: dict[str, list[tuple[float, float]]] = {}
+    for components in session.world.gather(mine):
+        for name, seconds in components.items():
+            values.setdefault(name, []).append(seconds)
     names = [name for stage in session.plan.stages for name in stage.components]
     return {
         name: (
-            statistics.mean(forward for forward, _ in found[name]),
-            statistics.mean(backward for _, backward in found[name]),
+            statistics.mean(forward for forward, _ in values[name]),
+            statistics.mean(backward for _, backward in values[name]),
         )
         for name in names
     }
 
 
 def _setting(session: TorchSession) -> str:
-    config, here = session.config, session.world
+    config, job = session.config, session.world
     return (
-        f"{config.model}, {session.parameters:,} parameters, {config.precision}, {here.size} "
-        f"rank(s) x {here.threads} thread(s) on {session.device}, {len(session.plan.stages)} "
-        f"stage(s), {config.batch_size} images a step"
+        f"{config.model}, {session.parameters:,} parameters, {config.precision}, {job.size} "
+        f"rank(s) x {job.threads} thread(s) on {session.device}, {len(session.plan.stages)} "
+        f"stage(s), {config.batch_size} images per step"
     )

@@ -1,1 +1,1 @@
-"""Chooses a plan: measures what ranks and network take, predicts a step, picks the shortest."""
+"""Chooses a plan: measures ranks and network, predicts steps, picks the fastest plan."""

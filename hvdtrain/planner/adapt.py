@@ -1,4 +1,4 @@
-"""When a plan has to be thought over, and when another one is worth its change."""
+"""Decides when to replan, and whether another plan is worth its migration."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,41 +11,48 @@ from hvdtrain.parallel.relayout import moves
 from hvdtrain.planner.overview import OPTIMIZER_COPIES
 from hvdtrain.planner.tables import Question
 
-WINDOW = 8  # steps, at least, that a change has to last; and times of which the base is made
-LEAST_SECONDS = 0.15  # of a time: of so many steps the mean
-SETTLING = 3  # steps after a change that are like no others
-# By so much a rank's own time, or all ranks' waiting, has to change. KungFu (Mai et al., OSDI
-# 2020) acts where throughput falls to 0.8 of what it was.
+WINDOW = 8  # steps that a drift must last, at least; the base is the median of as many times
+LEAST_SECONDS = 0.15  # one time is the mean over as many steps as take this long
+SETTLING = 3  # steps to ignore after a migration: they are slower than usual
+# A rank's own time, or the time that all ranks wait, must change by this factor. KungFu (Mai et
+# al., OSDI 2020) acts when throughput falls below 0.8 of its former value.
 DRIFT = 1.2
-# A change counts once the logarithm of what is beyond DRIFT, times its seconds, has come to this
-# (Page, "Continuous inspection schemes", Biometrika 1954): twice as long for a second, 1.35 times
-# for four. So a processor whose speed comes and goes is not followed.
+# A drift counts when the sum of log(ratio / DRIFT) x seconds reaches this value (Page, "Continuous
+# inspection schemes", Biometrika 1954): after 1 s at a ratio of 2, after 4 s at 1.35. A processor
+# whose speed fluctuates does not cause a migration.
 EVIDENCE = 0.5
-MOST = 2.5  # times: what is more counts as this, so that one long step is no evidence
-FLOOR = 1e-3  # seconds: less is noise, however short the steps are
-HYSTERESIS = 0.05  # of a step: a smaller gain is no reason for a change
-MARGIN = 2.0  # times the cost of a change that it has to bring in
+MOST = 2.5  # larger ratios count as this one, so that one long step is not enough evidence
+FLOOR = 1e-3  # seconds: smaller differences are noise, even if steps are short
+HYSTERESIS = 0.05  # part of a step: a smaller gain does not justify a migration
+MARGIN = 2.0  # a migration must save this multiple of its own cost
 
 
 @dataclass(frozen=True)
 class Drift:
-    """What has changed since the plan was new, in words, and each rank's own seconds a step."""
+    """A change of the machine since the plan was made.
+
+    Attributes:
+        cause: the change in words.
+        own_seconds: seconds per step of each rank, without waiting for other ranks.
+        step_seconds: seconds per step.
+        is_waiting: the ranks wait longer, for the network or for each other.
+    """
 
     cause: str
     own_seconds: tuple[float, ...]
     step_seconds: float
-    is_waiting: bool = False  # for the network, or for ranks that wait for each other
+    is_waiting: bool = False
 
 
 @dataclass
 class Watch:
-    """Follows what ranks take in a step; what the first times took is the base.
+    """Compares the times of each step with the base: the first times after a plan starts.
 
     Attributes:
-        unaveraged: steps that do not last for LEAST_SECONDS yet.
-        times: means of such steps: each rank's own seconds, what remains of the step, the step.
-        evidence, lasted: of each kind of change (ranks slower, ranks faster, all waiting), for as
-            long as it was there without a break: as EVIDENCE, and in steps.
+        unaveraged: steps that together do not last LEAST_SECONDS yet.
+        times: means over such steps: own seconds of each rank, the rest of the step, the step.
+        evidence, lasted: for each kind of drift (rank slower, rank faster, all waiting), the
+            evidence as in EVIDENCE, and the number of steps without a break.
     """
 
     unaveraged: list[NDArray[np.float64]] = field(default_factory=list)
@@ -56,9 +63,11 @@ class Watch:
     lasted: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
 
     def add(self, own_seconds: Sequence[float], step_seconds: float) -> Drift | None:
-        """Take a step: each rank's own seconds, without waiting for others, and the whole step's.
+        """Add one step and return the drift, if there is enough evidence of one.
 
-        Returns what has drifted, once there is evidence of it.
+        Args:
+            own_seconds: seconds of each rank, without waiting for other ranks.
+            step_seconds: seconds of the whole step.
         """
         if self.unsettled > 0:
             self.unsettled -= 1
@@ -71,19 +80,19 @@ class Watch:
         self.unaveraged.clear()
         self.times.append(time)
         if self.base is None:
-            self._begin()
+            self._set_base()
             return None
         self._weigh(time, steps)
         return self._drift()
 
     def restart(self) -> None:
-        """Take what comes now as the base."""
+        """Start a new base from the next steps."""
         self.times.clear()
         self.unaveraged.clear()
         self.base, self.unsettled = None, SETTLING
 
-    def _begin(self) -> None:
-        """Take the base, if there are enough times for it."""
+    def _set_base(self) -> None:
+        """Set the base if there are enough times for it."""
         if len(self.times) < WINDOW:
             return
         self.base = np.maximum(np.median(self.times, axis=0), 1e-9)
@@ -92,12 +101,12 @@ class Watch:
         self.evidence, self.lasted = np.zeros(kinds), np.zeros(kinds)
 
     def _weigh(self, time: NDArray[np.float64], steps: int) -> None:
-        """Add to the evidence of what differs, and forget that of what does not."""
+        """Add to the evidence of the kinds that differ, and clear that of the others."""
         assert self.base is not None
-        own, base = np.maximum(time[:-2], 1e-9), self.base[:-2]
+        seconds, base = np.maximum(time[:-2], 1e-9), self.base[:-2]
         waiting = max(0.0, time[-2] - self.base[-2])
-        ratios = np.array([*(own / base), *(base / own), 1 + waiting / self.base[-1]])
-        more = np.array([*(own - base), *(base - own), waiting])
+        ratios = np.array([*(seconds / base), *(base / seconds), 1 + waiting / self.base[-1]])
+        more = np.array([*(seconds - base), *(base - seconds), waiting])
         differs = (ratios > DRIFT) & (more > FLOOR)
         beyond = np.log(np.clip(ratios, DRIFT, MOST)) - np.log(DRIFT)
         self.evidence = np.where(differs, self.evidence + beyond * steps * time[-1], 0.0)
@@ -106,27 +115,28 @@ class Watch:
             self.times.clear()
 
     def _drift(self) -> Drift | None:
-        """What there is most evidence of, if there is enough."""
-        found = np.where(self.lasted >= WINDOW, self.evidence, 0.0)
-        kind = int(found.argmax())
-        if found[kind] < EVIDENCE:
+        """Return the drift with the most evidence, if the evidence is sufficient."""
+        evidence = np.where(self.lasted >= WINDOW, self.evidence, 0.0)
+        kind = int(evidence.argmax())
+        if evidence[kind] < EVIDENCE:
             return None
         assert self.base is not None
         now = np.median(self.times[-WINDOW:], axis=0)
         ranks = len(now) - 2
-        own, whole = tuple(now[:-2].tolist()), float(now[-1])
+        own_seconds, step_seconds = tuple(now[:-2].tolist()), float(now[-1])
         if kind == 2 * ranks:
             part = (now[-2] - self.base[-2]) / self.base[-1]
-            cause = f"ranks wait {part:.0%} of a step longer than when the plan was new"
-            return Drift(cause, own, whole, is_waiting=True)
+            cause = f"ranks wait {part:.0%} of a step longer than the plan assumed"
+            return Drift(cause, own_seconds, step_seconds, is_waiting=True)
         rank = kind % ranks
         ratio = now[rank] / self.base[rank]
-        cause = f"rank {rank} takes {ratio:.2f} times as long as when the plan was new"
-        return Drift(cause, own, whole)
+        speed = f"{ratio:.2f}x slower" if ratio > 1 else f"{1 / ratio:.2f}x faster"
+        cause = f"rank {rank} is {speed} than the plan assumed"
+        return Drift(cause, own_seconds, step_seconds)
 
 
 def moving_seconds(question: Question, before: Plan, after: Plan) -> float:
-    """What handing over weights, statistics and optimizer state takes in a change of plans.
+    """Return the seconds that moving weights, statistics and optimizer state to a new plan takes.
 
     A rank sends or receives one component at a time.
     """
@@ -143,32 +153,36 @@ def moving_seconds(question: Question, before: Plan, after: Plan) -> float:
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether to change to another plan, and why."""
+    """A decision for or against a migration, with its reason in words."""
 
     change: bool
     reason: str
 
 
 def decide(
-    current_seconds: float, other_seconds: float, steps_left: int, change_seconds: float
+    current_seconds: float, other_seconds: float, steps_left: int, migration_seconds: float
 ) -> Decision:
-    """Whether another plan brings in more than its change costs.
+    """Return whether another plan saves more than its migration costs.
 
     Args:
-        current_seconds, other_seconds: a step of each, by the same prediction.
-        change_seconds: what the change itself takes.
+        current_seconds, other_seconds: seconds per step of each plan, by the same prediction.
+        steps_left: steps that the run still has to make.
+        migration_seconds: seconds that the migration takes.
     """
     gain = current_seconds - other_seconds
     part = gain / current_seconds if current_seconds else 0.0
     if part < HYSTERESIS:
-        return Decision(False, f"no other plan is {HYSTERESIS:.0%} shorter: {part:.1%} at best")
-    whole = gain * steps_left
-    said = (
-        f"{1e3 * other_seconds:.1f} ms a step instead of {1e3 * current_seconds:.1f} brings in "
-        f"{whole:.1f} s over the {steps_left:,} steps left"
-    )
-    if whole < MARGIN * change_seconds:
         return Decision(
-            False, f"{said}, less than {MARGIN:g} times the {change_seconds:.1f} s of the change"
+            False, f"no other plan saves {HYSTERESIS:.0%} of a step: {part:.1%} at best"
         )
-    return Decision(True, f"{said}, and the change takes {change_seconds:.1f} s")
+    saved = gain * steps_left
+    comparison = (
+        f"{1e3 * other_seconds:.1f} ms per step instead of {1e3 * current_seconds:.1f} saves "
+        f"{saved:.1f} s over the {steps_left:,} steps left"
+    )
+    if saved < MARGIN * migration_seconds:
+        return Decision(
+            False,
+            f"{comparison}, less than {MARGIN:g}x the {migration_seconds:.1f} s of the migration",
+        )
+    return Decision(True, f"{comparison}, and the migration takes {migration_seconds:.1f} s")

@@ -1,7 +1,7 @@
 """Times neighbouring components as a step runs them: images, forwards, backwards, updates.
 
-What each of them reads, data and code, is then where it is in a step. One component again and
-again would find all of it in the processor's caches, and seem up to a fifth faster than it is.
+Data and code are then in the same caches as in a step. A component that runs again and again alone
+would find everything in the processor's caches, and would seem up to a fifth faster than it is.
 """
 
 import time
@@ -20,25 +20,27 @@ from hvdtrain.parallel.stage import StageModel
 
 REPEATS = 5
 LONG_SECONDS = 0.5
-ENOUGH_SECONDS = 1.0  # of one size: fewer repeats then, but no fewer than LEAST
+ENOUGH_SECONDS = 1.0  # for one size: fewer repeats if this is exceeded, but at least LEAST
 LEAST = 3
 
 
 @dataclass(frozen=True)
 class Built:
-    """A component, ready to be trained, with its optimizer if it has anything to train."""
+    """A component that is ready for training; with an optimizer if it has parameters."""
 
     model: StageModel
     optimizer: torch.optim.Optimizer | None
 
 
 class Seconds(NamedTuple):
-    """Of a chain, by repeat: fp64 [repeats, components], and [repeats, 1] of what it has once.
+    """Seconds of a chain by repeat.
 
     Attributes:
-        update: of the optimizer, of looking whether gradients are numbers, of making them zero.
-        load: of making images ready.
-        message: of posting a receipt, sending next to nothing, and taking it in.
+        forward, backward: of each component: fp64 [repeats, components].
+        update: of each component: optimizer step, test for finite gradients, setting them to zero:
+            fp64 [repeats, components].
+        load: preparing the images: fp64 [repeats, 1].
+        message: posting a receive, sending one byte and receiving it: fp64 [repeats, 1].
     """
 
     forward: np.ndarray
@@ -49,7 +51,7 @@ class Seconds(NamedTuple):
 
 
 class Halves(NamedTuple):
-    """Of a chain, by repeat: fp64 [repeats, components]; no numbers where nothing is split."""
+    """Seconds of a chain's backwards in halves: fp64 [repeats, components]; NaN without halves."""
 
     inputs: np.ndarray
     weights: np.ndarray
@@ -57,13 +59,14 @@ class Halves(NamedTuple):
 
 @dataclass
 class Chain:
-    """Components that are built at the same time.
+    """Components that are in memory at the same time.
 
     Attributes:
-        source: what its first component is given, of so many samples.
-        is_first, is_last: whether the chain begins, or ends, the model.
+        source: returns the input of the first component for a number of samples.
+        is_first, is_last: whether the chain contains the first, or the last, component of the
+            model.
         is_bf16: whether forwards run under autocast.
-        message: hands next to nothing to this rank itself, if there are other ranks.
+        message: sends one byte to this rank itself; None if there are no other ranks.
     """
 
     built: Sequence[Built]
@@ -79,32 +82,32 @@ class Chain:
         for part in self.built:
             if part.optimizer is not None:
                 for group in part.optimizer.param_groups:
-                    group["lr"] = 0.0 * group["lr"]  # what is measured shall not run away
+                    group["lr"] = 0.0 * group["lr"]  # the weights must not diverge
             for parameter in part.model.parameters().values():
                 parameter.grad = torch.zeros_like(parameter)
 
     def whole(self, rows: int) -> Seconds:
-        """Steps on some samples."""
+        """Return the seconds of whole steps on `rows` samples."""
         return Seconds(*repeated(lambda: self._whole(rows)))
 
     def in_halves(self, rows: int) -> Halves:
-        """Backwards in halves on some samples."""
+        """Return the seconds of backwards in halves on `rows` samples."""
         return Halves(*repeated(lambda: self._in_halves(rows)))
 
     def emitted(self, rows: int) -> Tensor:
-        """What comes out behind the last component."""
-        given = self.source(rows)
-        with torch.no_grad(), self._autocast(given):
+        """Return the output of the last component for `rows` samples."""
+        activations = self.source(rows)
+        with torch.no_grad(), self._autocast(activations):
             for part in self.built:
-                given = part.model(given)
-        return given.detach().clone(memory_format=torch.preserve_format)
+                activations = part.model(activations)
+        return activations.detach().clone(memory_format=torch.preserve_format)
 
     def _whole(self, rows: int) -> tuple[list[float], ...]:
         place = self.source(0)
         began = now(place)
-        given = self.source(rows)
+        inputs = self.source(rows)
         loaded = now(place)
-        forward = self._forward(given)
+        forward = self._forward(inputs)
         turned = now(place)
         if self.message is not None:
             self.message()
@@ -113,55 +116,57 @@ class Chain:
         gradient = self._first_gradient()
         for number in reversed(range(len(self.built))):
             output, leaf = self.outputs.pop(), self.leaves.pop()
-            since = now(given)
+            since = now(inputs)
             if output.requires_grad:
                 torch.autograd.backward(output, gradient)
-            backward[number] = now(given) - since
+            backward[number] = now(inputs) - since
             gradient = _gradient_of(leaf)
         return forward, backward, self._updates(place), [loaded - began], [message]
 
     def _in_halves(self, rows: int) -> tuple[list[float], ...]:
-        given = self.source(rows)
-        self._forward(given)
-        inputs, weights = [np.nan] * len(self.built), [np.nan] * len(self.built)
+        images = self.source(rows)
+        self._forward(images)
+        input_seconds, weight_seconds = [np.nan] * len(self.built), [np.nan] * len(self.built)
         gradient, pending = self._first_gradient(), {}
         for number in reversed(range(len(self.built))):
             output, leaf = self.outputs.pop(), self.leaves.pop()
             if output.requires_grad and self._splits(number, leaf):
                 parameters = list(self.built[number].model.parameters().values())
-                began = now(given)
+                began = now(images)
                 pending[number] = halves.backward_input(output, gradient, leaf, parameters)
-                inputs[number] = now(given) - began
+                input_seconds[number] = now(images) - began
             elif output.requires_grad:
                 torch.autograd.backward(output, gradient)
             gradient = _gradient_of(leaf)
         for number in list(pending):
-            began = now(given)
+            began = now(images)
             halves.backward_weight(pending.pop(number))
-            weights[number] = now(given) - began
-        return inputs, weights
+            weight_seconds[number] = now(images) - began
+        return input_seconds, weight_seconds
 
     def _splits(self, place: int, leaf: Tensor) -> bool:
-        """Whether a backward has two halves."""
+        """Return whether the backward of a component has two halves."""
         return leaf.requires_grad and bool(self.built[place].model.parameters())
 
-    def _forward(self, given: Tensor) -> list[float]:
-        """Run all forwards, keeping what the backwards need."""
+    def _forward(self, activations: Tensor) -> list[float]:
+        """Run all forwards and keep what the backwards need; return their seconds."""
         seconds = []
         for place, part in enumerate(self.built):
             is_images = self.is_first and place == 0
-            leaf = given.detach().requires_grad_(not is_images and given.is_floating_point())
-            began = now(given)
-            with self._autocast(given):
+            leaf = activations.detach().requires_grad_(
+                not is_images and activations.is_floating_point()
+            )
+            began = now(activations)
+            with self._autocast(activations):
                 output = part.model(leaf)
             if self.is_last and place == len(self.built) - 1:
                 labels = torch.zeros(len(output), dtype=torch.int64, device=output.device)
                 logits = output if output.dtype == torch.float64 else output.float()
                 output = functional.cross_entropy(logits, labels, reduction="sum")
-            seconds.append(now(given) - began)
+            seconds.append(now(activations) - began)
             self.leaves.append(leaf)
             self.outputs.append(output)
-            given = output
+            activations = output
         return seconds
 
     def _first_gradient(self) -> Tensor | None:
@@ -181,34 +186,38 @@ class Chain:
             seconds.append(now(place) - began)
         return seconds
 
-    def _autocast(self, given: Tensor) -> Any:
-        return torch.autocast(given.device.type, dtype=torch.bfloat16, enabled=self.is_bf16)
+    def _autocast(self, tensor: Tensor) -> Any:
+        return torch.autocast(tensor.device.type, dtype=torch.bfloat16, enabled=self.is_bf16)
 
 
 def repeated(once: Callable[[], tuple[list[float], ...]]) -> list[np.ndarray]:
-    """Several measurements: for each list that is given [repeats, n].
+    """Repeat a measurement and return one array [repeats, n] for each list that it returns.
 
-    The first one is dropped, unless it is so long that what is new to it does not matter.
+    The first repeat is dropped as a warm-up, unless it takes longer than LONG_SECONDS: then a
+    warm-up does not matter.
     """
     began = time.perf_counter()
     first = once()
-    found = [first] if time.perf_counter() - began > LONG_SECONDS else []
-    while len(found) < REPEATS:
-        found.append(once())
-        if len(found) >= LEAST and time.perf_counter() - began > ENOUGH_SECONDS:
+    repeats = [first] if time.perf_counter() - began > LONG_SECONDS else []
+    while len(repeats) < REPEATS:
+        repeats.append(once())
+        if len(repeats) >= LEAST and time.perf_counter() - began > ENOUGH_SECONDS:
             break
-    return [np.array(each) for each in zip(*found, strict=True)]
+    return [np.array(values) for values in zip(*repeats, strict=True)]
 
 
 def now(tensor: Tensor) -> float:
-    """The clock, once the device of a tensor has done all it was given."""
+    """Return the clock after the tensor's device has finished all its work."""
     if tensor.device.type == "cuda":
         torch.cuda.synchronize(tensor.device)
     return time.perf_counter()
 
 
 def _gradient_of(leaf: Tensor) -> Tensor | None:
-    """Of what a component was given: zeros where nothing depends on it."""
+    """Return the gradient of a component's input.
+
+    It is zeros if nothing depends on the input, and None for images.
+    """
     if not leaf.requires_grad:
         return None
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

@@ -1,8 +1,8 @@
-"""Machines that are not here: what they take is worked out from figures of their kind.
+"""Predicts times on hardware that you do not have, from figures of its kind.
 
-A component takes the longer of its counted operations at the rate of the device and its bytes at
-the rate of its memory, and a fixed time besides; a sum goes round a ring, on several nodes first
-within each. All of it is prediction: nothing is measured.
+The time of a component is a fixed time plus the longer of two: its counted operations at the rate
+of the device, or its bytes at the rate of its memory. An all-reduce uses a ring, within each node
+first if there are several. All of it is prediction: nothing is measured.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,24 +21,26 @@ if TYPE_CHECKING:
     from hvdtrain.models.costs import ComponentCost
 
 MOST_RANKS = 1024
-SMALLEST, LARGEST = 1e-9, 1e12  # of any number: sums and quotients of them stay finite
-BACKWARD = 2  # forwards
+SMALLEST, LARGEST = 1e-9, 1e12  # limits of every value: sums and quotients stay finite
+BACKWARD = 2  # a backward takes as long as this many forwards
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """A machine of like ranks.
+    """A machine whose ranks are all alike.
 
     Attributes:
-        ranks: how many it has. ranks_per_node: of these on one node.
-        gflops: a second of a rank, sustained in convolutions and matrix products: about a third
-            of the peak in most reports.
-        memory_gbytes: a second, of a rank's memory.
-        fixed_microseconds: of a component's forward, whatever the samples; of a backward twice.
-        memory_gib: that a rank may hold.
-        latency_microseconds, gbytes: of a message, and a second, between ranks of a node.
-        node_latency_microseconds, node_gbytes: between nodes; of a whole node.
-        contention: of computing and a sum beside each other.
+        ranks, ranks_per_node: ranks in all, and on one node.
+        gflops: 1e9 operations per second that a rank sustains in convolutions and matrix products:
+            about a third of the peak in most reports.
+        memory_gbytes: 1e9 bytes per second of a rank's memory.
+        memory_gib: memory of a rank in GiB.
+        fixed_microseconds: time of a component's forward that does not depend on the samples;
+            twice as much for a backward.
+        latency_microseconds, gbytes: latency and 1e9 bytes per second between ranks of a node.
+        node_latency_microseconds, node_gbytes: the same between nodes, for a whole node.
+        compute_contention, reduce_contention: slowdown of computing and of an all-reduce when both
+            run at the same time, at least 1.
     """
 
     ranks: int
@@ -55,10 +57,10 @@ class Cluster:
     reduce_contention: float = 1.0
 
     def profile(self, costs: "Sequence[ComponentCost]", copies: int) -> Profile:
-        """What each component takes on each rank.
+        """Return the predicted times of each component on each rank.
 
         Args:
-            copies: of the parameters, that the optimizer keeps.
+            copies: copies of the parameters that the optimizer keeps.
         """
         parts = {cost.name: self._component(cost, copies) for cost in costs}
         return Profile.alike(RankTimes(parts), self.ranks)
@@ -66,10 +68,10 @@ class Cluster:
     def _component(self, cost: "ComponentCost", copies: int) -> ComponentTimes:
         moved = 2 * (cost.saved_bytes + cost.output_bytes)
         rate, memory = 1e9 * self.gflops, 1e9 * self.memory_gbytes
-        each = max(cost.forward_flops / rate, moved / memory)
+        per_sample = max(cost.forward_flops / rate, moved / memory)
         fixed = 1e-6 * self.fixed_microseconds
         update = (3 + 2 * copies) * cost.parameter_bytes / memory + fixed
-        forward = Curve.straight(Line(fixed, each), 1024)
+        forward = Curve.straight(Line(fixed, per_sample), 1024)
         return ComponentTimes(
             *(forward, forward.times(BACKWARD), forward, forward), update if copies else 0.0
         )
@@ -77,31 +79,31 @@ class Cluster:
 
 @dataclass(frozen=True)
 class ClusterNetwork:
-    """The network of a cluster, as in `Network`."""
+    """The network of a cluster; implements `Network`."""
 
     cluster: Cluster
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Of each rank."""
+        """Return the host of each rank."""
         cluster = self.cluster
         return tuple(f"node{rank // cluster.ranks_per_node}" for rank in range(cluster.ranks))
 
     @property
     def contention(self) -> Contention:
-        """As in `Network`."""
+        """Return the slowdown of computing and all-reduces that run at the same time."""
         return Contention(self.cluster.compute_contention, self.cluster.reduce_contention)
 
     @property
     def breakpoints(self) -> Sequence[float]:
-        """As in `Network`: none, a ring's time is a straight line."""
+        """Return no breakpoints: the time of a ring is a straight line."""
         return ()
 
     def reduce_seconds(self, ranks: Sequence[int], size: float) -> float:
-        """Of a ring: 2 (n - 1) messages of an n-th of the bytes; hierarchical between nodes.
+        """Return the seconds of a ring all-reduce; on several nodes within each node first.
 
-        Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
-        workstations", JPDC 2009.
+        A ring of n ranks sends 2 (n - 1) messages of 1/n of the bytes each. Source: Patarasuk and
+        Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009.
         """
         nodes = {rank // self.cluster.ranks_per_node for rank in ranks}
         local = -(-len(ranks) // len(nodes))
@@ -111,15 +113,15 @@ class ClusterNetwork:
         return within + between
 
     def hand_over_seconds(self, sender: int, receiver: int, size: float) -> float:
-        """As in `Network`."""
+        """Return the seconds from a send of `size` bytes to their arrival."""
         cluster = self.cluster
         if sender == receiver:
             return 0.0
         if sender // cluster.ranks_per_node == receiver // cluster.ranks_per_node:
             return 1e-6 * cluster.latency_microseconds + size / (1e9 * cluster.gbytes)
-        # The ranks of a node share its way out.
-        own = cluster.node_gbytes / min(cluster.ranks_per_node, cluster.ranks)
-        return 1e-6 * cluster.node_latency_microseconds + size / (1e9 * own)
+        # The ranks of a node share its link to the other nodes.
+        rank_gbytes = cluster.node_gbytes / min(cluster.ranks_per_node, cluster.ranks)
+        return 1e-6 * cluster.node_latency_microseconds + size / (1e9 * rank_gbytes)
 
 
 def _ring(members: int, size: float, microseconds: float, gbytes: float) -> float:
@@ -128,9 +130,9 @@ def _ring(members: int, size: float, microseconds: float, gbytes: float) -> floa
     return 2 * (members - 1) * (1e-6 * microseconds + size / members / (1e9 * gbytes))
 
 
-# Rates that such machines are reported to sustain in training, not their peaks: V100 about 7
-# TFLOP/s in fp32 of 15.7, and 900 GB/s of memory; H200 about 200 of 989 in bf16 (MLPerf Training
-# 4.0, ResNet-50) and 4.8 TB/s; a node of two processors about 1.5 TFLOP/s in fp32.
+# Reported rates that such machines sustain in training, not their peaks: V100 about 7 of 15.7
+# TFLOP/s in fp32, 900 GB/s of memory; H200 about 200 of 989 TFLOP/s in bf16 (MLPerf Training 4.0,
+# ResNet-50), 4.8 TB/s of memory; a node with two processors about 1.5 TFLOP/s in fp32.
 _V100 = Cluster(
     ranks=8,
     ranks_per_node=8,
@@ -175,27 +177,27 @@ PRESETS: Mapping[str, Cluster] = {
 
 
 def load(name: str, ranks: int | None = None) -> Cluster:
-    """A preset, or the cluster of a YAML file; with another number of ranks if that is given.
+    """Return a preset or the cluster of a YAML file, with another number of ranks if requested.
 
     Raises:
         UsageError: naming the file and the key.
     """
     if name in PRESETS:
-        found = PRESETS[name]
+        cluster = PRESETS[name]
     elif Path(name).suffix in (".yaml", ".yml") or Path(name).exists():
-        found = _from_file(Path(name))
+        cluster = _from_file(Path(name))
     else:
         known = (*PRESETS, "FILE.yaml")
-        raise UsageError(f"unknown cluster {name}{nearest(name, known)}")
-    found = replace(found, ranks=ranks or found.ranks)
-    if not 1 <= found.ranks <= MOST_RANKS:
-        raise UsageError(f"--ranks must be between 1 and {MOST_RANKS}, not {found.ranks}")
-    if found.ranks > found.ranks_per_node and not found.node_gbytes:
+        raise UsageError(f"--cluster {name} is unknown{nearest(name, known)}")
+    cluster = replace(cluster, ranks=ranks or cluster.ranks)
+    if not 1 <= cluster.ranks <= MOST_RANKS:
+        raise UsageError(f"--ranks must be between 1 and {MOST_RANKS}, not {cluster.ranks}")
+    if cluster.ranks > cluster.ranks_per_node and not cluster.node_gbytes:
         raise UsageError(
-            f"{name} has {found.ranks_per_node} rank(s) a node and no network between nodes "
-            f"(node_gbytes): {found.ranks} ranks do not go on it"
+            f"{name} has {cluster.ranks_per_node} rank(s) per node and no network between nodes: "
+            f"use at most {cluster.ranks_per_node} rank(s), or a cluster file with node_gbytes"
         )
-    return found
+    return cluster
 
 
 def _from_file(path: Path) -> Cluster:
@@ -206,7 +208,7 @@ def _from_file(path: Path) -> Cluster:
             raise unknown_key(path, key, known)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 <= value < float("inf"):
-            raise UsageError(f"{path}: {key} must be a number that is not negative, not {value!r}")
+            raise UsageError(f"{path}: {key} must be a number of at least 0, not {value!r}")
         if value and not SMALLEST <= value <= LARGEST:
             raise UsageError(
                 f"{path}: {key} must be between {SMALLEST:g} and {LARGEST:g}, not {value:g}"

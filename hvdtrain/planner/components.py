@@ -1,4 +1,4 @@
-"""What each component of a model takes on each rank, as a profile holds it; no torch here."""
+"""Holds the times of each component on each rank, as in a profile; does not import torch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,11 +12,11 @@ from hvdtrain.planner.curve import Curve, stacked
 
 @dataclass(frozen=True)
 class ComponentTimes:
-    """Seconds of one component on one rank, by the samples it is given.
+    """Seconds of one component on one rank, by number of samples.
 
     Attributes:
-        input_half, weight_half: of a backward in halves; None where they were not measured.
-        update: the optimizer's, whatever the samples.
+        input_half, weight_half: of a backward in halves; None if they were not measured.
+        update: of the optimizer; does not depend on the samples.
         spread: of the measured repeats, (largest - smallest) / median of the noisiest size.
     """
 
@@ -28,7 +28,7 @@ class ComponentTimes:
     spread: float = 0.0
 
     def times(self, factor: float) -> "ComponentTimes":
-        """On a rank that is so many times as slow."""
+        """Return the times on a rank that is `factor` times slower."""
         input_half, weight_half = (
             None if half is None else half.times(factor)
             for half in (self.input_half, self.weight_half)
@@ -40,7 +40,7 @@ class ComponentTimes:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands in a profile's file."""
+        """Return the times as a profile file stores them."""
         curves = {
             name: [list(point) for point in curve.points]
             for name in ("forward", "backward", "input_half", "weight_half")
@@ -49,11 +49,12 @@ class ComponentTimes:
         return curves | {"update": self.update, "spread": self.spread}
 
 
-class Each(NamedTuple):
-    """Seconds of all components of a rank, in their order: fp64 [components].
+class ComponentArrays(NamedTuple):
+    """Seconds of all components of a rank, in model order: fp64 [components].
 
     Attributes:
-        forward, backward: of so many samples.
+        forward, backward: return the array for a number of samples.
+        update: of the optimizer.
     """
 
     forward: Callable[[float], np.ndarray]
@@ -66,15 +67,15 @@ NOTHING = Curve(((1.0, 0.0),))
 
 @dataclass(frozen=True)
 class RankTimes:
-    """What one rank takes.
+    """Measured or predicted times of one rank.
 
     Attributes:
-        components: by name.
-        load: seconds of making images ready for the first component, by samples.
-        resident_bytes: of the process besides what is counted of a model.
-        activation_factor: how many times as much activations take as is counted of them.
-        message_seconds: of posting a receipt, sending next to nothing and taking it in, besides
-            what is between ranks.
+        components: times by component name.
+        load: seconds of preparing images for the first component, by number of samples.
+        resident_bytes: bytes of the process besides those counted for a model.
+        activation_factor: real bytes of activations divided by the counted ones.
+        message_seconds: seconds of posting a receive, sending one byte and receiving it, besides
+            the time of the network.
     """
 
     components: Mapping[str, ComponentTimes]
@@ -84,9 +85,9 @@ class RankTimes:
     activation_factor: float = 1.0
 
     @cached_property
-    def each(self) -> "Each":
-        """Of all components at once."""
-        return Each(
+    def arrays(self) -> ComponentArrays:
+        """Return the times of all components as arrays."""
+        return ComponentArrays(
             *(
                 stacked([part.forward for part in self.components.values()]),
                 stacked([part.backward for part in self.components.values()]),
@@ -95,8 +96,8 @@ class RankTimes:
         )
 
     def times(self, factor: float) -> "RankTimes":
-        """On a rank that is so many times as slow."""
-        slower = {name: each.times(factor) for name, each in self.components.items()}
+        """Return the times on a rank that is `factor` times slower."""
+        slower = {name: component.times(factor) for name, component in self.components.items()}
         return replace(
             self,
             components=slower,
@@ -107,43 +108,43 @@ class RankTimes:
 
 @dataclass(frozen=True)
 class Profile:
-    """What every rank takes.
+    """Times of all ranks.
 
     Attributes:
-        ranks: in their order.
+        ranks: in rank order.
     """
 
     ranks: tuple[RankTimes, ...]
 
     @classmethod
     def alike(cls, one: RankTimes, ranks: int) -> "Profile":
-        """So many ranks of one kind."""
+        """Return a profile of `ranks` ranks with the same times."""
         return cls((one,) * ranks)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The components, in the order of the model."""
+        """Return the names of the components, in model order."""
         return tuple(self.ranks[0].components)
 
     @cached_property
     def slowness(self) -> tuple[float, ...]:
-        """How many times as long as the fastest rank each one takes for the whole model.
+        """Return the time of each rank for the whole model, divided by that of the fastest rank.
 
-        Of all measured sizes the median counts: a rank that was disturbed at one is not slow.
+        It is the median over all measured sizes, so that a disturbance at one size does not count.
         """
         curve = next(iter(self.ranks[0].components.values())).forward
         sizes = [size for size, _ in curve.points if size > 0] or [1.0]
         seconds = np.maximum([_whole_model(rank, sizes) for rank in self.ranks], 1e-12)
-        each: list[float] = np.median(seconds / seconds.min(axis=0), axis=1).tolist()
-        return tuple(slow / min(each) for slow in each)
+        ratios: list[float] = np.median(seconds / seconds.min(axis=0), axis=1).tolist()
+        return tuple(slow / min(ratios) for slow in ratios)
 
     def scaled(self, factors: Sequence[float]) -> "Profile":
-        """With each rank so many times as slow as it was measured."""
+        """Return the profile with each rank slower by its factor."""
         pairs = zip(self.ranks, factors, strict=True)
         return Profile(tuple(rank.times(factor) for rank, factor in pairs))
 
 
 def _whole_model(rank: RankTimes, sizes: Sequence[float]) -> list[float]:
-    """Seconds of all components together, for each size."""
-    each = rank.each
-    return [float((each.forward(size) + each.backward(size)).sum()) for size in sizes]
+    """Return the seconds of all components together, for each size."""
+    arrays = rank.arrays
+    return [float((arrays.forward(size) + arrays.backward(size)).sum()) for size in sizes]

@@ -1,4 +1,4 @@
-"""What a step of a plan takes: the schedule played through with the times of a profile."""
+"""Predicts the step time of a plan: simulates its schedule with the times of a profile."""
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Known:
-    """All that is known of a model, the ranks and what is between them.
+    """Everything a prediction needs about a model, the ranks and the network.
 
     Attributes:
-        costs: of the components, in the order of the model.
-        recomputed: names of components that run again in backward.
+        costs: costs of the components, in model order.
+        recomputed: names of components that run their forward again in the backward.
         is_synchronised: whether replicas normalise a micro-batch together.
     """
 
@@ -46,56 +46,58 @@ class Known:
 
     @cached_property
     def hand_over_seconds(self) -> Callable[[int, int, float], float]:
-        """As the network's."""
+        """Return `Network.hand_over_seconds` with a cache."""
         return cache(self.network.hand_over_seconds)
 
     def latency_seconds(self, sender: int, receiver: int) -> float:
-        """From a send of next to nothing to its arrival."""
+        """Return the seconds from the send of one byte to its arrival."""
         return self.hand_over_seconds(sender, receiver, 1)
 
     def gather_seconds(self, ranks: Sequence[int]) -> float:
-        """What a synchronised batch norm waits for its replicas, once forward, once backward.
+        """Return the seconds that a synchronised batch norm waits for its replicas.
 
-        It gathers a few numbers, so that latencies alone count; 0 where none is synchronised.
+        It is the time in one forward or one backward. A few numbers are gathered, so only
+        latencies count. The result is 0 if no batch norm is synchronised.
         """
         if not self.is_synchronised or len(ranks) == 1:
             return 0.0
         latency = max(self.latency_seconds(*pair) for pair in pairwise(ranks))
-        own = max(self.profile.ranks[rank].message_seconds for rank in ranks)
-        return math.ceil(math.log2(len(ranks))) * (latency + own)
+        message = max(self.profile.ranks[rank].message_seconds for rank in ranks)
+        return math.ceil(math.log2(len(ranks))) * (latency + message)
 
     @cached_property
     def by_name(self) -> "Mapping[str, ComponentCost]":
-        """The components' costs."""
+        """Return the costs of the components by name."""
         return {cost.name: cost for cost in self.costs}
 
 
 def plan_costs(plan: Plan, cut: Cut, known: Known) -> Costs:
-    """What a simulation of the plan needs.
+    """Return the costs that a simulation of the plan needs.
 
-    A reduction counts from the end of the backward during which its first buckets were sent: what
-    is not hidden there, and what sending them beside it has cost that backward.
+    The cost of an all-reduce counts from the end of the backward during which its first buckets
+    were sent: the part that the backward does not hide, plus the time by which sending slows that
+    backward.
     """
     profile = known.profile
-    # Of ranks that are alike, one is representative.
+    # One rank represents all ranks with the same times.
     first = {id(profile.ranks[rank]): rank for rank in reversed(plan.ranks)}
     like = {rank: first[id(profile.ranks[rank])] for rank in plan.ranks}
 
     @cache
     def compute_rows(rank: int, stage: int, kind: str, rows: int) -> float:
-        held = plan.stages[stage]
-        own = stage_seconds(known, rank, held.components, kind, rows) if rows else 0.0
-        return own + gathering_seconds(known, held)
+        components = plan.stages[stage].components
+        seconds = stage_seconds(known, rank, components, kind, rows) if rows else 0.0
+        return seconds + gathering_seconds(known, plan.stages[stage])
 
     def compute(rank: int, action: Action) -> float:
-        own = profile.ranks[rank]
+        times = profile.ranks[rank]
         if action.kind == "STEP":
-            held = plan.stages[action.stage].components
-            return sum(own.components[name].update for name in held)
+            components = plan.stages[action.stage].components
+            return sum(times.components[name].update for name in components)
         assert action.microbatch is not None
         rows = cut.rows(action.stage, rank, action.microbatch)
         if action.kind == "LOAD":
-            return own.load(rows) if rows and action.stage == 0 else 0.0
+            return times.load(rows) if rows and action.stage == 0 else 0.0
         return compute_rows(like[rank], action.stage, action.kind, rows)
 
     def hand_over(sender: int, receiver: int, action: Action) -> float:
@@ -105,7 +107,7 @@ def plan_costs(plan: Plan, cut: Cut, known: Known) -> Costs:
         if action.kind in (*SENDS, *RECEIPTS):
             return 0.5 * profile.ranks[rank].message_seconds * len(peers(cut, rank, action))
         receipt = receipt_for(action, plan.last)
-        return taking_seconds(plan, cut, known, rank, receipt) if receipt else 0.0
+        return receive_seconds(plan, cut, known, rank, receipt) if receipt else 0.0
 
     def reduce(stage: int) -> float:
         return reduction_seconds(plan, cut, stage, known)
@@ -113,24 +115,24 @@ def plan_costs(plan: Plan, cut: Cut, known: Known) -> Costs:
     return Costs(compute, hand_over, cache(reduce), communicate)
 
 
-def taking_seconds(plan: Plan, cut: Cut, known: Known, rank: int, receipt: Action) -> float:
-    """What it takes a rank to take in what a RECV is for, once it has been sent.
+def receive_seconds(plan: Plan, cut: Cut, known: Known, rank: int, receipt: Action) -> float:
+    """Return the seconds that a rank needs to receive the data of a RECV once it has been sent.
 
-    A message moves while its receiver waits for it: MPI makes no progress beside computing, and
-    copies within a host with the receiver's own processor.
+    A message moves only while its receiver waits for it: MPI makes no progress during computing,
+    and copies within a host use the receiver's own processor.
     """
     send = send_of(receipt)
     last = plan.stages[boundary(send.stage, send.kind)].components[-1]
-    each = known.by_name[last].output_bytes
+    row_bytes = known.by_name[last].output_bytes
     return sum(
-        known.hand_over_seconds(sender, rank, each * rows_handed(cut, sender, rank, send))
+        known.hand_over_seconds(sender, rank, row_bytes * rows_handed(cut, sender, rank, send))
         - known.latency_seconds(sender, rank)
         for sender in peers(cut, rank, receipt)
     )
 
 
 def gathering_seconds(known: Known, stage: Stage) -> float:
-    """What a stage's synchronised batch norms gather in one forward, or in one backward."""
+    """Return the seconds of a stage's synchronised batch norms in one forward or backward."""
     layers = sum(known.by_name[name].batch_norms for name in stage.components)
     return layers * known.gather_seconds(stage.ranks)
 
@@ -138,7 +140,7 @@ def gathering_seconds(known: Known, stage: Stage) -> float:
 def stage_seconds(
     known: Known, rank: int, components: Sequence[str], kind: str, rows: int
 ) -> float:
-    """Seconds of an action of `kind` (F, B, I or W) on some components and samples."""
+    """Return the seconds of an action of `kind` (F, B, I or W) on some components and samples."""
     times = known.profile.ranks[rank].components
     return sum(_seconds(times[name], kind, rows, name in known.recomputed) for name in components)
 
@@ -150,16 +152,16 @@ def _seconds(times: ComponentTimes, kind: str, rows: int, is_recomputed: bool) -
     if kind == "B":
         return times.backward(rows) + again
     half = times.input_half if kind == "I" else times.weight_half
-    # Where halves were not measured, each is half: the operations are as many.
-    own = half(rows) if half is not None else 0.5 * times.backward(rows)
-    return own + (again if kind == "I" else 0.0)
+    # Without a measurement each half counts as half: both have the same number of operations.
+    seconds = half(rows) if half is not None else 0.5 * times.backward(rows)
+    return seconds + (again if kind == "I" else 0.0)
 
 
 def reduction_seconds(plan: Plan, cut: Cut, stage: int, known: Known) -> float:
-    """What the reduction of a stage's gradients adds to a step, behind its last backward.
+    """Return the seconds that all-reducing gradients of a stage adds after its last backward.
 
-    Buckets are reduced one after another, the first while backward computes: both are slower for
-    it. Where a backward is split its buckets wait for the end.
+    Buckets are reduced one after another; the first ones while the backward computes, which slows
+    both. If the backward is split, the buckets wait for its end.
     """
     ranks = plan.stages[stage].ranks
     if len(ranks) == 1:
@@ -180,7 +182,10 @@ def reduction_seconds(plan: Plan, cut: Cut, stage: int, known: Known) -> float:
 def _ready_times(
     plan: Plan, cut: Cut, stage: int, known: Known, backwards: Sequence[str]
 ) -> list[float]:
-    """When the gradients of each component are complete, from the start of the last backward."""
+    """Return when the gradients of each component are ready.
+
+    The result is in seconds from the start of the last backward.
+    """
     last, ranks = cut.microbatches - 1, plan.stages[stage].ranks
     gather = known.gather_seconds(ranks)
     slowest = [0.0] * len(backwards)
@@ -196,19 +201,21 @@ def _ready_times(
 def exposed_seconds(
     ready: Sequence[float], seconds: Sequence[float], computed: float, known: Known
 ) -> float:
-    """Seconds that reductions add behind a backward that alone takes `computed`.
+    """Return the seconds that all-reduces add to a backward that takes `computed` seconds alone.
 
     Args:
-        ready: when each could begin, if nothing slowed the backward down.
-        seconds: of each, alone.
+        ready: when each all-reduce could start if nothing slowed down the backward.
+        seconds: seconds of each all-reduce alone.
     """
     compute, reduce = known.network.contention
-    now = ended = 0.0  # of the clock; of it, the time for which reductions have lasted
-    late = 0.0  # by which the backward is behind its own time
-    for began, length in zip(ready, seconds, strict=True):
-        now = max(ended, began + late)
-        beside = max(0.0, computed + late - now)  # that the backward goes on for, undisturbed
-        overlap = min(length * reduce, beside * compute)
+    ended = 0.0  # when the previous all-reduce ends
+    late = 0.0  # delay of the backward so far
+    for earliest, length in zip(ready, seconds, strict=True):
+        now = max(ended, earliest + late)
+        remaining = max(
+            0.0, computed + late - now
+        )  # rest of the backward if nothing slows it down
+        overlap = min(length * reduce, remaining * compute)
         late += overlap * (1 - 1 / compute)
         rest = length - overlap / reduce
         ended = now + overlap + rest

@@ -1,17 +1,18 @@
-"""Divides components over ranks: exact, by dynamic programming, for an estimate of the step.
+"""Divides components over ranks by dynamic programming: exact for an estimate of the step time.
 
-Components stay in the order of the model and ranks in theirs; each stage is a run of components on
-a run of ranks. With w_s the time of one micro-batch in stage s, forward and backward, a_s until
-what it needs has arrived, and y_s what its step takes besides (reduction and update), the estimate
-of a step of m micro-batches is
+Components keep the order of the model and ranks theirs. Each stage is a run of components on a run
+of ranks. For stage s, w_s is the time of one micro-batch (forward and backward), a_s the time
+until its input has arrived, and y_s the rest of its step (all-reduce and update). The estimate for
+a step of m micro-batches is
 
     sum of (w_s + a_s) + max over s of ((m - 1) w_s + y_s):
 
-the first micro-batch passes all stages, and then the slowest of them sets the pace. Alpa (Zheng et
-al., OSDI 2022, equation 2) minimises the same without y_s, trying out all values of the maximum.
-Here the values are bisected, best first: a division whose maximum is at least `low`, and whose sum
-is at least the smallest with a maximum below `high`, cannot be better than both together, and what
-cannot be better than the best that is known is never looked at.
+the first micro-batch passes through all stages, then the slowest stage sets the pace. Alpa (Zheng
+et al., OSDI 2022, equation 2) minimises the same without y_s by trying all values of the maximum.
+Here the interval of possible values is bisected, best first. A division whose maximum is at least
+`low`, and whose sum is at least the smallest one with a maximum below `high`, cannot be better
+than these two together. Intervals that cannot contain a better division than the best known one
+are skipped.
 """
 
 import heapq
@@ -37,40 +38,43 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Division:
-    """Runs that cover all components and all ranks, and the estimate of a step."""
+    """Runs that cover all components and all ranks, and the estimated seconds per step."""
 
     runs: tuple[Run, ...]
     seconds: float
 
 
 class Times(NamedTuple):
-    """Of every run of components on one run of ranks: fp64 [n + 1, n + 1], by (start, stop).
+    """Times and bytes of every run of components on one run of ranks: fp64 [n + 1, n + 1].
+
+    The indices are (start, stop) of the components.
 
     Attributes:
         passing: w: seconds of one micro-batch; UNFIT where start >= stop.
-        arriving: a: seconds until its input, and its gradient, are there.
-        besides: y: seconds of a step that no micro-batch takes.
-        bytes: that the fullest rank holds for good; and of those of one micro-batch in flight.
+        rest: y: seconds per step that do not belong to a micro-batch.
+        bytes: bytes that the fullest rank holds permanently.
+        flight_bytes: bytes that it holds for one micro-batch in flight.
+        arriving: a: seconds until the input, and its gradient, have arrived.
     """
 
     passing: np.ndarray
-    besides: np.ndarray
+    rest: np.ndarray
     bytes: np.ndarray
     flight_bytes: np.ndarray
     arriving: "np.ndarray | float" = 0.0
 
     def paces(self, microbatches: int) -> np.ndarray:
-        """Of each run: all micro-batches but the first, and what a step takes besides."""
+        """Return the seconds per step of each run, without its first micro-batch."""
         possible = np.isfinite(self.passing)
         passing = np.where(possible, self.passing, 0.0)
-        return np.where(possible, (microbatches - 1) * passing + self.besides, UNFIT)
+        return np.where(possible, (microbatches - 1) * passing + self.rest, UNFIT)
 
     def fits(self, limit: float, in_flight: int) -> np.ndarray:
-        """Which runs fit where so many micro-batches are in flight."""
+        """Return which runs fit into `limit` bytes with `in_flight` micro-batches in flight."""
         return np.asarray(self.bytes + in_flight * self.flight_bytes <= limit)
 
 
-TimesOf = Callable[[int, int], Times]  # of (first rank, number of ranks)
+TimesOf = Callable[[int, int], Times]  # arguments: first rank, number of ranks
 
 
 def divide(
@@ -82,25 +86,25 @@ def divide(
     tolerance: float = 0.0,
     better_than: float = math.inf,
 ) -> Division | None:
-    """The division with the smallest estimate; None if nothing fits or none is good enough.
+    """Return the division with the smallest estimate; None if nothing fits or none is good enough.
 
     Args:
         times_of: called once for each run of ranks; runs that are alike may share a result.
-        limit: bytes that a rank may hold. With s stages from a stage to the end it holds
+        limit: bytes that a rank may hold. A stage with s stages from itself to the end holds
             min(s, m) micro-batches, as under 1F1B.
-        tolerance: how much larger the estimate may be, as a part of the smallest; 0 for none.
-        better_than: an estimate that a division must not exceed to be of interest.
+        tolerance: by how much the estimate may exceed the smallest, as a part of it.
+        better_than: divisions with a larger estimate are not of interest.
     """
     runs = [
         [times_of(first, count) for count in range(1, ranks - first + 1)] for first in range(ranks)
     ]
     tables = _stacked(runs, microbatches, is_limited=limit is not None)
-    found = _Search(components, ranks, microbatches, tables, limit).best(tolerance, better_than)
-    return found if found is not None and found.seconds <= better_than else None
+    division = _Search(components, ranks, microbatches, tables, limit).best(tolerance, better_than)
+    return division if division is not None and division.seconds <= better_than else None
 
 
-class _Found(NamedTuple):
-    """A division: its sum, its maximum, its runs."""
+class _Scored(NamedTuple):
+    """A division with its sum and its maximum."""
 
     total: float
     maximum: float
@@ -108,53 +112,64 @@ class _Found(NamedTuple):
 
     @property
     def division(self) -> Division:
-        """The same with its estimate."""
+        """Return the division with its estimate."""
         return Division(self.runs, self.total + self.maximum)
 
 
 class _Tables(NamedTuple):
-    """Of runs of one rank, of two, and so on, from a rank on: fp64 [start, ranks - 1, stop]."""
+    """Times of runs of 1, 2, ... ranks that start at one rank: fp64 [start, ranks - 1, stop].
 
-    passing: np.ndarray  # and arriving
+    Attributes:
+        passing: w + a of `Times`.
+        paces: result of `Times.paces`.
+        bytes, flight_bytes: as in `Times`; only used if memory is limited.
+    """
+
+    passing: np.ndarray
     paces: np.ndarray
-    bytes: np.ndarray  # these two where memory is limited
+    bytes: np.ndarray
     flight_bytes: np.ndarray
 
     def up_to(self, ranks: int) -> "_Tables":
-        """Of runs of so many ranks at most, in the same memory."""
-        return _Tables(*(each[:, :ranks] for each in self))
+        """Return the tables of runs of at most `ranks` ranks, as views of the same memory."""
+        return _Tables(*(array[:, :ranks] for array in self))
 
 
 def _stacked(
     runs: Sequence[Sequence[Times]], microbatches: int, is_limited: bool
 ) -> list[_Tables]:
-    """By the first rank; where runs of ranks are alike, so is what is made of them."""
-    found: list[_Tables] = []
-    made: Sequence[Times] = ()
-    for each in runs:
-        if found and all(one is other for one, other in zip(each, made, strict=False)):
-            found.append(found[-1].up_to(len(each)))
+    """Return the tables by first rank; runs of ranks that are alike share their tables."""
+    tables: list[_Tables] = []
+    previous: Sequence[Times] = ()
+    for rank_times in runs:
+        if tables and all(one is other for one, other in zip(rank_times, previous, strict=False)):
+            tables.append(tables[-1].up_to(len(rank_times)))
             continue
-        made, nothing = each, np.zeros((1, 1, 1))
-        found.append(
+        previous, unlimited = rank_times, np.zeros((1, 1, 1))
+        tables.append(
             _Tables(
-                np.stack([times.passing + times.arriving for times in each], axis=1),
-                np.stack([times.paces(microbatches) for times in each], axis=1),
-                np.stack([times.bytes for times in each], axis=1) if is_limited else nothing,
-                np.stack([times.flight_bytes for times in each], axis=1)
+                np.stack([times.passing + times.arriving for times in rank_times], axis=1),
+                np.stack([times.paces(microbatches) for times in rank_times], axis=1),
+                np.stack([times.bytes for times in rank_times], axis=1)
                 if is_limited
-                else nothing,
+                else unlimited,
+                np.stack([times.flight_bytes for times in rank_times], axis=1)
+                if is_limited
+                else unlimited,
             )
         )
-    return found
+    return tables
 
 
 @dataclass
 class _Search:
-    """`tables` are by the first rank.
+    """Searches for the best division.
 
-    How many stages follow matters to memory alone: without a limit, one slot holds what is best
-    from a rank and a component on; with one, slot s holds the best in s stages.
+    How many stages follow matters for memory only. Without a limit, one slot holds the best result
+    from a rank and a component on; with a limit, slot s holds the best result in s stages.
+
+    Attributes:
+        tables: by first rank.
     """
 
     components: int
@@ -164,7 +179,7 @@ class _Search:
     limit: float | None
 
     def best(self, tolerance: float, better_than: float) -> Division | None:
-        """The division with the smallest estimate, or one that is not better than is wanted."""
+        """Return the division with the smallest estimate, up to `tolerance` and `better_than`."""
         least, first = self.smallest_maximum(), self.smallest_sum(UNFIT)
         if first is None:
             return None
@@ -179,16 +194,16 @@ class _Search:
                 continue
             middle = low + (high - low) / 2
             heapq.heappush(intervals, (total + middle, middle, high, total))
-            found = self.smallest_sum(middle)
-            if found is not None:
-                best = min(best, found.division, key=lambda each: each.seconds)
-                if found.maximum > low:
-                    below = (found.total + low, low, found.maximum, found.total)
+            scored = self.smallest_sum(middle)
+            if scored is not None:
+                best = min(best, scored.division, key=lambda division: division.seconds)
+                if scored.maximum > low:
+                    below = (scored.total + low, low, scored.maximum, scored.total)
                     heapq.heappush(intervals, below)
         return best
 
     def smallest_maximum(self) -> float:
-        """The smallest pace that any division can have."""
+        """Return the smallest pace that a division can have."""
         best = self._empty()
         for slot, tail, first in self._order():
             tables, behind = self.tables[first], best[tail, first + 1 :]
@@ -196,10 +211,10 @@ class _Search:
             best[slot, first] = np.maximum(paces, behind).min(axis=(1, 2))
         return float(best[:, 0, 0].min())
 
-    def smallest_sum(self, below: float) -> _Found | None:
-        """The division of the smallest sum among those with a pace below that."""
+    def smallest_sum(self, below: float) -> _Scored | None:
+        """Return the division with the smallest sum among those with a pace less than `below`."""
         best, starts = self._empty(), np.arange(self.components + 1)
-        choice = np.zeros(best.shape, np.int64)  # of (ranks - 1, stop), as one number
+        choice = np.zeros(best.shape, np.int64)  # (ranks - 1, stop) as one number
         for slot, tail, first in self._order():
             tables, behind = self.tables[first], best[tail, first + 1 :]
             allowed = (tables.paces < below) & self._fits(tables, slot)
@@ -214,17 +229,23 @@ class _Search:
             float(self.tables[run.first].paces[run.start, run.number - 1, run.stop])
             for run in runs
         )
-        return _Found(float(best[slot, 0, 0]), pace, runs)
+        return _Scored(float(best[slot, 0, 0]), pace, runs)
 
     def _empty(self) -> np.ndarray:
-        """[slots, ranks + 1, components + 1]: of what is left from a rank and a component."""
+        """Return the array of best results from a rank and a component on.
+
+        Its shape is [slots, ranks + 1, components + 1].
+        """
         slots = 1 if self.limit is None else self.ranks + 1
         best = np.full((slots, self.ranks + 1, self.components + 1), UNFIT)
         best[0, self.ranks, self.components] = 0.0
         return best
 
     def _order(self) -> list[tuple[int, int, int]]:
-        """(slot, slot of what is behind, first rank), each after what can be behind it."""
+        """Return (slot, slot of the stages behind, first rank) in the order of computation.
+
+        What can be behind a stage comes before it.
+        """
         if self.limit is None:
             return [(0, 0, first) for first in reversed(range(self.ranks))]
         depths = range(1, self.ranks + 1)
@@ -235,7 +256,7 @@ class _Search:
         ]
 
     def _fits(self, tables: _Tables, slot: int) -> "np.ndarray | bool":
-        """Which runs fit where so many stages, itself included, are left to the end."""
+        """Return which runs fit if `slot` stages, including this one, are left to the end."""
         if self.limit is None:
             return True
         in_flight = min(slot, self.microbatches)

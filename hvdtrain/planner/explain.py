@@ -1,4 +1,4 @@
-"""Why a plan was chosen, in words and as a table by component."""
+"""Explains why a plan was chosen, in words and as a table by component."""
 
 from typing import Any
 
@@ -8,41 +8,41 @@ from hvdtrain.planner.play import Candidate
 from hvdtrain.planner.solve import Solution
 from hvdtrain.planner.tables import Question
 
-SHOWN = 5  # candidates
+SHOWN = 5  # candidates to list
 MIB = 2**20
 
 
 def explain(question: Question, solution: Solution) -> list[str]:
-    """The chosen plan against the others, and what no plan can be better than."""
+    """Return lines that compare the chosen plan with the others and with the lower bound."""
     chosen = solution.chosen
     lines = [
-        f"chosen: {chosen.name}, {1e3 * chosen.seconds:.2f} ms a step predicted; no plan can take "
-        f"less than {1e3 * solution.bound:.2f} ms: it is {solution.gap:.1%} above that"
+        f"chosen: {chosen.name}, {1e3 * chosen.seconds:.2f} ms per step predicted, "
+        f"{solution.gap:.1%} above the lower bound of {1e3 * solution.bound:.2f} ms"
     ]
-    others = [each for each in solution.candidates if each.plan != chosen.plan]
+    others = [candidate for candidate in solution.candidates if candidate.plan != chosen.plan]
     for other in others[:SHOWN]:
         lines.append(
             f"  {other.name} ({len(other.plan.stages)} stage(s), {other.plan.microbatches} "
             f"micro-batch(es), {other.plan.schedule}): {1e3 * other.seconds:.2f} ms, "
-            f"{why_longer(chosen, other)}"
+            f"{why_slower(chosen, other)}"
         )
     return lines
 
 
-def why_longer(chosen: Candidate, other: Candidate) -> str:
-    """What another plan loses by."""
+def why_slower(chosen: Candidate, other: Candidate) -> str:
+    """Return why another plan is slower."""
     more = other.seconds / chosen.seconds - 1
     bubble = other.overview.timeline.bubble_fraction
-    own = chosen.overview.timeline.bubble_fraction
+    best = chosen.overview.timeline.bubble_fraction
     if more < 0:
-        return f"{-more:.1%} shorter, but there is more to it"
-    if bubble > own + 0.01:
-        return f"{more:.1%} longer: its ranks wait {bubble:.1%} of the step, not {own:.1%}"
-    return f"{more:.1%} longer"
+        return f"{-more:.1%} faster, but more complex"
+    if bubble > best + 0.01:
+        return f"{more:.1%} slower: its ranks wait {bubble:.1%} of the step instead of {best:.1%}"
+    return f"{more:.1%} slower"
 
 
 def in_short(candidate: Candidate) -> dict[str, Any]:
-    """A candidate, for a log."""
+    """Return a candidate as JSON for a log."""
     plan = candidate.plan
     return {
         "name": candidate.name,
@@ -54,8 +54,8 @@ def in_short(candidate: Candidate) -> dict[str, Any]:
 
 
 def component_table(question: Question, plan: Plan) -> list[str]:
-    """Each component: its times for the samples it is given, bytes, label, and ranks."""
-    known, given = question.known, labels(plan)
+    """Return a table of the components: times for their samples, bytes, label and ranks."""
+    known, label_of = question.known, labels(plan)
     lines = [
         f"{'component':<24}{'forward ms':>12}{'backward ms':>12}{'update ms':>11}"
         f"{'MiB':>9}{'out KiB':>9}  {'label':<7}ranks"
@@ -69,16 +69,16 @@ def component_table(question: Question, plan: Plan) -> list[str]:
                 f"{name[:23]:<24}{1e3 * times.forward(rows):>12.3f}"
                 f"{1e3 * times.backward(rows):>12.3f}{1e3 * times.update:>11.3f}"
                 f"{cost.parameter_bytes / MIB:>9.2f}{cost.output_bytes / 1024:>9.1f}  "
-                f"{given[name]:<7}{','.join(map(str, stage.ranks))}"
+                f"{label_of[name]:<7}{','.join(map(str, stage.ranks))}"
             )
     return lines
 
 
 def paper_objective(known: Known, plan: Plan, batch_size: int) -> float:
-    """Paper B's: the sum over components of computing and communicating, by their strategies.
+    """Return paper B's objective: the sum of computing and communication over all components.
 
     Baligodugula and Amsaad, arXiv 2503.23186: sum of t_comp(c_i) + t_comm(c_i, s_i), in seconds.
-    It knows neither overlap nor a pipeline's bubble, and takes stages one after another.
+    It knows neither overlap nor the bubble of a pipeline, and runs stages one after another.
     """
     seconds = 0.0
     last = plan.last

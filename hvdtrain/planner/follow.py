@@ -1,4 +1,4 @@
-"""A profile that follows the steps of a run: components as they are measured while training."""
+"""Adapts a profile to the steps of a run: components as they are measured while training."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -10,73 +10,79 @@ from hvdtrain.planner.components import Profile, RankTimes
 from hvdtrain.planner.cost import stage_seconds
 from hvdtrain.planner.tables import Question
 
-MOST = 2.0  # by which a component may differ from what its rank does; more is a disturbance
-FLOOR = 1e-4  # seconds a step: of less a clock tells nothing
+MOST = 2.0  # a component may deviate from its rank by this factor; more is a disturbance
+FLOOR = 1e-4  # seconds per step: less is below the accuracy of the clock
 
 
 def predicted_components(question: Question, plan: Plan, rank: int) -> dict[str, float]:
-    """Seconds of a step, forward and backward, of each component that a rank holds."""
+    """Return the seconds per step, forward and backward, of each component that a rank holds."""
     pieces = cut(plan, question.batch_size)
-    found = {}
+    seconds = {}
     for stage in plan.stages_of(rank):
         rows = [pieces.rows(stage, rank, k) for k in range(pieces.microbatches)]
         for name in plan.stages[stage].components:
-            found[name] = sum(
-                stage_seconds(question.known, rank, [name], kind, each)
+            seconds[name] = sum(
+                stage_seconds(question.known, rank, [name], kind, count)
                 for kind in ("F", "B")
-                for each in rows
-                if each
+                for count in rows
+                if count
             )
-    return found
+    return seconds
 
 
 def compared(
     question: Question, plan: Plan, measured: Sequence[Mapping[str, float]]
 ) -> list[dict[str, float]]:
-    """How many times as long as predicted each component took, by rank.
+    """Return the measured time of each component divided by the predicted one, by rank.
 
     Args:
-        measured: seconds of a step by component, of each rank.
+        measured: seconds per step by component, for each rank.
     """
-    found = []
-    for rank, own in enumerate(measured):
+    ratios = []
+    for rank, seconds in enumerate(measured):
         expected = predicted_components(question, plan, rank)
-        found.append(
-            {name: own[name] / expected[name] for name in own if expected.get(name, 0.0) > FLOOR}
+        ratios.append(
+            {
+                name: seconds[name] / expected[name]
+                for name in seconds
+                if expected.get(name, 0.0) > FLOOR
+            }
         )
-    return found
+    return ratios
 
 
 def following(question: Question, ratios: Sequence[Mapping[str, float]]) -> Question:
-    """The question with components as they have shown to be beside the others of their rank.
+    """Return the question with components adapted to their measured ratios on each rank.
 
-    How fast a rank is as a whole is another matter, see `play.calibrated`. Of a component that a
-    rank does not hold, what other ranks found counts.
+    Ratios count relative to the median of their rank. How fast a rank is as a whole is up to
+    `play.calibrated`. A component that a rank does not hold gets the median of the ranks that hold
+    it.
     """
-    beside = [_beside_others(own) for own in ratios]
+    relative = [_relative_ratios(rank_ratios) for rank_ratios in ratios]
     seen: dict[str, list[float]] = {}
-    for own in beside:
-        for name, ratio in own.items():
+    for rank_ratios in relative:
+        for name, ratio in rank_ratios.items():
             seen.setdefault(name, []).append(ratio)
-    others = {name: statistics.median(each) for name, each in seen.items()}
+    others = {name: statistics.median(values) for name, values in seen.items()}
     profile = question.known.profile
     ranks = tuple(
-        _scaled(rank, others | own) for rank, own in zip(profile.ranks, beside, strict=True)
+        _scaled(rank, others | rank_ratios)
+        for rank, rank_ratios in zip(profile.ranks, relative, strict=True)
     )
     return replace(question, known=replace(question.known, profile=Profile(ranks)))
 
 
-def _beside_others(own: Mapping[str, float]) -> dict[str, float]:
-    """Ratios by what is usual on their rank."""
-    if not own:
+def _relative_ratios(ratios: Mapping[str, float]) -> dict[str, float]:
+    """Return the ratios of a rank relative to their median."""
+    if not ratios:
         return {}
-    usual = statistics.median(own.values())
-    return {name: min(MOST, max(1 / MOST, ratio / usual)) for name, ratio in own.items()}
+    median = statistics.median(ratios.values())
+    return {name: min(MOST, max(1 / MOST, ratio / median)) for name, ratio in ratios.items()}
 
 
 def _scaled(rank: RankTimes, factors: Mapping[str, float]) -> RankTimes:
-    found = {
+    components = {
         name: times.times(factors[name]) if name in factors else times
         for name, times in rank.components.items()
     }
-    return replace(rank, components=found)
+    return replace(rank, components=components)

@@ -1,6 +1,7 @@
-"""Measures what each component takes on this rank: forward, backward, its halves and its update.
+"""Measures each component on this rank: forward, backward, its halves and its update.
 
-All ranks measure the same components at once, since they share caches and memory as in a step.
+All ranks measure the same components at the same time, because they share caches and memory in a
+step, too.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,27 +20,27 @@ from hvdtrain.planner.components import ComponentTimes, RankTimes
 from hvdtrain.planner.curve import Curve
 from hvdtrain.world import World
 
-FEWEST_ROWS = 2  # batch norm needs two values a channel
+FEWEST_ROWS = 2  # batch norm needs two values per channel
 MOST_SIZES = 5
-TELLING_BYTES = 8 * 2**20  # of activations: what fewer take is noise
-MOST_MORE = 4.0  # times what is counted of activations
+TELLING_BYTES = 8 * 2**20  # a smaller difference of activations is noise
+MOST_MORE = 4.0  # activations count at most as this multiple of their counted bytes
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is common to all components.
+    """Settings that all components share.
 
     Attributes:
-        build: makes a component by its name.
-        images: makes images ready for the first component.
+        build: returns a component by its name.
+        images: prepares images for the first component.
         image_size: height and width in pixels.
-        sizes: samples that are measured, ascending.
+        sizes: numbers of samples to measure, ascending.
         is_bf16: whether forwards run under autocast.
         in_halves: whether backwards are measured in halves, too.
-        message: hands next to nothing to this rank itself, if there are other ranks.
-        counted: bytes of a component by its name: those it has, and those of each sample.
-        held: bytes that this process has in memory, or has allocated on its GPU.
-        give_back: gives back what is free of it.
+        message: sends one byte to this rank itself; None if there are no other ranks.
+        counted: bytes of a component by its name: its own, and those of each sample.
+        held: returns the bytes that this process has in memory, or has allocated on its GPU.
+        give_back: returns free memory to the system.
     """
 
     build: Callable[[str], Built]
@@ -55,7 +56,7 @@ class Setting:
 
 
 class Measured(NamedTuple):
-    """Of a chain, by samples; `held` is what was in memory after each."""
+    """Measurements of a chain by number of samples; `held` is the memory in bytes after each."""
 
     whole: dict[int, Seconds]
     halves: dict[int, Halves]
@@ -65,7 +66,7 @@ class Measured(NamedTuple):
 def measured_sizes(
     batch_size: int, ranks: int, microbatches: int | None = None
 ) -> tuple[int, ...]:
-    """Samples that an action may work on: from a rank's share of a batch down, by halves."""
+    """Return the numbers of samples to measure: a rank's share of a batch, and its halves."""
     largest = max(batch_size // max(2, ranks), batch_size // (microbatches or 2), FEWEST_ROWS)
     if ranks == 1:
         largest = max(batch_size, FEWEST_ROWS)
@@ -73,11 +74,11 @@ def measured_sizes(
     return tuple(sorted(sizes))
 
 
-def measure_rank(chains: Sequence[Sequence[str]], setting: Setting, here: World) -> RankTimes:
-    """What each component takes on this rank. Collective: all ranks measure at once.
+def measure_rank(chains: Sequence[Sequence[str]], setting: Setting, world: World) -> RankTimes:
+    """Return the times of each component on this rank. Collective: all ranks measure at once.
 
     Args:
-        chains: all components in order, in parts; those of a part are built at the same time.
+        chains: all components in model order, in groups; those of a group are in memory together.
     """
     largest = setting.sizes[-1]
     shape = (largest, setting.image_size, setting.image_size, IMAGE_CHANNELS)
@@ -87,53 +88,56 @@ def measure_rank(chains: Sequence[Sequence[str]], setting: Setting, here: World)
         return setting.images(pixels[:rows])
 
     state = torch.get_rng_state()
-    found: dict[str, ComponentTimes] = {}
+    components: dict[str, ComponentTimes] = {}
     first: dict[int, Seconds] = {}
-    before, most_told = setting.held(), -1
+    before, largest_sample_bytes = setting.held(), -1
     resident, factor = before, 1.0
     for number, names in enumerate(chains):
         built = [setting.build(name) for name in names]
         is_ends = number == 0, number == len(chains) - 1
         chain = Chain(built, source, *is_ends, setting.is_bf16, setting.message)
-        measured = _measured(chain, setting, here)
-        told = sum(setting.counted[name][1] for name in names)
-        if told > most_told:  # the chain that leaves most in memory tells most of it
-            most_told = told
+        measured = _measured(chain, setting, world)
+        sample_bytes = sum(setting.counted[name][1] for name in names)
+        if (
+            sample_bytes > largest_sample_bytes
+        ):  # the chain with the largest activations is the most accurate one
+            largest_sample_bytes = sample_bytes
             resident, factor = _memory(names, setting, before, measured.held)
-        found |= {name: _times(measured, place) for place, name in enumerate(names)}
+        components |= {name: _times(measured, place) for place, name in enumerate(names)}
         first = first or measured.whole
-        given = chain.emitted(largest)
-        source = partial(_first_rows, given)
+        activations = chain.emitted(largest)
+        source = partial(_first_rows, activations)
         del built, chain
         setting.give_back()
     torch.set_rng_state(state)
-    load = Curve.of(first, [float(np.median(each.load)) for each in first.values()])
-    message = np.median([float(np.median(each.message)) for each in first.values()])
-    # What came besides is kept: kernels for all sizes, for example.
-    return RankTimes(found, load, max(resident, setting.held()), float(message), factor)
+    load = Curve.of(first, [float(np.median(seconds.load)) for seconds in first.values()])
+    message = np.median([float(np.median(seconds.message)) for seconds in first.values()])
+    # Memory that was added later stays allocated, such as kernels for all sizes.
+    return RankTimes(components, load, max(resident, setting.held()), float(message), factor)
 
 
-def _first_rows(given: Tensor, rows: int) -> Tensor:
-    return given[:rows]
+def _first_rows(activations: Tensor, rows: int) -> Tensor:
+    return activations[:rows]
 
 
-def _measured(chain: Chain, setting: Setting, here: World) -> Measured:
-    """All sizes of a chain. Collective."""
-    found = Measured({}, {}, {})
+def _measured(chain: Chain, setting: Setting, world: World) -> Measured:
+    """Measure all sizes of a chain. Collective."""
+    measured = Measured({}, {}, {})
     for rows in setting.sizes:
-        here.barrier()
-        setting.give_back()  # what the size before has freed: its blocks are no use to this one
-        found.whole[rows] = chain.whole(rows)
-        found.held[rows] = setting.held()
+        world.barrier()
+        setting.give_back()  # blocks that the previous size freed do not fit this one
+        measured.whole[rows] = chain.whole(rows)
+        measured.held[rows] = setting.held()
         if setting.in_halves and rows in _split_sizes(setting.sizes):
-            found.halves[rows] = chain.in_halves(rows)
-    return found
+            measured.halves[rows] = chain.in_halves(rows)
+    return measured
 
 
 def _split_sizes(sizes: Sequence[int]) -> Sequence[int]:
-    """Of which backwards are measured in halves: two tell enough, and each takes as long again.
+    """Return the sizes for which backwards are measured in halves.
 
-    A schedule that splits has several micro-batches: none is as large as the largest size.
+    Two sizes suffice, and each takes as long again. A schedule that splits backwards has several
+    micro-batches, so none has the largest size.
     """
     return sizes[-4:-1:2] or sizes
 
@@ -141,33 +145,36 @@ def _split_sizes(sizes: Sequence[int]) -> Sequence[int]:
 def _memory(
     names: Sequence[str], setting: Setting, before: int, held: Mapping[int, int]
 ) -> tuple[int, float]:
-    """Bytes of the process besides what is counted, and what activations are more than counted."""
-    fixed, each = (sum(setting.counted[name][k] for name in names) for k in (0, 1))
+    """Return the bytes of the process besides the counted ones, and the factor of activations.
+
+    The factor is that of real to counted bytes.
+    """
+    fixed, row_bytes = (sum(setting.counted[name][k] for name in names) for k in (0, 1))
     fewest, most = min(held), max(held)
     factor = 1.0
-    if each * (most - fewest) >= TELLING_BYTES:
+    if row_bytes * (most - fewest) >= TELLING_BYTES:
         grown = (held[most] - held[fewest]) / (most - fewest)
-        factor = min(MOST_MORE, max(1.0, grown / each))
-    return max(before, round(held[fewest] - fixed - factor * each * fewest)), factor
+        factor = min(MOST_MORE, max(1.0, grown / row_bytes))
+    return max(before, round(held[fewest] - fixed - factor * row_bytes * fewest)), factor
 
 
 def _times(measured: Measured, place: int) -> ComponentTimes:
-    """What one component of a chain takes, of what was measured for each number of samples."""
-    whole, parts, _ = measured
-    sums = [(each.forward + each.backward)[:, place] for each in whole.values()]
-    spread = max(float((each.max() - each.min()) / np.median(each)) for each in sums)
-    update = np.median([np.median(each.update[:, place]) for each in whole.values()])
-    is_split = parts and not np.isnan(next(iter(parts.values())).inputs[:, place]).any()
+    """Return the times of the component at `place` of a chain."""
+    whole, halves, _ = measured
+    sums = [(item.forward + item.backward)[:, place] for item in whole.values()]
+    spread = max(float((item.max() - item.min()) / np.median(item)) for item in sums)
+    update = np.median([np.median(item.update[:, place]) for item in whole.values()])
+    is_split = halves and not np.isnan(next(iter(halves.values())).inputs[:, place]).any()
     return ComponentTimes(
-        _curve(whole, [each.forward[:, place] for each in whole.values()]),
-        _curve(whole, [each.backward[:, place] for each in whole.values()]),
-        _curve(parts, [each.inputs[:, place] for each in parts.values()]) if is_split else None,
-        _curve(parts, [each.weights[:, place] for each in parts.values()]) if is_split else None,
+        _curve(whole, [item.forward[:, place] for item in whole.values()]),
+        _curve(whole, [item.backward[:, place] for item in whole.values()]),
+        _curve(halves, [item.inputs[:, place] for item in halves.values()]) if is_split else None,
+        _curve(halves, [item.weights[:, place] for item in halves.values()]) if is_split else None,
         float(update),
         spread,
     )
 
 
 def _curve(sizes: Iterable[int], repeats: Sequence[np.ndarray]) -> Curve:
-    """Medians of repeats by samples."""
-    return Curve.of(sizes, [float(np.median(each)) for each in repeats])
+    """Return the curve through the medians of the repeats."""
+    return Curve.of(sizes, [float(np.median(values)) for values in repeats])

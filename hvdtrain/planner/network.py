@@ -1,4 +1,4 @@
-"""What handing tensors on and summing gradients takes between ranks, as measured or as given."""
+"""Seconds of transfers and all-reduces between ranks, measured or assumed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -8,9 +8,9 @@ from hvdtrain.planner.curve import Curve
 
 
 class Contention(NamedTuple):
-    """How many times as long computing and an all-reduce take beside each other as alone.
+    """Slowdown of computing and of an all-reduce when both run at the same time, at least 1.
 
-    Galvatron (Miao et al., VLDB 2023) found that without it predictions are off by 15 %.
+    Galvatron (Miao et al., VLDB 2023) reports that predictions are off by 15 % without it.
     """
 
     compute: float = 1.0
@@ -21,35 +21,36 @@ FREE = Contention()
 
 
 class Network(Protocol):
-    """What a prediction asks of a network."""
+    """Interface of a network for predictions."""
 
     @property
     def contention(self) -> Contention:
-        """Of computing and sums beside each other."""
+        """Return the slowdown of computing and all-reduces that run at the same time."""
 
     @property
     def hosts(self) -> Sequence[str]:
-        """Of each rank."""
+        """Return the host of each rank."""
 
     @property
     def breakpoints(self) -> Sequence[float]:
-        """Bytes between which the seconds of a sum, or a hand-over, lie on straight lines."""
+        """Return the sizes in bytes between which the seconds of all operations are linear."""
 
     def reduce_seconds(self, ranks: Sequence[int], size: float) -> float:
-        """Of a sum of `size` bytes over `ranks`."""
+        """Return the seconds of an all-reduce of `size` bytes over `ranks`."""
 
     def hand_over_seconds(self, sender: int, receiver: int, size: float) -> float:
-        """From a send of `size` bytes to their arrival."""
+        """Return the seconds from a send of `size` bytes to their arrival."""
 
 
 @dataclass(frozen=True)
 class MeasuredNetwork:
-    """What was measured on the ranks of a job.
+    """A network that was measured on the ranks of a job.
 
     Attributes:
-        hosts: of each rank.
-        all_reduce: seconds by bytes, of so many ranks: on one host, and of several.
-        hand_over: seconds by bytes: on one host, and between two.
+        hosts: the host of each rank.
+        all_reduce: seconds by bytes, by number of ranks; the first key is whether they are on
+            several hosts.
+        hand_over: seconds by bytes; the key is whether the two ranks are on different hosts.
     """
 
     hosts: tuple[str, ...]
@@ -58,7 +59,7 @@ class MeasuredNetwork:
     contention: Contention = FREE
 
     def scaled(self, factor: float) -> "MeasuredNetwork":
-        """One that is so many times as slow."""
+        """Return a network that is `factor` times slower."""
         return replace(
             self,
             all_reduce={
@@ -70,13 +71,13 @@ class MeasuredNetwork:
 
     @property
     def breakpoints(self) -> Sequence[float]:
-        """As in `Network`."""
+        """Return all measured sizes, ascending."""
         curves = [curve for curves in self.all_reduce.values() for curve in curves.values()]
         curves += self.hand_over.values()
         return sorted({size for curve in curves for size, _ in curve.points})
 
     def reduce_seconds(self, ranks: Sequence[int], size: float) -> float:
-        """As in `Network`; between two measured numbers of ranks, on the line between them."""
+        """Return the seconds of an all-reduce, interpolated between measured numbers of ranks."""
         if len(ranks) < 2 or not size:
             return 0.0
         crosses = len({self.hosts[rank] for rank in ranks}) > 1
@@ -88,7 +89,7 @@ class MeasuredNetwork:
         return Curve(tuple(zip(map(float, numbers), seconds, strict=True)))(len(ranks))
 
     def hand_over_seconds(self, sender: int, receiver: int, size: float) -> float:
-        """As in `Network`."""
+        """Return the seconds from a send of `size` bytes to their arrival."""
         if sender == receiver:
             return 0.0
         crosses = self.hosts[sender] != self.hosts[receiver]
@@ -97,16 +98,16 @@ class MeasuredNetwork:
 
 @dataclass(frozen=True)
 class FreeNetwork:
-    """One that takes no time."""
+    """A network that takes no time."""
 
     hosts: Sequence[str]
     contention: Contention = FREE
     breakpoints: Sequence[float] = ()
 
     def reduce_seconds(self, ranks: Sequence[int], size: float) -> float:
-        """As in `Network`."""
+        """Return 0."""
         return 0.0
 
     def hand_over_seconds(self, sender: int, receiver: int, size: float) -> float:
-        """As in `Network`."""
+        """Return 0."""
         return 0.0

@@ -1,4 +1,4 @@
-"""What the commands that look at a plan are asked: a dataclass, as the configuration of a run."""
+"""Options of the commands that look at a plan, as a dataclass like the configuration of a run."""
 
 from dataclasses import dataclass, field, fields
 from typing import Literal
@@ -10,14 +10,14 @@ from hvdtrain.fields import about
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
-    """What `plan show`, `plan check` and `plan simulate` look at: no data, only shapes."""
+    """Options of `plan show`, `plan check` and `plan simulate`; they read no data, only shapes."""
 
     model: str = field_of_train("model")
     ranks: int = field(metadata=about("ranks of the plan"))
     plan: str | None = field(
         default=None,
         metadata=about(
-            "single, dp, mp, hp:SxR or a JSON file, as of train; auto with --explain or --cluster"
+            "single, dp, mp, hp:SxR or a JSON file, as for train; auto with --explain or --cluster"
         ),
     )
     batch_size: int = field_of_train("batch_size")
@@ -51,19 +51,19 @@ class PlanConfig:
     actions: str | None = field(
         default=None,
         metadata=about(
-            "write what each rank does, in order, as CSV: a row per rank", metavar="FILE"
+            "write the actions of each rank in order as CSV: one row per rank", metavar="FILE"
         ),
     )
     cluster: str | None = field(
         default=None,
         metadata=about(
-            "predict for a machine that is not here: 8-v100, 8-h200, 16-cpu-10g, 16-cpu-100g "
+            "predict for hardware you do not have: 8-v100, 8-h200, 16-cpu-10g, 16-cpu-100g "
             "or a YAML file (show --explain, simulate)",
             metavar="FILE",
         ),
     )
     explain: bool = field(
-        default=False, metadata=about("a line for each component, and why this plan (show)")
+        default=False, metadata=about("print the components, and why this plan is chosen (show)")
     )
     picture: str | None = field(
         default=None,
@@ -75,7 +75,7 @@ class PlanConfig:
     json: bool = field(default=False, metadata=about("print one JSON object"))
 
     def training(self, precision: Precision) -> TrainConfig:
-        """The training run that the plan is looked at for.
+        """Return the configuration of the training run that the plan is for.
 
         Raises:
             UsageError: if a value is out of range.

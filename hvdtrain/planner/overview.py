@@ -1,4 +1,4 @@
-"""What a plan means, in numbers and as a picture: stages, labels, memory and the timeline."""
+"""Describes a plan in numbers and as a picture: stages, labels, memory and the timeline."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,25 +15,26 @@ from hvdtrain.parallel.simulate import Costs, Timeline, simulate
 from hvdtrain.parallel.trace import draw
 from hvdtrain.parallel.validate import validate
 
-OPTIMIZER_COPIES = {"sgd": 1, "adam": 2, "adamw": 2}  # of the parameters
-BACKWARD_FLOPS = 2  # of a forward: gradients of the input, and of the weights
+OPTIMIZER_COPIES = {"sgd": 1, "adam": 2, "adamw": 2}  # copies of the parameters
+BACKWARD_FLOPS = 2  # forwards: one for the gradients of the input, one for those of the weights
 MIB = 2**20
-COUNTED = "Computing alone is counted: handing over and reducing are free here."
-TIMED_ALONE = "Each rank was timed alone; reductions between replicas are free here."
+COUNTED = "Only computing counts here: transfers and all-reduces take no time."
+TIMED_ALONE = "Each rank was timed alone: all-reduces between replicas take no time here."
 LONGEST_NAMES = 44
 
 
 def copies_held(optimizer: str, replicas: int) -> float:
-    """Copies of the parameters for a moment: a checkpoint's, and Horovod's of gradients.
+    """Return how many temporary copies of its parameters a rank holds.
 
-    A checkpoint is written from a copy while training goes on; each replica has a part of it.
+    A checkpoint is written from a copy while training continues; each replica writes its share.
+    Horovod copies the gradients if there are replicas.
     """
     return (1 + OPTIMIZER_COPIES[optimizer]) / replicas + (replicas > 1)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What a rank holds, in bytes; activations at their peak."""
+    """Bytes that a rank holds; activations at their peak."""
 
     parameters: int
     gradients: int
@@ -42,13 +43,18 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Return the sum of all parts."""
         return self.parameters + self.gradients + self.optimizer + self.activations
 
 
 @dataclass(frozen=True)
 class Overview:
-    """A plan for a model and a batch size, and a simulated step of it."""
+    """A plan for a model and a batch size, and a simulated step of it.
+
+    Attributes:
+        unit: unit of the timeline's times.
+        remarks: lines to print below the timeline.
+    """
 
     plan: Plan
     cut: Cut
@@ -57,17 +63,17 @@ class Overview:
     recomputed: Collection[str]
     schedule: Schedule
     timeline: Timeline
-    unit: str  # of the timeline's times
+    unit: str
     remarks: tuple[str, ...] = ()
 
     @cached_property
     def memory(self) -> dict[int, Memory]:
-        """By rank."""
+        """Return the memory by rank."""
         peaks = self.timeline.peak(self._activation_bytes)
         return {rank: self._memory(rank, round(peaks[rank])) for rank in self.plan.ranks}
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, as one JSON object."""
+        """Return everything as one JSON object."""
         return {
             "plan": self.plan.to_json(),
             "batch_size": self.cut.batch_size,
@@ -75,14 +81,14 @@ class Overview:
             "labels": labels(self.plan),
             "stages": [self._stage(number) for number in range(len(self.plan.stages))],
             "memory_bytes": {
-                rank: vars(found) | {"total": found.total} for rank, found in self.memory.items()
+                rank: vars(held) | {"total": held.total} for rank, held in self.memory.items()
             },
             "bubble_fraction": self.timeline.bubble_fraction,
             "step": {"duration": self.timeline.seconds, "unit": self.unit},
         }
 
     def as_text(self, width: int = 100) -> str:
-        """The same as tables, and the timeline as a picture."""
+        """Return everything as tables, and the timeline as a picture."""
         return "\n".join(
             [*self._stage_table(), "", *self._memory_table(), "", *self._picture(width)]
         )
@@ -101,7 +107,7 @@ class Overview:
         return lines
 
     def _memory_table(self) -> list[str]:
-        heads = (*Memory.__dataclass_fields__, "MiB together")
+        heads = (*Memory.__dataclass_fields__, "MiB in total")
         lines = ["rank " + "".join(f"{name:>14}" for name in heads)]
         for rank, memory in self.memory.items():
             sizes = (*vars(memory).values(), memory.total)
@@ -120,15 +126,15 @@ class Overview:
 
     def _stage(self, number: int) -> dict[str, Any]:
         stage = self.plan.stages[number]
-        found = [self.costs[name] for name in stage.components]
+        costs = [self.costs[name] for name in stage.components]
         return {
             "components": list(stage.components),
             "ranks": list(stage.ranks),
             "shares": list(stage.shares),
             "label": labels(self.plan)[stage.components[0]],
-            "parameters": sum(cost.parameters for cost in found),
-            "forward_flops": sum(cost.forward_flops for cost in found),
-            "output_bytes": found[-1].output_bytes,
+            "parameters": sum(cost.parameters for cost in costs),
+            "forward_flops": sum(cost.forward_flops for cost in costs),
+            "output_bytes": costs[-1].output_bytes,
         }
 
     def _memory(self, rank: int, activations: int) -> Memory:
@@ -139,14 +145,19 @@ class Overview:
         return Memory(weights + buffers, weights, copies * weights, activations)
 
     def _activation_bytes(self, rank: int, action: Action) -> float:
-        """What a forward leaves for its backward: components that recompute keep their input."""
+        """Return the bytes that a forward keeps for its backward.
+
+        Components that are recomputed keep only their input.
+        """
         assert action.microbatch is not None
         stage = self.plan.stages[action.stage]
         rows = self.cut.rows(action.stage, rank, action.microbatch)
         costs = [self.costs[name] for name in stage.components]
         kept = [cost for cost in costs if cost.name not in self.recomputed]
-        each = sum(cost.output_bytes for cost in costs) + sum(cost.saved_bytes for cost in kept)
-        return float(rows * each + (sum(cost.fixed_bytes for cost in kept) if rows else 0))
+        row_bytes = sum(cost.output_bytes for cost in costs) + sum(
+            cost.saved_bytes for cost in kept
+        )
+        return float(rows * row_bytes + (sum(cost.fixed_bytes for cost in kept) if rows else 0))
 
 
 def overview(
@@ -158,25 +169,25 @@ def overview(
     measured: Costs | None = None,
     synchronised: Collection[int] = (),
 ) -> Overview:
-    """Cut a batch, make the schedule, prove it, and play it through.
+    """Cut a batch, make the schedule, validate it and simulate it.
 
     Args:
-        measured: seconds of actions; without them a step is played through in counted operations.
+        measured: seconds of actions; without them the simulation uses counted operations.
         synchronised: stages whose batch norms communicate.
 
     Raises:
-        ScheduleError: if the schedule were not a correct step of the plan.
+        ScheduleError: if the schedule is not a correct step of the plan.
     """
     pieces = cut(plan, batch_size)
-    made = schedule.training_step(plan, pieces)
-    validate(made, plan, pieces, synchronised=frozenset(synchronised))
-    return played(*(plan, pieces, made, costs, optimizer, recomputed, measured, synchronised))
+    actions = schedule.training_step(plan, pieces)
+    validate(actions, plan, pieces, synchronised=frozenset(synchronised))
+    return played(*(plan, pieces, actions, costs, optimizer, recomputed, measured, synchronised))
 
 
 def played(
     plan: Plan,
     pieces: Cut,
-    made: Schedule,
+    actions: Schedule,
     costs: Sequence[ComponentCost],
     optimizer: str,
     recomputed: Collection[str] = (),
@@ -184,22 +195,24 @@ def played(
     synchronised: Collection[int] = (),
     remarks: tuple[str, ...] | None = None,
 ) -> Overview:
-    """As `overview`, of a schedule that is taken to be correct."""
+    """Return the overview of a schedule without validating it; see `overview`."""
     by_name = {cost.name: cost for cost in costs}
-    given = measured or counted_costs(plan, pieces, by_name)
-    timeline = simulate(made, plan, pieces, given, synchronised=frozenset(synchronised))
+    action_costs = measured or counted_costs(plan, pieces, by_name)
+    timeline = simulate(actions, plan, pieces, action_costs, synchronised=frozenset(synchronised))
     counted = measured is None
     if remarks is None:
         remarks = (COUNTED if counted else TIMED_ALONE,)
         remarks += batch_norm_remark(plan, pieces, costs, synchronised)
     unit = "GFLOP" if counted else "s"
-    return Overview(*(plan, pieces, by_name, optimizer, recomputed, made, timeline, unit, remarks))
+    return Overview(
+        *(plan, pieces, by_name, optimizer, recomputed, actions, timeline, unit, remarks)
+    )
 
 
 def batch_norm_remark(
     plan: Plan, pieces: Cut, costs: Sequence[ComponentCost], synchronised: Collection[int]
 ) -> tuple[str, ...]:
-    """A line where batch norm computes something else than on one rank; none otherwise."""
+    """Return a line if batch norm computes something else than on one rank; otherwise none."""
     normed = [cost.name for cost in costs if cost.batch_norms]
     counts = sample_counts(plan, pieces, normed, synchronised)
     if not counts or counts == [pieces.batch_size]:
@@ -212,7 +225,10 @@ def batch_norm_remark(
 
 
 def counted_costs(plan: Plan, pieces: Cut, costs: Mapping[str, ComponentCost]) -> Costs:
-    """Costs of actions in GFLOP, backward two forwards, and communication free."""
+    """Return the costs of actions in GFLOP.
+
+    A backward costs as much as two forwards; communication costs nothing.
+    """
     of_stage = [sum(costs[name].forward_flops for name in s.components) for s in plan.stages]
     factors = {"F": 1, "B": BACKWARD_FLOPS, "I": 1, "W": 1}
 

@@ -1,4 +1,4 @@
-"""Plays plans through with what is known of ranks and network: candidates for a choice."""
+"""Simulates plans with the times of ranks and network: candidates for a choice."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,13 +14,13 @@ from hvdtrain.planner.overview import Overview, copies_held, played
 from hvdtrain.planner.tables import Question
 
 WORK, TRANSFER = "compute", "communication"  # kinds of a timeline's events
-LITTLE = 0.1  # of a step
-MOST_SLOWER = 10.0  # or faster, than a network was measured to be
+LITTLE = 0.1  # part of a step below which a rank's time says nothing about its speed
+MOST_SLOWER = 10.0  # a network may be this many times slower, or faster, than measured
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan with its name and what a step of it is predicted to take."""
+    """A plan with its name and a simulated step."""
 
     name: str
     overview: Overview
@@ -28,17 +28,17 @@ class Candidate:
 
     @property
     def plan(self) -> Plan:
-        """The plan."""
+        """Return the plan."""
         return self.overview.plan
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Return the predicted seconds per step."""
         return self.overview.timeline.seconds
 
     @cached_property
     def rank_bytes(self) -> tuple[int, ...]:
-        """What each rank holds at its peak, its process and copies for a moment included."""
+        """Return the peak memory of each rank in bytes, with its process and temporary copies."""
         memory = self.overview.memory
         return tuple(
             held.total
@@ -49,7 +49,7 @@ class Candidate:
         )
 
     def _copied_bytes(self, rank: int) -> int:
-        """Of what becomes a checkpoint, and of gradients that are being summed."""
+        """Return the bytes of the temporary copies for a checkpoint and for all-reduces."""
         plan, costs = self.plan, self.overview.costs
         return sum(
             round(
@@ -62,23 +62,27 @@ class Candidate:
 
     @property
     def own_seconds(self) -> tuple[float, ...]:
-        """What each rank computes in a step."""
+        """Return the seconds per step that each rank computes."""
         return self._spent_on(WORK)
 
     @property
     def transfer_seconds(self) -> tuple[float, ...]:
-        """What each rank spends in a step on sending, and on taking in what was sent."""
+        """Return the seconds per step that each rank spends on sending and receiving."""
         return self._spent_on(TRANSFER)
 
     def _spent_on(self, kind: str) -> tuple[float, ...]:
         events = self.overview.timeline.events
         return tuple(
-            sum(each.end - each.start for each in events if (each.rank, each.kind) == (rank, kind))
+            sum(
+                event.end - event.start
+                for event in events
+                if (event.rank, event.kind) == (rank, kind)
+            )
             for rank in self.plan.ranks
         )
 
     def shortage(self, limits: Sequence[float] | None) -> float:
-        """Bytes that the rank which lacks most lacks; 0 if the plan fits."""
+        """Return the bytes by which the worst rank exceeds its limit; 0 if the plan fits."""
         if limits is None:
             return 0.0
         pairs = zip(self.rank_bytes, limits, strict=True)
@@ -86,17 +90,17 @@ class Candidate:
 
 
 def play(question: Question, plan: Plan, name: str) -> Candidate:
-    """Play a step of a plan through; that its schedule is correct is proved where it is used."""
+    """Simulate a step of a plan; the schedule is validated where it is used."""
     known = question.known
     pieces = cut(plan, question.batch_size)
-    found = played(
+    simulated = played(
         *(plan, pieces, training_step(plan, pieces), known.costs, question.optimizer),
         known.recomputed,
         plan_costs(plan, pieces, known),
         plan.replicated_stages if known.is_synchronised else (),
         remarks=(),
     )
-    return Candidate(name, found, known.profile.ranks)
+    return Candidate(name, simulated, known.profile.ranks)
 
 
 def calibrated(
@@ -105,20 +109,20 @@ def calibrated(
     own_seconds: Sequence[float],
     step_seconds: float | None = None,
 ) -> Question:
-    """The question with ranks and network as slow as steps of `plan` showed them to be.
+    """Return the question with ranks and network as slow as measured steps of `plan` show.
 
-    So a profile follows what time-sharing with other processes costs, which short measurements
-    of components do not show.
+    So a profile includes the cost of sharing the machine with other processes, which short
+    measurements of components do not show.
 
     Args:
-        own_seconds: what each rank took in a step, without waiting for others.
-        step_seconds: of the whole step, if the network is to follow what was waited for.
+        own_seconds: seconds per step of each rank, without waiting for other ranks.
+        step_seconds: seconds of the whole step, to adapt the network to the waiting time.
     """
     known, predicted = question.known, play(question, plan, "")
-    # A rank that has next to nothing to do shows nothing but what every step takes besides.
+    # A rank that computes next to nothing only shows the overhead of a step.
     factors = [
-        own / each if each > LITTLE * predicted.seconds else 1.0
-        for own, each in zip(own_seconds, predicted.own_seconds, strict=True)
+        measured / expected if expected > LITTLE * predicted.seconds else 1.0
+        for measured, expected in zip(own_seconds, predicted.own_seconds, strict=True)
     ]
     scaled = replace(question, known=replace(known, profile=known.profile.scaled(factors)))
     if step_seconds is None:

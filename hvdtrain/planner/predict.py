@@ -1,8 +1,8 @@
-"""Predictions for machines that are not here: a plan, or the five columns of paper B's table I.
+"""Predicts times on hardware that you do not have: a plan, or the columns of paper B's table I.
 
 Baligodugula and Amsaad, arXiv 2503.23186, table I: time, accuracy, peak memory and communication
-of one device, data, model and hybrid parallelism, and of a plan that an algorithm chose. Accuracy
-is not predicted: every plan computes the same gradients.
+of one device, of data, model and hybrid parallelism, and of a plan that an algorithm chose.
+Accuracy is not predicted: every plan computes the same gradients.
 """
 
 from collections.abc import Collection, Sequence
@@ -23,13 +23,13 @@ from hvdtrain.planner.tables import Question
 if TYPE_CHECKING:
     from hvdtrain.models.costs import ComponentCost
 
-IMAGES, EPOCHS = 50_000, 100  # of CIFAR-100, as paper B trains
-PREDICTED = "These are predictions from figures of the machine's kind; nothing was measured on it."
+IMAGES, EPOCHS = 50_000, 100  # CIFAR-100, as in paper B
+PREDICTED = "These are predictions from typical rates of such machines, not measurements."
 
 
 @dataclass(frozen=True)
 class Column:
-    """One strategy.
+    """One strategy of the table.
 
     Attributes:
         communication: part of a step that a network without cost would save.
@@ -41,7 +41,7 @@ class Column:
 
     @property
     def peak_bytes(self) -> int:
-        """Of the fullest rank."""
+        """Return the peak memory of the fullest rank in bytes."""
         return max(self.candidate.rank_bytes)
 
 
@@ -56,7 +56,7 @@ class StrategyTable:
     bound: float
 
     def as_json(self) -> dict[str, Any]:
-        """As one JSON object."""
+        """Return the table as one JSON object."""
         return {
             "model": self.model,
             "ranks": self.cluster.ranks,
@@ -80,20 +80,22 @@ class StrategyTable:
         }
 
     def as_text(self) -> str:
-        """As a table."""
+        """Return the table as text."""
         rows = {
-            f"hours for {EPOCHS} epochs": [f"{self._hours(each):.3g}" for each in self.columns],
-            "speed-up": [f"{self._speedup(each):.2f}" for each in self.columns],
-            "ms a step": [f"{1e3 * each.candidate.seconds:.2f}" for each in self.columns],
-            "peak memory GiB": [f"{each.peak_bytes / GIB:.2f}" for each in self.columns],
-            "communication %": [f"{100 * each.communication:.1f}" for each in self.columns],
-            "stages x replicas": [_shape(each.candidate.plan) for each in self.columns],
-            "micro-batches": [str(each.candidate.plan.microbatches) for each in self.columns],
+            f"hours for {EPOCHS} epochs": [
+                f"{self._hours(column):.3g}" for column in self.columns
+            ],
+            "speed-up": [f"{self._speedup(column):.2f}" for column in self.columns],
+            "ms per step": [f"{1e3 * column.candidate.seconds:.2f}" for column in self.columns],
+            "peak memory GiB": [f"{column.peak_bytes / GIB:.2f}" for column in self.columns],
+            "communication %": [f"{100 * column.communication:.1f}" for column in self.columns],
+            "stages x replicas": [_shape(column.candidate.plan) for column in self.columns],
+            "micro-batches": [str(column.candidate.plan.microbatches) for column in self.columns],
         }
-        heads = "".join(f"{each.name:>14}" for each in self.columns)
+        heads = "".join(f"{column.name:>14}" for column in self.columns)
         lines = [
-            f"{self.model}, {self.batch_size} images a step, {self.cluster.ranks} rank(s), "
-            f"{self.cluster.ranks_per_node} a node; {EPOCHS} epochs of {IMAGES:,} images",
+            f"{self.model}, {self.batch_size} images per step, {self.cluster.ranks} rank(s), "
+            f"{self.cluster.ranks_per_node} per node; {EPOCHS} epochs of {IMAGES:,} images",
             f"{'':<20}{heads}",
         ]
         lines += [
@@ -103,8 +105,8 @@ class StrategyTable:
         best = self.columns[-1].candidate.seconds
         gap = best / self.bound - 1
         lines.append(
-            f"no plan can take less than {1e3 * self.bound:.2f} ms a step: the chosen one is "
-            f"{gap:.1%} above that"
+            f"lower bound for any plan: {1e3 * self.bound:.2f} ms per step; the chosen plan is "
+            f"{gap:.1%} above it"
         )
         return "\n".join([*lines, PREDICTED])
 
@@ -117,7 +119,7 @@ class StrategyTable:
 
 
 def _shape(plan: Plan) -> str:
-    """Such as 4x2, or 3:1,1 where stages differ."""
+    """Return the shape of a plan such as 4x2, or 3:1,1 if stages differ."""
     numbers = [len(stage.ranks) for stage in plan.stages]
     if len(set(numbers)) == 1:
         return f"{len(numbers)}x{numbers[0]}"
@@ -131,7 +133,7 @@ def question_of(
     optimizer: str,
     recomputed: Collection[str] = (),
 ) -> Question:
-    """What is asked of a cluster."""
+    """Return the question that the planner answers for a cluster."""
     profile = cluster.profile(costs, OPTIMIZER_COPIES[optimizer])
     known = Known(costs, profile, ClusterNetwork(cluster), recomputed)
     limits = (cluster.memory_gib * GIB,) * cluster.ranks
@@ -139,28 +141,32 @@ def question_of(
 
 
 def five_columns(model: str, cluster: Cluster, question: Question) -> StrategyTable:
-    """One device, data, model, hybrid parallelism, and what the planner chooses.
+    """Return one device, data, model and hybrid parallelism, and the plan of the planner.
 
     Raises:
-        UsageError: if no plan fits the memory.
+        UsageError: if no plan fits into memory.
     """
     solution = solve(question)
     alone = _on_one(question, cluster)
-    found = [("single", alone, _single(alone))]
+    strategies = [("single", alone, _single(alone))]
     names = question.known.profile.names
     plan = replicated(names, question.ranks, None, None)
-    found.append(("DP", question, play(question, plan, "DP")))
+    strategies.append(("DP", question, play(question, plan, "DP")))
     for name, shapes in (("MP", _pipelines(question)[:1]), ("hybrid", _pipelines(question)[1:])):
         played = [play(question, plan, name) for plan in shapes]
         if played:
             fastest = min(
-                played, key=lambda each: (bool(each.shortage(question.limits)), each.seconds)
+                played,
+                key=lambda candidate: (
+                    bool(candidate.shortage(question.limits)),
+                    candidate.seconds,
+                ),
             )
-            found.append((name, question, fastest))
-    found.append(("chosen", question, solution.chosen))
+            strategies.append((name, question, fastest))
+    strategies.append(("chosen", question, solution.chosen))
     columns = tuple(
-        Column(name, candidate, _communication(asked, candidate))
-        for name, asked, candidate in found
+        Column(name, candidate, _communication(of_column, candidate))
+        for name, of_column, candidate in strategies
     )
     return StrategyTable(model, cluster, question.batch_size, columns, lower_bound(question))
 
@@ -176,7 +182,11 @@ def _single(alone: Question) -> Candidate:
 
 
 def _pipelines(question: Question) -> list[Plan]:
-    """Those of one rank a stage (of as many stages as there can be), then the hybrids."""
+    """Return the pipelines that use all ranks.
+
+    The first one has one rank per stage and as many stages as possible; the others are the
+    hybrids.
+    """
     names, ranks = question.known.profile.names, question.ranks
     work = [cost.forward_flops for cost in question.known.costs]
     return [
@@ -186,7 +196,7 @@ def _pipelines(question: Question) -> list[Plan]:
 
 
 def _communication(question: Question, candidate: Candidate) -> float:
-    """What the same plan would save on a network without cost."""
+    """Return the part of a step that the same plan would save on a network without cost."""
     free = replace(question.known, network=FreeNetwork(question.known.network.hosts))
     seconds = play(replace(question, known=free), candidate.plan, "").seconds
     return 1 - seconds / candidate.seconds

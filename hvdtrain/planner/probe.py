@@ -1,4 +1,4 @@
-"""Measures the network between the ranks of a job: sums, hand-overs, and both beside computing."""
+"""Measures the network of a job: all-reduces, transfers, and both while ranks compute."""
 
 import socket
 import statistics
@@ -17,47 +17,47 @@ from hvdtrain.world import World
 
 SIZES = tuple(4**power for power in range(1, 14))  # 4 bytes to 64 MiB
 WARM_UP = 2
-LEAST, MOST = 5, 40  # repeats of a size
-SECONDS_A_SIZE = 0.05
+LEAST, MOST = 5, 40  # repeats per size
+SECONDS_PER_SIZE = 0.05
 CONTENDED_BYTES = 4 * 2**20
 PING, PONG = 11, 12
 
 
 def sizes_up_to(largest: float) -> tuple[int, ...]:
-    """The sizes to measure where none is larger than that: in bytes, one above it included."""
+    """Return the sizes in bytes to measure up to `largest`, and one that is at least as large."""
     below = [size for size in SIZES if size < largest]
     above = [size for size in SIZES if size >= largest]
     return tuple(below + above[:1])
 
 
 def measure_network(
-    here: World, horovod: Any, exchange: Exchange, reduced_bytes: float, handed_bytes: float
+    world: World, horovod: Any, exchange: Exchange, reduced_bytes: float, transfer_bytes: float
 ) -> MeasuredNetwork:
-    """What the network takes. Collective.
+    """Measure the network of the job. Collective.
 
     Args:
-        horovod: its module, started.
-        reduced_bytes, handed_bytes: the largest of a sum, and of a hand-over, that matter.
+        horovod: the imported and started module of Horovod.
+        reduced_bytes, transfer_bytes: the largest all-reduce and transfer that matter.
     """
-    hosts = tuple(here.gather(socket.gethostname()))
+    hosts = tuple(world.gather(socket.gethostname()))
     sizes = sizes_up_to(reduced_bytes)
-    whole = reduce_curve(here, horovod_sum(horovod), sizes)
+    whole = reduce_curve(world, horovod_sum(horovod), sizes)
     all_reduce: dict[bool, dict[int, Curve]] = {}
-    everyone = tuple(range(here.size))
-    all_reduce.setdefault(_crosses(hosts, everyone), {})[here.size] = whole
-    if here.size > 2:
-        _add_smaller_groups(here, hosts, sizes, whole, all_reduce)
-    hand_over = hand_over_curves(here, exchange, sizes_up_to(handed_bytes))
-    contention = measure_contention(here, horovod_sum(horovod), whole)
+    everyone = tuple(range(world.size))
+    all_reduce.setdefault(_crosses(hosts, everyone), {})[world.size] = whole
+    if world.size > 2:
+        _add_smaller_groups(world, hosts, sizes, whole, all_reduce)
+    hand_over = transfer_curves(world, exchange, sizes_up_to(transfer_bytes))
+    contention = measure_contention(world, horovod_sum(horovod), whole)
     return MeasuredNetwork(hosts, all_reduce, hand_over, contention)
 
 
-# Starts a sum in place, under a name; what it gives tells whether the sum is over.
+# Starts an all-reduce in place under a name; returns a function that tells whether it is complete.
 Start = Callable[[torch.Tensor, str], Callable[[], bool]]
 
 
 def horovod_sum(horovod: Any) -> Start:
-    """Horovod's sum over all ranks, started: what is given asks whether it is over."""
+    """Return a function that starts Horovod's all-reduce over all ranks."""
 
     def start(tensor: torch.Tensor, name: str) -> Callable[[], bool]:
         handle = horovod.allreduce_async_(tensor, name=name, op=horovod.Sum)
@@ -74,9 +74,10 @@ def horovod_sum(horovod: Any) -> Start:
 
 
 def mpi_sum(communicator: Any) -> Start:
-    """MPI's own sum over the ranks of a communicator: the blocking one, which Horovod calls.
+    """Return a function that runs MPI's own all-reduce over the ranks of a communicator.
 
-    What does not block takes other algorithms, which no tuning reaches.
+    It is the blocking all-reduce, which Horovod calls. The one that does not block uses other
+    algorithms, which no tuning changes.
     """
 
     def start(tensor: torch.Tensor, name: str) -> Callable[[], bool]:
@@ -86,12 +87,12 @@ def mpi_sum(communicator: Any) -> Start:
     return start
 
 
-def reduce_curve(here: World, start: Start, sizes: Sequence[int]) -> Curve:
-    """Seconds of a sum of fp32 over all ranks that call this, by bytes. Collective."""
-    return Curve.of(sizes, [_sum_seconds(here, start, size) for size in sizes])
+def reduce_curve(world: World, start: Start, sizes: Sequence[int]) -> Curve:
+    """Return the seconds of an all-reduce of fp32 over all calling ranks, by bytes. Collective."""
+    return Curve.of(sizes, [_sum_seconds(world, start, size) for size in sizes])
 
 
-def _sum_seconds(here: World, start: Start, size: int) -> float:
+def _sum_seconds(world: World, start: Start, size: int) -> float:
     values = torch.zeros(max(1, size // 4))
 
     def once() -> float:
@@ -99,46 +100,47 @@ def _sum_seconds(here: World, start: Start, size: int) -> float:
         wait_until(start(values, f"probe.{size}"))
         return time.perf_counter() - began
 
-    return _agreed_median(here, once)
+    return _agreed_median(world, once)
 
 
-def _agreed_median(here: World, once: Callable[[], float]) -> float:
-    """Of as many repeats as fit into a moment, the same number on all ranks; of the slowest rank.
+def _agreed_median(world: World, once: Callable[[], float]) -> float:
+    """Return the median seconds of the slowest rank. Collective.
 
-    Between repeats nobody waits: as in training, where ranks come one after another.
+    All ranks make the same number of repeats, as many as fit into SECONDS_PER_SIZE. There is no
+    barrier between repeats: in training ranks do not arrive at the same time either.
     """
     for _ in range(WARM_UP):
         seconds = once()
-    longest = max(here.gather(seconds))
-    repeats = int(min(MOST, max(LEAST, SECONDS_A_SIZE / max(longest, 1e-9))))
-    found = [once() for _ in range(repeats)]
-    return float(max(here.gather(statistics.median(found))))
+    longest = max(world.gather(seconds))
+    repeats = int(min(MOST, max(LEAST, SECONDS_PER_SIZE / max(longest, 1e-9))))
+    repeated = [once() for _ in range(repeats)]
+    return float(max(world.gather(statistics.median(repeated))))
 
 
 def _add_smaller_groups(
-    here: World,
+    world: World,
     hosts: Sequence[str],
     sizes: Sequence[int],
     whole: Curve,
     all_reduce: dict[bool, dict[int, Curve]],
 ) -> None:
-    """Groups of 2, 4, ... ranks, by MPI itself, and what Horovod adds to it on all ranks.
+    """Measure groups of 2, 4, ... ranks by MPI itself, and add Horovod's overhead on all ranks.
 
-    Horovod has to be told its groups when it starts; nothing but the number of ranks differs.
+    Horovod needs its groups when it starts. The overhead does not depend on the number of ranks.
     """
-    assert here.communicator is not None
-    own = reduce_curve(here, mpi_sum(here.communicator), sizes)
-    more = [max(0.0, whole(size) - own(size)) for size in sizes]
+    assert world.communicator is not None
+    mpi_curve = reduce_curve(world, mpi_sum(world.communicator), sizes)
+    more = [max(0.0, whole(size) - mpi_curve(size)) for size in sizes]
     count = 2
-    while count < here.size:
+    while count < world.size:
         group = tuple(range(count))
-        inside = here.rank in group
-        part = here.communicator.Split(0 if inside else 1, here.rank)
+        inside = world.rank in group
+        part = world.communicator.Split(0 if inside else 1, world.rank)
         seconds = [0.0] * len(sizes)
         if inside:
             alone = World("none", part.rank, part.size, part.rank, part.size, 1, part)
             seconds = [_sum_seconds(alone, mpi_sum(part), size) for size in sizes]
-        seconds = here.broadcast(seconds)
+        seconds = world.broadcast(seconds)
         part.Free()
         curve = Curve.of(sizes, [a + b for a, b in zip(seconds, more, strict=True)])
         all_reduce.setdefault(_crosses(hosts, group), {})[count] = curve
@@ -150,76 +152,76 @@ def _crosses(hosts: Sequence[str], ranks: Sequence[int]) -> bool:
 
 
 def _pairs(hosts: Sequence[str]) -> dict[bool, tuple[int, int]]:
-    """A pair of ranks on one host, and one on two, where there are such."""
-    found: dict[bool, tuple[int, int]] = {}
+    """Return a pair of ranks on one host and a pair on two hosts, if they exist."""
+    pairs: dict[bool, tuple[int, int]] = {}
     for first in range(len(hosts)):
         for second in range(first + 1, len(hosts)):
-            found.setdefault(hosts[first] != hosts[second], (first, second))
-    return found
+            pairs.setdefault(hosts[first] != hosts[second], (first, second))
+    return pairs
 
 
-def hand_over_curves(here: World, exchange: Exchange, sizes: Sequence[int]) -> dict[bool, Curve]:
-    """Of a pair of ranks on one host, and of one on two hosts, where there are. Collective."""
-    pairs = _pairs(here.gather(socket.gethostname()))
+def transfer_curves(world: World, exchange: Exchange, sizes: Sequence[int]) -> dict[bool, Curve]:
+    """Measure transfers on one host, and between two hosts if there are several. Collective."""
+    pairs = _pairs(world.gather(socket.gethostname()))
     return {
-        crosses: _hand_over_curve(here, exchange, pair, sizes) for crosses, pair in pairs.items()
+        crosses: _transfer_curve(world, exchange, pair, sizes) for crosses, pair in pairs.items()
     }
 
 
-def _hand_over_curve(
-    here: World, exchange: Exchange, pair: tuple[int, int], sizes: Sequence[int]
+def _transfer_curve(
+    world: World, exchange: Exchange, pair: tuple[int, int], sizes: Sequence[int]
 ) -> Curve:
-    """Seconds from a send to the arrival, by bytes: half of a round trip. Collective."""
-    found = []
+    """Return the seconds from a send to its arrival by bytes: half of a round trip. Collective."""
+    seconds_by_size = []
     for size in sizes:
-        here.barrier()
+        world.barrier()
         seconds = 0.0
-        if here.rank in pair:
-            other = pair[1] if here.rank == pair[0] else pair[0]
-            seconds = _trip_seconds(exchange, other, here.rank == pair[0], size)
-        found.append(here.broadcast(seconds, pair[0]))
-    return Curve.of(sizes, found)
+        if world.rank in pair:
+            other = pair[1] if world.rank == pair[0] else pair[0]
+            seconds = _trip_seconds(exchange, other, world.rank == pair[0], size)
+        seconds_by_size.append(world.broadcast(seconds, pair[0]))
+    return Curve.of(sizes, seconds_by_size)
 
 
-def broadcast_curve(here: World, sizes: Sequence[int]) -> Curve:
-    """Seconds until all ranks have what rank 0 had, by bytes. Collective."""
-    return Curve.of(sizes, [_broadcast_seconds(here, size) for size in sizes])
+def broadcast_curve(world: World, sizes: Sequence[int]) -> Curve:
+    """Return the seconds until all ranks have rank 0's data, by bytes. Collective."""
+    return Curve.of(sizes, [_broadcast_seconds(world, size) for size in sizes])
 
 
-def _broadcast_seconds(here: World, size: int) -> float:
+def _broadcast_seconds(world: World, size: int) -> float:
     values = np.zeros(size, np.uint8)
-    communicator = here.communicator
+    communicator = world.communicator
     assert communicator is not None
 
     def once() -> float:
-        here.barrier()  # or rank 0 would be ahead by many
+        world.barrier()  # otherwise rank 0 would be several repeats ahead
         began = time.perf_counter()
         communicator.Bcast(values)
         return time.perf_counter() - began
 
-    return _agreed_median(here, once)
+    return _agreed_median(world, once)
 
 
-def _trip_seconds(exchange: Exchange, other: int, begins: bool, size: int) -> float:
+def _trip_seconds(exchange: Exchange, other: int, is_first: bool, size: int) -> float:
     sent = torch.ones(size, dtype=torch.uint8, device=exchange.device)
     target = torch.empty_like(sent)
     repeats = int(min(MOST, max(LEAST, 2**22 / size)))
-    found = []
+    seconds = []
     for _ in range(WARM_UP + repeats):
         began = time.perf_counter()
-        receipt = exchange.receive(target, other, PONG if begins else PING)
-        if begins:
+        receipt = exchange.receive(target, other, PONG if is_first else PING)
+        if is_first:
             exchange.send(sent, other, PING)
         exchange.wait([receipt])
-        if not begins:
+        if not is_first:
             exchange.send(sent, other, PONG)
         exchange.flush()
-        found.append((time.perf_counter() - began) / 2)
-    return statistics.median(found[WARM_UP:])
+        seconds.append((time.perf_counter() - began) / 2)
+    return statistics.median(seconds[WARM_UP:])
 
 
 def message_to_oneself(exchange: Exchange) -> None:
-    """What every hand-over takes on both of its ranks: posting, sending and taking in."""
+    """Send one byte to this rank: the overhead of every transfer on each of its two ranks."""
     sent = torch.ones(1, dtype=torch.uint8, device=exchange.device)
     rank = exchange.communicator.rank
     receipt = exchange.receive(torch.empty_like(sent), rank, PING)
@@ -229,19 +231,19 @@ def message_to_oneself(exchange: Exchange) -> None:
 
 
 def measure_contention(
-    here: World,
+    world: World,
     start: Start,
     alone: Curve,
     size: int = CONTENDED_BYTES,
 ) -> Contention:
-    """How much slower computing and a sum are beside each other. Collective."""
+    """Return how much slower computing and an all-reduce are at the same time. Collective."""
     matrix = torch.ones(192, 192)
     values = torch.zeros(size // 4)
     one = statistics.median([_seconds_of(lambda: matrix @ matrix) for _ in range(30)])
     expected = alone(size)
     ratios: list[tuple[float, float]] = []
     for _ in range(WARM_UP + LEAST):
-        here.barrier()
+        world.barrier()
         began = time.perf_counter()
         is_over = start(values, "probe.contention")
         products = 0
@@ -253,8 +255,8 @@ def measure_contention(
     kept = ratios[WARM_UP:]
     compute = statistics.median(ratio for ratio, _ in kept)
     reduce = statistics.median(ratio for _, ratio in kept)
-    slowest = np.max(here.gather((compute, reduce)), axis=0)
-    return Contention(*(float(np.clip(each, 1.0, 8.0)) for each in slowest))
+    slowest = np.max(world.gather((compute, reduce)), axis=0)
+    return Contention(*(float(np.clip(ratio, 1.0, 8.0)) for ratio in slowest))
 
 
 def _seconds_of(once: Callable[[], object]) -> float:

@@ -1,8 +1,8 @@
-"""Measures what a rank's actions take: the runtime itself, run on this rank alone.
+"""Measures a rank's actions with the runtime itself, run on this rank alone.
 
-Real modules do a step's actions in the order of the schedule, with their real gradient buffers;
-only hand-overs and reductions are left out, and what would have arrived is random. All that a step
-changes is put back afterwards, so that a run can be profiled between any two of its steps.
+Real modules run the actions of a step in the order of the schedule, with their real gradient
+buffers. Only transfers and all-reduces are left out, and received data is random. Everything that
+a step changes is restored afterwards, so a run can be profiled between any two of its steps.
 """
 
 import statistics
@@ -45,25 +45,25 @@ def profile_parts(
     cut: Cut,
     image_size: int,
     repeats: int = 5,
-    here: World | None = None,
+    world: World | None = None,
 ) -> Table:
-    """Seconds of each action of a training step on what this rank holds.
+    """Return the seconds of each action of a training step on this rank.
 
-    Kinds are those of the plan's schedule on this rank: F and B, or I and W where it splits,
-    LOAD, and STEP (of no samples). A cost is the mean over the micro-batches of one size, and
-    of these the median over the repeats: what a step, which does them all, takes of it.
+    The kinds of actions are those of the plan's schedule on this rank: F and B, or I and W if it
+    splits backwards, LOAD, and STEP (with 0 samples). A value is the median over the repeats of
+    the mean over the micro-batches of one size.
 
     Args:
-        runtime: of this rank, between two steps.
+        runtime: the runtime of this rank, between two steps.
         image_size: height and width of the images.
-        repeats: steps that are measured, at least.
-        here: the world, if all ranks call this at once (it is collective then): none stops
-            before the slowest, so that caches and memory are shared as in a step.
+        repeats: steps to measure, at least.
+        world: given if all ranks call this at once; the call is then collective, and no rank stops
+            before the slowest one, so that caches and memory are shared as in a step.
     """
     alone = _runtime_alone(runtime)
     ready = _without_communication(plan, cut, runtime.rank)
     step = _random_input(plan, cut, runtime.rank, image_size)
-    found: list[Table] = []
+    tables: list[Table] = []
     with (
         _unchanged(runtime.parts, runtime.device) as put_weights_back,
         _not_gathering(plan, alone),
@@ -74,14 +74,14 @@ def profile_parts(
             seconds = time.perf_counter() - began
             _fill(alone.handover)
             put_weights_back()
-        if here is not None:
-            seconds = max(here.gather(seconds))
-            here.barrier()
-        until = time.perf_counter() + (repeats * seconds if here else 0.0)
-        while len(found) < repeats or time.perf_counter() < until:
-            found.append(_run(alone, ready, step))
+        if world is not None:
+            seconds = max(world.gather(seconds))
+            world.barrier()
+        until = time.perf_counter() + (repeats * seconds if world else 0.0)
+        while len(tables) < repeats or time.perf_counter() < until:
+            tables.append(_run(alone, ready, step))
             put_weights_back()
-    return {key: statistics.median(each[key] for each in found) for key in found[0]}
+    return {key: statistics.median(table[key] for table in tables) for key in tables[0]}
 
 
 def measured_costs(
@@ -90,14 +90,14 @@ def measured_costs(
     forms: Sequence[Form],
     tables: Mapping[int, Table],
     latency: float,
-    seconds_a_byte: float,
+    seconds_per_byte: float,
 ) -> Costs:
-    """What a simulation of the plan needs; reductions are free.
+    """Return the costs that a simulation of the plan needs; all-reduces are free.
 
     Args:
-        forms: what crosses each boundary.
-        tables: of all ranks, from `profile_parts` under the same schedule.
-        latency, seconds_a_byte: of a hand-over: alpha and beta.
+        forms: form of the tensors that cross each boundary.
+        tables: results of `profile_parts` of all ranks, under the same schedule.
+        latency, seconds_per_byte: alpha and beta of a transfer.
     """
 
     def compute(rank: int, action: Action) -> float:
@@ -105,38 +105,38 @@ def measured_costs(
 
     def hand_over(sender: int, receiver: int, action: Action) -> float:
         size = forms[boundary(action.stage, action.kind)].row_bytes
-        return latency + rows_handed(cut, sender, receiver, action) * size * seconds_a_byte
+        return latency + rows_handed(cut, sender, receiver, action) * size * seconds_per_byte
 
     return Costs(compute, hand_over, lambda stage: 0.0)
 
 
 @dataclass
 class _Unreduced:
-    """A stage's gradients, which are neither reduced nor announced to anybody."""
+    """A stage's gradients, which are not reduced and not announced to other ranks."""
 
-    own: Gradients
+    gradients: Gradients
 
     def announce(self, share: Share) -> None:
-        """Nobody is told."""
+        """Do nothing: there are no other ranks."""
 
     def start(self, share: Share) -> None:
-        """Nothing is sent."""
+        """Do nothing."""
 
     def finish(self) -> ReductionTime:
-        """Nothing is in flight."""
+        """Return a time of zero: nothing is in flight."""
         return ReductionTime()
 
     def are_finite(self) -> bool:
-        """Whether all gradients are numbers, asked in the stage's own way."""
-        return self.own.are_finite()
+        """Return whether all gradients are finite, by the test of the stage."""
+        return self.gradients.are_finite()
 
     def zero(self) -> None:
-        """Forget the gradients, in the stage's own way."""
-        self.own.zero()
+        """Set the gradients to zero as the stage does."""
+        self.gradients.zero()
 
 
 def _runtime_alone(runtime: Runtime) -> Runtime:
-    """The same parts under a runtime that exchanges nothing."""
+    """Return a runtime with the same components that exchanges nothing."""
     parts = {
         stage: replace(part, gradients=_Unreduced(part.gradients))
         for stage, part in runtime.parts.items()
@@ -144,7 +144,7 @@ def _runtime_alone(runtime: Runtime) -> Runtime:
     handover = Handover(runtime.rank, runtime.handover.forms, None, runtime.device)
     return Runtime(
         *(runtime.rank, parts, runtime.last, runtime.images, handover),
-        precision="bf16" if runtime.bf16 else "fp32",  # to a runtime all others are the same
+        precision="bf16" if runtime.bf16 else "fp32",  # a runtime treats all others alike
         rule=runtime.rule,
         label_smoothing=runtime.label_smoothing,
         keep_events=True,
@@ -164,26 +164,27 @@ def _random_input(plan: Plan, cut: Cut, rank: int, size: int) -> Step:
 
 
 def _run(alone: Runtime, ready: Program, batch: Step) -> Table:
-    """One step; the mean of the actions of each stage, kind and number of samples."""
+    """Run one step; return the mean seconds by stage, kind and number of samples."""
     alone.events = []
     alone.run(ready, Step(batch.images, batch.labels))
-    found: dict[tuple[int, str, int], list[float]] = defaultdict(list)
+    seconds: dict[tuple[int, str, int], list[float]] = defaultdict(list)
     for event in alone.events:
         rows = _rows(ready.cut, alone.rank, event.action)
-        found[event.action.stage, event.action.kind, rows].append(event.end - event.start)
-    return {key: statistics.mean(values) for key, values in found.items()}
+        seconds[event.action.stage, event.action.kind, rows].append(event.end - event.start)
+    return {key: statistics.mean(values) for key, values in seconds.items()}
 
 
 def _rows(cut: Cut, rank: int, action: Action) -> int:
-    """Samples that an action of `rank` works on; 0 for one of the whole stage."""
+    """Return the samples that an action of `rank` works on; 0 for an action of the whole stage."""
     return 0 if action.microbatch is None else cut.rows(action.stage, rank, action.microbatch)
 
 
 @contextmanager
 def _unchanged(parts: Mapping[int, Part], device: torch.device) -> Iterator[Callable[[], None]]:
-    """Put back, in the end, all that steps change; what is given puts weights and buffers back.
+    """Restore everything that steps change at the end; yield a function that restores the weights.
 
-    Between steps that is enough: the optimizer's first step is unlike all others.
+    The function restores buffers, too. That suffices between steps: the first step of an optimizer
+    differs from all others.
     """
     saved = {
         number: {name: value.detach().clone() for name, value in part.model.tensors().items()}
@@ -209,7 +210,7 @@ def _unchanged(parts: Mapping[int, Part], device: torch.device) -> Iterator[Call
 
 
 def _copied(optimizer: torch.optim.Optimizer) -> dict[Any, dict[str, Any]]:
-    """An optimizer's state, of which a step changes nothing."""
+    """Return a copy of an optimizer's state that a step does not change."""
     return {
         parameter: {
             key: value.clone() if isinstance(value, Tensor) else value
@@ -221,7 +222,7 @@ def _copied(optimizer: torch.optim.Optimizer) -> dict[Any, dict[str, Any]]:
 
 @contextmanager
 def _not_gathering(plan: Plan, runtime: Runtime) -> Iterator[None]:
-    """Let synchronised batch norms find as many replicas as they have, without asking them."""
+    """Let synchronised batch norms see as many replicas as there are, without communication."""
     layers = {
         layer: (stage, layer.all_gather)
         for stage, part in runtime.parts.items()
@@ -243,7 +244,7 @@ def _repeated(times: int, tensor: Tensor) -> Tensor:
 
 
 def _fill(handover: Handover) -> None:
-    """Give the buffers values, which they keep: what new memory holds may be slow to compute."""
+    """Fill the buffers with random values: computing with new memory may be slow."""
     for buffers in handover._pool.values():
         for buffer in buffers:
             buffer.normal_()

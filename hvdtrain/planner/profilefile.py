@@ -1,4 +1,4 @@
-"""What was measured of ranks and network, as a file that a later run can plan with."""
+"""Writes and reads profiles of ranks and network as files that later runs can plan with."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from hvdtrain.planner.curve import Curve
 from hvdtrain.planner.network import Contention, MeasuredNetwork
 
 VERSION = 3
-LARGEST = 64 * 2**20  # bytes: a thousand ranks, a hundred components
+LARGEST = 64 * 2**20  # bytes: enough for 1,000 ranks with 100 components
 HALVES = ("input_half", "weight_half")
 
 
@@ -22,17 +22,19 @@ def save(path: Path, subject: str, profile: Profile, network: MeasuredNetwork) -
     """Write a profile.
 
     Args:
-        subject: model, sizes and settings that were measured, in words.
+        subject: the measured model, sizes and settings in words.
 
     Raises:
-        UsageError: if it cannot be written.
+        UsageError: if the file cannot be written.
     """
     content = {
         "version": VERSION,
         "subject": subject,
         "ranks": [
             {
-                "components": {name: each.to_json() for name, each in rank.components.items()},
+                "components": {
+                    name: component.to_json() for name, component in rank.components.items()
+                },
                 "load": _points(rank.load),
                 "resident_bytes": rank.resident_bytes,
                 "message_seconds": rank.message_seconds,
@@ -59,16 +61,19 @@ def save(path: Path, subject: str, profile: Profile, network: MeasuredNetwork) -
 def load(
     path: Path, subject: str, names: Sequence[str], ranks: int
 ) -> tuple[Profile, MeasuredNetwork] | str:
-    """Read a profile; one of something else is of no use, and what it is of is returned.
+    """Read a profile; return its subject if that is another one.
 
     Raises:
-        UsageError: if it is none.
+        UsageError: if the file is not a valid profile.
     """
     try:
         with path.open("rb") as file:
             text = file.read(LARGEST + 1)
         if len(text) > LARGEST:
-            raise UsageError(f"{path} is no profile: it is larger than {LARGEST:,} bytes")
+            raise UsageError(
+                f"{path} is not a valid profile (larger than {LARGEST:,} bytes): "
+                "remove it or use another --profile"
+            )
         content = parse_json(text)
     except OSError as error:
         raise UsageError(f"the profile {path} cannot be read: {error.strerror}") from None
@@ -81,28 +86,30 @@ def load(
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         reason = " ".join(str(error).split())
         raise UsageError(
-            f"{path} is no profile ({reason}): remove it, or give another --profile"
+            f"{path} is not a valid profile ({reason}): remove it or use another --profile"
         ) from None
 
 
 def _checked(
     content: Any, names: Sequence[str], number_of_ranks: int
 ) -> tuple[Profile, MeasuredNetwork]:
-    """What a file holds; ValueError and its like say what is wrong."""
+    """Return the profile of a file's content; raise ValueError or the like if it is wrong."""
     if content["version"] != VERSION:
-        raise ValueError(f"it is of version {content['version']!r:.20}")
-    ranks = tuple(_rank(each, names) for each in content["ranks"])
+        raise ValueError(f"it has version {content['version']!r:.20}, not {VERSION}")
+    ranks = tuple(_rank(item, names) for item in content["ranks"])
     network = content["network"]
     hosts = tuple(str(host) for host in network["hosts"])
     if len(ranks) != number_of_ranks or len(hosts) != len(ranks):
-        raise ValueError(f"it has {len(ranks)} ranks on {len(hosts)} hosts")
+        raise ValueError(
+            f"it has {len(ranks)} ranks on {len(hosts)} hosts, the job has {number_of_ranks} ranks"
+        )
     all_reduce: dict[bool, dict[int, Curve]] = {}
     for crosses, number, points in network["all_reduce"]:
         all_reduce.setdefault(bool(crosses), {})[int(_number(number, least=2))] = _curve(points)
     hand_over = {bool(crosses): _curve(points) for crosses, points in network["hand_over"]}
     if len(ranks) > 1 and not (all_reduce and hand_over):
         raise ValueError("its network is empty")
-    contention = Contention(*(_number(each, least=1.0) for each in network["contention"]))
+    contention = Contention(*(_number(item, least=1.0) for item in network["contention"]))
     return Profile(ranks), MeasuredNetwork(hosts, all_reduce, hand_over, contention)
 
 
@@ -111,7 +118,7 @@ def _rank(content: Mapping[str, Any], names: Sequence[str]) -> RankTimes:
     if list(components) != list(names):
         raise ValueError("its components are not those of the model")
     return RankTimes(
-        {name: _times(each) for name, each in components.items()},
+        {name: _times(times) for name, times in components.items()},
         _curve(content["load"]),
         int(_number(content["resident_bytes"])),
         _number(content["message_seconds"]),
@@ -141,13 +148,13 @@ def _curve(points: Any) -> Curve:
     pairs = [(_number(size), _number(seconds)) for size, seconds in points]
     sizes = [size for size, _ in pairs]
     if not pairs or sizes != sorted(set(sizes)):
-        raise ValueError("a curve has no sizes that rise")
+        raise ValueError("the sizes of a curve do not increase")
     return Curve(tuple(pairs))
 
 
 def _number(value: Any, least: float = 0.0) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{value!r:.20} is no number")
+        raise ValueError(f"{value!r:.20} is not numeric")
     if not math.isfinite(value) or value < least:
-        raise ValueError(f"{value!r:.20} is not {least:g} or more")
+        raise ValueError(f"{value!r:.20} is not finite or less than {least:g}")
     return float(value)

@@ -1,4 +1,4 @@
-"""Moves the boundaries of a division one at a time, for as long as its estimate falls."""
+"""Moves the boundaries of a division one at a time, as long as its estimate falls."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,10 +12,10 @@ MOST_ROUNDS = 20
 
 
 def refined(tables: Tables, runs: Sequence[Run], limit: float | None) -> tuple[Run, ...]:
-    """A division that no move of one boundary makes better, over the same ranks.
+    """Return a division over the same ranks that moving one boundary cannot improve.
 
     Args:
-        tables: of all places.
+        tables: tables with all places.
         limit: bytes that a rank may hold.
     """
     cuts = [runs[0].start, *(run.stop for run in runs)]
@@ -33,7 +33,7 @@ def refined(tables: Tables, runs: Sequence[Run], limit: float | None) -> tuple[R
 
 
 class _Stage(NamedTuple):
-    """What every run of components would take on the ranks of one stage: fp64 [start, stop]."""
+    """Seconds of every run of components on the ranks of one stage: fp64 [start, stop]."""
 
     whole: np.ndarray
     pace: np.ndarray
@@ -49,7 +49,7 @@ def _stage(tables: Tables, number: int, runs: Sequence[Run], limit: float | None
 
 
 def _best_place(stages: Sequence[_Stage], cuts: Sequence[int], place: int) -> int:
-    """Where one boundary is best, all others staying."""
+    """Return the best place of one boundary if all others stay."""
     before, behind = stages[place - 1], stages[place]
     left, right = cuts[place - 1], cuts[place + 1]
     pace = np.maximum(before.pace[left, :], behind.pace[:, right])

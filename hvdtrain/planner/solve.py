@@ -1,9 +1,9 @@
-"""Chooses a plan: divisions for each number of micro-batches, played through; the shortest wins.
+"""Chooses a plan: simulates divisions for each number of micro-batches and picks the fastest.
 
-The division (`divide`) is exact for its estimate. The estimate leaves out what only a schedule
-shows (waits of stages that are unlike, a bubble that weight gradients fill), so that the best
-division for each number of micro-batches, and the plans that users know by name, are played
-through with all costs, and the shortest of those that fit is chosen.
+The division (`divide`) is exact for its estimate. The estimate leaves out effects of the schedule:
+waiting of unequal stages, and a bubble that weight gradients fill. So the best division for each
+number of micro-batches, and the plans that users know by name, are simulated with all costs, and
+the fastest plan that fits is chosen.
 """
 
 from dataclasses import dataclass
@@ -21,17 +21,17 @@ from hvdtrain.planner.tables import Question
 if TYPE_CHECKING:
     from hvdtrain.models.costs import ComponentCost
 
-BETTER = 0.985  # a plan has to be so much shorter than a simpler one to be preferred
+BETTER = 0.985  # a plan is preferred to a simpler one only if its time is less than this part
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Solution:
-    """The plan that was chosen, and what it was chosen from.
+    """The chosen plan and the candidates.
 
     Attributes:
-        candidates: all that fit, the shortest first.
-        bound: seconds that no plan of these ranks can be shorter than.
+        candidates: all candidates that fit, the fastest first.
+        bound: lower bound in seconds for any plan on these ranks.
     """
 
     chosen: Candidate
@@ -40,59 +40,65 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """How much longer than the bound the chosen plan is, as a part of the bound."""
+        """Return by how much the chosen plan exceeds the bound, as a part of the bound."""
         return self.chosen.seconds / self.bound - 1 if self.bound else 0.0
 
 
 def solve(question: Question) -> Solution:
-    """The plan of the shortest predicted step among those that fit.
+    """Return the plan with the shortest predicted step among those that fit.
 
     Raises:
         UsageError: if nothing fits, naming the component and the shortage.
     """
-    allowed = [each for each in candidates(question) if question.allows(each.plan)]
+    allowed = [candidate for candidate in candidates(question) if question.allows(candidate.plan)]
     if not allowed:
-        raise UsageError("every other one changes over which samples batch norm normalises")
-    played = {each.plan: each for each in reversed(allowed)}
-    fitting = [each for each in played.values() if not each.shortage(question.limits)]
+        raise UsageError("every other plan changes over which samples batch norm normalises")
+    played = {candidate.plan: candidate for candidate in reversed(allowed)}
+    fitting = [
+        candidate for candidate in played.values() if not candidate.shortage(question.limits)
+    ]
     if not fitting:
         raise UsageError(_nothing_fits(question, list(played.values())))
-    ordered = sorted(fitting, key=lambda each: each.seconds)
-    close = [each for each in fitting if BETTER * each.seconds <= ordered[0].seconds]
-    chosen = min(close, key=lambda each: (_parts(each.plan), each.seconds))
+    ordered = sorted(fitting, key=lambda candidate: candidate.seconds)
+    close = [
+        candidate for candidate in fitting if BETTER * candidate.seconds <= ordered[0].seconds
+    ]
+    chosen = min(close, key=lambda candidate: (_complexity(candidate.plan), candidate.seconds))
     return Solution(chosen, tuple(ordered), lower_bound(question))
 
 
-def _parts(plan: Plan) -> int:
-    """How much there is to a plan: of two that are as fast the simpler is better."""
+def _complexity(plan: Plan) -> int:
+    """Return the complexity of a plan: the simpler of two equally fast plans is better."""
     shares_differ = any(len(set(stage.shares)) > 1 for stage in plan.stages)
     return 2 * len(plan.stages) * plan.microbatches + shares_differ
 
 
 def lower_bound(question: Question) -> float:
-    """Seconds that no plan can be shorter than: all samples, all components, nobody waiting.
+    """Return seconds that no plan can beat: all samples, all components, no waiting.
 
-    A sample takes of each component at least the fewest seconds that it takes on any rank, at
-    whatever number of samples; a rank is at most as fast as where it is closest to that.
+    Each sample takes at least the fewest seconds per sample that a component takes on any rank, at
+    any number of samples. A rank is at most as fast as for the component at which it is closest to
+    that.
     """
     again = question.known.recomputed
     rates = [
         [
-            part.forward.least_each * (2 if name in again else 1) + part.backward.least_each
+            part.forward.least_per_unit * (2 if name in again else 1)
+            + part.backward.least_per_unit
             for name, part in rank.components.items()
         ]
         for rank in question.known.profile.ranks
     ]
     least = [max(min(of_component), 1e-15) for of_component in zip(*rates, strict=True)]
     speed: float = sum(
-        max(fewest / max(own, 1e-15) for fewest, own in zip(least, rank, strict=True))
+        max(fewest / max(seconds, 1e-15) for fewest, seconds in zip(least, rank, strict=True))
         for rank in rates
     )
     return float(question.batch_size * sum(least) / speed)
 
 
 def _nothing_fits(question: Question, played: "list[Candidate]") -> str:
-    """Which component is too large for every rank, or what the plan that lacks least lacks."""
+    """Return the message that names the component or the rank that does not fit."""
     limits = question.limits or ()
     room = max(
         limit - rank.resident_bytes
@@ -108,10 +114,10 @@ def _nothing_fits(question: Question, played: "list[Candidate]") -> str:
     if held(largest) > room:
         return (
             f"no plan fits: {largest.name} alone needs {held(largest) / GIB:.2f} GiB, "
-            f"{(held(largest) - room) / GIB:.2f} more than a rank has left of its limit: "
-            "raise the limit (--memory-limit)"
+            f"{(held(largest) - room) / GIB:.2f} GiB more than any rank has left: "
+            "raise --memory-limit"
         )
-    closest = min(played, key=lambda each: each.shortage(limits))
+    closest = min(played, key=lambda candidate: candidate.shortage(limits))
     lacking = closest.shortage(limits)
     fullest = int(np.argmax([a - b for a, b in zip(closest.rank_bytes, limits, strict=True)]))
     held_there = [
@@ -121,7 +127,7 @@ def _nothing_fits(question: Question, played: "list[Candidate]") -> str:
     ]
     heaviest = max(held_there, key=lambda name: held(question.known.by_name[name]))
     return (
-        f"no plan fits: under the closest, {closest.name}, rank {fullest} lacks "
-        f"{lacking / GIB:.2f} GiB, most of it for {heaviest}: raise the limit (--memory-limit), "
-        "use --recompute all, a smaller --batch-size or more ranks"
+        f"no plan fits: the closest, {closest.name}, lacks {lacking / GIB:.2f} GiB on rank "
+        f"{fullest}, mostly for {heaviest}: raise --memory-limit, use --recompute all, "
+        "a smaller --batch-size or more ranks"
     )

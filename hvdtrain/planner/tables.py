@@ -1,4 +1,4 @@
-"""What the division of a model over ranks is given: times and bytes of all runs of components."""
+"""Tables for dividing a model over ranks: times and bytes of all runs of components."""
 
 import heapq
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -13,20 +13,21 @@ from hvdtrain.planner.cost import Known
 from hvdtrain.planner.divide import UNFIT, Run, Times
 from hvdtrain.planner.overview import OPTIMIZER_COPIES, copies_held
 
-ALIKE = 1.2  # as much as measurements of like ranks differ, on a shared machine
+ALIKE = 1.2  # measurements of equal ranks differ by up to this factor on a shared machine
 
 
 @dataclass(frozen=True)
 class Question:
-    """What a plan is wanted for.
+    """The problem that a plan is to solve.
 
     Attributes:
-        batch_size: images a step, over all ranks together.
-        schedules: that the runtime can run for this model.
-        microbatches: if the user has set them.
+        known: what is known about model, ranks and network.
+        batch_size: images per step over all ranks together.
+        schedules: schedules that the runtime supports for this model.
+        microbatches: number of micro-batches, if the user has set it.
         limits: bytes that each rank may hold, if there are limits.
-        keeps: a plan, if batch norm must compute what it does under that one; and for batches of
-            these sizes.
+        keeps: if batch norm must compute the same as under another plan: that plan, and the batch
+            sizes for which it must.
     """
 
     known: Known
@@ -38,7 +39,7 @@ class Question:
     keeps: tuple[Plan, tuple[int, ...]] | None = None
 
     def allows(self, plan: Plan) -> bool:
-        """Whether batch norm computes what it has to."""
+        """Return whether batch norm computes what it must under this plan."""
         if self.keeps is None:
             return True
         before, sizes = self.keeps
@@ -47,16 +48,16 @@ class Question:
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """Return the number of ranks."""
         return len(self.known.profile.ranks)
 
 
 class Tables:
-    """What `divide` is given for one number of micro-batches; runs of like ranks share it.
+    """Tables for `divide` for one number of micro-batches; runs of equal ranks share them.
 
     Args:
-        places: between components, where runs may begin and end: 0 before the first one; all by
-            default. Runs are then numbered by them.
+        places: places between components where runs may start and end, 0 before the first one; all
+            by default. Runs are then numbered by these places.
     """
 
     def __init__(
@@ -78,32 +79,34 @@ class Tables:
         self.norms = self._spans([cost.batch_norms for cost in costs])
         fixed = [0 if cost.name in recomputed else cost.fixed_bytes for cost in costs]
         self.fixed = self._spans(fixed)
-        # Of one sample; behind the last component nothing is handed on.
+        # Bytes of one sample; the last component sends nothing.
         crossing = np.array([0, *(cost.output_bytes for cost in costs[:-1]), 0], float)
         self.crossing = crossing[self.places]
-        self.made: dict[tuple[object, ...], Times] = {}
-        self.kept: dict[tuple[object, ...], np.ndarray] = {}  # what several of them need
-        # Behind what emits no floating numbers no gradient comes back: no stage ends there.
+        self.cached_times: dict[tuple[object, ...], Times] = {}
+        self.cached_arrays: dict[
+            tuple[object, ...], np.ndarray
+        ] = {}  # arrays that several of them need
+        # A stage cannot end with a component whose output has no gradient, such as integers.
         ends = [True, *(cost.is_differentiable for cost in costs[:-1]), True]
         self.valid &= np.array(ends)[self.places][None, :]
 
     def times_of(self, first: int, count: int) -> Times:
-        """As `divide` asks for it."""
+        """Return the tables of one run of ranks, as `divide` needs them."""
         ranks = tuple(range(first, first + count))
         profile = self.known.profile
         key = (tuple(id(profile.ranks[rank]) for rank in ranks), *self._hosts(ranks))
-        if key not in self.made:
-            self.made[key] = self._make(ranks)
-        return self.made[key]
+        if key not in self.cached_times:
+            self.cached_times[key] = self._make(ranks)
+        return self.cached_times[key]
 
     def estimate(self, runs: Sequence[Run]) -> float:
-        """What `divide` takes a division to be."""
+        """Return the estimate of `divide` for a division."""
         tables = [(self.times_of(run.first, run.number), (run.start, run.stop)) for run in runs]
-        whole = sum(float((times.passing + times.arriving)[place]) for times, place in tables)
-        return whole + max(float(t.paces(self.microbatches)[place]) for t, place in tables)
+        total = sum(float((times.passing + times.arriving)[place]) for times, place in tables)
+        return total + max(float(t.paces(self.microbatches)[place]) for t, place in tables)
 
     def fit(self, runs: Sequence[Run], limit: float) -> bool:
-        """Whether no rank holds more than that."""
+        """Return whether no rank holds more than `limit` bytes."""
         return all(
             self.times_of(run.first, run.number).fits(
                 limit, min(self.microbatches, len(runs) - number)
@@ -112,71 +115,71 @@ class Tables:
         )
 
     def _hosts(self, ranks: tuple[int, ...]) -> tuple[object, ...]:
-        """On how many hosts they are, and whether what is before them is on another."""
+        """Return the number of hosts, and whether the rank before is on the same host."""
         hosts = self.known.network.hosts
         other = self._neighbour(ranks)
         return len({hosts[rank] for rank in ranks}), hosts[other] == hosts[ranks[0]]
 
     def _neighbour(self, ranks: tuple[int, ...]) -> int:
-        """A rank of the stage before or behind."""
+        """Return a rank of the stage before or after."""
         return ranks[0] - 1 if ranks[0] else min(ranks[-1] + 1, self.question.ranks - 1)
 
     def _make(self, ranks: tuple[int, ...]) -> Times:
         shares = shares_of(self.question, ranks, self.rows)
         rows = _rows(self.rows, shares)
-        # Forward and backward.
+        # 2: in the forward and in the backward.
         gathered = 2 * self.known.gather_seconds(ranks) * self.norms
         passing = _largest(map(self._compute, ranks, rows)) + gathered
-        taking, latency = self._taking(ranks, max(rows))
+        receiving, latency = self._receiving(ranks, max(rows))
         reduced = self._reduced(ranks)
         update = _largest(map(self._update, ranks))
         optimizer = self.question.optimizer
         copies = 2 + OPTIMIZER_COPIES[optimizer] + copies_held(optimizer, len(ranks))
         profile = self.known.profile.ranks
         return Times(
-            # Activations at its start and gradients at its end are taken in beside nothing else.
-            np.where(self.valid, passing + taking[:, None] + taking[None, :], UNFIT),
+            # Receiving activations at the start and gradients at the end does not overlap.
+            np.where(self.valid, passing + receiving[:, None] + receiving[None, :], UNFIT),
             np.where(self.valid, reduced + update, UNFIT),
             copies * self.weights + self.buffers,
             self.saved * max(rows) * max(profile[rank].activation_factor for rank in ranks)
             + self.fixed,
-            # Its input, and the gradient of that; the rank does something else meanwhile.
+            # The latencies of the input and of its gradient; the rank works meanwhile.
             np.where(self.valid & (self.crossing > 0)[:, None], 2 * latency, 0.0),
         )
 
     def _once(self, *key: object, make: Callable[[], np.ndarray]) -> np.ndarray:
-        if key not in self.kept:
-            self.kept[key] = make()
-        return self.kept[key]
+        if key not in self.cached_arrays:
+            self.cached_arrays[key] = make()
+        return self.cached_arrays[key]
 
     def _compute(self, rank: int, rows: int) -> np.ndarray:
-        own = self.known.profile.ranks[rank]
+        times = self.known.profile.ranks[rank]
 
         def make() -> np.ndarray:
-            forward, backward = own.each.forward(rows), own.each.backward(rows)
+            forward, backward = times.arrays.forward(rows), times.arrays.backward(rows)
             return self._spans(forward * self.times_forward + backward)
 
-        return self._once("compute", id(own), rows, make=make)
+        return self._once("compute", id(times), rows, make=make)
 
     def _update(self, rank: int) -> np.ndarray:
-        own = self.known.profile.ranks[rank]
-        return self._once("update", id(own), make=lambda: self._spans(own.each.update))
+        times = self.known.profile.ranks[rank]
+        return self._once("update", id(times), make=lambda: self._spans(times.arrays.update))
 
-    def _taking(self, ranks: tuple[int, ...], rows: int) -> tuple[np.ndarray, float]:
-        """Seconds of sending and taking in what crosses each place; and until it is there."""
+    def _receiving(self, ranks: tuple[int, ...], rows: int) -> tuple[np.ndarray, float]:
+        """Return the seconds of sending and receiving at each place, and the latency."""
         other, sizes = self._neighbour(ranks), self.crossing * rows
         if other in ranks or not sizes.any():
             return np.zeros_like(sizes), 0.0
         latency = self.known.latency_seconds(other, ranks[0])
-        own = max(self.known.profile.ranks[rank].message_seconds for rank in ranks) - latency
+        message = max(self.known.profile.ranks[rank].message_seconds for rank in ranks) - latency
 
         def make() -> np.ndarray:
             return self._between(
                 sizes, lambda size: self.known.hand_over_seconds(other, ranks[0], size)
             )
 
-        handed = self._once("taking", rows, *self._hosts(ranks), make=make)
-        return np.where(sizes > 0, own + handed, 0.0), latency
+        transfer = self._once("receiving", rows, *self._hosts(ranks), make=make)
+        return np.where(sizes > 0, message + transfer, 0.0), latency
 
     def _reduced(self, ranks: tuple[int, ...]) -> np.ndarray:
         if len(ranks) == 1:
@@ -189,34 +192,38 @@ class Tables:
         return self._once("reduced", len(ranks), *self._hosts(ranks), make=make)
 
     def _between(self, sizes: np.ndarray, seconds: Callable[[float], float]) -> np.ndarray:
-        """Seconds of each size, 0 of none: between a network's breakpoints are straight lines."""
+        """Return the seconds of each size, 0 for size 0.
+
+        A network is linear between its breakpoints, so only these are evaluated.
+        """
         largest = float(sizes.max())
         least = float(np.min(sizes, where=sizes > 0, initial=largest))
         inner = (size for size in self.known.network.breakpoints if least < size < largest)
         points = sorted({least, largest, *inner})
-        found: np.ndarray = np.where(
+        result: np.ndarray = np.where(
             sizes > 0, np.interp(sizes, points, [seconds(size) for size in points]), 0.0
         )
-        return found
+        return result
 
     def _spans(self, values: Sequence[float] | np.ndarray) -> np.ndarray:
-        """Sums over runs: fp64, by places [start, stop); nothing where not start < stop."""
+        """Return the sums over runs: fp64, by places [start, stop); 0 if not start < stop."""
         sums = np.concatenate([[0.0], np.cumsum(np.asarray(values, np.float64))])[self.places]
-        found: np.ndarray = np.maximum(sums[None, :] - sums[:, None], 0.0)
-        return found
+        spans: np.ndarray = np.maximum(sums[None, :] - sums[:, None], 0.0)
+        return spans
 
 
 def shares_of(question: Question, ranks: tuple[int, ...], rows: int) -> tuple[int, ...]:
-    """Parts of `rows` samples, so that ranks which are unlike end together; equal for the alike.
+    """Return the shares of `rows` samples with which unequal ranks finish together.
 
-    The next sample always goes to the rank that would have it done first.
+    The next sample always goes to the rank that would finish it first. Ranks that are alike get
+    equal shares.
     """
     if question.keeps is not None:
-        return (1,) * len(ranks)  # others are none of those that are kept
+        return (1,) * len(ranks)  # unequal shares would change the groups of batch norm
     slowness = [question.known.profile.slowness[rank] for rank in ranks]
     if max(slowness) / min(slowness) < ALIKE:
         return (1,) * len(ranks)
-    counts = [int(rows >= len(ranks))] * len(ranks)  # a rank without any would show no pace
+    counts = [int(rows >= len(ranks))] * len(ranks)  # an idle rank would not show its speed
     done_at = [
         ((count + 1) * slow, k)
         for k, (count, slow) in enumerate(zip(counts, slowness, strict=True))
@@ -234,5 +241,5 @@ def _largest(arrays: Iterable[np.ndarray]) -> np.ndarray:
 
 
 def _rows(rows: int, shares: Sequence[int]) -> list[int]:
-    """Samples of each replica, as a cut gives them at most."""
+    """Return the samples of each replica: the most that a cut gives it."""
     return [-(-rows * share // sum(shares)) for share in shares]

@@ -83,7 +83,7 @@ def test_epochs_and_steps_end_a_run_whichever_comes_first() -> None:
 @pytest.mark.parametrize(
     ("kind", "own"),
     [
-        # Images made for the purpose; a size that they have.
+        # Random images, and their size.
         (StepConfig, {"data", "image_size"}),
         # Shapes alone; fp64 for check; the simulated step.
         (PlanConfig, {"ranks", "plan", "precision", "image_size", "seed", "trace"}),

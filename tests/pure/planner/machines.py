@@ -1,4 +1,4 @@
-"""Models and machines that tests of the planner make up."""
+"""Builds models and machines for tests of the planner."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from hvdtrain.planner.tables import Question
 def component(
     number: int, parameter_bytes: int = 1000, output_bytes: int = 100, saved_bytes: int = 200
 ) -> ComponentCost:
-    """One of a chain."""
+    """Return the costs of one component of a chain."""
     return ComponentCost(
         name=f"part{number}",
         parameters=parameter_bytes // 4,
@@ -26,17 +26,17 @@ def component(
     )
 
 
-def rank_times(names: Sequence[str], each: Sequence[float], fixed: float = 0.0) -> RankTimes:
-    """Forward of `each` seconds a sample, backward twice as long."""
+def rank_times(names: Sequence[str], seconds: Sequence[float], fixed: float = 0.0) -> RankTimes:
+    """Return times of a forward of `seconds` per sample, and of a backward twice as long."""
     return RankTimes(
         {
             name: ComponentTimes(
-                Curve.straight(Line(fixed, seconds), 64),
-                Curve.straight(Line(2 * fixed, 2 * seconds), 64),
-                Curve.straight(Line(fixed, seconds), 64),
-                Curve.straight(Line(fixed, seconds), 64),
+                Curve.straight(Line(fixed, per_sample), 64),
+                Curve.straight(Line(2 * fixed, 2 * per_sample), 64),
+                Curve.straight(Line(fixed, per_sample), 64),
+                Curve.straight(Line(fixed, per_sample), 64),
             )
-            for name, seconds in zip(names, each, strict=True)
+            for name, per_sample in zip(names, seconds, strict=True)
         }
     )
 
@@ -44,36 +44,41 @@ def rank_times(names: Sequence[str], each: Sequence[float], fixed: float = 0.0) 
 def network(
     ranks: int,
     latency: float = 0.0,
-    each: float = 0.0,
-    reduce_each: float = 0.0,
+    per_byte: float = 0.0,
+    reduce_per_byte: float = 0.0,
     contention: Contention | None = None,
 ) -> MeasuredNetwork:
-    """Straight lines; sums of any number of ranks take the same."""
-    summed = Curve.straight(Line(latency, reduce_each), 1e9)
+    """Return a network with linear times; all-reduces do not depend on the number of ranks."""
+    summed = Curve.straight(Line(latency, reduce_per_byte), 1e9)
     return MeasuredNetwork(
         ("here",) * ranks,
         {False: {2: summed, max(3, ranks): summed}},
-        {False: Curve.straight(Line(latency, each), 1e9)},
+        {False: Curve.straight(Line(latency, per_byte), 1e9)},
         contention or Contention(),
     )
 
 
 def known(
     costs: Sequence[ComponentCost],
-    each: Sequence[float],
+    seconds: Sequence[float],
     slowness: Sequence[float],
     between: MeasuredNetwork,
 ) -> Known:
-    """Ranks that are so many times as slow as one that takes `each`."""
-    one = rank_times([cost.name for cost in costs], each)
+    """Return ranks of different slowness; `seconds` are those per component and sample at 1."""
+    one = rank_times([cost.name for cost in costs], seconds)
     return Known(costs, Profile(tuple(one.times(factor) for factor in slowness)), between)
 
 
 def question(ranks: int = 2, **options: object) -> Question:
-    """Six components alike, on ranks that are alike."""
+    """Return a question with six equal components on equal ranks."""
     costs = [component(number) for number in range(6)]
-    values: dict[str, object] = {"slowness": [1] * ranks, "reduce_each": 0.0, "each": 0.0}
+    values: dict[str, object] = {"slowness": [1] * ranks, "reduce_per_byte": 0.0, "per_byte": 0.0}
     values |= {name: options.pop(name) for name in list(options) if name in values}
-    between = network(ranks, 0.0, float(str(values["each"])), float(str(values["reduce_each"])))
-    given = known(costs, [1] * 6, values["slowness"], between)  # type: ignore[arg-type]
-    return Question(given, 32, "sgd", **options)  # type: ignore[arg-type]
+    transfer, reduce = (float(str(values[name])) for name in ("per_byte", "reduce_per_byte"))
+    machine = known(
+        costs,
+        [1] * 6,
+        values["slowness"],  # type: ignore[arg-type]
+        network(ranks, 0.0, transfer, reduce),
+    )
+    return Question(machine, 32, "sgd", **options)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Over what batch norm normalises depends on the plan: that is said, and kept where wanted."""
+"""The groups of samples that batch norm normalises: reported, and kept if requested."""
 
 from dataclasses import replace
 
@@ -17,26 +17,28 @@ NAMES = [cost.name for cost in COSTS]
 SIZES = (32, 7)
 
 
-def asked(slowness: list[float], keeps: Plan | None = None) -> Question:
-    given = known(COSTS, [1] * 6, slowness, network(len(slowness)))
+def question(slowness: list[float], keeps: Plan | None = None) -> Question:
+    machine = known(COSTS, [1] * 6, slowness, network(len(slowness)))
     kept = (keeps, SIZES) if keeps else None
     number = keeps.microbatches if keeps else None
-    return Question(given, 32, "sgd", microbatches=number, keeps=kept)
+    return Question(machine, 32, "sgd", microbatches=number, keeps=kept)
 
 
 def test_shares_do_not_change_what_batch_norm_computes_unless_that_is_wanted() -> None:
-    """A rank that became slow was given less, and batch norm other samples, with no word of it."""
+    """A slow rank once got fewer samples, and batch norm other groups, without a message."""
     equal = replicated(NAMES, 2, 1, None)
-    assert solve(asked([1, 2])).chosen.plan.stages[0].shares == (22, 10)
-    found = solve(asked([1, 2], equal))
-    assert all(is_same(equal, each.plan, SIZES, NAMES, False) for each in found.candidates)
-    assert found.chosen.plan == equal
+    assert solve(question([1, 2])).chosen.plan.stages[0].shares == (22, 10)
+    solution = solve(question([1, 2], equal))
+    assert all(
+        is_same(equal, candidate.plan, SIZES, NAMES, False) for candidate in solution.candidates
+    )
+    assert solution.chosen.plan == equal
 
 
 def test_where_every_other_plan_changes_it_none_is_found() -> None:
     unequal = Plan((Stage(tuple(NAMES), (0, 1), (5, 2)),))
     with pytest.raises(UsageError, match="over which samples batch norm normalises"):
-        solve(asked([2, 1], unequal))
+        solve(question([2, 1], unequal))
 
 
 def test_a_stage_may_take_other_components_with_the_same_samples() -> None:
@@ -52,7 +54,7 @@ def test_a_stage_may_take_other_components_with_the_same_samples() -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "synchronised", "said"),
+    ("plan", "synchronised", "remark"),
     [
         (replicated(NAMES, 1, None, None), (), ""),
         (replicated(NAMES, 2, None, None), (), "over 16 samples here, over 32 on one rank"),
@@ -62,9 +64,9 @@ def test_a_stage_may_take_other_components_with_the_same_samples() -> None:
     ],
 )
 def test_a_plan_that_changes_it_is_shown_with_that(
-    plan: Plan, synchronised: tuple[int, ...], said: str
+    plan: Plan, synchronised: tuple[int, ...], remark: str
 ) -> None:
     remarks = overview(plan, COSTS, 32, "sgd", synchronised=synchronised).remarks
-    assert [said in line for line in remarks[1:]] == [True] * bool(said)
+    assert [remark in line for line in remarks[1:]] == [True] * bool(remark)
     without = [replace(cost, batch_norms=0) for cost in COSTS]
     assert len(overview(plan, without, 32, "sgd", synchronised=synchronised).remarks) == 1

@@ -1,4 +1,4 @@
-"""Machines that are not here: their figures, their files, and what a planner says of them."""
+"""Hardware that you do not have: its figures, its files, and the planner's predictions for it."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -31,7 +31,7 @@ def costs_of(model: str, patch: int | None = None) -> Sequence[ComponentCost]:
 
 
 def test_a_ring_moves_what_rings_move() -> None:
-    """ResNet-50 of CIFAR, 8 ranks, fp32: 165.9 MB a rank and step."""
+    """ResNet-50 for CIFAR, 8 ranks, fp32: 165.9 MB per rank and step."""
     cluster = load("8-h200")
     size = sum(cost.parameter_bytes for cost in costs_of("resnet50"))
     seconds = ClusterNetwork(cluster).reduce_seconds(range(8), size)
@@ -60,28 +60,29 @@ def test_between_nodes_a_sum_goes_within_each_first(tmp_path: Path) -> None:
     ],
 )
 def test_the_choice_is_the_known_one(cluster: str, model: str, batch: int, is_dp: bool) -> None:
-    """Convolutions, and all on a fast network, by data parallelism; not so ViTs on a slow one.
+    """Data parallelism is best except for ViTs on a slow network.
 
-    By what crosses the network: 600 MB of ViT-B's gradients a step, or 0.2 MB an image at a cut.
+    It follows from the bytes on the network: 600 MB of ViT-B's gradients per step, or 0.2 MB per
+    image at a cut.
     """
     costs = costs_of(model, 4 if model == "vit_b16" else None)
-    asked = predict.question_of(load(cluster), costs, batch, "sgd")
-    chosen = solve(asked).chosen
+    question = predict.question_of(load(cluster), costs, batch, "sgd")
+    chosen = solve(question).chosen
     assert (len(chosen.plan.stages) == 1) == is_dp, chosen.name
 
 
 def test_the_table_of_five_strategies() -> None:
     cluster = load("8-v100")
-    asked = predict.question_of(cluster, costs_of("resnet50"), 256, "sgd")
-    table = predict.five_columns("resnet50", cluster, asked)
+    question = predict.question_of(cluster, costs_of("resnet50"), 256, "sgd")
+    table = predict.five_columns("resnet50", cluster, question)
     assert [column.name for column in table.columns] == ["single", "DP", "MP", "hybrid", "chosen"]
     seconds = [column.candidate.seconds for column in table.columns]
     assert seconds[-1] == min(seconds)
     assert seconds[0] == max(seconds)
-    found = table.as_json()
-    assert found["columns"][0]["speedup"] == 1
-    assert found["columns"][0]["communication_fraction"] == 0
-    assert 4 < found["columns"][1]["speedup"] < 8
+    content = table.as_json()
+    assert content["columns"][0]["speedup"] == 1
+    assert content["columns"][0]["communication_fraction"] == 0
+    assert 4 < content["columns"][1]["speedup"] < 8
     assert table.bound < min(seconds)
     text = table.as_text()
     assert "predictions" in text
@@ -92,9 +93,9 @@ def test_the_table_of_five_strategies() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("gflops: -1", "gflops must be a number that is not negative, not -1"),
+        ("gflops: -1", "gflops must be a number of at least 0, not -1"),
         ("gflops: .inf", "gflops must be a finite number, not inf"),
-        ("gflops: fast", "gflops must be a number that is not negative, not 'fast'"),
+        ("gflops: fast", "gflops must be a number of at least 0, not 'fast'"),
         ("ranks: 2.5", "ranks must be a whole number above 0, not 2.5"),
         ("ranks: 4096", "--ranks must be between 1 and 1024, not 4096"),
         ("rank: 8", "unknown key rank; did you mean ranks?"),
@@ -113,7 +114,7 @@ def test_a_file_that_is_wrong_is_refused(tmp_path: Path, change: str, message: s
 
 
 def test_a_cluster_that_there_is_not() -> None:
-    with pytest.raises(UsageError, match="unknown cluster 8-v10"):
+    with pytest.raises(UsageError, match="--cluster 8-v10 is unknown; did you mean 8-v100"):
         load("8-v10")
     with pytest.raises(UsageError, match="cannot be read"):
         load("/nowhere/cluster.yaml")

@@ -1,4 +1,4 @@
-"""What a plan is predicted to take, against what can be worked out by hand."""
+"""Predicted step times, against values worked out by hand."""
 
 from dataclasses import replace
 
@@ -16,48 +16,48 @@ COSTS = [component(number) for number in range(4)]
 NAMES = [cost.name for cost in COSTS]
 
 
-def seconds(plan: Plan, given: Known, batch_size: int) -> float:
+def seconds(plan: Plan, machine: Known, batch_size: int) -> float:
     pieces = cut(plan, batch_size)
     return simulate(
-        training_step(plan, pieces), plan, pieces, plan_costs(plan, pieces, given)
+        training_step(plan, pieces), plan, pieces, plan_costs(plan, pieces, machine)
     ).seconds
 
 
 def test_one_rank_takes_the_sum_of_its_components() -> None:
-    given = known(COSTS, [1, 2, 3, 4], [1], network(1))
-    assert seconds(replicated(NAMES, 1, 1, None), given, 8) == pytest.approx(3 * 10 * 8)
+    machine = known(COSTS, [1, 2, 3, 4], [1], network(1))
+    assert seconds(replicated(NAMES, 1, 1, None), machine, 8) == pytest.approx(3 * 10 * 8)
 
 
 def test_replicas_take_their_share_and_what_no_backward_hides() -> None:
-    """One bucket: it can go only when the whole backward is over."""
-    given = known(COSTS, [1, 1, 1, 1], [1, 1], network(2, reduce_each=0.5))
-    assert seconds(replicated(NAMES, 2, 1, None), given, 8) == pytest.approx(3 * 4 * 4 + 2000)
+    """One bucket: its all-reduce can start only after the whole backward."""
+    machine = known(COSTS, [1, 1, 1, 1], [1, 1], network(2, reduce_per_byte=0.5))
+    assert seconds(replicated(NAMES, 2, 1, None), machine, 8) == pytest.approx(3 * 4 * 4 + 2000)
 
 
 def test_the_slowest_replica_is_waited_for() -> None:
-    given = known(COSTS, [1, 1, 1, 1], [1, 2], network(2))
+    machine = known(COSTS, [1, 1, 1, 1], [1, 2], network(2))
     even = replicated(NAMES, 2, 1, None)
     uneven = Plan((Stage(tuple(NAMES), (0, 1), (2, 1)),))
-    assert seconds(even, given, 12) == pytest.approx(3 * 4 * 6 * 2)
-    assert seconds(uneven, given, 12) == pytest.approx(3 * 4 * 8)
+    assert seconds(even, machine, 12) == pytest.approx(3 * 4 * 6 * 2)
+    assert seconds(uneven, machine, 12) == pytest.approx(3 * 4 * 8)
 
 
 def test_a_pipeline_fills_and_hands_over() -> None:
-    """GPipe: m + p - 1 micro-batches of each kind; a hand-over each way at each end of them."""
-    given = known(COSTS, [1, 1, 1, 1], [1, 1], network(2, latency=0.25))
+    """GPipe: m + p - 1 micro-batches of each kind, and one transfer in each direction."""
+    machine = known(COSTS, [1, 1, 1, 1], [1, 1], network(2, latency=0.25))
     plan = pipeline(NAMES, [1] * 4, 2, 2, 1, 4, "gpipe")
-    assert seconds(plan, given, 8) == pytest.approx((4 + 1) * 3 * 2 * 2 + 2 * 0.25)
+    assert seconds(plan, machine, 8) == pytest.approx((4 + 1) * 3 * 2 * 2 + 2 * 0.25)
 
 
 def test_what_is_recomputed_runs_forward_twice() -> None:
-    given = known(COSTS, [1, 1, 1, 1], [1], network(1))
-    again = Known(given.costs, given.profile, given.network, {"part0", "part2"})
+    machine = known(COSTS, [1, 1, 1, 1], [1], network(1))
+    again = Known(machine.costs, machine.profile, machine.network, {"part0", "part2"})
     plan = replicated(NAMES, 1, 1, None)
     assert seconds(plan, again, 8) == pytest.approx(3 * 4 * 8 + 2 * 8)
 
 
 def test_synchronised_batch_norms_gather_once_each_way() -> None:
-    """Among four ranks that is two hops."""
+    """Four ranks need two hops."""
     normed = [replace(cost, batch_norms=number) for number, cost in enumerate(COSTS)]
     local = known(normed, [1, 1, 1, 1], [1] * 4, network(4, latency=0.25))
     together = replace(local, is_synchronised=True)
@@ -69,18 +69,23 @@ def test_synchronised_batch_norms_gather_once_each_way() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ready", "each", "contention", "wanted"),
+    ("ready", "reductions", "contention", "wanted"),
     [
         ([10.0], [3.0], (1, 1), 3.0),  # nothing is hidden
         ([4.0, 10.0], [3.0, 1.0], (1, 1), 1.0),  # the first is
         ([4.0, 10.0], [8.0, 1.0], (1, 1), 3.0),  # the second waits for the first
-        # Half as fast beside each other: 3 s of the sum are 6 beside a backward that does 3.
+        # Both half as fast: 3 s of the all-reduce take 6 s, during which the backward does 3 s.
         ([4.0], [3.0], (2, 2), 3.0),
-        ([9.0], [3.0], (2, 2), 3.0),  # the last second takes 2, in which 1 of the sum is done
+        (
+            [9.0],
+            [3.0],
+            (2, 2),
+            3.0,
+        ),  # the backward's last second takes 2, which do 1 s of the all-reduce
     ],
 )
 def test_sums_beside_a_backward(
-    ready: "list[float]", each: "list[float]", contention: "tuple[int, int]", wanted: float
+    ready: "list[float]", reductions: "list[float]", contention: "tuple[int, int]", wanted: float
 ) -> None:
-    given = known(COSTS, [1] * 4, [1, 1], network(2, contention=Contention(*contention)))
-    assert exposed_seconds(ready, each, 10.0, given) == pytest.approx(wanted)
+    machine = known(COSTS, [1] * 4, [1, 1], network(2, contention=Contention(*contention)))
+    assert exposed_seconds(ready, reductions, 10.0, machine) == pytest.approx(wanted)

@@ -1,4 +1,4 @@
-"""Seconds by size, between and beyond what was measured."""
+"""Seconds by size, between and beyond the measured points."""
 
 import numpy as np
 import pytest
@@ -23,9 +23,9 @@ def curve(points: "list[tuple[int, float]]") -> Curve:
 @given(POINTS, st.lists(st.floats(0, 10**7), min_size=2, max_size=10))
 def test_more_never_takes_less(points: "list[tuple[int, float]]", sizes: "list[float]") -> None:
     made = curve(points)
-    found = [made(size) for size in sorted(sizes)]
-    assert (np.diff(found) >= -1e-12).all()
-    assert min(found) >= 0
+    seconds = [made(size) for size in sorted(sizes)]
+    assert (np.diff(seconds) >= -1e-12).all()
+    assert min(seconds) >= 0
 
 
 @given(POINTS, st.floats(0.001, 10**7))
@@ -33,12 +33,12 @@ def test_a_unit_takes_no_less_than_the_least(
     points: "list[tuple[int, float]]", size: float
 ) -> None:
     made = curve(points)
-    assert made(size) >= made.least_each * size * (1 - 1e-9) - 1e-12
+    assert made(size) >= made.least_per_unit * size * (1 - 1e-9) - 1e-12
 
 
 @given(POINTS)
 def test_no_point_is_raised(points: "list[tuple[int, float]]") -> None:
-    """What disturbs a measurement only adds to it."""
+    """Disturbances of a measurement only increase it."""
     made = curve(points)
     for size, seconds in points:
         assert made(size) <= seconds * (1 + 1e-12)

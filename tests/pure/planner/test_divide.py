@@ -1,4 +1,4 @@
-"""The division of components over ranks, against trying out all of them."""
+"""The division of components over ranks, against trying all divisions."""
 
 import itertools
 import random
@@ -10,7 +10,7 @@ from hvdtrain.planner.divide import UNFIT, Run, Times, divide
 
 
 def instance(seed: int) -> tuple[int, int, int, dict[tuple[int, int], Times]]:
-    """A small random one, of ranks that are unlike."""
+    """Return a small random problem with unequal ranks."""
     draw = random.Random(seed)
     n, ranks = draw.randint(1, 6), draw.randint(1, 5)
     work = [draw.choice([0.0, 1.0, draw.random(), 5 * draw.random()]) for _ in range(n)]
@@ -21,30 +21,30 @@ def instance(seed: int) -> tuple[int, int, int, dict[tuple[int, int], Times]]:
     for first in range(ranks):
         for count in range(1, ranks - first + 1):
             shape = (n + 1, n + 1)
-            passing, besides = np.full(shape, UNFIT), np.full(shape, UNFIT)
+            passing, rest = np.full(shape, UNFIT), np.full(shape, UNFIT)
             held, flight = np.zeros(shape), np.zeros(shape)
             for start, stop in itertools.combinations(range(n + 1), 2):
                 together = sum(speed[first : first + count])
                 passing[start, stop] = sum(work[start:stop]) / together + fixed
-                besides[start, stop] = (count > 1) * sum(size[start:stop]) * draw.random()
+                rest[start, stop] = (count > 1) * sum(size[start:stop]) * draw.random()
                 held[start, stop] = 4 * sum(size[start:stop])
                 flight[start, stop] = sum(work[start:stop]) / count
-            tables[first, count] = Times(passing, besides, held, flight)
+            tables[first, count] = Times(passing, rest, held, flight)
     return n, ranks, draw.choice([1, 2, 4, 9]), tables
 
 
 def compositions(total: int, parts: int) -> "list[tuple[int, ...]]":
-    """All ways to write a number as a sum of so many, each above 0."""
+    """Return all ways to write a number as a sum of `parts` numbers above 0."""
     return [
         tuple(b - a for a, b in itertools.pairwise((0, *cuts, total)))
         for cuts in itertools.combinations(range(1, total), parts - 1)
     ]
 
 
-def by_trying(
+def smallest_estimate(
     n: int, ranks: int, microbatches: int, tables: "dict[tuple[int, int], Times]", limit: float
 ) -> float:
-    """The smallest estimate of all divisions that fit."""
+    """Return the smallest estimate of all divisions that fit."""
     best = UNFIT
     for stages in range(1, min(n, ranks) + 1):
         for sizes, counts in itertools.product(
@@ -58,8 +58,8 @@ def by_trying(
                 if times.bytes[place] + in_flight * times.flight_bytes[place] > limit:
                     break
                 total += times.passing[place]
-                own = (microbatches - 1) * times.passing[place] + times.besides[place]
-                pace = max(pace, own)
+                stage_pace = (microbatches - 1) * times.passing[place] + times.rest[place]
+                pace = max(pace, stage_pace)
                 start, first = start + size, first + count
             else:
                 best = min(best, total + pace)
@@ -69,13 +69,13 @@ def by_trying(
 @pytest.mark.parametrize("seed", range(150))
 def test_the_best_of_all_divisions_is_found(seed: int) -> None:
     n, ranks, microbatches, tables = instance(seed)
-    wanted = by_trying(n, ranks, microbatches, tables, UNFIT)
-    found = divide(n, ranks, microbatches, lambda first, count: tables[first, count])
-    assert found is not None
-    assert found.seconds == pytest.approx(wanted, rel=1e-12)
-    covered = [component for run in found.runs for component in range(run.start, run.stop)]
+    wanted = smallest_estimate(n, ranks, microbatches, tables, UNFIT)
+    division = divide(n, ranks, microbatches, lambda first, count: tables[first, count])
+    assert division is not None
+    assert division.seconds == pytest.approx(wanted, rel=1e-12)
+    covered = [component for run in division.runs for component in range(run.start, run.stop)]
     assert covered == list(range(n))
-    held = [rank for run in found.runs for rank in range(run.first, run.first + run.number)]
+    held = [rank for run in division.runs for rank in range(run.first, run.first + run.number)]
     assert held == list(range(ranks))
 
 
@@ -83,31 +83,31 @@ def test_the_best_of_all_divisions_is_found(seed: int) -> None:
 @pytest.mark.parametrize("alike", [False, True])
 def test_the_best_of_those_that_fit_is_found(seed: int, alike: bool) -> None:
     n, ranks, microbatches, tables = instance(seed)
-    if alike:  # as of ranks of which all are of one kind, or all but the first
+    if alike:  # as if all ranks were equal, or all but the first
         first = seed % 2 if ranks > 1 else 0
         one = {count: tables[first, count] for count in range(1, ranks - first + 1)}
-        tables = {key: each if key[0] < first else one[key[1]] for key, each in tables.items()}
+        tables = {key: times if key[0] < first else one[key[1]] for key, times in tables.items()}
     whole = float(tables[0, ranks].bytes[0, n])
     limit = random.Random(seed).choice([0.2, 0.5, 0.8, 1.2]) * whole
-    wanted = by_trying(n, ranks, microbatches, tables, limit)
-    found = divide(n, ranks, microbatches, lambda first, count: tables[first, count], limit)
+    wanted = smallest_estimate(n, ranks, microbatches, tables, limit)
+    division = divide(n, ranks, microbatches, lambda first, count: tables[first, count], limit)
     if wanted == UNFIT:
-        assert found is None
+        assert division is None
     else:
-        assert found is not None
-        assert found.seconds == pytest.approx(wanted, rel=1e-12)
+        assert division is not None
+        assert division.seconds == pytest.approx(wanted, rel=1e-12)
 
 
 def test_runs_say_what_is_where() -> None:
     n, ranks, microbatches, tables = instance(4)
-    found = divide(n, ranks, microbatches, lambda first, count: tables[first, count])
-    assert found is not None
-    assert found.runs[0][:1] == (0,)
-    assert isinstance(found.runs[0], Run)
+    division = divide(n, ranks, microbatches, lambda first, count: tables[first, count])
+    assert division is not None
+    assert division.runs[0][:1] == (0,)
+    assert isinstance(division.runs[0], Run)
 
 
 def test_two_hundred_components_on_sixteen_ranks_are_divided() -> None:
-    """The estimate is that of the runs, and no worse than even divisions."""
+    """The estimate is that of the runs, and not worse than that of even divisions."""
     n, ranks, microbatches = 200, 16, 32
     draw = np.random.default_rng(0)
     work = draw.random(n)
@@ -117,19 +117,19 @@ def test_two_hundred_components_on_sixteen_ranks_are_divided() -> None:
 
     def times_of(first: int, count: int) -> Times:
         passing = np.where(valid, length / count + 0.01, UNFIT)
-        besides = np.where(valid, (count > 1) * length, UNFIT)
-        return Times(passing, besides, length, length)
+        rest = np.where(valid, (count > 1) * length, UNFIT)
+        return Times(passing, rest, length, length)
 
-    found = divide(n, ranks, microbatches, times_of)
-    assert found is not None
+    division = divide(n, ranks, microbatches, times_of)
+    assert division is not None
 
     def estimate(runs: "list[Run]") -> float:
         passing = [length[r.start, r.stop] / r.number + 0.01 for r in runs]
-        besides = [(r.number > 1) * length[r.start, r.stop] for r in runs]
-        paces = [(microbatches - 1) * w + y for w, y in zip(passing, besides, strict=True)]
+        rest = [(r.number > 1) * length[r.start, r.stop] for r in runs]
+        paces = [(microbatches - 1) * w + y for w, y in zip(passing, rest, strict=True)]
         return float(sum(passing) + max(paces))
 
-    assert found.seconds == pytest.approx(estimate(list(found.runs)))
+    assert division.seconds == pytest.approx(estimate(list(division.runs)))
     for stages in (1, 2, 4, 8, 16):
         edges = np.linspace(0, n, stages + 1).astype(int)
         count = ranks // stages
@@ -137,4 +137,4 @@ def test_two_hundred_components_on_sixteen_ranks_are_divided() -> None:
             Run(int(a), int(b), number * count, count)
             for number, (a, b) in enumerate(itertools.pairwise(edges))
         ]
-        assert found.seconds <= estimate(even) + 1e-9
+        assert division.seconds <= estimate(even) + 1e-9

@@ -1,4 +1,4 @@
-"""A profile that follows what components show while training."""
+"""A profile adapts to the times of components during training."""
 
 import pytest
 
@@ -8,37 +8,39 @@ from tests.pure.planner.machines import question
 
 
 def test_what_takes_as_long_as_predicted_stays_as_it_is() -> None:
-    asked = question()
-    plan = replicated(list(asked.known.profile.names), 2, 1, None)
-    taken = [predicted_components(asked, plan, rank) for rank in plan.ranks]
-    ratios = compared(asked, plan, taken)
-    assert all(ratio == pytest.approx(1) for own in ratios for ratio in own.values())
-    again = following(asked, ratios)
-    assert [predicted_components(again, plan, rank) for rank in plan.ranks] == taken
+    machine = question()
+    plan = replicated(list(machine.known.profile.names), 2, 1, None)
+    measured = [predicted_components(machine, plan, rank) for rank in plan.ranks]
+    ratios = compared(machine, plan, measured)
+    assert all(
+        ratio == pytest.approx(1) for rank_ratios in ratios for ratio in rank_ratios.values()
+    )
+    again = following(machine, ratios)
+    assert [predicted_components(again, plan, rank) for rank in plan.ranks] == measured
 
 
 def test_a_component_is_followed_beside_the_others_of_its_rank() -> None:
-    """The rank as a whole is three times as slow: that is for another place to say."""
-    asked = question()
-    names = list(asked.known.profile.names)
+    """The whole rank is three times slower, which does not count here."""
+    machine = question()
+    names = list(machine.known.profile.names)
     plan = replicated(names, 2, 1, None)
-    before = predicted_components(asked, plan, 0)
-    taken = [{name: 3 * each for name, each in before.items()} for _ in plan.ranks]
-    taken[0][names[0]] *= 1.5
-    found = following(asked, compared(asked, plan, taken))
-    first, second = (predicted_components(found, plan, rank) for rank in plan.ranks)
+    before = predicted_components(machine, plan, 0)
+    measured = [{name: 3 * seconds for name, seconds in before.items()} for _ in plan.ranks]
+    measured[0][names[0]] *= 1.5
+    adapted = following(machine, compared(machine, plan, measured))
+    first, second = (predicted_components(adapted, plan, rank) for rank in plan.ranks)
     assert first[names[0]] == pytest.approx(1.5 * before[names[0]])
     assert {n: first[n] for n in names[1:]} == pytest.approx({n: before[n] for n in names[1:]})
     assert second == pytest.approx(before)
 
 
 def test_what_a_rank_does_not_hold_is_known_from_others_and_disturbances_are_bounded() -> None:
-    asked = question()
-    names = list(asked.known.profile.names)
+    machine = question()
+    names = list(machine.known.profile.names)
     plan = replicated(names, 2, 1, None)
-    before = predicted_components(asked, plan, 1)
+    before = predicted_components(machine, plan, 1)
     ratios = [{names[0]: 100.0, names[1]: 1.0, names[2]: 1.0}, {}]
-    after = predicted_components(following(asked, ratios), plan, 1)
+    after = predicted_components(following(machine, ratios), plan, 1)
     assert after[names[0]] == pytest.approx(MOST * before[names[0]])
     assert after[names[1]] == before[names[1]]
     assert after[names[3]] == before[names[3]]

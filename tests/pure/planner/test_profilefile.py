@@ -1,4 +1,4 @@
-"""Profiles as files: they come back as they were, and what is none is refused."""
+"""Profiles come back from files as they were, and files of another kind are refused."""
 
 import json
 from pathlib import Path
@@ -30,9 +30,9 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 4}, "it is of version 4"),
+        ({"version": 4}, "it has version 4, not 3"),
         ({"ranks": []}, "it has 0 ranks on 2 hosts"),
-        ({"network": None}, "is no profile "),
+        ({"network": None}, "is not a valid profile "),
         ({"ranks": [{"components": {}}]}, "its components are not those of the model"),
     ],
 )
@@ -43,21 +43,21 @@ def test_another_profile_is_refused(tmp_path: Path, change: dict[str, Any], mess
     with pytest.raises(UsageError, match=message):
         load(path, "cnn", NAMES, 2)
     save(path, "cnn", PROFILE, NETWORK)
-    with pytest.raises(UsageError, match="it has 2 ranks on 2 hosts"):
+    with pytest.raises(UsageError, match="it has 2 ranks on 2 hosts, the job has 3 ranks"):
         load(path, "cnn", NAMES, 3)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200)
 @given(st.data())
 def test_whatever_a_file_holds_ends_in_one_line(tmp_path: Path, data: st.DataObject) -> None:
-    """One value anywhere in it is another."""
+    """One value anywhere in the file is replaced."""
     path = tmp_path / "profile.json"
     save(path, "cnn", PROFILE, NETWORK)
     content = json.loads(path.read_text())
     place = data.draw(st.sampled_from(hostile.paths_of(content)))
     path.write_text(json.dumps(hostile.changed(content, place, data.draw(hostile.VALUES))))
-    found = hostile.understood(lambda: load(path, "cnn", NAMES, 2))
-    if found is not None and not isinstance(found, str):
-        profile, _ = found
+    loaded = hostile.understood(lambda: load(path, "cnn", NAMES, 2))
+    if loaded is not None and not isinstance(loaded, str):
+        profile, _ = loaded
         assert profile.names == tuple(NAMES)
-        assert all(each >= 1 for each in profile.slowness)
+        assert all(slowness >= 1 for slowness in profile.slowness)

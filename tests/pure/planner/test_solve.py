@@ -1,4 +1,4 @@
-"""Which plan is chosen where it is known which is best."""
+"""The solver chooses the right plan in cases where the best one is known."""
 
 import itertools
 import random
@@ -24,7 +24,7 @@ def test_data_parallelism_is_chosen_where_sums_cost_nothing() -> None:
 
 
 def test_a_pipeline_is_chosen_where_sums_cost_much() -> None:
-    solution = solve(question(reduce_each=1.0))
+    solution = solve(question(reduce_per_byte=1.0))
     assert [len(stage.components) for stage in solution.chosen.plan.stages] == [3, 3]
     assert solution.chosen.plan.microbatches > 8
     assert 0 < solution.gap < 0.1
@@ -33,7 +33,7 @@ def test_a_pipeline_is_chosen_where_sums_cost_much() -> None:
 def test_unlike_ranks_have_unequal_shares_or_stages() -> None:
     solution = solve(question(slowness=[1, 2]))
     assert solution.chosen.plan.stages[0].shares == (22, 10)
-    solution = solve(question(slowness=[1, 2], reduce_each=1.0))
+    solution = solve(question(slowness=[1, 2], reduce_per_byte=1.0))
     assert [len(stage.components) for stage in solution.chosen.plan.stages] == [4, 2]
 
 
@@ -42,30 +42,30 @@ def test_one_rank_runs_alone() -> None:
 
 
 def test_what_a_user_has_set_stays() -> None:
-    solution = solve(question(reduce_each=1.0, microbatches=4, schedules=("gpipe",)))
+    solution = solve(question(reduce_per_byte=1.0, microbatches=4, schedules=("gpipe",)))
     assert (solution.chosen.plan.microbatches, solution.chosen.plan.schedule) == (4, "gpipe")
 
 
 def test_a_limit_below_what_replicas_need_gives_stages() -> None:
     costs = [component(number, parameter_bytes=100 * MIB) for number in range(4)]
-    given = known(costs, [1] * 4, [1, 1], network(2))
-    free = solve(Question(given, 8, "adam"))
+    machine = known(costs, [1] * 4, [1, 1], network(2))
+    free = solve(Question(machine, 8, "adam"))
     assert free.chosen.name == "dp"
-    # Weights, gradients, Adam's two, half of a checkpoint's copy, what is being summed.
+    # Weights, gradients, Adam's two moments, half of a checkpoint's copy, Horovod's buffer.
     assert free.chosen.rank_bytes[0] > 2600 * MIB
     limits = [1500 * MIB] * 2
-    bound = solve(Question(given, 8, "adam", limits=limits))
+    bound = solve(Question(machine, 8, "adam", limits=limits))
     assert len(bound.chosen.plan.stages) == 2
     assert all(a <= b for a, b in zip(bound.chosen.rank_bytes, limits, strict=True))
-    with pytest.raises(UsageError, match=r"no plan fits: under the closest, .* lacks 0"):
-        solve(Question(given, 8, "adam", limits=[1300 * MIB] * 2))
-    with pytest.raises(UsageError, match=r"part0 alone needs 0.68 GiB, 0.\d\d more than a rank"):
-        solve(Question(given, 8, "adam", limits=[600 * MIB] * 2))
+    with pytest.raises(UsageError, match=r"no plan fits: the closest, .* lacks 0"):
+        solve(Question(machine, 8, "adam", limits=[1300 * MIB] * 2))
+    with pytest.raises(UsageError, match=r"part0 alone needs 0.68 GiB, 0.\d\d GiB more than"):
+        solve(Question(machine, 8, "adam", limits=[600 * MIB] * 2))
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_no_plan_is_shorter_than_the_bound_and_few_than_the_chosen(seed: int) -> None:
-    """All divisions of small models into stages, of all numbers of micro-batches tried."""
+    """All divisions of small models into stages are tried, for several micro-batches."""
     draw = random.Random(seed)
     n, ranks = draw.randint(2, 4), draw.randint(2, 3)
     costs = [
@@ -76,57 +76,57 @@ def test_no_plan_is_shorter_than_the_bound_and_few_than_the_chosen(seed: int) ->
     between = network(
         ranks,
         latency=draw.choice([0.0, 0.1]),
-        each=draw.choice([0.0, 1e-4]),
-        reduce_each=draw.choice([0.0, 1e-3]),
+        per_byte=draw.choice([0.0, 1e-4]),
+        reduce_per_byte=draw.choice([0.0, 1e-3]),
     )
-    given = known(costs, [0.1 + draw.random() for _ in range(n)], slowness, between)
-    asked = Question(given, 12, "sgd")
-    solution = solve(asked)
-    assert solution.bound == lower_bound(asked)
-    found = []
+    machine = known(costs, [0.1 + draw.random() for _ in range(n)], slowness, between)
+    problem = Question(machine, 12, "sgd")
+    solution = solve(problem)
+    assert solution.bound == lower_bound(problem)
+    times = []
     for plan in all_plans([cost.name for cost in costs], ranks):
-        seconds = play(asked, plan, "any").seconds
+        seconds = play(problem, plan, "any").seconds
         assert seconds >= solution.bound * (1 - 1e-9)
-        found.append(seconds)
-    assert solution.chosen.seconds <= 1.03 * min(found)
+        times.append(seconds)
+    assert solution.chosen.seconds <= 1.03 * min(times)
 
 
 def all_plans(names: "list[str]", ranks: int) -> "list[Plan]":
-    """Of equal shares, and every division into stages."""
-    found = []
+    """Return all plans with equal shares: every division into stages."""
+    plans = []
     for stages in range(1, min(len(names), ranks) + 1):
         for cuts in itertools.combinations(range(1, len(names)), stages - 1):
             for parts in itertools.combinations(range(1, ranks), stages - 1):
                 edges, bounds = (0, *cuts, len(names)), (0, *parts, ranks)
-                made = tuple(
+                divided = tuple(
                     Stage(tuple(names[a:b]), tuple(range(c, d)), (1,) * (d - c))
                     for (a, b), (c, d) in zip(
                         itertools.pairwise(edges), itertools.pairwise(bounds), strict=True
                     )
                 )
-                found += [Plan(made, number) for number in ([1] if stages == 1 else [2, 4])]
-    return found
+                plans += [Plan(divided, number) for number in ([1] if stages == 1 else [2, 4])]
+    return plans
 
 
 def test_of_many_components_neighbours_are_kept_together_at_first() -> None:
-    """The division that is found of a hundred is no worse than one of all places."""
+    """The division of a hundred components is not worse than one with all places."""
     draw = random.Random(1)
     costs = [component(number, draw.choice([100, 9000])) for number in range(100)]
-    given = known(costs, [draw.uniform(1, 3) for _ in costs], [1] * 4, network(4, 0.0, 0.0, 1.0))
-    asked = Question(given, 32, "sgd", microbatches=8)
-    whole = Tables(asked, 8)
+    machine = known(costs, [draw.uniform(1, 3) for _ in costs], [1] * 4, network(4, 0.0, 0.0, 1.0))
+    problem = Question(machine, 32, "sgd", microbatches=8)
+    whole = Tables(problem, 8)
     fine = runs_at(whole, whole.places.tolist(), None, float("inf"))
-    coarse = runs_at(whole, places_of(asked), None, float("inf"))
-    assert len(places_of(asked)) < 60
+    coarse = runs_at(whole, places_of(problem), None, float("inf"))
+    assert len(places_of(problem)) < 60
     assert fine is not None
     assert coarse is not None
     assert whole.estimate(coarse) <= 1.005 * whole.estimate(fine)
 
 
 def test_a_plan_that_only_a_fine_division_fits_is_found() -> None:
-    """One component takes nearly all of the time, the others all of the memory."""
+    """One component takes nearly all of the time, the others nearly all of the memory."""
     costs = [component(number, parameter_bytes=MIB) for number in range(100)]
-    given = known(costs, [1e-9] * 99 + [1.0], [1, 1], network(2))
-    asked = Question(given, 8, "sgd", limits=[300 * MIB] * 2, microbatches=4)
-    found = solve(asked)
-    assert all(held <= 300 * MIB for held in found.chosen.rank_bytes)
+    machine = known(costs, [1e-9] * 99 + [1.0], [1, 1], network(2))
+    problem = Question(machine, 8, "sgd", limits=[300 * MIB] * 2, microbatches=4)
+    solution = solve(problem)
+    assert all(held <= 300 * MIB for held in solution.chosen.rank_bytes)

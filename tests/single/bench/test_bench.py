@@ -23,21 +23,21 @@ def test_a_step_is_split_into_what_it_is_spent_on(
     options = ("--model", "cnn", "--batch-size", 16, "--steps", 5, "--json", *plan)
     done = hvdtrain("bench", "step", *options, timeout=200)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    seconds = found["seconds"]
+    result = json.loads(done.stdout)
+    seconds = result["seconds"]
     assert seconds.keys() == PARTS
     assert all(value >= 0 for value in seconds.values())
     assert seconds["compute"] > 0
-    lower, upper = found["step_seconds"]["quartiles"]
-    median = found["step_seconds"]["median"]
+    lower, upper = result["step_seconds"]["quartiles"]
+    median = result["step_seconds"]["median"]
     assert lower <= median <= upper
-    assert found["images_per_second"] == pytest.approx(16 / median)
-    assert list(found["components"]) == ["conv1", "conv2", "dense", "head"]
-    assert all(value["forward"] > 0 for value in found["components"].values())
-    assert len(found["matrix_flops_per_second"]) == (2 if plan else 1)
-    # Other work on the machine may slow the measured rate down below that of the step.
-    rate = found["step_flops"] / median / sum(found["matrix_flops_per_second"])
-    assert found["matrix_share"] == pytest.approx(rate)
+    assert result["images_per_second"] == pytest.approx(16 / median)
+    assert list(result["components"]) == ["conv1", "conv2", "dense", "head"]
+    assert all(value["forward"] > 0 for value in result["components"].values())
+    assert len(result["matrix_flops_per_second"]) == (2 if plan else 1)
+    # Other work on the machine may slow the measured rate below that of the step.
+    rate = result["step_flops"] / median / sum(result["matrix_flops_per_second"])
+    assert result["matrix_share"] == pytest.approx(rate)
     assert rate > 0
     assert (seconds["bubble"] > 0) == bool(plan)
 
@@ -55,10 +55,10 @@ def test_the_same_in_words(hvdtrain: Program, small_set: Path) -> None:
 
 def test_a_loader_is_measured_and_its_parts(hvdtrain: Program, small_set: Path) -> None:
     options = ("bench", "loader", "--data", small_set, "--seconds", 0.4, "--batch-size", 32)
-    found = json.loads(hvdtrain(*options, "--cutout", 4, "--json").stdout)
-    assert found["in_memory"]
+    result = json.loads(hvdtrain(*options, "--cutout", 4, "--json").stdout)
+    assert result["in_memory"]
     rates = ("images_per_second", "reading", "augmenting", "copying")
-    assert all(found[name] > 0 for name in rates)
+    assert all(result[name] > 0 for name in rates)
     text = hvdtrain(*options, "--augment", "none").stdout
     assert "augmenting" not in text
     assert "the loader" in text
@@ -69,7 +69,10 @@ def test_a_loader_is_measured_and_its_parts(hvdtrain: Program, small_set: Path) 
     [
         (("step", "--model", "cnn", "--steps", 0), "--steps must be above 0"),
         (("step", "--model", "cnn", "--classes", 0), "--classes must be above 0"),
-        (("step", "--model", "cnn", "--data", "{data}", "--classes", 5), "--classes is that of"),
+        (
+            ("step", "--model", "cnn", "--data", "{data}", "--classes", 5),
+            "--data defines the classes",
+        ),
         (("step", "--model", "cnm"), "unknown model 'cnm': did you mean cnn?"),
         (("step", "--model", "cnn", "--batch-size", 0), "--batch-size must be above 0"),
         (("step", "--model", "cnn", "--data", "{data}", "--batch-size", 9999), "is more than the"),
@@ -81,8 +84,8 @@ def test_a_loader_is_measured_and_its_parts(hvdtrain: Program, small_set: Path) 
 def test_what_is_wrong_is_one_line(
     hvdtrain: Program, small_set: Path, arguments: tuple[object, ...], message: str
 ) -> None:
-    given = [str(argument).format(data=small_set) for argument in arguments]
-    done = hvdtrain("bench", *given, timeout=60)
+    options = [str(argument).format(data=small_set) for argument in arguments]
+    done = hvdtrain("bench", *options, timeout=60)
     assert done.returncode in (2, 3), done.stderr
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -110,6 +113,6 @@ def test_ctrl_c_ends_it_and_leaves_nothing_behind(
 
 
 def computes(process: "subprocess.Popen[str]") -> bool:
-    """Whether each of its ranks has computed for two seconds, several hundred steps."""
+    """Return whether each rank has computed for two seconds, which is several hundred steps."""
     ranks = ranks_of(process) or [warm.fork_of(psutil.Process(process.pid))]
     return all(rank.cpu_times().user > 2 for rank in ranks)

@@ -1,4 +1,4 @@
-"""`bench allreduce` and `bench exchange`, on real ranks."""
+"""`bench allreduce` and `bench exchange` on real ranks."""
 
 import json
 
@@ -13,20 +13,20 @@ def test_sums_of_all_sizes_are_timed(hvdtrain: Program) -> None:
         *("bench", "allreduce", "--ranks", 3, "--largest", 5000, "--algorithm", "tree", "--json")
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert list(found["seconds"]) == ["Horovod", "MPI"]
-    for seconds in found["seconds"].values():
+    result = json.loads(done.stdout)
+    assert list(result["seconds"]) == ["Horovod", "MPI"]
+    for seconds in result["seconds"].values():
         assert [int(size) for size in seconds] == [4, 16, 64, 256, 1024, 4096, 16384]
-        assert all(each > 0 for each in seconds.values())
-    assert "3 ranks, tree" in found["title"]
-    assert set(found["contention"]) == {"compute", "reduce"}
+        assert all(value > 0 for value in seconds.values())
+    assert "3 ranks, tree" in result["title"]
+    assert set(result["contention"]) == {"compute", "reduce"}
 
 
 def test_hand_overs_of_all_sizes_are_timed(hvdtrain: Program) -> None:
     done = hvdtrain("bench", "exchange", "--ranks", 2, "--largest", 1000)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == "hand-over of a tensor from rank to rank, one way; broadcast to all"
+    assert lines[0] == "transfer of a tensor between two ranks, one way; broadcast to all"
     assert [line.split()[0] for line in lines[2:7]] == ["4", "16", "64", "256", "1024"]
     assert lines[7].startswith("on one host: about ")
     assert lines[8].startswith("to all 2: about ")
@@ -35,10 +35,10 @@ def test_hand_overs_of_all_sizes_are_timed(hvdtrain: Program) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("allreduce", "--ranks", 1), "--ranks must be at least 2, not 1: it is between ranks"),
+        (("allreduce", "--ranks", 1), "--ranks must be at least 2, not 1"),
         (
             ("exchange", "--algorithm", "fast"),
-            f"--algorithm fast: there are {', '.join(ALGORITHMS)}, and all",
+            f"--algorithm fast is unknown: use {', '.join(ALGORITHMS)} or all",
         ),
         (("exchange", "--algorithm", "ring"), "--algorithm is of sums: bench allreduce takes it"),
         (("exchange", "--largest", 0), "--largest must be between 4 and 1073741824 bytes, not 0"),

@@ -1,4 +1,4 @@
-"""Profiles of ranks of small plans, each rank alone in this process."""
+"""Profiles of the ranks of small plans, each rank alone in this process."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -29,7 +29,7 @@ HIDDEN = (32, SIZE, SIZE)
 
 
 def components() -> list[Component]:
-    """Batch norm, dropout and an operator that keeps nothing; all that a step could change."""
+    """Return components with batch norm and dropout: everything that a step could change."""
 
     def block(channels: int) -> nn.Module:
         return nn.Sequential(
@@ -54,18 +54,18 @@ def two_stages(ranks: tuple[int, int], kind: str) -> Plan:
 
 
 def runtime_of(plan: Plan, rank: int, **options: Any) -> Runtime:
-    """What a rank holds, without the others; it could not exchange anything."""
+    """Return the runtime of one rank without the others; it cannot exchange anything."""
     config = TrainConfig(data="", model="", batch_size=BATCH, optimizer="sgd", **options)
-    here = World("none", rank, len(plan.ranks), 0, 1, 1)
+    world = World("none", rank, len(plan.ranks), 0, 1, 1)
     device = torch.device("cpu")
-    parts = build_parts(config, plan, components(), here, None, device)
+    parts = build_parts(config, plan, components(), world, None, device)
     images = Images([0.5] * 3, [0.25] * 3, device, config.precision)
     handover = Handover(rank, [Form(HIDDEN, torch.float32, True)], None, device)
     return Runtime(rank, parts, plan.last, images, handover, config.precision)
 
 
 def state_of(parts: Mapping[int, Part]) -> list[torch.Tensor]:
-    """All that a run would save, and the next random numbers."""
+    """Return all tensors that a run would save, and the state of the random numbers."""
     held = [t for part in parts.values() for t in part.model.tensors().values()]
     for part in parts.values():
         assert part.optimizer is not None
@@ -106,7 +106,7 @@ def test_a_profile_leaves_no_trace_before_the_first_step_and_after_others() -> N
         for part in runtime.parts.values():
             assert all(parameter.grad is None for parameter in part.parameters)
             assert part.optimizer is not None
-            for parameter in part.parameters:  # as a step would, so that there is a momentum
+            for parameter in part.parameters:  # as a step does, so that there is a momentum
                 parameter.grad = torch.ones_like(parameter)
             part.optimizer.step()
             part.gradients.zero()
@@ -134,13 +134,18 @@ def test_synchronised_batch_norms_ask_nobody() -> None:
     def nobody_is_there(_: torch.Tensor) -> torch.Tensor:
         raise AssertionError("a profile must not communicate")
 
-    assert sum(synchronise(each, nobody_is_there) for each in part.model.components.values()) == 3
+    assert (
+        sum(
+            synchronise(component, nobody_is_there) for component in part.model.components.values()
+        )
+        == 3
+    )
     part.synchronised = True
     table = profile_parts(runtime, plan, cut(plan, BATCH), SIZE, repeats=1)
     assert table[0, "F", 11] > 0
     layers = [m for c in part.model.components.values() for m in c.modules()]
-    found = [m.all_gather for m in layers if isinstance(m, SynchronisedBatchNorm)]
-    assert found == [nobody_is_there] * 3
+    gathers = [m.all_gather for m in layers if isinstance(m, SynchronisedBatchNorm)]
+    assert gathers == [nobody_is_there] * 3
 
 
 def test_a_simulated_step_adds_up_what_was_measured() -> None:
@@ -148,7 +153,7 @@ def test_a_simulated_step_adds_up_what_was_measured() -> None:
     pieces = cut(plan, BATCH)
     tables = {rank: profiled(plan, rank) for rank in (0, 1)}
     forms = [Form(HIDDEN, torch.float32, True)]
-    costs = measured_costs(plan, pieces, forms, tables, latency=1.0, seconds_a_byte=1e-6)
+    costs = measured_costs(plan, pieces, forms, tables, latency=1.0, seconds_per_byte=1e-6)
     steps = schedule.training_step(plan, pieces)
     send = next(action for action in steps[0] if action.kind == "SEND_F")
     assert send.microbatch is not None
@@ -157,6 +162,6 @@ def test_a_simulated_step_adds_up_what_was_measured() -> None:
     back = next(action for action in steps[1] if action.kind == "SEND_B")
     assert costs.hand_over(1, 0, back) > 1
     busy = sum(costs.compute(0, a) for a in steps[0] if a.kind in (*COMPUTE, "LOAD", "STEP"))
-    # Two hand-overs, there and back, of a second and more each.
+    # Two transfers, one in each direction, of more than a second each.
     assert simulate(steps, plan, pieces, costs).seconds > busy + 2
     assert costs.reduce(0) == 0

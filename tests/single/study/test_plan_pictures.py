@@ -70,4 +70,4 @@ def test_a_cluster_is_simulated(hvdtrain: Program) -> None:
     done = hvdtrain("plan", "simulate", *options)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[1].split() == ["single", "DP", "MP", "hybrid", "chosen"]
-    assert done.stdout.rstrip().endswith("nothing was measured on it.")
+    assert done.stdout.rstrip().endswith("not measurements.")

@@ -322,7 +322,7 @@ def test_plan_show_prints_stages_labels_memory_and_the_timeline(
     assert done.returncode == 0, done.stderr
     assert "11,173,962" not in done.stdout, "of stages"
     assert "MP" in done.stdout
-    assert "MiB together" in done.stdout
+    assert "MiB in total" in done.stdout
     assert "0-9: forward" in done.stdout
     again = json.loads(hvdtrain(*common, "--plan", saved, "--json").stdout)
     assert sum(stage["parameters"] for stage in again["stages"]) == 11_173_962
