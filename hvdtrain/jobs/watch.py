@@ -16,7 +16,7 @@ from hvdtrain.jobs.record import Record
 from hvdtrain.jobs.slurm import State
 
 TAIL = 2**20  # bytes of metrics that are looked at
-SAVED = ", state saved; "
+SAVED = ", state saved"
 START_ONE = "start a job with hvdtrain jobs submit, or name the folder that holds the runs"
 FRESH_SECONDS = 60.0  # a sign of life this old is that of a run
 

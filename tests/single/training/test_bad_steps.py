@@ -139,8 +139,7 @@ def test_gradients_above_the_limit_are_bad_and_their_largest_part_is_named(
     assert done.returncode == 1
     assert "the norm of the gradients was " in done.stderr
     assert ", above 0.5, at step 1 (epoch 1): " in done.stderr
-    assert "the largest part of it" in done.stderr
-    assert " in dense" in done.stderr
+    assert "dense has the largest, " in done.stderr
     done = hvdtrain(*common, "--run", tmp_path / "free", "--gradient-limit", 1e6)
     assert done.returncode == 0, done.stderr
 

@@ -72,7 +72,7 @@ def test_a_plan_is_measured_chosen_and_trained(
     kept = profile.read_bytes()
     done = hvdtrain(*options, "--batch-size", 16, "--run", tmp_path / "other")
     assert done.returncode == 0, done.stderr
-    assert f"plan: measured ({profile} is of other settings: cnn, 5 classes, 16 px, 32 images" in (
+    assert f"plan: measured ({profile} has other settings: cnn, 5 classes, 16 px, 32 images" in (
         done.stdout
     )
     assert profile.read_bytes() == kept
