@@ -41,6 +41,6 @@ def in_words(
         return f"all outputs are finite, but the gradient of {last}, the first in backward, is not"
     largest = max(norms, key=lambda name: norms[name])
     return (
-        f"in a repetition the norm of all gradients is {math.hypot(*norms.values()):.3g}; "
-        f"{largest} has the largest, {norms[largest]:.3g}"
+        f"in a repetition the norm of all gradients is {math.hypot(*norms.values()):.3g}, "
+        f"and {largest} has the largest ({norms[largest]:.3g})"
     )
