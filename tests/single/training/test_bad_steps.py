@@ -62,8 +62,8 @@ def test_a_skipped_step_changes_nothing(
     assert digests["skipped"] == digests["three"] != digests.get("four")
     (line,) = bad_steps(tmp_path / "skipped")
     assert line["step"] == 4
-    reason = f"the output of {component} is the first that is not finite (input and weights are)"
-    assert f"{reason}; skipped" in line["message"]
+    reason = f"{component} is the first component whose output is not finite"
+    assert f"{reason} (its input and weights are finite); skipped" in line["message"]
     counts = [len(samples_of(tmp_path / f"{name}.csv", 1)[0]) for name in digests]
     assert counts == [36, 36, 48][: len(counts)], "what entered no gradient is not in the ledger"
 
@@ -124,8 +124,8 @@ def test_a_bad_step_stops_all_ranks_and_the_component_is_named(
     done = hvdtrain(*command(small_set, tmp_path / "run", plan, *options), cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     assert "the loss became nan at step 3 (epoch 1): " in done.stderr
-    reason = "the output of layer4.0 is the first that is not finite (input and weights are)"
-    assert reason in done.stderr
+    reason = "layer4.0 is the first component whose output is not finite (its input and weights "
+    assert f"{reason}are finite)" in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert len(bad_steps(tmp_path / "run")) == 1
     assert (tmp_path / "run" / "checkpoints" / "step-00000002").is_dir()
@@ -153,5 +153,5 @@ def test_weights_that_are_no_numbers_are_named(
         *("--optimizer", "sgd", "--lr", "1e39", "--max-steps", 3),
     )
     assert done.returncode == 1
-    reason = "step 2 (epoch 1): the output of conv1 is the first that is not finite"
-    assert f"{reason} (nor are its weights)" in done.stderr
+    reason = "step 2 (epoch 1): conv1 is the first component whose output is not finite"
+    assert f"{reason} (its weights are not finite either)" in done.stderr

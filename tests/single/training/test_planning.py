@@ -100,7 +100,7 @@ def test_a_plan_is_changed_while_training(
     )
     assert re.match(r"rank [01] takes ", change["cause"])
     assert change["predicted_seconds"] < change["before_seconds"]
-    assert "brings in" in change["reason"]
+    assert " saves " in change["reason"]
     assert change["candidates"][0]["seconds"] > 0
     assert f"step {change['step']:,}: {change['cause']}: change" in done.stdout
     for ids in samples_of(ledger, 14):
