@@ -254,8 +254,8 @@ def test_a_layer_that_emits_no_numbers_is_named(
     done = hvdtrain(*command(small_set, tmp_path / "stops", *options))
     assert done.returncode == 1
     assert done.stderr.startswith(
-        "hvdtrain: the loss became nan at step 4 (epoch 1): the output of conv2 is the first that "
-        "is not finite (input and weights are); "
+        "hvdtrain: the loss became nan at step 4 (epoch 1): conv2 is the first component whose "
+        "output is not finite (its input and weights are finite)"
     )
     assert len(done.stderr.splitlines()) == 1
     skipped = ("--on-bad-step", "skip")
