@@ -16,7 +16,7 @@ from hvdtrain.jobs.record import Record
 from hvdtrain.jobs.slurm import State
 
 TAIL = 2**20  # bytes that are read from the end of a file
-SAVED = ", state saved; "
+SAVED = ", state saved"
 START_ONE = "start a job with hvdtrain jobs submit, or name the folder that holds the runs"
 FRESH_SECONDS = 60.0  # a run with a heartbeat younger than this is running
 

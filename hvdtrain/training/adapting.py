@@ -1,4 +1,4 @@
-"""`--plan adaptive`: rank 0 watches, thinks beside training, and has all ranks change the plan."""
+"""`--plan adaptive`: rank 0 watches, replans during training, and lets all ranks migrate."""
 
 import threading
 import time
@@ -22,29 +22,33 @@ from hvdtrain.training.control import Agreed
 from hvdtrain.training.session import Session, StepTimes
 from hvdtrain.training.vitals import own_seconds
 
-PROFILE_STEPS = 50  # after which components are compared with what was predicted of them
-SAME_LAYOUT_SECONDS = 0.2  # of a change that moves nothing: a loader that starts again
+PROFILE_STEPS = 50  # the components are compared with their predictions every 50 steps
+SAME_LAYOUT_SECONDS = 0.2  # a migration that moves no component: the loader restarts
 
 
 @dataclass(frozen=True)
-class Thought:
-    """What came of thinking a plan over."""
+class Replan:
+    """The outcome of one replan."""
 
     cause: str
     question: Question
     solution: Solution
-    current_seconds: float  # of a step under the plan that was, as predicted
+    current_seconds: float  # predicted seconds per step under the current plan
     decision: Decision
 
 
 @dataclass
 class Adapter:
-    """One rank's side of changing plans; only rank 0 has a `question`, and thinks.
+    """One rank's side of replanning and migration; only rank 0 has a `question` and replans.
 
     Attributes:
-        building_seconds: of this rank's part of a plan, the last time.
-        followed: steps under this plan.
-        expected_transfer: of each rank in a step of this plan; played through once.
+        building_seconds: seconds that this rank last took to build its stages of a plan.
+        followed: steps under the current plan.
+        expected_transfer: predicted transfer seconds per step of each rank under the current
+            plan; computed once per plan.
+        replanning: the thread that replans, while it runs and until its outcome is read.
+        replans: the outcome of that thread, once there is one.
+        pending: a plan that all ranks will migrate to.
     """
 
     session: Session
@@ -53,125 +57,128 @@ class Adapter:
     followed: int = 0
     expected_transfer: tuple[float, ...] = ()
     watch: Watch = field(default_factory=Watch)
-    thinking: threading.Thread | None = None
-    thoughts: list[Thought | Exception] = field(default_factory=list)  # one, once it is thought
-    wanted: Thought | None = None
-    is_forced: bool = False  # to take another plan, whatever it saves: a fault to rehearse
+    replanning: threading.Thread | None = None
+    replans: list[Replan | Exception] = field(default_factory=list)
+    pending: Replan | None = None
+    is_forced: bool = False
 
     @property
-    def wishes(self) -> bool:
-        """Whether this rank asks all others to come together."""
-        return self.wanted is not None
+    def wants_change(self) -> bool:
+        """Return whether this rank requests a migration from all ranks."""
+        return self.pending is not None
 
     def profile(self) -> dict[str, Any] | None:
-        """Every so many steps, compare all components with their predictions. Collective.
+        """Compare all components with their predictions every PROFILE_STEPS steps. Collective.
 
-        Returns what was found, on rank 0, whose profile then follows it.
+        Returns:
+            The comparison, on rank 0, which then updates its profile; otherwise None.
         """
         self.followed += 1
         if self.followed == SETTLING:
-            self.session.read_times()  # the first steps are like no others
+            self.session.read_times()  # discards the first steps, which are not typical
         if self.followed % PROFILE_STEPS:
             return None
-        taken: list[StepTimes] = self.session.world.gather(self.session.read_times())
-        if self.question is None or self.thinking is not None or self.wanted is not None:
+        step_times: list[StepTimes] = self.session.world.gather(self.session.read_times())
+        if self.question is None or self.replanning is not None or self.pending is not None:
             return None
         question, plan = self.question, self.session.plan
-        found = compared(question, plan, [each.components for each in taken])
-        self.question = following(question, found)
+        rank_ratios = compared(question, plan, [times.components for times in step_times])
+        self.question = following(question, rank_ratios)
         if not self.expected_transfer:
-            self.expected_transfer = play(question, plan, "the plan that is").transfer_seconds
-        pairs = zip(found, taken, self.expected_transfer, strict=True)
+            self.expected_transfer = play(question, plan, "current").transfer_seconds
+        pairs = zip(rank_ratios, step_times, self.expected_transfer, strict=True)
         return {
             "ranks": [
                 {
                     "times_predicted": ratios,
-                    "transfer_seconds": each.transfer,
+                    "transfer_seconds": times.transfer,
                     "transfer_seconds_predicted": transfer,
                 }
-                for ratios, each, transfer in pairs
+                for ratios, times, transfer in pairs
             ]
         }
 
     def follow(
         self, agreed: Agreed, steps_left: int, is_forced: bool = False
     ) -> list[dict[str, Any]]:
-        """Take a step that all ranks have done, and return what was decided against since.
+        """Take a step that all ranks have done; return the decisions to keep the plan.
 
         Args:
-            is_forced: whether to take another plan at once, whatever it saves.
+            is_forced: whether to migrate to another plan at once, whatever that saves.
         """
         self.is_forced |= is_forced
-        if self.question is None or self.wanted is not None:
+        if self.question is None or self.pending is not None:
             return []
-        if self.thinking is not None:
-            return self._take_thought()
+        if self.replanning is not None:
+            return self._take_replan()
         if self.is_forced:
             self.is_forced = False
-            self._think(partial(self._forced, self.question))
-            return self._take_thought()
-        own, whole = own_seconds(agreed.vitals)
-        drift = self.watch.add(own, whole)
+            self._replan(partial(self._decide_on_another, self.question))
+            return self._take_replan()
+        rank_seconds, step_seconds = own_seconds(agreed.vitals)
+        drift = self.watch.add(rank_seconds, step_seconds)
         if drift is not None:
-            # A daemon: the end of a run waits for no thought.
-            think = partial(self._thought, drift, self.question, steps_left)
-            self.thinking = threading.Thread(target=self._think, args=(think,), daemon=True)
-            self.thinking.start()
+            # A daemon thread: the end of a run does not wait for it.
+            make_replan = partial(self._decide, drift, self.question, steps_left)
+            self.replanning = threading.Thread(
+                target=self._replan, args=(make_replan,), daemon=True
+            )
+            self.replanning.start()
         return []
 
-    def _take_thought(self) -> list[dict[str, Any]]:
-        if not self.thoughts:
+    def _take_replan(self) -> list[dict[str, Any]]:
+        if not self.replans:
             return []
-        thought, self.thinking = self.thoughts.pop(), None
-        if isinstance(thought, Exception):
-            # Nothing fits what is known now, or a fault of ours: training goes on as it is.
+        replan, self.replanning = self.replans.pop(), None
+        if isinstance(replan, Exception):
+            # No plan fits the new profile, or replanning has a bug: training keeps its plan.
             self.watch.restart()
-            reason = f"no other plan was found ({one_line(thought)})"
-            return [{"decision": "stay", "cause": "the plan was thought over", "reason": reason}]
-        self.question, self.expected_transfer = thought.question, ()
-        if thought.decision.change:
-            self.wanted = thought
+            reason = f"no other plan was found ({one_line(replan)})"
+            return [{"decision": "stay", "cause": "replanning", "reason": reason}]
+        self.question, self.expected_transfer = replan.question, ()
+        if replan.decision.change:
+            self.pending = replan
             return []
         self.watch.restart()
-        return [said(thought)]
+        return [decision_record(replan)]
 
-    def _think(self, think: Callable[[], Thought]) -> None:
-        """Keep what comes of it, or why nothing does."""
+    def _replan(self, make_replan: Callable[[], Replan]) -> None:
+        """Put the outcome into `replans`; runs in a thread of rank 0, unless it is forced."""
         try:
-            self.thoughts.append(think())
+            self.replans.append(make_replan())
         except Exception as error:
-            self.thoughts.append(error)
+            self.replans.append(error)
 
-    def _thought(self, drift: Drift, question: Question, steps_left: int) -> Thought:
+    def _decide(self, drift: Drift, question: Question, steps_left: int) -> Replan:
         plan = self.session.plan
-        whole = drift.step_seconds if drift.is_waiting else None
-        asked = calibrated(question, plan, drift.own_seconds, whole)
-        current = play(asked, plan, "the plan that is").seconds
-        solution = solve(self._keeping_batch_norm(asked, plan))
+        step_seconds = drift.step_seconds if drift.is_waiting else None
+        updated = calibrated(question, plan, drift.own_seconds, step_seconds)
+        current = play(updated, plan, "current").seconds
+        solution = solve(self._keeping_batch_norm(updated, plan))
         chosen = solution.chosen
         decision = decide(
-            current, chosen.seconds, steps_left, self._seconds_to(chosen.plan, asked)
+            current, chosen.seconds, steps_left, self._seconds_to(chosen.plan, updated)
         )
         if decision.change:
-            prove(chosen.plan, asked.batch_size, asked.known.is_synchronised)
-        return Thought(drift.cause, asked, solution, current, decision)
+            prove(chosen.plan, updated.batch_size, updated.known.is_synchronised)
+        return Replan(drift.cause, updated, solution, current, decision)
 
-    def _forced(self, question: Question) -> Thought:
-        """Return the fastest of the other plans, if there is any of another layout."""
+    def _decide_on_another(self, question: Question) -> Replan:
+        """Return the fastest of the other plans, of another layout if there is any."""
         plan = self.session.plan
-        current = play(question, plan, "the plan that is").seconds
+        current = play(question, plan, "current").seconds
         solution = solve(self._keeping_batch_norm(question, plan))
-        others = [each for each in solution.candidates if each.plan != plan]
-        others.sort(key=lambda each: is_same_layout(each.plan, plan))  # stable: fastest first
+        others = [candidate for candidate in solution.candidates if candidate.plan != plan]
+        others.sort(key=lambda other: is_same_layout(other.plan, plan))  # stable: fastest first
         if not others:
             raise UsageError("this run has one plan only")
         prove(others[0].plan, question.batch_size, question.known.is_synchronised)
         decision = Decision(True, "the fastest of the other plans")
         chosen = replace(solution, chosen=others[0])
-        return Thought("--inject replan", question, chosen, current, decision)
+        return Replan("--inject replan", question, chosen, current, decision)
 
     def _keeping_batch_norm(self, question: Question, plan: Plan) -> Question:
-        """Ask for plans alone under which batch norm computes what it does, if that is wanted."""
+        """Return the question for plans that keep the batch norm groups, if they must be kept."""
         session = self.session
         has_any = any(cost.batch_norms for cost in question.known.costs)
         if session.config.change_batch_norm or not has_any:
@@ -180,59 +187,64 @@ class Adapter:
         return replace(question, keeps=(plan, tuple(sizes)), microbatches=plan.microbatches)
 
     def _seconds_to(self, plan: Plan, question: Question) -> float:
-        """What a change is expected to take."""
+        """Return the seconds that a migration is expected to take."""
         if is_same_layout(self.session.plan, plan):
             return SAME_LAYOUT_SECONDS
         moving = moving_seconds(question, self.session.plan, plan)
         return max(SAME_LAYOUT_SECONDS, self.building_seconds + moving)
 
-    def _stay(self, thought: Thought | None, refusal: str) -> dict[str, Any] | None:
-        """Go on as it is, since the run cannot be trained under the plan that was wanted."""
-        self.wanted = None
+    def _stay(self, replan: Replan | None, refusal: str) -> dict[str, Any] | None:
+        """Keep the current plan, since the new one cannot train this run."""
+        self.pending = None
         self.watch.restart()
-        if thought is None:
+        if replan is None:
             return None
         stays = Decision(False, f"the other plan cannot train this run: {refusal}")
-        return said(replace(thought, decision=stays))
+        return decision_record(replace(replan, decision=stays))
 
     def change(self) -> dict[str, Any] | None:
-        """Go on under the plan that rank 0 wants; on rank 0 what to say of it. Collective."""
-        thought, here, before = self.wanted, self.session.world, self.session.plan
-        plan, refusal = thought.solution.chosen.plan if thought else None, ""
+        """Migrate to the plan that rank 0 has chosen. Collective.
+
+        Returns:
+            The decision as metrics.jsonl has it, on rank 0; otherwise None.
+        """
+        replan, world, before = self.pending, self.session.world, self.session.plan
+        plan, refusal = replan.solution.chosen.plan if replan else None, ""
         if plan is not None:
-            try:  # here, where no training draws random numbers meanwhile
+            try:  # not in the thread: no training draws random numbers at this point
                 self.session.check_plan(plan)
             except HvdtrainError as error:
                 plan, refusal = None, str(error)
-        plan = here.broadcast(plan)
+        plan = world.broadcast(plan)
         if plan is None:
-            return self._stay(thought, refusal)
-        began = time.perf_counter()
+            return self._stay(replan, refusal)
+        started = time.perf_counter()
         self.session.change_plan(plan)
-        here.barrier()
-        seconds = time.perf_counter() - began
-        if thought is not None and not is_same_layout(before, plan):
-            moving = moving_seconds(thought.question, before, plan)
+        world.barrier()
+        seconds = time.perf_counter() - started
+        if replan is not None and not is_same_layout(before, plan):
+            moving = moving_seconds(replan.question, before, plan)
             self.building_seconds = max(0.0, seconds - moving)
-        self.wanted, self.followed, self.expected_transfer = None, 0, ()
+        self.pending, self.followed, self.expected_transfer = None, 0, ()
         self.watch.restart()
-        self.session.read_times()  # those of the plan that was
-        if thought is None:
+        self.session.read_times()  # discards those of the old plan
+        if replan is None:
             return None
-        return said(thought) | {"change_seconds": seconds}
+        return decision_record(replan) | {"change_seconds": seconds}
 
 
-def said(thought: Thought) -> dict[str, Any]:
-    """A decision, as metrics.jsonl has it."""
-    changes, other = thought.decision.change, thought.solution.chosen.seconds
+def decision_record(replan: Replan) -> dict[str, Any]:
+    """Return a decision as metrics.jsonl has it."""
+    changes, other = replan.decision.change, replan.solution.chosen.seconds
     return {
         "decision": "change" if changes else "stay",
-        "cause": thought.cause,
-        "reason": thought.decision.reason,
-        # Of the plan that this line names, and of the one that was, or would have been, instead.
-        "predicted_seconds": other if changes else thought.current_seconds,
+        "cause": replan.cause,
+        "reason": replan.decision.reason,
+        # The line names the plan that is kept or migrated to; the other seconds are those of the
+        # plan before it or of the rejected one.
+        "predicted_seconds": other if changes else replan.current_seconds,
         "before_seconds" if changes else "other_seconds": (
-            thought.current_seconds if changes else other
+            replan.current_seconds if changes else other
         ),
-        "candidates": [in_short(each) for each in thought.solution.candidates],
+        "candidates": [in_short(candidate) for candidate in replan.solution.candidates],
     }

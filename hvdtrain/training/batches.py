@@ -1,4 +1,7 @@
-"""Every batch size of a run, tried out before its first step: tails of epochs come hours later."""
+"""Test of every batch size of a run before its first step.
+
+The smaller batch at the end of an epoch comes hours later, and must not be the first to fail.
+"""
 
 from collections.abc import Collection, Sequence
 
@@ -23,7 +26,7 @@ from hvdtrain.parallel.validate import prove
 
 
 def batch_sizes(config: TrainConfig, epoch_length: int) -> list[int]:
-    """Those of a run from its start, the usual one first."""
+    """Return the distinct batch sizes of a run from its start, the usual one first."""
     total = config.total_samples(epoch_length)
     slices = order.step_slices(epoch_length, config.batch_size)
     return list(dict.fromkeys(stop - start for start, stop in slices if start < total))
@@ -33,28 +36,28 @@ def check_batches(
     config: TrainConfig,
     plan: Plan,
     components: Sequence[Component],
-    given: Sequence[Boundary],
+    inputs: Sequence[Boundary],
     epoch_length: int,
 ) -> None:
-    """Prove the schedule of every batch, and that each component can take its part of it.
+    """Prove the schedule of every batch, and that each component can take its share of it.
 
     Args:
-        given: what each component is given, with any batch.
+        inputs: the input of each component, with any number of samples.
 
     Raises:
-        ScheduleError: as of `prove`.
-        UsageError: naming a component, and how many samples it cannot take.
+        ScheduleError: as `prove` does.
+        UsageError: if a component cannot take the number of samples that it gets.
     """
-    check_sizes(config, plan, components, given, batch_sizes(config, epoch_length))
+    check_sizes(config, plan, components, inputs, batch_sizes(config, epoch_length))
 
 
 def given_to(
     components: Sequence[Component], config: TrainConfig, image_size: int, classes: int
 ) -> list[Boundary]:
-    """What each component is given, found by handing images through without computing anything.
+    """Return the input of each component, by a forward pass on the meta device.
 
     Raises:
-        UsageError: if images or classes are not those of the model.
+        UsageError: if images or classes do not fit the model.
     """
     dtype = DTYPES[config.precision]
     emitted = boundaries(components, image_size, classes=classes, dtype=dtype)
@@ -65,16 +68,17 @@ def check_sizes(
     config: TrainConfig,
     plan: Plan,
     components: Sequence[Component],
-    given: Sequence[Boundary],
+    inputs: Sequence[Boundary],
     sizes: Collection[int],
 ) -> None:
-    """As `check_batches`, of batches of these sizes."""
+    """Check batches of these sizes as `check_batches` does."""
     for size in sizes:
         prove(plan, size, config.batch_norm == "sync")
     modules = {
-        part.name: build_on_meta(part).to(dtype=DTYPES[config.precision]) for part in components
+        component.name: build_on_meta(component).to(dtype=DTYPES[config.precision])
+        for component in components
     }
-    forms = {part.name: form for part, form in zip(components, given, strict=True)}
+    forms = {component.name: form for component, form in zip(components, inputs, strict=True)}
     for number, stage in enumerate(plan.stages):
         layers = [
             layer
@@ -87,12 +91,12 @@ def check_sizes(
             parts = list(cut(plan, size).parts[number].values())
             counts = {stop - start for pieces in parts for start, stop in pieces}
             whole = {
-                sum(stop - start for start, stop in each) for each in zip(*parts, strict=True)
+                sum(stop - start for start, stop in pieces) for pieces in zip(*parts, strict=True)
             }
             for name in stage.components:
                 # Synchronised batch norms see the samples of all replicas together.
-                own = counts if is_synchronised else counts - {0}
-                _try(config, name, modules[name], forms[name], own, size, not is_synchronised)
+                local = counts if is_synchronised else counts - {0}
+                _try(config, name, modules[name], forms[name], local, size, not is_synchronised)
                 if is_synchronised:
                     _try(config, name, modules[name], forms[name], whole, size, True)
 
@@ -106,7 +110,15 @@ def _try(
     size: int,
     normalises: bool,
 ) -> None:
-    """Hand so many samples to a component in training mode, its batch norms only if asked to."""
+    """Run a component in training mode with each number of samples.
+
+    Args:
+        size: the global batch size, for the message.
+        normalises: whether batch norms are in training mode, too.
+
+    Raises:
+        UsageError: if the component fails.
+    """
     module.train()
     for layer in module.modules():
         if isinstance(layer, _BatchNorm) and not normalises:

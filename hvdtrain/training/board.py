@@ -1,4 +1,4 @@
-"""Numbers for TensorBoard, by its own writer, which needs no framework."""
+"""Numbers for TensorBoard, written by its own writer, which needs no framework."""
 
 import sys
 import time
@@ -14,17 +14,17 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 class Board:
     """An event file in a folder.
 
-    Args:
-        purge_step: what older files hold of this step and later ones does not count any more.
+    Later write errors only lose curves: a run is worth more than they are.
 
-    What the disk does not take later is left out: a run is worth more than its curves.
+    Args:
+        purge_step: TensorBoard ignores what older files hold for this step and later ones.
 
     Raises:
         OSError: if the folder cannot be written to.
     """
 
     def __init__(self, folder: Path, purge_step: int | None) -> None:
-        # It loads TensorFlow where that is installed, unless this module exists.
+        # TensorBoard loads TensorFlow where that is installed, unless this module exists.
         none = types.ModuleType("tensorboard.compat.notf")
         sys.modules.setdefault("tensorboard.compat.notf", none)
         self.folder = str(folder)
@@ -35,7 +35,7 @@ class Board:
             self._add(Event(step=purge_step, session_log=start))
 
     def add(self, name: str, value: float, step: int) -> None:
-        """One number."""
+        """Write one number."""
         summary = Summary(value=[Summary.Value(tag=name, simple_value=value)])
         self._add(Event(step=step, summary=summary))
 
@@ -44,7 +44,7 @@ class Board:
         self._try(EventFileWriter.flush)
 
     def close(self) -> None:
-        """Nothing more is added."""
+        """Close the file; nothing can be added afterwards."""
         self._try(EventFileWriter.close)
 
     def _add(self, event: Event) -> None:
@@ -57,4 +57,4 @@ class Board:
                 self.writer = EventFileWriter(self.folder)
             work(self.writer)
         except OSError:
-            self.writer = None  # it takes no more: a new one does
+            self.writer = None  # after an error this one writes nothing more: a new one does

@@ -1,4 +1,4 @@
-"""The interpreter of a plan on this rank, with all that it needs."""
+"""Construction of the runtime that executes a plan on this rank."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,6 @@ from importlib import import_module
 
 import torch
 
-from hvdtrain import world
 from hvdtrain.activity import Activity
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
@@ -23,7 +22,7 @@ from hvdtrain.parallel.update import UpdateRule
 from hvdtrain.training.parts import build_parts, probe_forms
 from hvdtrain.training.stall import patience, stalled
 from hvdtrain.training.states import find_states
-from hvdtrain.world import World
+from hvdtrain.world import World, notes
 
 
 def build_runtime(
@@ -32,32 +31,33 @@ def build_runtime(
     components: Sequence[Component],
     images: Images,
     image_size: int,
-    here: World,
+    world: World,
     synchronous: bool = False,
     before: Runtime | None = None,
 ) -> Runtime:
-    """The interpreter of a plan on this rank. Collective.
+    """Return the runtime of a plan on this rank. Collective.
 
     Args:
         synchronous: as in `Exchange`.
-        before: that of another plan, whose place it takes; it must not be used any more.
+        before: the runtime of the previous plan, which the new one replaces; it must not be used
+            any more.
     """
     device = images.device
     exchange = before.exchange if before else None
-    if exchange is None and here.communicator is not None:
-        exchange = Exchange(here.communicator, device, synchronous)
-    parts = build_parts(config, plan, components, here, exchange, device)
-    _make_ready(config, plan, parts, here, device)
-    forms = probe_forms(plan, parts, image_size, config, here, device)
-    find_states(config, plan, parts, components, forms, here, device)
+    if exchange is None and world.communicator is not None:
+        exchange = Exchange(world.communicator, device, synchronous)
+    parts = build_parts(config, plan, components, world, exchange, device)
+    _make_ready(config, plan, parts, world, device)
+    forms = probe_forms(plan, parts, image_size, config, world, device)
+    find_states(config, plan, parts, components, forms, world, device)
     return Runtime(
-        here.rank,
+        world.rank,
         parts,
         plan.last,
         images,
-        Handover(here.rank, forms[1:], exchange, device),
+        Handover(world.rank, forms[1:], exchange, device),
         config.precision,
-        activity=before.activity if before else _activity(config, here),
+        activity=before.activity if before else _activity(config, world),
         rule=_rule(config),
         label_smoothing=config.label_smoothing,
         keep_events=config.trace is not None,
@@ -69,18 +69,19 @@ def _make_ready(
     config: TrainConfig,
     plan: Plan,
     parts: Mapping[int, Part],
-    here: World,
+    world: World,
     device: torch.device,
 ) -> None:
-    """Check that something is trained, load what a backward pass needs, attach clocks. Collective.
+    """Check that there are parameters, load what backward needs, attach clocks. Collective.
 
     Raises:
         UsageError: if no rank has anything to train.
     """
-    if not any(here.gather(any(part.parameters for part in parts.values()))):
-        raise UsageError(f"model {config.model} has no parameters that are trained")
+    if not any(world.gather(any(part.parameters for part in parts.values()))):
+        raise UsageError(f"model {config.model} has no trainable parameters: give another --model")
     if any(number < plan.last for number in parts):
-        # What torch loads in its first backward pass from a gradient: not while others wait.
+        # Torch loads it in the first backward pass that starts from a gradient, while other ranks
+        # would wait.
         import_module("torch.fx.experimental.symbolic_shapes")
     if config.plan == "adaptive" and device.type == "cpu":
         for part in parts.values():
@@ -88,7 +89,7 @@ def _make_ready(
 
 
 def _draws(config: TrainConfig, parts: Mapping[int, Part]) -> Draws:
-    """The random draws of dropout, which follow the samples unless components are compiled."""
+    """Return the random draws of dropout: by sample, unless components are compiled."""
     draws = Draws()
     if not config.compile:
         for part in parts.values():
@@ -97,8 +98,8 @@ def _draws(config: TrainConfig, parts: Mapping[int, Part]) -> Draws:
     return draws
 
 
-def _activity(config: TrainConfig, here: World) -> Activity:
-    return Activity(*world.notes(here.rank), patience(config), stalled)
+def _activity(config: TrainConfig, world: World) -> Activity:
+    return Activity(*notes(world.rank), patience(config), stalled)
 
 
 def _rule(config: TrainConfig) -> UpdateRule:

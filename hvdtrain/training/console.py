@@ -1,4 +1,4 @@
-"""What rank 0 prints: a progress bar where there is a terminal, one line an epoch everywhere."""
+"""Output of rank 0: one line per epoch, and a progress bar on a terminal."""
 
 import os
 import sys
@@ -28,7 +28,7 @@ class Console:
 
     def __init__(self, rank: int, launched: bool) -> None:
         self.speaks = rank == 0
-        # mpirun gives each rank a terminal of its own: only our launcher knows of a real one.
+        # mpirun gives each rank a terminal of its own: only our launcher knows the real one.
         columns = os.environ.get("HVDTRAIN_TERMINAL_COLUMNS")
         terminal = self.speaks and (columns is not None if launched else sys.stdout.isatty())
         width = int(columns) if columns else None
@@ -56,7 +56,7 @@ class Console:
             print(text, flush=True)
 
     def say_plan(self, plan: Plan) -> None:
-        """One line a stage, where there are several."""
+        """Print one line per stage, if there are several."""
         if len(plan.stages) == 1:
             return
         self.say(f"{plan.schedule}, up to {plan.microbatches} micro-batches")
@@ -67,7 +67,7 @@ class Console:
 
     @contextmanager
     def bar(self, title: str, steps: int) -> Iterator[None]:
-        """Show a bar of so many steps while inside."""
+        """Show a progress bar of `steps` steps inside of the context."""
         if self.progress is None:
             yield
             return
@@ -77,16 +77,16 @@ class Console:
         self.progress.remove_task(self.task)
 
     def step(self, loss: float) -> None:
-        """One more step is done."""
+        """Advance the progress bar by one step."""
         if self.progress is not None:
             self.progress.update(self.task, advance=1, loss=loss)
 
     def header(self) -> None:
-        """The names of the columns that `row` fills."""
+        """Print the names of the columns that `row` fills."""
         self.say("  ".join(f"{name:>9}" for name in COLUMNS))
 
     def row(self, values: dict[str, Any]) -> None:
-        """One line of the epoch table; missing values are left blank."""
+        """Print one line of the epoch table, with "-" for missing values."""
         cells = [
             "-" if values.get(name) is None else format(values[name], form)
             for name, form in COLUMNS.items()

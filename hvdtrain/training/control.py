@@ -1,7 +1,7 @@
-"""How ranks agree while training: one small non-blocking all-reduce a step, read one step later.
+"""Control vector of a step: one small non-blocking all-reduce per step, read one step later.
 
-No other agreement between ranks exists inside an epoch: the wish to stop or to save, a bad step,
-the loss that is logged and how each rank fares all ride on it.
+The ranks agree on nothing else inside an epoch. The vector has the requests to stop or to save,
+bad steps, the loss that is logged and the vitals of each rank.
 """
 
 import math
@@ -22,27 +22,27 @@ INTERRUPT, PREEMPT, SAVE, CHANGE, WRITTEN, FAILED, BAD, LOSS, SAMPLES, HEADER = 
 
 
 class Wishes(NamedTuple):
-    """What a rank tells the others beside the results of its step."""
+    """Flags of one rank in the control vector."""
 
     interrupted: bool
     preempted: bool
     save: bool = False  # a checkpoint is due
-    written: bool = False  # its part of the pending checkpoint is on the disk
-    failed: bool = False  # it could not write its part, or make the checkpoint
-    bad: bool = False  # it left out an update
-    change: bool = False  # the plan, or what is known of the ranks, is to be another
+    written: bool = False  # the rank's files of the pending checkpoint are on the disk
+    failed: bool = False  # the rank could not write its files, or complete the checkpoint
+    bad: bool = False  # the rank skipped an update
+    change: bool = False  # rank 0 requests a migration to another plan
 
 
 class Vitals(NamedTuple):
-    """How a rank fares in a step.
+    """Measurements of one rank in one step.
 
     Attributes:
-        seconds: the step, with the wait for its data.
-        own_seconds: of these, all but waiting for other ranks.
+        seconds: duration of the step, with the wait for its data.
+        own_seconds: `seconds` without the wait for other ranks.
         data_seconds: the wait for its data.
-        memory_bytes: resident, or allocated on the GPU.
-        load: of its host, processes that are ready to run.
-        celsius: of the hottest sensor of its processor or GPU; not a number where there is none.
+        memory_bytes: resident set, or memory allocated on the GPU.
+        load: processes of the host that are ready to run.
+        celsius: the hottest sensor of the processor or GPU; NaN where there is none.
     """
 
     seconds: float
@@ -55,16 +55,16 @@ class Vitals(NamedTuple):
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks know of one step.
+    """The agreement of all ranks on one step.
 
     Attributes:
-        stop: the exit code to leave with, or None to go on.
-        save: whether a rank asks for a checkpoint.
-        change: whether rank 0 asks all to come together over the plan.
-        written: how many ranks have written their part of the pending checkpoint.
-        failed: how many could not.
-        bad: how many ranks left out an update.
-        loss: mean loss over the samples of the step.
+        stop: the exit code to leave with, or None to continue.
+        save: whether a rank requests a checkpoint.
+        change: whether rank 0 requests a migration to another plan.
+        written: number of ranks that have written their files of the pending checkpoint.
+        failed: number of ranks that could not write them.
+        bad: number of ranks that skipped an update.
+        loss_sum: sum of the losses of the step's samples, over all ranks.
         samples: samples of the step, over all ranks.
         vitals: [ranks, Vitals], fp64.
         posted_at: when this rank was done with the step, by time.perf_counter.
@@ -88,12 +88,12 @@ class Agreed:
 
     @property
     def finite(self) -> bool:
-        """Whether the loss is a number."""
+        """Return whether the loss is finite."""
         return math.isfinite(self.loss_sum)
 
     @classmethod
     def of(cls, total: NDArray[np.float64], posted_at: float) -> "Agreed":
-        """What the sum of all ranks' vectors says."""
+        """Return the agreement in the sum of all ranks' control vectors."""
         return cls(
             stop_code(bool(total[INTERRUPT]), bool(total[PREEMPT])),
             bool(total[SAVE]),
@@ -109,18 +109,18 @@ class Agreed:
 
 
 def stop_code(interrupted: bool, preempted: bool) -> int | None:
-    """The exit code to leave with, where any rank was interrupted or preempted; else None."""
+    """Return the exit code if any rank was interrupted or preempted; else None."""
     if interrupted:
         return Interrupted.exit_code
     return Preempted.exit_code if preempted else None
 
 
 class Control:
-    """Sends each step's vector and hands out the agreement of the step before.
+    """Sends each step's control vector and returns the agreement on the step before.
 
     Args:
-        delay: steps after which a step's vector leaves: 1 on a GPU, whose loss is not waited for
-            but copied beside the computation.
+        delay: steps after which a step's vector is sent: 1 on a GPU, whose loss is copied during
+            the computation of the next step.
     """
 
     def __init__(self, world: World, delay: int) -> None:
@@ -129,20 +129,20 @@ class Control:
         self.in_flight: tuple[np.ndarray, Any, float] | None = None
 
     def post(
-        self, read_loss: Callable[[], float], samples: int, wishes: Wishes, vitals: Vitals
+        self, read_loss: Callable[[], float], samples: int, flags: Wishes, vitals: Vitals
     ) -> Agreed | None:
-        """Send this rank's part of a step; return the newest agreement that is not yet read.
+        """Send this rank's vector of a step; return the agreement that was in flight, if any.
 
         Args:
-            read_loss: gives the sum of the losses of `samples`; called when the vector leaves.
+            read_loss: returns the sum of the losses of `samples`; called when the vector is sent.
         """
         fields = len(Vitals._fields)
         vector = np.zeros(HEADER + self.world.size * fields)
-        vector[INTERRUPT], vector[PREEMPT], vector[SAVE] = wishes[:3]
-        vector[WRITTEN], vector[BAD], vector[SAMPLES] = wishes.written, wishes.bad, samples
-        vector[CHANGE], vector[FAILED] = wishes.change, wishes.failed
-        own = HEADER + self.world.rank * fields
-        vector[own : own + fields] = vitals
+        vector[INTERRUPT], vector[PREEMPT], vector[SAVE] = flags[:3]
+        vector[WRITTEN], vector[BAD], vector[SAMPLES] = flags.written, flags.bad, samples
+        vector[CHANGE], vector[FAILED] = flags.change, flags.failed
+        start = HEADER + self.world.rank * fields
+        vector[start : start + fields] = vitals
         self.waiting.append((read_loss, vector, time.perf_counter()))
         agreed = self._receive()
         if len(self.waiting) > self.delay:
@@ -150,7 +150,7 @@ class Control:
         return agreed
 
     def drain(self) -> list[Agreed]:
-        """The agreements of all steps still under way, oldest first."""
+        """Return the agreements on all steps still under way, oldest first."""
         agreements = [self._receive()]
         while self.waiting:
             self._send()

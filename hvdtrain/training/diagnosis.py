@@ -1,8 +1,8 @@
-"""Where a bad step went wrong: it is run again, and what every component emits is looked at.
+"""Diagnosis of a bad step: the step is repeated, and the output of every component is checked.
 
-No update was made from a bad step, and what it drew at random is seeded, so that it can be run
-again as long as its images are at hand. The ranks learn of it when the step after it is done (on a
-GPU the one after that), whose update, if it was a good one, the weights have taken by then.
+A bad step makes no update and its random draws are seeded, so that it can be repeated as long as
+its images are in memory. The ranks learn of it after the next step (on a GPU after the one after
+that), and by then the weights have the update of that step, if it was a good one.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -24,38 +24,40 @@ from hvdtrain.training.session import Taken
 from hvdtrain.world import World
 
 
-def diagnose(runtime: Runtime, plan: Plan, here: World, program: Program, taken: Taken) -> str:
-    """Run a step again without updating anything; what is wrong with it, in words. Collective.
+def diagnose(runtime: Runtime, plan: Plan, world: World, program: Program, step: Taken) -> str:
+    """Repeat a step without updating anything, and return what is wrong with it. Collective.
 
-    The generators are as they were when the step began.
+    The caller has reset the random generators to their state before the step.
     """
     sightings, places = list[Sighting](), _places(plan)
     kept = copied_buffers(runtime.parts)
     events, runtime.events = runtime.events, None
     assert runtime.activity is not None
     newest, _ = runtime.activity.now()
-    runtime.activity.step(taken.step)
-    with _watched(runtime.parts, places, here.rank, sightings):
-        gradients = runtime.gradients(program, Step(taken.feed.images, taken.feed.labels))
+    runtime.activity.step(step.step)
+    with _watched(runtime.parts, places, world.rank, sightings):
+        gradients = runtime.gradients(program, Step(step.feed.images, step.feed.labels))
     runtime.events = events
     runtime.activity.step(newest)
     restore_buffers(runtime.parts, kept)
-    with runtime.activity.doing("gathering what each rank found in a bad step"):
-        told = here.gather((sightings, _norms(runtime.parts, gradients)))
-    seen = [sighting for theirs, _ in told for sighting in theirs]
-    norms = {name: norm for _, theirs in told for name, norm in theirs.items()}
+    with runtime.activity.doing("gathering what all ranks saw in a bad step"):
+        reports = world.gather((sightings, _norms(runtime.parts, gradients)))
+    seen = [sighting for theirs, _ in reports for sighting in theirs]
+    norms = {name: norm for _, theirs in reports for name, norm in theirs.items()}
     return in_words(seen, norms, places)
 
 
 def _norms(parts: Mapping[int, Part], gradients: Mapping[str, Tensor]) -> dict[str, float]:
-    """The norm of the gradients of each component that this rank holds."""
-    found = {}
+    """Return the norm of the gradients of each component that this rank holds."""
+    norms = {}
     for part in parts.values():
         for component in part.model.components:
-            own = [value for name, value in gradients.items() if name.startswith(f"{component}.")]
-            if own:
-                found[component] = float(torch.nn.utils.get_total_norm(own))
-    return found
+            values = [
+                value for name, value in gradients.items() if name.startswith(f"{component}.")
+            ]
+            if values:
+                norms[component] = float(torch.nn.utils.get_total_norm(values))
+    return norms
 
 
 def _places(plan: Plan) -> dict[str, int]:
@@ -67,7 +69,7 @@ def _places(plan: Plan) -> dict[str, int]:
 def _watched(
     parts: Mapping[int, Part], places: Mapping[str, int], rank: int, sightings: list[Sighting]
 ) -> Iterator[None]:
-    """Look at what each component emits from what is finite."""
+    """Note the components whose output is not finite although their input is."""
     models = [part.model for part in parts.values()]
     before = [dict(model.calls) for model in models]
     for model in models:
@@ -88,9 +90,9 @@ def _looking(
     rank: int,
     sightings: list[Sighting],
 ) -> Callable[[Tensor], Tensor]:
-    def look(given: Tensor) -> Tensor:
-        output = call(given)
-        if not all_finite([output.detach()]) and all_finite([given.detach()]):
+    def look(inputs: Tensor) -> Tensor:
+        output = call(inputs)
+        if not all_finite([output.detach()]) and all_finite([inputs.detach()]):
             weights = list(model.components[name].parameters())
             has_bad_weights = not all_finite([value.detach() for value in weights])
             sightings.append(Sighting(place, name, rank, has_bad_weights))

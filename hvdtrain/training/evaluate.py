@@ -1,4 +1,4 @@
-"""Evaluation: a forward-only schedule over a split, with exact counts at any number of ranks."""
+"""Evaluation by a forward-only schedule over a split, with exact counts on any number of ranks."""
 
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -25,7 +25,7 @@ class Stopped(Exception):
 
 
 def _until_stopped(run: Run, batches: Iterable[tuple[Feed, int]]) -> Iterator[tuple[Feed, int]]:
-    """The batches of an evaluation. All ranks agree after each of them on whether to stop.
+    """Yield the batches of an evaluation; after each, all ranks agree on whether to stop.
 
     Raises:
         Stopped: on all ranks after the same batch.
@@ -33,13 +33,13 @@ def _until_stopped(run: Run, batches: Iterable[tuple[Feed, int]]) -> Iterator[tu
     code = None
     for batch in batches:
         yield batch
-        wishes = Wishes(
+        flags = Wishes(
             *(run.stop.interrupted, run.stop.preempted),
             written=run.saver.written,
             failed=run.saver.failed,
         )
         with run.activity.doing("agreeing with all ranks on an evaluation"):
-            agreed = run.control.post(lambda: 0.0, 0, wishes, Vitals(0.0, 0.0))
+            agreed = run.control.post(lambda: 0.0, 0, flags, Vitals(0.0, 0.0))
         if agreed is not None:
             saving.follow(run, agreed)
             code = agreed.stop
@@ -53,20 +53,20 @@ def _until_stopped(run: Run, batches: Iterable[tuple[Feed, int]]) -> Iterator[tu
 
 
 def evaluate(run: Run, split: str, rows: np.ndarray) -> tuple[float, float]:
-    """Mean loss and accuracy over `rows` of a split, each row counted once on one rank.
+    """Return mean loss and accuracy over `rows` of a split; one rank counts each row, once.
 
     Raises:
-        Stopped: on all ranks after the same batch, if any rank was asked to stop.
+        Stopped: on all ranks after the same batch, if any rank received a stop signal.
     """
     session = run.session
     slices = order.step_slices(len(rows), session.evaluation_images)
     sizes = [stop - start for start, stop in slices]
-    asked = requests(rows, slices, partial(session.own_rows, is_training=False))
-    with Loader(Feeder(session.splits[split]), asked) as loader:
+    row_requests = requests(rows, slices, partial(session.own_rows, is_training=False))
+    with Loader(Feeder(session.splits[split]), row_requests) as loader:
         feeds = watched(loader, run.activity)
-        own = session.evaluate(_until_stopped(run, zip(feeds, sizes, strict=True)))
+        local_sums = session.evaluate(_until_stopped(run, zip(feeds, sizes, strict=True)))
     with session.activity.doing("adding up an evaluation"):
-        loss_sum, correct = np.sum(session.world.gather(own), axis=0)
+        loss_sum, correct = np.sum(session.world.gather(local_sums), axis=0)
     return float(loss_sum) / len(rows), round(correct) / len(rows)
 
 
@@ -77,7 +77,7 @@ def end_epoch(run: Run, may_be_best: bool) -> None:
         may_be_best: whether a checkpoint of this epoch is saved.
 
     Raises:
-        Stopped: as `evaluate`; nothing is recorded, so that all of it is repeated on resume.
+        Stopped: as `evaluate` does; nothing is recorded, so that a resumed run repeats all of it.
     """
     session, progress = run.session, run.progress
     counted = progress.epoch_samples  # none where every step was skipped
@@ -88,7 +88,7 @@ def end_epoch(run: Run, may_be_best: bool) -> None:
     run.saved_step = None
     progress.epoch_loss_sum, progress.epoch_samples = 0.0, 0
     _record(run, final)
-    # Without a hold-out the training loss decides: never the test split.
+    # Without a hold-out the training loss decides, never the test split.
     metric, sign = ("val_accuracy", 1) if len(session.held_rows) else ("train_loss", -1)
     best = progress.best
     is_candidate = may_be_best and final[metric] is not None
@@ -97,14 +97,14 @@ def end_epoch(run: Run, may_be_best: bool) -> None:
 
 
 def evaluate_end(run: Run) -> None:
-    """Evaluate a run that was over before, if that is due now and was not then. Collective."""
+    """Evaluate a run that had ended already, if that is due now and was not then. Collective."""
     final = run.progress.final
     if run.complete and run.evaluation_due and final.get("test_loss") is None:
         _record(run, final | _measure(run))
 
 
 def _record(run: Run, final: dict[str, Any]) -> None:
-    """Let records and console say how an epoch ended."""
+    """Write the results of an epoch to the records and the console."""
     progress = run.progress
     progress.final = final
     run.count_seconds()
@@ -129,10 +129,10 @@ def _record(run: Run, final: dict[str, Any]) -> None:
 
 def _measure(run: Run) -> dict[str, float]:
     """Evaluate on the hold-out, if there is one, and on the test split. Collective."""
-    found: dict[str, float] = {}
+    measured: dict[str, float] = {}
     session = run.session
     if len(session.held_rows):
-        found["val_loss"], found["val_accuracy"] = evaluate(run, "train", session.held_rows)
+        measured["val_loss"], measured["val_accuracy"] = evaluate(run, "train", session.held_rows)
     test_rows = np.arange(session.index.splits["test"].count)
-    found["test_loss"], found["test_accuracy"] = evaluate(run, "test", test_rows)
-    return found
+    measured["test_loss"], measured["test_accuracy"] = evaluate(run, "test", test_rows)
+    return measured

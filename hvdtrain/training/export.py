@@ -1,4 +1,4 @@
-"""The weights of a run as a file for other programs."""
+"""Export of a run's weights to a file for other programs."""
 
 from pathlib import Path
 from typing import Literal
@@ -12,11 +12,11 @@ from hvdtrain.training.tensors import to_tensor
 
 
 def export(run: str, file: str, which: Literal["best", "last"] = "best") -> Path:
-    """Write the weights of a run's checkpoint in torchvision's form, and return the checkpoint.
+    """Write the weights of a run's checkpoint with torchvision's names; return the checkpoint.
 
     Args:
         run: the run folder.
-        file: to write; `torch.load` and torchvision's `load_state_dict` read it.
+        file: the file to write; `torch.load` and torchvision's `load_state_dict` read it.
         which: the best epoch's checkpoint, or the newest that verifies.
 
     Raises:
@@ -31,20 +31,20 @@ def export(run: str, file: str, which: Literal["best", "last"] = "best") -> Path
     model = str(config.get("model"))
     if config.get("framework") == "tensorflow":
         raise UsageError(
-            f"{run} is a run in TensorFlow, whose weights PyTorch does not read: its checkpoints "
-            "are safetensors files by Keras's names"
+            f"{run} is a TensorFlow run, whose weights PyTorch cannot read: use its checkpoints, "
+            "which are safetensors files with Keras's names"
         )
     checkpoints = folder / "checkpoints"
     best = checkpoint.best(checkpoints) if which == "best" else None
     if best is not None:
         saved, path = checkpoint.load(best), best
     else:
-        newest, found, skipped = checkpoint.load_newest(checkpoints)
-        if newest is None or found is None:
+        newest, newest_path, skipped = checkpoint.load_newest(checkpoints)
+        if newest is None or newest_path is None:
             raise DataError(
-                skipped[0] if skipped else f"{run} holds no checkpoint: it has saved none yet"
+                skipped[0] if skipped else f"{run} holds no checkpoint yet: train it on"
             )
-        saved, path = newest, found
+        saved, path = newest, newest_path
     state = {name: to_tensor(array) for name, array in saved.tensors.items()}
     weights.write(Path(file), model, state)
     return path

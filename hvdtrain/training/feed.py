@@ -1,4 +1,4 @@
-"""What a rank reads for a step: the images of its first stage, the labels of its last."""
+"""Data that a rank reads for a step: images for the first stage, labels for the last stage."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from hvdtrain.data.order import Range, Rows
 from hvdtrain.data.shards import Batch, Index, Samples, open_split
 from hvdtrain.world import World
 
-# For each split: shared among the ranks of a node, but twice the window of the shuffle at least.
+# Per split: shared by the ranks of a node, but at least twice the window of the shuffle.
 CACHE_BYTES_A_NODE = 4 * 2**30
 SMALLEST_CACHE_BYTES = 512 * 2**20
 READING = "reading its samples"
@@ -22,7 +22,7 @@ READING = "reading its samples"
 class Feed:
     """Images uint8 [n, H, W, C] with their sample ids, and labels int64 [m] of other samples.
 
-    n is 0 on ranks without the first stage, m on ranks without the last.
+    n is 0 on ranks without the first stage, m is 0 on ranks without the last stage.
     """
 
     images: np.ndarray
@@ -31,16 +31,16 @@ class Feed:
 
 
 class Feeder:
-    """Reads feeds from a split; stands in for it in a `Loader`.
+    """Reads feeds from a split; takes the place of the split in a `Loader`.
 
-    A request is the rows whose images, and the rows whose labels this rank needs.
+    A request has the rows whose images this rank needs, and the rows whose labels it needs.
     """
 
     def __init__(self, samples: Samples, augment: Callable[[Batch], Batch] | None = None) -> None:
         self.samples, self.augment = samples, augment
 
     def gather(self, request: tuple[Rows, Rows]) -> Feed:
-        """Read one step's feed; rows of a rank that needs both are read once."""
+        """Read one step's feed; rows whose images and labels are needed are read once."""
         for_images, for_labels = request
         if not len(for_images):
             empty = np.empty((0, *self.samples.index.image_shape), np.uint8)
@@ -56,10 +56,10 @@ class Feeder:
 def augmentation(
     config: TrainConfig, mean: Sequence[float], epoch: int
 ) -> Callable[[Batch], Batch] | None:
-    """What an epoch's batches go through, if anything.
+    """Return the augmentation of an epoch's batches, if there is one.
 
     Args:
-        mean: of each channel, of pixels in 0..1: what blank is.
+        mean: mean of each channel, of pixels in 0..1; cutout fills with it.
     """
     if config.augment == "none" and config.cutout is None:
         return None
@@ -79,17 +79,18 @@ def augmentation(
 def requests(
     rows: Rows, slices: Iterable[Range], own_rows: Callable[[Rows], tuple[Rows, Rows]]
 ) -> Iterator[tuple[Rows, Rows]]:
-    """What this rank reads for each global batch, a range of `rows`.
+    """Yield this rank's request for each global batch.
 
     Args:
-        own_rows: what it needs of such a batch, as of a `Session`.
+        slices: the global batches, as ranges of `rows`.
+        own_rows: returns this rank's request for the rows of a batch, as `Session.own_rows` does.
     """
     for start, stop in slices:
         yield own_rows(rows[start:stop])
 
 
 def watched(feeds: Iterable[Feed], activity: Activity) -> Iterator[Feed]:
-    """Yield the feeds of a loader; note each wait for one, since its thread may hang in a disk."""
+    """Yield the feeds of a loader; note each wait, since the loader may hang on a disk."""
     rest = iter(feeds)
     while True:
         with activity.doing(READING):
@@ -100,18 +101,18 @@ def watched(feeds: Iterable[Feed], activity: Activity) -> Iterator[Feed]:
 
 
 def taken(batch: np.ndarray, ranges: Iterable[Range]) -> np.ndarray:
-    """The samples of a batch that lie in `ranges`, which may be none."""
+    """Return the samples of a batch that lie in `ranges`; there may be none."""
     return np.concatenate([batch[:0], *(batch[first:last] for first, last in ranges)])
 
 
-def open_splits(index: Index, here: World, reads: bool) -> dict[str, Samples]:
-    """All splits, in memory already where they fit: reading them is not a part of any step.
+def open_splits(index: Index, world: World, reads: bool) -> dict[str, Samples]:
+    """Return all splits, loaded into memory where they fit, so that no step waits for it.
 
     Args:
-        reads: whether this rank reads anything: what holds neither the first stage nor the last
-            does not.
+        reads: whether this rank reads samples; one that holds neither the first nor the last
+            stage does not.
     """
-    memory = max(SMALLEST_CACHE_BYTES, CACHE_BYTES_A_NODE // here.local_size)
+    memory = max(SMALLEST_CACHE_BYTES, CACHE_BYTES_A_NODE // world.local_size)
     splits = {name: open_split(index, name, memory) for name in index.splits}
     if reads:
         for samples in splits.values():

@@ -1,8 +1,8 @@
-"""Which rank holds the others up, and what that costs: found from what all ranks tell each other.
+"""Detection of stragglers, and of their cost, from the vitals of all ranks.
 
-Ranks that wait for one another take equally long for a step; what tells them apart is the time
-that each spends without waiting. It is compared with that of the other replicas of the same
-stages, and where there are none with the rank's own best so far.
+Ranks that wait for one another take equally long for a step; they differ in the time that they
+spend without waiting. A rank's time is compared with that of the other replicas of its stages, or,
+if there are none, with its own best time so far.
 """
 
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from hvdtrain.parallel.plan import Plan
 from hvdtrain.training.control import Vitals
 
-FACTOR = 1.5  # of what is expected
-SMALLEST_SECONDS = 1e-3  # a step; below it other work on the machine decides
-FEWEST_STEPS = 5  # that a judgement rests on
-TIMES = 2  # in a row, before a rank is named
+FACTOR = 1.5  # a straggler takes more than this times the expected seconds
+SMALLEST_SECONDS = 1e-3  # per step; smaller differences come from other work on the machine
+FEWEST_STEPS = 5  # steps of one judgement
+TIMES = 2  # judgements in a row before a rank is named
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,9 @@ class Straggler:
     """A rank that takes longer than expected.
 
     Attributes:
-        own_seconds, expected_seconds: of a step, without waiting; medians.
-        lost_fraction: of the step, that the job would win if the rank were as fast as expected.
+        own_seconds, expected_seconds: median seconds per step, without waiting.
+        lost_fraction: part of each step that the job would save if the rank were as fast as
+            expected.
     """
 
     rank: int
@@ -36,8 +37,8 @@ class Straggler:
 
     def __str__(self) -> str:
         return (
-            f"rank {self.rank} holds the others up: {1e3 * self.own_seconds:.1f} ms a step of its "
-            f"own, {1e3 * self.expected_seconds:.1f} ms expected; this costs "
+            f"rank {self.rank} is slow: {1e3 * self.own_seconds:.1f} ms per step without waiting, "
+            f"{1e3 * self.expected_seconds:.1f} ms expected; this costs "
             f"{100 * self.lost_fraction:.0f} % of each step"
         )
 
@@ -46,7 +47,7 @@ class Stragglers:
     """Follows the ranks from one window of steps to the next.
 
     Args:
-        peers: for each rank the others that have the same work.
+        peers: per rank, the other ranks that have the same work.
     """
 
     def __init__(self, peers: Sequence[Sequence[int]]) -> None:
@@ -56,30 +57,30 @@ class Stragglers:
         self.unjudged: list[NDArray[np.float64]] = []
 
     def look(self, vitals: NDArray[np.float64]) -> list[Straggler]:
-        """Take a window [steps, ranks, Vitals]; the ranks that now have been slow long enough.
+        """Take a window [steps, ranks, Vitals]; return the ranks that are stragglers from now on.
 
-        Each is named once, and again only after it has recovered.
+        A rank is returned once, and again only after it has recovered.
         """
         if len(self.peers) < 2:
             return []
         self.unjudged.append(vitals)
         if sum(map(len, self.unjudged)) < FEWEST_STEPS:
             return []
-        seconds, own = np.median(np.concatenate(self.unjudged), axis=0).T[:2]
+        seconds, own_seconds = np.median(np.concatenate(self.unjudged), axis=0).T[:2]
         self.unjudged.clear()
         expected = np.array(
             [
-                np.median(own[list(others)]) if others else self.best[rank]
+                np.median(own_seconds[list(others)]) if others else self.best[rank]
                 for rank, others in enumerate(self.peers)
             ]
         )
-        self.best = np.minimum(self.best, own)
-        excess = own - expected
-        is_slow = (own > FACTOR * expected) & (excess > SMALLEST_SECONDS)
+        self.best = np.minimum(self.best, own_seconds)
+        excess = own_seconds - expected
+        is_slow = (own_seconds > FACTOR * expected) & (excess > SMALLEST_SECONDS)
         self.slow = np.where(is_slow, self.slow + 1, 0)
         return [
             Straggler(
-                *(int(rank), float(own[rank]), float(expected[rank])),
+                *(int(rank), float(own_seconds[rank]), float(expected[rank])),
                 lost_fraction=float(min(1.0, excess[rank] / max(seconds[rank], 1e-9))),
             )
             for rank in np.flatnonzero(self.slow == TIMES)
@@ -87,7 +88,7 @@ class Stragglers:
 
 
 def peers(plan: Plan, size: int) -> list[tuple[int, ...]]:
-    """For each rank the others that hold the same stages, with the same share of each batch."""
+    """Return per rank the other ranks with the same stages and the same share of each batch."""
 
     def work(rank: int) -> list[tuple[int, int]]:
         return [
@@ -104,7 +105,7 @@ def peers(plan: Plan, size: int) -> list[tuple[int, ...]]:
 
 
 def as_lists(vitals: NDArray[np.float64]) -> dict[str, list[float | None]]:
-    """The medians over a window [steps, ranks, Vitals], by rank: what a step line says of them."""
+    """Return the medians over a window [steps, ranks, Vitals], by rank, for a step line."""
     medians = np.median(vitals, axis=0).T
     return {
         name: [None if np.isnan(value) else round(float(value), 6) for value in values]

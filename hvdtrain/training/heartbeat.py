@@ -1,7 +1,7 @@
-"""A sign of life of each rank every few seconds, for whoever looks at the run from outside.
+"""Heartbeat of each rank every few seconds, for readers outside of the run.
 
-RUN/heartbeats/rank-0000.json is replaced at each beat by a thread of the rank. A rank whose file
-grows old is stopped, or its host is gone.
+A thread of the rank replaces RUN/heartbeats/rank-0000.json at each beat. If the file grows old,
+the rank is stopped or its host is down.
 """
 
 import json
@@ -20,21 +20,21 @@ import psutil
 from hvdtrain.errors import DataError
 from hvdtrain.ownership import BEAT_SECONDS, Owner
 
-SILENT_BEATS = 4  # after so many without a sign of life a rank counts as silent
+SILENT_BEATS = 4  # a rank is silent after 4 missing beats
 
 
 class Heartbeat:
-    """Beats from its making to `close`, and measures what takes too long to measure in a step.
+    """Beats from its construction to `close`, and measures what takes too long within a step.
 
     Args:
-        folder: of all ranks' files, which is there.
-        memory_bytes, celsius: measure what is so called, as a `Session` does.
-        doing: the step of this rank, and what it does.
-        owner: of the run folder; rank 0 looks at each beat whether it still is.
+        folder: the folder of all ranks' files, which exists.
+        memory_bytes, celsius: as the methods of `Session`.
+        doing: returns the step of this rank and its current action.
+        owner: the owner of the run folder; rank 0 checks at each beat that it still is.
 
     Attributes:
         memory_bytes, load, celsius: as in `Vitals`, at the last beat.
-        is_replaced: whether the run folder belonged to another run then.
+        is_replaced: whether the run folder belonged to another run at the last beat.
     """
 
     def __init__(
@@ -57,12 +57,12 @@ class Heartbeat:
         self._thread.start()
 
     def close(self) -> None:
-        """Beat a last time."""
+        """Stop after one last beat."""
         self._closed.set()
         self._thread.join()
 
     def give_up(self) -> None:
-        """Beat no more, and let the run folder go."""
+        """Stop without another beat, and release the run folder."""
         self._closed.set()
         if self.rank == 0:
             self.owner.release()
@@ -73,8 +73,8 @@ class Heartbeat:
         self._beat()
 
     def _beat(self) -> None:
-        if self.rank == 0:  # to the others the disk may show the file late
-            with suppress(DataError):  # it may answer at the next beat
+        if self.rank == 0:  # a network file system may show the file late to other ranks
+            with suppress(DataError):  # the disk may answer at the next beat
                 self.is_replaced = not self.owner.holds()
         self.load = os.getloadavg()[0]
         self.celsius = self._measure_celsius()
@@ -93,23 +93,23 @@ class Heartbeat:
             "celsius": None if math.isnan(self.celsius) else self.celsius,
         }
         if self.is_replaced:
-            return  # the file is another one's now
+            return  # the file belongs to another run now
         temporary = self.path.with_name(f".{self.path.name}.{self.owner.token}")
-        with suppress(OSError):  # a full disk is for the checkpoints to report
+        with suppress(OSError):  # checkpoints report a full disk
             temporary.write_text(json.dumps(content) + "\n")
             temporary.replace(self.path)
 
 
 def file_of(folder: Path, rank: int) -> Path:
-    """Where a rank leaves its signs of life."""
+    """Return the path of a rank's heartbeat file."""
     return folder / f"rank-{rank:04d}.json"
 
 
 def suspects(folder: Path, size: int, rank: int, own_work: Collection[str]) -> list[str]:
-    """A line for each rank for which `rank` may be waiting.
+    """Return a line for each rank that `rank` may be waiting for.
 
     Args:
-        own_work: what ranks note while they wait for nobody.
+        own_work: actions of ranks that do not wait for another rank.
     """
     beats = {rank: _read(file_of(folder, rank)) for rank in range(size)}
     return _silent(folder, beats) or [
@@ -121,13 +121,13 @@ def suspects(folder: Path, size: int, rank: int, own_work: Collection[str]) -> l
 
 
 def _silent(folder: Path, beats: Mapping[int, dict[str, Any]]) -> list[str]:
-    """A line for each rank whose last sign of life is older than those of the others."""
-    # By the disk's clock: those of the hosts may differ.
+    """Return a line for each rank whose last heartbeat is older than those of the others."""
+    # By the disk's clock: the clocks of the hosts may differ.
     seen = {rank: file_of(folder, rank).stat().st_mtime for rank in beats if beats[rank]}
     newest = max(seen.values(), default=0.0)
     return [
-        f"rank {rank} on {beats[rank].get('host')} has given no sign of life for "
-        f"{newest - time:.0f} s (step {beats[rank].get('step')}): is it stopped, or its host gone?"
+        f"rank {rank} on {beats[rank].get('host')} has sent no heartbeat for "
+        f"{newest - time:.0f} s (step {beats[rank].get('step')}): is it stopped, or its host down?"
         for rank, time in seen.items()
         if newest - time > SILENT_BEATS * BEAT_SECONDS
     ]

@@ -1,4 +1,4 @@
-"""The faults of `--inject`, made to happen: real ones, in the rank and at the step asked for."""
+"""Injection of the faults of `--inject`: real faults, in the requested rank and step."""
 
 import ctypes
 import os
@@ -19,15 +19,15 @@ from hvdtrain.training.console import Console
 from hvdtrain.training.metrics import RunFolder
 from hvdtrain.training.session import Session
 
-MOST_FILLED = 2**30  # bytes: a disk that others need is not filled
+MOST_FILLED = 2**30  # bytes: a larger free space is not filled, others may need it
 MORE_THAN_THERE_IS = 2**60  # bytes
 
 
 class Injector:
-    """Makes this rank's faults happen. What ends a run happens once in it, restarts included.
+    """Injects this rank's faults. A fault that ends a run is injected once, despite restarts.
 
     Raises:
-        UsageError: if a fault cannot happen here.
+        UsageError: if a fault cannot be injected in this run.
     """
 
     def __init__(self, faults: Sequence[Fault], session: Session, folder: RunFolder) -> None:
@@ -46,7 +46,7 @@ class Injector:
             "replan": lambda fault: setattr(self, "_is_replan_due", True),
         }
         for fault in faults:
-            _check_component(fault, session)  # on every rank, so that none goes on alone
+            _check_component(fault, session)  # on every rank, so that all raise together
             _check_plan(fault, session)
         for fault in self.faults:
             if fault.kind == "nan":
@@ -55,7 +55,7 @@ class Injector:
                 self._check_disk()
 
     def before(self, step: int) -> None:
-        """Make happen what is due in this rank before it begins a step."""
+        """Inject the faults that are due in this rank before it starts a step."""
         for fault in self.faults:
             if fault.kind == "slow" and fault.step <= step < fault.step + fault.steps:
                 time.sleep(fault.seconds)
@@ -70,7 +70,7 @@ class Injector:
     def _once(self, fault: Fault) -> None:
         mark = self._place(f"{fault.kind}-step-{fault.step}-rank-{fault.rank}")
         if mark.exists() or (fault.kind == "corrupt" and not self._newest_parts()):
-            return  # over, or not possible yet
+            return  # injected already, or not possible yet
         mark.touch()
         self._do[fault.kind](fault)
 
@@ -80,16 +80,16 @@ class Injector:
         return folder / name
 
     def _spoil(self, fault: Fault) -> None:
-        """From `fault.step` on, for `fault.steps`, a component emits what is not a number."""
-        session, here = self.session, self.session.world.rank
+        """Let a component emit NaN for `fault.steps` steps, from `fault.step` onwards."""
+        session, rank = self.session, self.session.world.rank
         steps = range(fault.step, fault.step + fault.steps)
-        component = fault.component or _components(session, here)[0]
+        component = fault.component or _components(session, rank)[0]
 
         def is_due() -> bool:
             if session.activity.now()[0] not in steps:
                 return False
             # Looked up each time: an adaptive plan moves components.
-            return fault.rank is not None or session.holders()[component][0] == here
+            return fault.rank is not None or session.holders()[component][0] == rank
 
         session.spoil(component, is_due)
 
@@ -98,7 +98,7 @@ class Injector:
         return sorted(part for path in newest for part in path.glob("*.safetensors"))
 
     def _corrupt(self, fault: Fault) -> None:
-        """Change a bit of a part of the newest checkpoint."""
+        """Flip a bit of a checkpoint file of the newest checkpoint."""
         dice = random.Random(fault.seed)
         part = dice.choice(self._newest_parts())
         content = bytearray(part.read_bytes())
@@ -106,7 +106,7 @@ class Injector:
         part.write_bytes(content)
 
     def _truncate(self, fault: Fault) -> None:
-        """From now on read a copy of the training set, in which one shard is cut in half."""
+        """Let this rank read a copy of the training set in which one shard is cut in half."""
         samples = self.session.splits["train"]
         index, folder = samples.index, self._place(f"rank-{fault.rank:04d}-data")
         victim = random.Random(fault.seed).choice(samples.split.shards)
@@ -128,11 +128,11 @@ class Injector:
         if free > MOST_FILLED:
             raise UsageError(
                 f"--inject fill: {free / 2**30:,.1f} GiB are free where {path} is, and others may "
-                "need them; put --run on a small file system (mount -t tmpfs -o size=64m none DIR)"
+                "need them: put --run on a small file system (mount -t tmpfs -o size=64m none DIR)"
             )
 
     def _fill(self, fault: Fault) -> None:
-        """Write until nothing more can be written; the room is free again when this rank ends."""
+        """Write until the disk is full; the space is free again when this rank ends."""
         path = self._place("filling")
         file = path.open("wb", buffering=0)
         path.unlink()
@@ -143,7 +143,7 @@ class Injector:
 
 
 def _components(session: Session, rank: int | None) -> list[str]:
-    """Those that a rank holds, or those of the model."""
+    """Return the components that a rank holds, or those of the model if `rank` is None."""
     return [name for name, ranks in session.holders().items() if rank is None or rank in ranks]
 
 
@@ -152,7 +152,7 @@ def _check_component(fault: Fault, session: Session) -> None:
     if fault.component is not None and fault.component not in held:
         whose = "the model has" if fault.rank is None else f"rank {fault.rank} holds"
         raise UsageError(
-            f"--inject nan: {whose} no component {fault.component!r}; use {', '.join(held)}"
+            f"--inject nan: {whose} no component {fault.component!r}: use {', '.join(held)}"
         )
 
 
@@ -166,11 +166,11 @@ def _check_plan(fault: Fault, session: Session) -> None:
 
 
 def make_injector(session: Session, folder: RunFolder, console: Console) -> Injector | None:
-    """What `--inject` asks for; None where it asks for nothing."""
+    """Return the injector of `--inject`, or None without that option."""
     if not session.config.inject:
         return None
     faults = parse(session.config.inject, session.world.size)
     for fault in faults:
         where = f"on rank {fault.rank}" if fault.rank is not None else f"in {fault.component}"
-        console.say(f"to be injected: {fault.kind} at step {fault.step} {where}")
+        console.say(f"injecting {fault.kind} at step {fault.step} {where}")
     return Injector(faults, session, folder)

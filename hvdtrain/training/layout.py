@@ -1,4 +1,4 @@
-"""A model's state between its names and the ranks that hold it under a plan."""
+"""Translation of a model's state between tensor names and the ranks that hold it under a plan."""
 
 from collections.abc import Mapping
 
@@ -18,26 +18,28 @@ STATE_TAG = 1
 MOVE_TAG = 1000  # and above
 
 
-def gather_tensors(plan: Plan, parts: Mapping[int, Part], here: World) -> dict[str, Tensor]:
-    """Parameters and buffers by name: all of them on rank 0, none elsewhere. Collective.
+def gather_tensors(plan: Plan, parts: Mapping[int, Part], world: World) -> dict[str, Tensor]:
+    """Return all parameters and buffers by name on rank 0, nothing on other ranks. Collective.
 
-    The first replica of each stage sends what it holds, one stage after another.
+    The first replica of each stage sends its tensors, one stage after another.
     """
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for number, stage in enumerate(plan.stages):
         owner = stage.ranks[0]
-        if here.rank == 0:
-            found |= _tensors_of(parts[number]) if owner == 0 else here.receive(owner, STATE_TAG)
-        elif here.rank == owner and here.communicator is not None:
-            here.communicator.send(_tensors_of(parts[number]), 0, STATE_TAG)
-    return found
+        if world.rank == 0:
+            tensors |= (
+                _tensors_of(parts[number]) if owner == 0 else world.receive(owner, STATE_TAG)
+            )
+        elif world.rank == owner and world.communicator is not None:
+            world.communicator.send(_tensors_of(parts[number]), 0, STATE_TAG)
+    return tensors
 
 
 def own_share(plan: Plan, parts: Mapping[int, Part], rank: int) -> dict[str, Tensor]:
-    """What this rank writes of a checkpoint: every tensor of the model is one rank's share.
+    """Return the tensors that this rank writes into a checkpoint; one rank writes each tensor.
 
-    The replicas of a stage hold the same, and each takes about the same number of bytes of it.
-    The tensors are those that training goes on with: copy them.
+    The replicas of a stage hold the same tensors, and each writes about the same number of bytes.
+    Training continues to change the returned tensors: copy them.
     """
     share: dict[str, Tensor] = {}
     for number, part in parts.items():
@@ -51,56 +53,60 @@ def own_share(plan: Plan, parts: Mapping[int, Part], rank: int) -> dict[str, Ten
 
 
 def _named(part: Part) -> dict[str, dict[str, Tensor]]:
-    """Of each parameter and buffer: it and its optimizer's, named as in a checkpoint."""
-    parameters, own = part.model.parameters(), part.optimizer
-    optimizer = state_by_name(own, parameters) if own else {}
+    """Return for each parameter and buffer its tensors by their names in a checkpoint.
+
+    These are the tensor itself and those of the optimizer.
+    """
+    parameters = part.model.parameters()
+    state = state_by_name(part.optimizer, parameters) if part.optimizer else {}
     return {
         name: {f"{MODEL}{name}": tensor}
-        | {f"{OPTIMIZER}{name}/{key}": value for key, value in optimizer.get(name, {}).items()}
+        | {f"{OPTIMIZER}{name}/{key}": value for key, value in state.get(name, {}).items()}
         for name, tensor in part.model.tensors().items()
     }
 
 
 def state_under(
-    before: Plan, after: Plan, parts: Mapping[int, Part], here: World
+    before: Plan, after: Plan, parts: Mapping[int, Part], world: World
 ) -> dict[str, np.ndarray]:
-    """What this rank needs of a checkpoint under another plan, from the ranks' memory. Collective.
+    """Return the state that this rank needs under another plan, from all ranks. Collective.
 
-    Arrays of what the rank holds already are its tensors' own memory.
+    It has the form of a checkpoint. Arrays that the rank holds already share the memory of its
+    tensors.
     """
-    own = _by_component(parts)
+    held = _by_component(parts)
     planned, sending = moves(before, after), []
-    found: dict[str, np.ndarray] = {}
+    needed: dict[str, np.ndarray] = {}
     for number, move in enumerate(planned):
-        if move.sender == here.rank:
-            assert here.communicator is not None
-            state = own[move.component]
-            sending.append(here.communicator.isend(state, move.receiver, MOVE_TAG + number))
+        if move.sender == world.rank:
+            assert world.communicator is not None
+            state = held[move.component]
+            sending.append(world.communicator.isend(state, move.receiver, MOVE_TAG + number))
     for number, move in enumerate(planned):
-        if move.receiver == here.rank:
-            found |= here.receive(move.sender, MOVE_TAG + number)
+        if move.receiver == world.rank:
+            needed |= world.receive(move.sender, MOVE_TAG + number)
     for request in sending:
         wait_until(lambda request=request: request.test()[0])  # type: ignore[misc]
     for stage in after.stages:
-        if here.rank in stage.ranks:
+        if world.rank in stage.ranks:
             for component in stage.components:
-                found |= own.get(component, {})
-    return found
+                needed |= held.get(component, {})
+    return needed
 
 
 def _by_component(parts: Mapping[int, Part]) -> dict[str, dict[str, np.ndarray]]:
-    """All that this rank holds."""
-    found: dict[str, dict[str, np.ndarray]] = {}
+    """Return the state of each component that this rank holds, named as in a checkpoint."""
+    held: dict[str, dict[str, np.ndarray]] = {}
     for part in parts.values():
         named = _named(part)
         for component, module in part.model.components.items():
             tensors = (*module.named_parameters(), *module.named_buffers())
-            found[component] = {
+            held[component] = {
                 key: to_array(tensor.detach().cpu())
                 for name, _ in tensors
                 for key, tensor in named[f"{component}.{name}"].items()
             }
-    return found
+    return held
 
 
 def put_state(
@@ -108,44 +114,46 @@ def put_state(
     tensors: Mapping[str, Tensor],
     optimizer: Mapping[str, Mapping[str, Tensor]],
 ) -> None:
-    """Copy this rank's part of a whole state into its model and optimizers."""
+    """Copy this rank's part of the whole state into its model and optimizers."""
     put_tensors(parts, tensors)
     for part in parts.values():
         if part.optimizer is None:
             continue
         parameters = part.model.parameters()
-        own = {name: optimizer[name] for name in parameters if name in optimizer}
-        restore_state(part.optimizer, parameters, own)
+        states = {name: optimizer[name] for name in parameters if name in optimizer}
+        restore_state(part.optimizer, parameters, states)
 
 
 def put_tensors(parts: Mapping[int, Part], tensors: Mapping[str, Tensor]) -> None:
-    """Copy what this rank holds of `tensors` into its model."""
+    """Copy those of `tensors` that this rank holds into its model."""
     for part in parts.values():
         part.model.put(tensors)
 
 
 def agree_on_weights(
-    plan: Plan, parts: Mapping[int, Part], own: Mapping[str, str], here: World
+    plan: Plan, parts: Mapping[int, Part], local_digests: Mapping[str, str], world: World
 ) -> None:
-    """Give replicas their first one's weights: components are seeded, a user's may not be.
+    """Give replicas the weights of the first replica, if they differ. Collective.
+
+    The toolkit's components are seeded, but those of a user may not be.
 
     Args:
-        own: the digests of what this rank holds.
+        local_digests: digest of each tensor that this rank holds, by name.
     """
-    digests = here.gather(own)
+    digests = world.gather(local_digests)
     for number, stage in enumerate(plan.stages):
         owner = stage.ranks[0]
         if all(
             digests[rank].get(name) == digest
             for rank in stage.ranks
             for name, digest in digests[owner].items()
-            if name.startswith(tuple(f"{part}." for part in stage.components))
+            if name.startswith(tuple(f"{component}." for component in stage.components))
         ):
             continue
-        held = parts.get(number)
-        state = here.broadcast(_tensors_of(held) if held and here.rank == owner else None, owner)
-        if held is not None:
-            held.model.put(state)
+        part = parts.get(number)
+        state = world.broadcast(_tensors_of(part) if part and world.rank == owner else None, owner)
+        if part is not None:
+            part.model.put(state)
 
 
 def _tensors_of(part: Part) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Training from the first step to the summary: the table of contents of a run."""
+"""The training loop of a run, from the first step to the summary."""
 
 import atexit
 import math
@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from hvdtrain import failure, quiet, world
+from hvdtrain import failure, quiet
 from hvdtrain.activity import Activity
 from hvdtrain.config import TrainConfig
 from hvdtrain.configfile import as_begun, differing
@@ -35,6 +35,8 @@ from hvdtrain.training.session import Result, Session, Taken
 from hvdtrain.training.steplog import StepLog
 from hvdtrain.training.summary import summarise
 from hvdtrain.world import World
+from hvdtrain.world import start as start_world
+from hvdtrain.world import stop as stop_world
 
 TRACED_STEPS = 20
 
@@ -43,28 +45,29 @@ def train(config: TrainConfig, stop: StopRequest | None = None) -> dict[str, Any
     """Train on the ranks of the launcher that started this process, and return the summary.
 
     Args:
-        config: the run.
-        stop: signals that are watched already; by default they are from here to the end.
+        config: the configuration of the run.
+        stop: signals that are watched already; by default they are watched during this call.
 
     Raises:
-        UsageError, DataError: for whatever a user can get wrong; UsageError, too, if another
-            start of the run takes the run folder over.
+        UsageError, DataError: for any mistake of the user; UsageError, too, if another start of
+            the run takes the run folder over.
         CheckFailed: at a bad step that is not skipped, or if ranks end with different weights.
-        Interrupted, Preempted: if the run was asked to stop; its state is saved.
+        Interrupted, Preempted: if the run received a stop signal; its state is saved.
     """
     config.check()
     with nullcontext(stop) if stop else StopRequest() as stop:
-        here = world.start(config.allreduce, config.threads)
+        world = start_world(config.allreduce, config.threads)
         ended: list[Activity] = []
-        # Now, so that it comes after what the model's code does at the end of the process.
+        # Registered first, so that it is called after what the model's code registers.
         atexit.register(_note_the_end, ended)
-        if here.size > 1:
+        if world.size > 1:
             failure.end_all_on_exception()
-        mend_records(config, here)  # first: what version began a run is known by its records
-        begun: TrainConfig = here.broadcast(as_begun(config) if here.rank == 0 else None)
-        run = open_run(_open_session(begun, here), stop)
-        if begun != config:
-            run.console.say(f"resumed as an older version began it: {differing(begun, config)}")
+        mend_records(config, world)  # first: as_begun reads the version of a run from its records
+        resolved: TrainConfig = world.broadcast(as_begun(config) if world.rank == 0 else None)
+        run = open_run(_open_session(resolved, world), stop)
+        if resolved != config:
+            older = differing(resolved, config)
+            run.console.say(f"resumed with the settings of the older version: {older}")
         try:
             summary = _train(run)
         except BaseException:
@@ -77,35 +80,35 @@ def train(config: TrainConfig, stop: StopRequest | None = None) -> dict[str, Any
 
 
 def _leave_world(run: Run) -> None:
-    """Leave MPI and Horovod. Collective; a rank that hangs before it gets here is named first."""
+    """Leave MPI and Horovod. Collective; a rank that hangs before this is reported first."""
     with run.activity.doing("leaving with all ranks", after_others=True):
-        world.stop()
+        stop_world()
 
 
 def _note_the_end(ended: Sequence[Activity]) -> None:
-    """Note that this rank waits for MPI, which waits for all ranks."""
+    """Note that this rank waits for MPI to end, which waits for all ranks."""
     for activity in ended:
         activity.note("ending with all ranks", after_others=True)
 
 
-def _open_session(config: TrainConfig, here: World) -> Session:
-    """What computes the run, in its framework; only that one is loaded."""
+def _open_session(config: TrainConfig, world: World) -> Session:
+    """Return the session of the run; loads only the framework of the run."""
     if config.framework == "tensorflow":
-        # Its remarks on processors and plug-ins; errors come as exceptions.
+        # Hides TensorFlow's remarks on processors and plug-ins; errors come as exceptions.
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
         if find_spec("tensorflow") is None:
             raise UsageError(NO_TENSORFLOW)
         with quiet.without(REMARKS):
             from hvdtrain.tf import opening
-        return opening.open_session(config, here)
+        return opening.open_session(config, world)
     from hvdtrain.training import setup
 
-    return setup.open_session(config, here)
+    return setup.open_session(config, world)
 
 
 def _train(run: Run) -> dict[str, Any]:
-    """Epochs, evaluations and checkpoints to the end of the run."""
-    _begin(run)
+    """Run epochs, evaluations and checkpoints to the end of the run; return the summary."""
+    _start(run)
     try:
         evaluate_end(run)
         while not run.complete:
@@ -129,22 +132,22 @@ def _train(run: Run) -> dict[str, Any]:
     return summary
 
 
-def _begin(run: Run) -> None:
-    """Say what is about to happen, and start the clocks once all ranks are there. Collective."""
+def _start(run: Run) -> None:
+    """Print the settings of the run, and start the clocks when all ranks are ready. Collective."""
     _announce(run)
-    # Rank 0 opened the records meanwhile: no rank's first step shall be charged with that.
-    run.activity.step(run.progress.step)  # the launcher sees by it that training has begun
-    with run.activity.doing("waiting for all ranks to begin"):
+    # Other ranks wait while rank 0 opens the records: that must not count for their first step.
+    run.activity.step(run.progress.step)  # tells the launcher that training has started
+    with run.activity.doing("waiting for all ranks to start"):
         run.session.world.barrier()
     run.startup_seconds = time.time() - psutil.Process().create_time()
     run.clock = time.perf_counter()
 
 
 def _train_and_evaluate(run: Run) -> None:
-    """An epoch, or what is left of it, its evaluation, and its checkpoint if one is due.
+    """Train an epoch, or the rest of it, evaluate, and save a checkpoint if one is due.
 
     Raises:
-        Stopped: on all ranks, if any of them was asked to stop.
+        Stopped: on all ranks, if any of them received a stop signal.
     """
     try:
         code = _asked_to_stop(run)
@@ -165,18 +168,18 @@ def _train_and_evaluate(run: Run) -> None:
 
 
 def _asked_to_stop(run: Run) -> int | None:
-    """The exit code if any rank was asked to stop, before an epoch begins. Collective.
+    """Return the exit code if any rank received a stop signal. Collective.
 
-    Starting up, evaluating and saving may have taken long.
+    Called before each epoch, since starting, evaluating and saving may have taken long.
     """
-    with run.activity.doing("agreeing with all ranks on whether to begin an epoch"):
-        told = run.session.world.gather((run.stop.interrupted, run.stop.preempted))
-    interrupted, preempted = map(any, zip(*told, strict=True))
+    with run.activity.doing("agreeing with all ranks on whether to start an epoch"):
+        signals = run.session.world.gather((run.stop.interrupted, run.stop.preempted))
+    interrupted, preempted = map(any, zip(*signals, strict=True))
     return stop_code(interrupted, preempted)
 
 
 def _check_memory(run: Run, limit_gib: float, peaks: list[int]) -> None:
-    """Report the rank that used most, if that is more than --memory-limit."""
+    """Report the rank with the highest peak memory, if that exceeds --memory-limit."""
     used = max(peaks) / 2**30
     if used > limit_gib:
         run.report(
@@ -194,7 +197,7 @@ def _announce(run: Run) -> None:
         f"{config.model}, {session.parameters:,} parameters, {config.precision}; "
         f"{session.world.size} rank(s) x {session.world.threads} thread(s) on "
         f"{session.device}; {len(session.train_rows):,} training samples, "
-        f"{math.ceil(len(session.train_rows) / config.batch_size):,} steps an epoch"
+        f"{math.ceil(len(session.train_rows) / config.batch_size):,} steps per epoch"
     )
     run.console.say_plan(session.plan)
     for line in session.chosen.remarks if session.chosen else ():
@@ -205,14 +208,14 @@ def _announce(run: Run) -> None:
         run.console.say(f"resumed after step {run.progress.step:,}")
     run.console.header()
     if run.records is not None:
-        said = session.plan.to_json() | {"devices_a_rank": session.devices}
+        plan_record = session.plan.to_json() | {"devices_a_rank": session.devices}
         if session.chosen is not None and session.chosen.predicted_seconds is not None:
-            said["predicted_seconds"] = session.chosen.predicted_seconds
-        run.records.event("plan", step=run.progress.step, **said)
+            plan_record["predicted_seconds"] = session.chosen.predicted_seconds
+        run.records.event("plan", step=run.progress.step, **plan_record)
 
 
 def _train_epoch(run: Run) -> int | None:
-    """Train to the end of the epoch; the exit code if all ranks agreed to stop before."""
+    """Train to the end of the epoch; return the exit code if all ranks agreed to stop earlier."""
     length = len(run.session.train_rows)
     while True:
         code = _train_under_plan(run)
@@ -222,36 +225,37 @@ def _train_epoch(run: Run) -> int | None:
 
 
 def _change_plan(run: Run) -> None:
-    """Go on under the plan that rank 0 wants. Collective; no agreement is under way."""
+    """Migrate to the plan that rank 0 has chosen. Collective; no agreement is under way."""
     assert run.adapter is not None
-    began = time.perf_counter()
+    started = time.perf_counter()
     with run.activity.doing("changing the plan"):
-        said = run.adapter.change()
-    _count_train_seconds(run, began)  # a change has to earn what it takes
+        decision = run.adapter.change()
+    _count_train_seconds(run, started)  # a migration has to pay for its own time
     run.stragglers = Stragglers(peers(run.session.plan, run.session.world.size))
-    if said is not None:
-        _say_decision(run, said)
+    if decision is not None:
+        _say_decision(run, decision)
 
 
-def _say_decision(run: Run, said: dict[str, Any]) -> None:
-    """Tell of a decision on the plan; on rank 0."""
+def _say_decision(run: Run, decision: dict[str, Any]) -> None:
+    """Record and print a decision on the plan; on rank 0."""
     assert run.records is not None
     plan = run.session.plan.to_json() | {"devices_a_rank": run.session.devices}
-    run.records.event("plan", step=run.progress.step, **plan, **said)
+    run.records.event("plan", step=run.progress.step, **plan, **decision)
     run.console.say(
-        f"step {run.progress.step:,}: {said['cause']}: {said['decision']}: {said['reason']}"
+        f"step {run.progress.step:,}: {decision['cause']}: "
+        f"{decision['decision']}: {decision['reason']}"
     )
-    if said["decision"] == "change":
+    if decision["decision"] == "change":
         run.console.say_plan(run.session.plan)
 
 
 def _train_under_plan(run: Run) -> int | None:
-    """Train to the end of the epoch or a change of the plan; the exit code if all are to stop."""
+    """Train to the end of the epoch or to a migration; return the exit code if all ranks stop."""
     session, progress, config = run.session, run.progress, run.session.config
     length = len(session.train_rows)
     session.align_clocks()
     epoch, offset = order.locate(progress.position, length)
-    began = time.perf_counter()
+    started = time.perf_counter()
     rows = order.training_order(session.index, session.train_rows, config.seed, epoch)
     last = config.total_samples(length) - epoch * length
     slices = [
@@ -259,8 +263,8 @@ def _train_under_plan(run: Run) -> int | None:
     ]
     log = StepLog(run, epoch, length)
     feeder = Feeder(session.splits["train"], augmentation(config, session.normalisation[0], epoch))
-    asked = requests(rows, slices, partial(session.own_rows, is_training=True))
-    loader = Loader(feeder, asked)
+    row_requests = requests(rows, slices, partial(session.own_rows, is_training=True))
+    loader = Loader(feeder, row_requests)
     epochs = math.ceil(config.total_samples(length) / length)
     code = None
     with run.console.bar(f"epoch {epoch + 1}/{epochs}", len(slices)), loader:
@@ -272,7 +276,7 @@ def _train_under_plan(run: Run) -> int | None:
                 code = compare_fingerprints(run, log)
                 if code is None and saving.is_due(run, agreed):
                     code = log.drain()
-                    began = _count_train_seconds(run, began)
+                    started = _count_train_seconds(run, started)
                     if code is None:
                         log.flush()
                         saving.begin(run)
@@ -282,38 +286,38 @@ def _train_under_plan(run: Run) -> int | None:
                 break
         code = log.drain() or code
     log.flush()
-    _count_train_seconds(run, began)
+    _count_train_seconds(run, started)
     return code
 
 
 def _is_change_due(run: Run, agreed: Agreed | None) -> bool:
-    """Whether all ranks change the plan now; on rank 0 the adapter follows the step."""
+    """Return whether all ranks migrate now; on rank 0 the adapter follows the step."""
     if run.adapter is None or agreed is None:
         return False
     config, length = run.session.config, len(run.session.train_rows)
     left = config.total_samples(length) - run.progress.position
-    replans = run.injector is not None and run.injector.take_replan()
-    for thought in run.adapter.follow(agreed, left // config.batch_size, replans):
-        _say_decision(run, thought)
-    found = run.adapter.profile()
-    if found is not None and run.records is not None:
-        run.records.event("profile", step=run.progress.step, **found)
+    is_forced = run.injector is not None and run.injector.take_replan()
+    for decision in run.adapter.follow(agreed, left // config.batch_size, is_forced):
+        _say_decision(run, decision)
+    profile = run.adapter.profile()
+    if profile is not None and run.records is not None:
+        run.records.event("profile", step=run.progress.step, **profile)
     return agreed.change
 
 
 def _count_train_seconds(run: Run, since: float) -> float:
-    """Add the time since then to the run's steps; returns now."""
+    """Add the time since `since` to the seconds of the run's steps; return the current time."""
     now = time.perf_counter()
     run.progress.train_seconds += now - since
     return now
 
 
 def _step(run: Run, feed: Feed, epoch: int, batch_size: int, data_seconds: float) -> Agreed | None:
-    """One step of all ranks; the agreement on an earlier one."""
+    """Run one step of all ranks; return the agreement on an earlier step."""
     session, progress, config = run.session, run.progress, run.session.config
     if run.heartbeat.is_replaced:
         run.owner.check()
-    began = time.perf_counter()
+    started = time.perf_counter()
     rate = learning_rate(config, len(session.train_rows), progress.position)
     progress.step += 1
     run.activity.step(progress.step)
@@ -328,40 +332,44 @@ def _step(run: Run, feed: Feed, epoch: int, batch_size: int, data_seconds: float
         run.ledger += [f"{stem},{sample}\n" for sample in feed.ids.tolist()]
     if progress.step - run.first_step == TRACED_STEPS:
         session.write_trace()
-    vitals = _vitals(run, result, time.perf_counter() - began, data_seconds)
+    vitals = _vitals(run, result, time.perf_counter() - started, data_seconds)
     with run.activity.doing("agreeing with all ranks on the step before"):
-        return run.control.post(result.read_loss, result.samples, _wishes(run, result), vitals)
+        return run.control.post(result.read_loss, result.samples, _flags(run, result), vitals)
 
 
-def _wishes(run: Run, result: Result) -> Wishes:
+def _flags(run: Run, result: Result) -> Wishes:
     stop, saver = run.stop, run.saver
-    wants = saving.is_wanted(run)
-    changes = run.adapter is not None and run.adapter.wishes
+    save = saving.is_wanted(run)
+    changes = run.adapter is not None and run.adapter.wants_change
     return Wishes(
-        *(stop.interrupted, stop.preempted, wants),
+        *(stop.interrupted, stop.preempted, save),
         *(saver.written, saver.failed, result.is_bad, changes),
     )
 
 
 def _vitals(run: Run, result: Result, seconds: float, data_seconds: float) -> Vitals:
-    """How this rank fared in a step that took so long after the wait for its data."""
+    """Return the vitals of this rank in a step.
+
+    Args:
+        seconds: duration of the step without the wait for its data, `data_seconds`.
+    """
     pulse, whole = run.heartbeat, data_seconds + seconds
     measured = pulse.memory_bytes, pulse.load, pulse.celsius
     return Vitals(whole, whole - result.waited_seconds, data_seconds, *measured)
 
 
 def _leave(run: Run, code: int) -> None:
-    """Save what is not saved yet, and end all ranks at the step they agreed on.
+    """Save the state if it is not saved yet, and end all ranks at the step they agreed on.
 
     Raises:
         Interrupted, Preempted: always.
     """
     step = run.progress.step
-    run.record_fault(step, "stop", "asked to stop by a signal")
+    run.record_fault(step, "stop", "stopped by a signal")
     if run.saved_step != step or not saving.finish(run):
         saving.save(run)
     run.close(None)
     _leave_world(run)
     kind = Interrupted if code == Interrupted.exit_code else Preempted
     where = f"after step {step}, state saved" if step else "before the first step"
-    raise kind(f"stopped {where}; --resume --run {run.folder.path} goes on")
+    raise kind(f"stopped {where}: continue with --resume --run {run.folder.path}")

@@ -1,4 +1,4 @@
-"""A run is a folder: its configuration, its records, its summary; written by rank 0 alone."""
+"""The run folder with the configuration, records and summary of a run; only rank 0 writes it."""
 
 import json
 import os
@@ -23,12 +23,12 @@ from hvdtrain.files import (
 
 BUFFER_BYTES = 2**16
 LEDGER_HEADER = "epoch,step,rank,sample\n"
-# What ended the starts before this one, a line each, in the environment: said by the launcher.
+# The launcher sets this variable: one line per earlier start, with the fault that ended it.
 AFTER_FAULTS = "HVDTRAIN_AFTER_FAULTS"
 
 
 class RunFolder:
-    """Names of everything in a run folder."""
+    """Paths of everything in a run folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -41,11 +41,11 @@ class RunFolder:
 
 
 def holds_run(path: Path) -> bool:
-    """Whether a folder holds a run: one that `--resume` continues.
+    """Return whether a folder holds a run that `--resume` can continue.
 
     Raises:
-        UsageError: if there can be no such folder, or it holds the checkpoints of a run without
-            its configuration, which a new run would prune.
+        UsageError: if there can be no such folder, or if it holds checkpoints, which a new run
+            would prune, but no configuration.
     """
     try:
         if path.exists() and not path.is_dir():
@@ -57,14 +57,14 @@ def holds_run(path: Path) -> bool:
         raise UsageError(f"--run {path}: {error.strerror}: choose another --run") from None
     if is_left:
         raise UsageError(
-            f"{path} holds checkpoints of a run, but no config.yaml of it is left: restore "
+            f"{path} holds checkpoints of a run, but its config.yaml is missing: restore "
             f"{folder.config}, or choose another --run"
         )
     return is_there
 
 
 def no_run(path: Path) -> UsageError:
-    """Return the error of a folder that holds no run to resume: what is there, and the cure."""
+    """Return the error about a folder that holds no run to resume."""
     if path.is_dir():
         names = sorted(entry.name for entry in path.iterdir())
         shown = [*names[:3], "..."] if len(names) > 3 else names
@@ -80,12 +80,12 @@ def no_run(path: Path) -> UsageError:
 def find_folder(config: TrainConfig) -> tuple[RunFolder, bool]:
     """Return the folder of a run, and whether the run in it is resumed.
 
-    A run without a name gets a new folder. This alone decides what `--resume auto` means, so one
-    rank calls it and tells the others: the folder may change between two looks at it.
+    A run without a name gets a new folder. One rank calls this and broadcasts the result, since
+    it decides what `--resume auto` means and the folder may change between two calls.
 
     Raises:
-        UsageError: if the folder holds another run, or none where one is to be resumed.
-        DataError: if it cannot be made.
+        UsageError: if the folder holds another run, or no run with `--resume`.
+        DataError: if the folder cannot be created.
     """
     if config.run is None:
         return RunFolder(make_folder(config)), False
@@ -112,23 +112,23 @@ class AppendOnly:
     """A text file that grows, and is cut back to a checkpoint's position on resume.
 
     Raises:
-        DataError: if it cannot be written, or is shorter than what is to be kept of it.
+        DataError: if the file cannot be written, or is shorter than `keep_bytes`.
     """
 
     def __init__(self, path: Path, keep_bytes: int) -> None:
         self.path = path
         with _writing(path):
-            # A job that continues the run executes what its folder says.
+            # Only the owner may write: a job that resumes the run executes what its folder names.
             make_folders(path.parent, OWN_FOLDER)
             path.touch()
             if path.stat().st_size < keep_bytes:
                 raise DataError(f"{path} is shorter than the checkpoint says: it was cut")
             if path.is_file():
-                # Another file: a run that was given up, and lives, may still write to the old one.
+                # A new file: a process of an abandoned run may still write to the old one.
                 held = path.resolve()
                 write_whole(held, lambda file: _copy(held, file, keep_bytes))
             self.file = path.open("ab", buffering=0)
-        self.waiting = bytearray()  # what a full disk has not taken is not lost
+        self.waiting = bytearray()  # keeps what a full disk could not take
 
     def write(self, text: str) -> None:
         """Append text; it reaches the disk with the next `flush` and `sync`."""
@@ -137,37 +137,37 @@ class AppendOnly:
             self.show()
 
     def show(self) -> None:
-        """Let readers see what was appended, or later where the disk does not take it now."""
+        """Flush for readers; keep the text for the next attempt if the disk cannot take it."""
         with suppress(DataError):
             self.flush()
 
     def flush(self) -> None:
-        """Give the system what was appended."""
+        """Write the appended text to the file."""
         with _writing(self.path):
             while self.waiting:
                 del self.waiting[: self.file.write(self.waiting)]
 
     def sync(self) -> None:
-        """Bring what was flushed to the disk; other threads may write meanwhile."""
+        """Sync what was flushed to the disk; other threads may write meanwhile."""
         with _writing(self.path):
             os.fsync(self.file.fileno())
 
     def size(self) -> int:
-        """Bytes so far, flushed."""
+        """Flush, and return the size of the file in bytes."""
         self.flush()
         return self.path.stat().st_size
 
 
 class Records:
-    """metrics.jsonl, TensorBoard and the ledger of a run; makes its folder if there is none.
+    """metrics.jsonl, TensorBoard and the ledger of a run; creates its folder if there is none.
 
     Args:
-        folder: where the run is.
-        config: the configuration, written once all else is in place.
-        kept: the progress of the checkpoint that the run goes on from; empty at the start.
+        folder: the run folder.
+        config: the configuration, written when all other files are in place.
+        kept: the progress of the checkpoint that the run resumes from; empty at the start.
 
     Raises:
-        UsageError: if the ledger holds something else.
+        UsageError: if the ledger file has other content.
         DataError: if a file cannot be written.
     """
 
@@ -175,27 +175,27 @@ class Records:
         self.folder = folder
         self.ledger = None
         if config.ledger:
-            own = folder.config.exists() and configfile.load(folder.config).get("ledger")
-            is_own = config.resume and own == config.ledger
+            earlier = folder.config.exists() and configfile.load(folder.config).get("ledger")
+            is_own = config.resume and earlier == config.ledger
             self.ledger = _open_ledger(Path(config.ledger), kept, is_own)
         self.metrics = AppendOnly(folder.metrics, kept.get("metrics_bytes", 0))
-        from hvdtrain.training.board import Board  # loads TensorBoard: on rank 0 alone
+        from hvdtrain.training.board import Board  # loads TensorBoard, which only rank 0 needs
 
         with _writing(folder.tensorboard):
             self.board = Board(folder.tensorboard, kept["step"] + 1 if kept else None)
-        for each in (folder.heartbeats, folder.checkpoints):
-            with _writing(each):
-                make_folders(each)
+        for subfolder in (folder.heartbeats, folder.checkpoints):
+            with _writing(subfolder):
+                make_folders(subfolder)
         configfile.save(config, folder.config)
         if faults := os.environ.get(AFTER_FAULTS):
             held = folder.metrics.read_text()
             for message in filter(None, faults.split("\n")):
-                if json.dumps(message) not in held:  # cut away with what followed the checkpoint
+                if json.dumps(message) not in held:  # was cut with what followed the checkpoint
                     step = kept.get("step", 0)
                     self.event("fault", step=step, cause="rank failed", message=message)
 
     def event(self, event: str, **values: Any) -> None:
-        """Append one line to metrics.jsonl, and its numbers of a step or epoch to TensorBoard."""
+        """Append one line to metrics.jsonl; add numbers of steps and epochs to TensorBoard."""
         line = {"event": event, "time": round(time.time(), 3), **values}
         self.metrics.write(json.dumps(line) + "\n")
         if event in ("step", "epoch"):
@@ -205,12 +205,12 @@ class Records:
                     self.board.add(f"{event}/{name}", value, values["step"])
 
     def write_ledger(self, lines: list[str]) -> None:
-        """Append one text a rank, each of whole lines."""
+        """Append one text per rank, each of whole lines."""
         if self.ledger is not None:
             self.ledger.write("".join(lines))
 
     def sizes(self) -> dict[str, Any]:
-        """How long the files are now: goes into a checkpoint, which is committed after `sync`."""
+        """Return the file sizes for a checkpoint, which must be committed after `sync`."""
         self.board.flush()
         kept: dict[str, Any] = {"metrics_bytes": self.metrics.size()}
         if self.ledger is not None:
@@ -219,13 +219,13 @@ class Records:
         return kept
 
     def sync(self) -> None:
-        """Bring to the disk what `sizes` counted; other threads may write meanwhile."""
+        """Sync to the disk what `sizes` counted; other threads may write meanwhile."""
         self.metrics.sync()
         if self.ledger is not None:
             self.ledger.sync()
 
     def close(self, summary: dict[str, Any] | None) -> None:
-        """Bring all to the disk, and write summary.json if the run is over."""
+        """Sync all files to the disk, and write summary.json if there is a summary."""
         self.sizes()
         self.sync()
         self.board.close()
@@ -244,7 +244,7 @@ def _copy(source: Path, target: IO[bytes], count: int) -> None:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Turn what the system refuses into an error of one line."""
+    """Turn an OSError into a DataError of one line."""
     try:
         yield
     except OSError as error:
@@ -252,10 +252,10 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def make_folder(config: TrainConfig) -> Path:
-    """A new folder under `runs/`, named by time and model.
+    """Create and return a new folder under `runs/`, named by time and model.
 
     Raises:
-        DataError: if it cannot be made.
+        DataError: if the folder cannot be created.
     """
     stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{plain_name(config.model)}"
     for number in count(1):
@@ -268,17 +268,21 @@ def make_folder(config: TrainConfig) -> Path:
         except FileExistsError:
             continue
         except OSError as error:
-            raise DataError(f"{path} cannot be made: {error.strerror}") from None
+            raise DataError(f"{path} cannot be created: {error.strerror}") from None
         return path
     raise AssertionError("count never ends")
 
 
 def _open_ledger(path: Path, kept: dict[str, Any], is_own: bool) -> AppendOnly:
-    """The ledger, cut to what was kept; `is_own` says that this run began to write it."""
+    """Return the ledger, cut to the bytes in `kept`.
+
+    Args:
+        is_own: whether an earlier start of this run wrote it.
+    """
     if kept.get("ledger") == str(path.resolve()):
         return AppendOnly(path, kept["ledger_bytes"])
     try:
-        if is_own:  # ended before its first checkpoint
+        if is_own:  # the earlier start ended before its first checkpoint
             path.unlink(missing_ok=True)
         held = path.read_text() if path.exists() else ""
     except (OSError, UnicodeDecodeError):

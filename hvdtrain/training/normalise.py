@@ -1,4 +1,4 @@
-"""What images are normalised by."""
+"""Mean and standard deviation that images are normalised by."""
 
 import numpy as np
 
@@ -8,18 +8,18 @@ from hvdtrain.data.order import Rows
 from hvdtrain.data.shards import open_split
 from hvdtrain.world import World
 
-Normalisation = tuple[tuple[float, ...], tuple[float, ...]]  # mean and deviation of each channel
+Normalisation = tuple[tuple[float, ...], tuple[float, ...]]  # mean and deviation per channel
 BLOCK_ROWS = 4096
 
 
-def normalisation(how: str, index: Index, rows: Rows, here: World) -> Normalisation:
-    """What is subtracted from each channel of pixels in 0..1, and what the result is divided by.
+def normalisation(how: str, index: Index, rows: Rows, world: World) -> Normalisation:
+    """Return mean and deviation per channel, for pixels in 0..1. Collective.
 
-    Collective: where a part of the train split is held out, rank 0 reads the other part.
+    If a part of the train split is held out, rank 0 measures the other part.
 
     Args:
-        how: as --normalise.
-        rows: those of the train split that are trained on.
+        how: the value of --normalise.
+        rows: the rows of the train split to train on.
 
     Raises:
         DataError: if a shard is damaged.
@@ -28,12 +28,12 @@ def normalisation(how: str, index: Index, rows: Rows, here: World) -> Normalisat
         return index.normalisation("unit")
     if how == "split" or len(rows) == index.splits["train"].count:
         return index.normalisation("meanstd")
-    measured: Normalisation = here.broadcast(_of_rows(index, rows) if here.rank == 0 else None)
+    measured: Normalisation = world.broadcast(_of_rows(index, rows) if world.rank == 0 else None)
     return measured
 
 
 def _of_rows(index: Index, rows: Rows) -> Normalisation:
-    """Mean and deviation over some rows of the train split, which is read for it."""
+    """Return mean and deviation over some rows of the train split, which are read for it."""
     histogram = np.zeros((index.image_shape[2], 256), np.int64)
     with open_split(index, "train") as samples:
         for start in range(0, len(rows), BLOCK_ROWS):

@@ -1,4 +1,4 @@
-"""The optimizer, and its state by parameter name."""
+"""The optimizer of a run, and its state by parameter name."""
 
 from collections.abc import Mapping
 from inspect import unwrap
@@ -17,7 +17,7 @@ def make_optimizer(
     parameters: Mapping[str, nn.Parameter],
     undecayed: frozenset[str] = frozenset(),
 ) -> torch.optim.Optimizer:
-    """The optimizer of a run, with torch's fused kernels.
+    """Return the optimizer of a run, with torch's fused kernels.
 
     Args:
         undecayed: names of the parameters without weight decay.
@@ -38,10 +38,10 @@ def make_optimizer(
 
 
 def _without_compiler(kind: type[Kind]) -> type[Kind]:
-    """The class, its methods without torch's guards against their being compiled.
+    """Return the class with methods that have no guards against being compiled.
 
-    The guards load torch's compiler, which takes a third of a rank's start, and which nothing
-    here applies to an optimizer.
+    Torch's guards load its compiler, which takes a third of a rank's start-up time, and this
+    toolkit never compiles an optimizer.
     """
     methods = {name: unwrap(getattr(kind, name)) for name in ("add_param_group", "zero_grad")}
     step = torch.no_grad()(unwrap(kind.step))
@@ -49,7 +49,7 @@ def _without_compiler(kind: type[Kind]) -> type[Kind]:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
-    """Use `value` from the next step on."""
+    """Use `value` as the learning rate of the next steps."""
     for group in optimizer.param_groups:
         group["lr"] = value
 
@@ -57,7 +57,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
 def state_by_name(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, dict[str, Tensor]]:
-    """The optimizer's tensors by parameter name and by their own; empty before the first step."""
+    """Return the optimizer's tensors by parameter name and key; empty before the first step."""
     return {
         name: {key: torch.as_tensor(value) for key, value in optimizer.state[parameter].items()}
         for name, parameter in parameters.items()
@@ -68,7 +68,7 @@ def state_by_name(
 def state_shapes(
     config: TrainConfig, parameter: torch.Size | tuple[int, ...]
 ) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of what the optimizer keeps of a parameter after its first step."""
+    """Return keys and shapes of the optimizer's tensors for a parameter after the first step."""
     same = tuple(parameter)
     if config.optimizer == "sgd":
         return {"momentum_buffer": same} if config.momentum > 0 else {}
@@ -80,7 +80,7 @@ def restore_state(
     parameters: Mapping[str, nn.Parameter],
     state: Mapping[str, Mapping[str, Tensor]],
 ) -> None:
-    """Put saved tensors back, in the memory format of their parameters."""
+    """Restore saved tensors into the optimizer, in the memory format of their parameters."""
     for name, entries in state.items():
         parameter = parameters[name]
         for key, value in entries.items():

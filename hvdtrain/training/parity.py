@@ -1,4 +1,4 @@
-"""How far steps under a plan are from serial steps, and how far they may be."""
+"""Deviation of steps under a plan from serial steps, and its tolerances."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from hvdtrain.config import TrainConfig
 
-# DESIGN's bounds. Kernels are given the same rows on both sides, so that brain floats are rounded
-# alike; where replicas normalise together they are not, and their sums are cut elsewhere.
+# DESIGN's bounds. Kernels get the same rows on both sides, so that bf16 values are rounded alike.
+# Replicas with synchronised batch norm get other rows, and their sums are split differently.
 TOLERANCES = {"fp64": 1e-12, "fp32": 1e-4, "bf16": 1e-3}
 SYNCHRONISED_BF16 = 0.1
 LOOSER = {("fp64", "resnet50"): 1e-11}
@@ -16,15 +16,16 @@ UPDATES = {"fp64": 1e-12, "fp32": 1e-4, "bf16": 1e-4}  # weights are fp32 under 
 
 @dataclass(frozen=True)
 class Parity:
-    """How far steps under a plan are from serial steps, by the design's measure.
+    """Largest relative errors of steps under a plan against serial steps, by the design's measure.
 
     Attributes:
-        parameters: the largest relative error of each parameter's gradient in any step.
-        updates: of what a step changed each parameter by, given the gradients.
-        buffers: of each running statistic, and any other buffer.
-        loss: of the loss.
-        tolerance: what is allowed at this precision. update_tolerance: of updates.
-        steps: that were compared.
+        parameters: error of each parameter's gradient.
+        updates: error of the change of each parameter, computed from the ranks' gradients.
+        buffers: error of each running statistic and other buffer.
+        loss: error of the loss.
+        tolerance: bound on all errors but those of updates, at this precision.
+        update_tolerance: bound on the errors of updates.
+        steps: number of compared steps.
     """
 
     parameters: dict[str, float]
@@ -52,30 +53,30 @@ class Parity:
 
     @property
     def is_within(self) -> bool:
-        """Whether the plan computes the serial steps."""
+        """Return whether the plan computes the serial steps within the tolerances."""
         return not self.fault
 
     @property
     def fault(self) -> str:
-        """What is furthest beyond its tolerance, in words; empty if nothing is."""
-        found = [
+        """Return the error that exceeds its tolerance most, in words; empty if none does."""
+        candidates = [
             *_errors("the gradient of ", self.parameters, self.tolerance),
             *_errors("the update of ", self.updates, self.update_tolerance),
             *_errors("the buffer ", self.buffers, self.tolerance),
             ("the loss", self.loss, self.tolerance),
         ]
-        name, error, tolerance = max(found, key=lambda each: each[1] / each[2])
+        name, error, tolerance = max(candidates, key=lambda entry: entry[1] / entry[2])
         if error <= tolerance:
             return ""
         return f"{name} differs by {error:.2g}, more than {tolerance:g}"
 
     def by_component(self, components: Sequence[str]) -> dict[str, float]:
-        """The largest error of a gradient in each component; those without are left out."""
-        found: dict[str, float] = defaultdict(float)
+        """Return the largest gradient error of each component that has parameters."""
+        largest: dict[str, float] = defaultdict(float)
         for name, error in self.parameters.items():
             owner = next(part for part in components if name.startswith(f"{part}."))
-            found[owner] = max(found[owner], error)
-        return dict(found)
+            largest[owner] = max(largest[owner], error)
+        return dict(largest)
 
 
 def _errors(
@@ -85,7 +86,7 @@ def _errors(
 
 
 def tolerances(config: TrainConfig) -> tuple[float, float]:
-    """What is allowed of gradients, buffers and the loss; and of updates."""
+    """Return the tolerance of gradients, buffers and the loss, and the tolerance of updates."""
     precision = config.precision
     if precision == "bf16" and config.batch_norm == "sync":
         return SYNCHRONISED_BF16, UPDATES[precision]

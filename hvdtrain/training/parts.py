@@ -1,4 +1,4 @@
-"""From a plan to what one rank holds of it: modules, gradients, optimizers, boundaries."""
+"""Construction of one rank's stages of a plan: modules, gradients, optimizers, boundaries."""
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from hvdtrain import decay, world
+from hvdtrain import decay
 from hvdtrain.arguments import nearest
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError, one_line
@@ -20,9 +20,9 @@ from hvdtrain.parallel.reduce import Gradients, SerialGradients, horovod_gradien
 from hvdtrain.parallel.stage import DTYPES, StageModel
 from hvdtrain.parallel.states import States
 from hvdtrain.training.optimizer import make_optimizer
-from hvdtrain.world import World
+from hvdtrain.world import World, process_set, start_horovod
 
-PROBED_IMAGES = 2  # one alone does not show its memory format
+PROBED_IMAGES = 2  # a batch of one image does not show its memory format
 COMPILED_VARIANTS = 1024
 
 
@@ -30,20 +30,20 @@ def build_parts(
     config: TrainConfig,
     plan: Plan,
     components: Sequence[Component],
-    here: World,
+    world: World,
     exchange: Exchange | None,
     device: torch.device,
 ) -> dict[int, Part]:
-    """What this rank holds, by stage. Collective."""
-    models = _models(config, plan, components, here.rank, device)
+    """Return this rank's part of each stage that it holds, by stage number. Collective."""
+    models = _models(config, plan, components, world.rank, device)
     synchronised = _synchronise(config, plan, models, exchange)
-    gradients = _gradients(plan, models, here)
+    gradients = _gradients(plan, models, world)
     return {
         number: Part(
             model,
             gradients[number],
             own_optimizer(config, model),
-            is_first_replica=here.rank == plan.stages[number].ranks[0],
+            is_first_replica=world.rank == plan.stages[number].ranks[0],
             synchronised=number in synchronised,
         )
         for number, model in models.items()
@@ -57,7 +57,7 @@ def build_parts_alone(
     rank: int,
     device: torch.device,
 ) -> dict[int, Part]:
-    """What `rank` would hold, by stage, in a process that agrees with no other."""
+    """Return the parts that `rank` would hold, by stage number, without communication."""
     return {
         number: Part(model, SerialGradients(model.parameters()), own_optimizer(config, model))
         for number, model in _models(config, plan, components, rank, device).items()
@@ -82,7 +82,7 @@ def _models(
 
 
 def own_optimizer(config: TrainConfig, model: StageModel) -> torch.optim.Optimizer | None:
-    """The optimizer of some components; None where nothing is trained."""
+    """Return the optimizer of a stage; None if the stage has no parameters."""
     parameters = model.parameters()
     free = model.undecayed(decay.parse(config.no_decay))
     return make_optimizer(config, parameters, free) if parameters else None
@@ -94,35 +94,35 @@ def build_model(
     device: torch.device,
     recomputed: Collection[str] = (),
 ) -> StageModel:
-    """Build the components with their weights in channels_last order, compiled if asked for."""
+    """Build the components with weights in channels_last order, compiled with `--compile`."""
     dtype = DTYPES[config.precision]
     built = {part.name: build_component(part, config.seed, device, dtype) for part in components}
     for module in built.values():
         module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        module.train()  # whatever its constructor left: as after each evaluation
+        module.train()  # its constructor may have left another mode
     return StageModel(built, recomputed, config.compile)
 
 
 def check_compiler(device: torch.device) -> None:
-    """Compile something small, and allow for as many variants as a model has components.
+    """Compile something small, and raise torch's limit to the number of components of a model.
 
     Raises:
         UsageError: if torch.compile does not work on this machine.
     """
-    # All components run through one function of torch's, of which it would compile only a few.
+    # All components run through one function of torch, which would compile only a few variants.
     torch._dynamo.config.recompile_limit = COMPILED_VARIANTS
     torch._dynamo.config.accumulated_recompile_limit = 4 * COMPILED_VARIANTS
     try:
         torch.compile(lambda x: x * 2 + 1)(torch.ones(4, device=device))
     except Exception as error:
         raise UsageError(
-            f"--compile does not work here ({one_line(error)}): it needs a C++ compiler, on a GPU "
-            "Triton; leave --compile out"
+            f"--compile does not work on this machine ({one_line(error)}): install a C++ compiler "
+            "(on a GPU: Triton), or leave --compile out"
         ) from None
 
 
 def what_forbids_halves(config: TrainConfig, names: Sequence[str]) -> str:
-    """The option that does not allow a backward in halves; empty if none does."""
+    """Return the option that forbids a backward pass in halves; empty if none does."""
     if config.compile:
         return "--compile"
     if recomputed_components(config.recompute, names):
@@ -131,20 +131,20 @@ def what_forbids_halves(config: TrainConfig, names: Sequence[str]) -> str:
 
 
 def recomputed_components(patterns: str | None, names: Sequence[str]) -> frozenset[str]:
-    """The components that `--recompute` means.
+    """Return the components that `--recompute` names.
 
     Raises:
-        UsageError: for a name or pattern that means none.
+        UsageError: for a name or pattern that matches no component.
     """
-    found: set[str] = set()
+    recomputed: set[str] = set()
     for pattern in filter(None, (word.strip() for word in (patterns or "").split(","))):
-        meant = [name for name in names if pattern == "all" or fnmatchcase(name, pattern)]
-        if not meant:
+        matching = [name for name in names if pattern == "all" or fnmatchcase(name, pattern)]
+        if not matching:
             raise UsageError(
                 f"--recompute {pattern} names no component of the model{nearest(pattern, names)}"
             )
-        found.update(meant)
-    return frozenset(found)
+        recomputed.update(matching)
+    return frozenset(recomputed)
 
 
 def probe_forms(
@@ -152,37 +152,37 @@ def probe_forms(
     parts: Mapping[int, Part],
     image_size: int,
     config: TrainConfig,
-    here: World,
+    world: World,
     device: torch.device,
 ) -> list[Form]:
-    """What each stage is given, found by handing two black images through. Collective.
+    """Return the form of each stage's input, by a forward pass of two black images. Collective.
 
-    Unlike a run on the meta device this shows memory formats, and dtypes under autocast.
+    Unlike a pass on the meta device this shows memory formats, and dtypes under autocast.
 
     Raises:
         UsageError: if the plan cuts where no gradient can pass.
     """
     forms = [Form((3, image_size, image_size), DTYPES[config.precision], channels_last=True)]
     for number, stage in enumerate(plan.stages[:-1]):
-        found = None
-        if here.rank == stage.ranks[0]:
-            given = forms[-1].empty(PROBED_IMAGES, device).zero_()
-            found = _emitted(parts[number].model, given, config.precision)
-        form = here.broadcast(found, stage.ranks[0])
+        local_form = None
+        if world.rank == stage.ranks[0]:
+            images = forms[-1].empty(PROBED_IMAGES, device).zero_()
+            local_form = _emitted(parts[number].model, images, config.precision)
+        form = world.broadcast(local_form, stage.ranks[0])
         if not form.dtype.is_floating_point:
             raise UsageError(
-                f"the plan cuts behind {stage.components[-1]}, which emits {form.dtype}: "
-                "no gradient can come back there; cut elsewhere"
+                f"the plan cuts after {stage.components[-1]}, whose output ({form.dtype}) has no "
+                "gradient: cut elsewhere"
             )
         forms.append(form)
     return forms
 
 
-def _emitted(model: StageModel, given: torch.Tensor, precision: str) -> Form:
+def _emitted(model: StageModel, images: torch.Tensor, precision: str) -> Form:
     model.train(False)
-    autocast = torch.autocast(given.device.type, dtype=torch.bfloat16)
+    autocast = torch.autocast(images.device.type, dtype=torch.bfloat16)
     with torch.no_grad(), autocast if precision == "bf16" else nullcontext():
-        form = Form.of(model(given))
+        form = Form.of(model(images))
     model.train(True)
     return form
 
@@ -190,39 +190,44 @@ def _emitted(model: StageModel, given: torch.Tensor, precision: str) -> Form:
 def _synchronise(
     config: TrainConfig, plan: Plan, models: Mapping[int, StageModel], exchange: Exchange | None
 ) -> frozenset[int]:
-    """Let batch norms of replicated stages communicate; the stages of this rank that have any."""
-    found = set()
+    """Synchronise the batch norms of replicated stages.
+
+    Returns:
+        Numbers of this rank's stages that have any.
+    """
+    synchronised = set()
     for number, stage in enumerate(plan.stages):
         if config.batch_norm == "local" or len(stage.ranks) == 1:
             continue
         assert exchange is not None
         gather = exchange.gatherer(stage.ranks)
         if number in models:
-            layers = [synchronise(each, gather) for each in models[number].components.values()]
-            found |= {number} if sum(layers) else set()
-    return frozenset(found)
+            components = models[number].components.values()
+            layers = [synchronise(component, gather) for component in components]
+            synchronised |= {number} if sum(layers) else set()
+    return frozenset(synchronised)
 
 
-def _gradients(plan: Plan, models: Mapping[int, StageModel], here: World) -> dict[int, Gradients]:
-    """How the replicas of each of this rank's stages agree."""
-    found: dict[int, Gradients] = {}
+def _gradients(plan: Plan, models: Mapping[int, StageModel], world: World) -> dict[int, Gradients]:
+    """Return the reduction of gradients of each of this rank's stages. Collective."""
+    gradients: dict[int, Gradients] = {}
     if all(len(stage.ranks) == 1 for stage in plan.stages):
         return {number: SerialGradients(model.parameters()) for number, model in models.items()}
-    own = [value for model in models.values() for value in model.parameters().values()]
-    largest = max(here.gather(sum(value.numel() * value.element_size() for value in own)))
+    parameters = [value for model in models.values() for value in model.parameters().values()]
+    largest = max(world.gather(sum(value.numel() * value.element_size() for value in parameters)))
     groups = [stage.ranks for stage in plan.stages if len(stage.ranks) > 1]
-    horovod = world.start_horovod(largest, groups)
+    horovod = start_horovod(largest, groups)
     for number, stage in enumerate(plan.stages):
-        process_set = world.process_set(stage.ranks) if len(stage.ranks) > 1 else None
+        replicas = process_set(stage.ranks) if len(stage.ranks) > 1 else None
         if number not in models:
             continue
         model = models[number]
-        if process_set is None or not model.tensors():
-            found[number] = SerialGradients(model.parameters())
+        if replicas is None or not model.tensors():
+            gradients[number] = SerialGradients(model.parameters())
         else:
             states = States(model.states, model.put)
-            found[number] = horovod_gradients(
-                *(model.parameters(), model.statistics(), states, horovod, process_set),
+            gradients[number] = horovod_gradients(
+                *(model.parameters(), model.statistics(), states, horovod, replicas),
                 name=f"stage{number}",
             )
-    return found
+    return gradients

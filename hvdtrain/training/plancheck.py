@@ -1,7 +1,7 @@
-"""Does a plan compute what the serial run computes? Steps of each, side by side.
+"""Comparison of steps under a plan with serial steps.
 
-Each serial step begins with what the ranks hold then, so that rounding errors do not add up, and
-its optimizer is given the ranks' own gradients: gradients and updates are compared apart.
+Each serial step starts with the current weights of the ranks, so that rounding errors do not add
+up. Its optimizer gets the gradients of the ranks: gradients and updates are compared separately.
 """
 
 import sys
@@ -42,28 +42,28 @@ def check_plan(
     plan: Plan,
     image_size: int,
     classes: int,
-    here: World,
+    world: World,
     device: torch.device | str = "cpu",
     synchronous: bool = False,
     sizes: Sequence[int] | None = None,
 ) -> Parity:
-    """Steps under a plan, and serially on rank 0 from the same weights and batches. Collective.
+    """Compare steps under a plan with serial steps on rank 0 from the same weights. Collective.
 
-    Images are random, from the seed of the configuration.
+    Both get the same batches of random images, from the seed of the configuration.
 
     Args:
         synchronous: as in `Exchange`.
-        sizes: of the batches; by default a whole one, one of about two thirds (the last one of an
-            epoch, where no epoch is known) if the model can take it, and a whole one.
+        sizes: batch sizes; by default a whole batch, one of about two thirds (in place of the
+            last one of an epoch) if the model can take it, and another whole one.
     """
     images, size = Images(MEAN, STD, torch.device(device), config.precision), config.batch_size
     batches = []
     for number, count in enumerate(sizes or _sizes(config, components, plan, image_size, classes)):
         whole = random_batch(count, image_size, classes, config.seed + number)
-        step = my_step(plan, cut(plan, count), here.rank, *whole)
-        own, rate = (step.images, step.labels), config.learning_rate()
-        batches.append(Batch(count, number * size, own, whole, rate))
-    return compare(config, components, plan, batches, images, here, synchronous)
+        step = my_step(plan, cut(plan, count), world.rank, *whole)
+        local_batch, rate = (step.images, step.labels), config.learning_rate()
+        batches.append(Batch(count, number * size, local_batch, whole, rate))
+    return compare(config, components, plan, batches, images, world, synchronous)
 
 
 def _sizes(
@@ -76,8 +76,8 @@ def _sizes(
     size = config.batch_size
     tail = -(-2 * size // 3)
     try:
-        given = given_to(components, config, image_size, classes)
-        check_sizes(config, plan, components, given, [tail])
+        inputs = given_to(components, config, image_size, classes)
+        check_sizes(config, plan, components, inputs, [tail])
     except UsageError:
         return size, size
     return size, tail, size
@@ -89,103 +89,116 @@ def compare(
     plan: Plan,
     batches: Sequence[Batch],
     images: Images,
-    here: World,
+    world: World,
     synchronous: bool = False,
 ) -> Parity:
-    """Steps under a plan on these batches, and serially. Collective.
+    """Compare steps under a plan on these batches with serial steps. Collective.
 
-    All that is built for it is gone when it returns, and no generator has moved.
+    It leaves no runtime behind, and restores the random generators.
     """
     config = replace(config, trace=None)
-    if config.gradient_limit is not None:  # these steps are judged as others, but none is bad
+    if config.gradient_limit is not None:  # keeps the code path of the limit, but no step is bad
         config = replace(config, gradient_limit=sys.float_info.max)
     image_size = batches[0].own[0].shape[1]
     with torch.random.fork_rng():
         ranks = _Ranks(
-            build_runtime(config, plan, components, images, image_size, here, synchronous),
-            *(plan, here, config.seed),
+            build_runtime(config, plan, components, images, image_size, world, synchronous),
+            *(plan, world, config.seed),
         )
-        serial = SerialRun(config, components, plan, images) if here.rank == 0 else None
+        serial = SerialRun(config, components, plan, images) if world.rank == 0 else None
         try:
             before = ranks.tensors()
             for batch in batches:
                 done = ranks.step(batch)
                 if serial is not None:
                     serial.compare(batch, done, before)
-                here.barrier()  # which no watchdog counts, as it would the wait in a step
+                world.barrier()  # the watchdog would count a wait within a step, but not this
                 before = done.tensors
         finally:
             ranks.close()
-    parity: Parity = here.broadcast(serial.parity() if serial is not None else None)
+    parity: Parity = world.broadcast(serial.parity() if serial is not None else None)
     return parity
 
 
 class _Ranks:
-    """The runtime under test, and what all replicas hold. All methods are collective."""
+    """The runtime under test on all ranks. All methods are collective."""
 
-    def __init__(self, runtime: Runtime, plan: Plan, here: World, seed: int) -> None:
-        self.runtime, self.plan, self.here, self.seed = runtime, plan, here, seed
-        self.given: dict[str, Tensor] = {}
+    def __init__(self, runtime: Runtime, plan: Plan, world: World, seed: int) -> None:
+        self.runtime, self.plan, self.world, self.seed = runtime, plan, world, seed
+        self.optimizer_gradients: dict[str, Tensor] = {}
         parts = runtime.parts
-        digests = {n: own for part in parts.values() for n, own in part.model.digests().items()}
-        agree_on_weights(plan, parts, digests, here)
+        digests = {
+            name: value for part in parts.values() for name, value in part.model.digests().items()
+        }
+        agree_on_weights(plan, parts, digests, world)
         for part in parts.values():
             if part.optimizer is not None:
                 part.optimizer.register_step_pre_hook(self._noting(part))
 
     def _noting(self, part: Part) -> Callable[..., None]:
-        """What keeps the gradients that an optimizer is given."""
+        """Return a hook that keeps a copy of the gradients that the optimizer uses."""
 
         def note(*_: object) -> None:
             for name, value in part.model.parameters().items():
                 if value.grad is not None:
-                    self.given[name] = value.grad.detach().cpu().clone()
+                    self.optimizer_gradients[name] = value.grad.detach().cpu().clone()
 
         return note
 
     def step(self, batch: Batch) -> Done:
-        """One training step; what it did, on rank 0."""
-        self.given.clear()
+        """Run one training step; return its results on rank 0."""
+        self.optimizer_gradients.clear()
         for part in self.runtime.parts.values():
             if part.optimizer is not None:
                 set_learning_rate(part.optimizer, batch.rate)
-        torch.manual_seed(step_seed(self.seed, batch.position, self.here.rank))
+        torch.manual_seed(step_seed(self.seed, batch.position, self.world.rank))
         self.runtime.draws.seed = step_seed(self.seed, batch.position, None)
-        program = program_of(self.plan, batch.size, self.here.rank, True)
+        program = program_of(self.plan, batch.size, self.world.rank, True)
         step = self.runtime.train(program, Step(*batch.own))
-        losses = self.here.gather(0.0 if step.loss_sum is None else float(step.loss_sum))
+        losses = self.world.gather(0.0 if step.loss_sum is None else float(step.loss_sum))
         return Done(sum(losses) / batch.size, self._gradients(), self.tensors())
 
     def tensors(self) -> dict[str, Tensor]:
-        """Copies of all parameters and buffers, on rank 0; NaN where replicas differ by a bit."""
+        """Return copies of all tensors of the model, on rank 0; NaN where replicas differ."""
         parts = self.runtime.parts
-        own = {n: value for part in parts.values() for n, value in part.model.tensors().items()}
-        differing = self._differing(own)
-        found = gather_tensors(self.plan, parts, self.here)
-        return _marked({name: value.clone() for name, value in found.items()}, differing)
+        local_tensors = {
+            name: value for part in parts.values() for name, value in part.model.tensors().items()
+        }
+        differing = self._differing(local_tensors)
+        tensors = gather_tensors(self.plan, parts, self.world)
+        return _marked({name: value.clone() for name, value in tensors.items()}, differing)
 
     def _gradients(self) -> dict[str, Tensor]:
-        """What all optimizers were given, on rank 0; NaN where replicas differ by a bit."""
-        differing, found = self._differing(self.given), dict(self.given)
+        """Return the gradients that all optimizers used, on rank 0; NaN where replicas differ."""
+        differing, gradients = (
+            self._differing(self.optimizer_gradients),
+            dict(self.optimizer_gradients),
+        )
         firsts = {stage.ranks[0] for stage in self.plan.stages} - {0}
-        if self.here.rank in firsts and self.here.communicator is not None:
-            self.here.communicator.send(self.given, 0, GRADIENTS_TAG)
-        for rank in sorted(firsts) if self.here.rank == 0 else ():
-            found = self.here.receive(rank, GRADIENTS_TAG) | found
-        return _marked(found, differing)
+        if self.world.rank in firsts and self.world.communicator is not None:
+            self.world.communicator.send(self.optimizer_gradients, 0, GRADIENTS_TAG)
+        for rank in sorted(firsts) if self.world.rank == 0 else ():
+            gradients = self.world.receive(rank, GRADIENTS_TAG) | gradients
+        return _marked(gradients, differing)
 
-    def _differing(self, own: Mapping[str, Tensor]) -> set[str]:
-        """Names of what the replicas of a stage do not hold alike, or not all of them hold."""
-        told = self.here.gather({name: digest(value) for name, value in own.items()})
-        found: set[str] = set()
+    def _differing(self, local_tensors: Mapping[str, Tensor]) -> set[str]:
+        """Return the names of tensors that differ between replicas, or that some do not hold."""
+        digests = self.world.gather({name: digest(value) for name, value in local_tensors.items()})
+        differing: set[str] = set()
         for stage in self.plan.stages:
             prefixes = tuple(f"{name}." for name in stage.components)
-            names = {name for r in stage.ranks for name in told[r] if name.startswith(prefixes)}
-            found |= {n for n in names if len({told[rank].get(n) for rank in stage.ranks}) > 1}
-        return found
+            names = {
+                name for rank in stage.ranks for name in digests[rank] if name.startswith(prefixes)
+            }
+            differing |= {
+                name
+                for name in names
+                if len({digests[rank].get(name) for rank in stage.ranks}) > 1
+            }
+        return differing
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop the watchdog of the runtime."""
         if self.runtime.activity is not None:
             self.runtime.activity.close()
 
@@ -200,13 +213,13 @@ def _marked(tensors: Mapping[str, Tensor], names: set[str]) -> dict[str, Tensor]
 def random_batch(
     size: int, image_size: int, classes: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Images uint8 [size, image_size, image_size, 3] and labels int64 [size]."""
+    """Return images uint8 [size, image_size, image_size, 3] and labels int64 [size]."""
     random = np.random.default_rng(seed)
     images = random.integers(0, 256, (size, image_size, image_size, 3), dtype=np.uint8)
     return images, random.integers(0, classes, size)
 
 
 def my_step(plan: Plan, pieces: Cut, rank: int, images: np.ndarray, labels: np.ndarray) -> Step:
-    """This rank's part of a whole batch."""
+    """Return this rank's share of a global batch."""
     first, last = pieces.parts[0], pieces.parts[plan.last]
     return Step(taken(images, first.get(rank, ())), taken(labels, last.get(rank, ())))

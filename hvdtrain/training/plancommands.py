@@ -1,4 +1,4 @@
-"""The commands that look at a plan: show, simulate and check."""
+"""The commands `plan show`, `plan simulate` and `plan check`."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hvdtrain import models, world
+from hvdtrain import models
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
 from hvdtrain.files import check_target, write_text
@@ -32,23 +32,28 @@ from hvdtrain.training.parts import build_parts_alone, probe_forms, recomputed_c
 from hvdtrain.training.plancheck import MEAN, STD, check_plan
 from hvdtrain.training.predictions import Explained
 from hvdtrain.training.setup import make_plan
+from hvdtrain.world import World
+from hvdtrain.world import start as start_world
+from hvdtrain.world import stop as stop_world
 
-# A hand-over between ranks of one machine; a cluster's own has to be measured on it.
-HAND_OVER_SECONDS = 20e-6
-SECONDS_A_BYTE = 1 / 4e9
+# A transfer between ranks of one machine; that of a cluster has to be measured there.
+TRANSFER_SECONDS = 20e-6
+SECONDS_PER_BYTE = 1 / 4e9
 
 
 def show(config: PlanConfig) -> Overview | Explained:
-    """What a plan means for a model: stages, labels, memory, and a step in counted operations.
+    """Return the stages, labels and memory of a plan, and a step timed by counted operations.
 
-    Writes the plan to `config.save` and the step to `config.trace` if they are given.
+    Writes the plan to `config.save` and the step to `config.trace` if they are set.
 
     Raises:
-        UsageError: for whatever a user can get wrong.
+        UsageError: for any mistake of the user.
     """
     training = _checked(config)
     if config.cluster and not config.explain:
-        raise UsageError("plan show --cluster needs --explain; plan simulate takes it alone")
+        raise UsageError(
+            "plan show --cluster needs --explain: add --explain, or use plan simulate"
+        )
     components = _components(config, training)
     if config.explain:
         return _written(config, predictions.explained(config, training, components))
@@ -57,23 +62,23 @@ def show(config: PlanConfig) -> Overview | Explained:
 
 
 def simulate(config: PlanConfig) -> Overview | Explained | StrategyTable:
-    """As `show`, with times: what each rank holds is run here, alone, one rank after another.
+    """Return what `show` does, with measured times: this process runs the stages of each rank.
 
     Raises:
-        UsageError: for whatever a user can get wrong.
+        UsageError: for any mistake of the user.
     """
     training = _checked(config)
     if config.explain or config.picture:
-        raise UsageError("--explain and --picture are for plan show")
+        raise UsageError("plan simulate has no --explain and no --picture: use plan show")
     if config.cluster:
         components = _components(config, training)
         if config.plan is None:
             if config.save or config.actions or config.trace:
-                raise UsageError("--save, --actions and --trace are of one plan: give --plan")
+                raise UsageError("--save, --actions and --trace need one plan: give --plan")
             return predictions.table(config, training, components)
         return _written(config, predictions.explained(config, training, components))
-    here = world.start()
-    torch.set_num_threads(here.threads)
+    world = start_world()
+    torch.set_num_threads(world.threads)
     components = _components(config, training)
     plan = make_plan(training, components, config.image_size, config.classes, config.ranks)
     return _finish(
@@ -81,16 +86,16 @@ def simulate(config: PlanConfig) -> Overview | Explained | StrategyTable:
     )
 
 
-def _written(config: PlanConfig, found: Explained) -> Explained:
-    """The same, after what is asked for as files."""
-    shown = found.candidate.overview
+def _written(config: PlanConfig, explained: Explained) -> Explained:
+    """Write the requested files, and return `explained`."""
+    shown = explained.candidate.overview
     if config.save:
         planfile.save(shown.plan, Path(config.save))
     if config.actions:
         write_text(Path(config.actions), to_csv(shown.schedule), "the actions")
     if config.trace:
         write_trace(Path(config.trace), shown.timeline.events, shown.unit)
-    return found
+    return explained
 
 
 def _checked(config: PlanConfig) -> TrainConfig:
@@ -105,7 +110,7 @@ def _measure(
 ) -> Costs:
     pieces, device = cut(plan, config.batch_size), torch.device("cpu")
     images = Images(MEAN, STD, device, training.precision)
-    alone = world.World("none", 0, 1, 0, 1, 1)
+    alone = World("none", 0, 1, 0, 1, 1)
     everything = replace(
         plan, stages=tuple(replace(s, ranks=(0,), shares=(1,)) for s in plan.stages)
     )
@@ -122,35 +127,38 @@ def _measure(
             runtime = Runtime(rank, parts, plan.last, images, handover, training.precision)
             alike[work] = profile_parts(runtime, plan, pieces, config.image_size)
         tables[rank] = alike[work]
-    return measured_costs(plan, pieces, forms, tables, HAND_OVER_SECONDS, SECONDS_A_BYTE)
+    return measured_costs(plan, pieces, forms, tables, TRANSFER_SECONDS, SECONDS_PER_BYTE)
 
 
 def check(config: PlanConfig) -> Parity:
-    """Steps under the plan and serial steps, from the same weights and batches. Collective.
+    """Compare steps under the plan with serial steps from the same weights. Collective.
 
     Raises:
-        UsageError: for whatever a user can get wrong.
+        UsageError: for any mistake of the user.
     """
     training = config.training("fp64")
     if any(path is not None for path in (config.trace, config.save, config.actions)):
-        raise UsageError("plan check writes no --trace, --save or --actions: plan show does")
+        raise UsageError("plan check has no --trace, --save or --actions: use plan show")
     if config.cluster or config.explain or config.picture:
-        raise UsageError("--cluster, --explain and --picture are for plan show and plan simulate")
-    here = world.start()
-    if here.size != config.ranks:
         raise UsageError(
-            f"--ranks {config.ranks}, but the launcher started {here.size}: give that number"
+            "plan check has no --cluster, --explain or --picture: use plan show or plan simulate"
         )
-    torch.set_num_threads(here.threads)
+    world = start_world()
+    if world.size != config.ranks:
+        raise UsageError(
+            f"--ranks {config.ranks}, but the launcher started {world.size}: "
+            f"give --ranks {world.size}"
+        )
+    torch.set_num_threads(world.threads)
     components = _components(config, training)
-    plan = make_plan(training, components, config.image_size, config.classes, here.size)
-    parity = check_plan(training, components, plan, config.image_size, config.classes, here)
-    world.stop()
+    plan = make_plan(training, components, config.image_size, config.classes, world.size)
+    parity = check_plan(training, components, plan, config.image_size, config.classes, world)
+    stop_world()
     return parity
 
 
 def parity_as_json(parity: Parity, components: Sequence[str]) -> dict[str, Any]:
-    """What `plan check --json` prints."""
+    """Return the output of `plan check --json`."""
     return {
         "within_tolerance": parity.is_within,
         "tolerance": parity.tolerance,
@@ -163,7 +171,7 @@ def parity_as_json(parity: Parity, components: Sequence[str]) -> dict[str, Any]:
 
 
 def parity_as_text(parity: Parity, components: Sequence[str]) -> str:
-    """What `plan check` prints."""
+    """Return the output of `plan check`."""
     errors = parity.by_component(components)
     width = max(len(name) for name in (*errors, "running statistics"))
     lines = [f"{'component':<{width}}  largest relative error of a gradient"]
@@ -178,7 +186,7 @@ def parity_as_text(parity: Parity, components: Sequence[str]) -> str:
 
 
 def component_names(config: PlanConfig) -> list[str]:
-    """The names of the model's components."""
+    """Return the names of the model's components."""
     return [part.name for part in _components(config, config.training("fp32"))]
 
 
@@ -206,7 +214,7 @@ def _finish(
         dtype=dtype,
         autocast="cpu" if training.precision == "bf16" else None,
     )
-    found = overview(
+    shown = overview(
         *(plan, costs, config.batch_size, config.optimizer),
         recomputed_components(config.recompute, names),
         measured,
@@ -215,7 +223,7 @@ def _finish(
     if config.save:
         planfile.save(plan, Path(config.save))
     if config.actions:
-        write_text(Path(config.actions), to_csv(found.schedule), "the actions")
+        write_text(Path(config.actions), to_csv(shown.schedule), "the actions")
     if config.trace:
-        write_trace(Path(config.trace), found.timeline.events, found.unit)
-    return found
+        write_trace(Path(config.trace), shown.timeline.events, shown.unit)
+    return shown

@@ -1,4 +1,4 @@
-"""`--plan auto`: measure components and network on the ranks of the run, and choose its plan."""
+"""`--plan auto`: measures components and network on the ranks of the run, and chooses its plan."""
 
 import socket
 import time
@@ -10,7 +10,6 @@ from pathlib import Path
 import psutil
 import torch
 
-from hvdtrain import world
 from hvdtrain.config import TrainConfig
 from hvdtrain.files import check_target
 from hvdtrain.memory import give_back_freed_memory
@@ -39,18 +38,18 @@ from hvdtrain.training.parts import (
     what_forbids_halves,
 )
 from hvdtrain.training.session import Chosen
-from hvdtrain.world import World
+from hvdtrain.world import World, horovod_for_a_while
 
-RESERVE = 0.15  # share of a memory limit for what is not counted: on a slow day it was 0.106
-MORE = 2  # times what is counted of activations, when nothing has been measured
+RESERVE = 0.15  # share of a memory limit for memory that is not counted: up to 0.106 was measured
+MORE = 2  # factor on the counted activations before anything is measured
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured: a model in the settings of a run.
+    """The model that is measured, with the settings of a run.
 
     Attributes:
-        costs: of the components, in their order.
+        costs: costs of the components, in their order.
         image_size: height and width in pixels.
     """
 
@@ -62,17 +61,20 @@ class Subject:
 
     @property
     def names(self) -> list[str]:
-        """The components."""
+        """Names of the components."""
         return [cost.name for cost in self.costs]
 
     @property
     def recomputed(self) -> Collection[str]:
-        """Those that run again in backward."""
+        """Names of the components that are recomputed in backward."""
         return recomputed_components(self.config.recompute, self.names)
 
-    def words(self, here: World) -> str:
-        """Two that are described alike are worth the same on these ranks. Collective."""
-        config, hosts = self.config, here.gather(socket.gethostname())
+    def words(self, world: World) -> str:
+        """Return the settings that decide the measurements. Collective.
+
+        A profile of equal settings is valid for this subject on these ranks.
+        """
+        config, hosts = self.config, world.gather(socket.gethostname())
         places = ",".join(str(list(dict.fromkeys(hosts)).index(host)) for host in hosts)
         patches = f", patches of {config.patch_size}" if config.patch_size else ""
         compiled = ", compiled" if config.compile else ""
@@ -80,7 +82,7 @@ class Subject:
             f"{config.model}{patches}, {self.costs[-1].output_shape[-1]} classes, "
             f"{self.image_size} px, {config.batch_size} images, {config.precision}{compiled}, "
             f"{config.optimizer}, all-reduce {config.allreduce}, {self.images.device.type}, "
-            f"ranks on hosts {places} x {here.threads} threads"
+            f"ranks on hosts {places} x {world.threads} threads"
         )
 
 
@@ -91,7 +93,7 @@ def subject_of(
     classes: int,
     images: Images,
 ) -> Subject:
-    """What a run would measure."""
+    """Return the subject that a run measures."""
     dtype = DTYPES[config.precision]
     autocast = images.device.type if config.precision == "bf16" else None
     costs = component_costs(
@@ -100,84 +102,90 @@ def subject_of(
     return Subject(config, components, costs, image_size, images)
 
 
-def choose_plan(subject: Subject, here: World) -> Chosen:
-    """Measure, solve on rank 0, and tell all ranks. Collective.
+def choose_plan(subject: Subject, world: World) -> Chosen:
+    """Measure, choose a plan on rank 0, and broadcast it. Collective.
 
     Raises:
         UsageError: if nothing fits.
     """
     config = subject.config
-    if here.size == 1 and config.memory_limit is None:
+    if world.size == 1 and config.memory_limit is None:
         return Chosen(replicated(subject.names, 1, config.microbatches, config.schedule))
-    began = time.perf_counter()
-    known, how = _known(subject, here)
+    started = time.perf_counter()
+    known, how = _known(subject, world)
     measured = time.perf_counter()
     chosen = None
     if known is not None:
-        asked = question(config, known, here.size)
-        solution = solve(asked)
+        problem = question(config, known, world.size)
+        solution = solve(problem)
         ended = time.perf_counter()
         remarks = (
-            f"plan: {how} in {measured - began:.1f} s, chosen in {ended - measured:.2f} s",
-            *explain(asked, solution),
+            f"plan: {how} in {measured - started:.1f} s, chosen in {ended - measured:.2f} s",
+            *explain(problem, solution),
         )
         best = solution.chosen
-        chosen = Chosen(best.plan, remarks, best.seconds, asked)
-    told = here.broadcast(chosen.plan if chosen else None)
-    return chosen or Chosen(told)
+        chosen = Chosen(best.plan, remarks, best.seconds, problem)
+    plan = world.broadcast(chosen.plan if chosen else None)
+    return chosen or Chosen(plan)
 
 
 def without_halves(chosen: Chosen, remark: str = "") -> Chosen:
-    """A choice with no backward in halves, the plan otherwise the same, and none chosen later."""
-    plan, asked = chosen.plan, chosen.question
+    """Return the choice without a backward pass in halves, for this plan and for replans."""
+    plan, question = chosen.plan, chosen.question
     if plan.splits_backward:
         plan = replace(plan, schedule="1f1b")
-    if asked is None:  # not on rank 0
+    if question is None:  # not on rank 0
         return replace(chosen, plan=plan)
-    asked = replace(asked, schedules=[name for name in asked.schedules if name != "zb-h1"])
+    question = replace(
+        question, schedules=[name for name in question.schedules if name != "zb-h1"]
+    )
     remarks = (*chosen.remarks, remark) if remark else chosen.remarks
-    seconds = play(asked, plan, "").seconds
-    return Chosen(plan, remarks, seconds, asked)
+    seconds = play(question, plan, "").seconds
+    return Chosen(plan, remarks, seconds, question)
 
 
-def _known(subject: Subject, here: World) -> tuple[Known | None, str]:
-    """What is known of the ranks, on rank 0 alone, and how. Collective.
+def _known(subject: Subject, world: World) -> tuple[Known | None, str]:
+    """Return what is known of the ranks (on rank 0) and how it was obtained. Collective.
 
     Raises:
-        UsageError: if --profile is no profile, or cannot be written.
+        UsageError: if --profile is not a profile, or cannot be written.
     """
-    given, words, first = subject.config.profile, subject.words(here), here.rank == 0
+    path, words, first = subject.config.profile, subject.words(world), world.rank == 0
     read, why = None, ""
-    if given is not None and first:
-        read, why = _read(subject, Path(given), words, here.size)
-    if here.broadcast(read is not None):
-        return read, f"read from {given}"
-    found = measure(subject, here)
+    if path is not None and first:
+        read, why = _read(subject, Path(path), words, world.size)
+    if world.broadcast(read is not None):
+        return read, f"read from {path}"
+    known = measure(subject, world)
     if not first:
         return None, ""
-    if given is not None and not why:
-        assert isinstance(found.network, MeasuredNetwork)
-        profilefile.save(Path(given), words, found.profile, found.network)
-    return found, f"measured{why}"
+    if path is not None and not why:
+        assert isinstance(known.network, MeasuredNetwork)
+        profilefile.save(Path(path), words, known.profile, known.network)
+    return known, f"measured{why}"
 
 
 def _read(subject: Subject, path: Path, words: str, ranks: int) -> tuple[Known | None, str]:
-    """What a profile holds; or None, and why it is neither of use nor to be written.
+    """Read a profile.
+
+    Returns:
+        Its content, or None. With None, the reason why the file is not used and must not be
+        overwritten; empty if there is no file yet.
 
     Raises:
-        UsageError: if it is no profile, or cannot be written.
+        UsageError: if the file is not a profile, or cannot be written.
     """
     if not path.exists():
         check_target(str(path), "--profile")
         return None, ""
-    found = profilefile.load(path, words, subject.names, ranks)
-    if isinstance(found, str):
-        return None, f" ({path} is of other settings: {found})"
-    return Known(subject.costs, *found, subject.recomputed), ""
+    profile = profilefile.load(path, words, subject.names, ranks)
+    if isinstance(profile, str):
+        return None, f" ({path} has other settings: {profile})"
+    return Known(subject.costs, *profile, subject.recomputed), ""
 
 
 def question(config: TrainConfig, known: Known, ranks: int) -> Question:
-    """What a plan is wanted for."""
+    """Return the question that the solver answers with a plan."""
     limit = config.memory_limit
     return Question(
         replace(known, is_synchronised=config.batch_norm == "sync"),
@@ -190,40 +198,40 @@ def question(config: TrainConfig, known: Known, ranks: int) -> Question:
 
 
 def _schedules(config: TrainConfig, names: Sequence[str]) -> Collection[str]:
-    """Those that the runtime can run for this configuration, or the one that is asked for."""
+    """Return the schedules that the runtime supports for this run, or the requested one."""
     if config.schedule is not None:
         return (config.schedule,)
-    # What splits is verified on one rank first, which a limit may not allow.
+    # A schedule that splits backward is verified on one rank first, which may exceed the limit.
     splits = not what_forbids_halves(config, names) and config.memory_limit is None
     return ("1f1b", "interleaved", "zb-h1") if splits else ("1f1b", "interleaved")
 
 
-def measure(subject: Subject, here: World) -> Known:
-    """What is known of the ranks of this run. Collective."""
+def measure(subject: Subject, world: World) -> Known:
+    """Measure the ranks and the network of this run. Collective."""
     costs, recomputed = subject.costs, subject.recomputed
-    if here.communicator is None:
-        profile = Profile((own_times(subject, here),))
+    if world.communicator is None:
+        profile = Profile((own_times(subject, world),))
         return Known(costs, profile, MeasuredNetwork((socket.gethostname(),)), recomputed)
-    exchange = Exchange(here.communicator, subject.images.device)
+    exchange = Exchange(world.communicator, subject.images.device)
     parameter_bytes = sum(cost.parameter_bytes for cost in costs)
     handed = max(cost.output_bytes for cost in costs) * subject.config.batch_size
-    with world.horovod_for_a_while() as horovod:
-        network = measure_network(here, horovod, exchange, parameter_bytes, handed)
-    # Behind it, so that what Horovod holds is found to be held.
-    times = own_times(subject, here, partial(message_to_oneself, exchange))
-    profile = Profile(tuple(here.gather(times)))
+    with horovod_for_a_while() as horovod:
+        network = measure_network(world, horovod, exchange, parameter_bytes, handed)
+    # After it, so that the memory that Horovod holds is counted.
+    times = own_times(subject, world, partial(message_to_oneself, exchange))
+    profile = Profile(tuple(world.gather(times)))
     return Known(costs, profile, network, recomputed)
 
 
 def own_times(
-    subject: Subject, here: World, message: Callable[[], None] | None = None
+    subject: Subject, world: World, message: Callable[[], None] | None = None
 ) -> RankTimes:
-    """What each component takes on this rank. Collective."""
+    """Return the measured times and memory of each component on this rank. Collective."""
     config, images = subject.config, subject.images
     by_name = {part.name: part for part in subject.components}
 
     def build(name: str) -> Built:
-        # What is recomputed is timed as if it were not: its forward counts twice in a plan.
+        # Measured without recomputation: in a plan its forward counts twice.
         model = build_model([by_name[name]], config, images.device)
         return Built(model, own_optimizer(config, model))
 
@@ -231,7 +239,7 @@ def own_times(
         build=build,
         images=images,
         image_size=subject.image_size,
-        sizes=measured_sizes(config.batch_size, here.size, config.microbatches),
+        sizes=measured_sizes(config.batch_size, world.size, config.microbatches),
         is_bf16=config.precision == "bf16",
         in_halves="zb-h1" in _schedules(config, subject.names),
         message=message,
@@ -239,47 +247,50 @@ def own_times(
         held=partial(_held_bytes, subject),
         give_back=partial(_give_back, subject),
     )
-    return measure_rank(_chains(subject, setting.sizes[-1], here), setting, here)
+    return measure_rank(_chains(subject, setting.sizes[-1], world), setting, world)
 
 
-def _chains(subject: Subject, rows: int, here: World) -> list[list[str]]:
-    """Components that are measured together, as many as half of the memory that is left holds."""
+def _chains(subject: Subject, rows: int, world: World) -> list[list[str]]:
+    """Return groups of components to measure together; each fits in half of the free memory."""
     counted = [_bytes(cost, subject.config.optimizer) for cost in subject.costs]
-    held = [fixed + MORE * rows * each for fixed, each in counted]
-    # A chain is measured at once on all ranks: all have to have the same.
-    room = max(1, int(min(here.gather(_spare_bytes(subject, here))) / 2))
+    held = [fixed + MORE * rows * per_row for fixed, per_row in counted]
+    # All ranks measure a chain at the same time, so all need the same chains.
+    room = max(1, int(min(world.gather(_spare_bytes(subject, world))) / 2))
     groups = group_by_bytes(held, room, room)
     return [[subject.names[k] for k in group] for group in groups]
 
 
 def _bytes(cost: ComponentCost, optimizer: str) -> tuple[int, int]:
-    """What is counted of a component in its measurement: its own, and what a sample leaves."""
+    """Return the counted bytes of a component in its measurement: fixed, and per sample."""
     copies = 2 + OPTIMIZER_COPIES[optimizer]
-    own = copies * cost.parameter_bytes + cost.buffer_bytes
-    return own, cost.saved_bytes + cost.output_bytes
+    fixed = copies * cost.parameter_bytes + cost.buffer_bytes
+    return fixed, cost.saved_bytes + cost.output_bytes
 
 
 def _give_back(subject: Subject) -> None:
-    """Give memory that is free back, to the system or to the GPU."""
+    """Return free memory to the system or to the GPU."""
     if subject.images.device.type == "cuda":
         torch.cuda.empty_cache()
     give_back_freed_memory()
 
 
-def _spare_bytes(subject: Subject, here: World) -> float:
-    """What this rank may hold besides what it holds."""
+def _spare_bytes(subject: Subject, world: World) -> float:
+    """Return the bytes that this rank may still allocate."""
     device, limit = subject.images.device, subject.config.memory_limit
     if device.type == "cuda":
         spare = float(torch.cuda.mem_get_info(device)[0])
     else:
-        spare = psutil.virtual_memory().available / here.local_size
+        spare = psutil.virtual_memory().available / world.local_size
     if limit is not None:
         spare = min(spare, limit * GIB - _held_bytes(subject))
     return max(spare, 0.0)
 
 
 def _held_bytes(subject: Subject) -> int:
-    """What this process has in memory, or has allocated on its GPU; freed memory is kept."""
+    """Return the bytes that this process holds, or has reserved on its GPU.
+
+    Memory that was freed but not returned counts.
+    """
     if subject.images.device.type == "cuda":
         return torch.cuda.memory_reserved(subject.images.device)
     return psutil.Process().memory_info().rss

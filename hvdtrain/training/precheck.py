@@ -1,4 +1,4 @@
-"""What can be checked before ranks are started: nothing here loads torch."""
+"""Checks before the ranks are started; this module does not load torch."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,20 +14,20 @@ NO_TENSORFLOW = "TensorFlow is not installed: pip install tensorflow-cpu, or lea
 
 
 def check_before_launch(config: TrainConfig) -> None:
-    """Refuse in one process what needs no torch to be seen to be wrong.
+    """Find mistakes of the user in one process, as far as it needs no torch.
 
     Raises:
         UsageError, DataError: as the ranks would.
     """
     if config.min_ranks is not None and not config.restarts:
-        raise UsageError("--min-ranks says how to start again: give --restarts too")
+        raise UsageError("--min-ranks has no effect without --restarts: give --restarts too")
     models.check_name(config.model)
     if config.framework == "tensorflow" and find_spec("tensorflow") is None:
         raise UsageError(NO_TENSORFLOW)
     read_index(config.data)
     if config.plan == "single" and (config.ranks or 1) > 1:
         raise UsageError(f"--plan single runs on one rank, not on {config.ranks}: use --plan dp")
-    # With --replicate the ranks look for copies of a run whose folder is lost.
+    # With --replicate the ranks search for copies of a run whose folder is lost.
     may_resume = config.resume and (config.replicate or holds_run(Path(config.run or "")))
     if config.weights is not None and not may_resume and not Path(config.weights).exists():
         raise UsageError(f"--weights {config.weights}: there is no such file")
@@ -35,16 +35,16 @@ def check_before_launch(config: TrainConfig) -> None:
         raise no_run(Path(config.run or ""))
 
 
-def check_started(config: TrainConfig, here: World) -> None:
-    """Raise UsageError unless the launcher started as many ranks as are asked for."""
-    if config.ranks is not None and config.ranks != here.size:
+def check_started(config: TrainConfig, world: World) -> None:
+    """Raise UsageError unless the launcher started the requested number of ranks."""
+    if config.ranks is not None and config.ranks != world.size:
         raise UsageError(
-            f"--ranks {config.ranks}, but the launcher started {here.size}: leave --ranks out"
+            f"--ranks {config.ranks}, but the launcher started {world.size}: leave --ranks out"
         )
 
 
 def check_images(config: TrainConfig, index: Index) -> None:
-    """Raise UsageError unless images are square, of 3 channels, and of the size asked for."""
+    """Raise UsageError unless images are square, have 3 channels, and have the requested size."""
     height, width, channels = index.image_shape
     if channels != 3 or height != width:
         raise UsageError(

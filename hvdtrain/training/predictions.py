@@ -1,4 +1,4 @@
-"""`plan show --explain` and `plan simulate --cluster`: plans by component, and by prediction."""
+"""`plan show --explain` and `plan simulate --cluster`: plans by component, with predictions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from hvdtrain import world
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
 from hvdtrain.models.component import Component
@@ -25,18 +24,19 @@ from hvdtrain.planner.tables import Question
 from hvdtrain.training.plancheck import MEAN, STD
 from hvdtrain.training.planning import own_times, question, subject_of
 from hvdtrain.training.setup import make_plan
+from hvdtrain.world import start as start_world
 
-# Between ranks of one machine; `train --plan auto` measures it.
+# Assumed network between ranks of one machine; `train --plan auto` measures it.
 SHARED_MEMORY = {"latency_microseconds": 20.0, "gbytes": 4.0}
 
 
 @dataclass(frozen=True)
 class Explained:
-    """A plan with what each of its components takes, and why it is this one."""
+    """A plan with the costs of its components, and the reasons for it."""
 
     question: Question
     candidate: Candidate
-    reasons: tuple[str, ...]  # of a choice
+    reasons: tuple[str, ...]  # why it was chosen, or how it compares with the best
     remark: str
 
     @property
@@ -45,7 +45,7 @@ class Explained:
         return self.candidate.plan
 
     def as_json(self) -> dict[str, Any]:
-        """As one JSON object."""
+        """Return the content as one JSON object."""
         known, plan = self.question.known, self.candidate.plan
         return self.candidate.overview.as_json() | {
             "reasons": list(self.reasons),
@@ -56,7 +56,7 @@ class Explained:
         }
 
     def as_text(self) -> str:
-        """As tables and sentences."""
+        """Return the content as tables and sentences."""
         known, plan = self.question.known, self.candidate.plan
         sum_form = paper_objective(known, plan, self.question.batch_size)
         return "\n".join(
@@ -76,43 +76,43 @@ class Explained:
 def explained(
     config: PlanConfig, training: TrainConfig, components: Sequence[Component]
 ) -> Explained:
-    """The plan that is asked for, or the chosen one, by component.
+    """Return the requested or the chosen plan, by component.
 
     Raises:
         UsageError: if the plan does not fit, or none does.
     """
-    asked = _question(config, training, components)
-    remark = PREDICTED if config.cluster else "Ranks are taken to be as fast as this one, alone."
+    question = _question(config, training, components)
+    remark = PREDICTED if config.cluster else "All ranks are assumed to be as fast as this one."
     if config.plan == "auto":
-        solution = solve(asked)
-        reasons = tuple(explain(asked, solution))
-        return Explained(asked, solution.chosen, reasons, remark)
+        solution = solve(question)
+        reasons = tuple(explain(question, solution))
+        return Explained(question, solution.chosen, reasons, remark)
     plan = make_plan(training, components, config.image_size, config.classes, config.ranks)
-    candidate = play(asked, plan, config.plan or "dp")
-    return Explained(asked, candidate, (_against_the_best(asked, plan, candidate),), remark)
+    candidate = play(question, plan, config.plan or "dp")
+    return Explained(question, candidate, (_against_the_best(question, plan, candidate),), remark)
 
 
-def _against_the_best(asked: Question, plan: Plan, candidate: Candidate) -> str:
+def _against_the_best(question: Question, plan: Plan, candidate: Candidate) -> str:
     try:
-        best = solve(asked).chosen
+        best = solve(question).chosen
     except UsageError as error:
-        return f"--plan auto would find none that fits: {error}"
+        return f"--plan auto would not find a plan: {error}"
     if best.plan == plan:
-        return "--plan auto would choose the same"
+        return "--plan auto would choose the same plan"
     part = candidate.seconds / best.seconds - 1
     return (
-        f"--plan auto would choose {best.name}, {1e3 * best.seconds:.2f} ms a step: this plan "
-        f"takes {abs(part):.1%} {'longer' if part > 0 else 'less'}"
+        f"--plan auto would choose {best.name}, {1e3 * best.seconds:.2f} ms per step: this plan "
+        f"is {abs(part):.1%} {'slower' if part > 0 else 'faster'}"
     )
 
 
 def table(
     config: PlanConfig, training: TrainConfig, components: Sequence[Component]
 ) -> StrategyTable:
-    """Paper B's five columns for a cluster.
+    """Return paper B's five columns for a cluster.
 
     Raises:
-        UsageError: for a cluster that there is not, or if nothing fits.
+        UsageError: if there is no such cluster, or if no plan fits.
     """
     cluster = clusters.load(config.cluster or "", config.ranks)
     return predict.five_columns(config.model, cluster, _question(config, training, components))
@@ -126,14 +126,14 @@ def _question(
     costs, recomputed = subject.costs, subject.recomputed
     if config.cluster:
         cluster = clusters.load(config.cluster, config.ranks)
-        asked = predict.question_of(
+        predicted = predict.question_of(
             *(cluster, costs, config.batch_size, config.optimizer),
             recomputed,
         )
-        return replace(question(training, asked.known, config.ranks), limits=asked.limits)
-    here = world.start()
-    torch.set_num_threads(here.threads)
-    times = own_times(subject, here)
+        return replace(question(training, predicted.known, config.ranks), limits=predicted.limits)
+    world = start_world()
+    torch.set_num_threads(world.threads)
+    times = own_times(subject, world)
     machine = Cluster(
         ranks=config.ranks,
         ranks_per_node=config.ranks,

@@ -1,4 +1,4 @@
-"""Where a run stands: what is saved beside the tensors, and what that must look like."""
+"""Progress of a run: the values that a checkpoint has besides tensors, and their validation."""
 
 import math
 from collections.abc import Mapping
@@ -8,22 +8,26 @@ from typing import Any
 from hvdtrain.errors import DataError
 from hvdtrain.training.session import Result
 
-LARGEST = 10**18  # of any count
+LARGEST = 10**18  # bound on all counts
 
 
 @dataclass
 class Progress:
-    """Where training stands; all of it is saved with a checkpoint.
+    """Progress of training; a checkpoint has all of it.
 
     Attributes:
-        step: steps done. position: samples consumed, over all epochs and ranks.
-        epoch_loss_sum, epoch_samples: of the epoch under way.
+        index_hash: hash of the data set's index.
+        step: steps done.
+        position: samples consumed, over all epochs and ranks.
+        epoch_loss_sum, epoch_samples: sums over the current epoch.
         skipped_steps: bad steps that changed nothing.
-        seconds: since the first step, of all parts of the run. train_seconds: of steps.
-        exposed_seconds, communication_seconds: of this rank's reductions and exchanges.
-        compute_seconds: of this rank's forwards and backwards.
-        bubble_seconds: in which this rank waited for the work of other stages.
-        best: metric, value and checkpoint of the best epoch so far.
+        seconds: seconds since the first step, summed over all starts of the run.
+        train_seconds: seconds of steps.
+        exposed_seconds, communication_seconds: seconds of this rank's reductions and transfers,
+            exposed and in total.
+        compute_seconds: seconds of this rank's forward and backward passes.
+        bubble_seconds: seconds that this rank waited for the work of other stages.
+        best: metric, value and step of the best epoch so far.
         final: losses and accuracies of the last evaluation.
     """
 
@@ -44,12 +48,12 @@ class Progress:
 
     @classmethod
     def of(cls, kept: Mapping[str, Any]) -> "Progress":
-        """The progress that a checkpoint holds.
+        """Return the progress in a checkpoint.
 
         Raises:
-            DataError: saying, after the name of the checkpoint, what is wrong with it.
+            DataError: if a value is invalid; the message continues the name of the checkpoint.
         """
-        kept = {"skipped_steps": 0, **kept}  # checkpoints of the time before have none
+        kept = {"skipped_steps": 0, **kept}  # older checkpoints have no skipped_steps
         kinds: dict[str, Any] = {item.name: item.type for item in fields(cls)}
         kinds |= {"metrics_bytes": int}
         if "ledger" in kept:
@@ -57,12 +61,12 @@ class Progress:
         for name, kind in kinds.items():
             if not _fits(kept.get(name, ...), kind):
                 raise DataError(
-                    f"holds a progress whose {name} is none: {str(kept.get(name))[:60]!r}"
+                    f"holds a progress with an invalid {name}: {str(kept.get(name))[:60]!r}"
                 )
         return cls(**{item.name: kept[item.name] for item in fields(cls)})
 
     def count(self, result: Result) -> None:
-        """Add what a step took and waited for."""
+        """Add the seconds of a step."""
         self.exposed_seconds += result.exposed_seconds
         self.communication_seconds += result.communication_seconds
         self.bubble_seconds += result.bubble_seconds
@@ -70,7 +74,7 @@ class Progress:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value read from JSON can be a field of this kind; counts are never negative."""
+    """Return whether a value from JSON can be a field of this type; counts are never negative."""
     if kind is int:
         return type(value) is int and 0 <= value < LARGEST
     if kind is float:

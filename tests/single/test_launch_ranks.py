@@ -398,7 +398,7 @@ def test_a_stop_during_set_up_ends_all_ranks_before_the_first_step(
     launcher = tuple(mpirun(2))
     done = hvdtrain(*options, launcher=launcher, ASKED_RANKS="1")
     assert done.returncode == 75, done.stderr
-    assert f"stopped before the first step; --resume --run {run} goes on" in done.stderr
+    assert f"stopped before the first step: continue with --resume --run {run}" in done.stderr
     assert events_of(run, "checkpoint") == []
     done = hvdtrain(*options, "--resume", launcher=launcher, ASKED_RANKS="")
     assert done.returncode == 0, done.stderr

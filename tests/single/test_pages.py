@@ -35,7 +35,7 @@ NOTE = re.compile(r"<!-- (?:test: exit \d+|not run: \S.*) -->")
 RUNNABLE = ("console", "python", "bash", "")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 # On crowded cores a rank may be named where the page names none.
-STRAGGLER = re.compile(r"^rank \d+ holds the others up.*\n", re.MULTILINE)
+STRAGGLER = re.compile(r"^rank \d+ is slow:.*\n", re.MULTILINE)
 NUMBER = re.compile(r"\b\d[\d,.]*(?:e[+-]\d+)?(?:nan)?")
 # The left column of the project's rules for plain English, as far as a pattern can tell.
 NOT_PLAIN = re.compile(

@@ -29,4 +29,4 @@ def test_ranks_without_a_sign_of_life_are_suspected_before_all_others(tmp_path: 
     beat(tmp_path, 1, "0F0: forward", age=60)
     beat(tmp_path, 2, "")
     (line,) = suspects(tmp_path, 3, 0, OWN)
-    assert line.startswith("rank 1 on n1 has given no sign of life for 60 s (step 5)")
+    assert line.startswith("rank 1 on n1 has sent no heartbeat for 60 s (step 5)")

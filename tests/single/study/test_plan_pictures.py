@@ -61,7 +61,7 @@ def test_plan_show_explains_and_draws(hvdtrain: Program, tmp_path: Path) -> None
     assert done.returncode == 2
     assert (
         done.stderr
-        == "hvdtrain: plan show --cluster needs --explain; plan simulate takes it alone\n"
+        == "hvdtrain: plan show --cluster needs --explain: add --explain, or use plan simulate\n"
     )
 
 

@@ -178,7 +178,7 @@ def test_a_run_that_is_asked_to_stop_goes_on_to_the_same_bits(
     assert_each_sample_once(run.with_suffix(".csv"), EPOCHS)
     done = hvdtrain("export", run, tmp_path / "weights.pth")
     assert done.returncode == 2
-    assert "is a run in TensorFlow" in done.stderr
+    assert "is a TensorFlow run" in done.stderr
 
 
 def test_a_rank_that_is_killed_ends_the_job_and_another_start_finishes_it(
@@ -233,7 +233,7 @@ def test_a_rank_that_hangs_ends_the_job(
     options = ("--inject", "stop step=4 rank=1", "--stall-timeout", 10)
     done = hvdtrain(*command(small_set, tmp_path / "run", *options))
     assert done.returncode == 4, done.stderr
-    words = ("has been stuck for longer", "has given no sign of life")
+    words = ("has been stuck for longer", "has sent no heartbeat")
     assert any(each in done.stderr for each in words), done.stderr
 
 
@@ -254,8 +254,8 @@ def test_a_layer_that_emits_no_numbers_is_named(
     done = hvdtrain(*command(small_set, tmp_path / "stops", *options))
     assert done.returncode == 1
     assert done.stderr.startswith(
-        "hvdtrain: the loss became nan at step 4 (epoch 1): the output of conv2 is the first that "
-        "is not finite (input and weights are); "
+        "hvdtrain: the loss became nan at step 4 (epoch 1): conv2 is the first component whose "
+        "output is not finite (its input and weights are finite)"
     )
     assert len(done.stderr.splitlines()) == 1
     skipped = ("--on-bad-step", "skip")
@@ -265,7 +265,7 @@ def test_a_layer_that_emits_no_numbers_is_named(
     done = hvdtrain(*command(small_set, tmp_path / "all", "--inject", "nan step=4 component=x"))
     assert (done.returncode, done.stderr) == (
         2,
-        "hvdtrain: --inject nan: the model has no component 'x'; use conv1, conv2, dense, head\n",
+        "hvdtrain: --inject nan: the model has no component 'x': use conv1, conv2, dense, head\n",
     )
 
 
@@ -344,7 +344,7 @@ def test_a_model_that_is_a_class_trains_and_its_bad_layer_is_named(
     words = command(small_set, tmp_path / "bad", "--model", "own:subclass")
     done = hvdtrain(*words, "--inject", "nan step=2 component=head", cwd=tmp_path)
     assert done.returncode == 1
-    assert "the output of head is the first that is not finite" in done.stderr
+    assert "head is the first component whose output is not finite" in done.stderr
 
 
 def test_mirrors_end_at_a_bad_step_and_say_what_they_know(

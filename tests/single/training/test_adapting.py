@@ -1,4 +1,4 @@
-"""An adaptive plan is tried out with every batch size of the run before it is taken."""
+"""An adaptive plan is tested with every batch size of the run before the migration."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from hvdtrain.planner.play import play
 from hvdtrain.planner.solve import Solution
 from hvdtrain.planner.tables import Question
 from hvdtrain.training import setup
-from hvdtrain.training.adapting import Adapter, Thought
+from hvdtrain.training.adapting import Adapter, Replan
 from hvdtrain.training.pytorch import TorchSession
 from hvdtrain.world import World
 from tests.pure.planner.machines import known, network
@@ -18,36 +18,36 @@ from tests.pure.planner.machines import known, network
 ALONE = World("none", 0, 1, 0, 1, 1)
 
 
-def thought(session: TorchSession, microbatches: int) -> Thought:
-    """That another number of micro-batches would be better."""
+def replan(session: TorchSession, microbatches: int) -> Replan:
+    """Return a replan by which another number of micro-batches is better."""
     costs = component_costs(session.components, 16, classes=5)
-    asked = Question(known(costs, [1.0] * len(costs), [1.0], network(1)), 86, "adam")
+    question = Question(known(costs, [1.0] * len(costs), [1.0], network(1)), 86, "adam")
     plan = Plan(session.plan.stages, microbatches)
-    chosen = play(asked, plan, "other")
+    chosen = play(question, plan, "other")
     solution = Solution(chosen, (chosen,), 1.0)
-    return Thought("rank 0 is slow", asked, solution, 2.0, Decision(True, "it is shorter"))
+    return Replan("rank 0 is slow", question, solution, 2.0, Decision(True, "it is shorter"))
 
 
 def test_a_plan_that_cannot_take_the_tail_is_not_taken(small_set: Path) -> None:
-    """601 images: batches of 86, and one of 85, which 43 micro-batches leave one sample alone."""
+    """The last batch has 85 of 601 images: 43 micro-batches leave one sample in the last."""
     model = "tests.single.training.models:normed"
     config = TrainConfig(model=model, data=str(small_set), batch_size=86, plan="single").check()
     session = setup.open_session(config, ALONE)
     before = session.plan
     adapter = Adapter(session, None, 0.0)
-    adapter.wanted = thought(session, 43)
-    said = adapter.change()
-    assert said is not None
-    assert said["decision"] == "stay"
+    adapter.pending = replan(session, 43)
+    record = adapter.change()
+    assert record is not None
+    assert record["decision"] == "stay"
     assert (
         "component 'head' cannot take 1 sample at once, its part of a batch of 85, the"
-        in (said["reason"])
+        in (record["reason"])
     )
     assert session.plan == before
-    assert not adapter.wishes
-    adapter.wanted = thought(session, 42)
-    said = adapter.change()
-    assert said is not None
-    assert said["decision"] == "change"
+    assert not adapter.wants_change
+    adapter.pending = replan(session, 42)
+    record = adapter.change()
+    assert record is not None
+    assert record["decision"] == "change"
     assert session.plan.microbatches == 42
     session.close()

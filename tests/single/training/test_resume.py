@@ -77,7 +77,7 @@ def test_a_run_of_an_older_version_goes_on_as_it_began(
     capsys.readouterr()
     for steps in ("3", "4"):
         assert cli.run([*common, str(parted), "--max-steps", steps, "--resume"]) == 0
-        said = "resumed as an older version began it: --no-decay none --normalise split"
+        said = "resumed with the settings of the older version: --no-decay none --normalise split"
         assert said in capsys.readouterr().out
     assert summary_of(parted)["weights_sha256"] == summary_of(whole)["weights_sha256"]
 
@@ -96,7 +96,7 @@ def test_an_older_run_whose_folder_is_lost_goes_on_as_it_began(
     capsys.readouterr()
     assert cli.run([*common, "--max-steps", "2", "--resume"]) == 0
     said = capsys.readouterr().out
-    assert "resumed as an older version began it: --no-decay none" in said
+    assert "resumed with the settings of the older version: --no-decay none" in said
     assert "resumed after step 1" in said
 
 
@@ -164,5 +164,5 @@ def test_checkpoints_without_a_configuration_are_not_started_over(
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     done = hvdtrain(*common, *resume, "--ranks", ranks)
     assert done.returncode == 2
-    assert "holds checkpoints of a run, but no config.yaml of it is left" in done.stderr
+    assert "holds checkpoints of a run, but its config.yaml is missing" in done.stderr
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
