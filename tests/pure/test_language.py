@@ -85,9 +85,7 @@ def violations(path: Path) -> Iterator[Violation]:
 
 def _docstrings(path: Path, tree: ast.AST) -> Iterator[Violation]:
     for node in ast.walk(tree):
-        if not isinstance(
-            node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        ):
+        if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
         first = (ast.get_docstring(node) or "").partition("\n")[0]
         word = re.match(r"[A-Za-z]+\b", first)
