@@ -19,7 +19,7 @@ Options = TypeVar("Options")
 
 MOST_NAMES = 12  # longest list of names in a message
 # Names of options in other tools, with the option of hvdtrain that does the same.
-OPTION_MEANT = {
+OPTION_ALIASES = {
     **dict.fromkeys(("--gpus", "--num-gpus", "--devices", "--gpu"), "--ranks (one per GPU)"),
     **dict.fromkeys(("--np", "--nproc-per-node", "--num-processes", "--world-size"), "--ranks"),
     "--learning-rate": "--lr",
@@ -29,7 +29,7 @@ OPTION_MEANT = {
     **dict.fromkeys(("--output", "--output-dir", "--save-dir", "--logdir"), "--run"),
 }
 # Options of sbatch without a counterpart in hvdtrain.
-OF_SBATCH_ONLY = (
+SBATCH_ONLY = (
     *("mem-per-cpu", "mem-per-gpu", "exclusive", "gres", "mail-type", "mail-user", "nodelist"),
     *("exclude", "hint", "licenses", "reservation", "begin", "comment", "tmp", "gpus-per-task"),
     *("hold", "nice", "priority", "export", "ntasks", "cpus-per-task", "switches", "contiguous"),
@@ -37,7 +37,7 @@ OF_SBATCH_ONLY = (
 # Formats of values that are more than text or a number.
 VALUE_FORMS = {"--time": timelimit.FORMS, "--mem": timelimit.MEMORY_FORMS}
 # Names of values in other tools, with the value that does the same here.
-VALUE_MEANT = {
+VALUE_ALIASES = {
     "gpu": "cuda",
     **dict.fromkeys(("fp16", "float16", "half", "amp", "bfloat16"), "bf16"),
     **dict.fromkeys(("float32", "float", "single"), "fp32"),
@@ -318,9 +318,9 @@ def _unknown_option(name: str, options: Iterable[str], command: str) -> str:
     if not name.startswith("-"):
         return f"{command} does not expect {name}: options start with --"
     longer = [option for option in options if option.startswith(name)][:3]
-    if not longer and OPTION_MEANT.get(name, "").partition(" ")[0] in options:
-        return f"unknown option {name}: use {OPTION_MEANT[name]}"
-    if "--sbatch" in options and name.removeprefix("--") in OF_SBATCH_ONLY:
+    if not longer and OPTION_ALIASES.get(name, "").partition(" ")[0] in options:
+        return f"unknown option {name}: use {OPTION_ALIASES[name]}"
+    if "--sbatch" in options and name.removeprefix("--") in SBATCH_ONLY:
         text = name.removeprefix("--")
         return f"unknown option {name}: write --sbatch {text}, or --sbatch {text}=VALUE"
     suggestion = f"; did you mean {' or '.join(longer)}?" if longer else nearest(name, options)
@@ -343,8 +343,8 @@ def _wrong_value(typed: str, expected: str, value: Any) -> str:
     if "bool" in expected:
         *others, last = ["true", "false", *literals]
         return f"{typed}must be {', '.join(others)} or {last}, not {value}"
-    if VALUE_MEANT.get(value) in literals:
-        return f"{typed}{value} is not supported: use {VALUE_MEANT[value]}"
+    if VALUE_ALIASES.get(value) in literals:
+        return f"{typed}{value} is not supported: use {VALUE_ALIASES[value]}"
     if literals:
         return f"{typed}{value} is not known" + nearest(str(value), literals)
     if form := VALUE_FORMS.get(typed.strip()):

@@ -36,7 +36,7 @@ MAY_CHANGE_IN_STUDY = frozenset({"run", "resume", "log_every", "keep_checkpoints
 
 
 # Values with the behaviour of versions that had no such key. A missing key identifies them.
-OF_OLDER_VERSIONS = {"no_decay": "none"}
+OLDER_DEFAULTS = {"no_decay": "none"}
 
 
 def as_begun(config: TrainConfig) -> TrainConfig:
@@ -59,7 +59,7 @@ def as_begun(config: TrainConfig) -> TrainConfig:
 def done_by_older(old: dict[str, Any]) -> dict[str, Any]:
     """Return the values that an older version used where its configuration has none or others."""
     older_values: dict[str, Any] = {
-        n: value for n, value in OF_OLDER_VERSIONS.items() if n not in old
+        n: value for n, value in OLDER_DEFAULTS.items() if n not in old
     }
     if older_values and old.get("holdout") and old.get("normalise", "meanstd") == "meanstd":
         older_values["normalise"] = "split"
@@ -101,7 +101,7 @@ def to_yaml(config: TrainConfig, saved: Path | None = None) -> str:
     values = asdict(replace(config, resume=False))
     if saved is not None and saved.is_file():
         old = load(saved)
-        for name in OF_OLDER_VERSIONS.keys() - old.keys():
+        for name in OLDER_DEFAULTS.keys() - old.keys():
             del values[name]
         if "normalise" in done_by_older(old) and config.normalise == "split":
             values["normalise"] = "meanstd"

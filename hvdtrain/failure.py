@@ -68,7 +68,7 @@ def fail(error: BaseException, listener: Listener | None = None) -> NoReturn:
     """
     launch = _detect_quietly()
     code, text = _verdict(error, launch)
-    first = tell(text, launch, listener if code != Interrupted.exit_code else None)
+    first = report(text, launch, listener if code != Interrupted.exit_code else None)
     if launch.size == 1:
         if threading.current_thread() is not threading.main_thread():
             os._exit(code)  # a watchdog's exit would end its thread alone
@@ -83,7 +83,7 @@ def fail(error: BaseException, listener: Listener | None = None) -> NoReturn:
     os._exit(code)
 
 
-def tell(text: str, launch: Launch, listener: Listener | None) -> bool:
+def report(text: str, launch: Launch, listener: Listener | None) -> bool:
     """Print why a job ends; return False if another of its processes on this node already did.
 
     Ranks alert the `listener` only if another launcher than hvdtrain's own started them.

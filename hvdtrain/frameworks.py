@@ -10,7 +10,7 @@ from hvdtrain.ranges import flag
 # Lines that TensorFlow writes to standard error whatever its log level is.
 REMARKS = ("oneDNN custom operations are on", "absl::InitializeLog()")
 # Options that Keras does not support, with the values that leave them off.
-OF_TORCH = {
+TORCH_ONLY = {
     "microbatches": None,
     "schedule": None,
     "batch_norm": "local",
@@ -22,7 +22,7 @@ OF_TORCH = {
     "verify": False,
 }
 # Options that inspect the gradients before the replicas of MirroredStrategy apply them.
-NOT_OF_MIRRORED = {"clip_norm": None, "gradient_limit": None, "on_bad_step": "stop"}
+NOT_WITH_MIRRORED = {"clip_norm": None, "gradient_limit": None, "on_bad_step": "stop"}
 
 
 def check_framework(values: Mapping[str, Any]) -> None:
@@ -44,9 +44,9 @@ def check_framework(values: Mapping[str, Any]) -> None:
             f"--plan {values['plan']} is not supported with --framework tensorflow: "
             "use single, dp or mirrored[:N]"
         )
-    _check_absent(values, OF_TORCH, "--framework tensorflow")
+    _check_absent(values, TORCH_ONLY, "--framework tensorflow")
     if devices is not None:
-        _check_absent(values, NOT_OF_MIRRORED, f"--plan {values['plan']}")
+        _check_absent(values, NOT_WITH_MIRRORED, f"--plan {values['plan']}")
         if devices > values["batch_size"]:
             raise UsageError(
                 f"--plan {values['plan']} has more devices than --batch-size "

@@ -46,7 +46,7 @@ LAUNCHER_WORDS = (
 SESSIONS = ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base")  # of Open MPI 5, and 4
 VERSION_SECONDS = 20
 SECONDS_TO_END = 15.0  # time that mpirun may take to end ranks that do not respond
-SAID = "hvdtrain: "
+REPORT_PREFIX = "hvdtrain: "
 SHOW_CURSOR = "\x1b[?25h"
 AT_ONCE = "ended at once: the last checkpoint is unchanged"
 BEFORE_TRAINING = "ended before training started"
@@ -345,8 +345,8 @@ def _stream(source: IO[str] | None, banners: list[str], reports: list[str]) -> N
     """Forward the ranks' standard error, and collect the messages of hvdtrain in `reports`."""
     assert source is not None
     for line in without_launcher_banners(source, banners):
-        if line.startswith(SAID):
-            reports.append(line.removeprefix(SAID).strip())
+        if line.startswith(REPORT_PREFIX):
+            reports.append(line.removeprefix(REPORT_PREFIX).strip())
         elif reports and reports[-1].endswith(":") and re.match(r"(?!Traceback)\w", line):
             reports[-1] += f" {line.strip()}"  # the last line of a traceback below its heading
         sys.stderr.write(line)

@@ -20,7 +20,7 @@ from hvdtrain.activity import WATCH_SECONDS, Watch, ended_from_outside
 from hvdtrain.config import TrainConfig
 from hvdtrain.launchers import Launch, detect
 from hvdtrain.stop import STOP_SIGNALS, end_with_parent
-from hvdtrain.world import NOTES_OF_ONE, activity_path
+from hvdtrain.world import SINGLE_RANK_ACTIVITY, activity_path
 
 
 def start(config: TrainConfig, launch: Launch, start_limit: float) -> None:
@@ -43,7 +43,7 @@ def start(config: TrainConfig, launch: Launch, start_limit: float) -> None:
             file=sys.stderr,
         )
     else:
-        os.environ[NOTES_OF_ONE] = f"/proc/{os.getpid()}/fd/{notes}"
+        os.environ[SINGLE_RANK_ACTIVITY] = f"/proc/{os.getpid()}/fd/{notes}"
 
 
 def _spawn(config: TrainConfig, launch: Launch, start_limit: float, notes: int) -> None:
@@ -76,7 +76,7 @@ def main(words: Sequence[str]) -> None:
             listener = failure.Listener(os.environ.get(alert.COMMAND), run or None)
             text = f"hvdtrain: {ended_from_outside(int(rank), stalled[1])}"
             try:
-                failure.tell(text, replace(detect(os.environ), job=job), listener)
+                failure.report(text, replace(detect(os.environ), job=job), listener)
             finally:
                 if os.getppid() == int(parent):
                     os.kill(int(parent), signal.SIGKILL)

@@ -13,9 +13,9 @@ POSITIVE_OR_NONE = (
     *("clip_norm", "gradient_limit", "memory_limit", "cutout", "image_size", "patch_size"),
 )
 CHOSEN_PLANS = ("auto", "adaptive")  # chosen from measurements on the ranks of a run
-OF_CHOSEN_PLANS = ("memory_limit", "profile")
+CHOSEN_PLANS_ONLY = ("memory_limit", "profile")
 DEFAULT_EPOCHS = 10
-OF_ONE_LINE = (
+ONE_LINE = (
     "model",
     "data",
     "run",
@@ -51,7 +51,7 @@ def check_ranges(values: Mapping[str, Any]) -> None:
             raise UsageError(f"{flag(name)} must be above 0, not {value}")
     for name, value in values.items():
         if (
-            name in OF_ONE_LINE
+            name in ONE_LINE
             and value is not None
             and (len(value.splitlines()) > 1 or "\0" in value)
         ):
@@ -88,7 +88,7 @@ def check_together(values: Mapping[str, Any]) -> None:
     if values["change_batch_norm"] and values["plan"] != "adaptive":
         raise UsageError("--change-batch-norm needs --plan adaptive: add it, or leave this out")
     if values["plan"] not in CHOSEN_PLANS:
-        for name in OF_CHOSEN_PLANS:
+        for name in CHOSEN_PLANS_ONLY:
             if values[name] is not None:
                 raise UsageError(f"{flag(name)} needs --plan auto or --plan adaptive")
     if values["resume"] and values["run"] is None:

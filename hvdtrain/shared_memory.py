@@ -21,7 +21,7 @@ SETTINGS = (  # environment variables of Open MPI 5, and 4
 TRIES = 10
 
 
-def of_ranks(job: str) -> Path | None:
+def claim_for_ranks(job: str) -> Path | None:
     """Claim and return the folder of a job's ranks; None if none can be made.
 
     Every rank calls this.

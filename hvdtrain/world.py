@@ -65,7 +65,9 @@ class World:
         return message.recv()
 
 
-NOTES_OF_ONE = "HVDTRAIN_ACTIVITY_OF_ONE"  # names the file of a rank that a monitor watches
+SINGLE_RANK_ACTIVITY = (
+    "HVDTRAIN_ACTIVITY_OF_ONE"  # names the file of a rank that a monitor watches
+)
 TUNED = ("HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD")
 
 _world: World | None = None
@@ -243,7 +245,7 @@ def activity_path() -> Path | None:
 
 def notes(rank: int) -> tuple[Path | None, int]:
     """Return the file in which a rank records its actions, and the index of its line."""
-    path = os.environ.get(NOTES_OF_ONE)
+    path = os.environ.get(SINGLE_RANK_ACTIVITY)
     if path and activity_path() is None:
         return Path(path), 0
     return activity_path(), rank
@@ -297,7 +299,7 @@ def import_mpi(launch: Launch, allreduce: str) -> Any:
     _set_mpi_environment(launch, allreduce)
     folder = None
     if shared_memory.SETTINGS[0] not in os.environ:
-        folder = shared_memory.of_ranks(launch.job)
+        folder = shared_memory.claim_for_ranks(launch.job)
         os.environ |= {name: str(folder) for name in shared_memory.SETTINGS if folder}
     try:
         from mpi4py import MPI

@@ -72,7 +72,7 @@ def examine() -> Examination:
         library, _ = libraries.identity(mpi.facts["library"])
         numbers = _start_ranks(examination, library, horovod_loads="error" not in horovod)
         if numbers:
-            _try_launchers(examination, launchers.look_at_site(launcher), numbers)
+            _try_launchers(examination, launchers.inspect_site(launcher), numbers)
     else:
         examination.checks.append(
             Check("all-reduce", "note", "not tried: several ranks cannot start")

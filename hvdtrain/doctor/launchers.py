@@ -57,7 +57,7 @@ class LaunchLine:
         return f"{self.before} {program} train"
 
 
-def look_at_site(launcher: Launcher) -> Site:
+def inspect_site(launcher: Launcher) -> Site:
     """Return the properties of this site that determine the launch lines."""
     folder = Path(sys.executable).parent
     programs = ("mpirun", "horovodrun", "hvdtrain", "python")

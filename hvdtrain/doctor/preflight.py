@@ -51,7 +51,7 @@ def preflight(as_json: bool) -> int:
             "doctor --job checks the ranks of a job: start it as you start train, such as "
             "srun --mpi=pmix hvdtrain doctor --job"
         )
-    checks = checks_of(current.launcher, current.gather(_look(current)))
+    checks = job_checks(current.launcher, current.gather(_look(current)))
     if current.rank == 0 and not as_json:
         # Printed before the all-reduce, which may hang if the network is at fault.
         show(
@@ -66,7 +66,7 @@ def preflight(as_json: bool) -> int:
     return 0 if is_fit(checks) else 1
 
 
-def checks_of(launcher: str, seen: Sequence[Seen]) -> list[Check]:
+def job_checks(launcher: str, seen: Sequence[Seen]) -> list[Check]:
     """Return the checks that follow from the properties of the ranks."""
     return [
         _ranks(launcher, seen),

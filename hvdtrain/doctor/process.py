@@ -16,7 +16,7 @@ from hvdtrain.launch import without_launcher_banners
 
 # Variables that a launcher sets for its ranks; with them, a program that doctor starts would try
 # to join the job.
-LEFT_BY_A_LAUNCHER = ("OMPI_COMM_WORLD_", "PMIX_", "PRTE_", "PMI_")
+LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_", "PMIX_", "PRTE_", "PMI_")
 # A first import from a network file system is slow.
 PROBE_SECONDS = 90.0
 SECONDS_TO_END = 3.0
@@ -54,7 +54,7 @@ class Answer:
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the environment without the variables that a launcher has set for its ranks."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(LEFT_BY_A_LAUNCHER)}
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_VARIABLES)}
     return kept | dict(extra or {})
 
 

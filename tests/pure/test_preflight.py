@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.doctor.preflight import Seen, checks_of
+from hvdtrain.doctor.preflight import Seen, job_checks
 
 GOOD = Seen("n1", (0, 1), 2, 0, 2**30, "hvdtrain 1", 0.0)
 
 
 def _states(*seen: Seen) -> dict[str, tuple[str, str]]:
-    return {check.name: (check.state, check.text) for check in checks_of("srun", seen)}
+    return {check.name: (check.state, check.text) for check in job_checks("srun", seen)}
 
 
 def test_a_good_job_has_no_fault() -> None:
