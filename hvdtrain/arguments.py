@@ -17,9 +17,9 @@ from hvdtrain.errors import UsageError, on_one_line
 
 Options = TypeVar("Options")
 
-MOST_NAMES = 12  # of those that a message lists
-# What other tools call an option, and values of options, and what is meant here.
-OPTION_MEANT = {
+MOST_NAMES = 12  # longest list of names in a message
+# Names of options in other tools, with the option of hvdtrain that does the same.
+OPTION_ALIASES = {
     **dict.fromkeys(("--gpus", "--num-gpus", "--devices", "--gpu"), "--ranks (one per GPU)"),
     **dict.fromkeys(("--np", "--nproc-per-node", "--num-processes", "--world-size"), "--ranks"),
     "--learning-rate": "--lr",
@@ -28,15 +28,16 @@ OPTION_MEANT = {
     **dict.fromkeys(("--amp", "--fp16", "--bf16"), "--precision bf16"),
     **dict.fromkeys(("--output", "--output-dir", "--save-dir", "--logdir"), "--run"),
 }
-# Options of sbatch that hvdtrain has none for.
-OF_SBATCH_ONLY = (
+# Options of sbatch without a counterpart in hvdtrain.
+SBATCH_ONLY = (
     *("mem-per-cpu", "mem-per-gpu", "exclusive", "gres", "mail-type", "mail-user", "nodelist"),
     *("exclude", "hint", "licenses", "reservation", "begin", "comment", "tmp", "gpus-per-task"),
     *("hold", "nice", "priority", "export", "ntasks", "cpus-per-task", "switches", "contiguous"),
 )
-# Forms of values that are more than text or a number.
+# Formats of values that are more than text or a number.
 VALUE_FORMS = {"--time": timelimit.FORMS, "--mem": timelimit.MEMORY_FORMS}
-VALUE_MEANT = {
+# Names of values in other tools, with the value that does the same here.
+VALUE_ALIASES = {
     "gpu": "cuda",
     **dict.fromkeys(("fp16", "float16", "half", "amp", "bfloat16"), "bf16"),
     **dict.fromkeys(("float32", "float", "single"), "fp32"),
@@ -71,17 +72,17 @@ class Parser(ArgumentParser):
         return super().parse_args(words, namespace, **settings)
 
     def parse_path(self, path: Any, *arguments: Any, **settings: Any) -> Any:
-        """As jsonargparse, from a file that can do its parser no harm."""
+        """Parse a file as jsonargparse does, after checks that it cannot harm the parser."""
         file = Path(path).expanduser()
         text = harmless.read_text(file)
         self.check_keys(path, harmless.mapping(text, file, "configuration"))
         return self.parse_string(text, str(path), *arguments, **settings)
 
     def check_keys(self, source: object, values: Mapping[Any, Any]) -> None:
-        """Refuse keys that are no options, and keys without a value that need one.
+        """Refuse unknown keys, and keys without a value that need one.
 
-        jsonargparse names no key in a file of a command below another one, and takes `null` for
-        a value of any type.
+        In a file for a subcommand, jsonargparse does not name the wrong key, and it accepts
+        `null` as a value of any type.
 
         Raises:
             UsageError: naming the key.
@@ -102,14 +103,14 @@ class Parser(ArgumentParser):
                 raise UsageError(f"{source}: --{str(key).replace('_', '-')} needs a value")
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Raise the message in one line, with suggestions where a name is unknown."""
+        """Raise a UsageError with the message in one line, with suggestions for unknown names."""
         if match := re.match(r'expected "(\S+)" to be one of', message):
             self._refuse_without_command(match[1].split(".")[:-1])
         command = helptext.as_typed(self.prog)
         raise UsageError(explain(message, sorted(_long_options(self)), command)) from None
 
     def _refuse_without_command(self, words: Sequence[str]) -> NoReturn:
-        """Print what commands there are after these words, and raise that one is missing."""
+        """Print the commands that may follow these words, and raise that one is missing."""
         parser: ArgumentParser = self
         for word in words:
             parser = helptext.subcommands(parser)[word]
@@ -132,7 +133,7 @@ def explain(message: str, options: Iterable[str], command: str) -> str:
         form = ": write --sbatch NAME=VALUE, without dashes" if match[1] == "--sbatch" else ""
         return f"{match[1].replace('/', ' or ')} needs a value{form}"
     if match := re.match(r"argument (\S+): ignored explicit argument (.*)", message):
-        return f"{match[1]} takes no value, not {match[2]}: leave it out"
+        return f"{match[1]} takes no value: leave {match[2]} out"
     if match := re.match(r"(?:Subcommand|Option|Key).*?does not accept option '(.+?)'", message):
         names = [option.removeprefix("--") for option in options]
         keys = [name.replace("-", "_") for name in names if not name.startswith("no-")]
@@ -157,7 +158,7 @@ def explain(message: str, options: Iterable[str], command: str) -> str:
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """A suggestion to append to an error about an unknown name, empty if `valid` is."""
+    """Return a suggestion to append to an error about an unknown name, empty if `valid` is."""
     valid = sorted(valid)
     close = difflib.get_close_matches(name, valid, n=3, cutoff=0.6)
     if close:
@@ -168,10 +169,10 @@ def nearest(name: str, valid: Iterable[str]) -> str:
 def unknown_key(
     source: object, key: object, valid: Iterable[str], switches: Iterable[str] = ()
 ) -> UsageError:
-    """Return the error of a key of a file, in one line whatever the key is.
+    """Return the error for an unknown key in a file, always in one line.
 
     Args:
-        switches: keys that are true or false, which the command line can also write as --no-KEY.
+        switches: keys of boolean options, which the command line also accepts as --no-KEY.
     """
     shown = on_one_line(key)
     switch = shown[3:].replace("-", "_")
@@ -193,10 +194,11 @@ def add_config(parser: ArgumentParser) -> None:
 
 
 def add_dataclass(parser: ArgumentParser, owner: type, heading: str = "") -> None:
-    """Add one option for each field of a dataclass, as its metadata says (`config.about`).
+    """Add one option for each field of a dataclass, described by its metadata (`fields.about`).
 
     Args:
-        heading: of the fields that name none; without one they stand among the parser's options.
+        heading: heading for the fields that name none; without one they are listed among the
+            parser's own options.
     """
     hints = get_type_hints(owner)
     groups: dict[str, Any] = {"": parser}
@@ -208,7 +210,7 @@ def add_dataclass(parser: ArgumentParser, owner: type, heading: str = "") -> Non
 
 
 def _add_option(group: Any, item: dataclasses.Field[Any], kind: Any) -> None:
-    """Add one option: its type, default and help are those of a field."""
+    """Add one option with the type, default and help of a field."""
     about, flag = item.metadata, "--" + item.name.replace("_", "-")
     text = about["help"]
     if about.get("default"):
@@ -235,10 +237,12 @@ def _add_option(group: Any, item: dataclasses.Field[Any], kind: Any) -> None:
 def _add_switch(group: Any, flag: str, kind: Any, default: object, text: str) -> None:
     """Add `--name`, `--name VALUE` and `--no-name`; the last one on the command line wins.
 
-    jsonargparse's ActionYesNo is not used: it takes no value beside true and false, and it reads
+    jsonargparse's ActionYesNo is not used: it accepts no value but true and false, and it reads
     `--no-name false` as true.
     """
-    others = [value for each in get_args(kind) if each is not bool for value in get_args(each)]
+    others = [
+        value for member in get_args(kind) if member is not bool for value in get_args(member)
+    ]
     group.add_argument(
         flag,
         type=kind,
@@ -264,18 +268,18 @@ class SwitchOff(argparse.Action):
         super().__init__(nargs=0, **settings)
 
     def __call__(self, parser: Any, namespace: Any, *ignored: Any) -> None:
-        """Set it."""
+        """Set the option to False."""
         setattr(namespace, self.dest, False)
 
 
 def part_of(kind: type[Options], values: Mapping[str, Any]) -> Options:
-    """The dataclass of these of the parsed values that are its fields."""
+    """Return a dataclass filled with those of the parsed values that are its fields."""
     names = [item.name for item in dataclasses.fields(kind)]  # type: ignore[arg-type]
     return kind(**{name: values[name] for name in names})
 
 
 class _Texts:
-    """The type of an option that may be repeated: one value, or the list of a file."""
+    """The type of an option that may be repeated: one value, or a list from a file."""
 
     def __call__(self, value: Any) -> list[str]:
         texts = value if isinstance(value, list) else [value]
@@ -301,46 +305,46 @@ def _files_first(words: Sequence[str]) -> list[str]:
 
 
 def _long_options(parser: ArgumentParser) -> set[str]:
-    """The options of a parser and of its commands, which it may report errors for."""
-    found: set[str] = set()
+    """Return the options of a parser and of its commands, for which it may report errors."""
+    names: set[str] = set()
     for action in parser._actions:
-        found.update(flag for flag in action.option_strings if flag.startswith("--"))
+        names.update(flag for flag in action.option_strings if flag.startswith("--"))
     for command in helptext.subcommands(parser).values():
-        found |= _long_options(command)
-    return found - {"--help", "--version", "--print_shtab", "--print_config"}
+        names |= _long_options(command)
+    return names - {"--help", "--version", "--print_shtab", "--print_config"}
 
 
 def _unknown_option(name: str, options: Iterable[str], command: str) -> str:
     if not name.startswith("-"):
         return f"{command} does not expect {name}: options start with --"
     longer = [option for option in options if option.startswith(name)][:3]
-    if not longer and OPTION_MEANT.get(name, "").partition(" ")[0] in options:
-        return f"unknown option {name}: use {OPTION_MEANT[name]}"
-    if "--sbatch" in options and name.removeprefix("--") in OF_SBATCH_ONLY:
+    if not longer and OPTION_ALIASES.get(name, "").partition(" ")[0] in options:
+        return f"unknown option {name}: use {OPTION_ALIASES[name]}"
+    if "--sbatch" in options and name.removeprefix("--") in SBATCH_ONLY:
         text = name.removeprefix("--")
         return f"unknown option {name}: write --sbatch {text}, or --sbatch {text}=VALUE"
     suggestion = f"; did you mean {' or '.join(longer)}?" if longer else nearest(name, options)
     if not suggestion or suggestion.count(",") > MOST_NAMES:
         suggestion = f": {command} --help lists the options"
         if "--sbatch" in options:
-            suggestion += ", and --sbatch NAME=VALUE gives sbatch another one"
+            suggestion += ", and --sbatch NAME=VALUE passes another one to sbatch"
     return f"unknown option {name}{suggestion}"
 
 
 def _as_typed(key: str, options: Iterable[str]) -> str:
-    """What stands before a value on the command line: an option and a space, or nothing."""
+    """Return the prefix of a value on the command line: an option and a space, or nothing."""
     flag = f"--{key.split('.')[-1].replace('_', '-')}"
     return f"{flag} " if flag in options else ""
 
 
 def _wrong_value(typed: str, expected: str, value: Any) -> str:
-    found = re.search(r"Literal\[(.*?)\]", expected)
-    literals = re.findall(r"'(.*?)'", found[1]) if found else []
+    match = re.search(r"Literal\[(.*?)\]", expected)
+    literals = re.findall(r"'(.*?)'", match[1]) if match else []
     if "bool" in expected:
         *others, last = ["true", "false", *literals]
         return f"{typed}must be {', '.join(others)} or {last}, not {value}"
-    if VALUE_MEANT.get(value) in literals:
-        return f"{typed}{value} is not supported: use {VALUE_MEANT[value]}"
+    if VALUE_ALIASES.get(value) in literals:
+        return f"{typed}{value} is not supported: use {VALUE_ALIASES[value]}"
     if literals:
         return f"{typed}{value} is not known" + nearest(str(value), literals)
     if form := VALUE_FORMS.get(typed.strip()):

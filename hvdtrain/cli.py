@@ -1,4 +1,4 @@
-"""The command line: what it accepts, and how it ends."""
+"""The command line: its parser, its entry point and its exit codes."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ from hvdtrain.jobs.options import JobOptions, SlurmOptions
 from hvdtrain.planner.options import PlanConfig
 from hvdtrain.stop import STOP_SIGNALS
 
-DIR, DEST, RUN = "DIR", "DEST", "RUN"  # words of the help, which completion knows as paths
+DIR, DEST, RUN = "DIR", "DEST", "RUN"  # metavars that shell completion treats as paths
 RUNS = "run folders, or folders of them"
 PLAN_COMMANDS: dict[str, tuple[type, str]] = {
     "show": (PlanConfig, "Show the stages, memory and timeline of a plan."),
@@ -26,7 +26,7 @@ PLAN_COMMANDS: dict[str, tuple[type, str]] = {
 }
 BENCH_COMMANDS: dict[str, tuple[type, str]] = {
     "step": (StepConfig, "Measure images/s and where the time of a step goes."),
-    "loader": (LoaderConfig, "Measure the images/s that a data set can be read with."),
+    "loader": (LoaderConfig, "Measure how fast a data set is read, in images/s."),
     "allreduce": (NetworkConfig, "Measure an all-reduce by size and algorithm."),
     "exchange": (NetworkConfig, "Measure a transfer between ranks by size."),
 }
@@ -37,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         sys.exit(run(sys.argv[1:] if arguments is None else arguments))
     except (Interrupted, Preempted) as stopped:
-        # All ranks leave with it in good order, after world.stop(); srun terminates those that
-        # are not gone when the first one is, and schedulers ask more than once.
+        # All ranks end this way, after world.stop(). When the first one has ended, srun terminates
+        # the others, and schedulers send their signal more than once: ignore these signals.
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         if launchers.detect(os.environ).rank == 0:
@@ -101,19 +101,17 @@ def _parser() -> Parser:
 
 
 def _group(commands: Any, name: str, text: str) -> Any:
-    """Add a command that has commands; where to add these."""
+    """Add a command that has commands of its own, and return the object to add these to."""
     group = Parser(description=text)
     commands.add_subcommand(name, group)
     return group.add_subcommands(dest=f"{name}_command")
 
 
 def _doctor() -> Parser:
-    doctor = Parser(
-        description="Check that this machine is fit. There is a cure beside each fault."
-    )
+    doctor = Parser(description="Check that this machine can train. Each fault comes with a fix.")
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
     doctor.add_argument(
-        "--job", action="store_true", help="look at the ranks of this job, under its launcher"
+        "--job", action="store_true", help="check the ranks of this job, under its launcher"
     )
     return doctor
 
@@ -173,7 +171,10 @@ def _add_job_commands(commands: Any) -> None:
     commands.add_subcommand("submit", submit)
     sweep = Parser(description="Submit every run of a study as jobs, repeats as arrays.")
     sweep.add_argument(
-        "study", type=str, metavar="STUDY", help="YAML file; a list means each of its values"
+        "study",
+        type=str,
+        metavar="STUDY",
+        help="YAML file; a list as a value means one run per item",
     )
     sweep.add_argument("--to", required=True, type=str, metavar=DIR, help="folder for the runs")
     sweep.add_argument("--dry-run", action="store_true", help="print the scripts, submit nothing")
@@ -235,7 +236,7 @@ def _add_commands(commands: Any, options: dict[str, tuple[type, str]]) -> None:
 
 
 def _innermost(parsed: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The full name of the command that was given, and its own values."""
+    """Return the full name of the parsed command, and the values of its options."""
     command = parsed["command"]
     values = parsed[command]
     if inner := values.get(f"{command}_command"):

@@ -1,4 +1,4 @@
-"""`hvdtrain --print-completion SHELL`: the script that completes commands and options there."""
+"""`hvdtrain --print-completion SHELL`: the script that completes commands and options."""
 
 import argparse
 import sys
@@ -12,7 +12,7 @@ from hvdtrain.arguments import SwitchOff
 from hvdtrain.errors import UsageError
 
 SHELLS = ("bash", "zsh")
-# The metavars that are completed as paths, and how shtab calls the kind of path.
+# The metavars that are completed as paths, with shtab's name for the kind of path.
 FILES = {"FILE": "FILE", "SRC": "FILE", "STUDY": "FILE"}
 PATHS = FILES | {"DIR": "DIRECTORY", "DEST": "DIRECTORY", "RUN": "DIRECTORY"}
 
@@ -21,15 +21,15 @@ class PrintCompletion(argparse.Action):
     """Prints the script of a shell, and ends the process."""
 
     def __call__(self, parser: Any, namespace: Any, shell: Any, *ignored: Any) -> None:
-        """Print it."""
+        """Print the script and exit."""
         print(script(parser, shell))
-        sys.exit()  # jsonargparse's parser is of no use after it
+        sys.exit()  # jsonargparse's parser cannot be used after this
 
 
 def script(parser: ArgumentParser, shell: str) -> str:
     """Return the script with which a shell completes the words after `hvdtrain`.
 
-    The parser cannot be used again.
+    The parser cannot be used after this call.
 
     Raises:
         UsageError: if shtab, which writes the script, is not installed.
@@ -42,12 +42,12 @@ def script(parser: ArgumentParser, shell: str) -> str:
         if action.metavar in PATHS:
             action.complete = getattr(shtab, PATHS[action.metavar])  # type: ignore[attr-defined]
         elif isinstance(action, SwitchOff):
-            action.help = ""  # shtab leaves out what has no help
+            action.help = ""  # shtab leaves out options without help
         elif helptext.is_switch(action):
-            if action.metavar:  # values beside true and false
+            if action.metavar:  # there are values besides true and false
                 action.choices = str(action.metavar).split("|")
             else:
-                action.nargs = 0  # else what follows would be completed as its value
+                action.nargs = 0  # else the next word would be completed as its value
     text: str = parser.get_completion_script(f"shtab-{shell}")
     return text
 

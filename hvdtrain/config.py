@@ -1,8 +1,8 @@
-"""What a run is: one dataclass, filled from the command line, a YAML file or Python.
+"""The configuration of a run: one dataclass, filled from the command line, a YAML file or Python.
 
-Nothing else in the package reads the command line, and nothing but `world` reads the environment,
-to learn how to train. The names of the fields are the keys of the YAML file; an option of the
-command line is the same name with dashes.
+How a run trains is decided here alone: nothing else in the package reads the command line for it,
+and only `world` reads the environment. The names of the fields are the keys of the YAML file; the
+options of the command line are the same names with dashes.
 """
 
 from dataclasses import dataclass, field, fields
@@ -25,7 +25,7 @@ from hvdtrain.ranges import DEFAULT_EPOCHS, check_ranges, check_together, flag, 
 
 Precision = Literal["fp32", "bf16", "fp64"]
 Device = Literal["cpu", "cuda"]
-MOST_RANKS = 2**20  # where a launcher knows how many there are
+MOST_RANKS = 2**20  # upper bound where only the launcher knows the number of ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +62,9 @@ class TrainConfig:
         default=None,
         metadata=about(
             "single, dp, mp, hp:SxR (S stages of R replicas), auto (measured and chosen before "
-            "training), adaptive (changed while training too), or a JSON file; with tensorflow "
-            "single, dp, or mirrored[:N] (MirroredStrategy on N devices of one process)",
+            "training), adaptive (also replanned during training), or a JSON file; with "
+            "tensorflow single, dp, or mirrored[:N] (MirroredStrategy on N devices of one "
+            "process)",
             PLAN,
             default="single on one rank, dp on more",
         ),
@@ -73,7 +74,7 @@ class TrainConfig:
         metadata=about(
             "start this many ranks on this machine",
             PLAN,
-            default="those of the launcher, else 1",
+            default="as many as the launcher started, else 1",
         ),
     )
     epochs: int | None = field(
@@ -111,21 +112,21 @@ class TrainConfig:
     verify: bool = field(
         default=False,
         metadata=about(
-            "before the first step, compare three steps under the plan with one rank's on the "
-            "same data: gradients, updates, statistics; end the run if they differ",
+            "before the first step, compare three steps under the plan with three steps on one "
+            "rank and the same data: gradients, updates, statistics; end the run if they differ",
             PLAN,
         ),
     )
     memory_limit: float | None = field(
         default=None,
-        metadata=about(
-            "GiB that a rank may use, the process included, under --plan auto", PLAN, "GIB"
-        ),
+        metadata=about("GiB that the process of a rank may use, under --plan auto", PLAN, "GIB"),
     )
     profile: str | None = field(
         default=None,
         metadata=about(
-            "file of what --plan auto measures: read if it exists, else written", PLAN, "FILE"
+            "file with the measurements of --plan auto: read if it exists, else written",
+            PLAN,
+            "FILE",
         ),
     )
     precision: Precision = field(
@@ -157,7 +158,7 @@ class TrainConfig:
     no_decay: str = field(
         default="norm,bias,position",
         metadata=about(
-            "what weight decay leaves alone: norm (scales and shifts of normalisation layers), "
+            "parameters without weight decay: norm (scales and shifts of normalisation layers), "
             "bias, position (position embeddings and class tokens), or none",
             OPTIMISATION,
             "KINDS",
@@ -180,8 +181,8 @@ class TrainConfig:
     on_bad_step: Literal["stop", "skip"] = field(
         default="stop",
         metadata=about(
-            "if loss or gradients are not finite, or above --gradient-limit: stop, naming the "
-            "component, or skip the step",
+            "if loss or gradients are not finite, or above --gradient-limit: stop with the name "
+            "of the component, or skip the step",
             FAULTS,
         ),
     )
@@ -195,15 +196,15 @@ class TrainConfig:
     change_batch_norm: bool = field(
         default=False,
         metadata=about(
-            "let --plan adaptive change over which samples batch norm normalises: shares and "
-            "micro-batches",
+            "let --plan adaptive change shares and micro-batches, and with them the samples that "
+            "batch norm normalises together",
             PLAN,
         ),
     )
     recompute: str | None = field(
         default=None,
         metadata=about(
-            "components that keep no activations and repeat the forward pass in the backward "
+            "components that keep no activations and repeat the forward pass during the backward "
             "pass: names or patterns with commas, such as 'layer1.*,layer2.*', or all",
             PLAN,
             "COMPONENTS",
@@ -242,7 +243,7 @@ class TrainConfig:
         default=None,
         metadata=about(
             "start from the weights in this file (torchvision's names; hvdtrain export writes "
-            "one); a last layer for other classes starts anew",
+            "one); a last layer for other classes is initialised",
             DATA,
             "FILE",
         ),
@@ -282,8 +283,8 @@ class TrainConfig:
     stall_timeout: float = field(
         default=300.0,
         metadata=about(
-            "end the job if an action of a step takes longer than this "
-            "(ten times as long with --compile)",
+            "end the job if an action of a step takes longer than this (ten times this with "
+            "--compile)",
             FAULTS,
             "SECONDS",
         ),
@@ -303,16 +304,15 @@ class TrainConfig:
     resume: bool | Literal["auto"] = field(
         default=False,
         metadata=about(
-            "resume the run in the run folder from its last checkpoint; "
-            "auto: if the folder holds a run, else start one",
+            "resume the run in the run folder from its last checkpoint; auto: resume if the "
+            "folder holds a run, else start one",
             FAULTS,
         ),
     )
     checkpoint_every: str = field(
         default="1 epoch",
         metadata=about(
-            "save every 'N epochs', or after each epoch and besides every 'N steps' or "
-            "'N minutes'",
+            "save every 'N epochs', or after each epoch and also every 'N steps' or 'N minutes'",
             FAULTS,
             "INTERVAL",
         ),
@@ -332,13 +332,13 @@ class TrainConfig:
     restarts: int = field(
         default=0,
         metadata=about(
-            "after a rank failed, start again from the last checkpoint, up to N times", FAULTS
+            "restart from the last checkpoint after a rank failed, up to N times", FAULTS
         ),
     )
     min_ranks: int | None = field(
         default=None,
         metadata=about(
-            "with --restarts: start again with one rank fewer each time, down to N",
+            "with --restarts: restart with one rank fewer each time, down to N",
             FAULTS,
             default="with all ranks",
         ),
@@ -355,7 +355,7 @@ class TrainConfig:
     inject: str | None = field(
         default=None,
         metadata=about(
-            "inject a fault, to rehearse: kill, segfault, memory, stop, slow, nan, corrupt, "
+            "inject a fault, for a test: kill, segfault, memory, stop, slow, nan, corrupt, "
             "truncate, fill or replan, such as 'kill step=20 rank=1'",
             FAULTS,
             "FAULT",
@@ -383,7 +383,7 @@ class TrainConfig:
         return self
 
     def total_samples(self, epoch_length: int) -> int:
-        """Samples consumed when the run is over: by epochs or by steps, whichever is less."""
+        """Return the samples that the whole run consumes: the lesser by epochs and by steps."""
         limits = []
         if self.epochs is not None or self.max_steps is None:
             limits.append((self.epochs or DEFAULT_EPOCHS) * epoch_length)
@@ -393,25 +393,25 @@ class TrainConfig:
         return min(limits)
 
     def checkpoint_interval(self) -> tuple[float, str]:
-        """How often a checkpoint is due: a number of "epoch", "step" or "minute".
+        """Return the interval between checkpoints as a number and "epoch", "step" or "minute".
 
         Raises:
-            UsageError: if --checkpoint-every is nothing of the kind.
+            UsageError: if --checkpoint-every is not such an interval.
         """
         return interval(self.checkpoint_every)
 
     def learning_rate(self) -> float:
-        """The peak learning rate, after --lr-base-batch."""
+        """Return the peak learning rate, scaled by --lr-base-batch."""
         scale = self.batch_size / self.lr_base_batch if self.lr_base_batch else 1.0
         return self.lr * scale
 
 
 def field_of_train(name: str) -> Any:
-    """Return a field for another dataclass with the default and the help that `train` has."""
+    """Return a field for another dataclass with the default and the help of the `train` option."""
     (item,) = (item for item in fields(TrainConfig) if item.name == name)
     return field(default=item.default, metadata=item.metadata)
 
 
 def option_names() -> list[str]:
-    """The command line options of `train`, in order."""
+    """Return the command line options of `train`, in order."""
     return [flag(item.name) for item in fields(TrainConfig)]

@@ -9,8 +9,8 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError
 from hvdtrain.ranges import flag
 
-# A run may be continued with other values of these: they say where, how and how long it runs. Of
-# what a step computes they change rounding, and which samples local batch norm sees together.
+# A run may resume with other values of these: they decide where, how and how long it runs. In the
+# results of a step they change only rounding, and the samples that local batch norm sees together.
 MAY_CHANGE_ON_RESUME = frozenset(
     {
         "data",
@@ -31,41 +31,43 @@ MAY_CHANGE_ON_RESUME = frozenset(
 )
 
 
-# Of a run of a study nothing else may: the study would show one run for the other.
+# In a run of a study only these may change: else the study would report one run as another.
 MAY_CHANGE_IN_STUDY = frozenset({"run", "resume", "log_every", "keep_checkpoints", "on_alert"})
 
 
-# What versions did that had no such key. By it they are known.
-OF_OLDER_VERSIONS = {"no_decay": "none"}
+# Values with the behaviour of versions that had no such key. A missing key identifies them.
+OLDER_DEFAULTS = {"no_decay": "none"}
 
 
 def as_begun(config: TrainConfig) -> TrainConfig:
-    """The same configuration; for a run that an older version began, with what that one did.
+    """Return the configuration, with older behaviour for a run that an older version started.
 
     Raises:
-        UsageError: if the run folder's configuration is none.
+        UsageError: if the file in the run folder is not a configuration.
     """
     saved = Path(config.run) / "config.yaml" if config.run else None
     if saved is None or not saved.is_file():
         return config
-    did = done_by_older(load(saved))
+    older_values = done_by_older(load(saved))
     if config.normalise != "meanstd":
-        did.pop("normalise", None)
+        older_values.pop("normalise", None)
     if not config.weight_decay:
-        did.pop("no_decay", None)
-    return replace(config, **did)
+        older_values.pop("no_decay", None)
+    return replace(config, **older_values)
 
 
 def done_by_older(old: dict[str, Any]) -> dict[str, Any]:
-    """What the version that wrote a configuration did, where it says nothing or another thing."""
-    did: dict[str, Any] = {n: value for n, value in OF_OLDER_VERSIONS.items() if n not in old}
-    if did and old.get("holdout") and old.get("normalise", "meanstd") == "meanstd":
-        did["normalise"] = "split"
-    return did
+    """Return the values that an older version used where its configuration has none or others."""
+    older_values: dict[str, Any] = {
+        n: value for n, value in OLDER_DEFAULTS.items() if n not in old
+    }
+    if older_values and old.get("holdout") and old.get("normalise", "meanstd") == "meanstd":
+        older_values["normalise"] = "split"
+    return older_values
 
 
 def differing(one: TrainConfig, other: TrainConfig) -> str:
-    """The options in which the first one differs, as they are typed."""
+    """Return the options in which `one` differs from `other`, as a user types them."""
     others = vars(other)
     differs = [name for name, value in vars(one).items() if others[name] != value]
     return " ".join(f"{flag(name)} {getattr(one, name)}" for name in differs)
@@ -74,7 +76,7 @@ def differing(one: TrainConfig, other: TrainConfig) -> str:
 def differences(
     old: dict[str, Any], new: TrainConfig, may_change: frozenset[str] = MAY_CHANGE_ON_RESUME
 ) -> list[str]:
-    """Say how `new` differs from a saved configuration in what may not change."""
+    """Return how `new` differs from a saved configuration in values that may not change."""
     current, old = asdict(new), old | done_by_older(old)
     if new.weight_decay == 0:
         may_change = may_change | {"no_decay"}
@@ -88,18 +90,18 @@ def differences(
 
 
 def to_yaml(config: TrainConfig, saved: Path | None = None) -> str:
-    """The resolved configuration as YAML that `--config` reads back, for this run or a new one.
+    """Return the resolved configuration as YAML that `--config` reads, for this or a new run.
 
     Args:
-        saved: the file that it takes the place of; what `as_begun` finds it to lack stays absent,
-            so that the same command continues the run again.
+        saved: the file that it replaces. Keys that `as_begun` fills in for an older version stay
+            absent, so that the same command can resume the run again.
     """
     import yaml
 
     values = asdict(replace(config, resume=False))
     if saved is not None and saved.is_file():
         old = load(saved)
-        for name in OF_OLDER_VERSIONS.keys() - old.keys():
+        for name in OLDER_DEFAULTS.keys() - old.keys():
             del values[name]
         if "normalise" in done_by_older(old) and config.normalise == "split":
             values["normalise"] = "meanstd"
@@ -107,17 +109,18 @@ def to_yaml(config: TrainConfig, saved: Path | None = None) -> str:
 
 
 def public(config: TrainConfig) -> dict[str, Any]:
-    """The resolved configuration without what other users should not read."""
+    """Return the resolved configuration without the values that other users should not read."""
     return {name: value for name, value in asdict(config).items() if name != "on_alert"}
 
 
 def save(config: TrainConfig, path: Path) -> None:
     """Write the resolved configuration of a run, which no other user may change.
 
-    The command of `--on-alert` may hold an address or a token: with one, no other may read it.
+    The command of `--on-alert` may hold an address or a token: a configuration with such a command
+    is readable by its owner only.
 
     Raises:
-        DataError: if it cannot be written.
+        DataError: if the file cannot be written.
     """
     mode = files.OWN if config.on_alert is None else files.PRIVATE
     files.write_text(path, to_yaml(config, path), "the configuration", DataError, mode)
@@ -127,6 +130,6 @@ def load(path: Path) -> dict[str, Any]:
     """Read a saved configuration; a key of another version stays in the dictionary.
 
     Raises:
-        UsageError: if it is none.
+        UsageError: if the file is not a configuration.
     """
     return harmless.read_mapping(path, "configuration")

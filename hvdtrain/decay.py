@@ -1,4 +1,4 @@
-"""Which parameters have no weight decay: a rule of names, the same for every framework."""
+"""A rule by names for the parameters without weight decay, the same for every framework."""
 
 import re
 
@@ -9,7 +9,7 @@ POSITION = re.compile(r"pos_?emb|(?<![a-z])position|(class|cls)_?(token|emb)", r
 
 
 def parse(text: str) -> frozenset[str]:
-    """The kinds that `--no-decay` names.
+    """Return the kinds of parameters that `--no-decay` names.
 
     Raises:
         UsageError: for a kind that does not exist.
@@ -19,16 +19,18 @@ def parse(text: str) -> frozenset[str]:
         return frozenset()
     for word in words:
         if word not in KINDS:
-            raise UsageError(f"--no-decay {text}: give some of {','.join(KINDS)}, or none")
+            raise UsageError(
+                f"--no-decay {text} is not known: use some of {','.join(KINDS)}, or none"
+            )
     return frozenset(words)
 
 
 def is_exempt(kinds: frozenset[str], name: str, layer: str, dimensions: int) -> bool:
-    """Whether a parameter is of one of these kinds.
+    """Return whether a parameter is of one of these kinds.
 
     Args:
-        name: with its path, such as "ln_1.weight".
-        layer: the class, or the name, of what holds it.
+        name: the parameter's name with its path, such as "ln_1.weight".
+        layer: the class, or the name, of the layer that holds it.
     """
     last = re.split(r"[./]", name)[-1].lower()
     if "bias" in kinds and "bias" in last:

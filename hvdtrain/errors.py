@@ -1,4 +1,4 @@
-"""The errors a user can cause, and the exit code that each ends with.
+"""The errors that a user can cause, with their exit codes.
 
 Everything that a user can get wrong is raised as one of these, with a message of one line that
 says what is wrong and what to do; the command line prints it without a traceback. Any other
@@ -6,11 +6,11 @@ exception is a fault of hvdtrain or of the machine and keeps its traceback.
 """
 
 EXIT_INTERNAL = 1
-MOST_CHARACTERS = 2000  # of a message that is handed on to another program
+MOST_CHARACTERS = 2000  # limit for a message that is passed to another program
 
 
 class HvdtrainError(Exception):
-    """Base of all errors that end a command with one line; `exit_code` is what it ends with."""
+    """Base of all errors that end a command with one line and with `exit_code`."""
 
     exit_code = EXIT_INTERNAL
 
@@ -40,7 +40,7 @@ class RankError(HvdtrainError):
 
 
 class Preempted(HvdtrainError):
-    """The job was asked to leave and has saved its state."""
+    """The job was requested to stop and has saved its state."""
 
     exit_code = 75
 
@@ -52,7 +52,7 @@ class Interrupted(HvdtrainError):
 
 
 def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
-    """Return `text`, its end cut off where it has more characters than `most`."""
+    """Return `text`, with its end cut off if it has more characters than `most`."""
     return text if len(text) <= most else f"{text[: most - 4]} ..."
 
 
@@ -62,6 +62,6 @@ def on_one_line(text: object, most: int = 80) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Return type and first line of the message of `error`."""
+    """Return the type of `error` and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

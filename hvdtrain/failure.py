@@ -1,4 +1,4 @@
-"""How a rank that fails ends the whole job, and is the only one heard."""
+"""The end of a job after a failure: one rank reports the error and ends all the others."""
 
 import contextlib
 import os
@@ -25,11 +25,11 @@ from hvdtrain.errors import (
 from hvdtrain.launchers import Launch, detect, torchrun
 from hvdtrain.world import activity_path, import_mpi
 
-# A rank that is not the first to fail keeps quiet this long, so that the first one's message is
-# out before the job ends.
+# A rank that is not the first to fail waits this long and prints nothing, so that the message of
+# the first one is printed before the job ends.
 SECONDS_TO_BE_ENDED = 5.0
 SECONDS_TO_JOIN = 20
-# What frameworks say, on a CPU and on a GPU, in errors that have no class of their own on both.
+# Texts of the frameworks' out-of-memory errors, which have no class of their own on CPU and GPU.
 OUT_OF_MEMORY = (
     *("can't allocate memory", "cannot allocate memory", "out of memory", "oom when allocating"),
 )
@@ -39,10 +39,10 @@ _first_failure: socket.socket | None = None
 
 
 def end_all_on_exception() -> None:
-    """From now on, an exception that nothing catches ends the job on all ranks.
+    """Make every uncaught exception end the job on all ranks from this call on.
 
-    Without this, a rank that raises in a user's own script would wait in MPI's finalisation for
-    the others, and they for it.
+    Without this, a rank that raises in a user's own script would wait for the other ranks in MPI's
+    finalisation, while they wait for it.
     """
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -53,21 +53,22 @@ def end_all_on_exception() -> None:
 
 @dataclass(frozen=True)
 class Listener:
-    """Whom to tell that a job ends with an error: a shell command, and the run folder."""
+    """The receiver of the alert that a job failed: a shell command, and the run folder."""
 
     command: str | None
     run: str | None
 
 
 def fail(error: BaseException, listener: Listener | None = None) -> NoReturn:
-    """Say what went wrong, once a node, and end the job on all ranks.
+    """Report what went wrong, once per node, and end the job on all ranks.
 
-    One line for an error that the user can mend, this rank's traceback for any other. The
-    `listener` is told by ranks that our own launcher did not start: that one tells it itself.
+    An error that the user can fix is reported in one line, any other with this rank's traceback.
+    Ranks alert the `listener` only if another launcher started them: hvdtrain's own launcher sends
+    the alert itself.
     """
     launch = _detect_quietly()
     code, text = _verdict(error, launch)
-    first = tell(text, launch, listener if code != Interrupted.exit_code else None)
+    first = report(text, launch, listener if code != Interrupted.exit_code else None)
     if launch.size == 1:
         if threading.current_thread() is not threading.main_thread():
             os._exit(code)  # a watchdog's exit would end its thread alone
@@ -75,22 +76,22 @@ def fail(error: BaseException, listener: Listener | None = None) -> NoReturn:
     if launch.launcher == "srun" and not _is_mpi_running():
         _join_to_end(launch)
     elif not first or not _is_mpi_running():
-        # Without MPI nothing ends the others: the first one stays, lest a later one be heard too.
+        # Without MPI nothing ends the others. The first rank stays, so that no later one reports.
         time.sleep(SECONDS_TO_BE_ENDED)
     if _is_mpi_running():
         sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(code)
     os._exit(code)
 
 
-def tell(text: str, launch: Launch, listener: Listener | None) -> bool:
-    """Say what a job ends with; False if another process of it on this node has said that before.
+def report(text: str, launch: Launch, listener: Listener | None) -> bool:
+    """Print why a job ends; return False if another of its processes on this node already did.
 
-    The `listener` is told by ranks that our own launcher did not start.
+    Ranks alert the `listener` only if another launcher than hvdtrain's own started them.
     """
     if launch.size != 1 and not _is_first_to_fail(launch.job):
         return False
     sys.stdout.flush()
-    # In one piece, or the launcher's own words come before the end of the line.
+    # In one write, or the launcher's own output comes before the end of the line.
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
     if listener is not None and activity_path() is None:
@@ -100,14 +101,14 @@ def tell(text: str, launch: Launch, listener: Listener | None) -> bool:
 
 
 def _verdict(error: BaseException, launch: Launch) -> tuple[int, str]:
-    """The exit code that an error ends with, and what is said of it."""
+    """Return the exit code for an error, and the text to print."""
     alone, where = launch.size == 1, f"rank {launch.rank} on {socket.gethostname()}"
     if isinstance(error, KeyboardInterrupt):
         return Interrupted.exit_code, "hvdtrain: interrupted"
     if isinstance(error, HvdtrainError):
         return error.exit_code, f"hvdtrain: {error}"
-    said = str(error).lower()
-    if isinstance(error, MemoryError) or any(words in said for words in OUT_OF_MEMORY):
+    message = str(error).lower()
+    if isinstance(error, MemoryError) or any(words in message for words in OUT_OF_MEMORY):
         return RankError.exit_code, f"hvdtrain: {where} {_out_of_memory(error)}"
     code = EXIT_INTERNAL if alone else RankError.exit_code
     heading = "" if alone else f"hvdtrain: {where}:\n"
@@ -116,16 +117,16 @@ def _verdict(error: BaseException, launch: Launch) -> tuple[int, str]:
 
 def _out_of_memory(error: BaseException) -> str:
     doing = "; ".join(getattr(error, "__notes__", []))
-    lines = [*str(error).splitlines(), "no more is known"]
-    said = re.sub(r"^\[enforce fail.*?\] err == 0\. ", "", lines[0])
+    lines = [*str(error).splitlines(), "no details are known"]
+    reason = re.sub(r"^\[enforce fail.*?\] err == 0\. ", "", lines[0])
     return (
-        f"is out of memory{f' ({doing})' if doing else ''}: {said}; use a smaller --batch-size, "
+        f"is out of memory{f' ({doing})' if doing else ''}: {reason}; use a smaller --batch-size, "
         "more --microbatches, --recompute, or fewer ranks on a host"
     )
 
 
 def _detect_quietly() -> Launch:
-    """As `detect`, for one that has been refused already."""
+    """Return what `detect` does, also for a launch that `detect` refuses."""
     try:
         return detect(os.environ)
     except UsageError:
@@ -137,7 +138,7 @@ def _detect_quietly() -> Launch:
 
 
 def _is_mpi_running() -> bool:
-    """Whether there are others to end: not in a world of one that was meant to be larger."""
+    """Return whether MPI connects other ranks: a failed launch leaves each rank a world of one."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
         return False
@@ -145,9 +146,9 @@ def _is_mpi_running() -> bool:
 
 
 def _join_to_end(launch: Launch) -> None:
-    """Start MPI in order to end the others, whom srun lets wait in MPI_Init for ever.
+    """Start MPI in order to end the other ranks, which otherwise hang in MPI_Init under srun.
 
-    Where that cannot be, stay until the others have failed too: only one of the node is to speak.
+    If MPI cannot start, wait until the others have failed too: only one rank per node reports.
     """
     if "PMIX_RANK" in os.environ:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -160,11 +161,12 @@ def _join_to_end(launch: Launch) -> None:
 
 
 def _is_first_to_fail(job: str) -> bool:
-    """True for one rank of the node only.
+    """Return True on one rank of the node only.
 
-    Our own launcher and mpirun have a folder for the job, in which a file can be made once.
-    Elsewhere a name in the abstract socket namespace has one owner; it lives as long as the
-    process, so nothing is left behind, but a rank that fails after that one has gone is heard too.
+    hvdtrain's own launcher and mpirun have a folder for the job, in which a file can be created
+    once. Elsewhere a name in the abstract socket namespace has one owner. The name lives as long
+    as the process, so nothing is left behind, but a rank that fails after that process has ended
+    reports too.
     """
     global _first_failure
     if mark := _mark_of_failure():
@@ -173,7 +175,7 @@ def _is_first_to_fail(job: str) -> bool:
         except FileExistsError:
             return False
         except OSError:
-            return True  # better heard twice than not at all
+            return True  # two reports are better than none
         return True
     _first_failure = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
@@ -184,7 +186,7 @@ def _is_first_to_fail(job: str) -> bool:
 
 
 def _mark_of_failure() -> Path | None:
-    """A file in the job's folder on this node, which its launcher removes with all in it."""
+    """Return a file in the job's folder on this node, which the launcher removes at the end."""
     if activity := activity_path():
         return activity.with_name("failed")
     folder, job = (os.environ.get(name) for name in ("PMIX_SERVER_TMPDIR", "PMIX_NAMESPACE"))

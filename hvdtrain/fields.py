@@ -1,6 +1,6 @@
-"""What a field of a configuration says of its option: help, heading, and what it stands for."""
+"""The metadata of a configuration field that describe its option: help, heading and default."""
 
-# Headings of the help, in which options are listed in the order of their fields.
+# Headings of the help. Under each, options are listed in the order of their fields.
 DATA = "model and data"
 PLAN = "plan"
 LENGTH = "length and batch"
@@ -18,8 +18,8 @@ def about(
     Args:
         text: help, without the default.
         group: heading of the help.
-        metavar: word that stands for a value, where its type does not say one.
-        default: what holds without the option, in words, where the field's default is None.
+        metavar: placeholder for the value, if its type does not imply one.
+        default: description of the default, for a field whose default is None.
         alias: another name of the option, without its dashes.
     """
     return {"help": text, "group": group, "metavar": metavar, "default": default, "alias": alias}

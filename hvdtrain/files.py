@@ -1,4 +1,4 @@
-"""Files that a user asks for by name: refused before the work, and written whole or not at all."""
+"""Output files that a user names: refused before the work, and written whole or not at all."""
 
 import errno
 import os
@@ -12,13 +12,13 @@ from typing import IO
 from hvdtrain.errors import HvdtrainError, UsageError
 
 OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
-# Modes of files and folders, of which the umask takes away what it takes.
+# Modes of files and folders, before the umask applies.
 ANY, OWN, PRIVATE = 0o666, 0o644, 0o600
 OWN_FOLDER, PRIVATE_FOLDER = 0o755, 0o700
 
 
 def plain_name(text: str) -> str:
-    """A text as a part of a file's name that no shell minds."""
+    """Return a text as a part of a file name, without characters that are special in a shell."""
     return "".join(c if c.isalnum() or c in "-_." else "-" for c in text)
 
 
@@ -32,46 +32,46 @@ def check_target(path: str, option: str) -> None:
     if not path or (target.exists() and not target.is_file()):
         raise UsageError(f"{option} {path!r} is not a file: give the name of one")
     if not target.absolute().parent.is_dir():
-        raise UsageError(f"{option} {path}: there is no such folder; make it first")
+        raise UsageError(f"{option} {path}: its folder does not exist: create it first")
     if not os.access(target.absolute().parent, os.W_OK):
-        raise UsageError(f"{option} {path}: the folder cannot be written to")
+        raise UsageError(f"{option} {path}: its folder is not writable: choose another one")
 
 
 def fault_of_owner(path: Path, follow: bool = True) -> str | None:
-    """Say how another user could change a file or what is in a folder, and the cure; None if none.
+    """Return how another user could change a file or folder, and the fix; None if nobody can.
 
-    The superuser can anyway. Where there are access control lists, the bits of the group are their
-    upper bound.
+    The superuser always can. With access control lists, the bits of the group are their upper
+    bound.
 
     Args:
-        follow: whether it may be a symbolic link to one that nobody else can change.
+        follow: accept a symbolic link whose target nobody else can change.
 
     Raises:
-        OSError: if it is not there.
+        OSError: if the path does not exist.
     """
-    found = path.stat() if follow else path.lstat()
-    if stat.S_ISLNK(found.st_mode):
+    status = path.stat() if follow else path.lstat()
+    if stat.S_ISLNK(status.st_mode):
         return f"{path} is a symbolic link: remove it, or choose another folder"
-    if found.st_uid not in (os.geteuid(), 0):
-        return f"{path} belongs to another user (uid {found.st_uid}): choose another folder"
-    if found.st_mode & OTHERS_MAY_WRITE:
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"{path} belongs to another user (uid {status.st_uid}): choose another folder"
+    if status.st_mode & OTHERS_MAY_WRITE:
         return (
-            f"{path} can be changed by other users: look at what it holds, then chmod go-w {path}"
+            f"{path} can be changed by other users: check its content, then run chmod go-w {path}"
         )
     return None
 
 
 def make_own_folder(path: Path, option: str) -> None:
-    """Make a folder that this user alone can look into, where it is not there yet.
+    """Create a folder that only this user can read, unless it exists.
 
-    The names of such folders can be foreseen, so another user may have made them.
+    The names of such folders are predictable, so another user may have created them.
 
     Args:
-        option: which names the folder it is in, for an error.
+        option: the option that names the parent folder, for an error.
 
     Raises:
-        UsageError: if another user could change what is in it.
-        OSError: if it cannot be made.
+        UsageError: if another user could change its content.
+        OSError: if it cannot be created.
     """
     path.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
     if fault := fault_of_owner(path, follow=False):
@@ -80,7 +80,7 @@ def make_own_folder(path: Path, option: str) -> None:
 
 @contextmanager
 def writable_by_owner_alone() -> Iterator[None]:
-    """Whatever the umask, what is made meanwhile can be changed by its owner alone."""
+    """Make files created inside the block writable by their owner only, whatever the umask."""
     before = os.umask(OTHERS_MAY_WRITE)
     os.umask(before | OTHERS_MAY_WRITE)
     try:
@@ -92,15 +92,15 @@ def writable_by_owner_alone() -> Iterator[None]:
 def write_text(
     path: Path, text: str, what: str, kind: type[HvdtrainError] = UsageError, mode: int = ANY
 ) -> None:
-    """Write a file, which is there whole or as it was before.
+    """Write a file completely, or leave it as it was.
 
     Args:
-        what: what the file holds, for an error.
-        kind: of the error.
-        mode: of the file, of which the umask takes away what it takes.
+        what: description of the content, for an error.
+        kind: type of the error.
+        mode: mode of the file, before the umask applies.
 
     Raises:
-        UsageError, or what `kind` says: if it cannot be written.
+        UsageError, or the type `kind`: if the file cannot be written.
     """
     try:
         write_whole(path, lambda file: file.write(text.encode()), mode)
@@ -114,11 +114,11 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], object], mode: int = AN
     On return the file and its name are on the disk.
 
     Raises:
-        OSError, or what `write` raises: nothing is left behind then.
+        OSError, or the error of `write`: then no temporary file is left behind.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.unlink(missing_ok=True)  # of a killed process, with another mode
+        temporary.unlink(missing_ok=True)  # left by a killed process, with another mode
         with open(temporary, "xb", opener=partial(os.open, mode=mode)) as file:
             write(file)
             file.flush()
@@ -132,14 +132,14 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], object], mode: int = AN
 
 
 def sync_folder(path: Path) -> None:
-    """Bring the names in a folder to the disk, where its file system can be asked for that.
+    """Flush the names in a folder to the disk, if its file system supports that.
 
     Raises:
         OSError: if the disk fails.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY)
-    except PermissionError:  # a folder to write to, and not to read
+    except PermissionError:  # a folder that is writable but not readable
         return
     try:
         os.fsync(descriptor)
@@ -151,13 +151,13 @@ def sync_folder(path: Path) -> None:
 
 
 def make_folders(path: Path, mode: int = 0o777) -> None:
-    """Make a folder, and those that it lies in, and bring their names to the disk.
+    """Create a folder and its parents, and flush their names to the disk.
 
     Args:
-        mode: of the folder itself, of which the umask takes away what it takes.
+        mode: mode of the folder itself, before the umask applies.
 
     Raises:
-        OSError: if it cannot be made.
+        OSError: if it cannot be created.
     """
     if not path.is_dir():
         make_folders(path.parent)

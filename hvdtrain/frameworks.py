@@ -1,4 +1,4 @@
-"""What a configuration may ask of each framework."""
+"""The options that each framework supports."""
 
 import re
 from collections.abc import Mapping
@@ -7,10 +7,10 @@ from typing import Any
 from hvdtrain.errors import UsageError
 from hvdtrain.ranges import flag
 
-# Of TensorFlow, on standard error, whatever it is told of its log.
+# Lines that TensorFlow writes to standard error whatever its log level is.
 REMARKS = ("oneDNN custom operations are on", "absl::InitializeLog()")
-# What Keras is not asked to do, with the values that ask for nothing.
-OF_TORCH = {
+# Options that Keras does not support, with the values that leave them off.
+TORCH_ONLY = {
     "microbatches": None,
     "schedule": None,
     "batch_norm": "local",
@@ -21,12 +21,12 @@ OF_TORCH = {
     "patch_size": None,
     "verify": False,
 }
-# What has to look at the gradients before each replica of MirroredStrategy takes them.
-NOT_OF_MIRRORED = {"clip_norm": None, "gradient_limit": None, "on_bad_step": "stop"}
+# Options that inspect the gradients before the replicas of MirroredStrategy apply them.
+NOT_WITH_MIRRORED = {"clip_norm": None, "gradient_limit": None, "on_bad_step": "stop"}
 
 
 def check_framework(values: Mapping[str, Any]) -> None:
-    """Refuse what the framework of a run does not do.
+    """Refuse options that the framework of a run does not support.
 
     Raises:
         UsageError: naming the option.
@@ -41,16 +41,16 @@ def check_framework(values: Mapping[str, Any]) -> None:
         return
     if values["plan"] not in (None, "single", "dp") and devices is None:
         raise UsageError(
-            f"--framework tensorflow knows no plan {values['plan']}: "
-            "there are single, dp and mirrored[:N]"
+            f"--plan {values['plan']} is not supported with --framework tensorflow: "
+            "use single, dp or mirrored[:N]"
         )
-    _check_absent(values, OF_TORCH, "--framework tensorflow")
+    _check_absent(values, TORCH_ONLY, "--framework tensorflow")
     if devices is not None:
-        _check_absent(values, NOT_OF_MIRRORED, f"--plan {values['plan']}")
+        _check_absent(values, NOT_WITH_MIRRORED, f"--plan {values['plan']}")
         if devices > values["batch_size"]:
             raise UsageError(
                 f"--plan {values['plan']} has more devices than --batch-size "
-                f"{values['batch_size']} has images"
+                f"{values['batch_size']} has images: use a larger --batch-size or fewer devices"
             )
         if (values["ranks"] or 1) > 1:
             raise UsageError(
@@ -60,20 +60,22 @@ def check_framework(values: Mapping[str, Any]) -> None:
 
 
 def mirrored_devices(plan: str | None) -> int | None:
-    """How many devices `mirrored:N` asks for, 0 for `mirrored`; None for any other plan.
+    """Return the number of devices in `mirrored:N`, 0 for `mirrored`; None for any other plan.
 
     Raises:
-        UsageError: if N is no number above 0.
+        UsageError: if N is not a positive integer.
     """
     if plan is None or plan.partition(":")[0] != "mirrored":
         return None
-    found = re.fullmatch(r"mirrored(?::(\d{1,6}))?", plan)
-    if found is None or (found[1] is not None and int(found[1]) == 0):
-        raise UsageError(f"{plan} is no plan: mirrored:N is N devices, such as mirrored:2")
-    return int(found[1] or 0)
+    match = re.fullmatch(r"mirrored(?::(\d{1,6}))?", plan)
+    if match is None or (match[1] is not None and int(match[1]) == 0):
+        raise UsageError(
+            f"--plan {plan} is not known: write mirrored:N for N devices, such as mirrored:2"
+        )
+    return int(match[1] or 0)
 
 
 def _check_absent(values: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> None:
     for name, default in defaults.items():
         if values[name] != default:
-            raise UsageError(f"{flag(name)} does not go with {where}: leave it out")
+            raise UsageError(f"{flag(name)} is not supported with {where}: leave it out")

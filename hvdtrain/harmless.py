@@ -1,4 +1,4 @@
-"""YAML and JSON of users, looked at before a parser, or arithmetic, that it could harm."""
+"""Checks of users' YAML and JSON before a parser, or arithmetic, that they could harm."""
 
 import json
 import math
@@ -17,14 +17,14 @@ MISREAD = re.compile(f"{SIXTIES}|{OCTAL}")
 
 
 def read_text(path: Path) -> str:
-    """The text of a YAML file that can do no harm to the parser.
+    """Return the text of a YAML file that cannot harm the parser.
 
-    A deep nesting ends the process in the C parser, and aliases of aliases fill the memory. YAML
-    1.1 reads `1:30:00` as the number 5400 and the account `010` as the number 8, so such values
-    are returned in quotes, as text.
+    Deep nesting crashes the C parser, and aliases of aliases fill the memory. YAML 1.1 reads
+    `1:30:00` as the number 5400 and the account `010` as the number 8, so such values are returned
+    in quotes, as text.
 
     Raises:
-        UsageError: if it is too large, too deep, or has aliases; if it cannot be read.
+        UsageError: if the file is too large, is nested too deeply, has aliases, or cannot be read.
     """
     import yaml
 
@@ -32,7 +32,7 @@ def read_text(path: Path) -> str:
         with path.open("rb") as file:
             content = file.read(LARGEST + 1)
         if len(content) > LARGEST:
-            raise UsageError(f"{path} is no configuration: it is larger than {LARGEST:,} bytes")
+            raise UsageError(f"{path} is not a configuration: it is larger than {LARGEST:,} bytes")
         text = content.decode()
         depth = 0
         misread: list[tuple[int, int]] = []
@@ -40,7 +40,7 @@ def read_text(path: Path) -> str:
             depth += isinstance(event, yaml.CollectionStartEvent)
             depth -= isinstance(event, yaml.CollectionEndEvent)
             if depth > DEEPEST or isinstance(event, yaml.AliasEvent):
-                raise UsageError(f"{path} is no configuration: expected lines of 'key: value'")
+                raise UsageError(f"{path} is not a configuration: expected lines of 'key: value'")
             if isinstance(event, yaml.ScalarEvent):
                 misread += _misread(event)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -52,35 +52,35 @@ def read_text(path: Path) -> str:
 
 
 def _misread(event: Any) -> list[tuple[int, int]]:
-    """Where a scalar starts and ends that PyYAML would read as a number of base 60 or 8."""
+    """Return start and end of a scalar that PyYAML would read as a number of base 60 or 8."""
     is_plain = event.style is None and event.tag is None and event.anchor is None
     is_number = is_plain and MISREAD.fullmatch(event.value)
     return [(event.start_mark.index, event.end_mark.index)] if is_number else []
 
 
 def read_mapping(path: Path, what: str) -> dict[str, Any]:
-    """The keys and values of such a file.
+    """Return the keys and values of a YAML file.
 
     Args:
-        what: the file should hold, for an error.
+        what: the expected content of the file, for an error.
 
     Raises:
-        UsageError: as `read_text`, or if it holds something else.
+        UsageError: as in `read_text`, or if the file holds something else.
     """
     return mapping(read_text(path), path, what)
 
 
 def mapping(text: str, path: Path, what: str) -> dict[str, Any]:
-    """As `read_mapping`, of the text that `read_text` returned."""
+    """Return the keys and values in a text that `read_text` returned, as `read_mapping` does."""
     import yaml
 
     try:
         content = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:  # such as a date that no calendar has
+    except (yaml.YAMLError, ValueError) as error:  # such as a date that does not exist
         reason = " ".join(str(error).split())
         raise UsageError(f"{path} cannot be read as YAML: {reason}") from None
     if not isinstance(content, dict):
-        raise UsageError(f"{path} holds no {what}: expected lines of 'key: value'")
+        raise UsageError(f"{path} is not a {what}: expected lines of 'key: value'")
     try:
         check_numbers(content)
     except ValueError as error:
@@ -89,11 +89,11 @@ def mapping(text: str, path: Path, what: str) -> dict[str, Any]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The content of a JSON text.
+    """Return the content of a JSON text.
 
     Raises:
-        ValueError: if it is not JSON, too deep, gives a key twice, or holds a number as
-            `check_numbers` refuses it.
+        ValueError: if it is not JSON, is nested too deeply, has a key twice, or holds a number
+            that `check_numbers` refuses.
     """
     try:
         content = json.loads(text, object_pairs_hook=_without_repetition)
@@ -101,7 +101,7 @@ def parse_json(text: str | bytes) -> Any:
     except json.JSONDecodeError as error:
         raise ValueError(f"it is not JSON ({error})") from None
     except RecursionError:
-        raise ValueError("it is not JSON of any use: too deep") from None
+        raise ValueError("it is nested too deeply") from None
     return content
 
 
@@ -109,10 +109,10 @@ def check_numbers(content: Any, key: object = "") -> None:
     """Refuse numbers that are infinite, NaN, or so large that a float cannot hold them.
 
     Args:
-        key: of the content, for an error.
+        key: key of the content, for an error.
 
     Raises:
-        ValueError: naming it.
+        ValueError: naming the key.
     """
     if isinstance(content, dict):
         for name, value in content.items():

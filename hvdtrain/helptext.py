@@ -1,4 +1,4 @@
-"""Help pages: one line per command, options under headings, defaults as they are."""
+"""Help pages: one line per command, options under headings, with their defaults."""
 
 import shutil
 import textwrap
@@ -9,11 +9,11 @@ from typing import Any, Literal, get_args, get_origin
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
 NARROWEST, WIDEST = 40, 100  # columns
-OPTION_COLUMNS = 30  # of them for the names of options
+OPTION_COLUMNS = 30  # columns for the names of options
 
 
 class Formatter(DefaultHelpFormatter):
-    """Names what must be given in the usage, and shows neither types nor empty defaults."""
+    """A formatter that shows required options in the usage, and no types or empty defaults."""
 
     def __init__(self, prog: str, **settings: Any) -> None:
         columns = {"max_help_position": OPTION_COLUMNS, "width": width()}
@@ -50,12 +50,12 @@ class Formatter(DefaultHelpFormatter):
 
 
 def is_switch(action: Action) -> bool:
-    """Whether an option may stand without its value, and `--no-` in front of its name."""
+    """Return whether an option may be used without a value, and with `--no-` before its name."""
     return action.const is True and action.nargs == "?"
 
 
 def metavar(kind: object) -> str | None:
-    """Return the word that stands for a value of a type; None where its type does not say."""
+    """Return the placeholder for a value of a type; None if the type does not imply one."""
     options = [option for option in get_args(kind) if option is not type(None)] or [kind]
     if get_origin(kind) is Literal:
         return f"{{{','.join(map(str, options))}}}"
@@ -78,7 +78,7 @@ def subcommands(parser: ArgumentParser) -> dict[str, ArgumentParser]:
 
 
 def overview(parser: ArgumentParser) -> str:
-    """Return the help page of a command that has commands: a line for each of them."""
+    """Return the help page of a command that has commands, with one line per command."""
     commands = dict(_leaves(parser))
     program = as_typed(parser.prog or "")
     return "\n".join(
@@ -93,7 +93,7 @@ def overview(parser: ArgumentParser) -> str:
 
 
 def width() -> int:
-    """Return the columns of a help page."""
+    """Return the width of a help page in columns."""
     return max(NARROWEST, min(shutil.get_terminal_size().columns - 2, WIDEST))
 
 
@@ -117,7 +117,7 @@ def _options(parser: ArgumentParser) -> list[tuple[str, str]]:
     formatter = HelpFormatter("")
     actions = [action for action in parser._actions if action.option_strings]
     shown = [action for action in actions if action.help != SUPPRESS]
-    return [(formatter._format_action_invocation(each), each.help or "") for each in shown]
+    return [(formatter._format_action_invocation(action), action.help or "") for action in shown]
 
 
 def _table(rows: Sequence[tuple[str, str]]) -> list[str]:

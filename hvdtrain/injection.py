@@ -1,4 +1,4 @@
-"""What `--inject` may ask for: faults to rehearse with, at a step and a rank."""
+"""The faults that `--inject` can inject at a step on a rank, to rehearse recovery."""
 
 import random
 import re
@@ -21,8 +21,8 @@ class Fault:
     Attributes:
         kind: one of `KINDS`; `hvdtrain.training.inject` says what each does.
         step, rank: when and where it happens; `step` is the first of `steps`. A `rank` of None is
-            the first that holds `component` when it is due.
-        seed: of what the fault chooses by itself.
+            the first rank that holds `component` when the fault is due.
+        seed: seed for the random choices of the fault.
     """
 
     kind: str
@@ -34,7 +34,7 @@ class Fault:
     component: str | None = None
 
     def __str__(self) -> str:
-        """As `--inject` takes it."""
+        """Return the fault in the syntax of `--inject`."""
         words = [self.kind, f"step={self.step}", f"seed={self.seed}"]
         for name in ("rank", *OPTIONS.get(self.kind, ())):
             if getattr(self, name) is not None:
@@ -43,12 +43,12 @@ class Fault:
 
 
 def parse(text: str, ranks: int) -> tuple[Fault, ...]:
-    """Faults with semicolons between them, as they are given to `--inject`.
+    """Return the faults in a value of `--inject`, which are separated by semicolons.
 
     `step=10..50` and `rank=any` are drawn from `seed=S`.
 
     Raises:
-        UsageError: saying what is not understood.
+        UsageError: naming the part that is not understood.
     """
     return tuple(_parse_one(part.strip(), ranks) for part in text.split(";"))
 
@@ -57,48 +57,50 @@ def _parse_one(text: str, ranks: int) -> Fault:
     kind, *words = text.split() or [""]
     if kind not in KINDS:
         raise UsageError(f"--inject {text!r} is not understood: {SYNTAX}; KIND is {_or(KINDS)}")
-    given = dict(word.split("=", 1) for word in words if "=" in word)
+    settings = dict(word.split("=", 1) for word in words if "=" in word)
     allowed = ("step", "rank", "seed", *OPTIONS.get(kind, ()))
-    if len(given) < len(words) or not set(given) <= set(allowed) or "step" not in given:
+    if len(settings) < len(words) or not set(settings) <= set(allowed) or "step" not in settings:
         raise UsageError(
             f"--inject {text!r} is not understood: {kind} takes {_or(allowed)}, and needs step=N"
         )
-    dice = random.Random(f"{given.get('seed', '0')} {kind}")
-    if kind == "replan" and given.get("rank", "0") != "0":
-        raise UsageError(f"--inject {text!r}: all ranks change the plan, so leave out rank=")
-    first, _, last = given["step"].partition("..")
+    dice = random.Random(f"{settings.get('seed', '0')} {kind}")
+    if kind == "replan" and settings.get("rank", "0") != "0":
+        raise UsageError(f"--inject {text!r}: all ranks change the plan: leave out rank=")
+    first, _, last = settings["step"].partition("..")
     step = dice.randint(*sorted((_count(text, first), _count(text, last or first))))
     return Fault(
         kind,
         step,
-        _rank(text, given, dice, ranks),
-        seed=_count(text, given.get("seed", "0"), smallest=0),
-        steps=_count(text, given.get("steps", "1000" if kind == "slow" else "1")),
-        seconds=_seconds(text, given.get("seconds", "0.1")),
-        component=given.get("component"),
+        _rank(text, settings, dice, ranks),
+        seed=_count(text, settings.get("seed", "0"), smallest=0),
+        steps=_count(text, settings.get("steps", "1000" if kind == "slow" else "1")),
+        seconds=_seconds(text, settings.get("seconds", "0.1")),
+        component=settings.get("component"),
     )
 
 
-def _rank(text: str, given: dict[str, str], dice: random.Random, ranks: int) -> int | None:
-    if given.get("rank") == "any":
+def _rank(text: str, settings: dict[str, str], dice: random.Random, ranks: int) -> int | None:
+    if settings.get("rank") == "any":
         return dice.randrange(ranks)
-    if "rank" not in given and "component" in given:
+    if "rank" not in settings and "component" in settings:
         return None
-    rank = _count(text, given.get("rank", "0"), smallest=0)
+    rank = _count(text, settings.get("rank", "0"), smallest=0)
     if rank >= ranks:
-        raise UsageError(f"--inject {text!r}: there are {ranks} rank(s), from 0 on")
+        raise UsageError(f"--inject {text!r}: rank {rank} does not exist, use 0 to {ranks - 1}")
     return rank
 
 
 def _count(text: str, value: str, smallest: int = 1) -> int:
     if not re.fullmatch(r"\d{1,12}", value) or int(value) < smallest:
-        raise UsageError(f"--inject {text!r}: {value!r} is no whole number from {smallest} on")
+        raise UsageError(
+            f"--inject {text!r}: {value!r} is not a whole number of at least {smallest}"
+        )
     return int(value)
 
 
 def _seconds(text: str, value: str) -> float:
     if not re.fullmatch(r"\d{1,6}(\.\d{1,6})?", value):
-        raise UsageError(f"--inject {text!r}: {value!r} is no number of seconds")
+        raise UsageError(f"--inject {text!r}: {value!r} is not a duration in seconds")
     return float(value)
 
 

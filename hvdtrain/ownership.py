@@ -1,12 +1,12 @@
-"""Which run a folder belongs to: one at a time, and one that was given up cannot come back.
+"""Ownership of a run folder: one run at a time, and a run that lost it cannot get it back.
 
-`owner.json` names the run that writes to a folder. A second run is refused while the signs of life
-of the first one go on. An owner that is known to have ended is replaced at once, any other one
-after STALE_SECONDS without a sign of life. Each owner has a token of its own. It is part of the
-names of unfinished files and is compared again right before they become final, so that a run that
-was replaced while it was stopped, or cut off, commits and removes nothing.
+`owner.json` names the run that writes to a folder. A second run is refused while the first one
+gives signs of life. An owner that is known to have ended is replaced at once, any other owner
+after STALE_SECONDS without a sign of life. Each owner has its own token. The token is part of the
+names of unfinished files, and is compared again right before they become final, so that a run that
+was replaced while it was suspended or disconnected commits and removes nothing.
 
-Times are those of the disk's own files: the clocks of nodes and of file servers differ.
+Times are those of files on the same disk: the clocks of nodes and of file servers differ.
 """
 
 import json
@@ -25,24 +25,24 @@ from hvdtrain.errors import DataError, UsageError
 
 NAME = "owner.json"
 LOCK = ".owner.lock"
-LAUNCH = "HVDTRAIN_LAUNCH"  # ID:NUMBER, of a launcher that starts its ranks again
+LAUNCH = "HVDTRAIN_LAUNCH"  # ID:NUMBER, set by a launcher that restarts its ranks
 BEAT_SECONDS = 2.0
 STALE_SECONDS = 20.0
 LOOK_SECONDS = 0.2
-READS = 3  # of an owner file, before it counts as one that cannot be read
+READS = 3  # attempts to read an owner file before it counts as unreadable
 
 
 @dataclass(frozen=True)
 class Claimant:
-    """A process that owns something, or wants to.
+    """A process that owns a folder or file, or wants to.
 
     Attributes:
-        token: unlike that of any other claimant.
-        place: where `pid` is the number of one process: a boot of a host, a namespace.
-        started: when the process started, in clock ticks since that boot; tells it from a later
-            one of the same number.
-        starts: how often what started it had done so before, by its name: a later start by the
-            same Slurm job, or the same launcher, means that this one is over.
+        token: unique to this claimant.
+        place: the scope in which `pid` is unique: a boot of a host, and a process namespace.
+        started: when the process started, in clock ticks since that boot. It distinguishes the
+            process from a later one with the same number.
+        starts: the number of earlier starts by the Slurm job or launcher, by its name. A later
+            start by the same one means that this claimant has ended.
     """
 
     token: str
@@ -57,7 +57,7 @@ class Claimant:
         return f"{by}process {self.pid} on {self.host}"
 
     def is_over(self, by: "Claimant") -> bool:
-        """Whether the claimant `by`, on this host, knows that this one has ended."""
+        """Return whether the claimant `by`, on this host, knows that this one has ended."""
         if any(self.starts.get(name, number) < number for name, number in by.starts.items()):
             return True
         return bool(self.place) and self.place == by.place and _start(self.pid) != self.started
@@ -65,26 +65,26 @@ class Claimant:
 
 @dataclass(frozen=True)
 class Owner:
-    """The claim of a run on its folder; all ranks have the same."""
+    """The claim of a run on its folder, the same on all ranks."""
 
     path: Path
     token: str
 
     def holds(self) -> bool:
-        """Whether the folder still belongs to this run.
+        """Return whether the folder still belongs to this run.
 
         Raises:
-            DataError: if that cannot be read.
+            DataError: if the owner file cannot be read.
         """
         claimant = _read_surely(self.path)
         return claimant is not None and claimant.token == self.token
 
     def check(self) -> None:
-        """Refuse to write to a folder that is no longer this run's.
+        """Refuse to write to a folder that no longer belongs to this run.
 
         Raises:
             UsageError: if the folder belongs to another run now, or to none.
-            DataError: if that cannot be read.
+            DataError: if the owner file cannot be read.
         """
         claimant = _read_surely(self.path)
         if claimant is not None and claimant.token == self.token:
@@ -92,11 +92,11 @@ class Owner:
         now = "is gone" if claimant is None else f"names {claimant} now"
         raise UsageError(
             f"{self.path.parent} no longer belongs to this run ({self.path.name} {now}): another "
-            "start took it over, or it was removed; this one ends and leaves it as it is"
+            "start took it over, or it was removed; this run ends and leaves it unchanged"
         )
 
     def release(self) -> None:
-        """Let the folder belong to nobody, if it is this run's."""
+        """Remove the owner file if the folder belongs to this run."""
         with suppress(OSError, DataError):
             if self.holds():
                 self.path.unlink()
@@ -109,17 +109,17 @@ def claim(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], object] = time.sleep,
 ) -> Owner:
-    """Make this process the owner of a folder, which is made if it is not there.
+    """Make this process the owner of a folder, which is created if it does not exist.
 
     Args:
-        beats: a folder whose files are replaced while the owner lives.
-        say: is told what is waited for, if anything is.
+        beats: a folder whose files are replaced regularly while the owner is alive.
+        say: called with a message if this process has to wait.
 
     Raises:
-        UsageError: if the owner is alive.
+        UsageError: if another owner is alive.
         DataError: if the disk cannot be written to.
     """
-    path, own = folder / NAME, _this_process()
+    path, claimant = folder / NAME, _this_process()
     first: tuple[str, int] | None = None
     try:
         files.make_folders(beats)
@@ -128,13 +128,13 @@ def claim(
                 held, newest = _read(path), _newest(path, beats)
                 sign = (held.token if held else "", newest)
                 is_first = first is None
-                if is_first:  # from then on the own clock counts, since the disk's may be set
-                    age = max(0.0, _disk_time(folder, own.token) - newest / 1e9)
+                if is_first:  # from now on use the process's clock: the disk's may be changed
+                    age = max(0.0, _disk_time(folder, claimant.token) - newest / 1e9)
                     first, silent_since = sign, clock() - age
                 is_stale = sign == first and clock() - silent_since > STALE_SECONDS
-                if not path.exists() or is_stale or (held is not None and held.is_over(own)):
-                    _write(path, own)
-                    return Owner(path, own.token)
+                if not path.exists() or is_stale or (held is not None and held.is_over(claimant)):
+                    _write(path, claimant)
+                    return Owner(path, claimant.token)
             if sign != first:
                 raise _in_use(folder, held)
             if is_first:
@@ -146,19 +146,19 @@ def claim(
 
 @contextmanager
 def alone(path: Path, say: Callable[[str], object] | None = None) -> Iterator[None]:
-    """Be the only process in this block, by a file that only one can make; wait for others.
+    """Hold a lock file inside the block, after waiting for other processes that hold it.
 
-    The file of a process that is known to have ended, or has not touched it for STALE_SECONDS, is
-    removed.
+    The file is removed if its process is known to have ended, or has not touched it for
+    STALE_SECONDS.
 
     Args:
-        say: is told whom is waited for, if anybody is.
+        say: called with a message that names the holder, if this process has to wait.
 
     Raises:
-        OSError: if the file cannot be made.
+        OSError: if the file cannot be created.
     """
-    own = _this_process()
-    _make_alone(path, own, say)
+    claimant = _this_process()
+    _make_alone(path, claimant, say)
     ended = threading.Event()
 
     def beat() -> None:
@@ -173,23 +173,23 @@ def alone(path: Path, say: Callable[[str], object] | None = None) -> Iterator[No
     finally:
         ended.set()
         thread.join()
-        Owner(path, own.token).release()
+        Owner(path, claimant.token).release()
 
 
-def _make_alone(path: Path, own: Claimant, say: Callable[[str], object] | None) -> None:
+def _make_alone(path: Path, claimant: Claimant, say: Callable[[str], object] | None) -> None:
     seen, since, is_said = (-1, ""), time.monotonic(), False
     while True:
         with suppress(FileExistsError):
             with path.open("x") as file:
-                file.write(json.dumps(asdict(own)))
+                file.write(json.dumps(asdict(claimant)))
             return
         held = _read(path)
         with suppress(FileNotFoundError):
             now = (path.stat().st_mtime_ns, held.token if held else "")
             if now != seen:
                 seen, since = now, time.monotonic()
-            if (held and held.is_over(own)) or time.monotonic() - since > STALE_SECONDS:
-                _remove(path, seen[1], own.token)
+            if (held and held.is_over(claimant)) or time.monotonic() - since > STALE_SECONDS:
+                _remove(path, seen[1], claimant.token)
                 continue
         if say is not None and not is_said:
             say(f"waiting for {held or 'another process'}, which holds {path}")
@@ -197,22 +197,22 @@ def _make_alone(path: Path, own: Claimant, say: Callable[[str], object] | None) 
         time.sleep(LOOK_SECONDS / 2)
 
 
-def _remove(path: Path, token: str, own: str) -> None:
-    """Remove the file of a claimant that ended, unless it is another one's by now."""
-    aside = path.with_name(f"{path.name}.{own}")
+def _remove(path: Path, token: str, own_token: str) -> None:
+    """Remove the file of a claimant that ended, unless another claimant holds it by now."""
+    aside = path.with_name(f"{path.name}.{own_token}")
     with suppress(FileNotFoundError):
         path.rename(aside)
         held = _read(aside)
-        if (held.token if held else "") != token:  # also one that is just being written
-            with suppress(OSError):  # a third one was quicker
+        if (held.token if held else "") != token:  # also if it is just being written
+            with suppress(OSError):  # a third process was faster
                 os.link(aside, path)
         aside.unlink()
 
 
 def _in_use(folder: Path, held: Claimant | None) -> UsageError:
     return UsageError(
-        f"{folder} is in use by {held or 'another run'}, which is alive: wait for its end, or "
-        f"choose another --run (a run that was killed elsewhere counts as ended "
+        f"{folder} is in use by {held or 'another run'}, which is alive: wait until it ends, or "
+        f"choose another --run (a run that was killed on another host counts as ended "
         f"{STALE_SECONDS:.0f} s after its last sign of life)"
     )
 
@@ -237,7 +237,7 @@ def _this_process() -> Claimant:
 
 
 def _place(host: str) -> str:
-    """This boot of this host, and the namespace of its process numbers; empty if not known."""
+    """Return this boot of the host and its process namespace; empty if they are not known."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{host} {boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -246,7 +246,7 @@ def _place(host: str) -> str:
 
 
 def _start(pid: int) -> str:
-    """When a process of this host started, in ticks since the boot; empty if it has ended."""
+    """Return when a process of this host started, in ticks since boot; empty if it has ended."""
     try:
         state, *others = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -254,16 +254,16 @@ def _start(pid: int) -> str:
     return "" if state in "ZX" else others[18]
 
 
-def _write(path: Path, own: Claimant) -> None:
-    text = json.dumps(asdict(own), indent=1) + "\n"
+def _write(path: Path, claimant: Claimant) -> None:
+    text = json.dumps(asdict(claimant), indent=1) + "\n"
     files.write_whole(path, lambda file: file.write(text.encode()))
 
 
 def _read_surely(path: Path) -> Claimant | None:
-    """The claimant that a file names, None where there is no file.
+    """Return the claimant that a file names, None if there is no file.
 
     Raises:
-        DataError: if there is one that cannot be read.
+        DataError: if the file cannot be read.
     """
     for number in range(READS):
         try:
@@ -277,7 +277,7 @@ def _read_surely(path: Path) -> Claimant | None:
 
 
 def _read(path: Path) -> Claimant | None:
-    """The claimant that a file names, None where that cannot be told."""
+    """Return the claimant that a file names, None if that is not known."""
     try:
         return _parse(path.read_text())
     except OSError:
@@ -296,17 +296,17 @@ def _parse(text: str) -> Claimant | None:
 
 
 def _newest(path: Path, beats: Path) -> int:
-    """The time of the newest sign of life, in nanoseconds of the disk; 0 where there is none."""
-    found = [0]
+    """Return the disk's time in ns of the newest sign of life, 0 if there is none."""
+    times = [0]
     for file in (path, *beats.glob("rank-*.json")):
         with suppress(OSError), file.open("rb") as opened:
-            # Opened: a network file system asks its server then.
-            found.append(os.fstat(opened.fileno()).st_mtime_ns)
-    return max(found)
+            # Opening a file makes a network file system query its server.
+            times.append(os.fstat(opened.fileno()).st_mtime_ns)
+    return max(times)
 
 
 def _disk_time(folder: Path, token: str) -> float:
-    """Now, in seconds, by the clock that gives the files of this folder their times."""
+    """Return the current time, in seconds, of the clock that stamps the files of this folder."""
     path = folder / f".clock-{token}"
     try:
         with path.open("xb") as file:

@@ -1,8 +1,8 @@
 """Waiting for other ranks without taking their cores.
 
-MPI and Horovod wait by asking again and again, at best offering the core each time
-(sched_yield). Where ranks share cores, that takes them from those that compute; two jobs side by
-side were seen to hold each other back for minutes.
+MPI and Horovod wait by polling, and at best yield the core after each poll (sched_yield). If ranks
+share cores, polling takes them from the ranks that compute; two jobs on one machine were seen to
+delay each other by minutes.
 """
 
 import os
@@ -12,7 +12,7 @@ from typing import TypeVar
 
 Answer = TypeVar("Answer")
 
-SPIN_SECONDS = 1e-3  # most waits are shorter, and none of those shall end late
+SPIN_SECONDS = 1e-3  # most waits are shorter, and these must not end late
 LONGEST_SLEEP = 1e-3
 
 
@@ -21,13 +21,13 @@ def wait_until(
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], object] = time.sleep,
 ) -> Answer:
-    """Return the first true answer of `done()`: asked again and again, then between sleeps.
+    """Poll `done()`, first without pause, then with sleeps, and return its first true answer.
 
     A sleep lasts a tenth of the wait so far, so that a wait ends about a tenth late at most.
     """
-    began = clock()
+    start = clock()
     while not (answer := done()):
-        waited = clock() - began
+        waited = clock() - start
         if waited > SPIN_SECONDS:
             sleep(min(LONGEST_SLEEP, waited / 10))
         else:

@@ -1,4 +1,4 @@
-"""Keeps known remarks of libraries, which nobody can act on, from standard error."""
+"""A filter that keeps known, harmless remarks of libraries from standard error."""
 
 import os
 import sys
@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def without(remarks: Sequence[str]) -> Iterator[None]:
-    """Leave out the lines that hold one of `remarks` of what is written to descriptor 2 inside.
+    """Drop the lines that contain one of `remarks` and are written to descriptor 2 in the block.
 
-    All else is written when it is left, however that is.
+    All other lines are written when the block ends, also after an exception.
     """
     sys.stderr.flush()
     before = os.dup(2)

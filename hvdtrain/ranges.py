@@ -1,4 +1,4 @@
-"""Ranges that the values of a configuration must lie in."""
+"""Checks of the ranges and combinations of configuration values."""
 
 import re
 from collections.abc import Mapping
@@ -12,10 +12,10 @@ POSITIVE_OR_NONE = (
     *("epochs", "max_steps", "ranks", "min_ranks", "threads", "lr_base_batch", "microbatches"),
     *("clip_norm", "gradient_limit", "memory_limit", "cutout", "image_size", "patch_size"),
 )
-CHOSEN_PLANS = ("auto", "adaptive")  # by what is measured on the ranks of a run
-OF_CHOSEN_PLANS = ("memory_limit", "profile")
+CHOSEN_PLANS = ("auto", "adaptive")  # chosen from measurements on the ranks of a run
+CHOSEN_PLANS_ONLY = ("memory_limit", "profile")
 DEFAULT_EPOCHS = 10
-OF_ONE_LINE = (
+ONE_LINE = (
     "model",
     "data",
     "run",
@@ -30,12 +30,12 @@ NOT_NEGATIVE = ("warmup_epochs", "momentum", "weight_decay", "seed", "eval_every
 
 
 def flag(name: str) -> str:
-    """The option of a field."""
+    """Return the command line option of a field."""
     return "--" + name.replace("_", "-")
 
 
 def check_ranges(values: Mapping[str, Any]) -> None:
-    """Refuse what is out of range whatever the machine, the data and the model are.
+    """Refuse values that are out of range for every machine, data set and model.
 
     Raises:
         UsageError: naming the option.
@@ -51,7 +51,7 @@ def check_ranges(values: Mapping[str, Any]) -> None:
             raise UsageError(f"{flag(name)} must be above 0, not {value}")
     for name, value in values.items():
         if (
-            name in OF_ONE_LINE
+            name in ONE_LINE
             and value is not None
             and (len(value.splitlines()) > 1 or "\0" in value)
         ):
@@ -68,7 +68,7 @@ def check_ranges(values: Mapping[str, Any]) -> None:
 
 
 def check_together(values: Mapping[str, Any]) -> None:
-    """Refuse options that do not go with each other.
+    """Refuse options that exclude each other.
 
     Raises:
         UsageError: naming both.
@@ -77,48 +77,50 @@ def check_together(values: Mapping[str, Any]) -> None:
     if epochs is None and values["max_steps"] is None:
         epochs = DEFAULT_EPOCHS
     if epochs is not None and warmup > epochs:
-        raise UsageError(f"--warmup-epochs {warmup} is more than --epochs {epochs}")
-    if epochs is not None and not values["resume"]:  # a run of an older version goes on
+        raise UsageError(
+            f"--warmup-epochs {warmup} is more than --epochs {epochs}: give at most {epochs}"
+        )
+    if epochs is not None and not values["resume"]:  # a run of an older version may resume
         _check_schedules(values, epochs)
     if values["compile"] and (values["recompute"] or values["batch_norm"] == "sync"):
         other = "--recompute" if values["recompute"] else "--batch-norm sync"
         raise UsageError(f"--compile and {other} exclude each other: leave one of them out")
     if values["change_batch_norm"] and values["plan"] != "adaptive":
-        raise UsageError("--change-batch-norm is for --plan adaptive")
+        raise UsageError("--change-batch-norm needs --plan adaptive: add it, or leave this out")
     if values["plan"] not in CHOSEN_PLANS:
-        for name in OF_CHOSEN_PLANS:
+        for name in CHOSEN_PLANS_ONLY:
             if values[name] is not None:
-                raise UsageError(f"{flag(name)} is for --plan auto and --plan adaptive")
+                raise UsageError(f"{flag(name)} needs --plan auto or --plan adaptive")
     if values["resume"] and values["run"] is None:
-        raise UsageError("--resume needs --run, the folder of the run to continue")
+        raise UsageError("--resume needs --run: give the folder of the run to resume")
 
 
 def _check_schedules(values: Mapping[str, Any], epochs: int) -> None:
-    """Refuse what is to happen every so many epochs, more than there are."""
+    """Refuse intervals in epochs that are longer than the run."""
     every, unit = interval(values["checkpoint_every"])
     for option, number, others in (
-        ("--eval-every", values["eval_every"], ", or 0 to evaluate never"),
+        ("--eval-every", values["eval_every"], ", or 0 to never evaluate"),
         ("--checkpoint-every", every if unit == "epoch" else 0, ""),
     ):
         if number > epochs:
-            given = f"{number:g} epochs" if option == "--checkpoint-every" else number
+            value = f"{number:g} epochs" if option == "--checkpoint-every" else number
             raise UsageError(
-                f"{option} {given} is more than --epochs {epochs}: give {epochs}, which is once "
+                f"{option} {value} is more than --epochs {epochs}: give {epochs}, which is once "
                 f"at the end, or less{others}"
             )
 
 
 def interval(text: str) -> tuple[float, str]:
-    """The number, and "epoch", "step" or "minute", of `--checkpoint-every`.
+    """Return the number and "epoch", "step" or "minute" in a value of `--checkpoint-every`.
 
     Raises:
-        UsageError: if it is nothing of the kind.
+        UsageError: if the text is not such an interval.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) *(epoch|step|minute)s?", text)
-    number = float(found[1]) if found else 0.0
-    if found is None or number == 0 or (found[2] != "minute" and number % 1):
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *(epoch|step|minute)s?", text)
+    number = float(match[1]) if match else 0.0
+    if match is None or number == 0 or (match[2] != "minute" and number % 1):
         raise UsageError(
             f"--checkpoint-every {text!r} is not understood: "
             "give it as '2 epochs', '500 steps' or '10 minutes'"
         )
-    return number, found[2]
+    return number, match[2]

@@ -1,4 +1,4 @@
-"""The request to leave: Ctrl-C, or a signal of the scheduler. Nothing here loads torch."""
+"""The request to stop: Ctrl-C, or a signal of the scheduler. Nothing here loads torch."""
 
 import ctypes
 import signal
@@ -8,8 +8,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Self
 
-# What schedulers, service managers and terminals that close send. Several of them are one request:
-# systemd sends SIGTERM and SIGHUP, Slurm SIGUSR1 before the time is up and SIGTERM at its end.
+# Signals of schedulers, service managers and closing terminals. Several of them are one request:
+# systemd sends SIGTERM and SIGHUP, Slurm sends SIGUSR1 before the time limit and SIGTERM at it.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # `timeout` and other wrappers deliver one Ctrl-C twice, within milliseconds.
 SAME_CTRL_C_SECONDS = 0.5
@@ -22,10 +22,10 @@ def end_with_parent(number: signal.Signals) -> None:
 
 
 class StopRequest:
-    """Whether this process has been asked to leave, from entering the context to leaving it.
+    """A context manager that records whether this process was requested to stop.
 
-    The first signal decides between `interrupted` and `preempted`, and is obeyed at the next step;
-    only a second Ctrl-C ends at once.
+    The first signal decides between `interrupted` and `preempted` and takes effect at the next
+    step; only a second Ctrl-C ends the process at once.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -38,16 +38,16 @@ class StopRequest:
 
     @property
     def requested(self) -> bool:
-        """Whether this process has been asked to leave."""
+        """True if this process was requested to stop."""
         return self.interrupted or self.preempted
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, *STOP_SIGNALS):
                 if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
-                    continue  # nohup: the end of the terminal is not the end of the run
+                    continue  # nohup: the run continues after the terminal closes
                 self._previous[number] = signal.signal(number, self._take)
-            # Job scripts block them until there is a handler; what came meanwhile comes now.
+            # Job scripts block the signals until there is a handler; pending ones arrive now.
             self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, list(self._previous))
         return self
 
@@ -60,7 +60,7 @@ class StopRequest:
         self._previous.clear()
 
     def on_request(self) -> None:
-        """Called once, at the first signal."""
+        """Do nothing; subclasses override this, which is called once, at the first signal."""
 
     def on_second_ctrl_c(self) -> None:
         """End at once.

@@ -1,4 +1,4 @@
-"""Limits of time, and of memory, as Slurm writes them."""
+"""Limits of time and of memory in the formats of Slurm."""
 
 import re
 

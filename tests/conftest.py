@@ -1,4 +1,4 @@
-"""What several folders of tests need: small data sets, and the program as a user starts it."""
+"""Fixtures of several test folders: small data sets, and the program as a user starts it."""
 
 import atexit
 import os
@@ -20,15 +20,17 @@ from tests import durations, warm
 ROOT = Path(__file__).parent.parent
 Program = Callable[..., subprocess.CompletedProcess[str]]
 
-# Of tests that start mpirun themselves, beside those that kill it.
+# The session folder of tests that start mpirun themselves, separate from tests that kill it.
 _sessions = tempfile.mkdtemp(prefix="mpirun-")
 atexit.register(shutil.rmtree, _sessions, ignore_errors=True)
 os.environ[launch.SESSIONS[0]] = _sessions
 
-# What a property test found is kept where everything is that the project makes; a continuous
-# integration, for which Hypothesis loads a profile of its own, keeps nothing and repeats itself.
-_found = DirectoryBasedExampleDatabase(ROOT / ".venv" / "cache" / "hypothesis")
-_kept = {"derandomize": True} if "CI" in os.environ else {"database": _found, "derandomize": False}
+# Failing examples of property tests are kept in the project's cache. In continuous integration,
+# for which Hypothesis loads its own profile, nothing is kept and runs are deterministic.
+_examples = DirectoryBasedExampleDatabase(ROOT / ".venv" / "cache" / "hypothesis")
+_kept = (
+    {"derandomize": True} if "CI" in os.environ else {"database": _examples, "derandomize": False}
+)
 settings.register_profile("here", deadline=None, **_kept)  # no deadline: the machine may be busy
 settings.load_profile("here")
 
@@ -38,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # A shell's `&` and nohup leave these ignored, and what is started here would inherit that.
+    # A shell's `&` and nohup leave these ignored, and processes started by tests inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if hasattr(config, "workerinput"):
@@ -53,7 +55,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         warm.close_folder()
 
 
-@pytest.hookimpl(trylast=True)  # after the choice of -m and -k
+@pytest.hookimpl(trylast=True)  # after the selection by -m and -k
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tests = [(str(item.path), item.nodeid) for item in items]
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
@@ -62,7 +64,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def small_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """601 training images (an uneven tail) and their test images, of 5 classes."""
+    """Return a data set of 601 training images (an uneven tail) and test images, of 5 classes."""
     folder = tmp_path_factory.mktemp("data") / "small"
     data.synth(folder, 601, 5, size=16, seed=1)
     return folder
@@ -70,19 +72,19 @@ def small_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def hvdtrain() -> Program:
-    """Run the program in a process of its own and return what it printed and its exit code."""
+    """Return a function that runs the program in a separate process and returns its result."""
     return run_program
 
 
 def run_program(
     *arguments: object,
     launcher: Sequence[str] = (),
-    timeout: float = 300,  # jobs beside each other starve each other at times
+    timeout: float = 300,  # parallel jobs sometimes starve each other
     cwd: Path | None = None,
     cold: bool = False,
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run the program to its end; its libraries are loaded unless `cold` (see tests/warm)."""
+    """Run the program until it ends, from a warm interpreter unless `cold` (see tests/warm)."""
     return subprocess.run(
         [*launcher, *program(*arguments, cold=cold)],
         capture_output=True,
@@ -95,14 +97,14 @@ def run_program(
 
 
 def program(*arguments: object, cold: bool = False) -> list[str]:
-    """The command that runs `hvdtrain ARGUMENTS`."""
+    """Return the command that runs `hvdtrain ARGUMENTS`."""
     words = [str(argument) for argument in arguments]
     framework = "tensorflow" if "tensorflow" in words else "torch"
     return [sys.executable if cold else warm.python(framework), "-m", "hvdtrain", *words]
 
 
 def program_environment() -> dict[str, str]:
-    """One thread per process, the environment's programs in PATH, and leave to be root."""
+    """Return an environment with one thread per process, this Python's PATH and root allowed."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     settings = {"PATH": path, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"}

@@ -1,6 +1,7 @@
-"""How long each test took the last time it was measured, so that a run starts with the longest.
+"""The measured durations of tests, so that a run starts with the longest ones.
 
-`make test PYTEST_OPTIONS=--save-durations` measures again; `make proof` likewise.
+`make test PYTEST_OPTIONS=--save-durations` measures them again, and `make proof` does with the
+same option.
 """
 
 import json
@@ -15,7 +16,7 @@ SHORTEST = 0.5  # seconds; shorter tests are not in the file
 
 
 def read() -> dict[str, float]:
-    """Seconds per test, by its id."""
+    """Return the seconds per test, by its id."""
     seconds: dict[str, float] = json.loads(FILE.read_text())
     return seconds
 
@@ -23,15 +24,15 @@ def read() -> dict[str, float]:
 def in_order(
     tests: Sequence[tuple[str, str]], seconds: Mapping[str, float], workers: int
 ) -> list[int]:
-    """Return the places of the tests in the order in which they should run.
+    """Return the indices of the tests in the order in which they should run.
 
-    `--dist worksteal` gives each worker as many tests, one after the other. So the files that take
-    long are dealt to as many parts (the longest first, each to the part with the least to do), and
-    each part is filled up with tests that take next to nothing, until all have as many.
+    `--dist worksteal` gives each worker the same number of consecutive tests. The long files are
+    therefore dealt to one part per worker (the longest first, each to the part with the least
+    work), and each part is filled up with short tests to the same number.
 
     Args:
         tests: file and id of each test. The tests of a file stay together, in their order.
-        seconds: what tests take, by id; 0 for those that are missing.
+        seconds: seconds per test, by id; 0 for those that are missing.
         workers: number of workers.
     """
     files: dict[str, list[int]] = defaultdict(list)
@@ -57,17 +58,17 @@ def in_order(
 
 
 class Recorder:
-    """Collects what tests take, and writes it down at the end."""
+    """A pytest plugin that collects the durations of tests, and saves them at the end."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Add the set-up, the call and the tear-down of a test."""
+        """Add the duration of the set-up, the call or the tear-down of a test."""
         self.seconds[report.nodeid] += report.duration
 
     def pytest_sessionfinish(self) -> None:
-        """Replace what was known of these tests."""
+        """Replace the saved durations of these tests."""
         known = read() if FILE.exists() else {}
         for name, seconds in self.seconds.items():
             known.pop(name, None)

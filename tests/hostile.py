@@ -1,4 +1,4 @@
-"""Files made to harm: a good one with any value in any place."""
+"""Hostile files: a valid document with any value at any place."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from hvdtrain.errors import UsageError
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
-# Numbers that no float holds, and those that become infinite or zero in a product.
+# Numbers too large for a float, and numbers that become infinite or zero in a product.
 EXTREMES = st.sampled_from([10**400, -(10**400), 2**63, 2**64, 1e308, 5e-324, 1e-300])
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | EXTREMES | st.floats() | st.text(max_size=5),
@@ -19,8 +19,8 @@ VALUES = st.recursive(
 )
 
 
-def understood(read: Callable[[], Found], refusal: type[Exception] = UsageError) -> Found | None:
-    """What was read, or None where it was refused, in one short line."""
+def understood(read: Callable[[], Result], refusal: type[Exception] = UsageError) -> Result | None:
+    """Return the result of `read`, or None if it refused the file with one short line."""
     try:
         return read()
     except refusal as error:
@@ -30,17 +30,17 @@ def understood(read: Callable[[], Found], refusal: type[Exception] = UsageError)
 
 
 def paths_of(value: object, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where every value of a JSON document lies."""
+    """Return the path of every value in a JSON document."""
     inner: list[tuple[Any, ...]] = []
     if isinstance(value, dict):
-        inner = [found for key in value for found in paths_of(value[key], (*path, key))]
+        inner = [place for key in value for place in paths_of(value[key], (*path, key))]
     elif isinstance(value, list):
-        inner = [found for i, item in enumerate(value) for found in paths_of(item, (*path, i))]
+        inner = [place for i, item in enumerate(value) for place in paths_of(item, (*path, i))]
     return [path, *inner] if path else inner
 
 
 def changed(good: Any, keys: Sequence[Any], to: object) -> Any:
-    """The good document with one value changed."""
+    """Return the good document with one value changed."""
     content = copy.deepcopy(good)
     inner: Any = content
     for key in keys[:-1]:

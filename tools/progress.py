@@ -1,4 +1,4 @@
-"""Run a long command: its output goes to a log, the terminal sees a percentage and a time."""
+"""Long commands: their output goes to a log, the terminal shows a percentage and a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
-PLAIN_INTERVAL = 20.0  # seconds between two lines where there is no terminal
+PLAIN_INTERVAL = 20.0  # seconds between two lines if there is no terminal
 
 _MAKE_PERCENT = re.compile(r"^\s*\[\s*(\d{1,3})%\]")
 _NINJA_COUNT = re.compile(r"^\s*\[(\d+)/(\d+)\]")
@@ -21,11 +21,11 @@ _ERROR = re.compile(r"\berror\b|\bCMake Error\b|undefined reference|No such file
 
 
 class CommandFailed(Exception):
-    """The command ended with a code other than zero; the message names the log."""
+    """A command that exited with a code other than zero; the message names the log."""
 
 
 def percent_of(line: str) -> int | None:
-    """Progress in percent that a line of make's, ninja's or CMake's output tells, or None."""
+    """Return the progress in percent in a line of make's, ninja's or CMake's output, or None."""
     if match := _MAKE_PERCENT.match(line):
         return int(match[1])
     if match := _NINJA_COUNT.match(line):
@@ -34,18 +34,21 @@ def percent_of(line: str) -> int | None:
 
 
 def error_lines(text: str, limit: int = 8) -> list[str]:
-    """Last lines of a log that look like errors, cut to 200 characters; else its last lines."""
+    """Return the last lines of a log that look like errors, or its last lines if none do.
+
+    Lines are cut to 200 characters.
+    """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    # A compiler call names files such as error.cc: only lines that are no command count.
-    found = [line for line in lines if _ERROR.search(line) and " -c " not in line]
-    return [line[:200] for line in (found or lines)[-limit:]]
+    # A compiler call may name files such as error.cc, so command lines are excluded.
+    matches = [line for line in lines if _ERROR.search(line) and " -c " not in line]
+    return [line[:200] for line in (matches or lines)[-limit:]]
 
 
 def run(title: str, command: list[str], env: Mapping[str, str], log: Path) -> None:
     """Run `command`, append its output to `log`, and show `title`, percent and elapsed time.
 
-    The command gets a process group of its own, which is ended with us: Ctrl-C leaves no compiler
-    behind.
+    The command runs in a separate process group, which ends with this process, so that Ctrl-C
+    leaves no compiler behind.
 
     Raises:
         CommandFailed: the command failed; the message holds the last error lines and the log.
@@ -102,13 +105,13 @@ def _copy(process: subprocess.Popen[bytes], log: IO[bytes], percent: list[int]) 
         for line in output:
             log.write(line)
             log.flush()
-            found = percent_of(line.decode(errors="replace"))
-            if found is not None:
-                percent[0] = max(percent[0], found)
+            progress = percent_of(line.decode(errors="replace"))
+            if progress is not None:
+                percent[0] = max(percent[0], progress)
 
 
 def show(title: str, percent: int, seconds: float, terminal: bool) -> None:
-    """Print one state of progress: in place on a terminal, else a line of its own."""
+    """Print the progress: in place on a terminal, else on a separate line."""
     share = f"{percent:3d} %  " if percent else ""
     text = f"{title}: {share}{clock(seconds)}"
     print(f"\r\033[K{text}" if terminal else text, end="" if terminal else "\n", file=sys.stderr)
@@ -116,5 +119,5 @@ def show(title: str, percent: int, seconds: float, terminal: bool) -> None:
 
 
 def clock(seconds: float) -> str:
-    """Minutes and seconds, `3:05`."""
+    """Return minutes and seconds, such as `3:05`."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"

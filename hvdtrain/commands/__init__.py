@@ -1,4 +1,4 @@
-"""What each command does: one short function a command, in the order of a user's day."""
+"""The commands: one short function per command, in the order in which a user needs them."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""The commands of jobs and studies."""
+"""The commands for jobs and studies."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -12,7 +12,7 @@ from hvdtrain.jobs.options import JobOptions, SlurmOptions
 
 
 def jobs_submit(arguments: Sequence[str], **values: Any) -> int:
-    """Make a run a job of the cluster."""
+    """Submit a run as a job of the cluster."""
     training, job = part_of(TrainConfig, values).check(), part_of(JobOptions, values)
     job.ranks_per_node(training)
     from hvdtrain.jobs.submit import submit
@@ -22,7 +22,7 @@ def jobs_submit(arguments: Sequence[str], **values: Any) -> int:
 
 
 def jobs_sweep(arguments: Sequence[str], study: str, to: str, dry_run: bool, **values: Any) -> int:
-    """Make the runs of a study jobs."""
+    """Submit the runs of a study as jobs."""
     from hvdtrain.jobs import grid, sweep
 
     slurm = part_of(SlurmOptions, values)
@@ -32,7 +32,7 @@ def jobs_sweep(arguments: Sequence[str], study: str, to: str, dry_run: bool, **v
 
 
 def jobs_status(arguments: Sequence[str], runs: list[str], json: bool) -> int:
-    """How the jobs of runs fare, as a table."""
+    """Print the state of the jobs of runs as a table."""
     from hvdtrain.jobs import table, watch
 
     rows = watch.rows(watch.runs_of(runs or ["runs"]))
@@ -41,7 +41,7 @@ def jobs_status(arguments: Sequence[str], runs: list[str], json: bool) -> int:
 
 
 def jobs_logs(arguments: Sequence[str], run: str, rank: int, follow: bool) -> int:
-    """What a rank of a run's newest job has printed."""
+    """Print the output of a rank of a run's newest job."""
     from hvdtrain.jobs import logs
 
     logs.show(run, rank, follow)
@@ -49,7 +49,7 @@ def jobs_logs(arguments: Sequence[str], run: str, rank: int, follow: bool) -> in
 
 
 def jobs_cancel(arguments: Sequence[str], runs: list[str]) -> int:
-    """End the jobs of runs."""
+    """Cancel the jobs of runs."""
     from hvdtrain.jobs import cancel
 
     for line in cancel.cancel(runs):
@@ -60,7 +60,7 @@ def jobs_cancel(arguments: Sequence[str], runs: list[str]) -> int:
 def report(
     arguments: Sequence[str], runs: list[str], to: str, efficiency: float, price: float | None
 ) -> int:
-    """Make a scaling report of finished runs."""
+    """Write a scaling report of finished runs."""
     if not 0 < efficiency <= 1:
         raise UsageError(f"--efficiency must be above 0 and at most 1, not {efficiency}")
     if price is not None and not 0 <= price < float("inf"):
@@ -74,7 +74,7 @@ def report(
 def reproduce_paper_a(
     arguments: Sequence[str], data: str, to: str, epochs: int, repeats: int, ranks: int
 ) -> int:
-    """Make the runs of paper A, and write what came of them."""
+    """Train the runs of paper A, and write a report of their results."""
     from hvdtrain.study import paper_a
 
     print(

@@ -1,4 +1,4 @@
-"""What several commands do: print their results, and refuse a launcher."""
+"""Helpers of several commands: format results, and refuse a launcher."""
 
 import json
 import os
@@ -12,15 +12,16 @@ def in_one_process(command: str) -> None:
     """Refuse to run under a launcher."""
     if launchers.detect(os.environ).size != 1:
         raise UsageError(
-            f"{command} runs in one process: leave the launcher out; --ranks is the plan's"
+            f"{command} runs in one process: start it without a launcher (--ranks sets the ranks "
+            "of the plan)"
         )
 
 
 def as_json(content: Any) -> str:
-    """For programs."""
+    """Return the content as JSON, for programs."""
     return json.dumps(content, indent=1)
 
 
 def as_lines(content: dict[str, Any]) -> str:
-    """For people."""
+    """Return the content as lines of `name: value`, for people."""
     return "\n".join(f"{name}: {value}" for name, value in content.items())

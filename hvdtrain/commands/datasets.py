@@ -1,4 +1,4 @@
-"""The commands of data sets."""
+"""The commands for data sets."""
 
 import sys
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ def data_fetch(arguments: Sequence[str], name: str, to: str) -> int:
 
 
 def data_pack(arguments: Sequence[str], source: str, destination: str, shard_mb: int) -> int:
-    """Turn official binary files into shards."""
+    """Pack official binary files into shards."""
     from hvdtrain import data
 
-    return _say_index(data.pack(source, destination, shard_mb=shard_mb))
+    return _print_index(data.pack(source, destination, shard_mb=shard_mb))
 
 
 def data_synth(
@@ -32,15 +32,15 @@ def data_synth(
     seed: int,
     shard_mb: int,
 ) -> int:
-    """Make a learnable set from a seed."""
+    """Make a learnable data set from a seed."""
     from hvdtrain import data
 
     index = data.synth(destination, images, classes, size=size, seed=seed, shard_mb=shard_mb)
-    return _say_index(index)
+    return _print_index(index)
 
 
 def data_verify(arguments: Sequence[str], destination: str) -> int:
-    """Name every bad shard and chunk."""
+    """Print every damaged shard and chunk."""
     from hvdtrain import data
 
     faults = data.verify(destination)
@@ -52,7 +52,7 @@ def data_verify(arguments: Sequence[str], destination: str) -> int:
 
 
 def data_info(arguments: Sequence[str], destination: str, json: bool) -> int:
-    """What a data set holds."""
+    """Print what a data set holds."""
     from hvdtrain import data
 
     content = data.info(destination)
@@ -60,7 +60,7 @@ def data_info(arguments: Sequence[str], destination: str, json: bool) -> int:
     return 0
 
 
-def _say_index(index: Any) -> int:
+def _print_index(index: Any) -> int:
     counts = ", ".join(f"{split.count:,} {name}" for name, split in index.splits.items())
     height, width, _ = index.image_shape
     print(f"{index.folder}: {counts}, {index.classes} classes, {height}x{width} pixels")

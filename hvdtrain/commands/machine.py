@@ -12,11 +12,11 @@ from hvdtrain.bench.options import LoaderConfig, NetworkConfig, StepConfig
 from hvdtrain.commands import common
 from hvdtrain.errors import UsageError
 
-BATCHES_MADE = 8  # for a benchmark without a data set
+BATCHES_MADE = 8  # size of the temporary data set of a benchmark without --data
 
 
 def doctor(arguments: Sequence[str], json: bool, job: bool) -> int:
-    """Is this machine fit, or this job?"""
+    """Check this machine, or this job."""
     if job:
         launchers.check_pmix(launchers.detect(os.environ), os.environ)
         from hvdtrain.doctor.preflight import preflight
@@ -28,68 +28,77 @@ def doctor(arguments: Sequence[str], json: bool, job: bool) -> int:
 
 
 def bench_step(arguments: Sequence[str], **values: Any) -> int:
-    """Images a second, part of the matrix rate, and where a step's time goes."""
+    """Measure images per second, the share of the matrix rate, and the parts of a step's time."""
     config = StepConfig(**values)
     config.training("")
     models.check_name(config.model)
     started = launchers.detect(os.environ)
     launchers.check_pmix(started, os.environ)
     if config.data is None and started.size != 1:
-        raise UsageError("bench step under a launcher needs --data: hvdtrain data synth makes one")
+        raise UsageError(
+            "bench step under a launcher needs --data: make a data set with hvdtrain data synth"
+        )
     with _data_for(config) as data:
         if started.size == 1 and (config.ranks or 1) > 1:
             return launch.run(config.ranks or 1, [*arguments, "--data", data])
         from hvdtrain.bench import report, step
 
-        found = step.bench_step(config, data)
+        measurement = step.bench_step(config, data)
     if started.rank == 0:
         print(
-            common.as_json(report.as_json(found)) if config.json else report.as_text(found),
+            common.as_json(report.as_json(measurement))
+            if config.json
+            else report.as_text(measurement),
             flush=True,
         )
     return 0
 
 
 def bench_loader(arguments: Sequence[str], **values: Any) -> int:
-    """Images a second that a data set can be fed with."""
+    """Measure the images per second that a data set is read with."""
     common.in_one_process("bench loader")
     config = LoaderConfig(**values).check()
     from hvdtrain.bench import loader
 
-    found = loader.bench_loader(config)
-    print(common.as_json(found) if config.json else loader.as_text(found))
+    measurement = loader.bench_loader(config)
+    print(common.as_json(measurement) if config.json else loader.as_text(measurement))
     return 0
 
 
 def bench_allreduce(arguments: Sequence[str], **values: Any) -> int:
-    """Seconds of a sum over ranks, by its size, by each algorithm that is asked for."""
+    """Measure the seconds of an all-reduce by size, for each requested algorithm."""
     config = NetworkConfig(**values).check()
     if launchers.detect(os.environ).size != 1:
         if config.algorithm == "all":
-            raise UsageError("MPI reads its algorithm when it starts: under a launcher name one")
+            raise UsageError(
+                "--algorithm all does not work under a launcher, since MPI reads its algorithm "
+                "when it starts: name one"
+            )
         return _print_table("allreduce", config)
     for algorithm in config.algorithms:
         if not config.json:
             print(f"all-reduce: {algorithm}", flush=True)
-        given = [*arguments, "--algorithm", algorithm]
-        outcome = launch.supervise(config.ranks or 2, given, ALGORITHMS[algorithm])
+        words = [*arguments, "--algorithm", algorithm]
+        outcome = launch.supervise(config.ranks or 2, words, ALGORITHMS[algorithm])
         if outcome.code:
             return outcome.code
     return 0
 
 
 def bench_exchange(arguments: Sequence[str], **values: Any) -> int:
-    """Seconds of a hand-over from rank to rank, by its size."""
+    """Measure the seconds of a transfer between ranks by size."""
     config = NetworkConfig(**values).check()
     if config.algorithm != "auto":
-        raise UsageError("--algorithm is of sums: bench allreduce takes it")
+        raise UsageError(
+            "--algorithm is not supported by bench exchange: leave it out, or use bench allreduce"
+        )
     if launchers.detect(os.environ).size != 1:
         return _print_table("exchange", config)
     return launch.run(config.ranks or 2, arguments)
 
 
 def _print_table(name: str, config: NetworkConfig) -> int:
-    """Measure on the ranks of this job."""
+    """Measure on the ranks of this job, and print the table on rank 0."""
     started = launchers.detect(os.environ)
     launchers.check_pmix(started, os.environ)
     from hvdtrain.bench import collectives
@@ -105,7 +114,7 @@ def _print_table(name: str, config: NetworkConfig) -> int:
 
 @contextmanager
 def _data_for(config: StepConfig) -> Iterator[str]:
-    """The data set of a benchmark; one of a few batches, for as long, if it was given none."""
+    """Yield the data set of a benchmark; without --data, a temporary one of a few batches."""
     if config.data is not None:
         yield config.data
         return

@@ -1,4 +1,4 @@
-"""The commands of plans."""
+"""The commands for plans."""
 
 import os
 from collections.abc import Sequence
@@ -12,32 +12,32 @@ from hvdtrain.planner.options import PlanConfig
 
 
 def plan_show(arguments: Sequence[str], **values: Any) -> int:
-    """What a plan means for a model."""
+    """Print the stages, memory and timeline of a plan for a model."""
     common.in_one_process("plan show")
     from hvdtrain.training import plancommands
 
     config = PlanConfig(**values)
-    found = plancommands.show(config)
+    description = plancommands.show(config)
     if config.picture is not None:
         from hvdtrain.study.plan_pictures import draw_strategies
 
-        draw_strategies(found.plan, Path(config.picture))
-    print(common.as_json(found.as_json()) if values["json"] else found.as_text())
+        draw_strategies(description.plan, Path(config.picture))
+    print(common.as_json(description.as_json()) if values["json"] else description.as_text())
     return 0
 
 
 def plan_simulate(arguments: Sequence[str], **values: Any) -> int:
-    """What a plan means for a model, with times measured here."""
+    """Simulate a plan for a model with times measured on this machine."""
     common.in_one_process("plan simulate")
     from hvdtrain.training import plancommands
 
-    found = plancommands.simulate(PlanConfig(**values))
-    print(common.as_json(found.as_json()) if values["json"] else found.as_text())
+    simulation = plancommands.simulate(PlanConfig(**values))
+    print(common.as_json(simulation.as_json()) if values["json"] else simulation.as_text())
     return 0
 
 
 def plan_check(arguments: Sequence[str], **values: Any) -> int:
-    """Does a plan compute the gradients of the serial step?"""
+    """Check that a plan computes the gradients of the serial step."""
     config = PlanConfig(**values)
     started = launchers.detect(os.environ)
     launchers.check_pmix(started, os.environ)

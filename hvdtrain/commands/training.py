@@ -1,4 +1,4 @@
-"""The commands that train, and that write down what was trained."""
+"""The commands that train, and that export trained weights."""
 
 import os
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from hvdtrain.training.stall import start_patience
 
 
 def train(arguments: Sequence[str], **values: Any) -> int:
-    """Train on the ranks of the launcher, or start --ranks of them here."""
+    """Train on the ranks that a launcher started, or start --ranks of them on this machine."""
     settings = part_of(TrainConfig, values).check()
     settings = replace(settings, on_alert=os.environ.get(alert.COMMAND, settings.on_alert))
     started = launchers.detect(os.environ)
@@ -23,7 +23,7 @@ def train(arguments: Sequence[str], **values: Any) -> int:
     if settings.restarts and started.launcher != "none":
         raise UsageError(
             f"--restarts needs hvdtrain's own launcher (--ranks N), not {started.launcher}: "
-            "leave it out, and let the scheduler start the job again"
+            "leave it out, and let the scheduler requeue the job"
         )
     if started.size == 1 and ((settings.ranks or 1) > 1 or settings.restarts):
         with RanksStop() as ranks_stop:
@@ -33,7 +33,7 @@ def train(arguments: Sequence[str], **values: Any) -> int:
             check_before_launch(settings)
             return restarts.run(settings, arguments, ranks_stop)
     monitor.start(settings, started, start_patience(settings))
-    # Before the seconds in which torch and MPI start: a signal is remembered from here on.
+    # A signal is recorded from here on, also during the seconds in which torch and MPI start.
     with StopRequest() as stop:
         from hvdtrain.training.loop import train as run_training
 
@@ -47,7 +47,7 @@ def train(arguments: Sequence[str], **values: Any) -> int:
 
 
 def export(arguments: Sequence[str], run: str, file: str, which: Literal["best", "last"]) -> int:
-    """The weights of a run as a file that torchvision reads."""
+    """Write the weights of a run as a file that torchvision reads."""
     from hvdtrain.training import export as exporting
 
     print(f"{file}: the weights of {exporting.export(run, file, which)}")

@@ -1,7 +1,7 @@
-"""Data: official files to packed shards, and shards to batches in a reproducible order.
+"""Data sets: official files are packed into shards, and shards are read in a reproducible order.
 
-Every public name is loaded on first use, so that importing this package stays cheap. NumPy and
-h5py only: PyTorch and TensorFlow read through the same loader.
+Every public name is loaded on first use, so that importing this package stays cheap. The package
+needs only NumPy and h5py: PyTorch and TensorFlow read through the same loader.
 """
 
 from importlib import import_module

@@ -1,6 +1,6 @@
-"""Augmentation of a sample: a function of (seed, epoch, sample id) alone.
+"""Augmentation of samples, which depends on (seed, epoch, sample id) alone.
 
-So it is the same on any rank, in any batch and after a resumption. The random numbers are
+It is therefore the same on any rank, in any batch and after a resume. The random numbers are
 SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014)
 used as a hash of a counter.
 """
@@ -14,7 +14,7 @@ _MASK = 2**64 - 1
 
 
 def splitmix64(counter: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Random 64-bit numbers, one for each of these counters, in an array of the same shape."""
+    """Return one random 64-bit number per counter, in an array of the same shape."""
     z = counter + np.uint64(_GAMMA)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -22,7 +22,7 @@ def splitmix64(counter: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def sample_hash(seed: int, epoch: int, ids: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """One random 64-bit number a sample: uint64 [n]."""
+    """Return one random 64-bit number per sample: uint64 [n]."""
     state = np.array([seed & _MASK], np.uint64)
     state = splitmix64(splitmix64(state) ^ np.array([epoch & _MASK], np.uint64))
     return splitmix64(state ^ ids.astype(np.uint64))
@@ -31,10 +31,11 @@ def sample_hash(seed: int, epoch: int, ids: NDArray[np.int64]) -> NDArray[np.uin
 def crop_flip(
     images: NDArray[np.uint8], ids: NDArray[np.int64], seed: int, epoch: int, padding: int = 4
 ) -> NDArray[np.uint8]:
-    """Images shifted by up to `padding` pixels each way (zeros come in), half of them mirrored.
+    """Return the images shifted by up to `padding` pixels each way, half of them mirrored.
 
-    `images` is uint8 [n, height, width, channels]; a new array of that shape is returned. It is
-    the augmentation of He et al. (2016) for CIFAR: pad by 4, crop at random, flip.
+    `images` is uint8 [n, height, width, channels]; a new array of that shape is returned. Pixels
+    from outside the image are 0. This is the augmentation of He et al. (2016) for CIFAR: pad by 4,
+    crop at random, flip.
     """
     count, height, width, channels = images.shape
     if count == 0:
@@ -47,7 +48,7 @@ def crop_flip(
 
     padded = np.zeros((count, height + 2 * padding, width + 2 * padding, channels), np.uint8)
     padded[:, padding : padding + height, padding : padding + width] = images
-    # lines[i, y, x] is the line of `width` pixels that begins at (y, x) of image i, as one item:
+    # lines[i, y, x] is the line of `width` pixels that starts at (y, x) of image i, as one item:
     # a crop is then a gather of `height` items, each copied as a block.
     line = np.dtype((np.void, width * channels))
     lines = as_strided(
@@ -71,13 +72,15 @@ def cutout(
     side: int,
     fill: NDArray[np.uint8],
 ) -> None:
-    """Blank a square of each image, in place: DeVries and Taylor, arXiv 1708.04552.
+    """Blank a square of each image in place (DeVries and Taylor, arXiv 1708.04552).
 
-    Its centre is any pixel, so that the square may lie partly outside.
+    The centre of the square may be any pixel, so the square may lie partly outside the image.
 
     Args:
-        images: [n, height, width, channels]. side: of the square, in pixels.
-        fill: [channels], what blank is: the mean pixel where images are normalised by it.
+        images: [n, height, width, channels].
+        side: side of the square in pixels.
+        fill: [channels], the value of a blank pixel: the mean pixel if images are normalised by
+            it.
     """
     _, height, width, _ = images.shape
     bits = splitmix64(sample_hash(seed, epoch, ids))
@@ -90,5 +93,5 @@ def cutout(
 
 
 def _below(limit: int, bits: NDArray[np.uint64]) -> NDArray[np.intp]:
-    """Numbers from 0 to limit - 1, all as likely, from 24 random bits."""
+    """Return numbers from 0 to limit - 1 with equal probability, from 24 random bits."""
     return ((bits * np.uint64(limit)) >> np.uint64(24)).astype(np.intp)

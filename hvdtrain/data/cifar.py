@@ -28,15 +28,15 @@ IMAGE_SHAPE = (32, 32, 3)
 _PIXEL_BYTES = 3072
 _BLOCK = 2**20
 _NAMES_BYTES = 2**16  # a file of class names larger than this is not one
-_HEADER_BYTES = 2**14  # of a file in an archive: the official ones have 512
-_ARCHIVE_BYTES = 2**29  # unpacked: the official ones have a third of it
+_HEADER_BYTES = 2**14  # limit for the header of a file in an archive: official ones have 512
+_ARCHIVE_BYTES = 2**29  # limit for an unpacked archive: official ones have a third of it
 _MOST_MEMBERS = 1000
 _ARCHIVE_ERRORS = (tarfile.TarError, EOFError, zlib.error, OSError, ValueError, RecursionError)
 
 
 @dataclass(frozen=True)
 class File:
-    """An official file: its records and its MD5."""
+    """An official file: its name, number of records and MD5."""
 
     name: str
     records: int
@@ -45,7 +45,7 @@ class File:
 
 @dataclass(frozen=True)
 class Edition:
-    """One of the two data sets, as it is published; the fine label is the last label byte."""
+    """One of the two data sets as it is published; the fine label is the last label byte."""
 
     name: str
     archive: str
@@ -59,7 +59,7 @@ class Edition:
 
     @property
     def files(self) -> tuple[File, ...]:
-        """All files of records, train first."""
+        """All files with records, train first."""
         return self.train + self.test
 
     @property
@@ -106,8 +106,8 @@ def fetch(
 ) -> Path:
     """Download the archive of `cifar10` or `cifar100` into the folder `to`; return its path.
 
-    An archive that is there and good is not downloaded again, a broken download is continued.
-    `progress(bytes, bytes in all)` is called along the way; without it a terminal shows a bar.
+    An intact archive is not downloaded again, and an interrupted download resumes.
+    `progress(bytes, total bytes)` is called meanwhile; without it a terminal shows a bar.
     Raises UsageError for another name, DataError for a failing network or disk or a wrong MD5.
     """
     if name not in EDITIONS:
@@ -121,9 +121,9 @@ def pack(source: Path | str, destination: Path | str, shard_mb: int = 64) -> Ind
     """Pack official CIFAR files into HDF5 shards of up to `shard_mb` MiB; return the index.
 
     `source` is the .tar.gz archive, a folder of the .bin files, or a folder that holds either.
-    A file of fewer whole records than the official one is taken, and the index notes it. Raises
-    DataError, naming the file, for a wrong, incomplete or damaged source or a destination that
-    cannot be written; UsageError for a source that holds both data sets.
+    A file with fewer whole records than the official one is accepted, and the index notes it.
+    Raises DataError, naming the file, for a wrong, incomplete or damaged source or a destination
+    that cannot be written; UsageError for a source that holds both data sets.
     """
     edition, path = find_source(Path(source))
     contents = _read_folder(edition, path) if path.is_dir() else _read_archive(edition, path)
@@ -142,45 +142,48 @@ def pack(source: Path | str, destination: Path | str, shard_mb: int = 64) -> Ind
 
 
 def find_source(source: Path) -> tuple[Edition, Path]:
-    """The data set that `source` holds, and the folder or archive that has its files."""
+    """Return the data set that `source` holds, and the folder or archive with its files."""
     if source.is_file():
         return _archive_edition(source), source
     if not source.is_dir():
         raise DataError(f"{source}: no such file or folder; get one with `hvdtrain data fetch`")
-    found = []
+    candidates = []
     for edition in EDITIONS.values():
         for folder in (source, source / edition.folder):
             if any((folder / file.name).is_file() for file in edition.files):
-                found.append((edition, folder))
+                candidates.append((edition, folder))
         if (source / edition.archive).is_file():
-            found.append((edition, source / edition.archive))
-    if not found:
+            candidates.append((edition, source / edition.archive))
+    if not candidates:
         raise DataError(
             f"{source}: holds no official CIFAR files (binary version); "
             "get them with `hvdtrain data fetch`"
         )
-    if len({edition.name for edition, _ in found}) > 1:
-        places = " or ".join(str(path) for _, path in found)
-        raise UsageError(f"{source}: holds both CIFAR-10 and CIFAR-100; name one: {places}")
-    return found[0]
+    if len({edition.name for edition, _ in candidates}) > 1:
+        places = " or ".join(str(path) for _, path in candidates)
+        raise UsageError(f"{source}: holds both CIFAR-10 and CIFAR-100; choose one: {places}")
+    return candidates[0]
 
 
 def _archive_edition(path: Path) -> Edition:
-    """Which data set an archive holds, by the names in it."""
+    """Return the data set that an archive holds, recognised by the names in it."""
     names = set(_members(path, wanted=None))
     for edition in EDITIONS.values():
         if any(file.name in names for file in edition.files):
             return edition
     if names & {"data_batch_1", "train"}:
         raise DataError(f"{path}: is the Python (pickle) version; get the binary version")
-    raise DataError(f"{path}: is no official CIFAR archive (binary version)")
+    raise DataError(
+        f"{path}: is not an official CIFAR archive (binary version); "
+        "get one with `hvdtrain data fetch`"
+    )
 
 
 def _members(path: Path, wanted: dict[str, int] | None) -> dict[str, bytes]:
-    """Content of regular files in an archive by plain name, as far as they are wanted.
+    """Return the content of the wanted regular files in an archive, by plain name.
 
-    `wanted` maps a name to the most bytes it may have; without it only names are listed, with
-    empty contents. Nothing is extracted to disk and folders in the archive do not matter.
+    `wanted` maps each name to the largest size it may have; without it only names are listed, with
+    empty contents. Nothing is extracted to disk, and folders in the archive are ignored.
     """
     contents = {}
     try:
@@ -191,23 +194,27 @@ def _members(path: Path, wanted: dict[str, int] | None) -> dict[str, bytes]:
                 largest = wanted[name] if wanted is not None else 0
                 contents[name] = _content(archive, member, stream, largest, path)
             stream.left = _ARCHIVE_BYTES
-            while stream.read(_BLOCK):  # the checksum of gzip stands at the very end
+            while stream.read(_BLOCK):  # the checksum of gzip is at the very end
                 _check_length(stream.tell(), path)
     except _ARCHIVE_ERRORS as error:
         reason = " ".join(str(error).split())
         raise DataError(
-            f"{path}: archive is damaged or no .tar.gz ({reason}); fetch it again"
+            f"{path}: archive is damaged or not a .tar.gz file ({reason}); fetch it again"
         ) from error
     return contents
 
 
 class _Measured(gzip.GzipFile):
-    """A stream of which no more is read than is allowed: headers say how long they are."""
+    """A stream that refuses to read more than `left` bytes, since headers declare any length."""
 
     left = _HEADER_BYTES
 
     def read(self, size: int | None = -1) -> bytes:
-        """Read so many bytes."""
+        """Read `size` bytes.
+
+        Raises:
+            tarfile.ReadError: if they are more than `left`.
+        """
         if size is None or not 0 <= size <= self.left:
             raise tarfile.ReadError("a header is larger than any of the official archive")
         self.left -= size
@@ -217,7 +224,7 @@ class _Measured(gzip.GzipFile):
 def _files_in(
     archive: tarfile.TarFile, stream: _Measured, path: Path
 ) -> Iterator[tuple[str, tarfile.TarInfo]]:
-    """The regular files of an archive with their plain names, in bounded memory."""
+    """Yield the regular files of an archive with their plain names, in bounded memory."""
     for number in count(1):
         stream.left = _HEADER_BYTES
         member = archive.next()
@@ -237,7 +244,7 @@ def _content(
     largest: int,
     path: Path,
 ) -> bytes:
-    """The bytes of a file in an archive; nothing where none are wanted."""
+    """Return the bytes of a file in an archive; empty if none are wanted."""
     if not largest:
         return b""
     if member.size > largest:
@@ -279,23 +286,22 @@ def _largest_sizes(edition: Edition) -> dict[str, int]:
 def _records(
     edition: Edition, file: File, path: Path, contents: dict[str, bytes]
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Views of the images [n, 32, 32, 3] and labels [n] in a file that is checked."""
+    """Check a file and return views of its images [n, 32, 32, 3] and labels [n]."""
     if file.name not in contents:
         raise DataError(f"{path}: {file.name} is missing; fetch the archive again")
     content = contents[file.name]
     count, rest = divmod(len(content), edition.record_bytes)
     if rest or not count:
         raise DataError(
-            f"{path}: {file.name} is truncated or of another kind: {len(content):,} bytes are "
-            f"no whole number of records of {edition.record_bytes}"
+            f"{path}: {file.name} is truncated or not a CIFAR file ({len(content):,} bytes are "
+            f"not a multiple of {edition.record_bytes}); fetch the archive again"
         )
     if (
         count == file.records
         and hashlib.md5(content, usedforsecurity=False).hexdigest() != file.md5
     ):
         raise DataError(
-            f"{path}: {file.name} has the official size and another MD5, so bits of it have "
-            "changed; fetch the archive again"
+            f"{path}: {file.name} is damaged (official size, another MD5); fetch the archive again"
         )
     table = np.frombuffer(content, np.uint8).reshape(count, edition.record_bytes)
     for column, limit in enumerate(edition.label_limits):
@@ -307,7 +313,7 @@ def _records(
 
 
 def _source(parts: Sequence[tuple[NDArray[np.uint8], NDArray[np.uint8]]]) -> Source:
-    """One split out of the records of several files, in order."""
+    """Return one split made of the records of several files, in order."""
 
     def read(start: int, stop: int) -> tuple[NDArray[np.uint8], NDArray[np.integer]]:
         images, labels, first = [], [], 0
@@ -322,7 +328,7 @@ def _source(parts: Sequence[tuple[NDArray[np.uint8], NDArray[np.uint8]]]) -> Sou
 
 
 def _class_names(edition: Edition, contents: dict[str, bytes]) -> tuple[str, ...]:
-    """Names from the file of names if it holds one a class, else the known ones."""
+    """Return the class names in the file of names if it is complete, else the default names."""
     text = contents.get(edition.names_file, b"").decode("utf-8", "replace")
     names = tuple(line.strip() for line in text.splitlines() if line.strip())
     complete = len(set(names)) == len(edition.default_names) == len(names)

@@ -13,26 +13,26 @@ from pathlib import Path
 
 from hvdtrain.errors import DataError
 
-Progress = Callable[[int, int | None], None]  # bytes so far, bytes in all if known
+Progress = Callable[[int, int | None], None]  # bytes so far, total bytes if known
 
 _BLOCK = 2**18
 _TIMEOUT = 30.0  # seconds without a byte
 _ATTEMPTS = 5
 
-# What a connection that breaks, or a server that is not there, raises.
+# Errors of a connection that breaks, or of an unreachable server.
 _NETWORK_ERRORS = (urllib.error.URLError, http.client.HTTPException, OSError)
 
 
 class _Interrupted(Exception):
-    """The connection ended early; what came is in the part file."""
+    """The connection ended early; the received bytes are in the part file."""
 
 
 def download(url: str, path: Path, md5: str, progress: Progress | None = None) -> Path:
-    """Put the file of `url` at `path`, unless it is there already; return `path`.
+    """Download `url` to `path`, unless the file exists already; return `path`.
 
-    What an earlier call left in `path`.part is continued. Without `progress`, a bar is shown on
-    a terminal. Raises DataError (one line) if the network or the disk fails, or if the file has
-    another MD5: a finished part with a wrong MD5 is deleted.
+    A download that an earlier call left in `path`.part resumes. Without `progress`, a terminal
+    shows a bar. Raises DataError (one line) if the network or the disk fails, or if the file has
+    another MD5: a finished part file with a wrong MD5 is deleted.
     """
     if path.exists():
         if file_md5(path) == md5:
@@ -56,7 +56,7 @@ def download(url: str, path: Path, md5: str, progress: Progress | None = None) -
 
 
 def file_md5(path: Path) -> str:
-    """MD5 (hex) of a file; DataError if it cannot be read."""
+    """Return the MD5 (hex) of a file; raise DataError if it cannot be read."""
     try:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False))
@@ -66,7 +66,7 @@ def file_md5(path: Path) -> str:
 
 
 def _fetch_all(url: str, part: Path, show: Progress) -> None:
-    """Fill the part file, going on after a break as long as attempts bring something."""
+    """Fill the part file, resuming after an interruption as long as attempts make progress."""
     for attempt in range(1, _ATTEMPTS + 1):
         before = _size(part)
         try:
@@ -74,15 +74,15 @@ def _fetch_all(url: str, part: Path, show: Progress) -> None:
             return
         except _Interrupted as error:
             if attempt == _ATTEMPTS or _size(part) == before:
-                hand = part.with_name(part.name.removesuffix(".part"))
+                target = part.with_name(part.name.removesuffix(".part"))
                 raise DataError(
-                    f"cannot download {url} ({error}); run this again to go on from "
-                    f"{_size(part):,} bytes, or put the file at {hand} by hand"
+                    f"cannot download {url} ({error}): run this again to resume from "
+                    f"{_size(part):,} bytes, or copy the file to {target} yourself"
                 ) from error
 
 
 def _fetch_rest(url: str, part: Path, show: Progress) -> None:
-    """Append what the part file lacks; _Interrupted if the connection ends early."""
+    """Append the missing bytes to the part file; raise _Interrupted if that ends early."""
     have = _size(part)
     headers = {"User-Agent": "hvdtrain", "Accept-Encoding": "identity"}
     if have:
@@ -101,12 +101,12 @@ def _fetch_rest(url: str, part: Path, show: Progress) -> None:
     with response:
         resumed = response.status == HTTPStatus.PARTIAL_CONTENT
         if resumed and not response.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
-            raise _Interrupted("the server sent another range than was asked for")
+            raise _Interrupted("the server sent another range than the requested one")
         _append(response, part, have if resumed else 0, show)
 
 
 def _append(response: http.client.HTTPResponse, part: Path, have: int, show: Progress) -> None:
-    """Write the body of the response into the part file from byte `have` on."""
+    """Write the body of the response into the part file, starting at byte `have`."""
     total = None if response.length is None else have + response.length
     with part.open("ab" if have else "wb") as file:
         show(have, total)
@@ -137,7 +137,7 @@ def _reason(error: BaseException) -> str:
 
 @contextmanager
 def _bar(name: str, progress: Progress | None) -> Iterator[Progress]:
-    """The caller's own progress, else a bar if standard error is a terminal, else silence."""
+    """Yield the caller's progress function, else a bar on a terminal, else a dummy."""
     if progress is not None:
         yield progress
     elif sys.stderr.isatty():

@@ -1,4 +1,4 @@
-"""Mean and deviation of pixels, exact: from how often each value occurs."""
+"""Exact mean and standard deviation of pixels, computed from the histogram of their values."""
 
 import math
 
@@ -9,7 +9,7 @@ _BLOCK_ROWS = 1024  # images counted at a time for the mean
 
 
 def count_values(images: NDArray[np.uint8], histogram: NDArray[np.int64]) -> None:
-    """Add how often each value 0..255 occurs in each channel: histogram [channels, 256]."""
+    """Add the counts of each value 0..255 in each channel to `histogram` [channels, 256]."""
     for start in range(0, len(images), _BLOCK_ROWS):
         block = images[start : start + _BLOCK_ROWS]
         for channel in range(len(histogram)):
@@ -18,7 +18,7 @@ def count_values(images: NDArray[np.uint8], histogram: NDArray[np.int64]) -> Non
 
 
 def mean_and_std(histogram: NDArray[np.int64]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation a channel of pixels in 0..1, from exact whole-number sums."""
+    """Return mean and standard deviation per channel of pixels in 0..1, from integer sums."""
     mean, std = [], []
     for counts in histogram.tolist():
         pixels = sum(counts)

@@ -1,7 +1,7 @@
-"""What a packed data set says about itself: `index.json`, read without trusting it.
+"""The index of a packed data set, `index.json`, which is validated when it is read.
 
-The index names the shards of each split with their size and hash, and holds what a run needs to
-know before it opens any of them. Its own hash identifies the data set: the order of samples is a
+The index names the shards of each split with their size and hash, and holds everything that a run
+needs before it opens a shard. Its own hash identifies the data set: the order of samples is a
 function of it (order.py).
 """
 
@@ -21,16 +21,18 @@ INDEX_FILE = "index.json"
 FORMAT_VERSION = 1
 SPLITS = ("train", "test")
 
-_INDEX_BYTES = 64 * 2**20  # an index larger than this is not one of ours
+_INDEX_BYTES = 64 * 2**20  # hvdtrain writes no larger index
 _LARGEST = 2**48  # rows or bytes
 _LONGEST_SIDE = 2**16  # pixels
-_SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.h5")  # a plain name: no folder in it
+_SHARD_NAME = re.compile(
+    r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.h5"
+)  # a plain name, without a folder
 _HASH = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One HDF5 file: its plain name, its samples, its size in bytes and its SHA-256 (hex)."""
+    """One HDF5 file: its plain name, number of samples, size in bytes and SHA-256 (hex)."""
 
     file: str
     count: int
@@ -56,9 +58,9 @@ class Split:
 class Index:
     """A packed data set.
 
-    `image_shape` is (height, width, channels); `mean` and `std` are those of each channel over
-    the train split, of pixels in 0..1 (a channel that never varies has std 1); `notes` are plain
-    remarks for the user, such as an incomplete source.
+    `image_shape` is (height, width, channels). `mean` and `std` are per channel over the train
+    split, of pixels in 0..1 (a constant channel has std 1). `notes` are remarks for the user, such
+    as an incomplete source.
     """
 
     folder: Path
@@ -81,25 +83,25 @@ class Index:
         return math.prod(self.image_shape)
 
     def normalisation(self, how: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """What is taken away from each channel of pixels in 0..1, and what that is divided by.
+        """Return the values to subtract from each channel of pixels in 0..1, and then divide by.
 
-        Nothing and 1 for "unit"; the train split's mean and deviation for "meanstd". Raises
+        They are 0 and 1 for "unit", and the train split's mean and deviation for "meanstd". Raises
         UsageError for anything else.
         """
         if how == "meanstd":
             return self.mean, self.std
         if how != "unit":
-            raise UsageError(f"unknown normalisation {how!r}: give unit or meanstd")
+            raise UsageError(f"unknown normalisation {how!r}: use unit or meanstd")
         return (0.0,) * len(self.mean), (1.0,) * len(self.std)
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 (hex) of the canonical content of the index; the folder has no part in it."""
+        """SHA-256 (hex) of the canonical content of the index, without its folder."""
         canonical = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
-        """Content of `index.json`."""
+        """Return the content of `index.json`."""
         return {
             "format_version": self.format_version,
             "image_shape": list(self.image_shape),
@@ -119,11 +121,11 @@ class Index:
 
 
 def read_index(folder: Path | str) -> Index:
-    """Index of the data set in `folder`, whose shards are all there and of the right size.
+    """Return the index of the data set in `folder`, after a check of the shards' sizes.
 
-    Raises DataError (one line) for a missing folder or index, content that breaks any rule of
-    the format, and a shard that is missing or of another size. Contents of shards are checked
-    where they are read.
+    Raises DataError (one line) for a missing folder or index, content that breaks a rule of the
+    format, and a shard that is missing or has another size. The contents of shards are checked
+    when they are read.
     """
     index = parse_index(folder)
     for split in index.splits.values():
@@ -134,7 +136,7 @@ def read_index(folder: Path | str) -> Index:
 
 
 def size_fault(folder: Path, shard: Shard) -> str | None:
-    """What is wrong with the shard's file as the file system shows it; None if nothing."""
+    """Return what is wrong with a shard's file by its metadata; None if nothing is."""
     path = folder / shard.file
     try:
         size = path.stat().st_size
@@ -149,7 +151,7 @@ def size_fault(folder: Path, shard: Shard) -> str | None:
 
 
 def parse_index(folder: Path | str) -> Index:
-    """As read_index, without looking at the shards."""
+    """Return the index as `read_index` does, without checking the shards."""
     folder = Path(folder)
     path = folder / INDEX_FILE
     pack = "make a data set with `hvdtrain data pack` or `hvdtrain data synth`"
@@ -168,11 +170,13 @@ def parse_index(folder: Path | str) -> Index:
         return _index(folder, json.loads(text))
     except (_BrokenIndex, ValueError, RecursionError) as error:
         reason = "not JSON" if not isinstance(error, _BrokenIndex) else str(error)
-        raise DataError(f"{path}: not an index of hvdtrain ({reason}); pack it again") from error
+        raise DataError(
+            f"{path}: not an index of hvdtrain ({reason}); pack the data set again"
+        ) from error
 
 
 class _BrokenIndex(Exception):
-    """A rule of the format is broken; the message says which, and where."""
+    """A broken rule of the format; the message names the rule and the place."""
 
 
 def _require(fulfilled: bool, rule: str) -> None:
@@ -181,11 +185,11 @@ def _require(fulfilled: bool, rule: str) -> None:
 
 
 def _object(value: object, where: str, keys: set[str]) -> dict[str, Any]:
-    """A JSON object that has exactly these keys."""
+    """Return a JSON object after a check that it has exactly these keys."""
     if not isinstance(value, dict):
         raise _BrokenIndex(f"{where} is not an object")
     for key in sorted(keys - value.keys()):
-        raise _BrokenIndex(f"{where} lacks `{key}`")
+        raise _BrokenIndex(f"{where} has no `{key}`")
     for key in sorted(value.keys() - keys):
         raise _BrokenIndex(f"{where} has an unknown key {key[:40]!r}")
     return value
@@ -211,12 +215,12 @@ def _text(value: object, where: str) -> str:
 
 def _number(value: object, where: str) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
-        raise _BrokenIndex(f"{where} is not a number from 0 to 1")
+        raise _BrokenIndex(f"{where} is not between 0 and 1")
     return float(value)
 
 
 def _index(folder: Path, value: object) -> Index:
-    """The index that this JSON value describes; _BrokenIndex where it breaks a rule."""
+    """Return the index that a JSON value describes; raise _BrokenIndex if it breaks a rule."""
     if isinstance(value, dict) and value.get("format_version") != FORMAT_VERSION:
         version = str(value.get("format_version"))[:40]
         raise _BrokenIndex(f"format version {version}, this hvdtrain reads {FORMAT_VERSION}")
@@ -225,7 +229,7 @@ def _index(folder: Path, value: object) -> Index:
     height, width, channels = _image_shape(top["image_shape"])
     mean = tuple(_number(number, "`mean`") for number in _list(top["mean"], "`mean`"))
     std = tuple(_number(number, "`std`") for number in _list(top["std"], "`std`"))
-    _require(len(mean) == len(std) == channels, "`mean` or `std` is not one number a channel")
+    _require(len(mean) == len(std) == channels, "`mean` or `std` is not one number per channel")
     _require(min(std) > 0, "`std` is not above 0")
     names = [_text(name, "`class_names`") for name in _list(top["class_names"], "`class_names`")]
     _require(len(names) > 0, "`class_names` is empty")
@@ -234,7 +238,7 @@ def _index(folder: Path, value: object) -> Index:
     image_bytes = height * width * channels
     parsed = {name: _split(name, splits[name], image_bytes) for name in SPLITS}
     files = [shard.file for split in parsed.values() for shard in split.shards]
-    _require(len(files) == len(set(files)), "two shards have one name")
+    _require(len(files) == len(set(files)), "two shards have the same name")
     shape = (height, width, channels)
     return Index(folder, FORMAT_VERSION, parsed, tuple(names), shape, mean, std, notes)
 
@@ -261,11 +265,11 @@ def _shard(value: object, where: str, image_bytes: int) -> Shard:
     fields = _object(value, f"a shard of {where}", {"file", "count", "bytes", "sha256"})
     file, sha256 = fields["file"], fields["sha256"]
     plain = isinstance(file, str) and _SHARD_NAME.fullmatch(file) is not None
-    _require(plain, f"{str(file)[:40]!r} is no name for a shard")
+    _require(plain, f"{str(file)[:40]!r} is not a valid name of a shard")
     hashed = isinstance(sha256, str) and _HASH.fullmatch(sha256) is not None
     _require(hashed, f"`sha256` of {file} is not 64 hex digits")
     count = _whole(fields["count"], f"`count` of {file}")
     size = _whole(fields["bytes"], f"`bytes` of {file}")
-    # Images are stored as they are, so a count that memory could not hold shows here.
+    # Images are stored uncompressed, so a count that is too large is detected here.
     _require(count * image_bytes <= size, f"{file} is too small for {count} images")
     return Shard(file, count, size, sha256)

@@ -1,4 +1,4 @@
-"""Batches made ahead of their use by one background thread."""
+"""A loader that prepares batches in advance in one background thread."""
 
 import queue
 import threading
@@ -12,30 +12,30 @@ from hvdtrain.errors import UsageError
 
 Request = TypeVar("Request")
 Item = TypeVar("Item")
-_Asked = TypeVar("_Asked", contravariant=True)
+_Request = TypeVar("_Request", contravariant=True)
 _Made = TypeVar("_Made", covariant=True)
 
 
-class Source(Protocol[_Asked, _Made]):
-    """What batches come from; a `Samples` is one, its requests arrays of rows."""
+class Source(Protocol[_Request, _Made]):
+    """A source of batches, such as `Samples`, whose requests are arrays of rows."""
 
-    def gather(self, request: _Asked, /) -> _Made:
+    def gather(self, request: _Request, /) -> _Made:
         """Read one batch."""
 
 
 class _End:
-    """Last item of the queue, with the error that ended the thread, if one did."""
+    """The last item of the queue, with the error that ended the thread, if any."""
 
     def __init__(self, error: BaseException | None) -> None:
         self.error = error
 
 
 class Loader(Generic[Request, Item]):
-    """Iterates over one batch a request, in the order of the requests.
+    """An iterator over one batch per request, in the order of the requests.
 
-    Each request is what the source takes; `transform` is applied to each batch in the background
-    thread. At most `prefetch` batches wait for their use. An error in the thread is raised in the
-    consumer, in place of the batch that failed. The thread ends with the requests or with
+    The source must accept the requests; `transform` is applied to each batch in the background
+    thread. At most `prefetch` batches are held ready. An error in the thread is raised in the
+    consumer, in place of the batch that failed. The thread ends after the last request or with
     close(), whichever comes first; use it in a `with` statement.
 
     Attributes:
@@ -51,7 +51,7 @@ class Loader(Generic[Request, Item]):
     ) -> None:
         if prefetch < 1:
             raise UsageError(f"prefetch is {prefetch}: it must be at least 1")
-        # Two queues of C make one with a limit: a step costs no lock of Python's own.
+        # Two queues in C form one with a limit: a step then needs none of Python's own locks.
         self._made: queue.SimpleQueue[Item | _End] = queue.SimpleQueue()
         self._room: queue.SimpleQueue[bool] = queue.SimpleQueue()
         for _ in range(prefetch):
@@ -72,9 +72,9 @@ class Loader(Generic[Request, Item]):
     def __next__(self) -> Item:
         if self._ended:
             raise StopIteration
-        began = time.perf_counter()
+        start = time.perf_counter()
         item = self._made.get()
-        self.last_wait = time.perf_counter() - began
+        self.last_wait = time.perf_counter() - start
         if not isinstance(item, _End):
             self._room.put(True)
             return item
@@ -95,7 +95,7 @@ class Loader(Generic[Request, Item]):
         self.close()
 
     def close(self) -> None:
-        """Stop the thread, once it has finished the batch at hand; batches made are dropped."""
+        """Stop the thread after its current batch, and drop the prepared batches."""
         self._ended = True
         while not self._room.empty():
             with suppress(queue.Empty):  # the thread may be faster
@@ -112,7 +112,7 @@ def _produce(
     made: "queue.SimpleQueue[Item | _End]",
     room: "queue.SimpleQueue[bool]",
 ) -> None:
-    """Make batches while there is room for them: one for each True, until a False."""
+    """Make batches while `room` yields True: one for each True, until a False."""
     error: BaseException | None = None
     try:
         for request in requests:
@@ -120,6 +120,6 @@ def _produce(
                 return
             batch = source.gather(request)
             made.put(batch if transform is None else transform(batch))
-    except BaseException as raised:  # whatever it is, it belongs to the consumer
+    except BaseException as raised:  # any error is raised in the consumer
         error = raised
     made.put(_End(error))

@@ -1,7 +1,7 @@
-"""Which sample is used when: pure functions of numbers, without files, ranks or state.
+"""The order of samples, as pure functions of numbers without files, ranks or state.
 
 The global order of an epoch is a function of (index hash, seed, epoch) alone. Ranks, replicas,
-micro-batches and resumption only cut it into pieces, so each epoch sees each sample exactly once
+micro-batches and resuming only cut it into pieces, so each epoch sees each sample exactly once
 however it is cut.
 
 Random keys are raw bits of Philox (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3",
@@ -26,17 +26,18 @@ _WINDOW_BYTES = 256 * 2**20
 
 
 def window_rows(index: Index) -> int:
-    """Samples inside which an epoch is shuffled freely: 256 MiB of images, one at least.
+    """Return the size in samples of the windows of an epoch's shuffle: 256 MiB of images.
 
-    A function of the index alone, so that memory and ranks never change the order.
+    It is at least 1, and a function of the index alone, so that memory and ranks never change the
+    order.
     """
     return max(1, _WINDOW_BYTES // index.image_bytes)
 
 
 def holdout(count: int, fraction: float, index_hash: str, seed: int) -> tuple[Rows, Rows]:
-    """Rows of `range(count)` to train on and rows held out, each int64 and ascending.
+    """Return the rows of `range(count)` to train on and the held-out rows, int64 and ascending.
 
-    The nearest whole number to fraction * count is held out, at least one and not all if the
+    The whole number nearest to fraction * count is held out, at least one and not all if the
     fraction is above 0. Raises UsageError for a fraction outside [0, 1), or a single sample.
     """
     if not 0 <= fraction < 1:
@@ -49,7 +50,7 @@ def holdout(count: int, fraction: float, index_hash: str, seed: int) -> tuple[Ro
 
 
 def training_order(index: Index, rows: Rows, seed: int, epoch: int) -> Rows:
-    """The rows of the train split in the order of use in an epoch, as `epoch_order`."""
+    """Return the given rows of the train split in the order of an epoch, as `epoch_order` does."""
     chunk_rows = index.splits["train"].chunk_rows
     return epoch_order(rows, index.hash, seed, epoch, chunk_rows, window_rows(index))
 
@@ -57,12 +58,12 @@ def training_order(index: Index, rows: Rows, seed: int, epoch: int) -> Rows:
 def epoch_order(
     rows: Rows, index_hash: str, seed: int, epoch: int, chunk_rows: int, window_rows: int
 ) -> Rows:
-    """The rows of one epoch in the order of use, each exactly once: int64 [len(rows)].
+    """Return the rows of one epoch in the order of use, each exactly once: int64 [len(rows)].
 
     `rows` are ascending row numbers of a split stored in chunks of `chunk_rows`. If a window
     holds them all they are shuffled fully. Otherwise the chunks are shuffled, and then the
-    samples inside windows of whole chunks of at most `window_rows` samples (one chunk at least):
-    who reads in this order reads each chunk once and holds one window in memory.
+    samples inside windows of whole chunks of at most `window_rows` samples (at least one chunk).
+    Reading in this order reads each chunk once and keeps one window in memory.
     """
     name = f"epoch {index_hash} {seed} {epoch}"
     if window_rows >= len(rows):
@@ -87,18 +88,18 @@ def _shuffled(rows: Rows, name: str) -> Rows:
 
 
 def _keys(count: int, name: str) -> NDArray[np.uint64]:
-    """`count` random 64-bit numbers that depend on `name` alone."""
+    """Return `count` random 64-bit numbers that depend on `name` alone."""
     digest = hashlib.sha256(name.encode()).digest()
     return np.random.Philox(key=int.from_bytes(digest[:16], "little")).random_raw(count)
 
 
 def locate(position: int, epoch_length: int) -> tuple[int, int]:
-    """(epoch, offset in it) of a position in training, in samples consumed."""
+    """Return the epoch of a position in training, and the offset in it, in samples consumed."""
     return divmod(position, epoch_length)
 
 
 def step_slices(epoch_length: int, batch_size: int, start_offset: int = 0) -> list[Range]:
-    """Global batches of an epoch from `start_offset` on, the uneven last one included."""
+    """Return the global batches of an epoch from `start_offset` on, with the uneven last one."""
     if batch_size < 1:
         raise UsageError(f"the batch size is {batch_size}: it must be at least 1")
     starts = range(start_offset, epoch_length, batch_size)
@@ -106,10 +107,10 @@ def step_slices(epoch_length: int, batch_size: int, start_offset: int = 0) -> li
 
 
 def split(count: int, shares: Sequence[int]) -> list[Range]:
-    """`range(count)` in one contiguous range a share, in proportion, by cumulative rounding.
+    """Split `range(count)` into one contiguous range per share, by cumulative rounding.
 
-    Ranges of equal shares differ by one at most; a share of 0 gets an empty one. Raises
-    UsageError for a negative share or if all are 0.
+    The ranges are proportional to the shares. Ranges of equal shares differ by at most one; a
+    share of 0 gets an empty range. Raises UsageError for a negative share or if all are 0.
     """
     total = sum(shares)
     if total < 1 or min(shares) < 0:
@@ -120,8 +121,10 @@ def split(count: int, shares: Sequence[int]) -> list[Range]:
 
 
 def microbatches(count: int, requested: int, shares: Sequence[int]) -> int:
-    """Micro-batches for a global batch of `count`: the largest number up to `requested` at which
-    each replica with a share above 0 has a sample in each micro-batch; 1 if there is none.
+    """Return the number of micro-batches for a global batch of `count` samples.
+
+    It is the largest number up to `requested` at which each replica with a share above 0 has a
+    sample in each micro-batch; 1 if there is no such number.
     """
     if requested < 1:
         raise UsageError(f"{requested} micro-batches: there must be at least 1")
@@ -141,7 +144,7 @@ def _all_busy(count: int, shares: Sequence[int]) -> bool:
 def share_rows(
     start: int, stop: int, microbatches: int, shares: Sequence[int], replica: int
 ) -> list[Range]:
-    """What `replica` takes of the global batch [start, stop): one range a micro-batch.
+    """Return the part of the global batch [start, stop) for `replica`: one range per micro-batch.
 
     Micro-batch k is the k-th contiguous slice of the batch, split evenly, and replicas take
     contiguous shares of it. Positions are those of the epoch's order.

@@ -1,8 +1,8 @@
 """One shard: an HDF5 file of `images` [n, height, width, channels], `labels` [n] and `ids` [n].
 
 Each data set is chunked with Fletcher-32, and the file format (HDF5 1.10 and later) has checksums
-over everything else that is read, so that a flipped bit anywhere raises an error or changes
-nothing. Files are opened without locks, which network file systems may not have.
+over everything else that is read, so that any flipped bit raises an error or has no effect. Files
+are opened without locks, which some network file systems lack.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from hvdtrain.errors import DataError
 DATA_SETS = ("images", "labels", "ids")
 CHUNK_BYTES = 2**20  # upper bound of a chunk of images, unless one image is larger
 
-# What h5py raises where a file is damaged or is not what it should be.
+# Errors that h5py raises for a file that is damaged or has an unexpected layout.
 _READ_ERRORS = (OSError, KeyError, RuntimeError, ValueError, TypeError, AttributeError)
 
 
@@ -36,15 +36,15 @@ class Batch:
 
 
 def chunk_rows(image_bytes: int) -> int:
-    """Images a chunk: the power of two that gives 0.5 to 1 MiB, or one image if it is larger."""
+    """Return the images per chunk: the power of two for 0.5 to 1 MiB, at least one image."""
     fit = max(1, CHUNK_BYTES // image_bytes)
     return int(2 ** (fit.bit_length() - 1))
 
 
 def encode_shard(samples: Batch, rows: int) -> memoryview:
-    """Content of the shard file that holds `samples` in chunks of `rows`; the same every time.
+    """Return the content of the shard file with `samples` in chunks of `rows`, reproducibly.
 
-    The file is made in memory: HDF5 cannot be closed cleanly on a disk that fills.
+    The file is made in memory, because HDF5 cannot be closed cleanly on a full disk.
     """
     content = io.BytesIO()
     rows = min(rows, len(samples))
@@ -57,7 +57,7 @@ def encode_shard(samples: Batch, rows: int) -> memoryview:
 
 
 def _new_file(content: io.BytesIO) -> h5py.File:
-    """An empty HDF5 file in memory, in the format with checksums, without the time of day."""
+    """Return an empty HDF5 file in memory, in the format with checksums, without timestamps."""
     creation = h5py.h5p.create(h5py.h5p.FILE_CREATE)
     creation.set_obj_track_times(False)  # h5py.File would stamp the root group
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
@@ -68,13 +68,13 @@ def _new_file(content: io.BytesIO) -> h5py.File:
 
 
 def open_shard(index: Index, shard: Shard) -> h5py.File:
-    """The shard's file, open for reading, with data sets of the right shapes and types.
+    """Open a shard's file for reading, and check the shapes and types of its data sets.
 
-    Raises DataError for a file that is damaged or that the index does not describe.
+    Raises DataError for a file that is damaged or does not match the index.
     """
     path = index.folder / shard.file
     try:
-        # Chunks are read whole and once: HDF5's own cache would only copy them again.
+        # Chunks are read whole and once: HDF5's own cache would only copy them once more.
         file = h5py.File(path, "r", locking=False, rdcc_nbytes=0)
     except _READ_ERRORS as error:
         raise DataError(f"{path}: shard cannot be opened ({one_line(error)})") from error
@@ -102,14 +102,14 @@ def _layout_fault(file: h5py.File, index: Index, shard: Shard) -> str | None:
 
 
 def _storage_fault(file: h5py.File, name: str) -> str | None:
-    """Say how a data set is stored in another way than ours; None if it is not.
+    """Return how a data set's storage differs from the one that hvdtrain writes; None if not.
 
-    HDF5 follows links to other files and raw storage in them, which no SHA-256 of the shard
-    covers, and looks for the code of a filter that it does not know.
+    HDF5 follows links to other files and raw storage in them, which the SHA-256 of the shard does
+    not cover, and it loads the code of a filter that it does not know.
     """
-    # Looked at before it is followed.
+    # The link is checked before it is followed.
     if isinstance(file.get(name, getlink=True), h5py.SoftLink | h5py.ExternalLink):
-        return "by a link, and not in itself"
+        return "through a link"
     creation = file[name].id.get_create_plist()
     if creation.get_layout() == h5py.h5d.VIRTUAL or creation.get_external_count():
         return "in another file"
@@ -120,9 +120,9 @@ def _storage_fault(file: h5py.File, name: str) -> str | None:
 
 
 def read_rows(file: h5py.File, index: Index, shard: Shard, start: int, stop: int) -> Batch:
-    """Rows [start, stop) of an open shard; DataError for a label that no class has.
+    """Return rows [start, stop) of an open shard; raise DataError for a label without a class.
 
-    Errors of h5py are let through: read_chunk and read_shard say where they belong.
+    Errors of h5py propagate: read_chunk and read_shard add the place.
     """
     images = np.empty((stop - start, *index.image_shape), np.uint8)
     labels = np.empty(stop - start, np.int64)
@@ -136,7 +136,10 @@ def read_rows(file: h5py.File, index: Index, shard: Shard, start: int, stop: int
 
 
 def read_chunk(file: h5py.File, index: Index, shard: Shard, rows: int, chunk: int) -> Batch:
-    """Chunk number `chunk` of a shard in chunks of `rows`; DataError names it if it is damaged."""
+    """Return chunk number `chunk` of a shard with `rows` rows per chunk.
+
+    Raises DataError, naming the chunk, if it is damaged.
+    """
     start, stop = chunk * rows, min((chunk + 1) * rows, shard.count)
     try:
         return read_rows(file, index, shard, start, stop)
@@ -150,7 +153,7 @@ def read_chunk(file: h5py.File, index: Index, shard: Shard, rows: int, chunk: in
 
 
 def read_shard(index: Index, split: Split, shard: Shard) -> Batch:
-    """All samples of a shard; DataError names the first damaged chunk."""
+    """Return all samples of a shard; raise DataError, naming the first damaged chunk."""
     with open_shard(index, shard) as file:
         try:
             return read_rows(file, index, shard, 0, shard.count)
@@ -162,9 +165,9 @@ def read_shard(index: Index, split: Split, shard: Shard) -> Batch:
 
 
 def chunk_faults(index: Index, split: Split, shard: Shard) -> list[str]:
-    """One line for every chunk of the shard that cannot be read, or one for a shard that cannot.
+    """Return one line per unreadable chunk of a shard, or one line for an unreadable shard.
 
-    Each line begins with the path of the shard.
+    Each line starts with the path of the shard.
     """
     faults = []
     try:
@@ -180,7 +183,7 @@ def chunk_faults(index: Index, split: Split, shard: Shard) -> list[str]:
 
 
 def shard_sha256(index: Index, shard: Shard) -> str:
-    """SHA-256 (hex) of the shard's file as it is; DataError if it cannot be read."""
+    """Return the SHA-256 (hex) of a shard's file; raise DataError if it cannot be read."""
     path = index.folder / shard.file
     try:
         with path.open("rb") as file:
@@ -190,5 +193,5 @@ def shard_sha256(index: Index, shard: Shard) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """The text of an error of h5py without line breaks and quotation marks around it."""
+    """Return the text of an h5py error without line breaks and enclosing quotation marks."""
     return " ".join(str(error).split()).strip("'\"")

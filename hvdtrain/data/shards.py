@@ -1,8 +1,9 @@
 """Reading a packed data set: samples by row number, in bounded memory.
 
-index = read_index("data/cifar10")
-with open_split(index, "train") as samples:
-    batch = samples.gather(rows)
+Example:
+    index = read_index("data/cifar10")
+    with open_split(index, "train") as samples:
+        batch = samples.gather(rows)
 """
 
 import os
@@ -33,12 +34,12 @@ _OPEN_FILES = 64
 
 
 def open_split(index: Index, split: str, memory_bytes: int = _DEFAULT_MEMORY) -> "Samples":
-    """The samples of a split, kept in at most `memory_bytes` of memory.
+    """Open the samples of a split, using at most `memory_bytes` of memory.
 
-    A split that fits is read once and held decoded, each shard checked against its SHA-256; of a
-    larger one, whole chunks are read as they are asked for, and the last used are kept: each is
-    checked by its Fletcher-32, and each shard, when it is opened first, against its SHA-256.
-    UsageError for a split that does not exist.
+    A split that fits is read once and kept decoded; each shard is checked against its SHA-256.
+    Of a larger split, whole chunks are read when they are needed, and the most recently used are
+    kept. Each chunk is checked by its Fletcher-32, and each shard against its SHA-256 when it is
+    opened for the first time. Raises UsageError for a split that does not exist.
     """
     if split not in index.splits:
         names = " and ".join(f"`{name}`" for name in index.splits)
@@ -47,10 +48,10 @@ def open_split(index: Index, split: str, memory_bytes: int = _DEFAULT_MEMORY) ->
 
 
 class Samples:
-    """The samples of one split; made by open_split, a context manager.
+    """The samples of one split, created by open_split; a context manager.
 
-    Calls may come from several threads, one at a time is served. Files are opened on the first
-    read, by the process that reads: a forked process opens its own.
+    Several threads may call it; calls are served one at a time. Files are opened at the first read
+    by the process that reads: a forked process opens them again.
     """
 
     def __init__(self, index: Index, split: Split, memory_bytes: int) -> None:
@@ -65,7 +66,7 @@ class Samples:
         self._chunk_bytes = split.chunk_rows * sample_bytes
         # An open file belongs to one process: HDF5 does not survive a fork.
         self._files: OrderedDict[tuple[int, int], h5py.File] = OrderedDict()
-        self._verified: set[int] = set()  # shards that are those of the index
+        self._verified: set[int] = set()  # shards whose SHA-256 has been checked
         counts = np.array([shard.count for shard in split.shards], np.int64)
         self._first_rows = np.cumsum(counts) - counts  # first row of each shard
 
@@ -85,15 +86,15 @@ class Samples:
         self.close()
 
     def load(self) -> None:
-        """Read the split into memory if it fits and is not there yet; gather does it otherwise."""
+        """Read the split into memory now, if it fits; otherwise the first gather reads it."""
         with self._lock:
             if self.in_memory and self._whole is None:
                 self._whole = _read_split(self.index, self.split)
 
     def gather(self, rows: NDArray[np.int64]) -> Batch:
-        """Samples at these rows of the split, in this order; the arrays are the caller's own.
+        """Return the samples at these rows of the split, in this order, as new arrays.
 
-        Raises IndexError for a row outside the split, DataError where a shard is damaged.
+        Raises IndexError for a row outside the split, DataError for a damaged shard.
         """
         if len(rows) and not (rows.min() >= 0 and rows.max() < self.split.count):
             raise IndexError(f"a row outside 0..{self.split.count - 1} of {self.split.name}")
@@ -104,7 +105,7 @@ class Samples:
             return self._gather_chunks(rows)
 
     def labels(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Labels at these rows, in this order; as `gather`, without a copy of the images."""
+        """Return the labels at these rows, as `gather` does but without copying the images."""
         if len(rows) and not (rows.min() >= 0 and rows.max() < self.split.count):
             raise IndexError(f"a row outside 0..{self.split.count - 1} of {self.split.name}")
         if not len(rows):
@@ -115,7 +116,7 @@ class Samples:
         return self.gather(rows).labels
 
     def close(self) -> None:
-        """Close the files and let the memory go; a later gather starts afresh."""
+        """Close the files and free the memory; a later gather reads the split again."""
         with self._lock:
             for (process, _), file in self._files.items():
                 if process == os.getpid():
@@ -134,14 +135,14 @@ class Samples:
         chunks = rows // self.split.chunk_rows
         for chunk in np.unique(chunks):
             places = np.flatnonzero(chunks == chunk)
-            found = _take(self._chunk(int(chunk)), rows[places] - chunk * self.split.chunk_rows)
-            batch.images[places] = found.images
-            batch.labels[places] = found.labels
-            batch.ids[places] = found.ids
+            samples = _take(self._chunk(int(chunk)), rows[places] - chunk * self.split.chunk_rows)
+            batch.images[places] = samples.images
+            batch.labels[places] = samples.labels
+            batch.ids[places] = samples.ids
         return batch
 
     def _chunk(self, chunk: int) -> Batch:
-        """A chunk of the split, from memory if it was used lately."""
+        """Return a chunk of the split, from memory if it was used recently."""
         if chunk not in self._chunks:
             while (
                 self._chunks and (len(self._chunks) + 1) * self._chunk_bytes > self._memory_bytes
@@ -159,7 +160,7 @@ class Samples:
         return self._chunks[chunk]
 
     def _file(self, number: int) -> h5py.File:
-        """Shard number `number`, open in this process."""
+        """Return the open file of shard number `number` for this process."""
         key = (os.getpid(), number)
         if key not in self._files:
             if len(self._files) >= _OPEN_FILES:
@@ -179,7 +180,7 @@ def _take(samples: Batch, rows: NDArray[np.int64]) -> Batch:
 
 
 def _read_split(index: Index, split: Split) -> Batch:
-    """The whole split, decoded; DataError for a shard that is not the one of the index."""
+    """Return the whole split, decoded; raise DataError for a shard that differs from the index."""
     whole = Batch(
         np.empty((split.count, *index.image_shape), np.uint8),
         np.empty(split.count, np.int64),
@@ -203,6 +204,6 @@ def _check_hash(index: Index, split: Split, shard: Shard) -> None:
     for fault in chunk_faults(index, split, shard):
         raise DataError(fault)
     raise DataError(
-        f"{index.folder / shard.file}: shard is not the one of the index (SHA-256 differs); "
+        f"{index.folder / shard.file}: shard differs from the index (another SHA-256); "
         "restore the file or pack the data set again"
     )

@@ -1,4 +1,4 @@
-"""A copy of a data set on a disk of the host: whole and checked before it is read."""
+"""A copy of a data set on a disk of the host, which is complete and checked before it is read."""
 
 import hashlib
 import os
@@ -21,27 +21,29 @@ _ABANDONED_SECONDS = 3600.0
 
 
 def staged_folder(index: Index, directory: str) -> Path:
-    """Where the copy of a data set is under this directory, whose $VARIABLES are the host's.
+    """Return the folder of a data set's copy under a directory, after expanding its $VARIABLES.
 
     Raises:
-        UsageError: if a variable is not set here.
+        UsageError: if a variable is not set on this host.
     """
     expanded = os.path.expandvars(directory)
     if "$" in expanded:
-        raise UsageError(f"--stage {directory}: that variable is not set on {os.uname().nodename}")
-    # Other users can neither read nor replace what this user copies.
+        raise UsageError(
+            f"--stage {directory}: a variable in it is not set on {os.uname().nodename}"
+        )
+    # Other users can neither read nor replace this user's copy.
     return Path(expanded) / f"hvdtrain-{os.getuid()}-{index.hash[:16]}"
 
 
 def stage(index: Index, directory: str) -> int:
-    """Copy what is not there yet, the index last; the bytes copied.
+    """Copy the files that are missing, the index last, and return the bytes copied.
 
-    What is there already is compared with the SHA-256 of the index, and copied again if it
-    differs. Processes that copy the same set at the same time do not disturb each other.
+    Existing shards are compared with the SHA-256 in the index, and copied again if they differ.
+    Processes that copy the same data set at the same time do not disturb each other.
 
     Raises:
         DataError: if a shard of the source is damaged, or the copy cannot be written.
-        UsageError: as `staged_folder`, or if another user could change the copy.
+        UsageError: as in `staged_folder`, or if another user could change the copy.
     """
     folder = staged_folder(index, directory)
     copied = 0
@@ -84,14 +86,14 @@ def _copy(source: Path, target: Path, sha256: str) -> None:
             copy.write(block)
         if digest.hexdigest() != sha256:
             raise DataError(
-                f"{source}: SHA-256 is not the one of the index; restore the file or pack the "
-                "data set again"
+                f"{source}: shard differs from the index (another SHA-256); restore the file or "
+                "pack the data set again"
             )
 
 
 @contextmanager
 def _new_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file that gets its name once it is whole; nothing of it is left otherwise."""
+    """Yield a temporary file; rename it once it is complete, and remove it after an error."""
     with NamedTemporaryFile(dir=path.parent, prefix=_PREFIX, delete=False) as file:
         try:
             yield file
@@ -105,7 +107,7 @@ def _new_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Files of processes that were killed while they copied."""
+    """Remove the files of processes that were killed while they copied."""
     for path in folder.glob(f"{_PREFIX}*"):
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:

@@ -1,9 +1,9 @@
-"""A labelled set made from a seed, for trying things out where no real data is at hand.
+"""A synthetic labelled data set made from a seed, for experiments without real data.
 
 Each class is a smooth coloured pattern that wraps around the image. A sample is its class's
-pattern and a weaker one of another class, each moved to a random place, under strong noise: a
-linear model gets some way, and a small convolutional network learns it epoch by epoch. All of it
-is whole-number arithmetic on a counter-based hash, so the same seed gives the same bytes anywhere.
+pattern and a weaker one of another class, each moved to a random place, under strong noise. A
+linear model learns some of it, and a small convolutional network improves epoch by epoch. Samples
+are computed with integers from a counter-based hash, so a seed gives the same bytes everywhere.
 """
 
 from pathlib import Path
@@ -31,10 +31,10 @@ def synth(
     seed: int = 0,
     shard_mb: int = 64,
 ) -> Index:
-    """Make a set of `images` train samples, and a fifth as many for test; return its index.
+    """Make a data set of `images` train samples and a fifth as many for test; return its index.
 
-    Images are uint8 [size, size, 3]; classes take turns. Raises UsageError for numbers out of
-    range, DataError where the destination cannot be written.
+    Images are uint8 [size, size, 3]; classes alternate. Raises UsageError for numbers out of
+    range, DataError if the destination cannot be written.
     """
     _check("images", images, 1, 2**40)
     _check("classes", classes, 2, _MOST_CLASSES)
@@ -55,9 +55,9 @@ def _check(name: str, value: int, smallest: int, largest: int) -> None:
 
 
 def class_patterns(classes: int, size: int, seed: int) -> NDArray[np.int32]:
-    """One smooth pattern a class, values -128..127, that wraps around: [classes, size, size, 3].
+    """Return a smooth periodic pattern per class, values -128..127: [classes, size, size, 3].
 
-    Random points on a coarse grid, joined linearly along both axes.
+    Random points on a coarse grid are interpolated linearly along both axes.
     """
     points = _random_bytes(seed, 0, np.arange(classes), _GRID * _GRID * _CHANNELS)
     grid = points.astype(np.int32).reshape(classes, _GRID, _GRID, _CHANNELS) - 128
@@ -75,7 +75,7 @@ def class_patterns(classes: int, size: int, seed: int) -> NDArray[np.int32]:
 def _samples(
     patterns: NDArray[np.int32], seed: int, start: int, stop: int, first: int = 0
 ) -> tuple[NDArray[np.uint8], NDArray[np.integer]]:
-    """Samples first + start .. first + stop - 1 of the endless row of samples of this seed."""
+    """Return samples first + start .. first + stop - 1 of this seed's endless sequence."""
     numbers = np.arange(first + start, first + stop, dtype=np.int64)
     labels = (numbers - first) % len(patterns)
     images = np.empty((len(numbers), *patterns.shape[1:]), np.uint8)
@@ -89,17 +89,19 @@ def _samples(
 def _images(
     patterns: NDArray[np.int32], seed: int, numbers: NDArray[np.int64], labels: NDArray[np.int64]
 ) -> NDArray[np.uint8]:
-    """The images of these samples: uint8 [n, size, size, 3]."""
+    """Return the images of these samples: uint8 [n, size, size, 3]."""
     count, size = len(numbers), patterns.shape[1]
     bits = _hash(seed, 1, numbers)
     others = (labels + 1 + _field(bits, 0, len(patterns) - 1)) % len(patterns)
-    own = _moved(patterns, labels, _field(bits, 1, size), _field(bits, 2, size))
+    main = _moved(patterns, labels, _field(bits, 1, size), _field(bits, 2, size))
     more = splitmix64(bits)
     other = _moved(patterns, others, _field(more, 0, size), _field(more, 1, size))
-    noise = _random_bytes(seed, 2, numbers, 2 * own[0].size).astype(np.int32)
-    noise = (noise[:, ::2] + noise[:, 1::2] - 255).reshape(own.shape)  # -255..255, a triangle
+    noise = _random_bytes(seed, 2, numbers, 2 * main[0].size).astype(np.int32)
+    noise = (noise[:, ::2] + noise[:, 1::2] - 255).reshape(
+        main.shape
+    )  # -255..255, triangular distribution
     strength = 24 + _field(more, 2, 24).reshape(count, 1, 1, 1)  # of 64
-    mixed = 128 + (own * strength + other * 20 + noise * 24) // 64
+    mixed = 128 + (main * strength + other * 20 + noise * 24) // 64
     images: NDArray[np.uint8] = np.clip(mixed, 0, 255).astype(np.uint8)
     return images
 
@@ -110,7 +112,7 @@ def _moved(
     down: NDArray[np.int64],
     across: NDArray[np.int64],
 ) -> NDArray[np.int32]:
-    """The chosen patterns, each rolled by its own offsets: [n, size, size, 3]."""
+    """Return the chosen patterns, each rolled by its own offsets: [n, size, size, 3]."""
     steps = np.arange(patterns.shape[1])
     rows = (down[:, None] + steps) % len(steps)
     columns = (across[:, None] + steps) % len(steps)
@@ -119,20 +121,20 @@ def _moved(
 
 
 def _field(bits: NDArray[np.uint64], field: int, limit: int) -> NDArray[np.int64]:
-    """A number from 0 to limit - 1 out of 16 bits of each hash, field 0 to 3."""
+    """Return a number from 0 to limit - 1 from 16 bits of each hash, field 0 to 3."""
     part = (bits >> np.uint64(16 * field)) & np.uint64(0xFFFF)
     return ((part * np.uint64(limit)) >> np.uint64(16)).astype(np.int64)
 
 
 def _hash(seed: int, stream: int, numbers: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Random numbers that no epoch of augmentation with the same seed meets."""
+    """Return random numbers that no epoch of augmentation with the same seed uses."""
     return sample_hash(seed, 2**40 + stream, numbers)
 
 
 def _random_bytes(
     seed: int, stream: int, numbers: NDArray[np.int64], length: int
 ) -> NDArray[np.uint8]:
-    """`length` random bytes for each of these numbers: uint8 [n, length]."""
+    """Return `length` random bytes for each of these numbers: uint8 [n, length]."""
     words = np.arange(-(-length // 8), dtype=np.uint64)
     state = splitmix64(_hash(seed, stream, numbers)[:, None] ^ words)
     return state.astype("<u8").view(np.uint8)[:, :length]

@@ -11,9 +11,9 @@ from hvdtrain.errors import DataError
 
 
 def verify(folder: Path | str) -> list[str]:
-    """One line for every bad shard and every bad chunk; an empty list if all is good.
+    """Return one line per damaged shard and per damaged chunk; an empty list if all are intact.
 
-    Every byte is compared with the SHA-256 of the index, and of a shard that differs each chunk
+    Every shard is compared with its SHA-256 in the index, and each chunk of a shard that differs
     is read. Raises DataError for a missing or broken index.
     """
     index = parse_index(folder)
@@ -21,9 +21,9 @@ def verify(folder: Path | str) -> list[str]:
     ids = []
     for split in index.splits.values():
         for shard in split.shards:
-            found = _shard_faults(index, split, shard)
-            faults += found
-            if not found:
+            shard_faults = _shard_faults(index, split, shard)
+            faults += shard_faults
+            if not shard_faults:
                 try:
                     ids.append(read_shard(index, split, shard).ids)
                 except DataError as error:
@@ -44,15 +44,15 @@ def _shard_faults(index: Index, split: Split, shard: Shard) -> list[str]:
     if digest == shard.sha256:
         return []
     damaged = chunk_faults(index, split, shard)
-    chunks = "its bad chunks follow" if damaged else "no chunk of it fails its own checksum"
+    chunks = "its damaged chunks follow" if damaged else "but the checksums of its chunks match"
     return [
-        f"{index.folder / shard.file}: SHA-256 is not the one of the index; {chunks}",
+        f"{index.folder / shard.file}: shard differs from the index (another SHA-256); {chunks}",
         *damaged,
     ]
 
 
 def info(folder: Path | str) -> dict[str, Any]:
-    """What the data set is, ready for JSON. Raises DataError as read_index does."""
+    """Return a description of the data set, ready for JSON; raise DataError as read_index does."""
     index = read_index(folder)
     splits = {
         name: {

@@ -1,4 +1,4 @@
-"""Writing a packed data set: shards under a temporary folder, renamed at the end, index last."""
+"""Writing a packed data set: into a temporary folder, with renames at the end, the index last."""
 
 import errno
 import hashlib
@@ -26,7 +26,7 @@ _LARGEST_SHARD_MB = 2048
 
 @dataclass(frozen=True)
 class Source:
-    """A split to be written: `read(start, stop)` gives those of its `count` samples.
+    """A split to write, of `count` samples; `read(start, stop)` returns a range of them.
 
     Images are uint8 [n, height, width, channels], labels are whole numbers [n].
     """
@@ -45,10 +45,10 @@ def write(
 ) -> Index:
     """Write the splits `train` and `test` into the folder `destination`; return its index.
 
-    Shards hold `shard_mb` MiB of images at most (one chunk at least). Sample ids count through
-    the splits, from 0. Memory is bounded by a few shards. UsageError for a shard size out of
-    range; DataError where the destination holds a data set already or cannot be written: then
-    nothing that was written is left.
+    Shards hold at most `shard_mb` MiB of images (at least one chunk). Sample ids start at 0 and
+    continue through the splits. Memory is bounded by a few shards. Raises UsageError for a shard
+    size out of range, and DataError if the destination holds a data set already or cannot be
+    written: then no written file is left behind.
     """
     if not 1 <= shard_mb <= _LARGEST_SHARD_MB:
         raise UsageError(f"shards of {shard_mb} MiB: choose from 1 to {_LARGEST_SHARD_MB}")
@@ -81,7 +81,7 @@ def _write_split(
     shard_mb: int,
     histogram: NDArray[np.int64] | None,
 ) -> Split:
-    """Write the shards of a split; count pixel values into `histogram` if there is one."""
+    """Write the shards of a split, and count pixel values into `histogram` if it is given."""
     image_bytes = math.prod(image_shape)
     rows = chunk_rows(image_bytes)
     shard_rows = rows * max(1, shard_mb * 2**20 // (image_bytes * rows))
@@ -102,7 +102,7 @@ def _write_split(
 
 @contextmanager
 def _partial_folder(destination: Path) -> Iterator[Path]:
-    """A folder of our own inside the destination; whatever happens, nothing of it is left."""
+    """Yield a temporary folder inside the destination, and remove it in any case."""
     if os.path.lexists(destination / INDEX_FILE):
         raise DataError(
             f"{destination}: holds a data set already; remove it or choose another folder"
@@ -116,8 +116,8 @@ def _partial_folder(destination: Path) -> Iterator[Path]:
         if not destination.is_dir():
             raise DataError(f"{destination}: is not a folder; choose another") from error
         raise DataError(
-            f"{partial}: another process is packing here, or was killed while it did; "
-            "if none is at work, remove that folder and try again"
+            f"{partial}: another process is packing into this folder, or was killed while it did; "
+            "if none is running, remove the folder and try again"
         ) from error
     except OSError as error:
         _remove_empty(missing)
@@ -132,7 +132,7 @@ def _partial_folder(destination: Path) -> Iterator[Path]:
 
 
 def _remove_empty(folders: list[Path]) -> None:
-    """Remove these folders, innermost first, as far as they are there and empty."""
+    """Remove these folders, innermost first, as long as they exist and are empty."""
     for folder in folders:
         try:
             folder.rmdir()
@@ -147,12 +147,12 @@ def _write_file(path: Path, content: bytes | memoryview) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        # The user knows the final place, not the temporary one.
+        # The message names the final path, which the user knows, not the temporary one.
         raise _cannot_write(path.parent.parent / path.name, error) from error
 
 
 def _publish(partial: Path, destination: Path, files: list[str]) -> None:
-    """Rename the files into the destination, in this order, and make that last."""
+    """Rename the files into the destination, in this order, and flush the folder to the disk."""
     moved: list[Path] = []
     try:
         for name in files:
@@ -172,10 +172,10 @@ def _publish(partial: Path, destination: Path, files: list[str]) -> None:
 
 
 def _cannot_write(path: Path, error: OSError) -> DataError:
-    cures = {
+    fixes = {
         errno.ENOSPC: "free some space or choose another folder",
         errno.EDQUOT: "free some of your quota or choose another folder",
         errno.EFBIG: "raise the limit or choose smaller shards (--shard-mb)",
     }
-    cure = cures.get(error.errno or 0, "choose another folder")
-    return DataError(f"{path}: cannot be written ({error.strerror}); {cure}")
+    fix = fixes.get(error.errno or 0, "choose another folder")
+    return DataError(f"{path}: cannot be written ({error.strerror}); {fix}")

@@ -1,7 +1,7 @@
-"""Is this machine fit: libraries that agree, launchers, threads, GPUs, Slurm.
+"""The checks of `hvdtrain doctor`: libraries and their agreement, launchers, threads, GPUs, Slurm.
 
-Whatever is broken, doctor itself needs only Python and psutil: everything else is looked at in
-processes of its own, with a limit of time.
+Doctor itself needs only Python and psutil, whatever else is broken: everything else is examined in
+separate processes with a time limit.
 """
 
 import os
@@ -15,7 +15,7 @@ from hvdtrain.doctor import launchers, libraries, machine, precision, reduction
 from hvdtrain.doctor.check import Check, is_fit, report_as_json, show, waiting
 from hvdtrain.doctor.process import Answer, probe
 
-# The launch lines and probes that do not measure time share the cores.
+# Launch lines and probes that do not measure time run in parallel.
 AT_ONCE = 2
 LOG_COMPONENTS = {"OMPI_MCA_coll_base_verbose": "9"}
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3"}
@@ -23,14 +23,14 @@ QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3"}
 
 @dataclass
 class Examination:
-    """What doctor found, and the launch lines that worked."""
+    """The results of doctor's checks, and the launch lines that worked."""
 
     checks: list[Check] = field(default_factory=list)
     lines: dict[str, dict[int, str]] = field(default_factory=dict)
 
 
 def doctor(as_json: bool = False) -> int:
-    """Examine this machine and print what was found, a cure beside each fault.
+    """Examine this machine and print the results, with a fix for each fault.
 
     Args:
         as_json: print one JSON object: `checks` (`name`, `state` ok | note | fault, `text`,
@@ -41,44 +41,46 @@ def doctor(as_json: bool = False) -> int:
         The exit code: 0 if this machine is fit, 1 if a check failed.
     """
     if as_json:
-        found = examine()
-        print(report_as_json(found.checks, found.lines))
+        examination = examine()
+        print(report_as_json(examination.checks, examination.lines))
     else:
         with waiting("examining libraries, launchers and devices (about 20 s)"):
-            found = examine()
-        show(found.checks, found.lines)
-    return 0 if is_fit(found.checks) else 1
+            examination = examine()
+        show(examination.checks, examination.lines)
+    return 0 if is_fit(examination.checks) else 1
 
 
 def examine() -> Examination:
     """Run all checks, in about 20 s on two cores."""
-    found = Examination()
+    examination = Examination()
     with ThreadPoolExecutor(AT_ONCE) as pool:
         settings = QUIET | precision.ENVIRONMENT
         names = ("torch", "tensorflow", "mpi")
         jobs = [pool.submit(probe, name, extra=settings) for name in names]
         slurm = launchers.find_slurm()
         launcher = libraries.find_launcher()
-        found.checks += [libraries.python_check(), *libraries.build_tool_checks()]
+        examination.checks += [libraries.python_check(), *libraries.build_tool_checks()]
         torch, tensorflow, mpi = (job.result() for job in jobs)
     horovod = torch.facts.get("horovod", {"error": torch.reason})
-    found.checks += _library_checks(torch, tensorflow, mpi)
-    found.checks.append(
+    examination.checks += _library_checks(torch, tensorflow, mpi)
+    examination.checks.append(
         libraries.agreement_check(
             mpi.facts, _plugins(torch, tensorflow), launcher, has_srun=slurm.state == "ok"
         )
     )
     if launcher.version and "library" in mpi.facts:
         library, _ = libraries.identity(mpi.facts["library"])
-        numbers = _start_ranks(found, library, horovod_loads="error" not in horovod)
+        numbers = _start_ranks(examination, library, horovod_loads="error" not in horovod)
         if numbers:
-            _try_launchers(found, launchers.look_at_site(launcher), numbers)
+            _try_launchers(examination, launchers.inspect_site(launcher), numbers)
     else:
-        found.checks.append(Check("all-reduce", "note", "not tried: several ranks cannot start"))
-    found.checks += [slurm, *machine.machine_checks(torch.facts)]
+        examination.checks.append(
+            Check("all-reduce", "note", "not tried: several ranks cannot start")
+        )
+    examination.checks += [slurm, *machine.machine_checks(torch.facts)]
     reason = torch.reason or "PyTorch cannot be loaded"
-    found.checks.append(precision.precision_check(torch.facts.get("precision"), reason))
-    return found
+    examination.checks.append(precision.precision_check(torch.facts.get("precision"), reason))
+    return examination
 
 
 def _library_checks(torch: Answer, tensorflow: Answer, mpi: Answer) -> list[Check]:
@@ -95,16 +97,16 @@ def _library_checks(torch: Answer, tensorflow: Answer, mpi: Answer) -> list[Chec
 
 
 def _plugins(torch: Answer, tensorflow: Answer) -> dict[str, Mapping[str, Any]]:
-    """Facts of Horovod's plugins that load, by framework."""
-    found = {
+    """Return the facts of Horovod's plugins that load, by framework."""
+    plugins = {
         name: answer.facts.get("horovod", {})
         for name, answer in (("torch", torch), ("tensorflow", tensorflow))
     }
-    return {name: facts for name, facts in found.items() if "libraries" in facts}
+    return {name: facts for name, facts in plugins.items() if "libraries" in facts}
 
 
-def _start_ranks(found: Examination, library: str, horovod_loads: bool) -> set[int]:
-    """Sum on 2 ranks, alone, as the time is measured, then watch the sums of 4.
+def _start_ranks(examination: Examination, library: str, horovod_loads: bool) -> set[int]:
+    """Time an all-reduce on 2 ranks with nothing else running, then watch all-reduces on 4 ranks.
 
     Returns:
         The numbers of ranks with which training works.
@@ -113,8 +115,8 @@ def _start_ranks(found: Examination, library: str, horovod_loads: bool) -> set[i
     with ThreadPoolExecutor(AT_ONCE) as pool:
         automatic, ring = pool.map(_watch_reductions, ("auto", "ring"))
     tuned = [name for name in os.environ if name.startswith(("OMPI_MCA_coll_", "MPIR_CVAR_ALLR"))]
-    found.checks += reduction.allreduce_checks(pair, horovod_loads)
-    found.checks.append(reduction.algorithm_check(pair, automatic, ring, library, tuned))
+    examination.checks += reduction.allreduce_checks(pair, horovod_loads)
+    examination.checks.append(reduction.algorithm_check(pair, automatic, ring, library, tuned))
     if not pair.facts.get("horovod_right"):
         return set()
     return {2, 4} if automatic.facts.get("size") == 4 else {2}
@@ -124,8 +126,8 @@ def _watch_reductions(kind: str) -> Answer:
     return probe("reductions", kind, launcher=launch.mpirun(4), extra=LOG_COMPONENTS)
 
 
-def _try_launchers(found: Examination, site: launchers.Site, numbers: set[int]) -> None:
-    """Try every line for these numbers of ranks; keep those that work."""
+def _try_launchers(examination: Examination, site: launchers.Site, numbers: set[int]) -> None:
+    """Try every launch line for these numbers of ranks, and keep those that work."""
     lines = [
         line
         for line in launchers.launch_lines(site)
@@ -135,10 +137,12 @@ def _try_launchers(found: Examination, site: launchers.Site, numbers: set[int]) 
         outcomes = list(pool.map(launchers.try_line, lines))
     for line, outcome in zip(lines, outcomes, strict=True):
         check = launchers.line_check(line, outcome, site)
-        found.checks.append(check)
+        examination.checks.append(check)
         if check.state == "ok":
-            by_ranks = found.lines.setdefault(line.launcher, {})
+            by_ranks = examination.lines.setdefault(line.launcher, {})
             by_ranks[line.ranks] = line.command(site.program)
-    # These are started by the same mpirun as the sums were.
-    own = sorted(numbers & set(launchers.numbers_of_ranks(site.cores)))
-    found.lines["hvdtrain"] = {ranks: launchers.own_line(site, ranks) for ranks in own}
+    # hvdtrain's launcher uses the same mpirun as the all-reduces above.
+    tried_numbers = sorted(numbers & set(launchers.numbers_of_ranks(site.cores)))
+    examination.lines["hvdtrain"] = {
+        ranks: launchers.own_line(site, ranks) for ranks in tried_numbers
+    }

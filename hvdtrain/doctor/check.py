@@ -1,4 +1,4 @@
-"""What a check says, and how the checks are shown: on a terminal, as plain lines, as JSON."""
+"""Results of checks, and their output on a terminal, as plain lines and as JSON."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ COLOURS: dict[State, str] = {"ok": "green", "note": "yellow", "fault": "bold red
 
 @dataclass(frozen=True)
 class Check:
-    """One finding: what was looked at, how it stands, what was found, and what mends it."""
+    """One result: the subject of the check, its state, the finding, and the fix (`cure`)."""
 
     name: str
     state: State
@@ -21,30 +21,30 @@ class Check:
     cure: str = ""
 
 
-# Complete commands by launcher and number of ranks, the options of `train` to be put behind them.
+# Commands by launcher and number of ranks; the options of `train` must be appended.
 LaunchLines = Mapping[str, Mapping[int, str]]
 
 
 def is_fit(checks: Sequence[Check]) -> bool:
-    """True if no check found a fault; notes do not count."""
+    """Return True if no check found a fault; notes do not count."""
     return all(check.state != "fault" for check in checks)
 
 
 def verdict(checks: Sequence[Check], lines: LaunchLines) -> str:
-    """One sentence: what this machine can do."""
+    """Return one sentence about what this machine can do."""
     faults = [check.name for check in checks if check.state == "fault"]
     if not faults:
         return "This machine is fit for training on one rank and on several."
-    found = f"{len(faults)} fault{'s' if len(faults) > 1 else ''} ({', '.join(faults)})."
+    summary = f"{len(faults)} fault{'s' if len(faults) > 1 else ''} ({', '.join(faults)})."
     if set(faults) & {"Python", "PyTorch", "NumPy", "h5py"}:
-        return f"{found} Training does not work before they are mended."
+        return f"{summary} Training does not work until this is fixed."
     if lines:
-        return f"{found} Training works by the lines above."
-    return f"{found} Training on one rank works: hvdtrain train without --ranks."
+        return f"{summary} Training works with the lines above."
+    return f"{summary} Training on one rank works: hvdtrain train without --ranks."
 
 
 def report_as_json(checks: Sequence[Check], lines: LaunchLines) -> str:
-    """The report of `doctor --json`."""
+    """Return the report of `doctor --json`."""
     report = {
         "checks": [asdict(check) for check in checks],
         "fit": is_fit(checks),
@@ -54,18 +54,18 @@ def report_as_json(checks: Sequence[Check], lines: LaunchLines) -> str:
 
 
 def report_as_text(checks: Sequence[Check], lines: LaunchLines, closing: str | None = None) -> str:
-    """The report in plain lines, for files and pipes; its last is `closing`, else the verdict."""
+    """Return the report in plain lines; its last line is `closing`, by default the verdict."""
     width = max(len(check.name) for check in checks)
     rows = []
     for check in checks:
         rows.append(f"{check.state:5}  {check.name:{width}}  {check.text}")
         if check.cure:
-            rows.append(f"{'':5}  {'':{width}}  cure: {check.cure}")
+            rows.append(f"{'':5}  {'':{width}}  fix: {check.cure}")
     return "\n".join([*rows, "", *_launch_rows(lines), closing or verdict(checks, lines)])
 
 
 def waiting(text: str) -> AbstractContextManager[object]:
-    """While open, say on a terminal what is being done."""
+    """Show a text on a terminal while the context is open."""
     if not sys.stdout.isatty():
         return nullcontext()
     from rich.console import Console
@@ -86,10 +86,10 @@ def show(checks: Sequence[Check], lines: LaunchLines, closing: str | None = None
     for check in checks:
         table.add_row(Text(check.state, COLOURS[check.state]), Text(check.name), Text(check.text))
         if check.cure:
-            table.add_row("", "", Text(f"cure: {check.cure}", "cyan"))
+            table.add_row("", "", Text(f"fix: {check.cure}", "cyan"))
     console = Console()
     console.print(table)
-    # Printed as they are: a wrapped line could not be copied.
+    # Printed without wrapping, so that the lines can be copied.
     print("", *_launch_rows(lines), sep="\n")
     console.print(Text(closing or verdict(checks, lines), "bold"))
 
@@ -99,4 +99,4 @@ def _launch_rows(lines: LaunchLines) -> list[str]:
     if not commands:
         return []
     examples = [f"  {command} --model cnn --data DIR" for command in commands]
-    return ["Lines that start ranks here (each was tried just now):", *examples, ""]
+    return ["Commands that start ranks on this machine (all were just tried):", *examples, ""]

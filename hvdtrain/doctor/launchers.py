@@ -1,4 +1,4 @@
-"""Which launchers start ranks here, and the exact line for each, tried before it is printed."""
+"""The launch lines for each launcher on this machine, which are tried before they are printed."""
 
 import os
 import re
@@ -16,22 +16,22 @@ from hvdtrain.doctor.libraries import Launcher, identity
 from hvdtrain.doctor.process import Outcome, run, words
 
 TRY_SECONDS = 60.0
-# What a line is tried with: every rank starts MPI as `train` does and says who it is.
+# The program that tries a line: every rank starts MPI as `train` does and prints its rank.
 SAY_RANK = """
 from hvdtrain import world
-here = world.start()
-print(f"rank {here.rank} of {here.size}.", flush=True)
+current = world.start()
+print(f"rank {current.rank} of {current.size}.", flush=True)
 world.stop()
 """
 
 
 @dataclass(frozen=True)
 class Site:
-    """What the right launch lines depend on.
+    """The properties of a site that determine its launch lines.
 
-    `mpi` is name and version of the MPI; `cores` counts whole cores, which Open MPI gives out as
-    slots; `folder` is the one that must be put first in PATH, None if it need not be; `tasks` are
-    those of the Slurm job that doctor runs in, 0 outside one.
+    `mpi` is name and version of the MPI. `cores` counts physical cores, which Open MPI uses as
+    slots. `folder` is the one that must come first in PATH, None if PATH is right. `tasks` is the
+    number of tasks of the Slurm job that doctor runs in, 0 outside one.
     """
 
     mpi: tuple[str, str]
@@ -46,19 +46,19 @@ class Site:
 
 @dataclass(frozen=True)
 class LaunchLine:
-    """How one launcher starts ranks: `before` goes in front of the program."""
+    """The command with which a launcher starts ranks: `before` precedes the program."""
 
     launcher: str
     ranks: int
     before: str
 
     def command(self, program: str) -> str:
-        """The line for a shell, the options of `train` to be put behind it."""
+        """Return the line for a shell, to which the options of `train` must be appended."""
         return f"{self.before} {program} train"
 
 
-def look_at_site(launcher: Launcher) -> Site:
-    """Find what the launch lines depend on."""
+def inspect_site(launcher: Launcher) -> Site:
+    """Return the properties of this site that determine the launch lines."""
     folder = Path(sys.executable).parent
     programs = ("mpirun", "horovodrun", "hvdtrain", "python")
     beside = [name for name in programs if (folder / name).exists()]
@@ -78,9 +78,9 @@ def look_at_site(launcher: Launcher) -> Site:
 
 
 def slurm_tasks(environment: Mapping[str, str]) -> int:
-    """Tasks of the Slurm job that this process may start steps in; 0 outside one.
+    """Return the tasks of the Slurm job in which this process may start steps; 0 outside one.
 
-    A task of a step holds the resources that another step would wait for.
+    It is 0 inside a step too, whose task holds the resources that another step would wait for.
     """
     if "SLURM_JOB_ID" not in environment or "SLURM_STEP_ID" in environment:
         return 0
@@ -89,12 +89,12 @@ def slurm_tasks(environment: Mapping[str, str]) -> int:
 
 
 def numbers_of_ranks(cores: int) -> tuple[int, ...]:
-    """Two, and four where that is more than there are cores."""
+    """Return the numbers of ranks to try: two, and also four if there are fewer cores."""
     return (2,) if cores >= 4 else (2, 4)
 
 
 def launch_lines(site: Site) -> list[LaunchLine]:
-    """The lines that should work here."""
+    """Return the lines that should work on this site."""
     path = f'env PATH="{site.folder}:$PATH" ' if site.folder else ""
     lines = []
     for ranks in numbers_of_ranks(site.cores):
@@ -108,7 +108,7 @@ def launch_lines(site: Site) -> list[LaunchLine]:
 
 
 def own_line(site: Site, ranks: int) -> str:
-    """The line for hvdtrain's own launcher, which needs nothing in PATH."""
+    """Return the line for hvdtrain's own launcher, which needs nothing in PATH."""
     program = site.program
     if site.folder:
         folder = shlex.quote(site.folder)
@@ -117,22 +117,22 @@ def own_line(site: Site, ranks: int) -> str:
 
 
 def try_line(line: LaunchLine) -> Outcome:
-    """Start the ranks of a line with a program that only says who it is."""
+    """Start the ranks of a line with a program that only prints its rank."""
     program = f"{shlex.quote(sys.executable)} -c {shlex.quote(SAY_RANK)}"
     return run(["/bin/sh", "-c", f"{line.before} {program}"], TRY_SECONDS)
 
 
 def line_check(line: LaunchLine, outcome: Outcome, site: Site) -> Check:
-    """Judge a line that was tried."""
+    """Return the check of a line that was tried."""
     name = f"{line.launcher}, {line.ranks} ranks"
     expected = {(rank, line.ranks) for rank in range(line.ranks)}
-    said = re.findall(r"rank (\d+) of (\d+)\.", outcome.output)
-    worlds = [(int(rank), int(size)) for rank, size in said]
+    reports = re.findall(r"rank (\d+) of (\d+)\.", outcome.output)
+    worlds = [(int(rank), int(size)) for rank, size in reports]
     if outcome.code == 0 and set(worlds) == expected and len(worlds) == line.ranks:
-        return Check(name, "ok", f"they started in one MPI world{_why(line, site)}")
+        return Check(name, "ok", f"all started in one MPI world{_why(line, site)}")
     text = f"{line.before} does not work: {outcome.reason}"
     if outcome.code == 0:
-        sizes = ", ".join(sorted({size for _, size in said})) or "none"
+        sizes = ", ".join(sorted({size for _, size in reports})) or "none"
         text = f"{line.before} started {len(worlds)} ranks in worlds of {sizes}"
     cures = {
         "srun": "srun --mpi=list must name pmix; or use mpirun inside the allocation",
@@ -140,29 +140,33 @@ def line_check(line: LaunchLine, outcome: Outcome, site: Site) -> Check:
         "mpirun": "put the mpirun of the MPI that mpi4py loads first in PATH (see: one MPI)",
     }
     if line.launcher == "horovodrun" and site.tasks:
-        # It asks for localhost, which need not be a node of the job.
+        # It starts ranks on localhost, which may not be a node of the job.
         return Check(name, "note", text, "in a job, use srun --mpi=pmix or mpirun")
     return Check(name, "fault", text, cures[line.launcher])
 
 
 def find_slurm() -> Check:
-    """Ask Slurm, where it is, which version it is and what it can start."""
+    """Return the check of Slurm: its version and the kinds of MPI that it can start."""
     if shutil.which("srun") is None:
         return slurm_check("", None)
     return slurm_check(words(["srun", "--version"]), run(["srun", "--mpi=list"], 10))
 
 
 def slurm_check(version: str, kinds: Outcome | None) -> Check:
-    """Slurm, by what `srun --version` and `srun --mpi=list` write; None: there is no srun."""
+    """Return the check of Slurm from the output of `srun --version` and `srun --mpi=list`.
+
+    Args:
+        kinds: outcome of `srun --mpi=list`; None if there is no srun.
+    """
     name = "Slurm"
     if kinds is None:
-        text = "no srun here; on a cluster, run doctor on a node of it"
+        text = "there is no srun; on a cluster, run doctor on one of its nodes"
         return Check(name, "note", text)
     if kinds.code != 0:
-        text = f"srun is here, but reaches no cluster: {kinds.reason}"
-        return Check(name, "note", text, "on a cluster, run doctor on a node of it")
-    found = set((kinds.output + kinds.errors).split())
-    names = sorted(word for word in found if re.fullmatch(r"pmi\d|pmix(_v\d+)?|none", word))
+        text = f"srun does not reach a cluster: {kinds.reason}"
+        return Check(name, "note", text, "on a cluster, run doctor on one of its nodes")
+    output_words = set((kinds.output + kinds.errors).split())
+    names = sorted(word for word in output_words if re.fullmatch(r"pmi\d|pmix(_v\d+)?|none", word))
     text = f"{version or 'of unknown version'}, srun --mpi kinds: {', '.join(names) or 'none'}"
     if any(name.startswith("pmix") for name in names):
         return Check(name, "ok", f"{text}; in a job: srun --mpi=pmix hvdtrain train ...")
@@ -184,7 +188,7 @@ def _mpirun(site: Site, ranks: int) -> str:
 
 
 def _shared_cores(site: Site, ranks: int) -> str:
-    """Open MPI's option for more ranks than cores, which some machines have no slots for."""
+    """Return Open MPI's option to start more ranks than there are cores (slots)."""
     return " --map-by :OVERSUBSCRIBE" if ranks > site.cores else ""
 
 
@@ -192,4 +196,4 @@ def _why(line: LaunchLine, site: Site) -> str:
     needed = site.mpi[0] == "Open MPI" and not site.mpi[1].startswith(("3.", "4."))
     if line.launcher != "horovodrun" or not needed:
         return ""
-    return "; not without --binding-args, as Horovod's own are not those of Open MPI 5"
+    return "; needs --binding-args, since Open MPI 5 rejects Horovod's own"

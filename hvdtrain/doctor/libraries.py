@@ -1,4 +1,4 @@
-"""Are the libraries there, and are mpi4py, Horovod and the launcher bound to one MPI?"""
+"""Checks of the libraries, and whether mpi4py, Horovod and the launcher use the same MPI."""
 
 import os
 import re
@@ -24,7 +24,7 @@ NO_MPI = (
 
 @dataclass(frozen=True)
 class Launcher:
-    """The mpirun that hvdtrain takes and the first one in PATH (both may be missing)."""
+    """The mpirun that hvdtrain uses and the first one in PATH (both may be missing)."""
 
     path: str | None
     version: str
@@ -33,7 +33,7 @@ class Launcher:
 
 
 def find_launcher() -> Launcher:
-    """Look for mpirun beside this Python and in PATH."""
+    """Look for mpirun in the folder of this Python and in PATH."""
     first = shutil.which("mpirun") or shutil.which("mpiexec")
     path = launchers.own_mpirun() or first
     version = words([path, "--version"]) if path else ""
@@ -42,7 +42,7 @@ def find_launcher() -> Launcher:
 
 
 def identity(text: str) -> tuple[str, str]:
-    """Name and version of an MPI in what its library or its launcher says of itself.
+    """Return name and version of an MPI from the version text of its library or launcher.
 
     >>> identity("mpirun (Open MPI) 5.0.11")
     ('Open MPI', '5.0.11')
@@ -55,29 +55,31 @@ def identity(text: str) -> tuple[str, str]:
         "MPICH": "MPICH",
         "HYDRA": "MPICH",
     }
-    found = [name for key, name in names.items() if key in text]
+    matches = [name for key, name in names.items() if key in text]
     version = re.search(r"\d+\.\d+(\.\d+)*", text)
-    return (found[0] if found else ""), (version[0] if version else "")
+    return (matches[0] if matches else ""), (version[0] if version else "")
 
 
 def belongs(launcher: str, library: tuple[str, str]) -> bool:
-    """Whether a launcher of this --version is of the library's MPI.
+    """Return whether a launcher with this --version belongs to the library's MPI.
 
-    MVAPICH and Cray's MPICH are started by a Hydra of MPICH with a version of its own.
+    MVAPICH and Cray's MPICH are started by MPICH's Hydra, which has another version.
     """
-    found = identity(launcher)
-    return found == library or (found[0] == "MPICH" and library[0] in ("MPICH", "MVAPICH"))
+    launcher_mpi = identity(launcher)
+    return launcher_mpi == library or (
+        launcher_mpi[0] == "MPICH" and library[0] in ("MPICH", "MVAPICH")
+    )
 
 
 def python_check() -> Check:
-    """Python and hvdtrain."""
+    """Return the versions of Python and hvdtrain as a check."""
     folder = Path(hvdtrain.__file__).parent
     text = f"{sys.version.split()[0]} ({sys.executable}), hvdtrain {hvdtrain.__version__}"
     return Check("Python", "ok", f"{text} ({folder})")
 
 
 def package_check(name: str, facts: Mapping[str, str] | None, reason: str) -> Check:
-    """A package that every run needs."""
+    """Return the check of a package that every run needs."""
     if facts is None:
         return Check(name, "fault", f"not known: {reason}", "run make setup")
     if "error" in facts:
@@ -86,7 +88,7 @@ def package_check(name: str, facts: Mapping[str, str] | None, reason: str) -> Ch
 
 
 def build_tool_checks() -> list[Check]:
-    """C++ compiler and CMake, which only building Horovod needs."""
+    """Return the checks of the C++ compiler and CMake, which only building Horovod needs."""
     compiler = (shlex.split(os.environ.get("CXX", "")) or ["c++"])[0]
     cmake = os.environ.get("HOROVOD_CMAKE", "cmake")
     cures = {
@@ -106,24 +108,24 @@ def build_tool_checks() -> list[Check]:
 
 
 def mpi4py_check(answer: Answer) -> Check:
-    """mpi4py: version, its MPI library, thread support."""
+    """Return the check of mpi4py: its version, MPI library and thread support."""
     name, facts = "mpi4py", answer.facts
     package = facts.get("mpi4py", {"error": answer.reason})
     if "error" in package:
         return Check(name, "fault", f"cannot be loaded: {package['error']}", NO_MPI)
     if "library" not in facts:
         return Check(name, "fault", f"MPI does not start: {answer.reason}", NO_MPI)
-    files = ", ".join(facts["libraries"]) or "a library of its own"
+    files = ", ".join(facts["libraries"]) or "an unknown library"
     if not facts["thread_multiple"]:
-        text = f"{package['version']}: {files} gives no MPI_THREAD_MULTIPLE"
-        cure = "use an MPI that has it: run make setup, whose Open MPI does"
+        text = f"{package['version']}: {files} does not support MPI_THREAD_MULTIPLE"
+        cure = "run make setup, whose Open MPI supports it, or use another MPI that does"
         return Check(name, "fault", text, cure)
     text = f"{package['version']}, {_short(facts['library'])} ({files}), MPI_THREAD_MULTIPLE"
     return Check(name, "ok", text)
 
 
 def horovod_check(facts: Mapping[str, Any] | None, reason: str) -> Check:
-    """Horovod's PyTorch plugin: version and what it was built with."""
+    """Return the check of Horovod's PyTorch plugin: its version and what it was built with."""
     facts = facts or {"error": reason}
     if "error" in facts:
         return Check("Horovod", "fault", f"cannot be loaded: {facts['error']}", BUILD)
@@ -135,7 +137,7 @@ def horovod_check(facts: Mapping[str, Any] | None, reason: str) -> Check:
 
 
 def tensorflow_check(answer: Answer) -> Check:
-    """TensorFlow, Keras and Horovod's plugin for them; training with PyTorch needs none."""
+    """Return the check of TensorFlow, Keras and Horovod's plugin, which PyTorch does not need."""
     name, facts = "TensorFlow", answer.facts
     package = facts.get("tensorflow", {"error": answer.reason})
     if "error" in package:
@@ -156,21 +158,21 @@ def agreement_check(
     launcher: Launcher,
     has_srun: bool,
 ) -> Check:
-    """Are mpi4py's library, the plugins' library and the launcher of one MPI?
+    """Check that mpi4py's library, the plugins' library and the launcher are of the same MPI.
 
     Args:
         mpi: facts of the probe `mpi`.
         plugins: facts of each Horovod plugin that loads, by framework.
-        launcher: what `find_launcher` found.
+        launcher: result of `find_launcher`.
         has_srun: whether Slurm can start ranks.
     """
     name = "one MPI"
     if launcher.path is None:
         if has_srun:
-            return Check(name, "note", "there is no mpirun here: start ranks with srun")
+            return Check(name, "note", "there is no mpirun: start ranks with srun")
         return Check(name, "fault", "there is no mpirun, so several ranks cannot start", NO_MPI)
     if "library" not in mpi:
-        return Check(name, "note", "not compared, as mpi4py does not start MPI")
+        return Check(name, "note", "not compared, since mpi4py does not start MPI")
     for framework, facts in plugins.items():
         if facts["mpi"] and facts["libraries"] != mpi["libraries"]:
             text = f"Horovod's {framework} plugin loads {', '.join(facts['libraries'])}"
@@ -187,7 +189,7 @@ def agreement_check(
 
 
 def _path_check(name: str, library: tuple[str, str], launcher: Launcher, agreed: str) -> Check:
-    """Judge what `mpirun`, and so horovodrun, finds in PATH, given that our own one is right."""
+    """Check the mpirun in PATH, which horovodrun uses, given that hvdtrain's own one is right."""
     path, first = str(launcher.path), launcher.first_path
     cure = f'export PATH="{Path(path).parent}:$PATH"'
     if first is None:
@@ -199,9 +201,9 @@ def _path_check(name: str, library: tuple[str, str], launcher: Launcher, agreed:
     text = f"{agreed}; but the first mpirun in PATH is {first} of {other}"
     if belongs(launcher.first_version, library):
         return Check(name, "note", text, cure)
-    return Check(name, "fault", f"{text}, which horovodrun would take", cure)
+    return Check(name, "fault", f"{text}, which horovodrun would use", cure)
 
 
 def _short(library: str) -> str:
-    """The first words of MPI_Get_library_version, as `Open MPI v5.0.11`."""
+    """Return the start of MPI_Get_library_version, such as `Open MPI v5.0.11`."""
     return " ".join(re.split(r"[,\n]", library)[0].split())

@@ -1,4 +1,4 @@
-"""What the machine itself offers: cores and threads, GPUs, shared memory and disk."""
+"""Checks of the machine itself: cores and threads, GPUs, shared memory and disk."""
 
 import os
 import shutil
@@ -9,12 +9,12 @@ from typing import Any
 from hvdtrain.doctor.check import Check
 
 GIB = 2**30
-# Docker's default, too little for the buffers of several ranks or loader processes.
+# Docker's default, which is too small for the buffers of several ranks.
 SMALL_SHARED_MEMORY = 64 * 2**20
 
 
 def thread_check(cores: int, all_cores: int, set_by_user: str | None) -> Check:
-    """Threads that each of 1, 2 and 4 ranks will get.
+    """Return the check of threads, with the threads per rank for 1, 2 and 4 ranks.
 
     Args:
         cores: cores that this process may run on.
@@ -22,24 +22,26 @@ def thread_check(cores: int, all_cores: int, set_by_user: str | None) -> Check:
         set_by_user: OMP_NUM_THREADS, None if it is not set.
     """
     name = "threads"
-    found = f"{cores} of {all_cores} cores may be used"
+    usable = f"{cores} of {all_cores} cores may be used"
     if set_by_user is None:
         shares = ", ".join(f"{ranks}: {max(1, cores // ranks)}" for ranks in (1, 2, 4))
-        return Check(name, "ok", f"{found}; threads a rank by number of ranks: {shares}")
+        return Check(name, "ok", f"{usable}; threads per rank by number of ranks: {shares}")
     first = set_by_user.split(",")[0]
     if not first.isdigit() or int(first) < 1:
-        text = f"OMP_NUM_THREADS={set_by_user} is not a number of threads"
+        text = f"OMP_NUM_THREADS={set_by_user} is not a valid number of threads"
         return Check(name, "fault", text, "unset OMP_NUM_THREADS")
-    text = f"{found}; OMP_NUM_THREADS={set_by_user} gives every rank {first}"
+    text = f"{usable}; OMP_NUM_THREADS={set_by_user} gives every rank {first}"
     if int(first) > cores:
-        return Check(name, "note", f"{text}, more than there are cores", "unset OMP_NUM_THREADS")
+        return Check(
+            name, "note", f"{text} threads, more than there are cores", "unset OMP_NUM_THREADS"
+        )
     return Check(name, "ok", text)
 
 
 def gpu_check(
     driver: str, cards: Sequence[str], torch_side: Mapping[str, Any], nccl: bool
 ) -> Check:
-    """GPUs as the driver, PyTorch and Horovod see them.
+    """Return the check of GPUs as the driver, PyTorch and Horovod see them.
 
     Args:
         driver: version of the NVIDIA driver, empty if there is none.
@@ -55,19 +57,23 @@ def gpu_check(
     if not seen:
         build = torch_side.get("cuda_version")
         why = (
-            f"PyTorch is built for CUDA {build} and sees none" if build else "PyTorch is for CPUs"
+            f"PyTorch is built for CUDA {build} and sees none"
+            if build
+            else "PyTorch is built for CPUs only"
         )
         cure = "install a PyTorch for CUDA that this driver runs: make setup TORCH_INDEX=URL"
         return Check(name, "note", f"{text}, but {why}", cure)
     text = f"{text}; PyTorch sees {len(seen)} (CUDA {torch_side.get('cuda_version')})"
     if not nccl:
         cure = "python tools/build_horovod.py --cuda --install"
-        return Check(name, "note", f"{text}; Horovod has no NCCL: sums pass through the CPU", cure)
+        return Check(
+            name, "note", f"{text}; Horovod has no NCCL, so all-reduces go through the CPU", cure
+        )
     return Check(name, "ok", f"{text}; Horovod has NCCL")
 
 
 def ask_driver() -> tuple[str, list[str]]:
-    """Version of the NVIDIA driver and the names of its GPUs; empty where there is none."""
+    """Return the version of the NVIDIA driver and the names of its GPUs; empty if missing."""
     try:
         import pynvml
     except ImportError:
@@ -86,7 +92,7 @@ def ask_driver() -> tuple[str, list[str]]:
 
 
 def space_check(shared_memory: int, shared_free: int, disk_free: int) -> Check:
-    """Shared memory, where ranks of a node meet, and disk for runs; all in bytes."""
+    """Return the check of shared memory, which ranks of a node use, and of disk; all in bytes."""
     name = "space"
     text = (
         f"/dev/shm {_gib(shared_memory)} ({_gib(shared_free)} free), "
@@ -94,16 +100,16 @@ def space_check(shared_memory: int, shared_free: int, disk_free: int) -> Check:
     )
     if shared_free < SMALL_SHARED_MEMORY or shared_memory <= SMALL_SHARED_MEMORY:
         cure = "free /dev/shm, or start the container with --shm-size=2g"
-        return Check(name, "note", f"{text}: little shared memory for ranks to meet in", cure)
+        return Check(name, "note", f"{text}: too little shared memory for several ranks", cure)
     if disk_free < GIB:
         return Check(
-            name, "note", f"{text}: little for run folders", "free some, or use --run DIR"
+            name, "note", f"{text}: too little for run folders", "free some, or use --run DIR"
         )
     return Check(name, "ok", text)
 
 
 def machine_checks(torch_side: Mapping[str, Any]) -> list[Check]:
-    """All checks of this machine."""
+    """Return all checks of this machine."""
     cores, user = len(os.sched_getaffinity(0)), os.environ.get("OMP_NUM_THREADS")
     driver, cards = ask_driver()
     nccl = bool(torch_side.get("horovod", {}).get("nccl"))

@@ -1,4 +1,4 @@
-"""Which precision is faster here: fp32, the default of `train`, or bf16."""
+"""A comparison of the speed of bf16 and of fp32, the default of `train`, on this machine."""
 
 import os
 import statistics
@@ -9,20 +9,20 @@ from typing import Any
 from hvdtrain.doctor.check import Check
 
 EQUAL = 1.1  # a smaller difference is not worth a choice
-SECONDS = 0.6  # of each kind of work
+SECONDS = 0.6  # spent on each kind of work
 MOST_ROUNDS, FEWEST_ROUNDS = 30, 5
 KINDS = ("matrices", "convolutions")
-# Rows of the matrices and images of the convolution: of each thread, and of a GPU.
+# Rows of the matrices and images of the convolution: per thread of a CPU, and per GPU.
 SIZES = {"cpu": (256, 8), "cuda": (8192, 512)}
 WIDTH, CHANNELS, PIXELS = 512, 64, 16
-# Threads that wait take no processor time, which is what is measured on CPUs.
+# Waiting threads then use no processor time, which is the quantity measured on CPUs.
 ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
 
 Action = Callable[[bool], None]
 
 
 def bf16_speedups() -> dict[str, Any]:
-    """Measure how many times as fast as fp32 bf16 is, on the device and threads of one rank.
+    """Measure the speed-up of bf16 over fp32 on the device and threads of one rank.
 
     Returns:
         `device` ("cpu" or "cuda"), `threads`, and `speedups` by kind of work.
@@ -40,11 +40,11 @@ def bf16_speedups() -> dict[str, Any]:
 
 
 def precision_check(facts: Mapping[str, Any] | None, reason: str) -> Check:
-    """Say which precision is faster, and the option for it: information, never a fault.
+    """Return which precision is faster, and the option for it: information, never a fault.
 
     Args:
-        facts: what `bf16_speedups` returned, None where it did not return.
-        reason: why it did not.
+        facts: result of `bf16_speedups`, None if it failed.
+        reason: why it failed.
     """
     name = "precision"
     if facts is None:
@@ -66,9 +66,9 @@ def precision_check(facts: Mapping[str, Any] | None, reason: str) -> Check:
 
 
 def _actions(device: str, threads: int) -> list[Action]:
-    """A matrix product and a convolution, forward and backward, in fp32 or as `train` does bf16.
+    """Return a matrix product and a convolution, forward and backward, in fp32 or autocast bf16.
 
-    Each thread has the same work, however many there are.
+    The work per thread is constant.
     """
     import torch
 
@@ -82,10 +82,10 @@ def _actions(device: str, threads: int) -> list[Action]:
         torch.randn(images, CHANNELS, PIXELS, PIXELS).to(memory_format=torch.channels_last),
     )
 
-    def action(layer: Any, given: Any) -> Action:
+    def action(layer: Any, values: Any) -> Action:
         def act(is_bf16: bool) -> None:
             with torch.autocast(device, dtype=torch.bfloat16, enabled=is_bf16):
-                out = layer(given)
+                out = layer(values)
             out.float().sum().backward()
             if device == "cuda":
                 torch.cuda.synchronize()
@@ -93,15 +93,15 @@ def _actions(device: str, threads: int) -> list[Action]:
         return act
 
     return [
-        action(layer.to(device), given.to(device).requires_grad_())
-        for layer, given in zip(layers, inputs, strict=True)
+        action(layer.to(device), values.to(device).requires_grad_())
+        for layer, values in zip(layers, inputs, strict=True)
     ]
 
 
 def _speedup(action: Action, clock: Callable[[], float]) -> float:
-    """The median ratio of fp32's time to bf16's, of rounds in which the two take turns."""
+    """Return the median ratio of fp32's time to bf16's over rounds in which the two alternate."""
     for is_bf16 in (False, True, False, True):
-        action(is_bf16)  # libraries make themselves ready
+        action(is_bf16)  # warm-up
     ratios: list[float] = []
     until = time.perf_counter() + SECONDS
     while len(ratios) < MOST_ROUNDS:
@@ -109,8 +109,8 @@ def _speedup(action: Action, clock: Callable[[], float]) -> float:
             break
         seconds = {}
         for is_bf16 in (True, False) if len(ratios) % 2 else (False, True):
-            began = clock()
+            start = clock()
             action(is_bf16)
-            seconds[is_bf16] = clock() - began
+            seconds[is_bf16] = clock() - start
         ratios.append(seconds[False] / seconds[True])
     return statistics.median(ratios)

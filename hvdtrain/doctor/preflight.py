@@ -1,4 +1,4 @@
-"""Is this allocation fit: the ranks of a job look at each other before they train."""
+"""The checks of `doctor --job`, in which the ranks of a job examine the allocation together."""
 
 import os
 import socket
@@ -16,15 +16,15 @@ from hvdtrain.doctor.probe import median_milliseconds
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.world import World
 
-SECONDS_TO_SHOW = 10.0  # a network file system may show another host's file so late
-ELEMENTS = 25_000_000 // 4  # of the sum that is timed: a small ResNet's gradients
+SECONDS_TO_SHOW = 10.0  # limit until a network file system shows another host's file
+ELEMENTS = 25_000_000 // 4  # size of the timed all-reduce: a small ResNet's gradients
 ROUNDS = 5
 MEGA = 2**20
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank sees of itself."""
+    """The properties of one rank and its host, as the rank sees them."""
 
     host: str
     cores: tuple[int, ...]
@@ -36,36 +36,38 @@ class Seen:
 
 
 def preflight(as_json: bool) -> int:
-    """Examine the ranks of this job, and print on rank 0 what was found. Collective.
+    """Examine the ranks of this job, and print the results on rank 0. Collective.
 
     Returns:
         The exit code: 0 if the allocation is fit, 1 if a check failed.
 
     Raises:
-        UsageError: outside a job of several ranks, or if its ranks do not find each other.
+        UsageError: outside a job of several ranks, or if its ranks cannot connect.
         DataError: if the current folder cannot be written to.
     """
-    here = world.start()
-    if here.size == 1:
+    current = world.start()
+    if current.size == 1:
         raise UsageError(
-            "doctor --job looks at the ranks of a job: start it as you start train, such as "
+            "doctor --job checks the ranks of a job: start it as you start train, such as "
             "srun --mpi=pmix hvdtrain doctor --job"
         )
-    checks = checks_of(here.launcher, here.gather(_look(here)))
-    if here.rank == 0 and not as_json:
-        # Now, as the sum may never end where the network is at fault.
-        show(checks, {}, f"Summing {4 * ELEMENTS / MEGA:.0f} MiB on all ranks ...")
-    checks.append(_sum(here))
+    checks = job_checks(current.launcher, current.gather(_look(current)))
+    if current.rank == 0 and not as_json:
+        # Printed before the all-reduce, which may hang if the network is at fault.
+        show(
+            checks, {}, f"Running an all-reduce of {4 * ELEMENTS / MEGA:.0f} MiB on all ranks ..."
+        )
+    checks.append(_sum(current))
     world.stop()
-    if here.rank == 0:
+    if current.rank == 0:
         faults = [check.name for check in checks if check.state == "fault"]
         closing = f"This job has faults: {', '.join(faults)}." if faults else "This job is fit."
         print(report_as_json(checks, {})) if as_json else show(checks[-1:], {}, closing)
     return 0 if is_fit(checks) else 1
 
 
-def checks_of(launcher: str, seen: Sequence[Seen]) -> list[Check]:
-    """What follows from what the ranks see."""
+def job_checks(launcher: str, seen: Sequence[Seen]) -> list[Check]:
+    """Return the checks that follow from the properties of the ranks."""
     return [
         _ranks(launcher, seen),
         _same("versions", [one.versions for one in seen], "use one environment on all nodes"),
@@ -76,16 +78,16 @@ def checks_of(launcher: str, seen: Sequence[Seen]) -> list[Check]:
     ]
 
 
-def _look(here: World) -> Seen:
+def _look(current: World) -> Seen:
     memory = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None
     return Seen(
         host=socket.gethostname(),
         cores=tuple(sorted(os.sched_getaffinity(0))),
-        threads=here.threads,
+        threads=current.threads,
         gpus=_gpu_count(),
         shared_memory=memory.f_bavail * memory.f_frsize if memory else 0,
         versions=f"hvdtrain {__version__}, Python {sys.version.split()[0]}",
-        folder_seconds=_see_folder(here),
+        folder_seconds=_see_folder(current),
     )
 
 
@@ -95,64 +97,67 @@ def _gpu_count() -> int:
     return torch.cuda.device_count()
 
 
-def _see_folder(here: World) -> float | None:
-    """How late this rank sees a file that rank 0 makes in the current folder; None for never."""
-    path = here.broadcast(Path.cwd() / f".hvdtrain-doctor-{os.getpid()}")
+def _see_folder(current: World) -> float | None:
+    """Return the seconds until this rank sees a new file of rank 0 in the current folder.
+
+    None if it does not see the file within SECONDS_TO_SHOW.
+    """
+    path = current.broadcast(Path.cwd() / f".hvdtrain-doctor-{os.getpid()}")
     fault = ""
-    if here.rank == 0:
+    if current.rank == 0:
         try:
             path.touch()
         except OSError as error:
-            fault = f"{Path.cwd()} cannot be written to ({error.strerror}): work in another folder"
-    if fault := here.broadcast(fault):
+            fault = f"{Path.cwd()} is not writable ({error.strerror}): work in another folder"
+    if fault := current.broadcast(fault):
         raise DataError(fault)
-    began = time.monotonic()
+    start = time.monotonic()
     late: float | None = None
-    while late is None and time.monotonic() - began < SECONDS_TO_SHOW:
+    while late is None and time.monotonic() - start < SECONDS_TO_SHOW:
         if path.exists():
-            late = time.monotonic() - began
+            late = time.monotonic() - start
         else:
             time.sleep(0.05)
-    here.barrier()
-    if here.rank == 0:
+    current.barrier()
+    if current.rank == 0:
         path.unlink()
     return late
 
 
-def _sum(here: World) -> Check:
-    """Time and check an all-reduce of Horovod's."""
+def _sum(current: World) -> Check:
+    """Return the check of an all-reduce by Horovod, with its time."""
     import torch
 
     horovod = world.start_horovod(4 * ELEMENTS)
-    values = torch.full((ELEMENTS,), float(here.rank))
+    values = torch.full((ELEMENTS,), float(current.rank))
     sums: list[Any] = []
     milliseconds = median_milliseconds(
         lambda: sums.append(horovod.allreduce(values, op=horovod.Sum, name="preflight")), ROUNDS
     )
-    wanted = here.size * (here.size - 1) / 2
-    if not all(here.gather(all(bool((total == wanted).all()) for total in sums))):
+    expected = current.size * (current.size - 1) / 2
+    if not all(current.gather(all(bool((total == expected).all()) for total in sums))):
         return Check("all-reduce", "fault", "the sum is wrong", "ask the site about its MPI")
-    slowest, size = max(here.gather(milliseconds)), 4 * ELEMENTS / MEGA
+    slowest, size = max(current.gather(milliseconds)), 4 * ELEMENTS / MEGA
     rate = 1e3 * size / slowest
     return Check("all-reduce", "ok", f"{size:.0f} MiB in {slowest:.1f} ms, {rate:,.0f} MiB/s")
 
 
 def _ranks(launcher: str, seen: Sequence[Seen]) -> Check:
     hosts = Counter(one.host for one in seen)
-    said = ", ".join(f"{count} on {host}" for host, count in hosts.items())
-    return Check("ranks", "ok", f"{len(seen)} by {launcher}: {said}")
+    places = ", ".join(f"{count} on {host}" for host, count in hosts.items())
+    return Check("ranks", "ok", f"{len(seen)} by {launcher}: {places}")
 
 
 def _same(name: str, values: Sequence[str], cure: str) -> Check:
-    found = Counter(values)
-    if len(found) == 1:
+    counts = Counter(values)
+    if len(counts) == 1:
         return Check(name, "ok", f"{values[0]} on all ranks")
-    said = "; ".join(f"{value} on {count} rank(s)" for value, count in found.items())
-    return Check(name, "fault", said, cure)
+    text = "; ".join(f"{value} on {count} rank(s)" for value, count in counts.items())
+    return Check(name, "fault", text, cure)
 
 
 def _affinity(seen: Sequence[Seen]) -> Check:
-    """Whether each rank has cores enough, and cores of its own."""
+    """Return the check that each rank has enough cores, and cores that no other rank uses."""
     crowded = []
     for host in dict.fromkeys(one.host for one in seen):
         ranks = [one for one in seen if one.host == host]
@@ -160,10 +165,10 @@ def _affinity(seen: Sequence[Seen]) -> Check:
         threads = sum(one.threads for one in ranks)
         if threads > len(cores):
             crowded.append(f"{threads} threads on {len(cores)} cores of {host}")
-    each = sorted({one.threads for one in seen})
-    text = f"{' or '.join(map(str, each))} thread(s) a rank"
+    numbers = sorted({one.threads for one in seen})
+    text = f"{' or '.join(map(str, numbers))} thread(s) per rank"
     if crowded:
-        cure = "ask for more CPUs a task (--cpus-per-task), or fewer ranks"
+        cure = "request more CPUs per task (--cpus-per-task), or fewer ranks"
         return Check("cores", "note", f"{text}: {'; '.join(crowded)}", cure)
     return Check("cores", "ok", text)
 
@@ -174,12 +179,12 @@ def _gpus(seen: Sequence[Seen]) -> Check:
         return Check("GPUs", "ok", "none: ranks train on CPUs")
     if len(having) < len(seen):
         hosts = ", ".join(sorted({one.host for one in seen if not one.gpus}))
-        return Check("GPUs", "fault", f"none on {hosts}", "ask for GPUs on every node")
+        return Check("GPUs", "fault", f"none on {hosts}", "request GPUs on every node")
     ranks = Counter(one.host for one in seen)
     crowded = sorted({one.host for one in seen if ranks[one.host] > one.gpus > 1})
     if crowded:
-        text = f"fewer than ranks on {', '.join(crowded)}"
-        return Check("GPUs", "note", text, "ask for one GPU a rank (--gpus-per-node)")
+        text = f"fewer GPUs than ranks on {', '.join(crowded)}"
+        return Check("GPUs", "note", text, "request one GPU per rank (--gpus-per-node)")
     return Check("GPUs", "ok", f"{having[0].gpus} seen by each rank of {having[0].host}")
 
 

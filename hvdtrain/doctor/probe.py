@@ -1,7 +1,8 @@
-"""What doctor's own processes run: `python -m hvdtrain.doctor.probe NAME` prints facts as JSON.
+"""The probes that doctor runs: `python -m hvdtrain.doctor.probe NAME` prints facts as JSON.
 
-Each fact is printed as soon as it is known, so that a library that ends the process takes only
-its own facts with it. Never torch and TensorFlow in one process: each brings a Horovod core.
+Each fact is printed as soon as it is known, so that a library which crashes the process loses only
+its own facts. PyTorch and TensorFlow are never loaded in one process, since each loads its own
+Horovod core.
 """
 
 import importlib
@@ -22,14 +23,14 @@ REPETITIONS = 20
 
 
 def mpi_libraries() -> list[str]:
-    """Real paths of the MPI libraries that this process has loaded."""
+    """Return the real paths of the MPI libraries that this process has loaded."""
     names = re.compile(r"lib(mpi|mpich|mpi_cray|mpi_gnu\w*|mpi_intel)\.so")
     words = (line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines())
     return sorted({str(Path(path).resolve()) for path in words if names.match(Path(path).name)})
 
 
 def describe(name: str) -> dict[str, str]:
-    """Import a package: its version and file, or the error in one line."""
+    """Import a package, and return its version and folder, or the error in one line."""
     try:
         module = importlib.import_module(name)
     except Exception as error:
@@ -42,7 +43,7 @@ def describe(name: str) -> dict[str, str]:
 
 
 def torch_side() -> None:
-    """NumPy, h5py, PyTorch with its devices and speeds, Horovod's PyTorch plugin and its MPI."""
+    """Print facts of NumPy, h5py, PyTorch with its devices, and Horovod's PyTorch plugin."""
     for name in ("numpy", "h5py", "torch"):
         say(**{name: describe(name)})
     if "torch" in sys.modules:
@@ -59,14 +60,14 @@ def torch_side() -> None:
 
 
 def tensorflow_side() -> None:
-    """TensorFlow, Keras and Horovod's TensorFlow plugin and its MPI."""
+    """Print facts of TensorFlow, Keras and Horovod's TensorFlow plugin."""
     for name in ("tensorflow", "keras"):
         say(**{name: describe(name)})
     say(horovod=horovod_plugin("tensorflow"))
 
 
 def horovod_plugin(framework: str) -> dict[str, Any]:
-    """Load Horovod for a framework: what it was built with and the MPI that it brings in."""
+    """Load Horovod's plugin for a framework, and return its build options and its MPI library."""
     facts: dict[str, Any] = describe(f"horovod.{framework}")
     if "error" in facts:
         return facts
@@ -81,7 +82,7 @@ def horovod_plugin(framework: str) -> dict[str, Any]:
 
 
 def mpi() -> None:
-    """mpi4py, the MPI library that it loads, and the level of thread support."""
+    """Print facts of mpi4py, the MPI library that it loads, and its thread support."""
     facts = describe("mpi4py.MPI")
     say(mpi4py=describe("mpi4py") if "error" not in facts else facts)
     if "error" in facts:
@@ -96,22 +97,22 @@ def mpi() -> None:
 
 
 def allreduce() -> None:
-    """Sum 1 MB of float32 through mpi4py and through Horovod, with time and correctness."""
+    """Sum 1 MB of float32 through mpi4py and through Horovod, and print times and correctness."""
     import numpy
 
     os.environ.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
-    here = world.start()
-    say_on_rank_0(here, size=here.size)
-    if here.communicator is None:
+    current = world.start()
+    say_on_rank_0(current, size=current.size)
+    if current.communicator is None:
         return
-    communicator = here.communicator
-    mine = numpy.full(2**18, here.rank + 1.0, numpy.float32)
+    communicator = current.communicator
+    mine = numpy.full(2**18, current.rank + 1.0, numpy.float32)
     total = numpy.empty_like(mine)
     milliseconds = median_milliseconds(lambda: communicator.Allreduce(mine, total))
-    expected = here.size * (here.size + 1) / 2
-    right = all(here.gather(bool((total == expected).all())))
-    say_on_rank_0(here, mpi_right=right, mpi_milliseconds=milliseconds)
-    say_on_rank_0(here, trace=watch(here, 2**20))
+    expected = current.size * (current.size + 1) / 2
+    right = all(current.gather(bool((total == expected).all())))
+    say_on_rank_0(current, mpi_right=right, mpi_milliseconds=milliseconds)
+    say_on_rank_0(current, trace=watch(current, 2**20))
 
     import torch
 
@@ -121,37 +122,39 @@ def allreduce() -> None:
     milliseconds = median_milliseconds(
         lambda: sums.append(horovod.allreduce(tensor, op=horovod.Sum))
     )
-    right = all(here.gather(bool((sums[-1] == expected).all())))
-    say_on_rank_0(here, horovod_right=right, horovod_milliseconds=milliseconds)
-    own_sets = [horovod.add_process_set([rank]) for rank in range(here.size)]
-    alone = horovod.allreduce(tensor, op=horovod.Sum, process_set=own_sets[here.rank])
-    say_on_rank_0(here, process_sets_right=all(here.gather(bool((alone == tensor).all()))))
+    right = all(current.gather(bool((sums[-1] == expected).all())))
+    say_on_rank_0(current, horovod_right=right, horovod_milliseconds=milliseconds)
+    process_sets = [horovod.add_process_set([rank]) for rank in range(current.size)]
+    alone = horovod.allreduce(tensor, op=horovod.Sum, process_set=process_sets[current.rank])
+    say_on_rank_0(current, process_sets_right=all(current.gather(bool((alone == tensor).all()))))
     world.stop()
 
 
 def reductions(kind: str) -> None:
-    """Watch in which pieces and order all-reduces of several sizes are summed.
+    """Print in which pieces and order all-reduces of several sizes are summed.
 
     Args:
         kind: "auto" or "ring", as in `hvdtrain train --allreduce`.
     """
-    here = world.start(allreduce=kind)
-    say_on_rank_0(here, size=here.size)
-    for size in WATCHED_SIZES if here.communicator else ():
-        say_on_rank_0(here, **{str(size): {"trace": watch(here, size), "sums": sums(here, size)}})
+    current = world.start(allreduce=kind)
+    say_on_rank_0(current, size=current.size)
+    for size in WATCHED_SIZES if current.communicator else ():
+        say_on_rank_0(
+            current, **{str(size): {"trace": watch(current, size), "sums": sums(current, size)}}
+        )
     world.stop()
 
 
-def watch(here: world.World, size: int) -> list[list[list[int]]]:
-    """By rank, the pieces that it adds in an all-reduce: [elements, ranks in a, ranks in b].
+def watch(current: world.World, size: int) -> list[list[list[int]]]:
+    """Return the pieces that each rank adds in an all-reduce: [elements, ranks in a, ranks in b].
 
-    The operation of this all-reduce is our own, and the data are bit masks of ranks: an element's
-    value says whose contributions it holds already. Algorithms differ in just these pieces.
+    The all-reduce uses its own operation, and the data are bit masks of ranks: the value of an
+    element shows which contributions it holds. Algorithms differ in exactly these pieces.
     """
     import numpy
     from mpi4py import MPI
 
-    assert here.communicator is not None
+    assert current.communicator is not None
     pieces: list[list[int]] = []
 
     def unite(source: Any, target: Any, datatype: MPI.Datatype) -> None:
@@ -161,30 +164,30 @@ def watch(here: world.World, size: int) -> list[list[list[int]]]:
         b |= a
 
     operation = MPI.Op.Create(unite, commute=True)
-    mine = numpy.full(size // 8, 1 << here.rank, numpy.int64)
-    here.communicator.Allreduce(mine, numpy.empty_like(mine), operation)
+    mine = numpy.full(size // 8, 1 << current.rank, numpy.int64)
+    current.communicator.Allreduce(mine, numpy.empty_like(mine), operation)
     operation.Free()
-    return here.gather(pieces)
+    return current.gather(pieces)
 
 
-def sums(here: world.World, size: int) -> int:
-    """How many different sums an all-reduce of constant buffers gives (MPI's own SUM).
+def sums(current: world.World, size: int) -> int:
+    """Return the number of different sums in an all-reduce of constant buffers with MPI's SUM.
 
     Rounding depends on the order of summation: a ring starts each part of the buffer at another
-    rank and so gives several, an algorithm with one order for the whole buffer gives one.
+    rank and so gives several sums, an algorithm with one order for the whole buffer gives one.
     """
     import numpy
 
-    assert here.communicator is not None
+    assert current.communicator is not None
     terms = (0.1, 1e8 + 0.3, -1e8, 3.7)
-    mine = numpy.full(size // 8, terms[here.rank % len(terms)], numpy.float64)
+    mine = numpy.full(size // 8, terms[current.rank % len(terms)], numpy.float64)
     total = numpy.empty_like(mine)
-    here.communicator.Allreduce(mine, total)
+    current.communicator.Allreduce(mine, total)
     return len(numpy.unique(total))
 
 
 def median_milliseconds(act: Callable[[], object], repetitions: int = REPETITIONS) -> float:
-    """Median time of an action in ms, after two runs to warm up."""
+    """Return the median time of an action in ms, after two runs to warm up."""
     times = []
     for _ in range(repetitions + 2):
         start = time.perf_counter()
@@ -193,9 +196,9 @@ def median_milliseconds(act: Callable[[], object], repetitions: int = REPETITION
     return statistics.median(times[2:])
 
 
-def say_on_rank_0(here: world.World, **facts: Any) -> None:
-    """Print facts once for all ranks."""
-    if here.rank == 0:
+def say_on_rank_0(current: world.World, **facts: Any) -> None:
+    """Print facts on rank 0 only."""
+    if current.rank == 0:
         say(**facts)
 
 
@@ -209,7 +212,7 @@ PROBES: dict[str, Callable[..., None]] = {
 
 
 def main() -> None:
-    """Run the probe that the command line names; on ranks, one that fails ends them all."""
+    """Run the probe that the command line names; a rank that fails ends all ranks."""
     name, *arguments = sys.argv[1:]
     try:
         PROBES[name](*arguments)

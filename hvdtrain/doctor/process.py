@@ -1,4 +1,4 @@
-"""Run a program or a probe in a process of its own: it may fail, crash or hang, doctor may not."""
+"""Programs and probes run in separate processes, which may fail, crash or hang without harm."""
 
 import os
 import re
@@ -14,8 +14,9 @@ import psutil
 from hvdtrain.doctor.protocol import read_facts
 from hvdtrain.launch import without_launcher_banners
 
-# What a launcher leaves for its ranks; with it, a program started by doctor would try to join.
-LEFT_BY_A_LAUNCHER = ("OMPI_COMM_WORLD_", "PMIX_", "PRTE_", "PMI_")
+# Variables that a launcher sets for its ranks; with them, a program that doctor starts would try
+# to join the job.
+LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_", "PMIX_", "PRTE_", "PMI_")
 # A first import from a network file system is slow.
 PROBE_SECONDS = 90.0
 SECONDS_TO_END = 3.0
@@ -23,7 +24,7 @@ SECONDS_TO_END = 3.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a process: its exit code (None: ended after `seconds`), and what it wrote."""
+    """The exit code of a process (None: ended after `seconds`), and its output."""
 
     code: int | None
     output: str
@@ -32,19 +33,19 @@ class Outcome:
 
     @property
     def reason(self) -> str:
-        """Why it failed, in one line; empty if it did not."""
+        """The reason of a failure in one line; empty if the process succeeded."""
         if self.code == 0:
             return ""
         if self.code is None:
-            return f"it hung and was ended after {self.seconds:.0f} s"
+            return f"it hung and was killed after {self.seconds:.0f} s"
         if self.code < 0:
-            return f"it was ended by {signal.Signals(-self.code).name}"
-        return failure(self.errors) or f"it ended with {self.code} and gave no reason"
+            return f"it was killed by {signal.Signals(-self.code).name}"
+        return failure(self.errors) or f"it exited with {self.code} and printed no reason"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The facts that a probe found, and why it ended before it had found them all."""
+    """The facts from a probe, and the reason why it ended early; empty if it did not."""
 
     facts: dict[str, Any] = field(default_factory=dict)
     reason: str = ""
@@ -52,13 +53,13 @@ class Answer:
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The user's environment, as it is for a program that no launcher has started."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(LEFT_BY_A_LAUNCHER)}
+    """Return the environment without the variables that a launcher has set for its ranks."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_VARIABLES)}
     return kept | dict(extra or {})
 
 
 def run(command: Sequence[str], seconds: float, extra: Mapping[str, str] | None = None) -> Outcome:
-    """Run a program for at most `seconds`; it and all its children end with it."""
+    """Run a program for at most `seconds`, and end it with all its children after that."""
     try:
         process = subprocess.Popen(
             command,
@@ -81,13 +82,13 @@ def run(command: Sequence[str], seconds: float, extra: Mapping[str, str] | None 
 
 
 def words(command: Sequence[str]) -> str:
-    """What a program such as `mpirun --version` writes, in one line; empty if it fails."""
+    """Return the output of a program such as `mpirun --version` in one line; empty if it fails."""
     outcome = run(command, 10)
     return " ".join(outcome.output.split()) if outcome.code == 0 else ""
 
 
 def first_line(command: Sequence[str]) -> str:
-    """The first line that a program such as `c++ --version` writes; empty if it fails."""
+    """Return the first output line of a program such as `c++ --version`; empty if it fails."""
     outcome = run(command, 10)
     lines = outcome.output.strip().splitlines()
     return lines[0] if outcome.code == 0 and lines else ""
@@ -99,7 +100,7 @@ def probe(
     seconds: float = PROBE_SECONDS,
     extra: Mapping[str, str] | None = None,
 ) -> Answer:
-    """Run one probe of `hvdtrain.doctor.probe`, on ranks if there is a launcher."""
+    """Run one probe of `hvdtrain.doctor.probe`, on several ranks if a launcher is given."""
     command = [*launcher, sys.executable, "-P", "-m", "hvdtrain.doctor.probe", *arguments]
     if launcher:
         allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -109,21 +110,21 @@ def probe(
 
 
 def failure(errors: str) -> str:
-    """The line of a program's standard error that says what went wrong.
+    """Return the line of a program's standard error that gives the reason of a failure.
 
-    The last exception if there is one, else a launcher's framed remark, else the last line.
+    It is the last exception if there is one, else a launcher's framed remark, else the last line.
     """
     banners: list[str] = []
-    said = [line.strip() for line in without_launcher_banners(errors.splitlines(), banners)]
-    said = [line for line in said if line]
-    raised = [line for line in said if re.match(r"[\w.]*(Error|Exception|hvdtrain)\b.*:", line)]
+    lines = [line.strip() for line in without_launcher_banners(errors.splitlines(), banners)]
+    lines = [line for line in lines if line]
+    raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception|hvdtrain)\b.*:", line)]
     remark = " ".join(" ".join(banners).split())
-    text = (raised[-1:] or [remark] if remark or raised else said[-1:] or [""])[0]
+    text = (raised[-1:] or [remark] if remark or raised else lines[-1:] or [""])[0]
     return text if len(text) <= 300 else f"{text[:300]}..."
 
 
 def _end(number: int) -> None:
-    """End a process and all that it started: kindly, then by force."""
+    """End a process and its children with SIGTERM, then with SIGKILL."""
     try:
         parent = psutil.Process(number)
         family = [*parent.children(recursive=True), parent]

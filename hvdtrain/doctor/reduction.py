@@ -1,4 +1,4 @@
-"""Does an all-reduce give the right sum, how fast, and by which algorithm?"""
+"""Checks of all-reduces: correctness, time and algorithm."""
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -9,9 +9,9 @@ from hvdtrain.doctor.process import Answer
 from hvdtrain.doctor.protocol import WATCHED_SIZES
 
 RING = "ring"
-HALVES = "halves exchanged (at 2 ranks ring and Rabenseifner are this same thing)"
+HALVES = "exchange of halves (the same as ring and Rabenseifner on 2 ranks)"
 
-# By rank: the pieces that it added, each [elements, mask of ranks in a, mask of ranks in b].
+# The pieces that each rank added, by rank: [elements, mask of ranks in a, mask of ranks in b].
 Trace = Sequence[Sequence[Sequence[int]]]
 
 
@@ -19,8 +19,8 @@ def name_algorithm(trace: Trace, elements: int) -> str:
     """Name the all-reduce algorithm that adds in these pieces.
 
     The names are those of Thakur, Rabenseifner and Gropp, Optimization of Collective Communication
-    Operations in MPICH (2005). What tells them apart is how many elements each rank brings to
-    their final sum, and whether partial sums meet single contributions or each other.
+    Operations in MPICH (2005). They differ in the number of elements whose final sum each rank
+    computes, and in whether partial sums are added to single contributions or to each other.
     """
     ranks = len(trace)
     everyone = (1 << ranks) - 1
@@ -33,7 +33,7 @@ def name_algorithm(trace: Trace, elements: int) -> str:
         return "reduce to one rank, then broadcast"
     share = -(-elements // ranks)
     if sum(finished) != elements or max(finished) > share:
-        return "an algorithm that doctor does not know"
+        return "an unknown algorithm"
     if ranks == 2:
         return HALVES
     one_by_one = all(
@@ -46,17 +46,17 @@ def name_algorithm(trace: Trace, elements: int) -> str:
 
 
 def allreduce_checks(answer: Answer, horovod_loads: bool) -> list[Check]:
-    """Judge the probe `allreduce`, which started 2 ranks and summed 1 MB in both libraries."""
+    """Return the checks of the probe `allreduce`, which summed 1 MB with both libraries."""
     name, facts = "all-reduce", answer.facts
     if "size" not in facts:
         cure = "run make setup, which binds launcher, mpi4py and Horovod to one MPI"
         return [Check(name, "fault", f"2 ranks did not start: {answer.reason}", cure)]
     if facts["size"] != 2:
-        text = f"the launcher started 2 ranks and MPI sees {facts['size']}"
+        text = f"the launcher started 2 ranks, but MPI sees {facts['size']}"
         return [Check(name, "fault", text, "use the launcher of the MPI that mpi4py loads")]
     checks = [_sum_check("all-reduce by mpi4py", "mpi", answer)]
     if not horovod_loads:
-        text = "not tried, as Horovod cannot be loaded"
+        text = "not tried, since Horovod cannot be loaded"
         return [*checks, Check("all-reduce by Horovod", "note", text)]
     checks.append(_sum_check("all-reduce by Horovod", "horovod", answer))
     if checks[-1].state == "ok":
@@ -67,14 +67,14 @@ def allreduce_checks(answer: Answer, horovod_loads: bool) -> list[Check]:
 def algorithm_check(
     pair: Answer, automatic: Answer, ring: Answer, library: str, chosen_by_user: Sequence[str]
 ) -> Check:
-    """Say which algorithm the MPI library uses, and whether `--allreduce ring` is honoured.
+    """Return which algorithm the MPI library uses, and whether `--allreduce ring` is honoured.
 
     Args:
         pair: the probe `allreduce` on 2 ranks.
         automatic: the probe `reductions auto` on 4 ranks.
         ring: the probe `reductions ring` on 4 ranks.
         library: name of the MPI library.
-        chosen_by_user: variables by which the user's environment tunes it.
+        chosen_by_user: variables in the user's environment that tune it.
     """
     name = "all-reduce algorithm"
     for answer in (automatic, ring):
@@ -83,24 +83,24 @@ def algorithm_check(
     by_size = {size: _name(automatic.facts[str(size)], size) for size in WATCHED_SIZES}
     component = chosen_component(automatic.errors)
     chooser = f"{library}{f' (component {component})' if component else ''}"
-    by = f"as {', '.join(chosen_by_user)} say" if chosen_by_user else "by size and ranks"
+    by = f"from {', '.join(chosen_by_user)}" if chosen_by_user else "by size and ranks"
     parts = [f"auto, chosen by {chooser} {by}: 4 ranks, {_spell(by_size)}"]
     if "trace" in pair.facts:
         parts.append(f"2 ranks, 1 MB: {name_algorithm(pair.facts['trace'], 2**17)}")
-    asked = {size: _name(ring.facts[str(size)], size) for size in WATCHED_SIZES}
+    ring_by_size = {size: _name(ring.facts[str(size)], size) for size in WATCHED_SIZES}
     differing = all(ring.facts[str(size)]["sums"] > 1 for size in WATCHED_SIZES)
-    if all(found.startswith(RING) for found in asked.values()) and differing:
+    if all(algorithm.startswith(RING) for algorithm in ring_by_size.values()) and differing:
         parts.append("--allreduce ring gives ring at every size")
         return Check(name, "ok", "; ".join(parts))
-    parts.append(f"--allreduce ring is NOT honoured: {_spell(asked)}")
+    parts.append(f"--allreduce ring is NOT honoured: {_spell(ring_by_size)}")
     cure = f"unset {' '.join(chosen_by_user)}" if chosen_by_user else "use --allreduce auto"
     return Check(name, "note", "; ".join(parts), cure)
 
 
 def chosen_component(errors: str) -> str:
-    """Open MPI's collective component of MPI_COMM_WORLD: the last that its verbose log enables.
+    """Return Open MPI's collective component of MPI_COMM_WORLD: the last one that its log enables.
 
-    Components are enabled in the order of their priority, each covering the ones before it.
+    Components are enabled in the order of their priority, and each overrides the ones before it.
     """
     component = ""
     for line in errors.splitlines():
@@ -119,15 +119,16 @@ def _sum_check(name: str, library: str, answer: Answer) -> Check:
         return Check(name, "fault", f"failed on 2 ranks: {answer.reason}", cure)
     if not right:
         text = "1 MB on 2 ranks gave a WRONG sum"
-        return Check(name, "fault", text, "do not train here; report it with doctor --json")
+        cure = "do not train on this machine, and report it with the output of doctor --json"
+        return Check(name, "fault", text, cure)
     milliseconds = answer.facts[f"{library}_milliseconds"]
-    return Check(name, "ok", f"1 MB of float32 on 2 ranks: right, {milliseconds:.2f} ms")
+    return Check(name, "ok", f"1 MB of float32 on 2 ranks: correct, {milliseconds:.2f} ms")
 
 
 def _process_set_check(answer: Answer) -> Check:
     name = "process sets"
     if answer.facts.get("process_sets_right"):
-        return Check(name, "ok", "a set for each of 2 ranks was added and reduced right")
+        return Check(name, "ok", "a set was added for each of 2 ranks and gave correct sums")
     text = f"did not work: {answer.reason or 'a wrong sum'}"
     return Check(name, "fault", text, "unset HOROVOD_DYNAMIC_PROCESS_SETS, then make setup")
 
@@ -137,7 +138,7 @@ def _name(watched: Mapping[str, Any], size: int) -> str:
 
 
 def _spell(by_size: Mapping[int, str]) -> str:
-    """`8 KB: a; 1 MB, 16 MB: b` for sizes in bytes."""
+    """Return text such as `8 KB: a, 1 MB and 16 MB: b` for algorithms by size in bytes."""
     groups = groupby(by_size.items(), key=lambda item: item[1])
     return ", ".join(
         f"{' and '.join(_size(size) for size, _ in items)}: {name}" for name, items in groups

@@ -11,7 +11,7 @@ from hvdtrain.activity import (
     last_activity,
 )
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 def test_each_rank_has_a_line_whatever_the_order(tmp_path: Path) -> None:
@@ -38,28 +38,28 @@ def test_what_was_never_written_is_unknown(tmp_path: Path) -> None:
 
 
 class Looks:
-    """Looks at ranks every so many seconds, by a clock of its own."""
+    """An observer that checks ranks at intervals of its own clock."""
 
     def __init__(self) -> None:
         self.now = 0.0
 
     def clock(self) -> float:
-        """Seconds of this clock."""
+        """Return the seconds of this clock."""
         return self.now
 
     def look_for(
-        self, seconds: float, stalled: Callable[[], Found | None], tick: float = 1.0
-    ) -> Found | None:
-        """What is found within so many seconds."""
+        self, seconds: float, stalled: Callable[[], Result | None], tick: float = 1.0
+    ) -> Result | None:
+        """Return the first result of `stalled` within `seconds`, checked every `tick`."""
         for _ in range(round(seconds / tick)):
             self.now += tick
-            if found := stalled():
-                return found
+            if result := stalled():
+                return result
         return None
 
 
 def watch(looks: Looks, path: Path) -> Watch:
-    """Of two ranks, with a limit of 50 s before the first step, by a look every second."""
+    """Return a watch of two ranks every second, with a limit of 50 s before the first step."""
     return Watch(path, range(2), 50, 1, looks.clock)
 
 
@@ -78,13 +78,13 @@ def test_the_watchdog_reports_an_action_that_takes_too_long_and_ends() -> None:
 
 def test_an_action_may_take_its_limit_and_no_longer() -> None:
     looks = Looks()
-    activity = Activity(None, 0, 1000, print, looks.clock)  # whose own watchdog is far too slow
+    activity = Activity(None, 0, 1000, print, looks.clock)  # its own watchdog is far too slow
     activity.step(3)
     for factor in (1, 5):
         activity.note("0F0: forward", factor)
         assert looks.look_for(1000 * factor, activity.stalled, activity.tick) is None
-        found = looks.look_for(2 * activity.tick, activity.stalled, activity.tick)
-        assert found == "step 3, 0F0: forward"
+        line = looks.look_for(2 * activity.tick, activity.stalled, activity.tick)
+        assert line == "step 3, 0F0: forward"
     activity.close()
 
 
@@ -115,7 +115,7 @@ def test_what_goes_on_inside_another_action_is_not_its_end(tmp_path: Path) -> No
 
 
 def test_a_rank_that_is_silent_for_too_long_is_found_from_outside(tmp_path: Path) -> None:
-    """Also at rest, where its own watchdog does not look: it was there until somebody came."""
+    """A rank at rest is watched too, where its own watchdog does not look."""
     path = tmp_path / "activity"
     ranks = [Activity(path, rank, 10, print) for rank in range(2)]
     looks = Looks()
@@ -136,7 +136,7 @@ def test_a_rank_that_is_silent_for_too_long_is_found_from_outside(tmp_path: Path
 
 
 def test_a_rank_that_waits_for_all_others_is_named_after_them(tmp_path: Path) -> None:
-    """The highest rank was, where all had been at something for as long."""
+    """Without the extra time, the highest of equally stuck ranks would be named."""
     path = tmp_path / "activity"
     ranks = [Activity(path, rank, 10, print) for rank in range(2)]
     looks = Looks()
@@ -159,7 +159,7 @@ def test_a_rank_that_never_begins_is_found_after_the_patience_of_a_start(tmp_pat
 
 
 def test_a_job_that_is_suspended_is_not_stalled(tmp_path: Path) -> None:
-    """The watch is suspended with it: the gap between two of its looks does not count."""
+    """The watch is suspended with the job: the gap between two of its checks does not count."""
     looks = Looks()
     stalled = watch(looks, tmp_path / "activity").stalled
     for _ in range(10):

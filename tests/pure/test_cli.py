@@ -1,4 +1,4 @@
-"""The command line: its errors are one line with the nearest valid name, and exit with 2."""
+"""Errors of the command line are one line with the nearest valid name, and exit with 2."""
 
 import dataclasses
 import functools
@@ -39,7 +39,7 @@ parser = functools.cache(cli._parser)
 
 
 def parsed(arguments: list[str]) -> dict[str, Any]:
-    """The values of the innermost command."""
+    """Return the values of the innermost command."""
     return cli._innermost(parser().parse_args(arguments).as_dict())[1]
 
 
@@ -64,7 +64,7 @@ def parsed(arguments: list[str]) -> dict[str, Any]:
         ([*TRAIN, "--device", "tpu"], "--device tpu is not known; "),
         ([*TRAIN, "--lr", "fast"], "--lr must be a number, not fast"),
         ([*TRAIN, "--lr"], "--lr needs a value"),
-        ([*TRAIN, "--no-compile=1"], "--no-compile takes no value, not '1': leave it out"),
+        ([*TRAIN, "--no-compile=1"], "--no-compile takes no value: leave '1' out"),
         ([*TRAIN, "--precision", "fp16"], "--precision fp16 is not supported: use bf16"),
         (
             [*TRAIN, "--precision", "fp8"],
@@ -125,7 +125,7 @@ def test_the_command_line_wins_over_the_file(
 def test_a_job_s_file_and_command_line_are_read_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """YAML 1.1 reads 1:30:00 as 5400, of which nothing tells that it was a time."""
+    """YAML 1.1 would read 1:30:00 as the number 5400, which is not recognised as a time."""
     path = tmp_path / "run.yaml"
     path.write_text("model: cnn\ndata: d\ntime: 1:30:00\nmem: 4000\nsbatch: [exclusive]\n")
     seen: list[JobOptions] = []
@@ -147,7 +147,7 @@ def test_a_job_s_file_and_command_line_are_read_together(
 def test_a_boolean_takes_a_value_or_no_and_the_last_one_wins(
     command: list[str], name: str
 ) -> None:
-    """A `compile: true` of a file could not be overridden: there was no way to say false."""
+    """A `compile: true` in a file can be overridden on the command line."""
     yes, no = f"--{name.replace('_', '-')}", f"--no-{name.replace('_', '-')}"
     for words, value in [
         ([], False),
@@ -169,7 +169,7 @@ def test_a_boolean_takes_a_value_or_no_and_the_last_one_wins(
 
 
 def test_the_command_line_wins_over_the_file_wherever_it_is_named(tmp_path: Path) -> None:
-    """A `--config` behind an option won over it, against what README says."""
+    """A `--config` after an option does not override it."""
     path = tmp_path / "run.yaml"
     path.write_text("compile: true\nlr: 0.5\nepochs: 3\n")
     for command in (TRAIN, ["jobs", "submit", *TRAIN[1:]]):
@@ -212,7 +212,7 @@ def test_a_boolean_of_a_file_is_true_or_false(tmp_path: Path, content: str, mess
 def test_a_wrong_value_of_a_job_s_file_is_named(
     tmp_path: Path, content: str, message: str
 ) -> None:
-    """An unknown key was reported as `'jobs'`, and `time: 1.5` had to be a whole number."""
+    """jsonargparse alone would report an unknown key as `'jobs'`, and a wrong type for `time`."""
     path = tmp_path / "run.yaml"
     path.write_text(f"{content}\n")
     with pytest.raises(UsageError, match=message) as caught:
@@ -264,7 +264,7 @@ def test_resume_takes_a_third_value(tmp_path: Path) -> None:
 
 
 def test_the_options_of_train_are_a_contract() -> None:
-    """Scripts rely on these names: one may be added, none may go."""
+    """Scripts rely on these names: options may be added, but none may be removed."""
     fixed = {
         *("--model", "--data", "--plan", "--ranks", "--epochs", "--max-steps", "--batch-size"),
         *("--microbatches", "--precision", "--optimizer", "--lr", "--lr-base-batch"),

@@ -81,18 +81,20 @@ def test_epochs_and_steps_end_a_run_whichever_comes_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "own"),
+    ("kind", "exceptions"),
     [
-        # Random images, and their size.
+        # Its data may be synthetic images, with their own size.
         (StepConfig, {"data", "image_size"}),
-        # Shapes alone; fp64 for check; the simulated step.
+        # It needs shapes alone; check runs in fp64; the trace is of the simulated step.
         (PlanConfig, {"ranks", "plan", "precision", "image_size", "seed", "trace"}),
     ],
 )
-def test_other_commands_have_the_defaults_and_the_help_of_train(kind: type, own: set[str]) -> None:
-    """`bench step` timed SGD where `train` takes Adam."""
+def test_other_commands_have_the_defaults_and_the_help_of_train(
+    kind: type, exceptions: set[str]
+) -> None:
+    """`bench step` must not time SGD while `train` uses Adam."""
     train = {item.name: item for item in fields(TrainConfig)}
-    shared = [item for item in fields(kind) if item.name in train and item.name not in own]
+    shared = [item for item in fields(kind) if item.name in train and item.name not in exceptions]
     assert len(shared) >= 8
     for item in shared:
         of_train = train[item.name]

@@ -1,4 +1,4 @@
-"""Which parameters `--no-decay` means, by the names that PyTorch and Keras give them."""
+"""The parameters that `--no-decay` selects, by their names in PyTorch and Keras."""
 
 import pytest
 
@@ -29,7 +29,10 @@ from hvdtrain.decay import is_exempt, parse
 def test_a_parameter_is_of_its_kinds(
     name: str, layer: str, dimensions: int, kinds: set[str]
 ) -> None:
-    each = [parse(kind) for kind in ("norm", "bias", "position")]
-    found = {kind for own in each for kind in own if is_exempt(own, name, layer, dimensions)}
-    assert found == kinds
+    exempt = {
+        kind
+        for kind in ("norm", "bias", "position")
+        if is_exempt(parse(kind), name, layer, dimensions)
+    }
+    assert exempt == kinds
     assert not is_exempt(parse("none"), name, layer, dimensions)

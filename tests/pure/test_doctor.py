@@ -1,4 +1,4 @@
-"""What doctor concludes from facts, and the cures it gives."""
+"""The checks that doctor derives from facts, and the fixes that it suggests."""
 
 import json
 import sys
@@ -82,9 +82,9 @@ def test_libraries_that_are_missing_or_poor_are_faults_with_a_cure() -> None:
     package = {"mpi4py": {"version": "4.1.2", "path": "/m"}}
     for check in (
         libraries.package_check("PyTorch", gone, ""),
-        libraries.package_check("PyTorch", None, "it was ended by SIGSEGV"),
+        libraries.package_check("PyTorch", None, "it was killed by SIGSEGV"),
         libraries.mpi4py_check(Answer({"mpi4py": gone})),
-        libraries.mpi4py_check(Answer(package, "it was ended by SIGABRT")),
+        libraries.mpi4py_check(Answer(package, "it was killed by SIGABRT")),
         libraries.mpi4py_check(Answer(package | MPI | {"thread_multiple": False})),
         libraries.horovod_check(gone, ""),
         libraries.horovod_check(PLUGIN | {"mpi": False, "nccl": False}, ""),
@@ -125,7 +125,7 @@ def test_a_line_works_only_if_all_its_ranks_meet_in_one_world() -> None:
     assert "started 2 ranks in worlds of 1" in apart.text
     hanging = launchers.line_check(line, Outcome(None, "", "", 9), SITE)
     assert hanging.state == "fault"
-    assert "hung and was ended after 9 s" in hanging.text
+    assert "hung and was killed after 9 s" in hanging.text
     assert hanging.cure
 
 
@@ -200,13 +200,13 @@ def test_the_faster_precision_is_named_with_its_option(
 
 
 def test_precisions_that_could_not_be_compared_are_a_note_with_the_reason() -> None:
-    check = precision.precision_check(None, "it was ended by SIGILL")
+    check = precision.precision_check(None, "it was killed by SIGILL")
     assert (check.state, is_fit([check])) == ("note", True)
-    assert "not compared: it was ended by SIGILL" in check.text
+    assert "not compared: it was killed by SIGILL" in check.text
 
 
 def test_a_speed_up_is_that_of_most_rounds() -> None:
-    """Here every seventh step is interrupted for ten times as long."""
+    """Every seventh step of this test is interrupted and takes ten times its duration."""
     now, steps = 0.0, 0
 
     def act(is_bf16: bool) -> None:
@@ -233,7 +233,7 @@ def test_one_fault_makes_a_machine_unfit_and_notes_do_not() -> None:
     assert "does not work" in verdict([Check("PyTorch", "fault", "gone", "x")], {})
     lines = {"mpirun": {2: "mpirun -np 2 hvdtrain train"}}
     text = report_as_text(broken, lines)
-    assert "cure: make setup" in text
+    assert "fix: make setup" in text
     assert "  mpirun -np 2 hvdtrain train --model cnn --data DIR" in text.splitlines()
     report = json.loads(report_as_json(broken, lines))
     assert report["fit"] is False
@@ -263,13 +263,13 @@ def test_the_reason_is_the_exception_or_the_launchers_remark_or_the_last_line() 
 
 def test_a_process_that_hangs_is_ended_with_its_children() -> None:
     start = time.monotonic()
-    # The child holds the pipe open: waiting for its end would take a minute.
+    # The child holds the pipe open: waiting until it ends would take a minute.
     outcome = run(["/bin/sh", "-c", "sleep 60 & sleep 60"], 0.2)
-    assert outcome.reason == "it hung and was ended after 0 s"
+    assert outcome.reason == "it hung and was killed after 0 s"
     assert time.monotonic() - start < 20
 
 
 def test_a_program_that_crashes_or_is_missing_gives_a_reason_and_no_traceback() -> None:
     crash = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
-    assert run([sys.executable, "-c", crash], 20).reason == "it was ended by SIGSEGV"
+    assert run([sys.executable, "-c", crash], 20).reason == "it was killed by SIGSEGV"
     assert "No such file" in run(["/no/such/program"], 20).reason

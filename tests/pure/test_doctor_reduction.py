@@ -1,4 +1,4 @@
-"""What doctor concludes from the way an all-reduce was summed."""
+"""The checks that doctor derives from the way in which an all-reduce was summed."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from hvdtrain.doctor import reduction
 from hvdtrain.doctor.process import Answer
 from hvdtrain.doctor.protocol import WATCHED_SIZES
 
-# Pieces of real all-reduces of 1024 elements on 4 ranks of Open MPI 5.0.11, by rank.
+# Pieces by rank of real all-reduces of 1024 elements on 4 ranks with Open MPI 5.0.11.
 RING = [
     [[256, 8, 1], [256, 12, 1], [256, 14, 1]],
     [[256, 1, 2], [256, 9, 2], [256, 13, 2]],
@@ -41,8 +41,8 @@ SEGMENTED = [[[count // 2, a, b] for count, a, b in pieces for _ in range(2)] fo
         (LINEAR, "reduce to one rank, then broadcast"),
         ([[[512, 2, 1]], [[512, 1, 2]]], reduction.HALVES),
         ([[[1024, 1, 2]], [[1024, 1, 2]]], "recursive doubling"),
-        ([[], [], [], []], "an algorithm that doctor does not know"),
-        ([RING[0], [], [], []], "an algorithm that doctor does not know"),
+        ([[], [], [], []], "an unknown algorithm"),
+        ([RING[0], [], [], []], "an unknown algorithm"),
     ],
 )
 def test_an_algorithm_is_named_by_the_pieces_that_ranks_add(trace: Any, name: str) -> None:
@@ -73,7 +73,7 @@ def test_a_users_own_tuning_is_named_and_its_removal_is_the_cure() -> None:
     variable = "OMPI_MCA_coll_tuned_allreduce_algorithm"
     same = watched(RABENSEIFNER, 1)
     check = reduction.algorithm_check(Answer(), same, same, "Open MPI", [variable])
-    assert f"as {variable} say" in check.text
+    assert f"from {variable}: 4 ranks" in check.text
     assert check.cure == f"unset {variable}"
 
 
@@ -91,13 +91,13 @@ def test_the_component_is_the_last_that_is_enabled_for_the_world() -> None:
 
 
 def test_two_ranks_that_did_not_start_or_did_not_meet_are_a_fault() -> None:
-    for answer, said in (
-        (Answer({}, "it hung and was ended after 90 s"), "it hung"),
+    for answer, text in (
+        (Answer({}, "it hung and was killed after 90 s"), "it hung"),
         (Answer({"size": 1}), "MPI sees 1"),
     ):
         (check,) = reduction.allreduce_checks(answer, horovod_loads=True)
         assert check.state == "fault"
-        assert said in check.text
+        assert text in check.text
         assert check.cure
 
 

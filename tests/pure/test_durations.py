@@ -1,4 +1,4 @@
-"""The order in which a run makes its tests."""
+"""The order in which a run executes its tests."""
 
 from tests.durations import in_order
 

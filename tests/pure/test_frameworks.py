@@ -1,4 +1,4 @@
-"""What a configuration may ask of each framework."""
+"""The options that each framework supports."""
 
 from typing import Any
 
@@ -21,20 +21,20 @@ def test_keras_is_data_parallel(plan: str | None) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"plan": "mp"}, "--framework tensorflow knows no plan mp: there are single, dp and "),
-        ({"plan": "plan.json"}, "knows no plan plan.json"),
-        ({"plan": "mirrored:0"}, "mirrored:0 is no plan: mirrored:N is N devices"),
-        ({"plan": "mirrored:x"}, "mirrored:x is no plan"),
+        ({"plan": "mp"}, "--plan mp is not supported with --framework tensorflow: use sin"),
+        ({"plan": "plan.json"}, "--plan plan.json is not supported"),
+        ({"plan": "mirrored:0"}, "mirrored:0 is not known: write mirrored:N for N devices"),
+        ({"plan": "mirrored:x"}, "--plan mirrored:x is not known"),
         ({"plan": "mirrored:65"}, "has more devices than --batch-size 64 has images"),
         ({"plan": "mirrored", "ranks": 2}, "runs in one process, not on 2 ranks"),
-        ({"plan": "mirrored", "clip_norm": 1.0}, "--clip-norm does not go with --plan mirrored"),
-        ({"plan": "mirrored", "on_bad_step": "skip"}, "--on-bad-step does not go with"),
+        ({"plan": "mirrored", "clip_norm": 1.0}, "--clip-norm is not supported with --plan mir"),
+        ({"plan": "mirrored", "on_bad_step": "skip"}, "--on-bad-step is not supported with"),
         ({"plan": "mirrored", "framework": "torch"}, "add --framework tensorflow"),
-        ({"schedule": "1f1b"}, "--schedule does not go with --framework tensorflow"),
-        ({"compile": True}, "--compile does not go with"),
-        ({"batch_norm": "sync"}, "--batch-norm does not go with"),
-        ({"weights": "w.pth"}, "--weights does not go with"),
-        ({"trace": "t.json"}, "--trace does not go with"),
+        ({"schedule": "1f1b"}, "--schedule is not supported with --framework tensorflow"),
+        ({"compile": True}, "--compile is not supported with"),
+        ({"batch_norm": "sync"}, "--batch-norm is not supported with"),
+        ({"weights": "w.pth"}, "--weights is not supported with"),
+        ({"trace": "t.json"}, "--trace is not supported with"),
     ],
 )
 def test_what_a_framework_does_not_do_is_refused(values: dict[str, Any], message: str) -> None:

@@ -1,4 +1,4 @@
-"""Help pages: every command in one line, every option under its heading, defaults as they are."""
+"""Help pages: every command in one line, every option under its heading, with its default."""
 
 import dataclasses
 import re
@@ -17,7 +17,7 @@ def _eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def page(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The help page of a command."""
+    """Return the help page of a command."""
     with pytest.raises(SystemExit) as ended:
         cli.run([*words, "--help"])
     assert ended.value.code == 0
@@ -81,7 +81,7 @@ def test_the_options_of_train_stand_under_headings_with_true_defaults(
 def test_no_page_shows_types_of_python_or_empty_defaults(
     capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    """`--help` was a wall of `(type: Optional[Literal[...]], default: null)`."""
+    """jsonargparse alone prints `(type: Optional[Literal[...]], default: null)`."""
     printed = page(capsys, *command.split())
     assert not re.search(r"type:|null|None|Optional|Literal|Union|%%|\[options\] ", printed)
     assert printed.startswith(f"usage: hvdtrain {command}")
@@ -99,7 +99,7 @@ def test_a_type_says_what_stands_for_a_value(kind: object, word: str | None) -> 
 def test_a_page_is_readable_in_a_terminal_too_narrow_for_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: str
 ) -> None:
-    """With 2 columns the help ended with an error of textwrap."""
+    """textwrap alone raises an error with 2 columns."""
     monkeypatch.setenv("COLUMNS", columns)
     assert "hvdtrain" in page(capsys)
     assert "--precision {fp32,bf16,fp64}" in page(capsys, "train")

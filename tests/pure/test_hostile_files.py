@@ -1,4 +1,4 @@
-"""Files of users: whatever they hold, what they mean or one line comes out, and that soon."""
+"""Users' files give a valid result or an error of one line, quickly, whatever they hold."""
 
 import json
 import math
@@ -52,7 +52,7 @@ STUDY = {"model": "cnn", "data": "data", "ranks": [1, 2], "lr": 0.1, "repeats": 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where each example writes its file over that of the one before."""
+    """Return a folder in which each example overwrites the file of the one before."""
     return tmp_path_factory.mktemp("hostile")
 
 
@@ -92,8 +92,8 @@ def test_a_file_of_a_site_is_one_or_one_line(
 ) -> None:
     file = folder / "site.yaml"
     file.write_text(yaml.safe_dump(hostile.changed(SITE, path, to)))
-    found = hostile.understood(lambda: site.load(str(file)))
-    assert found is None or abs(found.warning_seconds) < 2**63
+    loaded = hostile.understood(lambda: site.load(str(file)))
+    assert loaded is None or abs(loaded.warning_seconds) < 2**63
 
 
 @given(st.sampled_from(hostile.paths_of(STUDY)), hostile.VALUES)
@@ -102,17 +102,17 @@ def test_a_file_of_a_study_is_one_or_one_line(
 ) -> None:
     file = folder / "study.yaml"
     file.write_text(yaml.safe_dump(hostile.changed(STUDY, path, to)))
-    found = hostile.understood(lambda: grid.load(str(file), "runs"))
-    assert found is None or 0 < len(found.cells) <= grid.MOST_RUNS
+    loaded = hostile.understood(lambda: grid.load(str(file), "runs"))
+    assert loaded is None or 0 < len(loaded.cells) <= grid.MOST_RUNS
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (json.dumps({str(number): 1 for number in range(20_000)}), "unknown key 0"),
         (json.dumps({"k" * 10**6: 1}), "unknown key kkk"),
         ('{"stages": [' + '{"ranks": [0]},' * 2**19 + "]}", "larger than 4,194,304 bytes"),
-        ('{"stages": ' + "[" * 10**5, "too deep"),
+        ('{"stages": ' + "[" * 10**5, "too deeply"),
         ('{"stages": [{"ranks": [1e400]}]}', "must be a finite number, not inf"),
         (
             f'{{"stages": [{{"ranks": [0]}}], "microbatches": {10**400}}}',
@@ -120,19 +120,19 @@ def test_a_file_of_a_study_is_one_or_one_line(
         ),
     ],
 )
-def test_a_plan_file_made_to_harm_is_refused_soon(tmp_path: Path, text: str, said: str) -> None:
-    """One of 20,000 keys took ten seconds: each was looked for among all."""
+def test_a_plan_file_made_to_harm_is_refused_soon(tmp_path: Path, text: str, message: str) -> None:
+    """The check of 20,000 keys must not compare each with all the others."""
     file = tmp_path / "plan.json"
     file.write_text(text)
-    began = time.process_time()
-    with pytest.raises(UsageError, match=said) as caught:
+    start = time.process_time()
+    with pytest.raises(UsageError, match=message) as caught:
         planfile.parse(str(file), NAMES, 3)
-    assert time.process_time() - began < 2
+    assert time.process_time() - start < 2
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 500
 
 
-@settings(deadline=None)  # the parser takes its time
+@settings(deadline=None)  # the parser is slow
 @given(st.sampled_from(sorted(CONFIG)), hostile.VALUES)
 def test_a_configuration_is_in_range_or_one_line(folder: Path, key: str, to: object) -> None:
     path = folder / "config.yaml"
@@ -180,19 +180,19 @@ def test_a_manifest_is_one_or_one_line(
     folder: Path, path: tuple[Any, ...], to: object, signs: bool
 ) -> None:
     content = hostile.changed(MANIFEST, path, to)
-    if signs:  # as one who means harm would
-        own = {key: content[key] for key in content if key != "sha256"}
+    if signs:  # as an attacker would
+        unsigned = {key: content[key] for key in content if key != "sha256"}
         try:
-            content["sha256"] = manifest._digest(own)
+            content["sha256"] = manifest._digest(unsigned)
         except ValueError:
             reject()  # no JSON has such a number
     (folder / manifest.MANIFEST).write_text(json.dumps(content))
 
     def read() -> manifest.Manifest:
-        found = manifest.read(folder)
-        Progress.of(found.progress)
-        return found
+        loaded = manifest.read(folder)
+        Progress.of(loaded.progress)
+        return loaded
 
-    if (found := hostile.understood(read, DataError)) is not None:
-        assert all(0 <= part.bytes < 2**63 for part in found.parts)
-        assert all("/" not in part.name for part in found.parts)
+    if (loaded := hostile.understood(read, DataError)) is not None:
+        assert all(0 <= part.bytes < 2**63 for part in loaded.parts)
+        assert all("/" not in part.name for part in loaded.parts)

@@ -1,4 +1,4 @@
-"""What `--inject` accepts, and that nothing else gets through."""
+"""The faults that `--inject` accepts, and the refusal of everything else."""
 
 import pytest
 from hypothesis import given
@@ -29,27 +29,27 @@ def test_a_seed_decides_the_step_and_the_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "KIND is kill, segfault"),
         ("die step=3", "KIND is kill, segfault"),
         ("kill", "needs step=N"),
         ("kill rank=1", "needs step=N"),
         ("kill step=3 seconds=1", "kill takes step, rank or seed"),
-        ("kill step=0", "'0' is no whole number from 1 on"),
-        ("kill step=-1", "'-1' is no whole number from 1 on"),
-        ("kill step=1e9", "'1e9' is no whole number"),
-        ("kill step=3 rank=2", "there are 2 rank(s), from 0 on"),
+        ("kill step=0", "'0' is not a whole number of at least 1"),
+        ("kill step=-1", "'-1' is not a whole number of at least 1"),
+        ("kill step=1e9", "'1e9' is not a whole number"),
+        ("kill step=3 rank=2", "rank 2 does not exist, use 0 to 1"),
         ("kill step=3 rank", "is not understood"),
-        ("slow step=3 seconds=inf", "'inf' is no number of seconds"),
-        ("replan step=3 rank=1", "all ranks change the plan, so leave out rank="),
+        ("slow step=3 seconds=inf", "'inf' is not a duration in seconds"),
+        ("replan step=3 rank=1", "all ranks change the plan: leave out rank="),
         ("kill step=3;", "KIND is kill, segfault"),
     ],
 )
-def test_anything_else_is_refused_in_one_line(text: str, said: str) -> None:
+def test_anything_else_is_refused_in_one_line(text: str, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse(text, ranks=2)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

@@ -68,8 +68,8 @@ STARTING = ["process rank 0 with PID 1 on node vm exited on", "signal 10 (User d
 IMPORTING = ["process rank 0 with PID 1 on node vm exited on", "signal 15 (Terminated)."]
 
 
-def asked(*numbers: signal.Signals, ended: str = "") -> RanksStop:
-    """The launcher's memory after these signals."""
+def stopped(*numbers: signal.Signals, ended: str = "") -> RanksStop:
+    """Return the launcher's stop request after these signals."""
     with RanksStop() as stop:
         for number in numbers:
             with contextlib.suppress(KeyboardInterrupt):  # no rank runs
@@ -81,50 +81,50 @@ def asked(*numbers: signal.Signals, ended: str = "") -> RanksStop:
 @pytest.mark.parametrize(
     ("code", "banners", "stop", "expected"),
     [
-        (0, [], asked(), (0, None)),
-        (2, [ABORT], asked(), (2, None)),
-        (1, [ABORT], asked(), (1, None)),
-        (1, ["no slots"], asked(), (4, "mpirun ended with 1: no slots")),
-        (75, [], asked(signal.SIGUSR1), (75, None)),
-        (75, [], asked(signal.SIGTERM), (75, None)),
-        (75, [], asked(signal.SIGTERM, signal.SIGHUP), (75, None)),
-        (75, [], asked(signal.SIGUSR1, signal.SIGTERM), (75, None)),
-        (75, [], asked(signal.SIGINT), (130, None)),
-        (138, STARTING, asked(signal.SIGINT), (130, BEFORE_TRAINING)),
-        (138, STARTING, asked(signal.SIGTERM), (75, BEFORE_TRAINING)),
-        (143, IMPORTING, asked(signal.SIGTERM), (75, BEFORE_TRAINING)),
+        (0, [], stopped(), (0, None)),
+        (2, [ABORT], stopped(), (2, None)),
+        (1, [ABORT], stopped(), (1, None)),
+        (1, ["no slots"], stopped(), (4, "mpirun ended with 1: no slots")),
+        (75, [], stopped(signal.SIGUSR1), (75, None)),
+        (75, [], stopped(signal.SIGTERM), (75, None)),
+        (75, [], stopped(signal.SIGTERM, signal.SIGHUP), (75, None)),
+        (75, [], stopped(signal.SIGUSR1, signal.SIGTERM), (75, None)),
+        (75, [], stopped(signal.SIGINT), (130, None)),
+        (138, STARTING, stopped(signal.SIGINT), (130, BEFORE_TRAINING)),
+        (138, STARTING, stopped(signal.SIGTERM), (75, BEFORE_TRAINING)),
+        (143, IMPORTING, stopped(signal.SIGTERM), (75, BEFORE_TRAINING)),
         (
             143,
             IMPORTING,
-            asked(),
+            stopped(),
             (4, "rank 0 on vm was ended by signal 15 (Terminated); the job"),
         ),
-        (130, [], asked(signal.SIGTERM, ended=BEFORE_TRAINING), (75, BEFORE_TRAINING)),
-        (143, [], asked(signal.SIGINT, ended=AT_ONCE), (130, AT_ONCE)),
-        # A rank that could not save says so, whoever asked it to leave.
-        (3, [ABORT], asked(signal.SIGTERM), (3, None)),
-        (4, [ABORT], asked(signal.SIGINT), (4, None)),
+        (130, [], stopped(signal.SIGTERM, ended=BEFORE_TRAINING), (75, BEFORE_TRAINING)),
+        (143, [], stopped(signal.SIGINT, ended=AT_ONCE), (130, AT_ONCE)),
+        # A rank that could not save reports that, whatever signal requested the stop.
+        (3, [ABORT], stopped(signal.SIGTERM), (3, None)),
+        (4, [ABORT], stopped(signal.SIGINT), (4, None)),
     ],
 )
 def test_the_exit_code_is_that_of_the_rank_that_spoke(
     code: int, banners: list[str], stop: RanksStop, expected: tuple[int, str | None]
 ) -> None:
-    found, reason = judge(code, banners, stop)
-    assert found == expected[0]
+    exit_code, reason = judge(code, banners, stop)
+    assert exit_code == expected[0]
     assert (reason or "").startswith(expected[1] or "")
     assert bool(reason) == bool(expected[1])
 
 
 def test_a_launcher_that_was_asked_to_leave_starts_no_ranks() -> None:
-    """As between two starts of --restarts, where a SIGTERM ended it without a word."""
+    """A SIGTERM may arrive between two starts of --restarts, while no rank runs."""
     with RanksStop() as stop:
         signal.raise_signal(signal.SIGTERM)
-        with pytest.raises(Preempted, match="ended before training began"):
+        with pytest.raises(Preempted, match="ended before training started"):
             supervise(2, ["train", "--model", "none"], stop=stop)
 
 
 def test_75_is_never_said_of_a_rank_that_was_killed_while_it_saved() -> None:
-    code, reason = judge(137, [line.strip() for line in KILLED], asked(signal.SIGTERM))
+    code, reason = judge(137, [line.strip() for line in KILLED], stopped(signal.SIGTERM))
     assert code == 4
     assert reason is not None
     assert "signal 9" in reason

@@ -22,7 +22,7 @@ from hvdtrain.launchers import Launch, check_sizes, detect
             },
             Launch("srun", 5, 8, "7.0"),
         ),
-        # A batch script is in a job, but not in a step: it starts ranks, it is none.
+        # A batch script is in a job, but not in a step: it starts ranks, but is not a rank.
         (
             {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"},
             Launch("none", 0, 1, ""),
@@ -63,7 +63,7 @@ STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
     ],
 )
 def test_torchrun_is_refused_with_the_lines_that_work(environment: dict[str, str]) -> None:
-    """It started 4 processes of which each trained alone, and wrote a run folder of its own."""
+    """Otherwise each of the 4 processes would train alone and write its own run folder."""
     with pytest.raises(UsageError) as caught:
         detect(environment)
     assert str(caught.value).startswith("torchrun or accelerate launch started 4 processes")

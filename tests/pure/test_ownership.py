@@ -1,4 +1,4 @@
-"""Who owns a folder: one at a time, by signs of life and the disk's clock."""
+"""Ownership of a folder: one owner at a time, by signs of life and the disk's clock."""
 
 import json
 import os
@@ -23,13 +23,13 @@ def outside_any_job(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def take(folder: Path, said: list[str] | None = None, waits: "Waits | None" = None) -> Owner:
-    said, waits = [] if said is None else said, waits or Waits()
-    return claim(folder, folder / "heartbeats", said.append, waits.clock, waits.sleep)
+def take(folder: Path, messages: list[str] | None = None, waits: "Waits | None" = None) -> Owner:
+    messages, waits = [] if messages is None else messages, waits or Waits()
+    return claim(folder, folder / "heartbeats", messages.append, waits.clock, waits.sleep)
 
 
 def elsewhere(folder: Path, age: float = 0.0, **changed: object) -> Owner:
-    """An owner on another host, whose newest sign of life is so old."""
+    """Return an owner on another host, whose newest sign of life is `age` seconds old."""
     owner = take(folder)
     content = json.loads(owner.path.read_text())
     owner.path.write_text(json.dumps(content | {"host": "far", "place": "far"} | changed))
@@ -40,19 +40,19 @@ def elsewhere(folder: Path, age: float = 0.0, **changed: object) -> Owner:
 
 
 class Waits:
-    """A clock that only the sleeps of who waits move on; `signs` come in each of them."""
+    """A clock that advances only while a waiting process sleeps; `signs` is called each time."""
 
     def __init__(self, signs: Callable[[], object] = lambda: None) -> None:
         self.now, self.signs = 0.0, signs
 
     def clock(self) -> float:
-        """Seconds of this clock."""
+        """Return the seconds of this clock."""
         return self.now
 
     def sleep(self, seconds: float) -> None:
-        """Let the time pass."""
+        """Advance the clock, and call `signs`."""
         self.now += seconds
-        assert self.now < 20 * STALE_SECONDS, "it waits for ever"
+        assert self.now < 20 * STALE_SECONDS, "it hangs"
         self.signs()
 
 
@@ -62,9 +62,9 @@ def test_a_folder_has_one_owner_and_then_none(tmp_path: Path) -> None:
     owner.check()
     owner.release()
     assert not owner.path.exists()
-    said: list[str] = []
-    assert take(tmp_path / "run", said).token != owner.token
-    assert said == []
+    messages: list[str] = []
+    assert take(tmp_path / "run", messages).token != owner.token
+    assert messages == []
 
 
 @pytest.mark.parametrize("hours", [0, -1000, 1000])
@@ -84,9 +84,9 @@ def test_an_owner_that_lives_is_not_replaced_whatever_the_clocks_of_the_hosts_sa
 
 
 def test_an_owner_without_a_sign_of_life_is_replaced_and_learns_of_it(tmp_path: Path) -> None:
-    owner, said = elsewhere(tmp_path, age=STALE_SECONDS + 1), list[str]()
-    new = take(tmp_path, said)
-    assert said == []
+    owner, messages = elsewhere(tmp_path, age=STALE_SECONDS + 1), list[str]()
+    new = take(tmp_path, messages)
+    assert messages == []
     assert not owner.holds()
     with pytest.raises(UsageError, match="no longer belongs to this run"):
         owner.check()
@@ -95,7 +95,7 @@ def test_an_owner_without_a_sign_of_life_is_replaced_and_learns_of_it(tmp_path: 
 
 
 def test_an_owner_that_lives_is_not_replaced_by_one_that_was_suspended(tmp_path: Path) -> None:
-    """It took its own absence for silence: it had looked once before, and long ago."""
+    """A suspended process must not take its own absence for silence of the owner."""
     owner = elsewhere(tmp_path, age=1)
     waits = Waits()
 
@@ -113,9 +113,9 @@ def test_a_silent_owner_is_waited_for_until_it_has_been_silent_for_long_enough(
     tmp_path: Path,
 ) -> None:
     elsewhere(tmp_path, age=STALE_SECONDS / 2)
-    said, waits = list[str](), Waits()
-    take(tmp_path, said, waits)
-    (line,) = said
+    messages, waits = list[str](), Waits()
+    take(tmp_path, messages, waits)
+    (line,) = messages
     left = re.search(r"waiting up to (\d+) s to see whether it is alive", line)
     assert left is not None, line
     assert waits.now <= float(left[1]) + 0.5 + 2 * LOOK_SECONDS
@@ -123,7 +123,7 @@ def test_a_silent_owner_is_waited_for_until_it_has_been_silent_for_long_enough(
 
 
 def test_the_owner_of_a_time_to_come_is_waited_for_no_longer(tmp_path: Path) -> None:
-    """A folder that was copied from a disk whose clock was ahead."""
+    """Such a folder was copied from a disk whose clock was ahead."""
     elsewhere(tmp_path, age=-1e6)
     waits = Waits()
     take(tmp_path, waits=waits)
@@ -137,18 +137,18 @@ def test_an_owner_that_was_killed_here_is_replaced_at_once(tmp_path: Path) -> No
 
     end_of(in_child(be_killed))
     assert (tmp_path / NAME).exists()
-    said: list[str] = []
-    take(tmp_path, said)
-    assert said == []
+    messages: list[str] = []
+    take(tmp_path, messages)
+    assert messages == []
 
 
 def test_a_number_that_another_process_has_by_now_is_no_sign_of_life(tmp_path: Path) -> None:
     owner = take(tmp_path)
     content = json.loads(owner.path.read_text())
     owner.path.write_text(json.dumps(content | {"started": "1"}))
-    said: list[str] = []
-    take(tmp_path, said)
-    assert said == []
+    messages: list[str] = []
+    take(tmp_path, messages)
+    assert messages == []
 
 
 @pytest.mark.parametrize(
@@ -164,9 +164,9 @@ def test_a_later_start_by_the_same_job_replaces_an_earlier_one_at_once(
     elsewhere(tmp_path, starts={name: 0})
     for variable, value in again.items():
         monkeypatch.setenv(variable, value)
-    said: list[str] = []
-    take(tmp_path, said)
-    assert said == []
+    messages: list[str] = []
+    take(tmp_path, messages)
+    assert messages == []
 
 
 def test_two_starts_inside_one_job_are_two(
@@ -184,7 +184,7 @@ def test_of_many_that_come_at_once_one_is_the_owner(tmp_path: Path) -> None:
     over = tmp_path / "over"
 
     def compete() -> None:
-        owner = claim(tmp_path, tmp_path / "heartbeats", print)  # by the clock of all
+        owner = claim(tmp_path, tmp_path / "heartbeats", print)  # by the real clock
         while not over.exists():
             owner.check()
             owner.path.touch()
@@ -201,9 +201,9 @@ def test_a_file_that_is_no_owner_counts_as_one_until_it_is_old(tmp_path: Path) -
     (tmp_path / NAME).write_text('{"token": 1')
     with pytest.raises(UsageError, match="in use by another run"):
         take(tmp_path, waits=Waits((tmp_path / NAME).touch))
-    said, waits = list[str](), Waits()
-    take(tmp_path, said, waits)
-    assert "belongs to another run, last seen" in said[0]
+    messages, waits = list[str](), Waits()
+    take(tmp_path, messages, waits)
+    assert "belongs to another run, last seen" in messages[0]
     assert waits.now > 0
 
 

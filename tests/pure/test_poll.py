@@ -2,24 +2,24 @@ import pytest
 
 from hvdtrain.poll import LONGEST_SLEEP, SPIN_SECONDS, wait_until
 
-QUESTION_SECONDS = 1e-6
+POLL_SECONDS = 1e-6
 
 
 class Wait:
-    """A wait of `seconds` by a clock that each question and each sleep move on."""
+    """A wait of `seconds` by a clock that advances with each poll and each sleep."""
 
     def __init__(self, seconds: float) -> None:
-        self.seconds, self.now, self.asked = seconds, 0.0, 0
+        self.seconds, self.now, self.polls = seconds, 0.0, 0
         self.sleeps: list[float] = []
 
     def done(self) -> bool:
-        """Ask."""
-        self.asked += 1
-        self.now += QUESTION_SECONDS
+        """Return whether the wait is over."""
+        self.polls += 1
+        self.now += POLL_SECONDS
         return self.now > self.seconds
 
     def sleep(self, seconds: float) -> None:
-        """Leave the core to others for a while."""
+        """Advance the clock, and record the sleep."""
         self.sleeps.append(seconds)
         self.now += seconds
 
@@ -32,7 +32,7 @@ def waited(seconds: float) -> Wait:
 
 def test_a_wait_that_is_over_asks_once() -> None:
     wait = waited(0.0)
-    assert (wait.asked, wait.sleeps) == (1, [])
+    assert (wait.polls, wait.sleeps) == (1, [])
 
 
 def test_a_short_wait_does_not_sleep() -> None:
@@ -42,7 +42,7 @@ def test_a_short_wait_does_not_sleep() -> None:
 @pytest.mark.parametrize("seconds", [0.0012, 0.003, 0.05, 2.0])
 def test_a_long_wait_sleeps_and_ends_soon_after(seconds: float) -> None:
     wait = waited(seconds)
-    # All but the first millisecond is slept, apart from the questions between the sleeps.
+    # All but the first millisecond is slept, apart from the polls between the sleeps.
     assert sum(wait.sleeps) > 0.98 * (seconds - SPIN_SECONDS)
     assert max(wait.sleeps) <= LONGEST_SLEEP
-    assert wait.now < 1.1 * seconds + QUESTION_SECONDS
+    assert wait.now < 1.1 * seconds + POLL_SECONDS

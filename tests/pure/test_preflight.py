@@ -1,23 +1,23 @@
-"""What doctor says of a job, from what its ranks see."""
+"""The checks of a job that doctor derives from the properties of its ranks."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from hvdtrain.doctor.preflight import Seen, checks_of
+from hvdtrain.doctor.preflight import Seen, job_checks
 
 GOOD = Seen("n1", (0, 1), 2, 0, 2**30, "hvdtrain 1", 0.0)
 
 
 def _states(*seen: Seen) -> dict[str, tuple[str, str]]:
-    return {check.name: (check.state, check.text) for check in checks_of("srun", seen)}
+    return {check.name: (check.state, check.text) for check in job_checks("srun", seen)}
 
 
 def test_a_good_job_has_no_fault() -> None:
-    found = _states(GOOD, replace(GOOD, host="n2"))
-    assert {state for state, _ in found.values()} == {"ok"}
-    assert found["ranks"][1] == "2 by srun: 1 on n1, 1 on n2"
+    states = _states(GOOD, replace(GOOD, host="n2"))
+    assert {state for state, _ in states.values()} == {"ok"}
+    assert states["ranks"][1] == "2 by srun: 1 on n1, 1 on n2"
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,6 @@ def test_a_good_job_has_no_fault() -> None:
     ],
 )
 def test_each_fault_is_named(changes: dict[str, Any], name: str, state: str, text: str) -> None:
-    found = _states(GOOD, replace(GOOD, **{"host": "n2"} | changes))
-    assert found[name][0] == state
-    assert text in found[name][1]
+    states = _states(GOOD, replace(GOOD, **{"host": "n2"} | changes))
+    assert states[name][0] == state
+    assert text in states[name][1]

@@ -1,4 +1,4 @@
-"""What libraries remark is left out, and nothing else."""
+"""Known remarks of libraries are dropped, and nothing else."""
 
 import os
 

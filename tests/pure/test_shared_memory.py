@@ -1,4 +1,4 @@
-"""A job's folder in memory: held by who lives, removed after who was killed."""
+"""A job's folder in shared memory: kept while a process claims it, removed after a kill."""
 
 import os
 import signal
@@ -45,7 +45,7 @@ def test_what_the_killed_leave_goes_with_the_next_job(base: Path) -> None:
 
 
 def test_ranks_that_come_and_go_at_once_all_have_one(base: Path) -> None:
-    """Each removes what the others no longer hold, and may not take it from who is about to."""
+    """Each rank removes unclaimed folders, but never one that another rank is about to claim."""
 
     def come_and_go() -> None:
         for _ in range(300):

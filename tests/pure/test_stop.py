@@ -1,4 +1,4 @@
-"""Several signals, and when they come, are one request to leave."""
+"""Several signals are one request to stop, whenever they arrive."""
 
 import contextlib
 import signal
@@ -12,7 +12,7 @@ from hvdtrain.stop import SAME_CTRL_C_SECONDS, STOP_SIGNALS, StopRequest
 
 @pytest.fixture(autouse=True)
 def _own_signals() -> Iterator[None]:
-    """Give the test process its signals back, whatever a failed test left."""
+    """Restore the test process's signal handlers, also after a failed test."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, *STOP_SIGNALS)}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -40,21 +40,21 @@ def test_signals_of_a_scheduler_are_one_request(numbers: tuple[signal.Signals, .
 
 
 def test_a_ctrl_c_that_a_wrapper_delivers_twice_is_one() -> None:
-    """`timeout -s INT` sends it to the program and to its group."""
+    """`timeout -s INT` sends the signal to the program and to its group."""
     now = 100.0
     with StopRequest(clock=lambda: now) as stop:
         signal.raise_signal(signal.SIGINT)
         now += SAME_CTRL_C_SECONDS
         signal.raise_signal(signal.SIGINT)
         assert stop.interrupted
-        now += 0.1  # a person, who presses it again
+        now += 0.1  # a user presses Ctrl-C again
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
 
 
 def test_a_signal_that_was_blocked_until_there_is_a_handler_is_not_lost() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    signal.raise_signal(signal.SIGTERM)  # to this thread: others block nothing
+    signal.raise_signal(signal.SIGTERM)  # to this thread: other threads do not block it
     with StopRequest() as stop:
         assert stop.preempted
     assert signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ())

@@ -1,4 +1,4 @@
-"""Limits of time in every form that Slurm takes and prints."""
+"""Time limits in every format that Slurm accepts and prints."""
 
 import pytest
 

@@ -1,7 +1,7 @@
 """tools/build_horovod.py: its key, edits, messages when a piece is missing, cache and result.
 
-Where this environment's wheel is not in the cache (it was emptied after `make setup`), one test
-builds it first, which takes minutes.
+If this environment's wheel is not in the cache (emptied after `make setup`), one test builds it
+first, which takes minutes.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def test_another_archive_than_the_known_one_is_refused(tmp_path: Path) -> None:
 def test_nothing_of_another_archive_is_executed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """pip executes the setup.py of a source that it downloads, to learn its name and version."""
+    """pip executes the setup.py of a source that it downloads, to get its name and version."""
     made, index, work = tmp_path / "executed", tmp_path / "index", tmp_path / "work"
     source = tmp_path / f"horovod-{horovod_source.VERSION}"
     for folder in (source, index, work):
@@ -167,7 +167,7 @@ def test_nothing_of_another_archive_is_executed(
     )
     with tarfile.open(index / horovod_source.SDIST_NAME, "w:gz") as archive:
         archive.add(source, source.name)
-    monkeypatch.setenv("PIP_NO_INDEX", "1")  # an index of the user's own
+    monkeypatch.setenv("PIP_NO_INDEX", "1")  # as with a user's own index
     monkeypatch.setenv("PIP_FIND_LINKS", str(index))
     log = tmp_path / "log"
     with pytest.raises((SourceError, progress.CommandFailed)) as error:
@@ -176,7 +176,7 @@ def test_nothing_of_another_archive_is_executed(
     assert "DO NOT MATCH THE HASHES" in str(error.value)
 
 
-# What it says when a piece is missing
+# Messages when a piece is missing
 
 
 def test_without_a_compiler_it_exits_2_with_one_line_that_names_the_cure(tmp_path: Path) -> None:

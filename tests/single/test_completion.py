@@ -1,4 +1,4 @@
-"""Shell completion: the script is loaded by a real bash and asked for words."""
+"""Shell completion: a real bash loads the script and completes words."""
 
 import subprocess
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 from tests.conftest import Program
 
-ASK = """
+COMPLETE = """
 source "$1"; shift
 COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMP_LINE="$*"; COMP_POINT=${#COMP_LINE}
 _shtab_hvdtrain
@@ -18,7 +18,7 @@ complete -p hvdtrain
 
 @pytest.fixture(scope="module")
 def script(hvdtrain: Program, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The script of bash, as a user gets it."""
+    """Return the script for bash, as a user gets it."""
     done = hvdtrain("--print-completion", "bash")
     assert done.returncode == 0, done.stderr
     path = tmp_path_factory.mktemp("completion") / "hvdtrain.bash"
@@ -64,15 +64,15 @@ def test_bash_completes_commands_options_and_values(
     (tmp_path / "runs").mkdir()
     (tmp_path / "run.yaml").touch()
     done = subprocess.run(
-        ["bash", "-c", ASK, "bash", script, "hvdtrain", *words],
+        ["bash", "-c", COMPLETE, "bash", script, "hvdtrain", *words],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         check=True,
     )
-    *found, registered = done.stdout.splitlines()
+    *suggestions, registered = done.stdout.splitlines()
     assert registered.endswith("-F _shtab_hvdtrain hvdtrain")
-    assert sorted(found) == sorted(completed)
+    assert sorted(suggestions) == sorted(completed)
 
 
 def test_the_script_of_zsh_is_one(hvdtrain: Program) -> None:

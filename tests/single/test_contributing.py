@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md names what proves each claim of README.md: all that it names exists."""
+"""CONTRIBUTING.md names the tests that prove each claim of README.md: all of them exist."""
 
 import ast
 import re
@@ -16,7 +16,7 @@ TEST_FILE = re.compile(r"tests/[\w/]+/test_\w+\.py")
 BENCHMARK = re.compile(r"benchmarks/\w+\.py")
 SEPARATORS = re.compile(r"(?:<br>|[,\s])*")
 
-# A page whose table has these rows, and the files that its names are looked up in.
+# A page with a table of these rows, and the files that contain the tests it names.
 PAGE = f"# Page\n{HEADING}\nText.\n\n| claim | tests |\n|---|---|\n%s\n## Next\n\n| no | row |\n"
 SOURCES = {
     "tests/pure/test_a.py": "def test_one():\n    def test_inner(): ...\n\nTEXT = 'test_text'\n",
@@ -53,7 +53,7 @@ def table_faults(page: str, sources: Mapping[str, str]) -> list[str]:
 
 
 def cell_faults(cell: str, sources: Mapping[str, str]) -> list[str]:
-    """Return a line for each name that names nothing, and for text between the names."""
+    """Return a line for each name that does not exist, and for text between the names."""
     parts = cell.split("`")
     texts = [text for text in parts[::2] if not SEPARATORS.fullmatch(text)]
     names = [name for name in parts[1::2] if not exists(name, sources)]
@@ -63,7 +63,7 @@ def cell_faults(cell: str, sources: Mapping[str, str]) -> list[str]:
 
 
 def exists(name: str, sources: Mapping[str, str]) -> bool:
-    """Whether a name is that of a benchmark, or of a test function of a file."""
+    """Return whether a name is that of a benchmark, or of a test function in a file."""
     if BENCHMARK.fullmatch(name):
         return name in sources
     test = TEST.fullmatch(name)
@@ -72,7 +72,7 @@ def exists(name: str, sources: Mapping[str, str]) -> bool:
 
 @cache
 def functions(source: str) -> set[str]:
-    """Names of the functions at the top of a file."""
+    """Return the names of the top-level functions of a file."""
     return {node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
 
 
@@ -95,7 +95,7 @@ def moments_faults(page: str, sources: Mapping[str, str]) -> list[str]:
         faults += [f"an empty cell: {moment}" for cell in cells if not cell]
         used |= {number for cell in cells if cell != "-" for number in cell.split()}
     faults += [f"no test has the number {number}" for number in sorted(used - tests.keys())]
-    return faults + [f"stands nowhere: {number}" for number in sorted(tests.keys() - used)]
+    return faults + [f"never used: {number}" for number in sorted(tests.keys() - used)]
 
 
 def test_each_number_in_the_table_of_moments_is_that_of_a_test() -> None:
@@ -109,7 +109,7 @@ def test_each_number_in_the_table_of_moments_is_that_of_a_test() -> None:
     ("cells", "listed", "fault"),
     [
         ("1 | 1 2", f"| 1 | {ONE} |\n", "no test has the number 2"),
-        ("1 | -", f"| 1 | {ONE} |\n| 2 | {SPEED} |\n", "stands nowhere: 2"),
+        ("1 | -", f"| 1 | {ONE} |\n| 2 | {SPEED} |\n", "never used: 2"),
         ("1 | 2", f"| 1 | {ONE} |\n| 2 | {ONE} |\n", "a number or a test is there twice"),
         ("1 | ", f"| 1 | {ONE} |\n", "an empty cell: step"),
         ("1 | -", "| 1 | `tests/pure/test_a.py::test_two` |\n", "does not exist: tests/pure"),
@@ -118,8 +118,8 @@ def test_each_number_in_the_table_of_moments_is_that_of_a_test() -> None:
 def test_a_fault_of_the_table_of_moments_is_found(cells: str, listed: str, fault: str) -> None:
     head = "| a | b | c |\n|---|---|---|\n"
     page = f"# Page\n{MOMENTS}\n{head}| step | {cells} |\n\n| | test |\n|---|---|\n{listed}"
-    (found,) = moments_faults(page, SOURCES)
-    assert found.startswith(fault)
+    (message,) = moments_faults(page, SOURCES)
+    assert message.startswith(fault)
 
 
 def test_a_sound_table_has_no_fault() -> None:
@@ -142,8 +142,8 @@ def test_a_sound_table_has_no_fault() -> None:
     ],
 )
 def test_a_faulty_row_is_found(rows: str, fault: str) -> None:
-    (found,) = table_faults(PAGE % rows, SOURCES)
-    assert found.startswith(fault)
+    (message,) = table_faults(PAGE % rows, SOURCES)
+    assert message.startswith(fault)
 
 
 @pytest.mark.parametrize(

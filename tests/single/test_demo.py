@@ -1,4 +1,4 @@
-"""`make demo` without its set-up: the real script, on data small enough for a test."""
+"""`make demo` without its set-up: the real script on a small data set."""
 
 import os
 import struct
@@ -29,13 +29,13 @@ def run_demo(
 
 
 def rows(text: str) -> dict[str, list[str]]:
-    """The rows of the closing table: the name of each, and its cells."""
+    """Return the rows of the final table: their cells by name."""
     split = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines()]
     return {cells[0]: cells[1:] for cells in split if cells}
 
 
 def png_size(path: Path) -> tuple[int, ...]:
-    """Width and height in pixels, out of the header."""
+    """Return width and height in pixels from the header."""
     content = path.read_bytes()
     assert content.startswith(b"\x89PNG\r\n\x1a\n")
     assert content.endswith(b"IEND\xaeB`\x82")
@@ -84,7 +84,7 @@ def test_a_step_that_fails_ends_it_with_its_exit_code(tmp_path: Path) -> None:
 
 @pytest.fixture
 def cifar(tmp_path: Path) -> Path:
-    """A folder with CIFAR-10's files, of two records each, and one of CIFAR-100's beside it."""
+    """Make a folder of CIFAR-10's files with two records each, next to a folder of CIFAR-100's."""
     folder = tmp_path / "cifar" / "cifar-10-batches-bin"
     folder.mkdir(parents=True)
     for name in (*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"):
@@ -105,7 +105,7 @@ def test_a_good_copy_of_the_same_source_is_packed_once(
     first = packed_at()
     assert packed_at() == first
     monkeypatch.delenv("CIFAR_DIR")
-    assert packed_at() == first, "without CIFAR_DIR the packed copy will do"
+    assert packed_at() == first, "without CIFAR_DIR the packed copy is used"
 
     shard = tmp_path / "demo" / "cifar10" / "train-00000.h5"
     content = bytearray(shard.read_bytes())
@@ -113,7 +113,7 @@ def test_a_good_copy_of_the_same_source_is_packed_once(
     shard.write_bytes(content)
     monkeypatch.setenv("CIFAR_DIR", str(cifar))
     packed_at()
-    assert demo.hvdtrain("data", "verify", shard.parent) == 0, "a bad copy is packed anew"
+    assert demo.hvdtrain("data", "verify", shard.parent) == 0, "a damaged copy is packed again"
 
     moved = cifar.rename(tmp_path / "elsewhere")
     monkeypatch.setenv("CIFAR_DIR", str(moved))
@@ -128,6 +128,6 @@ def test_without_a_network_a_synthetic_set_takes_the_place_with_a_notice(
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # the discard port: refused at once
     monkeypatch.setattr(demo, "SYNTHETIC_IMAGES", 60)
     assert demo.data_set(tmp_path, None) == tmp_path / "synthetic-60"
-    said = capfd.readouterr()
-    assert "NOTICE: CIFAR-10 could not be fetched" in said.out
-    assert "cannot download" in said.err
+    printed = capfd.readouterr()
+    assert "NOTICE: CIFAR-10 could not be fetched" in printed.out
+    assert "cannot download" in printed.err

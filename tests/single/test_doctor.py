@@ -1,4 +1,4 @@
-"""Doctor on this machine as it is, and on it with parts really broken."""
+"""Doctor on this machine, and with parts of its environment really broken."""
 
 import json
 import os
@@ -135,6 +135,6 @@ def test_without_mpi_the_cure_is_said_and_that_one_rank_works(tmp_path: Path) ->
     assert code == 1
     assert "fault  one MPI" in result.stdout
     assert "there is no mpirun" in result.stdout
-    assert "cure: run make setup" in result.stdout
+    assert "fix: run make setup" in result.stdout
     assert "ok     PyTorch" in result.stdout
     assert "Training on one rank works" in result.stdout

@@ -1,4 +1,4 @@
-"""tools/fresh_machine without building a root: what it reads in README.md, and its error lines."""
+"""tools/fresh_machine without building a root: its reading of README.md, and its error lines."""
 
 import os
 import re
@@ -39,7 +39,7 @@ $ sudo apt install g++ cmake
 
 @pytest.fixture
 def script() -> Iterator[Path]:
-    """A copy of the script that every user can read, without README.md."""
+    """Make a copy of the script that every user can read, without README.md."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         copy = Path(folder) / "tools" / "fresh_machine"
@@ -53,7 +53,7 @@ def run(*command: object) -> subprocess.CompletedProcess[str]:
 
 
 def error_of(*command: object) -> str:
-    """The error line of a command that must fail with exit code 2 and print nothing else."""
+    """Return the error line of a command that must exit with 2 and print nothing else."""
     done = run(*command)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done
     return done.stderr

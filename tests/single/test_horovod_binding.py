@@ -1,4 +1,4 @@
-"""The Horovod of this environment: it, mpi4py and mpirun are bound to one MPI library."""
+"""Horovod, mpi4py and mpirun of this environment use the same MPI library."""
 
 from __future__ import annotations
 

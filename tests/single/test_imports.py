@@ -1,4 +1,4 @@
-"""What is imported where: the package stays cheap to import, and its parts know one direction."""
+"""Import rules: the package is cheap to import, and its parts import in one direction only."""
 
 import ast
 import json
@@ -15,8 +15,8 @@ from tests.conftest import ROOT
 SLOW = {"torch", "numpy", "h5py", "mpi4py", "horovod", "tensorflow", "keras"}
 BUDGET_SECONDS = 0.3
 
-# The floors of the house, the highest first: a module imports from its own floor or a lower one.
-FLOORS = (
+# The layers of the package, highest first: a module imports from its own layer or a lower one.
+LAYERS = (
     {"__main__"},
     {"cli"},
     {"commands"},
@@ -52,7 +52,7 @@ FLOORS = (
         "__version__",
     },
 )
-# Who may import a library that is slow, missing on some machines, or not to be mixed with another.
+# The modules that may import a library which is slow, missing on some machines, or conflicting.
 OWNERS = {
     "horovod": {"world"},
     "mpi4py": {"world", "doctor", "parallel.exchange"},
@@ -67,9 +67,9 @@ OWNERS = {
 def test_importing_the_package_takes_no_time_and_loads_nothing_slow() -> None:
     program = (
         "import json, sys, time\n"
-        "began = time.perf_counter()\n"
+        "start = time.perf_counter()\n"
         "import hvdtrain\n"
-        "seconds = time.perf_counter() - began\n"
+        "seconds = time.perf_counter() - start\n"
         "print(json.dumps([seconds, sorted(sys.modules)]))"
     )
     times = []
@@ -124,7 +124,7 @@ def test_each_library_is_imported_by_its_owner_alone() -> None:
 
 @pytest.fixture
 def house(tmp_path: Path) -> Path:
-    """A package that breaks each rule once."""
+    """Make a package that breaks each rule once."""
     files = {
         "__init__.py": "",
         "world.py": "def f():\n    from hvdtrain.training import loop\n",
@@ -151,17 +151,17 @@ def test_a_package_that_breaks_the_rules_is_found_out(house: Path) -> None:
 
 
 def imports_that_point_up(package: Path) -> list[str]:
-    """Imports from a lower floor of FLOORS to a higher one, wherever they stand in a file."""
+    """Return imports from a lower layer to a higher one, anywhere in a file."""
     return [
         f"{module} imports {target}"
         for module, targets in inside(package).items()
         for target in targets
-        if floor(target) < floor(module)
+        if layer(target) < layer(module)
     ]
 
 
 def cycle(package: Path) -> list[str]:
-    """The modules of one circle of imports, empty if there is none."""
+    """Return the modules of one import cycle, empty if there is none."""
     try:
         TopologicalSorter(inside(package)).prepare()
     except CycleError as error:
@@ -170,7 +170,7 @@ def cycle(package: Path) -> list[str]:
 
 
 def foreign_imports(package: Path) -> list[str]:
-    """Imports of a library of OWNERS by a module that does not own it."""
+    """Return imports of a library in OWNERS by a module that does not own it."""
     return [
         f"{module} imports {library}"
         for module, path in modules(package).items()
@@ -179,25 +179,25 @@ def foreign_imports(package: Path) -> list[str]:
     ]
 
 
-def floor(module: str) -> int:
-    """Where a module stands in FLOORS; one that is missing there has to be given a place."""
+def layer(module: str) -> int:
+    """Return the index of a module's layer; a module that is missing in LAYERS must be added."""
     part = module.split(".")[0]
-    return next(number for number, names in enumerate(FLOORS) if part in names)
+    return next(number for number, names in enumerate(LAYERS) if part in names)
 
 
 def modules(package: Path) -> dict[str, Path]:
-    """Every module below the package, by its name in it; packages by theirs."""
-    found = {}
+    """Return the path of every module and subpackage in a package, by its relative name."""
+    paths = {}
     for path in sorted(package.rglob("*.py")):
         parts = path.relative_to(package).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         if name:
-            found[name] = path
-    return found
+            paths[name] = path
+    return paths
 
 
 def inside(package: Path) -> dict[str, list[str]]:
-    """The modules of the package that each of its modules imports, lazily or not."""
+    """Return the modules of the package that each of its modules imports, lazily or not."""
     known = modules(package)
     graph = {}
     for module, path in known.items():
@@ -212,7 +212,7 @@ def inside(package: Path) -> dict[str, list[str]]:
 
 
 def imported(path: Path) -> Iterator[tuple[str, str]]:
-    """Each import of a file: the module's name, and the member of it or ''."""
+    """Yield each import of a file: the module's name, and the imported member or ''."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names)

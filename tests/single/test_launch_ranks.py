@@ -1,4 +1,4 @@
-"""Whole runs of several ranks, as users start and end them. Nothing here is simulated."""
+"""Whole runs of several ranks, started and ended as users do, without simulation."""
 
 import contextlib
 import re
@@ -68,13 +68,13 @@ def test_every_launcher_trains_the_same_run(
 def test_folders_that_killed_launchers_left_are_in_nobodys_way(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
-    """Open MPI names them by its process number, and ends with 213 where one is there already."""
+    """Open MPI names them by its process number, and ends with 213 if the folder exists."""
     left, sessions = tmp_path / "left", {"PRTE_MCA_prte_tmpdir_base": str(tmp_path / "left")}
     leave = f"mkdir -p {left}/ompi.$$ && touch {left}/ompi.$$/pmix.{socket.gethostname()}.tool.$$"
     command = ["sh", "-c", f"{leave} && exec {shlex.join(mpirun(1))} true"]
     done = subprocess.run(command, env=program_environment() | sessions, capture_output=True)
     assert done.returncode == 213
-    # Those of the processes that the launcher starts next; it may not be in their way either.
+    # Folders with the numbers of the processes that start next must not disturb hvdtrain.
     most = int(Path("/proc/sys/kernel/pid_max").read_text())
     new = int(subprocess.check_output(["sh", "-c", "echo $$"]))
     for number in ((new + more) % most for more in range(4000)):
@@ -87,7 +87,7 @@ def test_folders_that_killed_launchers_left_are_in_nobodys_way(
 
 
 def test_what_ranks_share_is_their_jobs_own_and_gone_after_it() -> None:
-    """Open MPI names it by 16 bits of a hash: one pair of jobs in 65,536 shared it and hung."""
+    """Open MPI names it by 16 bits of a hash: one in 65,536 pairs of jobs would share it."""
     show = "from hvdtrain import world; import os; world.start()"
     show += f"; print(os.environ['{SETTINGS[0]}'], flush=True); world.stop()"
     jobs = [
@@ -101,7 +101,7 @@ def test_what_ranks_share_is_their_jobs_own_and_gone_after_it() -> None:
     ]
     folders = [set(job.communicate(timeout=SOON_SECONDS)[0].split()) for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0]
-    assert [len(each) for each in folders] == [1, 1], "all ranks of a job have one"
+    assert [len(paths) for paths in folders] == [1, 1], "all ranks of a job share one"
     assert not folders[0] & folders[1]
     assert not any(Path(path).exists() for path in folders[0] | folders[1])
 
@@ -166,7 +166,7 @@ def test_a_rank_that_raises_ends_all_with_its_traceback_shown_once(
 ) -> None:
     options = ["train", "--model", "tests.single.training.models:raises", "--data", small_set]
     options += ["--run", tmp_path / "run", *(["--ranks", 2] if start == "own" else [])]
-    options += ["--on-alert", f'echo "$HVDTRAIN_MESSAGE" > {tmp_path / "told"}']
+    options += ["--on-alert", f'echo "$HVDTRAIN_MESSAGE" > {tmp_path / "alert"}']
     launcher = tuple(mpirun(2)) if start == "mpirun" else ()
     done = hvdtrain(*options, launcher=launcher, FAULTY_RANKS=faulty)
     raised = float((tmp_path / "run" / "raised").read_text())
@@ -177,7 +177,7 @@ def test_a_rank_that_raises_ends_all_with_its_traceback_shown_once(
     if start == "own":
         assert "MPI_ABORT" not in done.stderr
         assert "prterun" not in done.stderr
-        assert "this rank is at fault" in (tmp_path / "told").read_text()
+        assert "this rank is at fault" in (tmp_path / "alert").read_text()
     wait_for_end(tmp_path)
 
 
@@ -220,9 +220,9 @@ def test_what_can_be_checked_is_checked_before_ranks_start(
             started |= {child.name() for child in launcher.children()}
         time.sleep(0.005)
     assert process.stderr is not None
-    said = process.stderr.read()
-    assert (process.returncode, len(said.splitlines())) == (code, 1), said
-    assert message in said
+    errors = process.stderr.read()
+    assert (process.returncode, len(errors.splitlines())) == (code, 1), errors
+    assert message in errors
     assert not any("run" in name for name in started), started
 
 
@@ -238,7 +238,7 @@ def test_ranks_that_disagree_with_the_launcher_are_refused(
 
 
 def test_a_rank_that_fails_when_the_first_has_gone_is_not_heard(tmp_path: Path) -> None:
-    """As on a loaded machine, where the launcher ends the second only after it has failed too."""
+    """The launcher of a loaded machine may end the second rank only after it has failed too."""
     script = tmp_path / "fail.py"
     script.write_text(
         "import sys\n"
@@ -269,9 +269,9 @@ def test_horovodrun_on_gloo_is_refused_in_one_line(hvdtrain: Program, small_set:
 
 
 def test_torchrun_is_refused_in_one_line_by_one_process(small_set: Path, tmp_path: Path) -> None:
-    """Each of its processes trained alone, and none said so."""
+    """Each of its processes would train alone, without a warning."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
-    # Without --run, which torchrun takes for an abbreviation of its own --run-path.
+    # Without --run, which torchrun would read as an abbreviation of its own --run-path.
     done = subprocess.run(
         [*torchrun, "hvdtrain", "train", "--model", "cnn", "--data", str(small_set)],
         cwd=tmp_path,
@@ -290,7 +290,7 @@ def test_torchrun_is_refused_in_one_line_by_one_process(small_set: Path, tmp_pat
 def test_a_launcher_of_another_mpi_gives_worlds_of_one_and_one_line(
     hvdtrain: Program, small_set: Path
 ) -> None:
-    """Two processes that each believe to be one of two, as under a foreign mpirun."""
+    """The process believes that it is one of two, as under the mpirun of another MPI."""
     done = hvdtrain(
         *("train", "--model", "cnn", "--data", small_set),
         OMPI_COMM_WORLD_RANK="0",
@@ -305,7 +305,7 @@ def test_a_launcher_of_another_mpi_gives_worlds_of_one_and_one_line(
 def long_run(
     request: pytest.FixtureRequest, small_set: Path, tmp_path: Path
 ) -> Iterator["subprocess.Popen[str]"]:
-    """A run of two ranks that has taken its first steps."""
+    """Start a run of two ranks, and yield it after its first steps."""
     run = tmp_path / "run"
     options = ["train", *LONG, "--ranks", "2", "--data", str(small_set), "--run", str(run)]
     process = begin(options, lambda: has_steps(run), cold=request.param == "cold")
@@ -324,10 +324,10 @@ def test_a_signal_ends_all_ranks_with_their_state_saved(
     long_run: "subprocess.Popen[str]", tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
     long_run.send_signal(number)
-    _, said = long_run.communicate(timeout=SOON_SECONDS)
+    _, errors = long_run.communicate(timeout=SOON_SECONDS)
     assert long_run.returncode == code
-    assert len(said.splitlines()) == 1, said
-    assert "state saved" in said
+    assert len(errors.splitlines()) == 1, errors
+    assert "state saved" in errors
     assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
     wait_for_end(tmp_path)
 
@@ -338,9 +338,9 @@ def test_a_signal_ends_all_ranks_with_their_state_saved(
 def test_the_signals_of_a_scheduler_are_one_request(
     small_set: Path, tmp_path: Path, first: signal.Signals, second: signal.Signals
 ) -> None:
-    """systemd and Slurm send a second one within the grace, and to every process of the job.
+    """systemd and Slurm send a second signal within the grace period, to every process of the job.
 
-    The second one ended all ranks at once, or `--restarts` started them again.
+    The second signal must not end the ranks at once, nor make `--restarts` start them again.
     """
     run = tmp_path / "run"
     options = ["train", *LONG, "--ranks", "2", "--data", str(small_set), "--run", str(run)]
@@ -348,7 +348,7 @@ def test_the_signals_of_a_scheduler_are_one_request(
     ranks, clients = ranks_of(process), clients_of(process)
     mpirun = clients[0].parent()
     assert mpirun is not None
-    suspend(ranks)  # the second one is there before the first one is obeyed
+    suspend(ranks)  # the second signal arrives before the first one takes effect
     process.send_signal(first)
     wait_for(process, lambda: all(is_pending(rank, signal.SIGUSR1) for rank in ranks))
     process.send_signal(second)
@@ -357,19 +357,19 @@ def test_the_signals_of_a_scheduler_are_one_request(
         rank.send_signal(second)
     client = psutil.Process(process.pid)
     launchers = client, warm.fork_of(client)
-    wait_for(process, lambda: not any(is_pending(each, second) for each in launchers))
+    wait_for(process, lambda: not any(is_pending(launcher, second) for launcher in launchers))
     resume(ranks)
-    _, said = process.communicate(timeout=SOON_SECONDS)
-    assert process.returncode == 75, said
-    assert len(said.splitlines()) == 1, said
-    assert "state saved" in said
+    _, errors = process.communicate(timeout=SOON_SECONDS)
+    assert process.returncode == 75, errors
+    assert len(errors.splitlines()) == 1, errors
+    assert "state saved" in errors
     wait_for_end(tmp_path)
 
 
 def is_pending(process: psutil.Process, number: signal.Signals) -> bool:
-    """Whether a process has been sent a signal that it has not taken."""
+    """Return whether a process has been sent a signal that it has not handled yet."""
     status = Path(f"/proc/{process.pid}/status").read_text()
-    pending = [int(found, 16) for found in re.findall(r"^S\w*Pnd:\s*(\w+)", status, re.MULTILINE)]
+    pending = [int(mask, 16) for mask in re.findall(r"^S\w*Pnd:\s*(\w+)", status, re.MULTILINE)]
     return any(mask & 1 << number - 1 for mask in pending)
 
 
@@ -377,21 +377,21 @@ def is_pending(process: psutil.Process, number: signal.Signals) -> bool:
 def test_a_signal_before_the_first_step_ends_all_ranks_too(
     small_set: Path, tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
-    """SIGTERM ended with 130, as if nobody had to start the job again."""
+    """SIGTERM must end the job with 75, so that it is requeued, and not with 130."""
     options = ["train", *LONG, "--ranks", "2", "--data", str(small_set)]
     process = start([*options, "--run", str(tmp_path / "run")])
     wait_for(process, lambda: len(ranks_of(process)) == 2)
     process.send_signal(number)
-    _, said = process.communicate(timeout=SOON_SECONDS)
-    assert process.returncode == code, said
-    assert said == "hvdtrain: ended before training began\n"
+    _, errors = process.communicate(timeout=SOON_SECONDS)
+    assert process.returncode == code, errors
+    assert errors == "hvdtrain: ended before training started\n"
     wait_for_end(tmp_path)
 
 
 def test_a_stop_during_set_up_ends_all_ranks_before_the_first_step(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
-    """They made a step first, which may take longer than the scheduler waits."""
+    """A first step may take longer than the scheduler waits."""
     run = tmp_path / "run"
     options = ["train", "--model", "tests.single.training.models:is_asked_to_stop"]
     options += ["--data", str(small_set), "--run", str(run), "--max-steps", "3"]
@@ -408,7 +408,7 @@ def test_a_stop_during_set_up_ends_all_ranks_before_the_first_step(
 def test_a_stop_during_evaluation_leaves_it_and_resume_repeats_it(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
-    """It was made to its end, and then a step, whatever time the scheduler gave."""
+    """The rest of the evaluation and another step may take longer than the scheduler waits."""
     model = "tests.single.training.models:is_asked_to_stop_in_evaluation"
     options = ["train", "--model", model, "--data", small_set, "--ranks", 2, "--epochs", 2]
     options += ["--batch-size", 50, "--holdout", 0.3, "--run"]
@@ -432,7 +432,7 @@ def test_a_stop_during_evaluation_leaves_it_and_resume_repeats_it(
 def test_a_job_that_has_just_saved_leaves_with_that_checkpoint(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
-    """A second one, of the step after, took as long again."""
+    """A second checkpoint, after one more step, would double the time."""
     run, model = tmp_path / "run", "tests.single.training.models:is_asked_to_stop_in_evaluation"
     options = ["train", "--model", model, "--data", small_set, "--ranks", 2, "--run", run]
     done = hvdtrain(*options, "--epochs", 2, FAULTY_RANKS="1")
@@ -446,15 +446,15 @@ def test_a_job_that_has_just_saved_leaves_with_that_checkpoint(
 
 def test_a_second_ctrl_c_ends_at_once(long_run: "subprocess.Popen[str]", tmp_path: Path) -> None:
     ranks = ranks_of(long_run)
-    suspend(ranks)  # ranks that do not answer the first one
+    suspend(ranks)  # so that they do not react to the first Ctrl-C
     long_run.send_signal(signal.SIGINT)
     wait_for(long_run, lambda: all(is_pending(rank, signal.SIGUSR1) for rank in ranks))
     time.sleep(SAME_CTRL_C_SECONDS)
     assert long_run.poll() is None
     long_run.send_signal(signal.SIGINT)
-    _, said = long_run.communicate(timeout=SOON_SECONDS)
+    _, errors = long_run.communicate(timeout=SOON_SECONDS)
     assert long_run.returncode == 130
-    assert said == "hvdtrain: ended at once; the last checkpoint is as it was\n"
+    assert errors == "hvdtrain: ended at once: the last checkpoint is unchanged\n"
     wait_for_end(tmp_path)
 
 
@@ -466,9 +466,9 @@ def test_a_rank_that_is_killed_ends_the_job_and_is_named(
     shared = [Path(client.environ()[SETTINGS[0]]) for client in clients_of(long_run)]
     assert len(list(shared[0].iterdir())) == 2
     ranks[0].send_signal(signal.SIGKILL)
-    _, said = long_run.communicate(timeout=SOON_SECONDS)
+    _, errors = long_run.communicate(timeout=SOON_SECONDS)
     assert long_run.returncode == 4
-    assert "was ended by signal 9" in said
+    assert "was ended by signal 9" in errors
     wait_for_end(tmp_path)
     assert not any(folder.exists() for folder in shared)
 
@@ -484,11 +484,11 @@ def test_a_users_own_script_that_raises_on_one_rank_ends_on_all(tmp_path: Path) 
     script = tmp_path / "own.py"
     script.write_text(
         "from hvdtrain import failure, world\n"
-        "here = world.start()\n"
+        "current = world.start()\n"
         "failure.end_all_on_exception()\n"
-        "if here.rank == 1:\n"
+        "if current.rank == 1:\n"
         "    raise ValueError('of my own')\n"
-        "here.barrier()\n"
+        "current.barrier()\n"
     )
     done = subprocess.run(
         [*mpirun(3), sys.executable, str(script)],

@@ -1,4 +1,4 @@
-"""What a step frees is kept: measured by the pages that the system hands out."""
+"""Memory that a step frees is kept by the process, as its page faults show."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ import pytest
 
 from tests.conftest import ROOT
 
-# As much as a step of a small network, in blocks of its activations: freed, and asked for again.
+# Allocate and free as much as a step of a small network, in blocks as large as its activations.
 PROGRAM = """
 import ctypes, json, resource, sys
 from hvdtrain.memory import keep_freed_memory
@@ -48,10 +48,10 @@ def faults(how: str, **environment: str) -> tuple[bool | None, int]:
 @pytest.mark.skipif(sys.platform != "linux", reason="another C library")
 def test_memory_that_a_step_frees_is_there_for_the_next() -> None:
     _, usual = faults("usual")
-    kept, found = faults("kept")
+    kept, with_kept_memory = faults("kept")
     assert kept
     assert usual > 300, "5 x 160 MiB are 204,800 pages of 4 KiB, or 400 of 2 MiB"
-    assert found < usual / 20
+    assert with_kept_memory < usual / 20
 
 
 def test_what_the_user_has_set_stays() -> None:

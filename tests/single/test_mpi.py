@@ -1,4 +1,4 @@
-"""Runs tests/mpi and tests/mpi_keras under mpirun, once for each number of ranks."""
+"""Runs of tests/mpi and tests/mpi_keras under mpirun, one per number of ranks."""
 
 import re
 import subprocess
@@ -33,7 +33,7 @@ def test_everything_in_tests_mpi_keras_passes(ranks: int) -> None:
 
 
 def everything_passes(folder: str, ranks: int, chosen: str) -> None:
-    """Run the tests of a folder with a mark on all ranks, with nothing skipped."""
+    """Run the tests of a folder that a mark selects on all ranks; none may be skipped."""
     framework = "tensorflow" if folder.endswith("keras") else "torch"
     settings = {"COLUMNS": "100", "NO_COLOR": "1", "HVDTRAIN_TEST_FRAMEWORK": framework}
     done = subprocess.run(

@@ -1,10 +1,10 @@
-"""README.md and the site are true: their examples run and print what the pages show.
+"""The examples in README.md and the site run, and print the output that the pages show.
 
-A fenced block below a comment `<!-- test: exit N -->` is run here, in the order of the page. Its
-output must be that of the page, numbers aside; a line `...` stands for any lines, and one before a
-`/` for the rest of a path. A block that cannot be run has `<!-- not run: REASON -->` above it.
-Commands of a page of the site find a packed data set at data/synthetic, as README's quick start
-makes it.
+A fenced block below a comment `<!-- test: exit N -->` is run, in the order of the page. Its output
+must equal that of the page except for numbers. A line `...` stands for any lines, and `...` before
+a `/` for the rest of a path. A block that cannot be run has `<!-- not run: REASON -->` above it.
+The commands on pages of the site can use a packed data set at data/synthetic, which README's quick
+start makes.
 """
 
 import dataclasses
@@ -34,14 +34,15 @@ FENCE = re.compile(
 NOTE = re.compile(r"<!-- (?:test: exit \d+|not run: \S.*) -->")
 RUNNABLE = ("console", "python", "bash", "")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-# On crowded cores a rank may be named where the page names none.
+# On busy cores a rank may be reported as a straggler, though the page shows none.
 STRAGGLER = re.compile(r"^rank \d+ is slow:.*\n", re.MULTILINE)
 NUMBER = re.compile(r"\b\d[\d,.]*(?:e[+-]\d+)?(?:nan)?")
 # The left column of the project's rules for plain English, as far as a pattern can tell.
 NOT_PLAIN = re.compile(
-    r"\b(stands? still|is no number|hand(?:s|ed|ing)?[- ]overs?|thinks? \w+ \w+ over|brings? in"
-    r"|holds? the others up|mend(?:s|ed|ing)?|for ever|in silence|go(?:es)? on|wish(?:es|ed)?"
-    r"|begin(?:s|ning)?|begun|began|so (?:many|often)|a (?:step|epoch|node|rank) each)\b",
+    r"\b(stands?\sstill|is\sno\snumber|hand(?:s|ed|ing)?[-\s]overs?|thinks?\s\w+\s\w+\sover"
+    r"|brings?\sin|holds?\sthe\sothers\sup|mend(?:s|ed|ing)?|for\sever|in\ssilence|go(?:es)?\son"
+    r"|wish(?:es|ed)?|begin(?:s|ning)?|begun|began|so\s(?:many|often)"
+    r"|a\s(?:step|epoch|node|rank)\seach)\b",
     re.IGNORECASE,
 )
 
@@ -55,21 +56,21 @@ class Example:
 
 
 def examples(console: str) -> list[Example]:
-    """The commands of a console block: each starts at a `$ `; a here-document belongs to it."""
-    found = []
+    """Return the commands of a console block, each from `$ ` on with its here-document."""
+    commands = []
     for part in re.split(r"^\$ ", console, flags=re.MULTILINE)[1:]:
         end = part.index("\nEND\n") + 5 if "<<END" in part else part.index("\n") + 1
-        found.append(Example(part[:end], part[end:]))
-    return found
+        commands.append(Example(part[:end], part[end:]))
+    return commands
 
 
 def comparable(text: str) -> str:
-    """Output without its numbers and widths."""
+    """Return output with its numbers and widths made uniform."""
     return re.sub(r"\s+", " ", NUMBER.sub("0", text)).strip()
 
 
 def is_shown(shown: str, printed: str) -> bool:
-    """Whether the page's output is the printed one, numbers aside."""
+    """Return whether the page's output equals the printed one, except for numbers."""
     parts = re.split(r"^\.\.\.$|\.\.\.(?=/)", shown, flags=re.MULTILINE)
     first, *others = [comparable(part) for part in parts]
     text = comparable(printed if STRAGGLER.search(shown) else STRAGGLER.sub("", printed))
@@ -85,7 +86,7 @@ def is_shown(shown: str, printed: str) -> bool:
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The data set of README's quick start."""
+    """Make the data set of README's quick start."""
     folder = tmp_path_factory.mktemp("packed") / "synthetic"
     data.synth(folder, 2000, 10)
     return folder
@@ -93,7 +94,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tour(tmp_path: Path) -> Path:
-    """A folder in which a page is followed from its top to its end."""
+    """Make a folder in which the commands of a page run from top to bottom."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     program = tmp_path / "bin" / "hvdtrain"
     program.parent.mkdir()
@@ -125,7 +126,7 @@ def pages_with_examples() -> list[str]:
 
 @pytest.mark.parametrize("page", pages_with_examples())
 def test_the_examples_of_a_page_print_what_it_shows(tour: Path, packed: Path, page: str) -> None:
-    """One test per page, as each example continues where the one before it ended."""
+    """One test covers a page, since each example continues where the one before it ended."""
     if page != "README.md":
         (tour / "data").mkdir()
         (tour / "data" / "synthetic").symlink_to(packed)
@@ -155,7 +156,7 @@ def test_each_block_of_code_is_run_or_says_why_not(page: Path) -> None:
 def test_prose_is_plain_english(page: Path) -> None:
     prose = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     prose = re.sub(r"`[^`\n]*`", "", prose)
-    assert not [found[0] for found in NOT_PLAIN.finditer(prose)]
+    assert not [match[0] for match in NOT_PLAIN.finditer(prose)]
 
 
 def test_the_readme_is_short() -> None:
@@ -175,7 +176,7 @@ def test_the_table_of_options_is_that_of_the_program() -> None:
 
 
 def shown_rows() -> list[str]:
-    """The table of options: names, defaults and texts are those of `train --help`."""
+    """Return the rows of the table of options, with the names and texts of `train --help`."""
     parser = Parser()
     add_dataclass(parser, TrainConfig)
     page = re.findall(r"^  (--.*?)(?:  .*)?$", parser.format_help(), flags=re.MULTILINE)
@@ -205,6 +206,6 @@ def test_links_lead_somewhere(page: str) -> None:
 
 
 def anchors(text: str) -> set[str]:
-    """The anchors that GitHub gives the headings of a page."""
+    """Return the anchors that GitHub assigns to the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

@@ -1,4 +1,4 @@
-"""tools/reference_pages.py: the pages of commands and options are those of the program."""
+"""tools/reference_pages.py: the pages of commands and options match the program."""
 
 from pathlib import Path
 

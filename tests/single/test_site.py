@@ -10,7 +10,7 @@ from tests.conftest import ROOT
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    """Links, anchors, pages that are in no menu, and names in the Python pages are looked at."""
+    """Links, anchors, pages that are in no menu, and names in the Python pages are checked."""
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path],
         cwd=ROOT,

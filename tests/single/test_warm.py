@@ -1,4 +1,4 @@
-"""A fork of a server with its libraries loaded is the process that was asked for."""
+"""A fork of a server with loaded libraries behaves as the process that its client requested."""
 
 import json
 import os
@@ -50,8 +50,8 @@ def test_it_has_the_arguments_environment_folder_cores_and_streams_of_its_client
         os.umask(mask)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (3, "and an error\n")
-    given = [["-c", "one", "two words"], str(tmp_path), "a\nb", False, cores[:1], 0o27, True]
-    assert json.loads(out) == [*given, warm.python()]
+    expected = [["-c", "one", "two words"], str(tmp_path), "a\nb", False, cores[:1], 0o27, True]
+    assert json.loads(out) == [*expected, warm.python()]
 
 
 ENDING = """
@@ -65,20 +65,20 @@ print("last", end="\\n")
 
 @pytest.mark.parametrize("end", ["", "sys.exit(7)", "sys.exit('words')", "1 / 0"])
 def test_it_ends_as_a_cold_start_does(end: str) -> None:
-    """It waits for threads, runs exit handlers, writes what it holds, and gives the same code."""
+    """A fork waits for threads, runs exit handlers, flushes its output, and has the same code."""
     warm_one = start(ENDING.format(end=end))
-    found = (*warm_one.communicate(timeout=60), warm_one.returncode)
+    outcome = (*warm_one.communicate(timeout=60), warm_one.returncode)
     cold = subprocess.run(
         [sys.executable, "-c", ENDING.format(end=end)],
         capture_output=True,
         text=True,
         env=program_environment(),
     )
-    if end == "1 / 0":  # the traceback of a fork begins in the server
-        found = (found[0], found[1][-40:], found[2])
-        assert found == (cold.stdout, cold.stderr[-40:], 1)
+    if end == "1 / 0":  # the traceback of a fork starts in the server
+        outcome = (outcome[0], outcome[1][-40:], outcome[2])
+        assert outcome == (cold.stdout, cold.stderr[-40:], 1)
     else:
-        assert found == (cold.stdout, cold.stderr, cold.returncode)
+        assert outcome == (cold.stdout, cold.stderr, cold.returncode)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
@@ -117,7 +117,7 @@ def test_it_does_not_outlive_a_client_that_is_killed() -> None:
 
 @pytest.mark.parametrize("sent", [b"", b"\x0a", bytes(8), (5).to_bytes(8, "little") + b"abc"])
 def test_a_client_that_breaks_off_does_not_harm_the_others(sent: bytes) -> None:
-    """One that is killed, or that a signal reaches, before it has sent its job."""
+    """Such a client is killed, or receives a signal, before it has sent its job."""
     address = str(Path(warm.python()).with_name("torch"))
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(address)

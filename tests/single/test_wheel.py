@@ -1,4 +1,4 @@
-"""The wheel that users install: it holds the package and nothing else, and can be imported."""
+"""The wheel that users install holds the package and nothing else, and can be imported."""
 
 import os
 import re
@@ -22,7 +22,7 @@ FOLDERS = ("hvdtrain", "tests", "tools", "examples")
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy of the tree, so that nothing is left in the tree itself."""
+    """Build the wheel from a copy of the tree, so that no files are left in the tree itself."""
     tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("dist")
     for name in COPIED:
         shutil.copy(ROOT / name, tree)
@@ -35,8 +35,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         text=True,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    (found,) = out.glob("*.whl")
-    return found
+    (path,) = out.glob("*.whl")
+    return path
 
 
 def test_it_holds_every_module_and_nothing_but_the_package(wheel: Path) -> None:

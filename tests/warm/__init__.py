@@ -1,14 +1,14 @@
 """Programs that start with their libraries loaded, as forks of a process that has loaded them.
 
 A cold start of `hvdtrain train` takes 3 to 6 CPU seconds of imports on each rank, and the tests
-start it hundreds of times. `python()` takes the interpreter's place: it asks a server (server.py;
-one per framework for the whole test run) for a fork, gives it its own arguments, environment,
-working directory, cores and standard streams, passes signals on to it, and ends as it ended. Ranks
-under mpirun are such forks too, since sys.executable of a fork is that `python`.
+start it hundreds of times. `python()` replaces the interpreter: it requests a fork from a server
+(server.py; one per framework for the whole test run), sends it its own arguments, environment,
+working directory, cores and standard streams, forwards signals to it, and exits with its exit
+code. Ranks under mpirun are such forks too, since sys.executable of a fork is that `python`.
 
-A fork runs the same code as a cold start, except for the imports, for whose child it is, and for
-the modules that an interpreter takes apart when it ends. Tests of these use `cold=True`, and
-`make proof` starts more of them cold.
+A fork runs the same code as a cold start, except for the imports, its parent process, and the
+teardown of modules at the end. Tests of these use `cold=True`, and `make proof` starts more tests
+cold.
 """
 
 import fcntl
@@ -28,9 +28,9 @@ PACKAGE = Path(__file__).parent
 
 
 def open_folder() -> None:
-    """Make the folder of this test run's servers, for this process and those that it starts."""
+    """Make the folder of this test run's servers, for this process and its children."""
     if FOLDER in os.environ:
-        return  # ranks that run tests themselves
+        return  # this is a rank that runs tests itself
     folder = Path(tempfile.mkdtemp(prefix="warm-"))
     client = (PACKAGE / "client.py").read_text()
     program = folder / "python"
@@ -41,14 +41,14 @@ def open_folder() -> None:
 
 
 def close_folder() -> None:
-    """Remove it; servers that were started end with the process that made it."""
+    """Remove the folder; its servers end with the process that made it."""
     folder = Path(os.environ[FOLDER])
     if (folder / "owner").read_text() == str(os.getpid()):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def python(framework: str = "torch") -> str:
-    """Return the program that takes the interpreter's place, and start its server if needed."""
+    """Return the program that replaces the interpreter, and start its server if needed."""
     folder = Path(os.environ[FOLDER])
     with _locked(folder / "lock"):
         if not (folder / framework).exists():
@@ -57,13 +57,13 @@ def python(framework: str = "torch") -> str:
 
 
 def fork_of(process: psutil.Process) -> psutil.Process:
-    """Return the process that computes in the place of this one, if it is a client."""
+    """Return the fork that runs for this process if it is a client, else the process itself."""
     note = Path(os.environ[FOLDER], f"fork-of-{process.pid}")
     return psutil.Process(int(note.read_text())) if note.exists() else process
 
 
 def _start(folder: Path, framework: str) -> None:
-    """Start a server, and return when it listens."""
+    """Start a server, and return as soon as it listens."""
     owner = (folder / "owner").read_text()
     ready, writes = os.pipe()
     settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(PACKAGE.parent.parent)}
@@ -80,8 +80,8 @@ def _start(folder: Path, framework: str) -> None:
         )
     os.close(writes)
     with os.fdopen(ready, "rb") as pipe:
-        told = pipe.read()
-    assert told == b"ready", (folder / f"{framework}.log").read_text()
+        status = pipe.read()
+    assert status == b"ready", (folder / f"{framework}.log").read_text()
 
 
 @contextmanager

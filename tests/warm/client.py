@@ -1,4 +1,4 @@
-# Takes the interpreter's place: see tests/warm. Loads what starts in milliseconds, and no more.
+# Replaces the interpreter: see tests/warm. Imports only modules that load in milliseconds.
 import os
 import signal
 import socket
@@ -8,11 +8,11 @@ PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signa
 
 
 def main() -> None:
-    """Ask the server for a fork that does what this process was started for; end as it ends."""
+    """Request a fork that runs this process's program, and exit with the fork's exit code."""
     arguments = sys.argv[1:]
     interpreter = os.environ["HVDTRAIN_TEST_PYTHON"]
-    asked = arguments[1:] if arguments[:1] == ["-P"] else arguments
-    if asked[:2] not in (["-m", "hvdtrain"], ["-m", "pytest"]) and asked[:1] != ["-c"]:
+    words = arguments[1:] if arguments[:1] == ["-P"] else arguments
+    if words[:2] not in (["-m", "hvdtrain"], ["-m", "pytest"]) and words[:1] != ["-c"]:
         os.execv(interpreter, [interpreter, *arguments])
     framework = os.environ.get("HVDTRAIN_TEST_FRAMEWORK") or framework_of(arguments)
     address = f"{os.environ['HVDTRAIN_TEST_WARM']}/{framework}"
@@ -21,7 +21,7 @@ def main() -> None:
         server.connect(address)
     except FileNotFoundError:  # that server was not started
         os.execv(interpreter, [interpreter, *arguments])
-    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # the job comes first
+    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # until the job is sent
     for number in PASSED_ON:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, _: server.send(bytes([number])))
@@ -39,19 +39,19 @@ def main() -> None:
 
 
 def framework_of(arguments: list[str]) -> str:
-    """What `hvdtrain ARGUMENTS` will load, by its option or its file."""
+    """Return the framework that `hvdtrain ARGUMENTS` will load, by its option or its file."""
     words = list(arguments)
     if "--config" in arguments[:-1]:
         try:
             with open(arguments[arguments.index("--config") + 1]) as file:  # noqa: PTH123
                 words += file.read().split()
         except (OSError, UnicodeError):
-            pass  # what is wrong with it is the program's to say
+            pass  # the program reports what is wrong with the file
     return "tensorflow" if "tensorflow" in words else "torch"
 
 
 def end(status: int) -> None:
-    """Exit with a status, or be ended by a signal."""
+    """Exit with a status, or die by a signal."""
     if status < 0:
         if status != -signal.SIGKILL:
             signal.signal(-status, signal.SIG_DFL)

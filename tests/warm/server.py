@@ -1,4 +1,4 @@
-"""Forks itself, its libraries loaded, for each program that a test starts: see tests/warm."""
+"""A server with loaded libraries that forks for each program of a test: see tests/warm."""
 
 import atexit
 import ctypes
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# What a run loads beside hvdtrain's own modules, measured by sys.modules at its end. Neither MPI
-# nor Horovod: they are started by being loaded.
+# The modules that a run loads besides hvdtrain's own, measured by sys.modules at its end. MPI and
+# Horovod are not among them, because loading them starts them.
 LIBRARIES = {
     "torch": (
         *("torch", "torch._dynamo", "torch._inductor", "torch._subclasses.fake_tensor", "sympy"),
@@ -39,7 +39,7 @@ PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Job:
-    """What a client was started for."""
+    """The program that a client was started for, with its environment and streams."""
 
     cores: list[int]
     umask: int
@@ -50,7 +50,7 @@ class Job:
 
 
 def main() -> None:
-    """Load, listen, and be whatever a client asks for."""
+    """Load the libraries, listen, and run the program of a client in each fork."""
     framework, folder, owner, ready = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     load(framework)
     os.chdir("/")
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def load(framework: str) -> None:
-    """Import what programs need, without starting a thread, which no fork would have."""
+    """Import the modules that programs need, without starting threads, which forks would lack."""
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     package = Path(__file__).parents[2] / "hvdtrain"
     with warnings.catch_warnings(action="ignore"):
@@ -79,11 +79,11 @@ def load(framework: str) -> None:
     assert not {"torch", "tensorflow"} - {framework} & sys.modules.keys()
     assert len(list(Path("/proc/self/task").iterdir())) == 1
     gc.collect()
-    gc.freeze()  # what is not looked at stays shared with the forks
+    gc.freeze()  # memory that the collector does not touch stays shared with the forks
 
 
 class Server:
-    """Waits for clients, for what they have to say, and for the ends of their forks."""
+    """A server that waits for clients, for their signals, and for the ends of their forks."""
 
     def __init__(self, listener: socket.socket, owner: int, folder: Path) -> None:
         self.listener, self.owner, self.folder = listener, owner, folder
@@ -95,7 +95,7 @@ class Server:
         self.notes: dict[int, Path] = {}
 
     def serve(self) -> Job | None:
-        """Return a job in each fork that is to do it; None when the test run is over."""
+        """Return the job in each fork that must run it; None when the test run is over."""
         while True:
             for key, _ in self.selector.select():
                 kind, pid = key.data
@@ -113,7 +113,7 @@ class Server:
                     self.finish(pid)
 
     def accept(self) -> Job | None:
-        """Fork for a new client; the job in the fork, None in the server."""
+        """Fork for a new client, and return the job in the fork, None in the server."""
         client, _ = self.listener.accept()
         files: list[int] = []
         try:
@@ -128,7 +128,7 @@ class Server:
                     raise ConnectionError
                 text += part
             credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        except ConnectionError:  # it was killed
+        except ConnectionError:  # the client was killed
             for file in files:
                 os.close(file)
             client.close()
@@ -143,18 +143,18 @@ class Server:
             return parse(text, files)
         for file in files:
             os.close(file)
-        asked_by = int.from_bytes(credentials[:4], "little")
-        self.notes[child] = self.folder / f"fork-of-{asked_by}"
+        client_pid = int.from_bytes(credentials[:4], "little")
+        self.notes[child] = self.folder / f"fork-of-{client_pid}"
         unfinished = self.folder / f"unfinished-{child}"
         unfinished.write_text(str(child))
-        unfinished.replace(self.notes[child])  # whole or not at all, for who reads it
+        unfinished.replace(self.notes[child])  # readers see the whole file or none
         self.clients[child], self.ends[child] = client, os.pidfd_open(child)
         self.selector.register(client, selectors.EVENT_READ, ("word", child))
         self.selector.register(self.ends[child], selectors.EVENT_READ, ("end", child))
         return None
 
     def pass_on(self, child: int) -> None:
-        """A client's signals to its fork, which is killed if the client is gone."""
+        """Forward a client's signals to its fork, which is killed if the client is gone."""
         try:
             numbers = self.clients[child].recv(64)
         except ConnectionError:
@@ -165,7 +165,7 @@ class Server:
             os.kill(child, number)
 
     def finish(self, child: int) -> None:
-        """Tell a client how its fork ended."""
+        """Send a client the exit code of its fork."""
         _, status = os.waitpid(child, 0)
         code = os.waitstatus_to_exitcode(status)
         client = self.clients.pop(child)
@@ -181,10 +181,10 @@ class Server:
 
 
 def parse(text: bytes, files: list[int]) -> Job:
-    """A job as its client sends it."""
+    """Return the job that a client has sent."""
     cores, umask, count, *rest = (os.fsdecode(part) for part in text.split(b"\0"))
     arguments, environment = rest[: int(count)], rest[int(count) :]
-    pairs = (each.partition("=") for each in environment)
+    pairs = (setting.partition("=") for setting in environment)
     return Job(
         cores=[int(core) for core in cores.split()],
         umask=int(umask),
@@ -196,7 +196,7 @@ def parse(text: bytes, files: list[int]) -> Job:
 
 
 def become(job: Job, python: str) -> None:
-    """Be `python -m MODULE ...` or `python -c PROGRAM ...` as it was started, up to its end."""
+    """Run `python -m MODULE ...` or `python -c PROGRAM ...` in place of the client, and exit."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     for number, stream in enumerate(job.streams):
         os.dup2(stream, number, inheritable=True)
@@ -214,11 +214,11 @@ def become(job: Job, python: str) -> None:
     )
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
     sys.executable = python
-    tempfile.tempdir = None  # it may have been asked for
+    tempfile.tempdir = None  # the server may have cached it
     is_safe = job.arguments[0] == "-P"
     how, what, *arguments = job.arguments[is_safe:]
     sys.path[:1] = [] if is_safe else [str(Path.cwd()) if how == "-m" else ""]
-    sys.modules["numpy"].random.seed()  # no fork draws what another one drew
+    sys.modules["numpy"].random.seed()  # forks must not draw the same numbers
     sys.argv = [what if how == "-m" else how, *arguments]
     try:
         if how == "-m":
@@ -231,7 +231,7 @@ def become(job: Job, python: str) -> None:
 
 
 def leave(code: Any) -> None:
-    """End as Python does, but take nothing apart: that costs 0.35 s with PyTorch."""
+    """Exit as Python does, but without the teardown of modules: it takes 0.35 s with PyTorch."""
     if code is not None and not isinstance(code, int):
         print(code, file=sys.stderr)
         code = 1

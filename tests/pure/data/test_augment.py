@@ -1,4 +1,4 @@
-"""Crop and flip against the obvious loop, and their dependence on (seed, epoch, id) alone."""
+"""Crop and flip equal a naive loop, and depend on (seed, epoch, id) alone."""
 
 import numpy as np
 import pytest
@@ -45,10 +45,10 @@ def test_it_is_the_obvious_loop(
     images = some_images(count, height, width, channels)
     before = images.copy()
     ids = np.arange(count, dtype=np.int64) * 7919
-    found = crop_flip(images, ids, seed, epoch, padding)
-    assert found.dtype == np.uint8
-    assert not np.shares_memory(found, images)
-    np.testing.assert_array_equal(found, naive_crop_flip(images, ids, seed, epoch, padding))
+    result = crop_flip(images, ids, seed, epoch, padding)
+    assert result.dtype == np.uint8
+    assert not np.shares_memory(result, images)
+    np.testing.assert_array_equal(result, naive_crop_flip(images, ids, seed, epoch, padding))
     np.testing.assert_array_equal(images, before)
 
 
@@ -62,15 +62,16 @@ def test_a_sample_is_the_same_in_any_batch() -> None:
 
 def test_seed_epoch_and_id_each_change_it() -> None:
     images, ids = some_images(64), np.arange(64, dtype=np.int64)
-    here = crop_flip(images, ids, seed=1, epoch=2)
-    assert (crop_flip(images, ids, seed=2, epoch=2) != here).any()
-    assert (crop_flip(images, ids, seed=1, epoch=3) != here).any()
-    assert (crop_flip(images, ids + 64, seed=1, epoch=2) != here).any()
+    reference = crop_flip(images, ids, seed=1, epoch=2)
+    assert (crop_flip(images, ids, seed=2, epoch=2) != reference).any()
+    assert (crop_flip(images, ids, seed=1, epoch=3) != reference).any()
+    assert (crop_flip(images, ids + 64, seed=1, epoch=2) != reference).any()
 
 
 def test_shifts_and_flips_are_spread_evenly() -> None:
-    """One bright pixel shows where each of 20,000 images went: 81 places, two ways, about 123
-    each (standard deviation 11).
+    """One bright pixel shows the shift and flip of each of 20,000 images.
+
+    There are 81 shifts and two directions, with about 123 images each (standard deviation 11).
     """
     count = 20_000
     images = np.zeros((count, 15, 15, 1), np.uint8)
@@ -79,7 +80,7 @@ def test_shifts_and_flips_are_spread_evenly() -> None:
     assert (moved.reshape(count, -1) == 255).sum(axis=1).tolist() == [1] * count
     rows, columns = np.divmod(moved.reshape(count, -1).argmax(axis=1), 15)
     assert set(rows.tolist()) == set(range(3, 12))
-    # Columns 1..9 as it is, 13..5 mirrored: those below 5 and above 9 are certain.
+    # Columns 1..9 unmirrored, 13..5 mirrored: those below 5 and above 9 are unambiguous.
     assert set(columns.tolist()) == set(range(1, 14))
     seen = np.bincount(rows * 15 + columns)
     certain = seen.reshape(-1)[seen > 0]

@@ -1,4 +1,4 @@
-"""index.json is read without trust: whatever it holds, an Index or one line comes out."""
+"""Reading index.json gives an Index or an error of one line, whatever the file holds."""
 
 import json
 import re
@@ -39,7 +39,7 @@ GOOD: dict[str, Any] = {
 
 
 def a_folder(path: Path, content: object = GOOD) -> Path:
-    """A folder with this index and files of the right sizes (their content is nobody's here)."""
+    """Make a folder with this index and shard files of the right sizes, filled with zeros."""
     text = content if isinstance(content, str) else json.dumps(content)
     (path / "index.json").write_text(text)
     for split in GOOD["splits"].values():
@@ -49,7 +49,7 @@ def a_folder(path: Path, content: object = GOOD) -> Path:
 
 
 def changed(*keys: Any, to: object) -> Any:
-    """The good index with one value changed."""
+    """Return the good index with one value changed."""
     return hostile.changed(GOOD, keys, to)
 
 
@@ -112,13 +112,13 @@ SHARDS = ("splits", "train", "shards")
         ("{}", "format version None, this hvdtrain reads 1"),
         (changed("format_version", to=2), "format version 2, this hvdtrain reads 1"),
         (changed("colour", to=1), "unknown key 'colour'"),
-        (changed("splits", to={"train": GOOD["splits"]["train"]}), "lacks `test`"),
+        (changed("splits", to={"train": GOOD["splits"]["train"]}), "has no `test`"),
         (changed("splits", "valid", to={}), "unknown key 'valid'"),
         (changed("image_shape", to=[2, 2]), "not [height, width, channels]"),
         (changed("image_shape", to=[2, 2, 2**40]), "`image_shape` is not a whole number"),
-        (changed("mean", to=[0.1]), "not one number a channel"),
-        (changed("mean", 0, to=float("nan")), "`mean` is not a number from 0 to 1"),
-        (changed("mean", 0, to="0.5"), "`mean` is not a number from 0 to 1"),
+        (changed("mean", to=[0.1]), "not one number per channel"),
+        (changed("mean", 0, to=float("nan")), "`mean` is not between 0 and 1"),
+        (changed("mean", 0, to="0.5"), "`mean` is not between 0 and 1"),
         (changed("std", 0, to=0), "`std` is not above 0"),
         (changed("class_names", to=[]), "`class_names` is empty"),
         (changed("class_names", to="cat"), "`class_names` is not a list"),
@@ -137,13 +137,13 @@ SHARDS = ("splits", "train", "shards")
         (changed(*SHARDS, 0, "bytes", to=10**30), "`bytes` of train-00000.h5"),
         (changed(*SHARDS, 0, "sha256", to="xyz"), "not 64 hex digits"),
         (changed(*SHARDS, 0, "sha256", to=None), "not 64 hex digits"),
-        (changed(*SHARDS, 0, "file", to="train-00001.h5"), "two shards have one name"),
-        (changed(*SHARDS, 0, "file", to="../train-00000.h5"), "is no name for a shard"),
-        (changed(*SHARDS, 0, "file", to="/etc/passwd"), "is no name for a shard"),
-        (changed(*SHARDS, 0, "file", to="a/../../x.h5"), "is no name for a shard"),
-        (changed(*SHARDS, 0, "file", to="x.h5\n"), "is no name for a shard"),
-        (changed(*SHARDS, 0, "file", to="..h5"), "is no name for a shard"),
-        (changed(*SHARDS, 0, "file", to=5), "is no name for a shard"),
+        (changed(*SHARDS, 0, "file", to="train-00001.h5"), "two shards have the same name"),
+        (changed(*SHARDS, 0, "file", to="../train-00000.h5"), "is not a valid name of a shard"),
+        (changed(*SHARDS, 0, "file", to="/etc/passwd"), "is not a valid name of a shard"),
+        (changed(*SHARDS, 0, "file", to="a/../../x.h5"), "is not a valid name of a shard"),
+        (changed(*SHARDS, 0, "file", to="x.h5\n"), "is not a valid name of a shard"),
+        (changed(*SHARDS, 0, "file", to="..h5"), "is not a valid name of a shard"),
+        (changed(*SHARDS, 0, "file", to=5), "is not a valid name of a shard"),
         (changed(*SHARDS, 0, to="train-00000.h5"), "a shard of split `train` is not an object"),
     ],
 )

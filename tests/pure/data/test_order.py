@@ -1,4 +1,4 @@
-"""Each epoch sees each sample exactly once, in an order that no split of the work changes."""
+"""Each epoch uses each sample exactly once, in an order that is independent of the ranks."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -45,21 +45,21 @@ def test_a_chunk_is_read_in_one_window_of_bounded_size(
 ) -> None:
     assume(window < count)
     chunks = np.array(an_order(count, chunk=chunk, window=window)) // chunk
-    # Walk through the epoch: open a window with the first unseen chunk, close it when it is full.
+    # Walk through the epoch: open a window at the first unseen chunk, close it when it is full.
     sizes = {number: int((chunks == number).sum()) for number in set(chunks.tolist())}
     place = 0
     seen: set[int] = set()
     while place < count:
-        here: set[int] = set()
-        while place + sum(sizes[number] for number in here) < count:
-            span = chunks[place : place + max(1, sum(sizes[number] for number in here))]
-            if set(span.tolist()) == here:
+        window_chunks: set[int] = set()
+        while place + sum(sizes[number] for number in window_chunks) < count:
+            span = chunks[place : place + max(1, sum(sizes[number] for number in window_chunks))]
+            if set(span.tolist()) == window_chunks:
                 break
-            here |= set(span.tolist())
-        held = sum(sizes[number] for number in here)
-        assert not here & seen, "a chunk comes back in a later window"
-        assert held <= window or len(here) == 1
-        seen |= here
+            window_chunks |= set(span.tolist())
+        held = sum(sizes[number] for number in window_chunks)
+        assert not window_chunks & seen, "a chunk comes back in a later window"
+        assert held <= window or len(window_chunks) == 1
+        seen |= window_chunks
         place += held
 
 
@@ -80,18 +80,18 @@ def test_the_order_changes_with_seed_epoch_and_data_set() -> None:
         for epoch in (0, 1)
         for window in (16, 100)
     ]
-    assert len({tuple(found) for found in orders}) == len(orders)
+    assert len({tuple(rows_in_order) for rows_in_order in orders}) == len(orders)
 
 
 def test_places_are_spread_evenly() -> None:
-    """Over 2000 epochs each of 10 rows comes first about 200 times (standard deviation 13)."""
+    """Each of 10 rows comes first in about 200 of 2000 epochs (standard deviation 13)."""
     first = np.bincount([an_order(10, epoch=epoch)[0] for epoch in range(2000)], minlength=10)
     assert first.min() > 140
     assert first.max() < 260
 
 
 def test_the_order_is_the_same_for_ever() -> None:
-    """Golden: a run resumed with another version of anything goes on in the same order."""
+    """A run that resumes with another version of any library keeps the same order."""
     assert an_order(12, seed=3, epoch=5) == GOLDEN_FULL
     assert an_order(24, seed=3, epoch=5, chunk=4, window=8) == GOLDEN_BLOCKS
     train, held = order.holdout(10, 0.3, HASH, 7)
@@ -177,10 +177,10 @@ def test_micro_batches_are_the_most_that_keep_all_busy(
             for start, stop in order.share_rows(0, count, number, shares, replica)
         )
 
-    found = order.microbatches(count, requested, shares)
-    assert 1 <= found <= requested
-    assert found == 1 or all_busy(found)
-    assert not any(all_busy(number) for number in range(found + 1, requested + 1))
+    chosen = order.microbatches(count, requested, shares)
+    assert 1 <= chosen <= requested
+    assert chosen == 1 or all_busy(chosen)
+    assert not any(all_busy(number) for number in range(chosen + 1, requested + 1))
 
 
 def samples_by_replica(
@@ -190,7 +190,7 @@ def samples_by_replica(
     requested: int,
     shares: list[int],
 ) -> list[list[int]]:
-    """The row that each replica uses, in order, over an epoch of `count` rows."""
+    """Return the rows that each replica uses, in order, over an epoch of `count` rows."""
     epoch = an_order(count)
     used: list[list[int]] = [[] for _ in shares]
     for start, stop in order.step_slices(count, batch_size):
@@ -210,7 +210,7 @@ def test_all_replicas_together_use_each_row_once(
 
 
 def test_a_split_that_drops_the_uneven_rest_is_noticed() -> None:
-    """Negative control: the usual `batch // replicas` loses samples, and the check sees it."""
+    """Negative control: the usual `batch // replicas` loses samples, which the check detects."""
 
     def dropping(
         start: int, stop: int, number: int, shares: list[int], replica: int

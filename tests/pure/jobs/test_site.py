@@ -74,7 +74,7 @@ def test_options_of_a_site_are_those_of_the_file_in_time_too(tmp_path: Path) -> 
         ("setup: module load mpi", "setup must be a list of lines"),
         ("warning_seconds: true", "warning_seconds must be a number"),
         ("options: [a]", "options must be keys and values"),
-        ("- a", "holds no description of a site"),
+        ("- a", "is not a description of a site"),
         ("a: [", "cannot be read as YAML"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Official CIFAR files, whole or damaged, and the real ones where CIFAR_DIR says they are."""
+"""Official CIFAR files, intact or damaged, and the real ones in the folder of CIFAR_DIR."""
 
 import gzip
 import io
@@ -23,7 +23,7 @@ both = pytest.mark.parametrize("edition", list(EDITIONS.values()), ids=list(EDIT
 
 
 def records(edition: Edition, count: int, seed: int) -> NDArray[np.uint8]:
-    """Random records: uint8 [count, record bytes]."""
+    """Return random records: uint8 [count, record bytes]."""
     generator = np.random.default_rng(seed)
     table = generator.integers(0, 256, (count, edition.record_bytes), dtype=np.uint8)
     for column, limit in enumerate(edition.label_limits):
@@ -32,7 +32,7 @@ def records(edition: Edition, count: int, seed: int) -> NDArray[np.uint8]:
 
 
 def files_of(edition: Edition, count: int = 20) -> Contents:
-    """The files of an edition with `count` random records each."""
+    """Return the files of an edition with `count` random records each."""
     return {
         file.name: records(edition, count, seed).tobytes()
         for seed, file in enumerate(edition.files)
@@ -93,7 +93,7 @@ def test_an_archive_a_folder_and_a_folder_above_give_the_same(
 ) -> None:
     contents = files_of(edition)
     a_folder(tmp_path / "above" / edition.folder, contents)
-    # The order of members, the folder in front and strange files do not matter.
+    # The order of members, their folder and unknown files do not matter.
     strange = {"../../evil.bin": b"x", **dict(reversed(contents.items())), "readme.html": b"x"}
     an_archive(tmp_path / "any-name.tar.gz", strange, folder="/some/where")
     (tmp_path / "fetched").mkdir()
@@ -172,11 +172,11 @@ def test_sources_that_are_not_cifar_are_refused_with_advice(tmp_path: Path) -> N
     assert "no such file or folder" in refusal(tmp_path / "nowhere", packed)
     assert "`hvdtrain data fetch`" in refusal(a_folder(tmp_path / "empty", {}), packed)
     (tmp_path / "text.tar.gz").write_text("no archive")
-    assert "damaged or no .tar.gz" in refusal(tmp_path / "text.tar.gz", packed)
+    assert "damaged or not a .tar.gz file" in refusal(tmp_path / "text.tar.gz", packed)
     (tmp_path / "nothing.tar.gz").write_bytes(b"")
     assert "nothing.tar.gz" in refusal(tmp_path / "nothing.tar.gz", packed)
     an_archive(tmp_path / "other.tar.gz", {"x.bin": b"x"})
-    assert "no official CIFAR archive" in refusal(tmp_path / "other.tar.gz", packed)
+    assert "is not an official CIFAR archive" in refusal(tmp_path / "other.tar.gz", packed)
     an_archive(tmp_path / "python.tar.gz", {"data_batch_1": b"pickle", "test_batch": b"pickle"})
     assert "is the Python (pickle) version; get the binary" in refusal(
         tmp_path / "python.tar.gz", packed
@@ -196,13 +196,13 @@ def test_a_truncated_or_flipped_archive_is_refused(tmp_path: Path) -> None:
 
 
 def a_header(kind: bytes, size: int) -> tuple[bytes, bytes]:
-    """The first block of a file of a kind in an archive, and one that may follow it for ever."""
+    """Return the first block of a file in an archive, and a block that may follow it endlessly."""
     info = tarfile.TarInfo("x")
     info.type, info.size = kind, size
     block = bytearray(info.tobuf(tarfile.GNU_FORMAT))
     if kind != tarfile.GNUTYPE_SPARSE:
         return bytes(block), bytes(512)
-    block[482] = 1  # more of the list of holes follows
+    block[482] = 1  # the list of holes continues
     block[148:156] = b" " * 8
     block[148:156] = b"%06o\0 " % sum(block)
     return bytes(block), b"00000000001\0" * 42 + b"\1" + bytes(7)
@@ -212,7 +212,7 @@ def a_header(kind: bytes, size: int) -> tuple[bytes, bytes]:
     "kind", [tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_SPARSE]
 )
 def test_a_small_archive_takes_no_more_memory_than_it_should(tmp_path: Path, kind: bytes) -> None:
-    """One of 1.8 MB took 451 MiB: tarfile reads a header whole, however long it says it is."""
+    """tarfile reads a header whole, however long it is: 1.8 MB of archive would take 451 MiB."""
     source, length = tmp_path / "archive.tar.gz", 32 * 2**20
     first, block = a_header(kind, length)
     with gzip.open(source, "wb", compresslevel=1) as stream:
@@ -221,11 +221,11 @@ def test_a_small_archive_takes_no_more_memory_than_it_should(tmp_path: Path, kin
             stream.write(block * 256)
     tracemalloc.start()
     try:
-        said = refusal(source, tmp_path / "packed")
+        message = refusal(source, tmp_path / "packed")
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert "archive is damaged or no .tar.gz (a header is larger than any of the official" in said
+    assert "damaged or not a .tar.gz file (a header is larger than any of the official" in message
     assert peak < 4 * 2**20
 
 
@@ -233,9 +233,9 @@ def test_an_archive_of_many_files_or_headers_is_refused(tmp_path: Path) -> None:
     many = an_archive(tmp_path / "many.tar.gz", dict.fromkeys(map(str, range(1001)), b""))
     assert "more than 1,000 files" in refusal(many, tmp_path / "packed")
     chain = tmp_path / "chain.tar.gz"
-    with gzip.open(chain, "wb") as stream:  # tarfile calls itself for each
+    with gzip.open(chain, "wb") as stream:  # tarfile recurses for each
         stream.write(a_header(tarfile.XHDTYPE, 0)[0] * 5000)
-    assert "archive is damaged or no .tar.gz" in refusal(chain, tmp_path / "packed")
+    assert "archive is damaged or not a .tar.gz file" in refusal(chain, tmp_path / "packed")
 
 
 def test_an_archive_that_unpacks_to_more_than_the_official_one_is_refused(tmp_path: Path) -> None:
@@ -300,7 +300,7 @@ def test_one_flipped_bit_in_the_real_files_is_noticed(tmp_path: Path, real: Path
     content[12_345_678] ^= 2
     (source / "data_batch_4.bin").unlink()
     (source / "data_batch_4.bin").write_bytes(content)
-    assert "data_batch_4.bin has the official size and another MD5" in refusal(
+    assert "data_batch_4.bin is damaged (official size, another MD5)" in refusal(
         source, tmp_path / "packed"
     )
 

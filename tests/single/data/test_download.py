@@ -1,4 +1,4 @@
-"""Downloads from a real server on this machine: whole, broken off, resumed, wrong, absent."""
+"""Downloads from a real server on this machine: complete, interrupted, resumed, wrong, missing."""
 
 import hashlib
 import http.server
@@ -20,19 +20,19 @@ MD5 = hashlib.md5(CONTENT).hexdigest()
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Serves CONTENT at every path, as its server's settings say."""
+    """A handler that serves CONTENT at every path, according to its server's settings."""
 
     server: "Server"
 
     def do_GET(self) -> None:
-        asked = self.headers.get("Range")
-        self.server.ranges.append(asked)
+        range_header = self.headers.get("Range")
+        self.server.ranges.append(range_header)
         if self.server.status is not None:
             self.send_error(self.server.status)
             return
         start = 0
-        if asked and self.server.knows_ranges:
-            match = re.fullmatch(r"bytes=(\d+)-", asked)
+        if range_header and self.server.knows_ranges:
+            match = re.fullmatch(r"bytes=(\d+)-", range_header)
             assert match
             start = int(match[1])
             if start >= len(CONTENT):
@@ -47,7 +47,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.send_response(200)
         self.send_header("Content-Length", str(len(CONTENT) - start))
         self.end_headers()
-        # A connection that breaks after so many bytes.
+        # The connection breaks after `room` bytes.
         room = self.server.breaks.pop(0) if self.server.breaks else len(CONTENT)
         self.wfile.write(CONTENT[start : start + room])
 
@@ -56,7 +56,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Settings: connections that break after n bytes each, ranges, a status to answer with."""
+    """A server with settings: connections that break after N bytes, ranges, a response status."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -67,7 +67,7 @@ class Server(http.server.ThreadingHTTPServer):
         self.status: int | None = None
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that hangs up is what some tests are about; anything else is printed."""
+        """Ignore clients that close the connection, as some tests do; print any other error."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)  # type: ignore[arg-type]
 
@@ -123,7 +123,7 @@ def test_a_broken_connection_is_taken_up_where_it_ended(server: Server, tmp_path
 def test_a_later_call_goes_on_from_the_part_file(server: Server, tmp_path: Path) -> None:
     server.breaks = [123_456, 0]
     message = refusal(server, tmp_path / "file")
-    assert "run this again to go on from 123,456 bytes" in message
+    assert "run this again to resume from 123,456 bytes" in message
     assert str(tmp_path / "file") in message
     assert names_in(tmp_path) == ["file.part"]
     download(server.url, tmp_path / "file", MD5)
@@ -174,7 +174,7 @@ def test_an_answer_of_the_server_is_passed_on(server: Server, tmp_path: Path) ->
     server.status = 404
     message = refusal(server, tmp_path / "file")
     assert "404 Not Found" in message
-    assert f"put the file at {tmp_path / 'file'} by hand" in message
+    assert f"copy the file to {tmp_path / 'file'} yourself" in message
     assert names_in(tmp_path) == []
 
 
@@ -189,7 +189,7 @@ def test_without_a_network_the_place_for_the_file_is_named(
     message = str(caught.value)
     assert "\n" not in message
     assert f"cannot download {site}/{CIFAR10.archive} (" in message
-    assert f"put the file at {tmp_path / CIFAR10.archive} by hand" in message
+    assert f"copy the file to {tmp_path / CIFAR10.archive} yourself" in message
 
 
 def test_a_folder_that_cannot_be_written_is_named(server: Server, tmp_path: Path) -> None:

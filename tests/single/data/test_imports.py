@@ -1,4 +1,4 @@
-"""The data side serves PyTorch and TensorFlow alike, and costs nothing until it is used."""
+"""hvdtrain.data works with PyTorch and with TensorFlow, and loads nothing until it is used."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ import hvdtrain.data
 
 
 def modules_after(program: str) -> set[str]:
-    """Top-level modules that a fresh interpreter has loaded after this program."""
+    """Return the top-level modules that a fresh interpreter has loaded after this program."""
     program += "\nimport json, sys\nprint(json.dumps(sorted(sys.modules)))"
     done = subprocess.run(
         [sys.executable, "-c", program],

@@ -37,11 +37,11 @@ def requests(count: int, size: int = 7) -> list[Rows]:
 
 @pytest.mark.parametrize("prefetch", [1, 2, 50])
 def test_batches_come_in_the_order_of_the_requests(samples: Samples, prefetch: int) -> None:
-    asked = [*requests(20), np.array([], np.int64), *requests(3, 11)]
-    with Loader(samples, asked, prefetch=prefetch) as loader:
-        found = list(loader)
-    assert len(found) == len(asked)
-    for rows, batch in zip(asked, found, strict=True):
+    requested = [*requests(20), np.array([], np.int64), *requests(3, 11)]
+    with Loader(samples, requested, prefetch=prefetch) as loader:
+        batches = list(loader)
+    assert len(batches) == len(requested)
+    for rows, batch in zip(requested, batches, strict=True):
         np.testing.assert_array_equal(batch.images, samples.gather(rows).images)
         assert batch.ids.tolist() == rows.tolist()
         assert len(batch) == len(rows)
@@ -53,9 +53,9 @@ def test_the_transform_is_applied_to_each_batch(samples: Samples) -> None:
         images = crop_flip(batch.images.astype(np.uint8), batch.ids, seed=3, epoch=1)
         return Batch(images, batch.labels, batch.ids)
 
-    asked = requests(4)
-    with Loader(samples, asked, augment) as loader:
-        for rows, batch in zip(asked, loader, strict=True):
+    requested = requests(4)
+    with Loader(samples, requested, augment) as loader:
+        for rows, batch in zip(requested, loader, strict=True):
             plain = samples.gather(rows)
             expected = augment(plain)
             np.testing.assert_array_equal(batch.images, expected.images)
@@ -63,7 +63,7 @@ def test_the_transform_is_applied_to_each_batch(samples: Samples) -> None:
 
 
 class Drawn:
-    """Requests that say how many of them were drawn; `most` were, before so many were used."""
+    """Requests that count how many were drawn; `most` is the largest lead over `used`."""
 
     def __init__(self, rows: Iterable[Rows]) -> None:
         self.rows, self.count, self.used, self.most = rows, 0, 0, 0
@@ -78,7 +78,7 @@ class Drawn:
             yield rows
 
     def wait_for(self, count: int) -> None:
-        """Return once so many were drawn."""
+        """Wait until `count` requests were drawn."""
         with self._changed:
             assert self._changed.wait_for(lambda: self.count >= count, timeout=60)
 
@@ -90,7 +90,7 @@ def test_no_more_batches_are_made_ahead_than_asked(samples: Samples) -> None:
             drawn.used = used
             next(loader)
             drawn.wait_for(min(used + 4, 50))
-    assert drawn.most == 4, "three waiting, one in the hands of the thread"
+    assert drawn.most == 4, "three ready, one in progress"
 
 
 @pytest.mark.parametrize("used", [0, 1, 3])
@@ -101,12 +101,12 @@ def test_closing_early_stops_the_thread_promptly(samples: Samples, used: int) ->
         next(loader)
     loader.close()
     loader.close()
-    assert drawn.count <= used + 2, "one waiting, one in the hands of the thread"
+    assert drawn.count <= used + 2, "one ready, one in progress"
     assert list(loader) == []
 
 
 def test_closing_at_any_moment_never_hangs(samples: Samples) -> None:
-    """The end of the requests, a full queue and close() meet in all orders."""
+    """The end of the requests, a full queue and close() coincide in all orders."""
     for round_number in range(300):
         with Loader(samples, requests(round_number % 4, 1), prefetch=1) as loader:
             for _ in range(round_number % 3):

@@ -1,4 +1,4 @@
-"""Reading packed shards: the same samples with little memory or much, and no damage unnoticed."""
+"""Reading packed shards gives the same samples with any memory, and detects all damage."""
 
 import os
 import random
@@ -19,7 +19,7 @@ LITTLE = 3 * 64 * (64 * 64 * 3 + 16)  # bytes of three chunks
 
 
 def read_plainly(folder: Path, split: str) -> Batch:
-    """The obvious way: all files, in order of their names, with h5py alone."""
+    """Read all files, in the order of their names, with h5py alone."""
     parts: dict[str, list[NDArray[np.generic]]] = {"images": [], "labels": [], "ids": []}
     for path in sorted(folder.glob(f"{split}-*.h5")):
         with h5py.File(path, "r") as file:
@@ -36,7 +36,7 @@ def flip_bit(path: Path, place: int, bit: int = 0) -> None:
 
 
 def place_of_chunk(path: Path, name: str, chunk: int) -> int:
-    """Where the bytes of a chunk begin in the file."""
+    """Return the offset of a chunk's bytes in the file."""
     with h5py.File(path, "r") as file:
         return int(file[name].id.get_chunk_info(chunk).byte_offset)
 
@@ -127,7 +127,7 @@ def test_a_flipped_bit_is_named_with_file_and_chunk(packed: Path, name: str, mem
 
 
 def test_damage_after_the_first_look_is_found_where_it_is(packed: Path) -> None:
-    """With little memory chunks are read again, and their checksums are looked at each time."""
+    """Little memory makes chunks be read again, and their checksums are verified each time."""
     index = read_index(packed)
     plain = read_plainly(packed, "train")
     shard = packed / "train-00001.h5"
@@ -135,21 +135,21 @@ def test_damage_after_the_first_look_is_found_where_it_is(packed: Path) -> None:
     with open_split(index, "train", LITTLE) as samples:
         samples.gather(np.array([128]))
         flip_bit(shard, place)
-        found = samples.gather(np.array([128])).images
+        images = samples.gather(np.array([128])).images
         with pytest.raises(DataError, match=r"chunk 1 \(rows 64\.\.127\) fails its checksum"):
             samples.gather(np.array([128 + 64]))
-    np.testing.assert_array_equal(found, plain.images[[128]])
+    np.testing.assert_array_equal(images, plain.images[[128]])
 
 
 def test_no_flipped_bit_anywhere_in_a_shard_gives_other_samples(tmp_path: Path) -> None:
-    """One bit of each byte of a small shard, flipped in turn: structure, padding and contents."""
+    """One bit of each byte of a small shard is flipped in turn: structure, padding, contents."""
     index = synth(tmp_path / "small", images=6, classes=2, size=6)
     shard = tmp_path / "small" / "train-00000.h5"
     intact = shard.read_bytes()
     rows = np.arange(6)
     for place in range(len(intact)):
         flip_bit(shard, place, bit=place % 8)
-        # Too little memory for the whole split: no SHA-256, only the checksums inside.
+        # There is too little memory for the whole split, so its chunks are read one by one.
         with pytest.raises(DataError) as caught, open_split(index, "train", 1) as samples:
             samples.gather(rows)
         assert "\n" not in str(caught.value)
@@ -160,11 +160,11 @@ def test_no_flipped_bit_anywhere_in_a_shard_gives_other_samples(tmp_path: Path) 
 
 @pytest.mark.parametrize("memory", [2**30, LITTLE])
 def test_a_shard_of_another_set_is_noticed(packed: Path, tmp_path: Path, memory: int) -> None:
-    """Equal sizes and good checksums, as after an interrupted copy of a newer set."""
+    """The sizes are equal and the checksums good, as after an interrupted copy of a newer set."""
     synth(tmp_path / "other", images=300, classes=3, size=64, seed=6, shard_mb=2)
     shard = packed / "train-00001.h5"
     shard.write_bytes((tmp_path / "other" / shard.name).read_bytes())
-    with pytest.raises(DataError, match=r"train-00001.h5: shard is not the one of the index"):
+    with pytest.raises(DataError, match=r"train-00001.h5: shard differs from the index"):
         open_split(read_index(packed), "train", memory).gather(np.array([128]))
 
 
@@ -210,8 +210,8 @@ def test_a_forked_process_opens_files_of_its_own(packed: Path) -> None:
     child = os.fork()
     if child == 0:
         same = samples.gather(np.arange(300)).images.sum() == before
-        own = any(process == os.getpid() for process, _ in samples._files)
-        os._exit(0 if same and own else 1)
+        opened = any(process == os.getpid() for process, _ in samples._files)
+        os._exit(0 if same and opened else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert samples.gather(np.arange(300)).images.sum() == before
     samples.close()
@@ -252,7 +252,7 @@ def test_closing_lets_files_and_memory_go(packed: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(100))
 def test_no_random_damage_gives_other_samples(packed: Path, seed: int) -> None:
-    """A bit, a cut, bytes behind the end, zeros in the middle, another shard in its place."""
+    """Damages are a bit, a cut, bytes after the end, zeros in the middle, and another shard."""
     dice, memory = random.Random(seed), [2**30, LITTLE][seed % 2]
     index = read_index(packed)
     shard = dice.choice(index.splits["train"].shards)

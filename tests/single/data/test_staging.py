@@ -1,4 +1,4 @@
-"""`--stage`: copies of a data set on disks of hosts."""
+"""`--stage`: copies of a data set on the disks of hosts."""
 
 import os
 import time
@@ -43,7 +43,7 @@ def test_a_damaged_source_is_named_and_not_copied(tmp_path: Path) -> None:
     source, disk = tmp_path / "source", tmp_path / "disk"
     index = data.synth(source, 100, 4, size=8)
     flip_last_bit(source / "test-00000.h5")
-    with pytest.raises(DataError, match=r"test-00000\.h5: SHA-256 is not the one of the index"):
+    with pytest.raises(DataError, match=r"test-00000\.h5: shard differs from the index"):
         stage(index, str(disk))
     assert [path.name for path in staged_folder(index, str(disk)).iterdir()] == ["train-00000.h5"]
 
@@ -88,23 +88,23 @@ def test_processes_that_copy_at_the_same_time_all_end_with_a_whole_copy(
 def test_a_folder_that_another_user_may_have_made_is_refused(
     small_set: Path, tmp_path: Path, how: str
 ) -> None:
-    """Its name can be foreseen: whoever made it first could change the copy after its check."""
+    """The name is predictable: another user who made it could change the copy after its check."""
     index = read_index(small_set)
     folder = staged_folder(index, str(tmp_path / "disk"))
     folder.mkdir(parents=True)
-    said = "can be changed by other users: look at what it holds, then chmod go-w "
+    message = "can be changed by other users: check its content, then run chmod go-w "
     if how == "link":
         folder.rename(tmp_path / "theirs")
         folder.symlink_to(tmp_path / "theirs")
-        said = "is a symbolic link: remove it"
+        message = "is a symbolic link: remove it"
     elif how == "owner":
         if os.geteuid() != 0:
             pytest.skip("only root may give a folder away")
         os.chown(folder, 1234, 1234)
-        said = r"belongs to another user \(uid 1234\): choose another folder"
+        message = r"belongs to another user \(uid 1234\): choose another folder"
     else:
         folder.chmod(0o775 if how == "group" else 0o757)
-    with pytest.raises(UsageError, match=f"^--stage: {folder} {said}") as caught:
+    with pytest.raises(UsageError, match=f"^--stage: {folder} {message}") as caught:
         stage(index, str(tmp_path / "disk"))
     assert "\n" not in str(caught.value)
     assert list(folder.iterdir()) == []
@@ -128,7 +128,7 @@ def test_a_variable_is_that_of_the_host(
     monkeypatch.setenv("LOCAL_DISK", str(tmp_path))
     assert staged_folder(index, "$LOCAL_DISK/data").parent == tmp_path / "data"
     monkeypatch.delenv("LOCAL_DISK")
-    with pytest.raises(UsageError, match=r"\$LOCAL_DISK/data: that variable is not set on"):
+    with pytest.raises(UsageError, match=r"\$LOCAL_DISK/data: a variable in it is not set on"):
         stage(index, "$LOCAL_DISK/data")
 
 
@@ -147,4 +147,4 @@ def test_a_run_reads_the_copy_and_is_the_same_run(hvdtrain: Program, tmp_path: P
     done = hvdtrain(*common, "--run", tmp_path / "none", "--stage", "$ABSENT/x")
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
-    assert "--stage $ABSENT/x: that variable is not set on" in done.stderr
+    assert "--stage $ABSENT/x: a variable in it is not set on" in done.stderr

@@ -1,4 +1,4 @@
-"""The synthetic set: the same bytes from the same seed, and something to learn in it."""
+"""The synthetic data set has the same bytes for the same seed, and can be learned."""
 
 import time
 from pathlib import Path
@@ -15,7 +15,7 @@ from hvdtrain.errors import UsageError
 
 
 def split_of(index: Index, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images, normalised, float32 [n, 3, size, size], and labels."""
+    """Return normalised images, float32 [n, 3, size, size], and labels."""
     with open_split(index, name) as samples:
         batch = samples.gather(np.arange(len(samples)))
     images = torch.from_numpy(batch.images.astype(np.float32)).permute(0, 3, 1, 2) / 255
@@ -24,7 +24,7 @@ def split_of(index: Index, name: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
-    """At another time of day as well: HDF5 once put the second into each file."""
+    """The bytes are the same at another time of day, which HDF5 would write into each file."""
     one = synth(tmp_path / "one", 200, 3, 16, seed=4)
     second = int(time.time())
     while int(time.time()) == second:
@@ -46,7 +46,7 @@ def test_samples_do_not_depend_on_how_they_are_cut_into_shards(tmp_path: Path) -
 
 
 def test_pixels_are_the_same_for_ever(tmp_path: Path) -> None:
-    """Golden: whole-number arithmetic, so no machine or version changes it."""
+    """Integer arithmetic gives the same values on every machine and version."""
     assert class_patterns(2, 8, seed=1)[:, 3, 2].tolist() == GOLDEN_PATTERNS
     index = synth(tmp_path / "set", images=5, classes=2, size=8, seed=1)
     with open_split(index, "train") as samples:
@@ -83,7 +83,7 @@ def test_numbers_out_of_range_are_refused(
 
 
 def test_a_small_network_learns_it_but_not_at_once(tmp_path: Path) -> None:
-    """Far above chance (0.2) after four epochs of 2500 images, and far from perfect."""
+    """The accuracy is far above chance (0.2) after four epochs of 2500 images, but not perfect."""
     index = synth(tmp_path / "set", images=2500, classes=5, size=16)
     (images, labels), (test_images, test_labels) = (
         split_of(index, "train"),

@@ -1,4 +1,4 @@
-"""`verify` names every bad shard and chunk, and `info` describes the set."""
+"""`verify` names every damaged shard and chunk, and `info` describes the data set."""
 
 import hashlib
 import json
@@ -36,11 +36,17 @@ def test_every_bad_shard_and_chunk_is_named(packed: Path) -> None:
     faults = verify(packed)
     assert not [fault for fault in faults if "\n" in fault]
     expected = [
-        ("train-00000.h5", "SHA-256 is not the one of the index; its bad chunks follow"),
+        (
+            "train-00000.h5",
+            "shard differs from the index (another SHA-256); its damaged chunks follow",
+        ),
         ("train-00000.h5", "chunk 0 (rows 0..63) fails its checksum"),
         ("train-00000.h5", "chunk 1 (rows 64..127) fails its checksum"),
         ("train-00001.h5", "shard is missing"),
-        ("train-00002.h5", "SHA-256 is not the one of the index; its bad chunks follow"),
+        (
+            "train-00002.h5",
+            "shard differs from the index (another SHA-256); its damaged chunks follow",
+        ),
         ("train-00002.h5", "chunk 0 (rows 0..43) fails its checksum"),
         ("test-00000.h5", "shard is truncated: 5 bytes"),
     ]
@@ -56,7 +62,7 @@ def test_a_shard_swapped_for_another_good_one_is_named(packed: Path) -> None:
     two.write_bytes(first)
     faults = verify(packed)
     assert [fault.split(";")[1].strip() for fault in faults] == [
-        "no chunk of it fails its own checksum"
+        "but the checksums of its chunks match"
     ] * 2
 
 
@@ -78,7 +84,7 @@ def test_labels_out_of_range_are_named_though_all_hashes_are_right(tmp_path: Pat
 
 
 def make_index_fit(folder: Path, shard: Path) -> None:
-    """Give the index the size and the SHA-256 of a shard that was made anew."""
+    """Write the size and the SHA-256 of a changed shard into the index."""
     content = json.loads((folder / "index.json").read_text())
     for entry in content["splits"]["train"]["shards"]:
         if entry["file"] == shard.name:
@@ -88,7 +94,7 @@ def make_index_fit(folder: Path, shard: Path) -> None:
 
 
 def put_labels_elsewhere(how: str, file: h5py.File, other: Path) -> None:
-    """Let the labels of an open shard be those of another file."""
+    """Replace the labels of an open shard with those of another file."""
     labels = file["labels"][:]
     del file["labels"]
     if how == "raw":
@@ -103,7 +109,7 @@ def put_labels_elsewhere(how: str, file: h5py.File, other: Path) -> None:
         file.create_virtual_dataset("labels", layout)
     elif how == "external":
         file["labels"] = h5py.ExternalLink(other, "labels")
-    else:  # by way of a link in the file
+    else:  # through a link in the file
         file["elsewhere"] = h5py.ExternalLink(other, "labels")
         file["labels"] = h5py.SoftLink("/elsewhere")
 
@@ -112,14 +118,14 @@ def put_labels_elsewhere(how: str, file: h5py.File, other: Path) -> None:
 def test_labels_of_another_file_are_refused_though_all_hashes_are_right(
     packed: Path, tmp_path: Path, how: str
 ) -> None:
-    """The SHA-256 covers the shard alone: the labels could be changed later without a trace."""
+    """The SHA-256 covers the shard alone: the labels could be changed later without notice."""
     shard, other = packed / "train-00002.h5", tmp_path / "other"
     with h5py.File(shard, "a", libver="v110") as file:
         put_labels_elsewhere(how, file, other)
     make_index_fit(packed, shard)
     (fault,) = verify(packed)
     link = how in ("external", "soft")
-    where = "by a link, and not in itself" if link else "in another file"
+    where = "through a link" if link else "in another file"
     assert fault == (
         f"{shard}: shard holds `labels` {where}; restore the file or pack the data set again"
     )
@@ -129,12 +135,12 @@ def test_labels_of_another_file_are_refused_though_all_hashes_are_right(
 
 
 def test_info_is_ready_for_json(packed: Path) -> None:
-    found = json.loads(json.dumps(info(packed)))
+    content = json.loads(json.dumps(info(packed)))
     index = read_index(packed)
-    assert found["hash"] == index.hash
-    assert found["classes"] == 3
-    assert found["image_shape"] == [64, 64, 3]
-    assert found["splits"]["train"] == {
+    assert content["hash"] == index.hash
+    assert content["classes"] == 3
+    assert content["image_shape"] == [64, 64, 3]
+    assert content["splits"]["train"] == {
         "count": 300,
         "shards": 3,
         "bytes": sum(path.stat().st_size for path in packed.glob("train-*.h5")),

@@ -1,4 +1,4 @@
-"""Packing leaves a whole data set or nothing, on a disk that fills as well."""
+"""Packing leaves a whole data set or nothing, also on a full disk."""
 
 import json
 import os
@@ -96,7 +96,7 @@ def test_other_files_in_the_folder_stay(tmp_path: Path) -> None:
 def test_a_folder_where_another_process_packs_is_refused(tmp_path: Path) -> None:
     (tmp_path / ".partial").mkdir()
     (tmp_path / ".partial" / "train-00000.h5").write_text("of another")
-    with pytest.raises(DataError, match="another process is packing here, or was killed"):
+    with pytest.raises(DataError, match="another process is packing into this folder, or was"):
         write(tmp_path, SOURCES, (4, 4, 3), NAMES)
     assert names_in(tmp_path / ".partial") == ["train-00000.h5"]
 
@@ -128,7 +128,7 @@ def test_an_error_in_the_middle_leaves_nothing(tmp_path: Path, error: type[BaseE
 
 
 def test_a_rename_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    """A folder in the way of the second shard: the first, renamed already, is taken back."""
+    """A folder has the name of the second shard: the first, renamed already, is removed."""
     (tmp_path / "test-00000.h5" / "inside").mkdir(parents=True)
     with pytest.raises(DataError, match="cannot be written"):
         write(tmp_path, SOURCES, (4, 4, 3), NAMES)
@@ -137,7 +137,7 @@ def test_a_rename_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path | None]:
-    """A file system of 1 MiB, or None where this user may not mount one."""
+    """Mount a file system of 1 MiB, and yield its path; None if this user may not mount one."""
     folder = tmp_path / "disk"
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(folder)]
@@ -163,7 +163,7 @@ def test_a_disk_that_fills_leaves_nothing(tmp_path: Path, small_disk: Path | Non
 
 
 def pack_with_a_limit_on_file_sizes(destination: Path, limit: int) -> str:
-    """What `synth` says in a process whose files may have `limit` bytes."""
+    """Return the message of `synth` in a process whose files are limited to `limit` bytes."""
     program = (
         "import sys\n"
         "from hvdtrain.data import synth\n"
@@ -195,6 +195,6 @@ def test_a_limit_on_file_sizes_is_named_and_leaves_nothing(tmp_path: Path) -> No
     message = pack_with_a_limit_on_file_sizes(tmp_path / "set", 2**20)
     assert "train-00000.h5: cannot be written (File too large); raise the limit" in message
     assert not (tmp_path / "set").exists()
-    # With room enough the same program writes: it was the limit.
+    # With enough room the same program succeeds: the limit was the cause.
     assert pack_with_a_limit_on_file_sizes(tmp_path / "set", 2**30) == "written"
     assert json.loads((tmp_path / "set" / "index.json").read_text())["format_version"] == 1

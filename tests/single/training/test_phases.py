@@ -330,7 +330,7 @@ def test_a_launcher_that_waits_to_start_again_ends_and_leaves_nothing(
         assert process.returncode == -number
     else:
         assert process.returncode == 75
-        assert said == "hvdtrain: ended before training began\n"
+        assert said == "hvdtrain: ended before training started\n"
     wait_for_end(tmp_path)
     case.finish(hvdtrain, undisturbed(2))
 

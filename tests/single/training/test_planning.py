@@ -235,11 +235,11 @@ def test_a_bad_component_is_found_after_a_change_too(
         ),
         (
             ("--plan", "dp", "--memory-limit", 4),
-            "--memory-limit is for --plan auto and --plan adaptive",
+            "--memory-limit needs --plan auto or --plan adaptive",
         ),
         (
             ("--plan", "auto", "--profile", "/nowhere/profile.json"),
-            "--profile /nowhere/profile.json: there is no such folder; make it first",
+            "--profile /nowhere/profile.json: its folder does not exist: create it first",
         ),
     ],
 )

@@ -189,7 +189,7 @@ def test_what_needs_one_process_says_so_to_several(hvdtrain: Program) -> None:
     options = ("plan", "show", "--model", "cnn", "--ranks", 2)
     done = hvdtrain(*options, launcher=tuple(mpirun(2)), timeout=60)
     assert done.returncode == 2
-    assert done.stderr.count("plan show runs in one process: leave the launcher out") == 1
+    assert done.stderr.count("plan show runs in one process: start it without a launcher") == 1
     assert not done.stdout
 
 
