@@ -1,4 +1,4 @@
-"""Every schedule that is made is valid for any plan, and every fault put in is found and named."""
+"""Every generated schedule is valid for any plan, and every injected fault is reported."""
 
 import pytest
 from hypothesis import given, settings

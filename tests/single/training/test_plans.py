@@ -223,7 +223,7 @@ def test_what_cannot_run_is_refused_in_one_line(
     ("plan", "schedule", "message"),
     [
         ("hp:5x1", "1f1b", "has 5 stages, but the model has 4 component"),
-        ("hp:2x1", "interleaved", "interleaved schedule is for ranks that hold several stages"),
+        ("hp:2x1", "interleaved", "interleaved schedule needs several stages per rank"),
     ],
 )
 def test_a_plan_that_no_model_or_schedule_fits_is_refused(
