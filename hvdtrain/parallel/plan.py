@@ -138,10 +138,8 @@ def pipeline(
         )
     groups, left = divmod(ranks, replicas)
     if left or not groups or stages % groups:
-        raise UsageError(
-            f"{name} does not fit {ranks} ranks: use {stages * replicas} ranks, or with several "
-            f"stages per rank a divisor of {stages} times {replicas}"
-        )
+        possible = [str(replicas * n) for n in range(1, stages + 1) if stages % n == 0]
+        raise UsageError(f"{name} does not fit {ranks} ranks: start {' or '.join(possible)}")
     made, start = [], 0
     for number, size in enumerate(balance(costs, stages)):
         first = number % groups * replicas

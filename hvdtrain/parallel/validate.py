@@ -180,10 +180,12 @@ def _check_complete(schedule: Schedule, plan: Plan, cut: Cut, rank: int) -> None
 def _backward_fault(action: Action, seen: Set[Action]) -> str:
     """Return the fault of a backward, or of half a backward, after `seen`; "" if it has none."""
     if action.stage == 0 and action.kind != "B":
-        return f"does {action}, but stage 0 runs whole backward"
+        return f"does {action}, but stage 0 runs whole backwards"
     others = "IW" if action.kind == "B" else "B"
     besides = [other for kind in others if (other := action._replace(kind=kind)) in seen]
-    return f"does {action} besides {besides[0]}, which is (a part of) the same" if besides else ""
+    if not besides:
+        return ""
+    return f"does {action} in addition to {besides[0]}, but a backward is either whole or split"
 
 
 def _place(actions: list[Action], missing: Action) -> int:

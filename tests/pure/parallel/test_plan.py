@@ -114,8 +114,8 @@ def test_more_stages_than_ranks_go_round_them() -> None:
 @pytest.mark.parametrize(
     ("text", "ranks", "message"),
     [
-        ("hp:2x2", 3, "hp:2x2 does not fit 3 ranks: use 4 ranks"),
-        ("hp:3x1", 2, "hp:3x1 does not fit 2 ranks: use 3 ranks"),
+        ("hp:2x2", 3, "hp:2x2 does not fit 3 ranks: start 2 or 4"),
+        ("hp:3x1", 2, "hp:3x1 does not fit 2 ranks: start 1 or 3"),
         ("hp:4x1", 4, "has 4 stages, but the model has 3 component"),
         ("mp", 4, "has 4 stages, but the model has 3 component"),
         ("hp:2", 2, "--plan hp:2 is not valid: use hp:SxR, S stages of R replicas each"),

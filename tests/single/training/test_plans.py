@@ -196,7 +196,7 @@ def test_what_needs_one_process_says_so_to_several(hvdtrain: Program) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--plan", "hp:3x1", "--ranks", 2), "hp:3x1 runs on 3 ranks"),
+        (("--plan", "hp:3x1", "--ranks", 2), "hp:3x1 does not fit 2 ranks: start 1 or 3"),
         (("--plan", "mp", "--ranks", 2, "--schedule", "zb"), "--schedule zb is not known"),
         (
             ("--plan", "mp", "--ranks", 2, "--schedule", "zb-h1", "--recompute", "all"),
