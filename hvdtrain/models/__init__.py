@@ -1,6 +1,6 @@
-"""The models, each a list of named components, and how a model is found by name.
+"""The models, each a list of named components, and the lookup of a model by name.
 
-Importing this package does not import torch, so that names can be listed and checked at once.
+Importing this package does not import torch, so that listing and checking names is fast.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hvdtrain.errors import UsageError
 if TYPE_CHECKING:
     from hvdtrain.models.component import Component
 
-# Where each model's function is, in the same form in which users name their own.
+# The function of each model, in the form in which users name their own.
 REGISTRY = {
     "cnn": "hvdtrain.models.cnn:cnn",
     "resnet18": "hvdtrain.models.resnet:resnet18",
@@ -31,8 +31,8 @@ def check_name(model: str) -> None:
     near = difflib.get_close_matches(model, MODEL_NAMES)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise UsageError(
-        f"unknown model {model!r}: {hint}there are {', '.join(MODEL_NAMES)}, "
-        "and package.module:function for a model of your own"
+        f"unknown model {model!r}: {hint}use one of {', '.join(MODEL_NAMES)}, "
+        "or package.module:function for a model of your own"
     )
 
 
@@ -41,22 +41,30 @@ def components(
 ) -> list[Component]:
     """Return the components of `model` for square images and `classes` classes.
 
-    `model` is one of MODEL_NAMES or `package.module:function`, a function of (classes,
-    image_size), found in the current folder or wherever Python looks for modules, that returns a
-    list of Component or of (name, build) pairs. `patch_size` (pixels) is passed to models whose
-    function has a parameter of that name. Raises UsageError for whatever a user can get wrong.
+    Args:
+        model: one of MODEL_NAMES or `package.module:function`, a function of (classes,
+            image_size) that returns a list of Component or of (name, build) pairs. The module is
+            imported from the current folder or from Python's module path.
+        classes: number of classes.
+        image_size: width and height in pixels.
+        patch_size: in pixels, passed to models whose function has a parameter of that name.
+
+    Raises:
+        UsageError: if an argument is not valid, or a user's model fails or returns something else.
     """
     check_name(model)
     for what, value in (("classes", classes), ("image size", image_size)):
         if value < 1:
-            raise UsageError(f"{what} {value} is not possible: it must be at least 1")
+            raise UsageError(f"{what} {value} is not valid: it must be at least 1")
     from hvdtrain.models import find, load
 
     if model in REGISTRY:
         function = find.find_function(REGISTRY[model])
-        made = function(classes, image_size, **find.patch_argument(model, function, patch_size))
+        returned = function(
+            classes, image_size, **find.patch_argument(model, function, patch_size)
+        )
     else:
         function = find.find_function(model)
         patch = find.patch_argument(model, function, patch_size)
-        made = find.call(model, function, classes, image_size, patch)
-    return load.as_components(model, made)
+        returned = find.call(model, function, classes, image_size, patch)
+    return load.as_components(model, returned)

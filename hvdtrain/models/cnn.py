@@ -1,8 +1,8 @@
 """The small CNN of Abdulkarim et al., AJEST 5(1), 2026, doi 10.55145/ajest.2026.05.01.009.
 
 Conv 32 3x3 same ReLU, MaxPool 2, Conv 64 3x3 same ReLU, MaxPool 2, Flatten, Dense 64 ReLU, Dense;
-282,250 parameters at 10 classes and 32x32. The paper used Keras, so weights start as Keras's
-defaults do: Glorot uniform kernels, zero biases. The softmax belongs to the loss.
+282,250 parameters for 10 classes and 32x32. The paper used Keras, so weights start with Keras's
+defaults: Glorot uniform kernels, zero biases. The softmax belongs to the loss.
 """
 
 from collections import OrderedDict
@@ -45,7 +45,7 @@ def _convolution(in_channels: int, out_channels: int) -> nn.Module:
 
 
 def _dense(in_features: int, out_features: int) -> nn.Module:
-    # Flattened in the order channel, row, column, whatever the memory format of the input.
+    # Flatten uses the order channel, row, column, whatever the memory format of the input.
     layers = OrderedDict[str, nn.Module](
         flatten=nn.Flatten(), linear=_linear(in_features, out_features), relu=nn.ReLU()
     )

@@ -1,8 +1,8 @@
 """A component: one named part of a model, one tensor in and one tensor out.
 
-A model is a list of components. Each initialises from (seed, its name) alone, so that any rank
-can build any of them, in any order, and all ranks agree. In checkpoints and gradients a parameter
-is called `component.parameter`, such as `layer1.0.conv1.weight`.
+A model is a list of components. The initial weights of each depend only on (seed, its name), so
+that any rank can build any component, in any order, and all ranks agree. In checkpoints and
+gradients a parameter is called `component.parameter`, such as `layer1.0.conv1.weight`.
 """
 
 import hashlib
@@ -25,9 +25,13 @@ _NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 class Component:
     """One named part of a model.
 
-    `name` consists of parts of letters, digits, `_` and `-`, joined by dots. `build` makes the
-    module anew at each call and takes all its random numbers from torch's default generator.
-    Raises UsageError for another name, or for a `build` that is not a function.
+    Attributes:
+        name: parts of letters, digits, `_` and `-`, joined by dots.
+        build: returns a new module at each call; takes all its random numbers from torch's
+            default generator.
+
+    Raises:
+        UsageError: for any other name, or if `build` is not a function.
     """
 
     name: str
@@ -48,9 +52,9 @@ class Component:
 
 @dataclass(frozen=True)
 class Boundary:
-    """What one component hands to the next, batch dimension first.
+    """Shape and dtype of what a component emits, batch dimension first.
 
-    The memory format is not part of it: on the meta device convolutions do not keep it.
+    The memory format is not included: on the meta device convolutions do not keep it.
     """
 
     shape: tuple[int, ...]
@@ -58,15 +62,15 @@ class Boundary:
 
 
 def check_names(components: Sequence[Component]) -> None:
-    """Raise UsageError unless every `component.parameter` name can have only one meaning.
+    """Raise UsageError unless every `component.parameter` name is unambiguous.
 
-    Names must differ, and none may continue another after a dot: with components `a` and `a.b`,
-    `a.b.weight` could be a parameter of either.
+    Names must differ, and no name may be another one plus a dot and more: with components `a` and
+    `a.b`, `a.b.weight` could be a parameter of either.
     """
     names = [component.name for component in components]
     for name in names:
         if names.count(name) > 1:
-            raise UsageError(f"two components are called {name!r}: give each a name of its own")
+            raise UsageError(f"two components are called {name!r}: give them different names")
         for other in names:
             if name.startswith(f"{other}."):
                 raise UsageError(
@@ -90,8 +94,8 @@ def build_component(
     """Build `component` with the weights that (`seed`, its name) determine.
 
     The values are drawn on the CPU in fp32, then moved to `device` and cast to `dtype`, so that
-    they are the same everywhere. Neither the caller's random state nor its default device and
-    dtype play a part or change.
+    they are the same everywhere. The caller's random state, default device and default dtype have
+    no effect and do not change.
     """
     with _isolated(component_seed(seed, component.name), "cpu"):
         module = component.build()
@@ -110,8 +114,8 @@ def parameter_count(components: Sequence[Component]) -> int:
 def tensor_shapes(components: Sequence[Component]) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter and buffer by its full name, `component.parameter`.
 
-    In the order of the components, parameters before buffers in each; what a component shares
-    with itself counts once. No weights are made.
+    The order is that of the components, with parameters before buffers in each. A tensor that a
+    component uses twice is listed once. No weights are made.
     """
     shapes = {}
     for component in components:
@@ -131,11 +135,20 @@ def boundaries(
 ) -> list[Boundary]:
     """Return what each component emits for images [batch, 3, image_size, image_size].
 
-    A forward pass in training mode on torch's meta device: shapes only, no weights, no arithmetic.
-    `dtype` is that of images and weights. Raises UsageError, naming the component and the shape it
-    was given, where one cannot be built or run, changes its input in place, or does not emit one
-    tensor with the batch first; and where the last does not emit [batch, classes] (any number of
-    classes if `classes` is None).
+    Runs a forward pass in training mode on torch's meta device: shapes only, no weights, no
+    arithmetic.
+
+    Args:
+        components: the model.
+        image_size: width and height in pixels.
+        batch: number of images.
+        classes: number of classes that the last component must emit; None allows any.
+        dtype: of images and weights.
+
+    Raises:
+        UsageError: if a component cannot be built or run, changes its input in place, or does not
+            emit one tensor with the batch first, or if the last one does not emit
+            [batch, classes]. The error names the component and its input shape.
     """
     shape = (batch, IMAGE_CHANNELS, image_size, image_size)
     activation = torch.empty(shape, dtype=dtype, device="meta")
@@ -150,19 +163,19 @@ def boundaries(
 def check_logits(last: Component, shape: tuple[int, ...], classes: int | None) -> None:
     """Raise UsageError unless `shape`, which the last component emits, is [batch, classes]."""
     if len(shape) != 2 or classes not in (None, shape[1]):
-        wanted = "classes" if classes is None else classes
+        expected = "classes" if classes is None else classes
         raise UsageError(
             f"the last component, {last.name!r}, emits shape {shape}, "
-            f"not ({shape[0]}, {wanted}): it must emit one logit for each class"
+            f"not ({shape[0]}, {expected}): it must emit one logit for each class"
         )
 
 
 @contextmanager
 def _isolated(seed: int, device: str) -> Iterator[None]:
-    """Give what is built inside random numbers from `seed` and new fp32 tensors on `device`."""
+    """Make code inside draw random numbers from `seed` and create fp32 tensors on `device`."""
     dtype = torch.get_default_dtype()
     with torch.random.fork_rng(devices=[]), torch.device(device):
-        # torch.manual_seed would also reseed the GPUs, which nothing here restores.
+        # torch.manual_seed would also reseed the GPUs, whose state is not restored below.
         torch.default_generator.manual_seed(seed)
         torch.set_default_dtype(torch.float32)
         try:
@@ -172,7 +185,12 @@ def _isolated(seed: int, device: str) -> Iterator[None]:
 
 
 def build_on_meta(component: Component) -> nn.Module:
-    """Build without weights; UsageError for whatever a user's component can get wrong here."""
+    """Build a component on the meta device, without weights.
+
+    Raises:
+        UsageError: if it cannot be built, is not a module, or has tensors that would not come
+            from the seed.
+    """
     try:
         with _isolated(0, "meta"):
             module: object = component.build()
@@ -181,7 +199,7 @@ def build_on_meta(component: Component) -> nn.Module:
     except Exception as error:
         raise UsageError(
             f"component {component.name!r} cannot be built on torch's meta device: "
-            f"{one_line(error)}: mend its build function"
+            f"{one_line(error)}: fix its build function"
         ) from error
     if not isinstance(module, nn.Module):
         raise UsageError(
@@ -191,42 +209,49 @@ def build_on_meta(component: Component) -> nn.Module:
     tensors = [*module.parameters(), *module.buffers()]
     if any(isinstance(tensor, UninitializedParameter) for tensor in tensors):
         raise UsageError(
-            f"component {component.name!r} has lazy modules, whose weights would not come from "
-            "the seed: give their sizes instead"
+            f"component {component.name!r} has lazy modules, whose weights do not come from the "
+            "seed: use modules with fixed sizes"
         )
     if any(tensor.device.type != "meta" for tensor in tensors):
         raise UsageError(
-            f"component {component.name!r} has tensors made before its build function was called "
-            "or on a device of their own: make them inside it and name no device"
+            f"component {component.name!r} has tensors made outside of its build function or on "
+            "an explicit device: make them inside it without a device"
         )
     return module
 
 
 def run_on_meta(
-    component: Component, module: nn.Module, given: Tensor, grad: bool = False
+    component: Component, module: nn.Module, input: Tensor, grad: bool = False
 ) -> Tensor:
-    """Run one component on the meta device and check what it did.
+    """Run one component on the meta device, check and return its output.
 
-    `given` has the batch first; `grad` says whether autograd takes part. Raises UsageError where
-    the component fails, changes its input in place, or does not return one tensor of that batch.
+    Args:
+        component: for errors.
+        module: the component, built on the device of `input`.
+        input: [batch, ...].
+        grad: whether gradients are enabled.
+
+    Raises:
+        UsageError: if the component fails, changes its input in place, or does not return one
+            tensor with the batch first.
     """
-    shape, version = tuple(given.shape), given._version
+    shape, version = tuple(input.shape), input._version
     try:
         with torch.set_grad_enabled(grad):
-            emitted: object = module(given)
+            emitted: object = module(input)
     except Exception as error:
         raise UsageError(
             f"component {component.name!r} cannot take input of shape {shape}: {one_line(error)}: "
             "change the image size or the model"
         ) from error
-    subject = f"component {component.name!r}, given input of shape {shape},"
+    subject = f"component {component.name!r} with input of shape {shape}"
     if not isinstance(emitted, Tensor):
         raise UsageError(
             f"{subject} returns a {type(emitted).__name__}: a component must return one tensor"
         )
-    if given._version != version:
+    if input._version != version:
         raise UsageError(
-            f"{subject} changes that input in place: use inplace=False in its first layer"
+            f"{subject} changes its input in place: use inplace=False in its first layer"
         )
     if emitted.shape[:1] != shape[:1]:
         raise UsageError(

@@ -1,10 +1,10 @@
-"""What each component costs, counted on torch's meta device: no weights, no arithmetic.
+"""Count the operations and memory of each component on torch's meta device, without weights.
 
-That device has no autocast: memory in bf16 is counted on torch's fake tensors, which stand for
-those of another device and hold nothing either.
+The meta device has no autocast: memory in bf16 is counted on torch's fake tensors, which imitate
+another device and hold no data either.
 
-Arithmetic and memory of one sample are the difference between batches of four and of two, halved,
-so that what does not grow with the batch (weights, statistics of batch norms) does not count.
+Operations and memory per sample are half the difference between batches of four and of two, so
+that anything that does not grow with the batch (weights, batch norm statistics) is not counted.
 """
 
 from collections.abc import Sequence
@@ -36,23 +36,23 @@ BATCHES = (2, 4)
 
 @dataclass(frozen=True)
 class ComponentCost:
-    """What one component costs; all but parameters and buffers for one sample.
+    """Operations and memory of one component, per sample except where noted.
 
     Attributes:
-        name: the component's name.
-        parameters: number of parameters; one that the component uses twice counts once.
-        parameter_bytes: memory of the parameters; as much again for their gradients.
+        name: of the component.
+        parameters: number of parameters, for any batch; a shared one counts once.
+        parameter_bytes: memory of the parameters; their gradients need the same again.
         buffer_bytes: memory of the buffers, such as running statistics.
-        forward_flops: operations of the forward pass, a multiply-add as two, and one for each
-            element made or saved, so that components without matrix products cost something too.
-        output_shape: shape of what is handed to the next component, without the batch.
-        output_bytes: memory of the same.
-        saved_bytes: activations that autograd keeps for backward, without the component's input:
-            that is in the predecessor's `saved_bytes` or is its output. Activations of a chain
+        forward_flops: operations of the forward pass. A multiply-add counts as two, and each
+            element made or saved as one, so that components without matrix products have a cost.
+        output_shape: of the output, without the batch.
+        output_bytes: memory of the output.
+        saved_bytes: activations that autograd keeps for backward, without the component's input,
+            which is the predecessor's output or in its `saved_bytes`. The activations of a chain
             are at most the sum of `saved_bytes` and `output_bytes`.
-        is_differentiable: whether a gradient can come back behind it: it emits floating numbers.
-        batch_norms: layers that `--batch-norm sync` lets communicate.
-        fixed_bytes: what autograd keeps of any number of samples: statistics, weights in bf16.
+        is_differentiable: whether gradients can flow back from its output: it is floating point.
+        batch_norms: the number of layers that `--batch-norm sync` synchronises.
+        fixed_bytes: memory that autograd keeps for any batch size: statistics, weights in bf16.
     """
 
     name: str
@@ -76,10 +76,17 @@ def component_costs(
     dtype: torch.dtype = torch.float32,
     autocast: str | None = None,
 ) -> list[ComponentCost]:
-    """Return what each component costs for images [n, 3, image_size, image_size].
+    """Return the cost of each component for images [n, 3, image_size, image_size].
 
-    `dtype` is that of images and weights; `autocast` the type of the device under whose autocast
-    forwards run in bf16, if they do. Raises UsageError for the same reasons as `boundaries`.
+    Args:
+        components: the model.
+        image_size: width and height in pixels.
+        classes: as in `boundaries`.
+        dtype: of images and weights.
+        autocast: the device type whose bf16 autocast forwards use; None for no autocast.
+
+    Raises:
+        UsageError: as `boundaries`.
     """
     shape = (IMAGE_CHANNELS, image_size, image_size)
     costs = _counted(components, shape, dtype, nullcontext())
@@ -95,20 +102,20 @@ def _under_autocast(
     costs: list[ComponentCost],
     device: str,
 ) -> list[ComponentCost]:
-    """The same, with memory as autocast makes it; as it is, if that cannot be found out."""
+    """Return `costs` with memory under autocast, or unchanged if that cannot be counted."""
     casts = torch.autocast(device, dtype=torch.bfloat16)
     try:
-        found = _counted(components, shape, torch.float32, casts, device)
-    except UsageError:  # of tensors, say, that are on no device but their own: all in fp32 runs
+        cast_costs = _counted(components, shape, torch.float32, casts, device)
+    except UsageError:  # such as for tensors on an explicit device: keep the memory of fp32
         return costs
     return [
         replace(
             cost,
-            output_bytes=each.output_bytes,
-            saved_bytes=each.saved_bytes,
-            fixed_bytes=each.fixed_bytes,
+            output_bytes=cast.output_bytes,
+            saved_bytes=cast.saved_bytes,
+            fixed_bytes=cast.fixed_bytes,
         )
-        for cost, each in zip(costs, found, strict=True)
+        for cost, cast in zip(costs, cast_costs, strict=True)
     ]
 
 
@@ -121,24 +128,28 @@ def _counted(
 ) -> list[ComponentCost]:
     costs = []
     fake = nullcontext() if device == "meta" else FakeTensorMode(allow_non_fake_inputs=True)
-    # Whatever the caller does, autograd takes part here.
+    # Enable gradients whatever mode the caller is in: autograd's saved tensors are counted.
     with torch.inference_mode(False), torch.enable_grad(), casts:
         modules = [build_on_meta(component).to(dtype=dtype) for component in components]
         with fake:
-            given = [torch.empty(batch, *shape, dtype=dtype, device=device) for batch in BATCHES]
+            inputs = [torch.empty(batch, *shape, dtype=dtype, device=device) for batch in BATCHES]
             for component, module in zip(components, modules, strict=True):
                 module.to_empty(device=device)
-                small, large = (_run(component, module, batch) for batch in given)
+                small, large = (_run(component, module, batch) for batch in inputs)
                 costs.append(_cost(component, module, small, large))
-                given = [small.emitted, large.emitted]
+                inputs = [small.emitted, large.emitted]
     return costs
 
 
 @dataclass
 class _Run:
-    """One forward pass: what it emitted, its operations, and the tensors that autograd saved.
+    """The results of one forward pass.
 
-    `saved` holds one tensor of each storage, so that no storage's address is used again.
+    Attributes:
+        emitted: the output.
+        flops: operations.
+        saved: the tensors that autograd saved, one per storage. Keeping them prevents reuse of
+            the storages' addresses.
     """
 
     emitted: Tensor
@@ -157,7 +168,7 @@ class _Run:
         )
 
 
-def _run(component: Component, module: nn.Module, given: Tensor) -> _Run:
+def _run(component: Component, module: nn.Module, input: Tensor) -> _Run:
     saved: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -166,18 +177,18 @@ def _run(component: Component, module: nn.Module, given: Tensor) -> _Run:
 
     counter = FlopCounterMode(display=False)
     with saved_tensors_hooks(keep, lambda tensor: tensor), counter, _FusedAttention():
-        emitted = run_on_meta(component, module, given, grad=True)
-    for known in (given, *module.parameters(), *module.buffers()):
+        emitted = run_on_meta(component, module, input, grad=True)
+    for known in (input, *module.parameters(), *module.buffers()):
         saved.pop(_storage(known), None)
-    # Not a leaf: a component that changes its input in place gets the message made for that.
+    # Not a leaf: autograd would forbid changing it in place before our message about that.
     next_input = torch.empty_like(emitted, requires_grad=emitted.is_floating_point()).clone()
     return _Run(next_input, counter.get_total_flops(), saved)
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Plain attention as CPUs and GPUs compute it: its weights [tokens, tokens] are not saved.
+    """Makes the meta device use fused attention, which does not save its [tokens, tokens] weights.
 
-    The meta device has no choice of kernels and would take the one that saves them.
+    CPUs and GPUs use such kernels; the meta device would choose the one that saves the weights.
     """
 
     def __torch_function__(

@@ -1,4 +1,4 @@
-"""Find a model's function by `package.module:function`, and call it; without any framework."""
+"""Find a model's function by `package.module:function` and call it, without importing torch."""
 
 import difflib
 import importlib
@@ -14,7 +14,11 @@ ModelFunction = Callable[..., object]
 
 
 def find_function(reference: str) -> ModelFunction:
-    """Return the function that `package.module:function` names, or raise UsageError."""
+    """Return the function that `package.module:function` names.
+
+    Raises:
+        UsageError: if there is none, or its module cannot be imported.
+    """
     module_name, _, function_name = reference.partition(":")
     parts = [*module_name.split("."), function_name]
     if module_name.endswith(".py") or not all(part.isidentifier() for part in parts):
@@ -35,7 +39,11 @@ def find_function(reference: str) -> ModelFunction:
 def patch_argument(
     model: str, function: ModelFunction, patch_size: int | None
 ) -> dict[str, int | None]:
-    """Return the keyword argument that hands `patch_size` to `function`, if there is one."""
+    """Return the keyword argument that passes `patch_size` to `function`, if it is set.
+
+    Raises:
+        UsageError: if the function has no such parameter.
+    """
     if patch_size is None:
         return {}
     if "patch_size" not in inspect.signature(function).parameters:
@@ -50,7 +58,11 @@ def call(
     image_size: int,
     patch: dict[str, int | None],
 ) -> object:
-    """Call a user's function; UsageError, with how to see the traceback, where it raises."""
+    """Call a user's function.
+
+    Raises:
+        UsageError: if the function raises; it contains a command that shows the traceback.
+    """
     try:
         return function(classes, image_size, **patch)
     except HvdtrainError:
@@ -67,7 +79,7 @@ def call(
 
 
 def _import_module(reference: str, module_name: str) -> ModuleType:
-    """Import as `python -m` would, with the current folder first among the places to look."""
+    """Import a module as `python -m` would, with the current folder first on the path."""
     folder = str(Path.cwd())
     if folder not in sys.path and "" not in sys.path:
         sys.path.insert(0, folder)
@@ -77,8 +89,9 @@ def _import_module(reference: str, module_name: str) -> ModuleType:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and f"{module_name}.".startswith(f"{missing}."):
             raise UsageError(
-                f"model {reference!r}: there is no module {missing!r} here or on PYTHONPATH: "
-                f"run from the folder that holds {missing.partition('.')[0]}, or mend the name"
+                f"model {reference!r}: there is no module {missing!r} in this folder or on "
+                f"PYTHONPATH: run from the folder that holds {missing.partition('.')[0]}, or "
+                "correct the name"
             ) from error
         raise UsageError(
             f"model {reference!r}: importing it failed with {one_line(error)}: to see where, run "

@@ -1,26 +1,34 @@
-"""Check what a model's function returned."""
+"""Check the value that a model's function returned."""
 
 from hvdtrain.errors import UsageError
 from hvdtrain.models.component import Component, check_names
 
 
-def as_components(model: str, made: object) -> list[Component]:
-    """Check what a model's function returned: Components or (name, build) pairs, well named."""
-    wanted = "it must return a list of Component(name, build)"
-    if not isinstance(made, list | tuple):
-        raise UsageError(f"model {model!r} returned a {type(made).__name__}: {wanted}")
-    if not made:
-        raise UsageError(f"model {model!r} returned no component: {wanted}")
-    found = []
+def as_components(model: str, returned: object) -> list[Component]:
+    """Return the components that a model's function returned.
+
+    Args:
+        model: its name, for errors.
+        returned: a list of Components or (name, build) pairs.
+
+    Raises:
+        UsageError: if it is anything else, or the names are not valid.
+    """
+    expected = "it must return a list of Component(name, build)"
+    if not isinstance(returned, list | tuple):
+        raise UsageError(f"model {model!r} returned a {type(returned).__name__}: {expected}")
+    if not returned:
+        raise UsageError(f"model {model!r} returned no component: {expected}")
+    components = []
     try:
-        for item in made:
+        for item in returned:
             if isinstance(item, tuple) and len(item) == 2:
-                found.append(Component(*item))
+                components.append(Component(*item))
             elif isinstance(item, Component):
-                found.append(item)
+                components.append(item)
             else:
-                raise UsageError(f"its list holds a {type(item).__name__}: {wanted}")
-        check_names(found)
+                raise UsageError(f"its list holds a {type(item).__name__}: {expected}")
+        check_names(components)
     except UsageError as error:
         raise UsageError(f"model {model!r}: {error}") from error
-    return found
+    return components

@@ -58,9 +58,10 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3, 1x1 convolutions and a shortcut; out come [n, 4 channels, h', w'].
+    """1x1, 3x3, 1x1 convolutions and a shortcut, to [n, 4 channels, h', w'].
 
-    As in torchvision the 3x3 convolution has the stride, not the first 1x1 of the paper ("v1.5").
+    As in torchvision ("v1.5"), the 3x3 convolution has the stride, not the first 1x1 as in the
+    paper.
     """
 
     expansion = 4

@@ -1,6 +1,6 @@
 """Vision transformers: Dosovitskiy et al., "An Image is Worth 16x16 Words", ICLR 2021.
 
-Attention and MLP of each block are components of their own, so that a plan can treat them apart.
+Attention and MLP of each block are separate components, so that a plan can place them separately.
 Initialisation and the tiny shape are those of DeiT (Touvron et al., ICML 2021): truncated normal
 of 0.02, zero biases. No dropout.
 """
@@ -22,7 +22,14 @@ EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class Shape:
-    """Width of a token, number of blocks, heads of each attention, hidden width of each MLP."""
+    """Sizes of a vision transformer.
+
+    Attributes:
+        width: of a token.
+        depth: number of blocks.
+        heads: per attention.
+        hidden: width of the hidden layer of each MLP.
+    """
 
     width: int
     depth: int
@@ -41,7 +48,7 @@ def vit_tiny(classes: int, image_size: int, patch_size: int | None = None) -> li
 
 
 def vit_b16(classes: int, image_size: int, patch_size: int | None = None) -> list[Component]:
-    """ViT-Base, components and arguments as of `vit_tiny`; tokens [n, tokens, 768].
+    """Return ViT-Base: components and arguments as in `vit_tiny`, tokens [n, tokens, 768].
 
     86,567,656 parameters for 1000 classes and 224x224; 85,152,010 for 10 classes and 32x32, where
     patches of 4 x 4 pixels give 64 tokens, and patches of 16 x 16 would give 4.
@@ -68,7 +75,7 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Layer norm, multi-head self-attention, residual: [n, tokens, width] to the same."""
+    """Layer norm, multi-head self-attention, residual: [n, tokens, width] to the same shape."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -87,7 +94,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Layer norm, linear, GELU, linear, residual: [n, tokens, width] to the same."""
+    """Layer norm, linear, GELU, linear, residual: [n, tokens, width] to the same shape."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()

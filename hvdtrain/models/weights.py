@@ -1,7 +1,7 @@
-"""Weights of the shipped models under torchvision's names, and the files that hold them.
+"""Read and write files of weights with torchvision's names for the built-in models.
 
-A file is a dictionary of tensors written by `torch.save`, as torchvision's own are. Reading one
-never runs code from it.
+A file is a dictionary of tensors written by `torch.save`, as torchvision's are. Reading one never
+runs code from it.
 """
 
 import re
@@ -34,7 +34,7 @@ COUNTER = "num_batches_tracked"  # missing in files of old versions of torch
 
 
 def torchvision_name(model: str, name: str) -> str:
-    """What torchvision calls a tensor of `model`; of a model that it has not, the name itself."""
+    """Return torchvision's name of a tensor of `model`; `name` if torchvision lacks the model."""
     for pattern, replacement in _RENAMED.get(model, ()):
         renamed, count = re.subn(f"^{pattern}$", replacement, name)
         if count:
@@ -43,7 +43,12 @@ def torchvision_name(model: str, name: str) -> str:
 
 
 def write(path: Path, model: str, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors, given by hvdtrain's names, under torchvision's; whole or not at all.
+    """Write a file of weights with torchvision's names, completely or not at all.
+
+    Args:
+        path: of the file.
+        model: its name.
+        tensors: by hvdtrain's names.
 
     Raises:
         UsageError: if the file cannot be written.
@@ -53,7 +58,7 @@ def write(path: Path, model: str, tensors: Mapping[str, Tensor]) -> None:
     }
     try:
         write_whole(path, lambda file: torch.save(renamed, file))
-    except (OSError, RuntimeError) as error:  # torch has errors of its own for a full disk
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError for a full disk
         reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
         raise UsageError(f"the weights {path} cannot be written: {reason}") from None
 
@@ -61,18 +66,21 @@ def write(path: Path, model: str, tensors: Mapping[str, Tensor]) -> None:
 def read(
     path: Path, model: str, shapes: Mapping[str, tuple[int, ...]], last: str
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Tensors by hvdtrain's names, from a file under torchvision's or hvdtrain's.
+    """Read a file of weights with torchvision's or hvdtrain's names.
 
     Args:
+        path: of the file.
+        model: its name.
         shapes: of all tensors of the model, by hvdtrain's names.
-        last: the last component, whose tensors may have other shapes in the file: for other
-            classes it starts anew.
+        last: the last component, whose tensors may have other shapes in the file: with another
+            number of classes it keeps its initial weights.
 
     Returns:
-        The tensors, and the names of those of the last component that have other shapes.
+        The tensors by hvdtrain's names, and the names of the last component's tensors whose shape
+        differs.
 
     Raises:
-        DataError: if the file is not one of such tensors, or lacks one of the model.
+        DataError: if the file does not hold exactly the tensors of the model.
     """
     content = _load(path)
     theirs = {name: torchvision_name(model, name) for name in shapes}
@@ -80,42 +88,44 @@ def read(
         theirs = {name: name for name in shapes}
     if odd := content.keys() - set(theirs.values()):
         raise DataError(
-            f"{path} holds {_some(odd)}, which {model} has not: it is of another model"
+            f"{path} holds {_some(odd)}, which {model} does not have: use weights of {model}"
         )
-    found, other = {}, []
+    tensors, reshaped = {}, []
     for name, shape in shapes.items():
         value = content.get(theirs[name])
         if value is None:
             if not name.endswith(COUNTER):
-                raise DataError(f"{path} lacks {theirs[name]}: it holds no weights of {model}")
+                raise DataError(f"{path} lacks {theirs[name]}: use weights of {model}")
         elif tuple(value.shape) == shape:
-            found[name] = value
+            tensors[name] = value
         elif name.startswith(f"{last}."):
-            other.append(name)
+            reshaped.append(name)
         else:
             raise DataError(
-                f"{theirs[name]} has the shape {tuple(value.shape)} in {path} and {shape} here: "
-                "use the image size and patch size that it was trained with"
+                f"{theirs[name]} has the shape {tuple(value.shape)} in {path}, but {shape} in "
+                f"{model}: use the image size and patch size of its training"
             )
-    return found, other
+    return tensors, reshaped
 
 
 def _load(path: Path) -> dict[str, Tensor]:
     try:
-        with warnings.catch_warnings():  # of strange files: what is wrong follows as an error
+        with warnings.catch_warnings():  # an invalid file is reported as an error instead
             warnings.simplefilter("ignore")
             content = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise UsageError(f"--weights {path}: there is no such file") from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
-    except Exception as error:  # a file made to harm can raise anything
+    except Exception as error:  # a malicious file can raise anything
         reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
-        raise DataError(f"{path} is no file of weights: {reason[0]}") from None
+        raise DataError(f"{path} is not a file of weights: {reason[0]}") from None
     if not isinstance(content, dict) or not all(
         isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()
     ):
-        raise DataError(f"{path} holds no dictionary of tensors by name")
+        raise DataError(
+            f"{path} is not a file of weights: it must hold a dictionary of tensors by name"
+        )
     return content
 
 

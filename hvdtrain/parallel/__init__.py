@@ -1,1 +1,1 @@
-"""The plan, its schedule, and what runs it: pure functions first, then the runtime."""
+"""Plans, their schedules, and the runtime that executes them."""

@@ -1,10 +1,10 @@
 """Batch norm over a whole micro-batch that several replicas share.
 
-Each replica reduces its rows to count, mean and sum of squared deviations (M2) of each channel;
-one all-gather later all of them know the moments of all rows, combined as in Chan, Golub and
-LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979.
-Backward takes one more all-gather. Everything gathered is added up in the order of the replicas,
-so that all of them hold the same bits. A replica without rows takes part in both.
+Each replica reduces its rows to count, mean and sum of squared deviations (M2) per channel. One
+all-gather gives every replica the moments of all rows, combined as in Chan, Golub and LeVeque,
+"Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979. Backward takes
+one more all-gather. Gathered values are added in the order of the replicas, so that all replicas
+compute the same bits. A replica without rows takes part in both.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,17 +20,17 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvdtrain.errors import UsageError
 
-AllGather = Callable[[Tensor], Tensor]  # [k] -> [replicas, k], of the same type and device
+AllGather = Callable[[Tensor], Tensor]  # [k] -> [replicas, k], of the same dtype and device
 
 
 @dataclass(frozen=True)
 class Moments:
-    """What a micro-batch is normalised with.
+    """Mean and variance of a micro-batch, per channel.
 
     Attributes:
-        count: values of each channel, over all replicas.
-        mean: [channels], in fp32, or fp64 where the input is.
-        variance: [channels], biased, of the same type.
+        count: values per channel, over all replicas.
+        mean: [channels], in fp32, or fp64 if the input is.
+        variance: [channels], biased, of the same dtype.
     """
 
     count: float
@@ -39,16 +39,16 @@ class Moments:
 
 
 class SynchronisedBatchNorm(_BatchNorm):
-    """A batch norm that in training normalises over the rows of all replicas.
+    """A batch norm that normalises over the rows of all replicas in training.
 
-    All replicas must run the same layers in the same order, forward and backward, those without
-    rows included. Gradients of weight and bias are those of this replica's rows; their sum over
-    the replicas is the whole gradient.
+    All replicas must run the same layers in the same order, forward and backward, even without
+    rows. Gradients of weight and bias are those of this replica's rows; their sum over the
+    replicas is the whole gradient.
 
     Attributes:
         all_gather: blocks until every replica of the stage has called it.
-        record: where given, the moments of each forward are appended to it.
-        replay: where given, the moments are taken from it, and nothing is gathered in forward.
+        record: if set, each forward appends its moments to this list.
+        replay: if set, forward takes its moments from this iterator and gathers nothing.
     """
 
     all_gather: AllGather
@@ -58,7 +58,8 @@ class SynchronisedBatchNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalise [n, channels, ...]; n may be 0 in training.
 
-        Raises ValueError where all replicas together have one value per channel.
+        Raises:
+            ValueError: if all replicas together have one value per channel.
         """
         if not self.training:
             return super().forward(input)
@@ -101,15 +102,15 @@ class SynchronisedBatchNorm(_BatchNorm):
 
 
 class SynchronisedBatchNorm1d(SynchronisedBatchNorm, nn.BatchNorm1d):
-    """For [n, channels] and [n, channels, length]."""
+    """Synchronised batch norm of [n, channels] and [n, channels, length]."""
 
 
 class SynchronisedBatchNorm2d(SynchronisedBatchNorm, nn.BatchNorm2d):
-    """For [n, channels, height, width]."""
+    """Synchronised batch norm of [n, channels, height, width]."""
 
 
 class SynchronisedBatchNorm3d(SynchronisedBatchNorm, nn.BatchNorm3d):
-    """For [n, channels, depth, height, width]."""
+    """Synchronised batch norm of [n, channels, depth, height, width]."""
 
 
 SYNCHRONISED: dict[type[nn.Module], type[SynchronisedBatchNorm]] = {
@@ -122,8 +123,8 @@ SYNCHRONISED: dict[type[nn.Module], type[SynchronisedBatchNorm]] = {
 def synchronise(module: nn.Module, all_gather: AllGather) -> int:
     """Make every batch norm in `module` normalise over the rows of all replicas.
 
-    In place: parameters and buffers stay the same objects under the same names. Batch norms that
-    are synchronised already get the new `all_gather`.
+    The change is in place: parameters and buffers stay the same objects under the same names.
+    Batch norms that are synchronised already get the new `all_gather`.
 
     Args:
         module: a component, or a batch norm itself.
@@ -131,10 +132,10 @@ def synchronise(module: nn.Module, all_gather: AllGather) -> int:
             each forward and once in each backward whose input needs a gradient.
 
     Returns:
-        How many batch norms there are.
+        The number of batch norms.
 
     Raises:
-        UsageError: a layer is a batch norm of another class, whose forward is not known.
+        UsageError: if a layer is a batch norm of another class, whose forward is not known.
     """
     layers = [
         (name, layer) for name, layer in module.named_modules() if isinstance(layer, _BatchNorm)
@@ -146,7 +147,7 @@ def synchronise(module: nn.Module, all_gather: AllGather) -> int:
                 "torch.nn.BatchNorm1d, 2d or 3d, or --batch-norm local"
             )
     for _, layer in layers:
-        # The layer itself stays: others, such as a block that uses it twice, may refer to it.
+        # Change the class in place: other modules may hold references to the layer.
         layer.__class__ = SYNCHRONISED.get(type(layer), type(layer))
         assert isinstance(layer, SynchronisedBatchNorm)
         layer.all_gather = all_gather
@@ -156,7 +157,7 @@ def synchronise(module: nn.Module, all_gather: AllGather) -> int:
 def gather_moments(input: Tensor, all_gather: AllGather) -> Moments:
     """Return the moments of [n, channels, ...] over the rows of all replicas."""
     channels, dtype = input.size(1), torch.promote_types(input.dtype, torch.float32)
-    # fp64 on the wire: fp32 cannot count beyond 2**24 values. The message is small either way.
+    # Gather in fp64: fp32 cannot count beyond 2**24 values. The message is small either way.
     local = torch.zeros(1 + 2 * channels, dtype=torch.float64, device=input.device)
     if input.numel() > 0:
         count = input.numel() // channels
@@ -174,8 +175,8 @@ def gather_moments(input: Tensor, all_gather: AllGather) -> Moments:
 
 
 def _local_moments(input: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    # The kernel of torch's own batch norm, many times as fast as torch.var_mean on CPUs. It
-    # returns the type of the running statistics, which are of no use here.
+    # The kernel of torch's own batch norm, many times faster than torch.var_mean on CPUs. Its
+    # results have the dtype of the running statistics that it takes, which are unused here.
     unused = torch.zeros(2, input.size(1), dtype=dtype, device=input.device)
     mean, variance = torch.batch_norm_update_stats(input, unused[0], unused[1], 0.0)
     return mean, variance
@@ -216,7 +217,7 @@ class _Normalise(torch.autograd.Function):
             totals = _sum_in_order(all_gather(sums.flatten())).view_as(sums)
             scale = (variance + eps).rsqrt() * (1 if weight is None else weight)
             of_mean, of_variance = -scale * totals / max(count, 1)
-            # A batch norm once more: xhat * of_variance + of_mean.
+            # Reuse batch_norm to compute xhat * of_variance + of_mean.
             of_input = functional.batch_norm(
                 input.to(mean.dtype), mean, variance, of_variance, of_mean, eps=eps
             )
@@ -237,7 +238,8 @@ def _gradient_sums(
     """Return sum(dy) and sum(dy * xhat) over this replica's rows, [2, channels]."""
     if input.numel() == 0:
         return torch.zeros(2, len(mean), dtype=mean.dtype, device=mean.device)
-    # The kernel of torch's batch norm with given statistics: its gradients of weight and bias.
+    # torch's kernel for a batch norm with fixed statistics returns both sums, as the gradients of
+    # bias and weight.
     _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
         gradient, input, None, mean, variance, None, None, False, eps, [False, True, True]
     )
@@ -245,7 +247,7 @@ def _gradient_sums(
 
 
 def _sum_in_order(rows: Tensor) -> Tensor:
-    """Add up [replicas, k] row by row: torch.sum does not promise an order."""
+    """Add up [replicas, k] row by row: torch.sum does not guarantee an order."""
     return reduce(torch.add, rows.unbind())
 
 

@@ -1,4 +1,4 @@
-"""What each component takes in the steps of a run: forward by the clock, backward by hooks."""
+"""Measure the time of each component: forward by the clock, backward by hooks."""
 
 import time
 from collections import defaultdict
@@ -9,43 +9,44 @@ from torch import Tensor
 
 
 class ComponentClock:
-    """Adds up what the components of a stage take, on a CPU; a GPU does its work later.
+    """Adds up the seconds of each component of a stage.
 
-    The backward of a component begins when the gradient of its output is complete, and ends where
-    that of the component before begins: autograd goes through the operations of a step in reverse.
+    Valid on CPUs only: a GPU runs its kernels later. The backward of a component starts when the
+    gradient of its output is complete and ends where the backward of the component before it
+    starts: autograd runs the operations of a step in reverse.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
-        self.taken: dict[str, float] = defaultdict(float)
-        self._begun: tuple[str, float] | None = None
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._running: tuple[str, float] | None = None  # component and start of its backward
 
     def forward(
         self, calls: Mapping[str, Callable[[Tensor], Tensor]], activations: Tensor
     ) -> Tensor:
-        """Run components one after another."""
+        """Run the components one after another."""
         for name, call in calls.items():
-            began = self.clock()
-            given, activations = activations, call(activations)
-            self.taken[name] += self.clock() - began
-            if activations.requires_grad and activations is not given:  # which has its hook
+            start = self.clock()
+            inputs, activations = activations, call(activations)
+            self.seconds[name] += self.clock() - start
+            if activations.requires_grad and activations is not inputs:  # inputs have a hook
                 activations.register_hook(partial(self._begin, name))
         return activations
 
     def end(self) -> None:
-        """The backward of a stage is over."""
-        if self._begun is not None:
-            name, began = self._begun
-            self._begun = None
-            self.taken[name] += self.clock() - began
+        """Stop the running measurement: the backward of a stage is over."""
+        if self._running is not None:
+            name, start = self._running
+            self._running = None
+            self.seconds[name] += self.clock() - start
 
     def read(self) -> dict[str, float]:
-        """Seconds by name, since this was asked for before."""
-        found = dict(self.taken)
-        self.taken.clear()
-        self._begun = None
-        return found
+        """Return the seconds of each component since the last call, by name."""
+        seconds = dict(self.seconds)
+        self.seconds.clear()
+        self._running = None
+        return seconds
 
     def _begin(self, name: str, _: Tensor) -> None:
         self.end()
-        self._begun = name, self.clock()
+        self._running = name, self.clock()

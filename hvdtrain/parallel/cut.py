@@ -1,8 +1,8 @@
-"""How a global batch is cut: which samples each rank works on, and what ranks hand on.
+"""Cut a global batch: the samples that each rank works on, and the rows that ranks transfer.
 
-Micro-batch k is the k-th contiguous slice of the batch; the replicas of each stage take contiguous
-shares of it. Where neighbouring stages share differently, a replica hands parts of its rows to
-several: the overlaps of their ranges.
+Micro-batch k is the k-th contiguous slice of the batch, and the replicas of each stage take
+contiguous ranges of it. Where two neighbouring stages cut it differently, a replica sends each
+replica of the next stage the overlap of their ranges.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,10 +17,13 @@ Range = tuple[int, int]  # [start, stop)
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows of a micro-batch that `sender` (of `stage`) hands to `receiver` (of the next one).
+    """Rows of a micro-batch that `sender` (of `stage`) sends to `receiver` (of the next stage).
 
-    Gradients of the same rows come back the same way. `sent` are the rows in the sender's part of
-    the micro-batch, `received` the same rows in the receiver's.
+    Gradients of the same rows come back the same way.
+
+    Attributes:
+        sent: the rows, relative to the sender's range of the micro-batch.
+        received: the same rows, relative to the receiver's range.
     """
 
     stage: int
@@ -32,16 +35,16 @@ class Piece:
 
     @property
     def is_local(self) -> bool:
-        """Whether nothing has to be sent: one rank holds both stages."""
+        """Return whether nothing has to be sent, because one rank holds both stages."""
         return self.sender == self.receiver
 
 
 @dataclass(frozen=True)
 class Share:
-    """A replica's part of a batch, which is what its running statistics weigh.
+    """A replica's share of a batch, the weight of its running statistics.
 
     Attributes:
-        weight: its samples over those of the whole batch.
+        weight: its samples divided by those of the whole batch.
         first: whether it is the first replica of its stage with samples.
     """
 
@@ -54,9 +57,10 @@ class Cut:
     """A batch of `batch_size` samples, cut for a plan.
 
     Attributes:
-        parts: for each stage and each rank of it, the samples of each micro-batch, as ranges
-            relative to the start of the batch.
-        pieces: what is handed on, by (stage, micro-batch), local pieces included.
+        microbatches: the number of micro-batches.
+        parts: per stage, by rank: its samples of each micro-batch, as ranges relative to the
+            start of the batch.
+        pieces: the transferred rows by (stage, micro-batch), local pieces included.
     """
 
     batch_size: int
@@ -66,34 +70,36 @@ class Cut:
 
     @cached_property
     def receivers(self) -> "Peers":
-        """The other ranks to which a rank hands rows."""
+        """The other ranks to which a rank sends rows."""
         return _by_rank((piece.sender, piece.receiver, piece) for piece in self._sent())
 
     @cached_property
     def senders(self) -> "Peers":
-        """The other ranks from which a rank gets rows."""
+        """The other ranks from which a rank receives rows."""
         return _by_rank((piece.receiver, piece.sender, piece) for piece in self._sent())
 
     @cached_property
     def kept(self) -> frozenset[tuple[int, int | None, int]]:
-        """Where a rank that holds both stages keeps rows: (boundary, micro-batch, rank)."""
-        every = (each for those in self.pieces.values() for each in those)
-        return frozenset((p.stage, p.microbatch, p.sender) for p in every if p.is_local)
+        """The (boundary, micro-batch, rank) at which a rank that holds both stages keeps rows."""
+        return frozenset((p.stage, p.microbatch, p.sender) for p in self._all() if p.is_local)
 
     def _sent(self) -> Iterator[Piece]:
-        return (each for those in self.pieces.values() for each in those if not each.is_local)
+        return (piece for piece in self._all() if not piece.is_local)
+
+    def _all(self) -> Iterator[Piece]:
+        return (piece for pieces in self.pieces.values() for piece in pieces)
 
     def rows(self, stage: int, rank: int, microbatch: int) -> int:
-        """Samples of a micro-batch that `rank` works on in `stage`."""
+        """Return the number of samples of a micro-batch that `rank` works on in `stage`."""
         start, stop = self.parts[stage][rank][microbatch]
         return stop - start
 
     def samples(self, stage: int, rank: int) -> int:
-        """Samples of the whole batch that `rank` works on in `stage`; 0 if it does not hold it."""
+        """Return the number of samples of the batch that `rank` works on in `stage`, maybe 0."""
         return sum(stop - start for start, stop in self.parts[stage].get(rank, ()))
 
     def share(self, stage: int, rank: int) -> Share:
-        """The part of the batch that `rank` works on in `stage`."""
+        """Return the share of the batch that `rank` works on in `stage`."""
         first = next(other for other in self.parts[stage] if self.samples(stage, other))
         return Share(self.samples(stage, rank) / self.batch_size, rank == first)
 
@@ -103,16 +109,16 @@ Peers = dict[tuple[int, int | None, int], tuple[int, ...]]
 
 
 def _by_rank(pairs: Iterable[tuple[int, int, Piece]]) -> Peers:
-    found: Peers = {}
+    peers: Peers = {}
     for rank, other, piece in pairs:
         key = piece.stage, piece.microbatch, rank
-        found[key] = (*found.get(key, ()), other)
-    return found
+        peers[key] = (*peers.get(key, ()), other)
+    return peers
 
 
 @lru_cache(maxsize=64)
 def cut(plan: Plan, batch_size: int) -> Cut:
-    """Cut a global batch; one too small for its micro-batches and replicas gets fewer of them."""
+    """Cut a global batch; use fewer micro-batches if it is too small for the plan's number."""
     number = _microbatches(plan, batch_size)
     parts = tuple(
         {
@@ -130,12 +136,12 @@ def cut(plan: Plan, batch_size: int) -> Cut:
 
 
 def offsets(parts: Sequence[Range]) -> list[Range]:
-    """Where each of `parts`, ranges of the whole batch, lies in a rank's own samples."""
-    found, offset = [], 0
+    """Return the place of each of `parts`, ranges of the whole batch, in the rank's samples."""
+    ranges, offset = [], 0
     for start, stop in parts:
-        found.append((offset, offset + stop - start))
+        ranges.append((offset, offset + stop - start))
         offset += stop - start
-    return found
+    return ranges
 
 
 def _microbatches(plan: Plan, batch_size: int) -> int:
@@ -150,7 +156,8 @@ def _microbatches(plan: Plan, batch_size: int) -> int:
 def _pieces(
     parts: Sequence[dict[int, tuple[Range, ...]]], stage: int, microbatch: int
 ) -> Iterator[Piece]:
-    # Both sides' ranges go through the micro-batch in order: what is past stays so.
+    # The ranges of both stages ascend: a receiver that ends before a sender's range starts ends
+    # before those of all later senders too.
     receivers = [(rank, ranges[microbatch]) for rank, ranges in parts[stage + 1].items()]
     passed = 0
     for sender, sent in parts[stage].items():

@@ -1,13 +1,13 @@
-"""Dropout that drops the same of each sample under every plan.
+"""Dropout with the same mask for each sample under every plan.
 
-PyTorch draws a mask for whatever a forward is given, from a generator of the process: another
-micro-batch or another rank gives another mask, and a plan changes what is learnt. Here the mask of
-a sample is a hash of the step, the layer, and the sample's place in the batch (SplitMix64: Steele,
+PyTorch draws the mask of a whole forward from a generator of the process: with other micro-batches
+or ranks the masks differ, so that the plan changes the results of training. Here the mask of a
+sample is a hash of the step, the layer, and the sample's place in the batch (SplitMix64: Steele,
 Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014), the same on every
 device.
 
-A checkpoint inside a model runs a forward again in backward. What it runs again is known by what
-the process's generator draws at each call: checkpoints restore that generator.
+A checkpoint inside a model runs a forward again in backward. Checkpoints restore the process's
+generator, so the number that it draws at each call identifies the mask to reuse.
 """
 
 import hashlib
@@ -26,13 +26,14 @@ MIXERS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
 
 @dataclass
 class Draws:
-    """What the dropout layers of a rank draw from.
+    """The source of masks for the dropout layers of a rank.
 
     Attributes:
         seed: of the step, the same on all ranks.
-        samples: first and one behind the last of what is computed now, as places in the batch.
+        samples: of the current forward, as a range [start, stop) of places in the batch.
         calls: how often each layer was called in this forward.
-        made: keys and samples of masks, by what the process's generator drew for them.
+        made: keys and samples of the step's masks, by the number that the process's generator
+            drew for them.
     """
 
     seed: int = 0
@@ -41,19 +42,19 @@ class Draws:
     made: dict[int, tuple[int, tuple[int, int]]] = field(default_factory=dict)
 
     def begin_step(self) -> None:
-        """Forget the masks of the step before."""
+        """Forget the masks of the previous step."""
         self.made.clear()
 
     def begin_forward(self, samples: tuple[int, int]) -> None:
-        """Begin the forward of other samples."""
+        """Start the forward of other samples."""
         self.samples = samples
         self.calls.clear()
 
     def mask(self, layer: str) -> tuple[int, tuple[int, int]]:
-        """Key and samples of the mask which a layer needs now.
+        """Return the key and the samples of the mask that a layer needs now.
 
         Raises:
-            UsageError: in a forward that is run again with other random numbers.
+            UsageError: if a forward is run again in backward with other random numbers.
         """
         drawn = int(torch.randint(2**62, ()))
         if torch._C._current_graph_task_id() == -1:  # not in a backward
@@ -70,13 +71,15 @@ class Draws:
 
 
 class SampleDropout(nn.Module):
-    """A dropout whose masks are those of the samples. See `follow_samples`.
+    """A dropout layer whose mask depends on the sample; see `follow_samples`.
+
+    `Dropout` drops values, the other classes whole channels.
 
     Attributes:
-        p: the probability with which a value is dropped. inplace: as PyTorch's.
-        draws: what its masks are drawn from. name: the layer's, unlike any other's.
-
-    `Dropout` drops values, the others whole channels.
+        p: the probability with which a value is dropped.
+        inplace: as in PyTorch.
+        draws: the source of masks.
+        name: of the layer, unique in the model.
     """
 
     p: float
@@ -85,9 +88,9 @@ class SampleDropout(nn.Module):
     name: str
 
     def forward(self, input: Tensor) -> Tensor:
-        """Drop values of [n, ...], or of [n * k, ...] with k rows a sample, and scale the others.
+        """Drop values of [n, ...], or of [n * k, ...] with k rows per sample; scale the others.
 
-        Other input, such as one whose first dimension is not the samples', is masked by PyTorch.
+        PyTorch masks input of any other shape, whose first dimension is not that of the samples.
         """
         if not self.training or self.p == 0 or input.ndim == 0:
             return super().forward(input)  # type: ignore[no-any-return]
@@ -99,11 +102,11 @@ class SampleDropout(nn.Module):
         values = math.prod(shape) // rows
         dropped = dropped_of_samples(key, first, rows, values, self.p, input.device)
         mask = dropped.view(*shape, *[1] * (input.ndim - len(shape)))
-        given = input if self.inplace else input.clone()  # whose memory format it has
-        return given.masked_fill_(mask, 0).mul_(1 / (1 - self.p) if self.p < 1 else 0.0)
+        target = input if self.inplace else input.clone()  # a clone keeps the memory format
+        return target.masked_fill_(mask, 0).mul_(1 / (1 - self.p) if self.p < 1 else 0.0)
 
 
-# Each PyTorch layer with the class that takes its place.
+# PyTorch's dropout classes and their replacements.
 FOLLOWING: dict[type[nn.Module], type[SampleDropout]] = {
     kind: type(f"Sample{kind.__name__}", (SampleDropout, kind), {})
     for kind in (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -111,16 +114,18 @@ FOLLOWING: dict[type[nn.Module], type[SampleDropout]] = {
 
 
 def follow_samples(name: str, component: nn.Module, draws: Draws) -> None:
-    """Let every dropout layer in a component mask by samples, in place.
+    """Make every dropout layer in a component mask by samples, in place.
 
-    Functions such as `functional.dropout`, and attention's own dropout, go on drawing by rank.
+    Functions such as `functional.dropout`, and the dropout inside attention, still draw per rank.
 
     Args:
-        name: the component's.
+        name: of the component.
+        component: the module.
+        draws: the source of masks.
     """
     for path, layer in component.named_modules():
         if type(layer) in FOLLOWING:
-            # The layer itself stays: others may refer to it.
+            # Change the class in place: other modules may hold references to the layer.
             layer.__class__ = FOLLOWING[type(layer)]
             assert isinstance(layer, SampleDropout)
             layer.draws, layer.name = draws, f"{name}.{path}" if path else name
@@ -129,9 +134,9 @@ def follow_samples(name: str, component: nn.Module, draws: Draws) -> None:
 def dropped_of_samples(
     key: int, first: int, rows: int, values: int, probability: float, device: torch.device
 ) -> Tensor:
-    """What is dropped of the samples from `first` on: bool [rows, values].
+    """Return the mask of `rows` samples from place `first`: bool [rows, values], True to drop.
 
-    Each bit depends on the key, the sample's place, the value's place and the probability alone.
+    Each bit depends only on the key, the sample's place, the value's place and the probability.
     """
     samples = torch.arange(first, first + rows, device=device)
     streams = _mix(samples.add_(1).mul_(GOLDEN).add_(key))
@@ -141,12 +146,12 @@ def dropped_of_samples(
 
 
 def _mix(bits: Tensor) -> Tensor:
-    """The finaliser of SplitMix64, in place: each bit of int64 depends on all of them."""
+    """Apply the finaliser of SplitMix64 in place: each output bit depends on all 64 input bits."""
     for shift, factor in MIXERS:
         bits.bitwise_xor_(_shifted(bits, shift)).mul_(factor)
     return bits.bitwise_xor_(_shifted(bits, 31))
 
 
 def _shifted(bits: Tensor, places: int) -> Tensor:
-    """Bits moved to the right, with zeros behind them."""
+    """Shift int64 right, filling with zeros."""
     return (bits >> places).bitwise_and_(2 ** (64 - places) - 1)

@@ -1,8 +1,8 @@
-"""Handing tensors from rank to rank: mpi4py buffer calls on a communicator of our own.
+"""Point-to-point transfers of tensors: mpi4py buffer calls on a separate communicator.
 
-Receipts are posted early and waited for late; what is sent is kept alive until MPI is done with
-it. Every message is followed by the time at which it was sent, so that the receiver can tell
-waiting for another rank's work (a bubble) from waiting for the wire (exposed communication).
+Receipts are posted early and waited for late; sent tensors are kept alive until MPI has sent them.
+Every message is followed by the time at which it was sent, so that the receiver can distinguish
+waiting for another rank's work (a bubble) from waiting for the network (exposed communication).
 """
 
 import socket
@@ -27,29 +27,37 @@ CLOCK_ROUNDS = 8
 
 @dataclass
 class Receipt:
-    """A message on its way: where it goes, and when it was sent, once `requests` are done."""
+    """A posted receipt of one message.
+
+    Attributes:
+        requests: of the rows and of `sent_at`, which are valid once they are complete.
+        sent_at: float64 [1], seconds on the sender's clock.
+        sender: rank.
+        host: pinned memory, if `rows` are on a GPU.
+        rows: the tensor to receive into.
+    """
 
     requests: "list[MPI.Request]"
     sent_at: np.ndarray
     sender: int
-    host: Tensor | None  # pinned memory, if `rows` are on a GPU
+    host: Tensor | None
     rows: Tensor
 
 
 class Exchange:
-    """One rank's side of all hand-overs.
+    """One rank's side of all transfers.
 
     Args:
-        communicator: of the world; it is duplicated. Collective.
-        device: where tensors are. From a GPU they go through pinned memory of the host.
-        synchronous: send with MPI_Issend, which ends only once it is received: a schedule that
-            leans on MPI's buffering deadlocks then (for tests).
+        communicator: of the world. It is duplicated, which is collective.
+        device: of the tensors. Tensors on a GPU are transferred through pinned host memory.
+        synchronous: send with MPI_Issend, which completes only once the message is received: for
+            tests, so that a schedule that depends on MPI's buffering deadlocks.
     """
 
     def __init__(
         self, communicator: "MPI.Comm", device: torch.device, synchronous: bool = False
     ) -> None:
-        from mpi4py import MPI  # a process that exchanges with nobody needs none
+        from mpi4py import MPI  # a single rank works without mpi4py
 
         self._mpi = MPI
         self.communicator = communicator.Dup()
@@ -62,7 +70,7 @@ class Exchange:
         self.align_clocks()
 
     def send(self, rows: Tensor, receiver: int, tag: int) -> None:
-        """Start to send samples, contiguous in memory; they must not change until `flush`."""
+        """Start to send rows, contiguous in memory; they must not change until `flush`."""
         if rows.device.type == "cuda":
             rows = rows.detach().to("cpu", copy=True)  # waits for the stream
         now = np.array([time.perf_counter()])
@@ -71,7 +79,7 @@ class Exchange:
             self._sending.append((self._isend(buffer, receiver, tag), kept))
 
     def receive(self, rows: Tensor, sender: int, tag: int) -> Receipt:
-        """Post the receipt of samples into `rows`, contiguous in memory."""
+        """Post the receipt of a message into `rows`, contiguous in memory."""
         host = None
         if rows.device.type == "cuda":
             host = torch.empty(
@@ -86,37 +94,37 @@ class Exchange:
         return Receipt(requests, sent_at, sender, host, rows)
 
     def wait(self, receipts: Sequence[Receipt]) -> WaitTime:
-        """Return once all of them have arrived."""
-        began = time.perf_counter()
+        """Wait until all messages have arrived; return the time, split by cause."""
+        start = time.perf_counter()
         self._wait_all([request for receipt in receipts for request in receipt.requests])
         for receipt in receipts:
             if receipt.host is not None:
                 _flat(receipt.rows).copy_(receipt.host.view(receipt.rows.dtype))
-        ended = time.perf_counter()
+        end = time.perf_counter()
         sent = max(
             float(receipt.sent_at[0]) + self._clock_offsets[receipt.sender] for receipt in receipts
         )
-        bubble = min(max(0.0, sent - began), ended - began)
-        waited = WaitTime(bubble, ended - began - bubble)
+        bubble = min(max(0.0, sent - start), end - start)
+        waited = WaitTime(bubble, end - start - bubble)
         self.waited.bubble += waited.bubble
         self.waited.transfer += waited.transfer
         return waited
 
     def flush(self) -> float:
-        """Return once everything sent is through; the seconds that took."""
+        """Wait until all sends are complete; return the seconds that it took."""
         if not self._sending:
             return 0.0
-        began = time.perf_counter()
+        start = time.perf_counter()
         self._wait_all([request for request, _ in self._sending])
         self._sending.clear()
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start
         self.waited.transfer += seconds
         return seconds
 
     def gatherer(self, ranks: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
-        """A blocking all-gather among `ranks`: [k] to [len(ranks), k] in their order. Collective.
+        """Return a blocking all-gather among `ranks`: [k] to [len(ranks), k], in their order.
 
-        Every rank of the world has to ask for it, in the same order of calls.
+        Collective: every rank of the world must call this, in the same order of calls.
         """
         if ranks not in self._groups:
             inside = self.communicator.rank in ranks
@@ -126,23 +134,23 @@ class Exchange:
         group = self._groups[ranks]
 
         def gather(tensor: Tensor) -> Tensor:
-            began = time.perf_counter()
-            mine = tensor.detach().cpu().contiguous()
-            found = torch.empty((len(ranks), *mine.shape), dtype=mine.dtype)
-            wait_until(group.Iallgather(self._bytes_of(mine), self._bytes_of(found)).Test)
-            self.waited.transfer += time.perf_counter() - began
-            return found.to(tensor.device)
+            start = time.perf_counter()
+            row = tensor.detach().cpu().contiguous()
+            rows = torch.empty((len(ranks), *row.shape), dtype=row.dtype)
+            wait_until(group.Iallgather(self._bytes_of(row), self._bytes_of(rows)).Test)
+            self.waited.transfer += time.perf_counter() - start
+            return rows.to(tensor.device)
 
         return gather
 
     def gather_all(self, tensor: Tensor) -> Tensor:
-        """A blocking all-gather among all ranks: [k] to [ranks, k]. Collective."""
+        """Gather a tensor [k] of every rank as [ranks, k]; blocking and collective."""
         return self.gatherer(tuple(range(self.communicator.size)))(tensor)
 
     def align_clocks(self) -> None:
-        """Measure how far other hosts' clocks are ahead. Collective; ranks of a host share one.
+        """Measure the offsets of other hosts' clocks. Collective; ranks of a host share a clock.
 
-        The offset of the fastest of a few round trips (Mills, NTP, RFC 5905, section 8).
+        Takes the offset of the fastest of a few round trips (Mills, NTP, RFC 5905, section 8).
         """
         comm, hosts = self.communicator, self.communicator.allgather(socket.gethostname())
         to_first = 0.0
@@ -155,37 +163,37 @@ class Exchange:
                     comm.send(time.perf_counter(), other)
             else:
                 to_first = min(_round_trip(comm) for _ in range(CLOCK_ROUNDS))[1]
-        # Adding to_first turns a clock into rank 0's.
+        # A rank's time plus its to_first is rank 0's time.
         offsets = np.array(comm.allgather(to_first))
         self._clock_offsets = offsets - offsets[comm.rank]
 
     def to_first_clock(self) -> float:
-        """Seconds to add to this rank's clock to have rank 0's."""
+        """Return the seconds to add to this rank's clock to get rank 0's."""
         return float(-self._clock_offsets[0])
 
     def _wait_all(self, requests: "list[MPI.Request]") -> None:
         wait_until(lambda: self._mpi.Request.Testall(requests))
 
     def _bytes_of(self, tensor: Tensor) -> list[Any]:
-        """The memory of a tensor that is contiguous in some order, as mpi4py takes it."""
+        """Return the memory of a tensor, contiguous in any dimension order, for mpi4py."""
         length = tensor.numel() * tensor.element_size()
         return [self._mpi.buffer.fromaddress(tensor.data_ptr(), length), self._mpi.BYTE]
 
     def _drop_finished(self) -> None:
-        """Let tensors go whose sends are through, in order; this also moves the others on."""
+        """Release tensors whose sends are complete, in order; testing also progresses the rest."""
         while self._sending and self._sending[0][0].Test():
             self._sending.popleft()
 
 
 def _round_trip(comm: "MPI.Comm") -> tuple[float, float]:
-    """(duration, offset of rank 0's clock) of one round trip to rank 0."""
-    began = time.perf_counter()
+    """Return (duration, offset of rank 0's clock) of one round trip to rank 0."""
+    start = time.perf_counter()
     comm.send(None, 0)
     theirs = comm.recv(source=0)
-    ended = time.perf_counter()
-    return ended - began, theirs - (began + ended) / 2
+    end = time.perf_counter()
+    return end - start, theirs - (start + end) / 2
 
 
 def _flat(rows: Tensor) -> Tensor:
-    """The samples as one row of numbers, in the order of memory."""
+    """Return the samples as a flat tensor, in the order of memory."""
     return rows.as_strided((rows.numel(),), (1,))

@@ -1,4 +1,4 @@
-"""What one sample is where two stages meet."""
+"""Shape, dtype and memory format of what crosses a boundary between two stages."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Form:
-    """What one sample is where stages meet: its shape, dtype and memory format."""
+    """Shape, dtype and memory format of one sample at a boundary between stages."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -17,32 +17,35 @@ class Form:
 
     @classmethod
     def of(cls, batch: Tensor) -> "Form":
-        """The form of the samples of `batch`, [n, ...]; n has to be above 1 to show its format."""
+        """Return the form of the samples of `batch`, [n, ...].
+
+        n must be above 1: the strides of a single sample do not show its memory format.
+        """
         is_last = batch.dim() == 4 and batch.is_contiguous(memory_format=torch.channels_last)
         return cls(tuple(batch.shape[1:]), batch.dtype, is_last and not batch.is_contiguous())
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a sample."""
+        """Bytes per sample."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
     def empty(self, rows: int, device: torch.device) -> Tensor:
-        """A new tensor [rows, *shape] in which each sample is contiguous."""
-        with torch.inference_mode(False):  # it may be used again outside
+        """Return a new tensor [rows, *shape] in which each sample is contiguous."""
+        with torch.inference_mode(False):  # the buffer is reused outside of inference mode
             return torch.empty(
                 (rows, *self.shape), dtype=self.dtype, device=device, memory_format=self._format
             )
 
     def arranged(self, batch: Tensor) -> Tensor:
-        """`batch`, copied only if its memory is in another order.
+        """Return `batch` in this memory format; copy it only if needed.
 
         Raises:
-            RuntimeError: if it has another shape or dtype, which no receiver could know.
+            RuntimeError: if the shape or dtype differs, because receivers allocate by the form.
         """
         if batch.shape[1:] != self.shape or batch.dtype != self.dtype:
             raise RuntimeError(
-                f"a boundary of {self.shape} {self.dtype} was given {tuple(batch.shape[1:])} "
-                f"{batch.dtype}: a component must always emit the same"
+                f"a component emitted samples of {tuple(batch.shape[1:])} {batch.dtype} instead "
+                f"of {self.shape} {self.dtype}: it must emit the same shape and dtype each time"
             )
         return batch.contiguous(memory_format=self._format)
 

@@ -1,14 +1,14 @@
 """A backward in two halves: the gradient of the input first, those of the weights later.
 
-The split of zero-bubble schedules (Qi et al., "Zero Bubble Pipeline Parallelism", arXiv
-2401.10241) on autograd's graph. Each node from which the input can be reached runs in the first
-half. Of these, the ones that lead to weights by other ways are kept with the gradients that came
-in, and the second half goes on from there. What it computes is added to `grad` by autograd itself,
-so that hooks on parameters fire.
+This is the split of zero-bubble schedules (Qi et al., "Zero Bubble Pipeline Parallelism", arXiv
+2401.10241) on autograd's graph. The first half runs every node from which the input can be
+reached. Where a path to a weight branches off from one of these nodes, the first half records the
+gradients that arrive at the node, and the second half continues from there. Autograd itself adds
+the results to `grad`, so that hooks on parameters fire.
 
-Where the halves would not be exact, the first one is a whole backward and the second does nothing:
-where the input has no part in the graph (a frozen component at the start of a stage), and where a
-backward is written in Python (`autograd.Function`, reentrant checkpoints): it would run twice.
+Where the halves would not be exact, the first is a whole backward and the second does nothing:
+where the input is not in the graph (a frozen component at the start of a stage), and where a
+backward is written in Python (`autograd.Function`, reentrant checkpoints), which would run twice.
 """
 
 from collections import defaultdict, deque
@@ -21,30 +21,38 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 Incoming = tuple[Tensor | None, ...]  # the gradients of a node's outputs
-Parents = dict[Node, list[Node]]  # in the order of backward: those that hand gradients to a node
+Parents = dict[Node, list[Node]]  # for each node those whose backward passes it gradients
 
 
 @dataclass
 class Group:
-    """Parameters whose gradients are computed together, and where that begins."""
+    """Parameters whose gradients are computed together.
+
+    Attributes:
+        parameters: the parameters.
+        incoming: the nodes from which their backward starts, with the recorded gradients of the
+            nodes' outputs; None where no gradient has arrived.
+    """
 
     parameters: list[nn.Parameter]
     incoming: dict[Node, Incoming | None]
 
 
 def backward_input(
-    output: Tensor, gradient: Tensor | None, given: Tensor, parameters: Iterable[nn.Parameter]
+    output: Tensor, gradient: Tensor | None, input: Tensor, parameters: Iterable[nn.Parameter]
 ) -> list[Group]:
-    """Add the gradient of `given` to its grad; what `backward_weight` needs is returned.
+    """Add the gradient of `input` to its `grad`; return the groups for `backward_weight`.
 
     Args:
-        output: of the stage, or the loss. gradient: of the output; None for a loss.
-        given: the stage's input, a leaf of the graph.
+        output: of the stage, or the loss.
+        gradient: of the output; None for a loss.
+        input: the stage's input, a leaf of the graph.
+        parameters: the stage's parameters.
     """
     if not output.requires_grad:
         return []
     parents = _parents(get_gradient_edge(output).node)
-    source = get_gradient_edge(given).node if given.requires_grad else None
+    source = get_gradient_edge(input).node if input.requires_grad else None
     if (
         source is None
         or source not in parents
@@ -59,7 +67,7 @@ def backward_input(
         for node in group.incoming
     ]
     try:
-        torch.autograd.backward(output, gradient, retain_graph=True, inputs=[given])
+        torch.autograd.backward(output, gradient, retain_graph=True, inputs=[input])
     finally:
         for hook in hooks:
             hook.remove()
@@ -67,22 +75,22 @@ def backward_input(
 
 
 def backward_weight(groups: Sequence[Group]) -> None:
-    """Add the gradients of the weights to theirs."""
+    """Add the gradients of the parameters to their `grad`."""
     for group in groups:
-        found = [(node, incoming) for node, incoming in group.incoming.items() if incoming]
+        recorded = [(node, incoming) for node, incoming in group.incoming.items() if incoming]
         edges = [
             (GradientEdge(node, place), value)
-            for node, incoming in found
+            for node, incoming in recorded
             for place, value in enumerate(incoming)
             if value is not None
         ]
         if not edges:
             continue
-        # The gradients are complete already: neither what flows from one of the nodes to another
-        # nor the hooks that a model has there may change them again.
-        hooks = [node.register_prehook(_replacing(incoming)) for node, incoming in found]
+        # The recorded gradients are complete: neither gradients that flow from one of the nodes to
+        # another nor the model's own hooks on the nodes may change them again.
+        hooks = [node.register_prehook(_replacing(incoming)) for node, incoming in recorded]
         try:
-            # A tied weight's way can lead through the nodes of another group.
+            # The path to a tied weight can lead through nodes of another group.
             torch.autograd.backward(
                 [edge for edge, _ in edges],
                 [value for _, value in edges],
@@ -96,19 +104,19 @@ def backward_weight(groups: Sequence[Group]) -> None:
 
 
 def _groups(
-    parameters: Iterable[nn.Parameter], parents: Parents, on_the_way: set[Node]
+    parameters: Iterable[nn.Parameter], parents: Parents, to_input: set[Node]
 ) -> list[Group]:
-    """Parameters by the nodes on the way to the input that lead to them, alike ones together."""
+    """Group parameters that share nodes at which their paths leave those to the input."""
     groups: list[Group] = []
     for parameter in parameters:
         leaf = get_gradient_edge(parameter).node if parameter.requires_grad else None
         if leaf is None or leaf not in parents:
             continue
-        begins = _ancestors(leaf, parents, on_the_way)[1]
-        merged = Group([parameter], dict.fromkeys(begins))
+        starts = _ancestors(leaf, parents, to_input)[1]
+        merged = Group([parameter], dict.fromkeys(starts))
         others = []
         for group in groups:
-            if begins.isdisjoint(group.incoming):
+            if starts.isdisjoint(group.incoming):
                 others.append(group)
             else:
                 merged.parameters += group.parameters
@@ -118,7 +126,7 @@ def _groups(
 
 
 def _parents(root: Node) -> Parents:
-    """Every node of a graph with those that hand gradients to it."""
+    """Return every node of the graph with the nodes that pass gradients to it."""
     parents: Parents = defaultdict(list)
     parents[root] = []
     waiting = deque([root])
@@ -136,7 +144,10 @@ def _parents(root: Node) -> Parents:
 def _ancestors(
     node: Node, parents: Parents, ends: Collection[Node] = ()
 ) -> tuple[set[Node], set[Node]]:
-    """A node with all that hand gradients to it, as far as the first ones in `ends`, and these."""
+    """Return the nodes from which gradients reach `node`, itself included, and where they stop.
+
+    The search stops at nodes in `ends`; those that it reaches are the second set.
+    """
     seen, ended = {node}, set[Node]()
     waiting = deque(seen)
     while waiting:

@@ -1,7 +1,7 @@
-"""What crosses the boundaries between stages: assembled from, and sent to, one or several ranks.
+"""Transfer of activations and gradients across the boundaries between stages.
 
-Rows that come from another rank arrive in the buffer in which they are used; rows of the same
-rank's other stage are taken as they are. A buffer goes back to its pool once nothing reads it.
+Rows from another rank are received into the buffer that the stage computes on; rows from another
+stage of the same rank are used without a copy. A buffer returns to its pool once nothing reads it.
 """
 
 from collections import defaultdict
@@ -21,8 +21,8 @@ class Handover:
 
     Args:
         rank: this rank.
-        forms: what crosses each boundary; boundary s lies between stages s and s + 1.
-        exchange: None where this rank has no other to exchange with.
+        forms: the form of a sample at each boundary; boundary s lies between stages s and s + 1.
+        exchange: None if this rank exchanges with no other.
     """
 
     def __init__(
@@ -34,51 +34,51 @@ class Handover:
         self._in_use: dict[tuple[int, int], list[tuple[tuple[Form, int], Tensor]]] = {}
 
     def post(self, task: Task) -> None:
-        """Post the receipt of what other ranks send: RECV."""
-        assert self.exchange is not None, "one rank receives nothing"
+        """Post the receipt of rows from other ranks: RECV."""
+        assert self.exchange is not None, "no exchange: a single rank receives nothing"
         is_gradient = task.action.kind == "RECV_B"
         buffer = self._acquire(task, is_gradient)
         receipts = [
-            self.exchange.receive(buffer[slice(*lane.here)], lane.peer, task.tag)
+            self.exchange.receive(buffer[slice(*lane.local)], lane.peer, task.tag)
             for lane in task.lanes
         ]
         self._posted[is_gradient, task.key] = buffer, receipts
 
     def collect(self, task: Task, is_gradient: bool, local: Tensor | None) -> Tensor:
-        """All rows that `task` needs: activations, or gradients of its output.
+        """Return all rows that `task` needs: activations, or gradients of its output.
 
         Args:
-            local: what this rank's neighbouring stage made, if it has a part in it.
+            local: the output of this rank's neighbouring stage, if some of the rows are in it.
         """
-        own = [lane for lane in task.lanes if lane.peer == self.rank]
-        if own and len(task.lanes) == 1 and _is_all(own[0].there, local):
+        local_lanes = [lane for lane in task.lanes if lane.peer == self.rank]
+        if local_lanes and len(task.lanes) == 1 and _is_all(local_lanes[0].remote, local):
             assert local is not None
             return local.detach()
         buffer, receipts = self._posted.pop((is_gradient, task.key), (None, []))
         if buffer is None:
             buffer = self._acquire(task, is_gradient)
-        for lane in own:
-            assert local is not None, f"{task.line}: its own part is missing"
-            buffer[slice(*lane.here)].copy_(local[slice(*lane.there)])
+        for lane in local_lanes:
+            assert local is not None, f"{task.line}: this rank's rows are missing"
+            buffer[slice(*lane.local)].copy_(local[slice(*lane.remote)])
         if receipts:
             assert self.exchange is not None
             self.exchange.wait(receipts)
         return buffer.detach()
 
-    def send(self, task: Task, made: Tensor) -> None:
-        """Start to send rows of what this rank made: SEND."""
-        assert self.exchange is not None, "one rank sends nothing"
-        arranged = self._form(task).arranged(made)
+    def send(self, task: Task, output: Tensor) -> None:
+        """Start to send rows of `output` to other ranks: SEND."""
+        assert self.exchange is not None, "no exchange: a single rank sends nothing"
+        arranged = self._form(task).arranged(output)
         for lane in task.lanes:
-            self.exchange.send(arranged[slice(*lane.here)], lane.peer, task.tag)
+            self.exchange.send(arranged[slice(*lane.local)], lane.peer, task.tag)
 
     def release(self, key: tuple[int, int]) -> None:
-        """The buffers of this (stage, micro-batch) are read no more."""
+        """Return the buffers of this (stage, micro-batch) to their pools."""
         for kind, buffer in self._in_use.pop(key, ()):
             self._pool[kind].append(buffer)
 
     def is_pooled(self, key: tuple[int, int], tensor: Tensor) -> bool:
-        """Whether `tensor` lies in a buffer that `release` would give to others."""
+        """Return whether `tensor` lies in a buffer that `release` would free for reuse."""
         storage = tensor.untyped_storage().data_ptr()
         return any(
             buffer.untyped_storage().data_ptr() == storage
@@ -86,8 +86,8 @@ class Handover:
         )
 
     def clear(self) -> None:
-        """Forget buffers; a plan with other boundaries needs others."""
-        assert not self._posted and not self._in_use, "a step left something behind"
+        """Free all buffers: a plan with other boundaries needs others."""
+        assert not self._posted and not self._in_use, "a step left buffers in use"
         self._pool.clear()
 
     def _form(self, task: Task) -> Form:

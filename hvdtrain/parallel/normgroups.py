@@ -1,28 +1,33 @@
-"""What batch norm normalises together under a plan: pure functions of plan and batch size."""
+"""Groups of samples that batch norm normalises together under a plan.
+
+All functions are pure functions of plan and batch size.
+"""
 
 from collections.abc import Collection
 
 from hvdtrain.parallel.cut import Cut, Range, cut
 from hvdtrain.parallel.plan import Plan
 
-Groups = tuple[tuple[Range, ...], ...]  # samples that are normalised together, replica by replica
+Groups = tuple[tuple[Range, ...], ...]  # per replica: ranges of samples normalised together
 
 
 def groups_of(plan: Plan, pieces: Cut, stage: int, is_synchronised: bool) -> Groups:
-    """Of a stage, whose replicas normalise each by itself, or together."""
+    """Return the groups of a stage: per replica, or one set for all if synchronised."""
     parts = list(pieces.parts[stage].values())
     if is_synchronised:
-        parts = [tuple((each[0][0], each[-1][1]) for each in zip(*parts, strict=True))]
-    return tuple(tuple(own for own in each if own[0] < own[1]) for each in parts)
+        microbatches = zip(*parts, strict=True)
+        parts = [tuple((ranges[0][0], ranges[-1][1]) for ranges in microbatches)]
+    return tuple(tuple(r for r in ranges if r[0] < r[1]) for ranges in parts)
 
 
 def is_same(
     before: Plan, after: Plan, sizes: Collection[int], normed: Collection[str], is_synced: bool
 ) -> bool:
-    """Whether batch norm computes the same under both plans, its running statistics included.
+    """Return whether batch norm, running statistics included, computes the same under both plans.
 
     Args:
-        sizes: of batches. normed: the components that have batch norms.
+        sizes: the batch sizes to compare.
+        normed: the components that have batch norms.
     """
     return all(
         _by_component(before, size, normed, is_synced)
@@ -46,12 +51,12 @@ def _by_component(
 def sample_counts(
     plan: Plan, pieces: Cut, normed: Collection[str], synchronised: Collection[int]
 ) -> list[int]:
-    """Sizes of what batch norms normalise together, ascending; none where there are none."""
+    """Return the sizes of the groups, ascending; an empty list without batch norms."""
     counts = {
         stop - start
         for number, stage in enumerate(plan.stages)
         if any(name in normed for name in stage.components)
-        for each in groups_of(plan, pieces, number, number in synchronised)
-        for start, stop in each
+        for ranges in groups_of(plan, pieces, number, number in synchronised)
+        for start, stop in ranges
     }
     return sorted(counts)

@@ -1,4 +1,4 @@
-"""What a rank holds of one stage."""
+"""One rank's replica of a stage."""
 
 from dataclasses import dataclass
 
@@ -11,11 +11,13 @@ from hvdtrain.parallel.stage import StageModel
 
 @dataclass
 class Part:
-    """A replica of a stage; the optimizer is None where nothing is trained.
+    """One rank's replica of a stage.
 
     Attributes:
-        is_first_replica: whether the norm of the stage's gradients comes from this rank.
-        synchronised: whether forward and backward communicate, so that all replicas take part.
+        optimizer: None if the stage has no trainable parameters.
+        is_first_replica: whether this rank contributes the norm of the stage's gradients.
+        synchronised: whether forward and backward communicate, so that every replica must run
+            them even without samples.
     """
 
     model: StageModel
@@ -26,5 +28,5 @@ class Part:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """What is trained."""
+        """The trainable parameters, in the order of the model."""
         return list(self.model.parameters().values())

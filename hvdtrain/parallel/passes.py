@@ -1,8 +1,9 @@
-"""Passes: each turns a schedule into a schedule, adding what is not computing.
+"""Passes over schedules: each adds or merges actions, starting from a compute-only schedule.
 
-They rest on one total order of all actions: a hand-over stands in it between what produces and
-what consumes, the receipt posted before the SEND begins. Each rank's list is a part of that order,
-so no rank ever waits for what comes later: nothing can lock up, even if SENDs blocked.
+All passes keep one total order of all actions, in which a transfer lies between the action that
+produces its data and the one that consumes it, and a RECV lies before its SEND. Each rank's list
+is a subsequence of that order, so that no rank waits for a later action: there is no deadlock,
+even if SENDs block.
 """
 
 from itertools import pairwise
@@ -11,14 +12,14 @@ from hvdtrain.parallel.actions import WEIGHTS, Action, Schedule, ScheduleError, 
 from hvdtrain.parallel.cut import Cut
 from hvdtrain.parallel.plan import Plan
 
-UNITS = {"F": 1, "I": 1, "W": 1, "B": 2}  # time, where nothing has been measured
+UNITS = {"F": 1, "I": 1, "W": 1, "B": 2}  # time units, without measurements
 
 
 def merge_halves(schedule: Schedule, plan: Plan) -> Schedule:
-    """Make one B of an I and the W that follows it, where no one waits for the I meanwhile.
+    """Merge an I and the W that follows it into one B, if no other rank waits for the I.
 
-    A whole backward costs less than its halves, which only serve to hand on gradients sooner. All
-    replicas merge the same ones.
+    A whole backward costs less than its halves, which only serve to send gradients sooner. All
+    replicas of a stage merge the same pairs.
     """
     if not any(action.kind == "W" for actions in schedule.values() for action in actions):
         return schedule
@@ -50,9 +51,9 @@ def merge_halves(schedule: Schedule, plan: Plan) -> Schedule:
 
 
 def add_exchange(schedule: Schedule, plan: Plan, cut: Cut) -> Schedule:
-    """Add SEND and RECV to a compute-only schedule, where samples pass from one rank to another.
+    """Add a SEND and a RECV to a compute-only schedule wherever data goes to another rank.
 
-    The sender places the receipt: it is posted when the data is there to be sent.
+    The sender's action determines the place of both: the RECV is posted when the data is ready.
     """
     ends = completions(schedule, plan)
     added: Schedule = {rank: [] for rank in schedule}
@@ -85,7 +86,7 @@ def add_loads(schedule: Schedule, plan: Plan) -> Schedule:
 
 
 def add_reductions(schedule: Schedule) -> Schedule:
-    """Add a REDUCE for each stage once its gradients are complete and its last SEND has begun."""
+    """Add a REDUCE for each stage after its gradients are complete and its last SEND started."""
     reduced: Schedule = {}
     for rank, actions in schedule.items():
         last = {a.stage: i for i, a in enumerate(actions) if a.kind in (*WEIGHTS, "SEND_B")}
@@ -98,7 +99,7 @@ def add_reductions(schedule: Schedule) -> Schedule:
 
 
 def add_steps(schedule: Schedule) -> Schedule:
-    """Add at the end of each rank a STEP for each of its stages."""
+    """Add a STEP for each stage at the end of each rank's list."""
     return {
         rank: actions + [Action(stage, "STEP") for stage in sorted({a.stage for a in actions})]
         for rank, actions in schedule.items()
@@ -106,12 +107,13 @@ def add_steps(schedule: Schedule) -> Schedule:
 
 
 def completions(schedule: Schedule, plan: Plan) -> dict[Action, int]:
-    """When each action of a compute-only schedule ends, at unit costs; hand-overs cost nothing.
+    """Return the end time of each action of a compute-only schedule, at the costs of UNITS.
 
-    An action begins when all ranks of its stage have come to it and its inputs are there.
+    An action starts when all ranks of its stage have reached it and its inputs are there;
+    transfers take no time.
 
     Raises:
-        ScheduleError: if one never does.
+        ScheduleError: if an action never starts.
     """
     ends: dict[Action, int] = {}
     free = dict.fromkeys(schedule, 0)
@@ -126,10 +128,10 @@ def completions(schedule: Schedule, plan: Plan) -> dict[Action, int]:
             ranks = plan.stages[action.stage].ranks
             if not all(_head(schedule, position, other) == action for other in ranks):
                 continue
-            found = [[ends[a] for a in needs if a in ends] for needs in inputs(action, plan.last)]
-            if not all(found):
+            ready = [[ends[a] for a in needs if a in ends] for needs in inputs(action, plan.last)]
+            if not all(ready):
                 continue
-            start = max([free[other] for other in ranks] + [end for e in found for end in e])
+            start = max([free[other] for other in ranks] + [end for e in ready for end in e])
             ends[action] = start + UNITS[action.kind]
             for other in ranks:
                 free[other] = ends[action]
@@ -138,7 +140,7 @@ def completions(schedule: Schedule, plan: Plan) -> dict[Action, int]:
                     left.remove(other)
         if len(ends) == before:
             stuck = (f"rank {rank} at {schedule[rank][position[rank]]}" for rank in sorted(left))
-            raise ScheduleError(f"the schedule does not get on: {', '.join(stuck)}")
+            raise ScheduleError(f"the schedule hangs: {', '.join(stuck)}")
     return ends
 
 

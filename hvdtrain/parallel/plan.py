@@ -1,6 +1,6 @@
-"""The plan: which ranks hold which components, and how a step is cut.
+"""Plans: the components that each rank holds, and the micro-batches of a step.
 
-A plan is a value: it is made, checked, printed and saved without any process knowing of it.
+A plan is a plain value: making, checking, printing and saving it needs no running processes.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,13 +13,13 @@ from hvdtrain.errors import UsageError
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
 DEFAULT_SCHEDULE = "1f1b"
-CHUNKS_A_RANK = 2  # of `mp` under the interleaved schedule
-MICROBATCHES_A_STAGE = 4  # where neither the user nor a file says: GPipe's rule of thumb
+CHUNKS_PER_RANK = 2  # stages per rank of `mp` under the interleaved schedule
+MICROBATCHES_PER_STAGE = 4  # the default: GPipe's rule of thumb
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A run of components, held by each of `ranks`; `shares` are their parts of a batch."""
+    """Consecutive components on some ranks, with each rank's share of a batch."""
 
     components: tuple[str, ...]
     ranks: tuple[int, ...]
@@ -28,10 +28,11 @@ class Stage:
 
 @dataclass(frozen=True)
 class Plan:
-    """Stages in the order of the model, and the micro-batches a step is cut into.
+    """Stages in the order of the model, and the micro-batches per step.
 
     Attributes:
-        microbatches: at most so many; a batch too small for them gets fewer.
+        stages: the stages.
+        microbatches: the most per step; a batch that is too small is cut into fewer.
         schedule: one of SCHEDULES.
     """
 
@@ -41,7 +42,7 @@ class Plan:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that hold something, ascending."""
+        """The ranks that hold a stage, ascending."""
         return tuple(sorted({rank for stage in self.stages for rank in stage.ranks}))
 
     @property
@@ -50,7 +51,7 @@ class Plan:
         return len(self.stages) - 1
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The numbers of the stages that `rank` holds, ascending."""
+        """Return the numbers of the stages that `rank` holds, ascending."""
         return tuple(i for i, stage in enumerate(self.stages) if rank in stage.ranks)
 
     @property
@@ -60,17 +61,17 @@ class Plan:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether gradients of weights are computed apart from those of inputs."""
+        """Return whether weight gradients are computed separately from input gradients."""
         return self.schedule == "zb-h1" and len(self.stages) > 1
 
     def goes_round(self) -> bool:
-        """Whether the stages go round the ranks several times, each time in the same order."""
+        """Return whether the stages repeat the groups of ranks, each time in the same order."""
         held = [stage.ranks for stage in self.stages]
         once = list(dict.fromkeys(held))
         return len(held) > len(once) and held == once * (len(held) // len(once))
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as it stands in a plan file."""
+        """Return the content of a plan file."""
         stages = [
             {"components": list(s.components), "ranks": list(s.ranks), "shares": list(s.shares)}
             for s in self.stages
@@ -79,7 +80,10 @@ class Plan:
 
 
 def labels(plan: Plan) -> dict[str, str]:
-    """How each component is parallel: DP on all ranks, MP on one, HP on some; or single."""
+    """Return the kind of parallelism of each component, by name.
+
+    DP is on all ranks, MP on one, HP on several; "single" if there is only one rank.
+    """
     size = len(plan.ranks)
 
     def label(stage: Stage) -> str:
@@ -93,7 +97,7 @@ def labels(plan: Plan) -> dict[str, str]:
 def replicated(
     components: Sequence[str], ranks: int, microbatches: int | None, schedule: str | None
 ) -> Plan:
-    """All components on all ranks: data parallelism, or a single rank."""
+    """Return the plan with all components on all ranks: data parallelism, or a single rank."""
     stage = Stage(tuple(components), tuple(range(ranks)), (1,) * ranks)
     return Plan((stage,), microbatches or 1, schedule or DEFAULT_SCHEDULE)
 
@@ -108,41 +112,46 @@ def pipeline(
     schedule: str | None = None,
     name: str | None = None,
 ) -> Plan:
-    """`stages` stages of `replicas` ranks each, cut where the most costly one costs least.
+    """Return a plan of `stages` stages of `replicas` ranks each, balanced by costs.
 
-    Where there are more stages than groups of ranks, they go round the groups: rank 0 of 2 holds
-    stages 0 and 2 of 4.
+    If there are more stages than groups of ranks, the stages repeat the groups: with 4 stages on
+    2 ranks, rank 0 holds stages 0 and 2.
 
     Args:
+        components: the names of the model's components, in order.
         costs: of each component, in any unit.
-        name: how the user has called it.
+        ranks: the world size.
+        stages: the number of stages.
+        replicas: the number of ranks per stage.
+        microbatches: per step; by default several per stage.
+        schedule: one of SCHEDULES.
+        name: the plan as the user typed it, for errors.
 
     Raises:
-        UsageError: if so many stages do not fit the model or the ranks.
+        UsageError: if the number of stages does not fit the model or the ranks.
     """
     name = name or f"hp:{stages}x{replicas}"
     if stages > len(components):
         raise UsageError(
-            f"{name} has {stages} stages, but the model has {len(components)} component(s)"
+            f"{name} has {stages} stages, but the model has {len(components)} component(s): "
+            "use fewer stages"
         )
     groups, left = divmod(ranks, replicas)
     if left or not groups or stages % groups:
-        raise UsageError(
-            f"{name} runs on {stages * replicas} ranks (or, its stages going round, on a whole "
-            f"part of them), not on {ranks}"
-        )
+        possible = [str(replicas * n) for n in range(1, stages + 1) if stages % n == 0]
+        raise UsageError(f"{name} does not fit {ranks} ranks: start {' or '.join(possible)}")
     made, start = [], 0
     for number, size in enumerate(balance(costs, stages)):
         first = number % groups * replicas
         held = tuple(range(first, first + replicas))
         made.append(Stage(tuple(components[start : start + size]), held, (1,) * replicas))
         start += size
-    default = MICROBATCHES_A_STAGE * stages if stages > 1 else 1
+    default = MICROBATCHES_PER_STAGE * stages if stages > 1 else 1
     return Plan(tuple(made), microbatches or default, schedule or DEFAULT_SCHEDULE)
 
 
 def balance(costs: Sequence[float], parts: int) -> list[int]:
-    """Sizes of `parts` contiguous, non-empty parts of which the most costly costs least.
+    """Return the sizes of `parts` contiguous, non-empty parts with the least largest cost.
 
     The exact dynamic programme of linear partitioning (Skiena, The Algorithm Design Manual, 8.5).
     """
@@ -157,7 +166,7 @@ def balance(costs: Sequence[float], parts: int) -> list[int]:
                     (max(best[j][0], sums[i] - sums[j]), [*best[j][1], i - j])
                     for j in range(part - 1, i)
                 ),
-                key=lambda found: found[0],
+                key=lambda candidate: candidate[0],
                 default=(float("inf"), []),
             )
             for i in range(number + 1)
@@ -168,19 +177,23 @@ def balance(costs: Sequence[float], parts: int) -> list[int]:
 def check(
     plan: Plan, components: Sequence[str], ranks: int, splits_backward: Callable[[], str] = str
 ) -> None:
-    """Refuse a plan that does not fit the model and the ranks, or that the runtime cannot run.
+    """Check that a plan fits the model and the ranks, and that the runtime can run it.
 
     Args:
-        splits_backward: what forbids a backward in halves, in words; empty if nothing does.
+        plan: the plan.
+        components: the names of the model's components, in order.
+        ranks: the world size.
+        splits_backward: returns what forbids a split backward, in words; "" if nothing does.
 
     Raises:
-        UsageError: with the reason.
+        UsageError: if it does not.
     """
     held = [name for stage in plan.stages for name in stage.components]
     for name in held:
         if name not in components:
             shown = " ".join(name.split())
-            raise UsageError(f"the plan names a component {shown}{nearest(name, components)}")
+            hint = nearest(name, components)
+            raise UsageError(f"the plan names an unknown component {shown}{hint}")
     if held != list(components) or not all(stage.components for stage in plan.stages):
         raise UsageError(
             "the plan must hold every component once, in the order of the model: "
@@ -188,27 +201,33 @@ def check(
         )
     used = set(plan.ranks)
     if beyond := sorted(used - set(range(ranks))):
-        raise UsageError(f"the plan uses rank {beyond[0]}, but there are ranks 0 to {ranks - 1}")
+        raise UsageError(
+            f"the plan uses rank {beyond[0]}, but there are ranks 0 to {ranks - 1}: "
+            "start more ranks or change the plan"
+        )
     if idle := sorted(set(range(ranks)) - used):
-        raise UsageError(f"the plan leaves rank {idle[0]} of {ranks} without a stage")
+        raise UsageError(
+            f"the plan leaves rank {idle[0]} of {ranks} without a stage: "
+            "start fewer ranks or change the plan"
+        )
     check_schedule(plan.schedule)
     if plan.schedule == "interleaved" and len(plan.stages) > 1 and not plan.goes_round():
         raise UsageError(
-            "the interleaved schedule is for ranks that hold several stages each, which go round "
-            "them several times in the same order: use 1f1b, mp, or more stages"
+            "the interleaved schedule needs several stages per rank, with the same order of ranks "
+            "each time: use 1f1b, mp, or more stages"
         )
     if plan.splits_backward and (reason := splits_backward()):
         raise UsageError(f"zb-h1 splits the backward, which {reason} does not allow: use 1f1b")
 
 
 def check_schedule(schedule: str) -> None:
-    """Raise UsageError for a schedule that does not exist."""
+    """Raise UsageError for an unknown schedule."""
     if schedule not in SCHEDULES:
         raise UsageError(f"unknown schedule {schedule}{nearest(schedule, SCHEDULES)}")
 
 
 def with_options(plan: Plan, microbatches: int | None, schedule: str | None) -> Plan:
-    """The plan with what the user has asked for besides; None leaves it as it is."""
+    """Return the plan with the micro-batches and schedule of the options; None changes nothing."""
     return replace(
         plan,
         microbatches=microbatches or plan.microbatches,

@@ -1,4 +1,4 @@
-"""What `--plan` may be: a short form, or a JSON file; and plans as files."""
+"""Read and write plans: the short forms of `--plan`, and JSON plan files."""
 
 import json
 import os
@@ -13,9 +13,9 @@ from hvdtrain.files import write_text
 from hvdtrain.frameworks import mirrored_devices
 from hvdtrain.harmless import parse_json
 from hvdtrain.parallel.plan import (
-    CHUNKS_A_RANK,
+    CHUNKS_PER_RANK,
     DEFAULT_SCHEDULE,
-    MICROBATCHES_A_STAGE,
+    MICROBATCHES_PER_STAGE,
     Plan,
     Stage,
     check_schedule,
@@ -37,13 +37,16 @@ def parse(
     schedule: str | None = None,
     costs: Callable[[], Sequence[float]] | None = None,
 ) -> Plan:
-    """Make the plan that `--plan` names, for a model of these components on so many ranks.
+    """Return the plan that `--plan` names, for a model's components on a number of ranks.
 
     Args:
         text: "single", "dp", "mp", "hp:SxR", the path of a JSON file, or None: single on one
             rank, dp on more.
-        microbatches, schedule: win over what the file says.
-        costs: of each component, asked for only where a pipeline is to be cut; default: equal.
+        components: the names of the model's components, in order.
+        ranks: the world size.
+        microbatches: overrides the file's value.
+        schedule: overrides the file's value.
+        costs: returns the cost of each component, to balance a pipeline; by default all are equal.
 
     Raises:
         UsageError: if the plan is unknown, malformed, or does not fit the model or the ranks.
@@ -55,7 +58,7 @@ def parse(
         raise UsageError(f"--plan single runs on one rank, not on {ranks}: use --plan dp")
     if text in CHOSEN_PLANS:
         raise UsageError(
-            f"--plan {text} is chosen by train, on the ranks of the run; give it there"
+            f"--plan {text} depends on the ranks of a run and is for train only: name another plan"
         )
     if text in ("single", "dp"):
         return replicated(components, ranks, microbatches, schedule)
@@ -63,7 +66,7 @@ def parse(
         weights = costs() if costs else [1.0] * len(components)
         return pipeline(components, weights, ranks, *shape, microbatches, schedule, text)
     path = Path(text)
-    # os's answer to a text that no path can be is no, pathlib's an exception.
+    # For a text that cannot be a path os.path.exists returns False where pathlib raises.
     if path.suffix != ".json" and not os.path.exists(path):  # noqa: PTH110
         raise UsageError(f"unknown plan {text}{nearest(text, (*SHORT_FORMS, 'FILE.json'))}")
     plan = from_json(_read(path), text, components)
@@ -71,10 +74,10 @@ def parse(
 
 
 def refit(text: str | None, ranks: int) -> str | None:
-    """The plan to go on with on another number of ranks, as near to `text` as there is one.
+    """Return the `--plan` with which to resume on another number of ranks, as close as possible.
 
-    A pipeline keeps its stages, or the next smaller number that divides the ranks; a file names
-    its ranks, and data parallelism takes its place.
+    A pipeline keeps its number of stages, or takes the next smaller one that divides the ranks. A
+    plan file names its ranks, so data parallelism replaces it.
     """
     if text is None or text in ("dp", "mp", *CHOSEN_PLANS) or mirrored_devices(text) is not None:
         return text
@@ -86,26 +89,31 @@ def refit(text: str | None, ranks: int) -> str | None:
 
 
 def _pipeline_shape(text: str, ranks: int, schedule: str | None) -> tuple[int, int] | None:
-    """(stages, replicas) of a short form, None for any other text."""
+    """Return (stages, replicas) of a short form, None for any other text."""
     if text == "mp":
-        return ranks * (CHUNKS_A_RANK if schedule == "interleaved" and ranks > 1 else 1), 1
+        return ranks * (CHUNKS_PER_RANK if schedule == "interleaved" and ranks > 1 else 1), 1
     if not text.startswith("hp:"):
         return None
-    found = re.fullmatch(r"hp:(\d{1,6})x(\d{1,6})", text)
-    if not found or not int(found[1]) or not int(found[2]):
+    match = re.fullmatch(r"hp:(\d{1,6})x(\d{1,6})", text)
+    if not match or not int(match[1]) or not int(match[2]):
         raise UsageError(
-            f"{text} is no plan: hp:SxR is S stages of R replicas each, such as hp:2x2"
+            f"--plan {text} is not valid: use hp:SxR, S stages of R replicas each, such as hp:2x2"
         )
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def from_json(content: Any, source: str, components: Sequence[str]) -> Plan:
-    """Make a plan of the content of a plan file.
+    """Return the plan in the content of a plan file.
 
-    `components` may be left out where there is one stage; `shares` are equal where left out.
+    A file with one stage may omit `components`; omitted `shares` are equal.
+
+    Args:
+        content: the parsed JSON.
+        source: the file's name, for errors.
+        components: the names of the model's components, in order.
 
     Raises:
-        UsageError: naming the file and the key.
+        UsageError: with the file and the key.
     """
     known = {"stages", "microbatches", "schedule"}
     _check_keys(content, known, source)
@@ -117,7 +125,7 @@ def from_json(content: Any, source: str, components: Sequence[str]) -> Plan:
         raise UsageError(f"{source}: schedule must be a name, not {schedule!r}")
     check_schedule(schedule)
     everything = list(components) if len(stages) == 1 else None
-    default = MICROBATCHES_A_STAGE * len(stages) if len(stages) > 1 else 1
+    default = MICROBATCHES_PER_STAGE * len(stages) if len(stages) > 1 else 1
     return Plan(
         tuple(_stage(stage, f"{source}: stage {i}", everything) for i, stage in enumerate(stages)),
         _count(content.get("microbatches", default), f"{source}: microbatches"),
@@ -143,12 +151,14 @@ def _stage(content: Any, source: str, everything: list[str] | None) -> Stage:
     if not isinstance(ranks, list) or not ranks or not all(_is_count(rank) for rank in ranks):
         raise UsageError(f"{source}: ranks must be a list of rank numbers")
     if len(set(ranks)) != len(ranks):
-        raise UsageError(f"{source}: a rank is named twice")
+        raise UsageError(f"{source}: ranks {ranks} names a rank twice: name each rank once")
     shares = content.get("shares", [1] * len(ranks))
     if not isinstance(shares, list) or not all(_is_count(share) for share in shares):
         raise UsageError(f"{source}: shares must be a list of whole numbers")
     if len(shares) != len(ranks) or sum(shares) == 0:
-        raise UsageError(f"{source}: shares must give each of the {len(ranks)} ranks a part")
+        raise UsageError(
+            f"{source}: shares must have one number for each of the {len(ranks)} ranks, not all 0"
+        )
     return Stage(tuple(components), tuple(ranks), tuple(shares))
 
 
@@ -157,7 +167,7 @@ def _read(path: Path) -> Any:
         with path.open("rb") as file:
             text = file.read(LARGEST + 1)
         if len(text) > LARGEST:
-            raise UsageError(f"{path} is no plan: it is larger than {LARGEST:,} bytes")
+            raise UsageError(f"{path} is not a plan file: it is larger than {LARGEST:,} bytes")
         return parse_json(text)
     except OSError as error:
         raise UsageError(f"the plan {path} cannot be read: {error.strerror}") from None

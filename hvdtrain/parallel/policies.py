@@ -1,4 +1,4 @@
-"""What tells one schedule from another: how much may be in flight, and what comes first."""
+"""The policies of schedules: how many micro-batches may be in flight, and which action is next."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,10 +12,13 @@ UNLIMITED = 10**9
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A step as the policies see it: stages on groups of ranks; a group is all ranks of a stage.
+    """The stages of a plan on groups of ranks; a group is the set of ranks of a stage.
 
     Attributes:
-        group: of each stage; they count in the order of the stages.
+        microbatches: per step.
+        stages: the number of stages.
+        groups: the number of different groups.
+        group: the group of each stage, numbered in the order of the stages.
     """
 
     microbatches: int
@@ -24,12 +27,12 @@ class Pipeline:
     group: tuple[int, ...]
 
     def sharing(self, stage: int) -> list[int]:
-        """The stages of a stage's group, itself included."""
+        """Return all stages of a stage's group, including itself."""
         return [other for other in range(self.stages) if self.group[other] == self.group[stage]]
 
 
 def as_pipeline(plan: Plan, microbatches: int) -> Pipeline:
-    """How the stages of a plan lie on groups of ranks."""
+    """Return the stages of a plan on groups of ranks."""
     held = [stage.ranks for stage in plan.stages]
     groups = list(dict.fromkeys(held))
     group = tuple(groups.index(ranks) for ranks in held)
@@ -38,17 +41,17 @@ def as_pipeline(plan: Plan, microbatches: int) -> Pipeline:
 
 @dataclass(frozen=True)
 class Policy:
-    """What a schedule prefers; all of it that is not common to all schedules.
+    """The rules in which one schedule differs from another.
 
     Attributes:
-        cap: micro-batches that may be in flight (forward begun, backward not ended) at a stage.
+        cap: the most micro-batches in flight (forward started, backward not ended) at a stage.
         priorities: kinds of actions, the most urgent first.
-        order: of actions of one kind: the smaller the sooner.
-        is_grouped: whether the stages of a group of ranks share one cap, and wait for the one of
-            them whose turn it is in the order.
-        splits: whether the backward is split, where its input gradients are waited for at all.
-        unfinished: micro-batches that may be waiting for weight gradients, those in flight
-            included.
+        order: sort key of the actions of one kind.
+        is_grouped: whether the stages of a group of ranks share one cap and follow `order`
+            strictly: a stage waits until it is its turn.
+        splits: whether the backward is split where other ranks wait for its input gradients.
+        unfinished: the most micro-batches whose weight gradients are not done, including those
+            in flight.
         forwards_first: whether a rank does all its forwards before any backward.
     """
 
@@ -62,31 +65,32 @@ class Policy:
 
 
 def later_stage_first(pipeline: Pipeline, action: Action) -> Key:
-    """What leaves the pipeline soonest, then the lower micro-batch."""
+    """Return the sort key that prefers later stages, then earlier micro-batches."""
     return -action.stage, action.microbatch or 0
 
 
 def no_cap(pipeline: Pipeline, stage: int) -> int:
-    """All micro-batches may be in flight."""
+    """Return a cap that is never reached."""
     return UNLIMITED
 
 
 def remaining_stages(pipeline: Pipeline, stage: int) -> int:
-    """What keeps each later stage busy until the first backward comes back (1F1B)."""
+    """Return the cap of 1F1B: one micro-batch for this stage and for each later one."""
     return pipeline.stages - stage
 
 
 def turns(pipeline: Pipeline) -> int:
-    """Parts of the step in which micro-batches go through all stages of a group in turn.
+    """Return the number of turns: sets of micro-batches that go through a group's stages in turn.
 
-    None is too short to fill the pipeline, if there are enough. Megatron, which takes only whole
-    multiples of the groups, has the same ones.
+    Each turn has at least as many micro-batches as there are groups, if there are enough, so that
+    it fills the pipeline. For whole multiples of the groups, the only numbers that Megatron
+    accepts, the turns are the same as Megatron's.
     """
     return max(1, pipeline.microbatches // pipeline.groups)
 
 
 def megatron_order(pipeline: Pipeline, action: Action) -> Key:
-    """All micro-batches of a turn through one stage of a group, then through its next.
+    """Return the sort key that runs all micro-batches of a turn on one stage, then on the next.
 
     Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
     Megatron-LM", SC 2021, 2.2.
@@ -97,7 +101,7 @@ def megatron_order(pipeline: Pipeline, action: Action) -> Key:
 
 
 def megatron_cap(pipeline: Pipeline, stage: int) -> int:
-    """Forwards of a group's warm-up, and the one that the first backward follows."""
+    """Return the cap of interleaved 1F1B: the group's warm-up forwards and one more."""
     behind = pipeline.groups - pipeline.group[stage] - 1
     longest_turn = -(-pipeline.microbatches // turns(pipeline))
     return 2 * behind + (pipeline.stages // pipeline.groups - 1) * longest_turn + 1
@@ -108,8 +112,8 @@ POLICIES = {
     "gpipe": Policy(no_cap, "BF", later_stage_first, forwards_first=True),
     "1f1b": ONE_F_ONE_B,
     "interleaved": Policy(megatron_cap, "FB", megatron_order, is_grouped=True),
-    # Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, 2.3. Were backwards to go first,
-    # those of the first stages, which come at twice the pace, would hold up the forwards.
+    # Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, 2.3. Forwards come first: otherwise
+    # the backwards of the first stages, which arrive twice as fast, would delay them.
     "zb-h1": Policy(
         *(remaining_stages, "FBIW", later_stage_first),
         splits=True,
@@ -120,9 +124,10 @@ FORWARD_ONLY = Policy(no_cap, "F", later_stage_first)
 
 
 def choose(plan: Plan, pipeline: Pipeline) -> Policy:
-    """The policy of a plan's schedule; 1F1B's where the stages do not lie as it needs them.
+    """Return the policy of a plan's schedule; 1F1B's if the schedule does not fit the stages.
 
-    One group has no wait to fill, and interleaving is for stages that go round their groups.
+    With one group there is no bubble to fill, and interleaving needs stages that repeat the groups
+    in the same order.
     """
     if plan.schedule != "gpipe" and pipeline.groups == 1:
         return ONE_F_ONE_B

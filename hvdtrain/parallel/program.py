@@ -1,4 +1,4 @@
-"""A schedule made ready for one rank: each action with the rows and the peers that it concerns."""
+"""Programs: the actions of one rank with their rows, peers and message tags."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from hvdtrain.parallel.actions import RECEIPTS, SENDS, Action, last_backward, ta
 from hvdtrain.parallel.cut import Cut, Range, Share, offsets
 from hvdtrain.parallel.plan import Plan
 
-SPOKEN = {
+VERBOSE = {
     "LOAD": "loading",
     "F": "forward",
     "B": "backward",
@@ -28,21 +28,26 @@ Key = tuple[int, int]  # (stage, micro-batch)
 
 
 class Lane(NamedTuple):
-    """Rows that this rank (`here`) and `peer` (`there`) have in common at a boundary."""
+    """Rows that this rank and `peer` have in common at a boundary.
+
+    Attributes:
+        local: the rows, relative to this rank's range of the micro-batch.
+        remote: the same rows, relative to the peer's range.
+    """
 
     peer: int
-    here: Range
-    there: Range
+    local: Range
+    remote: Range
 
 
 class Task(NamedTuple):
-    """An action and all that a rank has to know for it.
+    """An action with everything that a rank needs to run it.
 
     Attributes:
         line: the action in words.
         key: of its tensors.
-        samples: this rank's of the micro-batch in the stage, as places in the batch.
-        lanes: where rows come from, for RECV and for what consumes them; where they go, for SEND.
+        samples: this rank's samples of the micro-batch in the stage, as a range of the batch.
+        lanes: the sources of the rows of a RECV, F, B or I; the receivers of a SEND.
         tag: of the messages.
     """
 
@@ -61,14 +66,17 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """What one rank does for a batch of one size.
+    """The actions of one rank for batches of one size.
 
     Attributes:
+        cut: of the batch.
+        tasks: in order.
         completing: the last backward of each stage.
-        shares: this rank's part of the batch, by stage.
-        images, labels: where each micro-batch lies in this rank's images and in its labels.
-        output_uses, gradient_uses: how often a stage's output, and the gradient of its input,
-            are used by actions of this rank, by (stage, micro-batch).
+        shares: this rank's share of the batch, by stage.
+        images: the range of each micro-batch in this rank's images.
+        labels: the range of each micro-batch in this rank's labels.
+        output_uses: how many actions of this rank use a stage's output, by (stage, micro-batch).
+        gradient_uses: how many use the gradient of a stage's input.
     """
 
     cut: Cut
@@ -82,7 +90,7 @@ class Program:
 
 
 def program(plan: Plan, cut: Cut, actions: Sequence[Action], rank: int) -> Program:
-    """Make a rank's list of actions ready to run."""
+    """Return the program of a rank's list of actions."""
     held = plan.stages_of(rank)
     ends = {last_backward(actions, stage) for stage in held}
     tasks = tuple(_task(plan, cut, action, rank) for action in actions)
@@ -101,14 +109,14 @@ def _uses(tasks: Sequence[Task], rank: int) -> tuple[Counter[Key], Counter[Key]]
     outputs, gradients = Counter[Key](), Counter[Key]()
     for task in tasks:
         (stage, k), kind = task.key, task.action.kind
-        has_own_lane = any(lane.peer == rank for lane in task.lanes)
+        has_local_lane = any(lane.peer == rank for lane in task.lanes)
         if kind in ("B", "I", "SEND_F"):
             outputs[task.key] += 1
-        if kind == "F" and has_own_lane:
+        if kind == "F" and has_local_lane:
             outputs[stage - 1, k] += 1
         if kind == "SEND_B":
             gradients[task.key] += 1
-        if kind in ("B", "I") and has_own_lane:
+        if kind in ("B", "I") and has_local_lane:
             gradients[stage + 1, k] += 1
     return outputs, gradients
 
@@ -132,13 +140,13 @@ def _task(plan: Plan, cut: Cut, action: Action, rank: int) -> Task:
 
 
 def _downstream(cut: Cut, boundary: int, k: int, rank: int) -> tuple[Lane, ...]:
-    """Lanes of a rank that stands behind a boundary."""
+    """Return the lanes of a rank whose stage comes after a boundary."""
     pieces = cut.pieces.get((boundary, k), ())
     return tuple(Lane(p.sender, p.received, p.sent) for p in pieces if p.receiver == rank)
 
 
 def _upstream(cut: Cut, boundary: int, k: int, rank: int) -> tuple[Lane, ...]:
-    """Lanes of a rank that stands before a boundary."""
+    """Return the lanes of a rank whose stage comes before a boundary."""
     pieces = cut.pieces.get((boundary, k), ())
     return tuple(Lane(p.receiver, p.sent, p.received) for p in pieces if p.sender == rank)
 
@@ -154,5 +162,5 @@ def _line(plan: Plan, action: Action, rank: int, lanes: tuple[Lane, ...]) -> str
     peers = sorted({lane.peer for lane in lanes} - {rank})
     if action.kind in ("REDUCE", "STEP"):
         peers = [other for other in plan.stages[action.stage].ranks if other != rank]
-    with_whom = f", with rank {' and '.join(map(str, peers))}" if peers else ""
-    return f"{action}: {SPOKEN[action.kind]} ({where}{with_whom})"
+    with_peers = f", with rank {' and '.join(map(str, peers))}" if peers else ""
+    return f"{action}: {VERBOSE[action.kind]} ({where}{with_peers})"

@@ -1,8 +1,8 @@
-"""Activation recomputation: forget a component's activations, and run it again before backward.
+"""Activation recomputation: drop a component's activations and run it again before backward.
 
 Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, through torch's own
-checkpointing. Recomputation touches neither statistics nor network: buffers are as before it, and
-synchronised batch norms take the moments of the first forward instead of gathering them again.
+checkpointing. Recomputation does not change buffers and does not communicate: synchronised batch
+norms reuse the moments of the first forward instead of gathering them again.
 """
 
 from collections.abc import Iterator
@@ -19,16 +19,16 @@ from hvdtrain.parallel.batchnorm import Moments, SynchronisedBatchNorm
 def forward_recomputed(module: nn.Module, activations: Tensor) -> Tensor:
     """Return `module(activations)`, keeping only `activations` and the moments of batch norms.
 
-    Results, gradients and buffers have the same bits as those of a plain call, which this is where
-    gradients are off. Random numbers and autocast are those of the first forward. Forwards of
-    several micro-batches may be in flight, and their backwards come in any order.
+    Results, gradients and buffers have the same bits as those of a plain call. With gradients off
+    it is a plain call. The recomputation uses the random numbers and autocast of the first
+    forward. Forwards of several micro-batches may be in flight, with backwards in any order.
 
     Args:
-        module: runs the same layers at each call.
-        activations: [n, ...], not to be changed before backward.
+        module: must run the same layers at each call.
+        activations: [n, ...]; must not change before backward.
 
     Returns:
-        What the module emits.
+        The output of the module.
     """
     emitted: Tensor
     if torch.is_grad_enabled():
@@ -47,7 +47,7 @@ def forward_recomputed(module: nn.Module, activations: Tensor) -> Tensor:
 def _contexts(
     module: nn.Module,
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return what surrounds one first forward, and what surrounds its recomputations."""
+    """Return the contexts of a first forward and of its recomputations."""
     moments: dict[SynchronisedBatchNorm, list[Moments]] = {
         layer: [] for layer in module.modules() if isinstance(layer, SynchronisedBatchNorm)
     }
@@ -66,9 +66,9 @@ def _recording(moments: dict[SynchronisedBatchNorm, list[Moments]]) -> Iterator[
 
 
 class _Recomputing(AbstractContextManager[None]):
-    """Replays moments and gives buffers that are thrown away; entered once per recomputation.
+    """Replays the moments and lets the module change copies of its buffers, which are discarded.
 
-    There can be several, where backward runs again on a graph that was retained.
+    Entered once per recomputation; there are several if backward runs again on a retained graph.
     """
 
     def __init__(

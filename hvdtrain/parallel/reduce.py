@@ -1,11 +1,12 @@
-"""How the replicas of a stage agree on its gradients: a Sum over flat buckets through Horovod.
+"""Gradient reduction over the replicas of a stage: a Sum over flat buckets through Horovod.
 
-Each parameter's gradient is a view into a flat, contiguous bucket, so that a reduction neither
-copies nor cares for memory formats. The loss of each micro-batch is divided by the number of
-samples of the whole batch, so that a Sum weights any split right. Hooks start a bucket during
-backward as soon as its gradients are complete; nothing depends on it but time. The first announced
-backward starts none: it shows whether autograd adds to a parameter's gradient more than once, as
-reentrant checkpoints of a shared layer do, and then no bucket starts before backward has ended.
+Each parameter's gradient is a view into a flat, contiguous bucket, so that a reduction needs no
+copy and works with any memory format. The loss of each micro-batch is divided by the number of
+samples of the whole batch, so that a Sum weights any split correctly. Hooks start a bucket during
+backward as soon as its gradients are complete; this changes the time only, not the result. The
+first announced backward starts no bucket: it shows whether autograd adds to a parameter's gradient
+more than once, as with reentrant checkpoints of a shared layer. If so, no bucket starts before
+backward has ended.
 """
 
 import time
@@ -26,78 +27,87 @@ from hvdtrain.poll import wait_until
 
 
 class Gradients(Protocol):
-    """What the runtime asks of a stage's gradients."""
+    """The gradients of a stage, as the runtime uses them."""
 
     def announce(self, share: Share) -> None:
-        """The next backward completes the gradients: reductions may start during it."""
+        """Announce that the next backward completes the gradients: reductions may start."""
 
     def start(self, share: Share) -> None:
-        """Start what is not started yet: every gradient is complete on this replica."""
+        """Start the remaining reductions: every gradient is complete on this replica."""
 
     def finish(self) -> ReductionTime:
         """Return once every gradient is the sum over all replicas."""
 
     def are_finite(self) -> bool:
-        """Whether all gradients are numbers, once they are finished; the same on all replicas."""
+        """Return whether all gradients are finite, after `finish`; the same on all replicas."""
 
     def zero(self) -> None:
-        """Forget the gradients."""
+        """Reset the gradients."""
 
 
 class SerialGradients:
-    """A stage on one rank: autograd's gradients are the sum already."""
+    """The gradients of a stage on one rank: autograd's sums need no reduction."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self.parameters = list(parameters.values())
 
     def announce(self, share: Share) -> None:
-        """Nothing has to be announced to oneself."""
+        """Do nothing: there is no reduction to start early."""
 
     def start(self, share: Share) -> None:
-        """Nothing is sent; what backward did not reach has the gradient zero, as on more ranks."""
+        """Give parameters that backward did not reach zero gradients, as on several ranks."""
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
     def finish(self) -> ReductionTime:
-        """Nothing is in flight."""
+        """Return at once: nothing is in flight."""
         return ReductionTime()
 
     def are_finite(self) -> bool:
-        """Whether all gradients are numbers."""
+        """Return whether all gradients are finite."""
         return all_finite([value.grad for value in self.parameters if value.grad is not None])
 
     def zero(self) -> None:
-        """Drop the gradients: autograd then moves the next ones in without a sum."""
+        """Drop the gradients: autograd then stores the next ones without a sum."""
         for parameter in self.parameters:
             parameter.grad = None
 
 
 @dataclass
 class Bucket:
-    """A flat buffer [n] with the gradients of `parameters` and room for statistics behind them."""
+    """A flat buffer with the gradients of `parameters`, followed by batch norm statistics.
+
+    Attributes:
+        name: identifies the reduction, the same on all replicas.
+        flat: [n], the buffer.
+        names: of the parameters.
+        tail: views into `flat`, one per statistics tensor.
+        missing: places in `parameters` of those whose gradient has not arrived yet.
+        handle: the reduction in flight, None if there is none.
+    """
 
     name: str
     flat: Tensor
     names: list[str]
     parameters: list[nn.Parameter]
-    tail: list[Tensor] = field(default_factory=list)  # views, one for each of the statistics
-    missing: set[int] = field(default_factory=set)  # parameters still to come, by their place
+    tail: list[Tensor] = field(default_factory=list)
+    missing: set[int] = field(default_factory=set)
     handle: Any = None
 
 
 class ReplicatedGradients:
-    """A stage on several ranks: Horovod sums its buckets, and running statistics ride along.
+    """The gradients of a stage on several ranks, summed by Horovod with running statistics.
 
     Args:
         parameters: the stage's parameters by name, in the order of the model.
-        statistics: its batch norms' running statistics by name. Means and variances become
-            their average over the replicas, weighted by samples; counters are those of the
-            first replica that had samples, so that all replicas hold the same.
+        statistics: running statistics of its batch norms by name. Means and variances become
+            their average over the replicas, weighted by samples; counters become those of the
+            first replica that had samples, so that all replicas hold the same values.
         states: the stage's other buffers that forwards change.
         all_reduce: starts a reduction of a flat tensor in place: (tensor, name) -> handle.
         wait: blocks until the reduction of a handle is done.
-        bucket_bytes: a bucket is closed once it holds this much.
+        bucket_bytes: a bucket is closed once it holds this many bytes.
     """
 
     def __init__(
@@ -133,7 +143,7 @@ class ReplicatedGradients:
                 parameter.register_post_accumulate_grad_hook(hook)
 
     def announce(self, share: Share) -> None:
-        """The next backward completes the gradients; the forwards of this stage are over."""
+        """Announce that the next backward completes the gradients, after all forwards."""
         self.announced = True
         for bucket in self.buckets:
             bucket.missing = set(range(len(bucket.parameters)))
@@ -153,7 +163,7 @@ class ReplicatedGradients:
         self.states.start(share)
 
     def finish(self) -> ReductionTime:
-        """Wait for all buckets and take the statistics over."""
+        """Wait for all buckets and store the reduced statistics."""
         waiting_since = time.perf_counter()
         for bucket in self.buckets:
             self.wait(bucket.handle)
@@ -165,7 +175,7 @@ class ReplicatedGradients:
         return ReductionTime(total=now - self.started_at, exposed=now - waiting_since)
 
     def are_finite(self) -> bool:
-        """Whether all gradients, and the statistics beside them, are numbers."""
+        """Return whether all gradients and statistics are finite."""
         return all_finite([bucket.flat for bucket in self.buckets])
 
     def zero(self) -> None:
@@ -179,23 +189,23 @@ class ReplicatedGradients:
             view.mul_(share.weight if value.is_floating_point() else float(share.first))
 
     def _tail(self, index: int, groups: Sequence[Sequence[int]]) -> list[Tensor]:
-        # The last bucket is the last to be started: by then the forwards are over everywhere.
+        # The last bucket starts last: all replicas have finished their forwards by then.
         return self.statistics if index == len(groups) - 1 else []
 
     def arrived(self, index: int, place: int) -> None:
-        """Autograd has added to a gradient: it is complete, if the backward is an announced one.
+        """Record that autograd added to a gradient: in an announced backward it is complete.
 
         Raises:
-            UsageError: if it is in reduction already.
+            UsageError: if its reduction has started already.
         """
         bucket = self.buckets[index]
         if not self.announced:
             return
-        self.has_arrived = True  # a backward without samples shows nothing
+        self.has_arrived = True  # a backward without samples never gets here
         if bucket.handle is not None:
             raise UsageError(
-                f"the gradient of {bucket.names[place]} grew after its reduction had begun, as it "
-                "does in some steps only: give its checkpoints use_reentrant=False"
+                f"the gradient of {bucket.names[place]} changed after its reduction had started, "
+                "which did not happen in earlier steps: give its checkpoints use_reentrant=False"
             )
         self.each_arrives_once &= place in bucket.missing
         bucket.missing.discard(place)
@@ -214,12 +224,12 @@ class ReplicatedGradients:
 def _arrival_hook(
     gradients: "weakref.ref[ReplicatedGradients]", index: int, place: int
 ) -> Callable[[Tensor], None]:
-    # The parameter keeps its hooks where Python's collector does not see them: a hook that kept
-    # the gradients alive would keep them, and so the parameter, for ever.
+    # Python's garbage collector does not see the hooks of a parameter. A hook with a strong
+    # reference to the gradients would leak them, and the parameter with them.
     def hook(_: Tensor) -> None:
-        found = gradients()
-        if found is not None:
-            found.arrived(index, place)
+        target = gradients()
+        if target is not None:
+            target.arrived(index, place)
 
     return hook
 
@@ -232,14 +242,15 @@ def horovod_gradients(
     process_set: Any,
     name: str,
 ) -> Gradients:
-    """The gradients of a stage on several ranks, summed by Horovod.
+    """Return the gradients of a stage on several ranks, summed by Horovod.
 
-    This is the seam for other ways to agree (parameter server, local SGD, compression): all that
-    they need to replace is the pair of functions given here.
+    To add another kind of reduction (parameter server, local SGD, compression), replace the two
+    functions defined here.
 
     Args:
-        horovod: the module, started. process_set: Horovod's, of the ranks of the stage.
-        name: the same on all ranks of the stage, and unlike that of any other stage.
+        horovod: the initialised Horovod module.
+        process_set: Horovod's process set of the stage's ranks.
+        name: the same on all ranks of the stage and different from every other stage's.
     """
 
     def all_reduce(tensor: Tensor, bucket: str) -> Any:
@@ -255,8 +266,8 @@ def horovod_gradients(
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:
-    """Whether no tensor holds an infinity or what is no number: their sum tells, in one pass."""
-    return not tensors or bool(torch.stack([each.sum() for each in tensors]).sum().isfinite())
+    """Return whether no tensor holds an infinity or a NaN: a sum shows both in one pass."""
+    return not tensors or bool(torch.stack([t.sum() for t in tensors]).sum().isfinite())
 
 
 def _make_bucket(name: str, named: Mapping[str, nn.Parameter], statistics: list[Tensor]) -> Bucket:
@@ -267,7 +278,7 @@ def _make_bucket(name: str, named: Mapping[str, nn.Parameter], statistics: list[
     flat = torch.zeros(length, dtype=reference.dtype, device=reference.device)
     offset = 0
     for parameter in parameters:
-        # The parameter's own strides: channels_last weights have channels_last gradients.
+        # The parameter's strides: channels_last weights have channels_last gradients.
         parameter.grad = flat.as_strided(parameter.size(), parameter.stride(), offset)
         offset += parameter.numel()
     tail = []

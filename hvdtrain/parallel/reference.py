@@ -1,8 +1,9 @@
-"""The naive twin of the runtime: steps on one rank, by plain autograd.
+"""A naive reference for the runtime: whole steps on one rank, by plain autograd.
 
-It knows no schedule, no exchange and no bucket, and cuts the batch by itself: a sample that the
-runtime's cut leaves out is missed here. Each replica's part of each micro-batch is run by itself,
-with buffers of its own: batch norm sees what it sees under the plan, and kernels round alike.
+It uses no schedule, no transfers and no buckets, and it cuts the batch with its own code, so that
+a sample which the runtime drops shows up as a difference. Each replica's rows of a micro-batch run
+separately, with separate buffers: batch norm sees the same samples as under the plan, and kernels
+round alike.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,11 +27,12 @@ Range = tuple[int, int]  # [start, stop)
 
 @dataclass(frozen=True)
 class Rules:
-    """What a step does besides forward and backward.
+    """Options of a step besides forward and backward.
 
     Attributes:
-        is_synchronised: whether replicas normalise a micro-batch together. bf16: autocast.
-        clip_norm: of all gradients together, None for never.
+        is_synchronised: whether the replicas of a stage normalise a micro-batch together.
+        bf16: whether forwards run under bf16 autocast.
+        clip_norm: the largest norm of all gradients together; None disables clipping.
     """
 
     is_synchronised: bool = False
@@ -41,7 +43,13 @@ class Rules:
 
 @dataclass
 class Serial:
-    """What one serial step found: the mean loss; clipped gradients, and buffers, by name."""
+    """The results of one serial step.
+
+    Attributes:
+        loss: mean over the batch.
+        gradients: by parameter name, after clipping.
+        buffers: by name, after the step.
+    """
 
     loss: float
     gradients: dict[str, Tensor]
@@ -52,8 +60,8 @@ class Reference:
     """A whole model on one rank.
 
     Args:
-        build: makes the components of these names anew, in training mode.
-        draws: what their dropout layers draw from; by default they have none that ask it.
+        build: makes new components with the given names, in training mode.
+        draws: the source of dropout masks; the default is for models without `SampleDropout`.
     """
 
     def __init__(
@@ -71,23 +79,23 @@ class Reference:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """What is trained, by name."""
-        each = (stage.models[0].parameters() for stage in self.stages)
-        return {name: value for own in each for name, value in own.items()}
+        """The trainable parameters by name."""
+        by_stage = (stage.models[0].parameters() for stage in self.stages)
+        return {name: value for parameters in by_stage for name, value in parameters.items()}
 
     def undecayed(self, kinds: frozenset[str]) -> frozenset[str]:
-        """As of a `StageModel`."""
+        """Return the names of parameters without weight decay, as `StageModel.undecayed`."""
         return frozenset().union(*(stage.models[0].undecayed(kinds) for stage in self.stages))
 
     def put(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over parameters and buffers by name; buffers of another form stay."""
+        """Copy in parameters and buffers by name; skip those whose shape differs."""
         for model in (model for stage in self.stages for model in stage.models):
-            own = model.tensors()
+            targets = model.tensors()
             model.put(
                 {
                     name: value
                     for name, value in tensors.items()
-                    if name in own and own[name].shape == value.shape
+                    if name in targets and targets[name].shape == value.shape
                 }
             )
 
@@ -95,15 +103,16 @@ class Reference:
         """Run forward and backward of a whole batch, without an update.
 
         Args:
-            images: [batch size, 3, H, W], normalised. labels: int64 [batch size].
+            images: [batch size, 3, H, W], normalised.
+            labels: int64 [batch size].
         """
         size, rules, total = len(labels), self.rules, 0.0
         self.draws.begin_step()
         microbatches, parts = cut_alone(self.plan, size)
         for k, (start, stop) in enumerate(microbatches):
             activations = images[start:stop]
-            for stage, own in zip(self.stages, parts, strict=True):
-                ranges = [each[k] for each in own]
+            for stage, replica_ranges in zip(self.stages, parts, strict=True):
+                ranges = [by_microbatch[k] for by_microbatch in replica_ranges]
                 activations = stage.forward(activations, ranges, start)
             logits = activations if activations.dtype == torch.float64 else activations.float()
             loss = functional.cross_entropy(
@@ -114,28 +123,29 @@ class Reference:
             (loss / size).backward()
             total += float(loss.detach())
         buffers: dict[str, Tensor] = {}
-        for stage, own in zip(self.stages, parts, strict=True):
-            buffers |= stage.agreed_buffers([sum(b - a for a, b in each) for each in own])
+        for stage, replica_ranges in zip(self.stages, parts, strict=True):
+            samples = [sum(stop - start for start, stop in ranges) for ranges in replica_ranges]
+            buffers |= stage.agreed_buffers(samples)
         return Serial(total / size, self._take_gradients(), buffers)
 
     def _take_gradients(self) -> dict[str, Tensor]:
-        """Clip the gradients, and forget them; what backward did not reach has zeros."""
+        """Clip, return and reset the gradients; a parameter that backward missed has zeros."""
         for parameter in self.parameters.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         if self.rules.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.parameters.values(), self.rules.clip_norm)
-        found = {}
+        gradients = {}
         for name, parameter in self.parameters.items():
             assert parameter.grad is not None
-            found[name], parameter.grad = parameter.grad, None
-        return found
+            gradients[name], parameter.grad = parameter.grad, None
+        return gradients
 
 
 class _SerialStage:
-    """A stage on one rank: a model for each replica that shares the parameters of the first.
+    """A stage on one rank: one model per replica, all with the same parameters.
 
-    Where nothing is kept between forwards, or replicas normalise together, one model does.
+    One model is enough for a stage without buffers, and where replicas normalise together.
     """
 
     def __init__(
@@ -147,44 +157,49 @@ class _SerialStage:
         draws: Draws,
     ) -> None:
         self.models, self.rules, self.draws = [build(components)], rules, draws
-        modules = [m for each in self.models[0].components.values() for m in each.modules()]
+        modules = [m for module in self.models[0].components.values() for m in module.modules()]
         self.is_merged = rules.is_synchronised and any(isinstance(m, _BatchNorm) for m in modules)
         if any(True for module in modules for _ in module.buffers(recurse=False)):
             for _ in range(0 if self.is_merged else replicas - 1):
                 self.models.append(_tied(build(components), self.models[0]))
 
     def forward(self, activations: Tensor, parts: Sequence[Range], offset: int) -> Tensor:
-        """Each replica's rows by themselves; `offset` is where the micro-batch starts."""
+        """Run each replica's rows separately; `offset` is where the micro-batch starts."""
         if self.is_merged:
             self.draws.begin_forward((offset, offset + len(activations)))
             return self._run(self.models[0], activations)
-        made = []
+        outputs = []
         for replica, (start, stop) in enumerate(parts):
             if start < stop:
                 self.draws.begin_forward((start, stop))
                 model = self.models[replica % len(self.models)]
-                made.append(self._run(model, activations[start - offset : stop - offset]))
-        return made[0] if len(made) == 1 else torch.cat(made)
+                outputs.append(self._run(model, activations[start - offset : stop - offset]))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _run(self, model: StageModel, activations: Tensor) -> Tensor:
-        """One forward, as a rank runs it: a weight used twice in it is cast to bf16 once.
+        """Run one forward as a rank runs it: a weight that is used twice is cast to bf16 once.
 
-        Its gradients are summed as brain floats then, but those of replicas that share it are not.
+        The gradients of these two uses are summed in bf16; those of replicas are not.
         """
         autocast = torch.autocast(activations.device.type, torch.bfloat16)
         with autocast if self.rules.bf16 else nullcontext():
             return model(activations)
 
     def agreed_buffers(self, samples: Sequence[int]) -> dict[str, Tensor]:
-        """Running statistics averaged by samples; other buffers of the first busy replica."""
+        """Return the stage's buffers after a step, given each replica's number of samples.
+
+        Running statistics are averaged by samples; the other buffers are those of the first
+        replica that had samples.
+        """
         first = next(replica for replica, count in enumerate(samples) if count)
-        found = dict(_buffers(self.models[first % len(self.models)]))
+        buffers = dict(_buffers(self.models[first % len(self.models)]))
         if len(self.models) > 1:
-            each = [model.statistics() for model in self.models]
-            for name in (name for name, value in each[0].items() if value.is_floating_point()):
-                weighted = [own[name] * count for own, count in zip(each, samples, strict=True)]
-                found[name] = torch.stack(weighted).sum(0) / sum(samples)
-        return {name: value.clone() for name, value in found.items()}
+            statistics = [model.statistics() for model in self.models]
+            floating = [name for name, v in statistics[0].items() if v.is_floating_point()]
+            for name in floating:
+                weighted = [s[name] * count for s, count in zip(statistics, samples, strict=True)]
+                buffers[name] = torch.stack(weighted).sum(0) / sum(samples)
+        return {name: value.clone() for name, value in buffers.items()}
 
 
 def _buffers(model: StageModel) -> dict[str, Tensor]:
@@ -196,7 +211,7 @@ def _buffers(model: StageModel) -> dict[str, Tensor]:
 
 
 def _tied(model: StageModel, other: StageModel) -> StageModel:
-    """`model`, with the parameters of `other` in place of its own."""
+    """Replace the parameters of `model` by those of `other`; return `model`."""
     for name, component in model.components.items():
         shared = dict(other.components[name].named_parameters(remove_duplicate=False))
         for path in [path for path, _ in component.named_parameters(remove_duplicate=False)]:
@@ -206,28 +221,28 @@ def _tied(model: StageModel, other: StageModel) -> StageModel:
 
 
 def cut_alone(plan: Plan, batch_size: int) -> tuple[list[Range], list[list[list[Range]]]]:
-    """The micro-batches of a batch; and for each stage and replica its part of each of them.
+    """Return the micro-batches of a batch, and per stage and replica its range of each of them.
 
-    As `cut` has it, by arithmetic of its own: a batch is cut into the most micro-batches, up to
-    those of the plan, in which each replica with a share has a sample; bounds are the nearest
-    whole numbers, halves rounded up.
+    The same rule as `cut`, with separate arithmetic: the batch is cut into as many micro-batches
+    as possible, up to the plan's number, such that every replica with a share has at least one
+    sample in each. Bounds are rounded to the nearest whole number, halves up.
     """
     for number in range(min(plan.microbatches, batch_size), 0, -1):
         microbatches = _bounds(batch_size, [1] * number)
         parts = [_shared_out(microbatches, stage.shares) for stage in plan.stages]
         replicas = [
-            own
+            ranges
             for stage, of_stage in zip(plan.stages, parts, strict=True)
-            for share, own in zip(stage.shares, of_stage, strict=True)
+            for share, ranges in zip(stage.shares, of_stage, strict=True)
             if share
         ]
-        if number == 1 or all(start < stop for own in replicas for start, stop in own):
+        if number == 1 or all(start < stop for ranges in replicas for start, stop in ranges):
             break
     return microbatches, parts
 
 
 def _shared_out(microbatches: Sequence[Range], shares: Sequence[int]) -> list[list[Range]]:
-    """The part of each replica in each micro-batch."""
+    """Return the range of each replica in each micro-batch: [replica][micro-batch]."""
     cuts = [(start, _bounds(stop - start, shares)) for start, stop in microbatches]
     return [
         [(start + cut[replica][0], start + cut[replica][1]) for start, cut in cuts]
@@ -245,29 +260,30 @@ def _bounds(count: int, shares: Sequence[int]) -> list[Range]:
 
 
 def largest_errors(
-    found: Mapping[str, Tensor], reference: Mapping[str, Tensor]
+    measured: Mapping[str, Tensor], reference: Mapping[str, Tensor]
 ) -> dict[str, float]:
-    """The design's measure, by parameter: max |g - r| / max(max |r|, 1e-6 x the largest anywhere).
+    """Return the error of each tensor, by name.
 
-    Infinity where a tensor is missing, has another shape, or holds NaN.
+    The error is max |g - r| / max(max |r|, 1e-6 x the largest |r| of all tensors). It is infinity
+    where a tensor is missing, has another shape, or holds NaN.
     """
     largest = max((_largest(value) for value in reference.values()), default=0.0)
     floor_ = max(1e-6 * largest, torch.finfo(torch.float64).tiny)
     errors = {}
     for name, value in reference.items():
-        other = found.get(name)
+        other = measured.get(name)
         if other is None or other.shape != value.shape:
             errors[name] = float("inf")
             continue
         error = _largest(difference(other, value)) / max(_largest(value), floor_)
-        errors[name] = error if error == error else float("inf")  # not a number is no match
+        errors[name] = error if error == error else float("inf")  # NaN is not equal to itself
     return errors
 
 
-def difference(found: Tensor, reference: Tensor) -> Tensor:
-    """Element by element, in fp64; 0 where both are the same, be it infinite."""
-    own, other = found.cpu().double(), reference.cpu().double()
-    return torch.where(own == other, 0.0, own - other)
+def difference(measured: Tensor, reference: Tensor) -> Tensor:
+    """Return `measured - reference` in fp64; 0 where both are equal, infinities included."""
+    measured, reference = measured.cpu().double(), reference.cpu().double()
+    return torch.where(measured == reference, 0.0, measured - reference)
 
 
 def _largest(value: Tensor) -> float:

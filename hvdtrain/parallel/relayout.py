@@ -1,4 +1,4 @@
-"""What has to move when a plan takes another's place."""
+"""Compute which components move between ranks when a plan replaces another."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from hvdtrain.parallel.plan import Plan
 
 
 class Move(NamedTuple):
-    """All of a component, from a rank that holds it to one that needs it."""
+    """The transfer of one component from a rank that holds it to a rank that needs it."""
 
     component: str
     sender: int
@@ -14,24 +14,24 @@ class Move(NamedTuple):
 
 
 def is_same_layout(before: Plan, after: Plan) -> bool:
-    """Whether every rank holds the same stages: then nothing moves, and nothing is built anew."""
+    """Return whether every rank holds the same stages: then nothing is moved or rebuilt."""
     pairs = [[(stage.components, stage.ranks) for stage in p.stages] for p in (before, after)]
     return pairs[0] == pairs[1]
 
 
 def moves(before: Plan, after: Plan) -> list[Move]:
-    """What ranks need under `after` and do not hold under `before`, in the order of the model.
+    """Return the components that ranks need under `after` and do not hold under `before`.
 
-    Replicas take turns as senders, so that no one sends everything.
+    The moves are in the order of the model. Replicas take turns as senders, to share the load.
     """
     held = _holders(before)
-    found: list[Move] = []
+    transfers: list[Move] = []
     for component, receivers in _holders(after).items():
         senders = held[component]
         lacking = [rank for rank in receivers if rank not in senders]
         for receiver in lacking:
-            found.append(Move(component, senders[len(found) % len(senders)], receiver))
-    return found
+            transfers.append(Move(component, senders[len(transfers) % len(senders)], receiver))
+    return transfers
 
 
 def _holders(plan: Plan) -> dict[str, tuple[int, ...]]:

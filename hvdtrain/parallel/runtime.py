@@ -1,8 +1,7 @@
-"""The interpreter of schedules: a table from the kind of an action to what is done.
+"""The interpreter of schedules: a table from the kind of an action to the function that runs it.
 
-It knows no schedule by name and no strategy: what a rank does in a step is the list of actions
-that it is given. Tensors wait in the `Step`, by (stage, micro-batch), and each is gone once the
-last action that needs it is done.
+It depends on no particular schedule or strategy: a rank runs its list of actions in order. Tensors
+are kept in the `Step`, by (stage, micro-batch), until the last action that needs them is done.
 """
 
 import time
@@ -33,19 +32,21 @@ HANDED_ON = (*SENDS, *RECEIPTS, "REDUCE")
 
 
 class Runtime:
-    """Runs programs on the parts of a model that this rank holds.
+    """Runs programs on the stage replicas that this rank holds.
 
     Args:
         rank: this rank.
-        parts: by stage.
+        parts: this rank's stage replicas by stage.
         last: the number of the plan's last stage.
-        handover: of this rank's boundaries.
-        activity: where each action is noted before it is done.
-        rule: what is asked of gradients before they change the weights.
+        images: prepares the images of the first stage.
+        `handover`: transfers activations and gradients across this rank's boundaries.
+        precision: one of "fp32", "bf16", "fp64".
+        activity: records each action before it runs.
+        rule: the conditions for an update; the default updates unless gradients are not finite.
         label_smoothing: in training; Szegedy et al., "Rethinking the Inception Architecture for
             Computer Vision", CVPR 2016, section 7.
         keep_events: whether to keep every action's times in `events`, for a trace.
-        draws: what the dropout layers of the parts draw from.
+        draws: the source of masks for the dropout layers.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Runtime:
         }
 
     def run(self, program: Program, step: Step) -> Step:
-        """Do a program's actions in order; the step carries the results."""
+        """Run a program's actions in order; return `step` with the results."""
         self.program = program
         waited = self.exchange.waited if self.exchange else WaitTime()
         clock, note = time.perf_counter, self.activity.note if self.activity else _ignore
@@ -95,12 +96,12 @@ class Runtime:
         try:
             for task in program.tasks:
                 note(task.line)
-                began, before = clock(), waited.seconds + step.reduction.exposed
+                start, before = clock(), waited.seconds + step.reduction.exposed
                 self.do[task.action.kind](step, task)
                 waiting = waited.seconds + step.reduction.exposed - before
-                step.seconds[task.action.kind] += clock() - began - waiting
+                step.seconds[task.action.kind] += clock() - start - waiting
                 if self.events is not None:
-                    self._keep_event(task, began, waiting)
+                    self._keep_event(task, start, waiting)
         except Exception as error:
             if task is not None and "Expected more than 1 value per channel" in str(error):
                 raise _too_few_values(task) from error
@@ -112,9 +113,9 @@ class Runtime:
         return step
 
     def train(self, program: Program, step: Step) -> Step:
-        """Run a training program; a step that is left out leaves buffers as they were.
+        """Run a training program; restore the buffers if the whole step is left out.
 
-        `step.is_bad` says whether this rank left out an update.
+        `step.is_bad` is whether this rank left out an update.
         """
         kept = copied_buffers(self.parts) if self.rule.skips else {}
         self.run(program, step)
@@ -123,19 +124,19 @@ class Runtime:
         return step
 
     def gradients(self, program: Program, step: Step) -> dict[str, Tensor]:
-        """Run a training program up to its updates: the reduced gradients, by name, copied."""
+        """Run a training program without its updates; return copies of the reduced gradients."""
         tasks = tuple(task for task in program.tasks if task.action.kind != "STEP")
         self.run(replace(program, tasks=tasks), step)
         if self.exchange:
             self.exchange.flush()
-        found = {}
+        gradients = {}
         for part in self.parts.values():
             part.gradients.finish()
             for name, parameter in part.model.parameters().items():
                 assert parameter.grad is not None, f"{name} was never reduced"
-                found[name] = parameter.grad.clone()
+                gradients[name] = parameter.grad.clone()
             part.gradients.zero()
-        return found
+        return gradients
 
     def evaluate(self, program: Program, step: Step) -> Step:
         """Run a forward-only program with the model in evaluation mode."""
@@ -144,13 +145,13 @@ class Runtime:
         with torch.inference_mode():
             self.run(program, step)
         if self.exchange:
-            self.exchange.flush()  # no STEP does, and outputs are kept until they are sent
+            self.exchange.flush()  # a STEP does so in training: outputs must live until sent
         for part in self.parts.values():
             part.model.train(True)
         return step
 
     def _takes_part(self, task: Task) -> bool:
-        """Whether there are samples, or other replicas that wait for this one's in training."""
+        """Return whether the task has samples, or other replicas wait for this one's forward."""
         return task.rows > 0 or (self.parts[task.key[0]].synchronised and torch.is_grad_enabled())
 
     def _load(self, step: Step, task: Task) -> None:
@@ -168,10 +169,10 @@ class Runtime:
         if not self._takes_part(task):
             return
         if stage > 0:
-            has_own = any(lane.peer == self.rank for lane in task.lanes)
-            made = step.outputs.use((stage - 1, k)) if has_own else None
-            given = self.handover.collect(task, is_gradient=False, local=made)
-            step.inputs[task.key] = given.requires_grad_(torch.is_grad_enabled())
+            has_local = any(lane.peer == self.rank for lane in task.lanes)
+            local = step.outputs.use((stage - 1, k)) if has_local else None
+            activations = self.handover.collect(task, is_gradient=False, local=local)
+            step.inputs[task.key] = activations.requires_grad_(torch.is_grad_enabled())
         self.draws.begin_forward(task.samples)
         with self.autocast():
             output = part.model(step.inputs[task.key])
@@ -179,7 +180,7 @@ class Runtime:
             self._finish_forward(step, task, output)
         else:
             if not torch.is_grad_enabled() and self.handover.is_pooled(task.key, output):
-                # A stage that only passes on: its buffer is reused before the output is sent.
+                # The stage returns its input: the buffer would be reused before it is sent.
                 output = output.clone(memory_format=torch.preserve_format)
             step.outputs.put(task.key, output, self.program.output_uses[task.key])
         if not torch.is_grad_enabled():
@@ -231,25 +232,25 @@ class Runtime:
         self._forget(step, task)
 
     def _output_gradient(self, step: Step, task: Task) -> Tensor | None:
-        """The gradient of a stage's output; None for the last, whose output is the loss."""
+        """Return the gradient of a stage's output; None for the last stage, which has the loss."""
         stage, k = task.key
         if stage == self.last:
             return None
-        has_own = any(lane.peer == self.rank for lane in task.lanes)
-        local = step.input_gradients.use((stage + 1, k)) if has_own else None
+        has_local = any(lane.peer == self.rank for lane in task.lanes)
+        local = step.input_gradients.use((stage + 1, k)) if has_local else None
         gradient = self.handover.collect(task, is_gradient=True, local=local)
         if task.rows == 1 and self.handover.is_pooled(task.key, gradient):
-            # The gradient of one sample may become that of a parameter without being summed, and
-            # the buffer is used again.
+            # Autograd may store the gradient of a single sample as a parameter's gradient without
+            # a copy, but the buffer is reused.
             gradient = gradient.clone(memory_format=torch.preserve_format)
         return gradient
 
     def _take_input_gradient(self, step: Step, task: Task) -> None:
-        given = step.inputs[task.key]
+        input = step.inputs[task.key]
         if task.key[0] == 0:
             return
-        gradient = torch.zeros_like(given) if given.grad is None else given.grad
-        given.grad = None
+        gradient = torch.zeros_like(input) if input.grad is None else input.grad
+        input.grad = None
         if self.handover.is_pooled(task.key, gradient):
             gradient = gradient.clone(memory_format=torch.preserve_format)
         step.input_gradients.put(task.key, gradient, self.program.gradient_uses[task.key])
@@ -276,20 +277,20 @@ class Runtime:
             self.exchange.flush()
         update(self.rule, task.key[0], self.parts, self.exchange, step)
 
-    def _keep_event(self, task: Task, began: float, waiting: float) -> None:
+    def _keep_event(self, task: Task, start: float, waiting: float) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         if waiting > 0:
-            self._add_event(task, began, began + waiting, "wait")
+            self._add_event(task, start, start + waiting, "wait")
         kind = "communication" if task.action.kind in HANDED_ON else "compute"
-        self._add_event(task, began + waiting, time.perf_counter(), kind)
+        self._add_event(task, start + waiting, time.perf_counter(), kind)
 
     def _add_event(self, task: Task, start: float, end: float, kind: str) -> None:
         assert self.events is not None
         self.events.append(Event(self.rank, task.action, start, end, kind))
 
     def autocast(self) -> AbstractContextManager[object]:
-        """What a forward runs in."""
+        """Return the context in which forwards run."""
         if self.bf16:
             return torch.autocast(self.device.type, dtype=torch.bfloat16)
         return nullcontext()
@@ -298,13 +299,13 @@ class Runtime:
 def _too_few_values(task: Task) -> UsageError:
     stage, k = task.key
     return UsageError(
-        f"batch norm in stage {stage} has one value a channel in the {task.rows} sample(s) of "
+        f"batch norm in stage {stage} has one value per channel in the {task.rows} sample(s) of "
         f"micro-batch {k}: use fewer --microbatches, a larger --batch-size, or --batch-norm sync"
     )
 
 
 def _ignore(line: str) -> None:
-    """Where nobody watches."""
+    """Do nothing: there is no activity record."""
 
 
 def _add(total: Tensor | None, value: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
-"""A schedule is data: for each rank, the list of actions that make up one step.
+"""Generate schedules: for each rank, the list of actions that make up one step.
 
-One list-scheduling generator makes all compute orders. It plays a step through in discrete time
-with unit costs and starts, whenever ranks are free, what a policy prefers; an action of a stage
-occupies all its ranks, so that all replicas run a stage's actions in the same order. Passes then
-add what is not computing. Nothing here knows of processes or tensors.
+One list-scheduling generator makes all compute orders. It simulates a step in discrete time with
+unit costs; whenever ranks are free, it starts the actions that a policy prefers. An action of a
+stage occupies all its ranks, so that all replicas run a stage's actions in the same order. Passes
+then add loads, transfers, reductions and updates. Schedules are plain data: nothing here depends
+on processes or tensors.
 """
 
 from collections.abc import Iterator
@@ -47,7 +48,7 @@ __all__ = [
 
 
 def training_step(plan: Plan, cut: Cut) -> Schedule:
-    """One step of a plan on a batch: each micro-batch forward and backward, then the update."""
+    """Return the schedule of a training step: forwards and backwards, then the updates."""
     schedule = passes.merge_halves(compute_order(plan, cut.microbatches), plan)
     schedule = passes.add_exchange(schedule, plan, cut)
     schedule = passes.add_loads(schedule, plan)
@@ -55,7 +56,7 @@ def training_step(plan: Plan, cut: Cut) -> Schedule:
 
 
 def evaluation(plan: Plan, cut: Cut) -> Schedule:
-    """A forward-only schedule."""
+    """Return a forward-only schedule."""
     schedule = _by_rank(
         plan, _list_schedule(plan, as_pipeline(plan, cut.microbatches), FORWARD_ONLY)
     )
@@ -63,7 +64,7 @@ def evaluation(plan: Plan, cut: Cut) -> Schedule:
 
 
 def compute_order(plan: Plan, microbatches: int) -> Schedule:
-    """The forwards and backwards of a training step under the plan's schedule, nothing else."""
+    """Return only the forwards and backwards of a training step, in the order of each rank."""
     pipeline = as_pipeline(plan, microbatches)
     return _by_rank(plan, _list_schedule(plan, pipeline, choose(plan, pipeline)))
 
@@ -77,33 +78,37 @@ def _by_rank(plan: Plan, actions: list[Action]) -> Schedule:
 
 @dataclass
 class _Progress:
-    """A step that is being played through.
+    """The state of a step under simulation.
 
-    The micro-batches of a stage pass each kind in order, so that the next one is a count. A whole
-    backward counts as its two halves.
+    The micro-batches of a stage run each kind of action in order, so that the number of ended
+    ones is the next one. A whole backward counts as its two halves.
+
+    Attributes:
+        ends: end times of the micro-batches, by kind (F, I, W) and stage.
+        busy: the time from which a rank is free, by rank.
     """
 
     plan: Plan
     pipeline: Pipeline
     policy: Policy
-    ends: dict[str, list[list[int]]]  # of F, I, W and each stage: when its micro-batches end
-    busy: dict[int, int]  # rank -> the time from which it is free
+    ends: dict[str, list[list[int]]]
+    busy: dict[int, int]
 
     def next(self, kind: str, stage: int) -> int:
-        """The micro-batch whose turn it is."""
+        """Return the next micro-batch of a kind of action on a stage."""
         return len(self.ends["I" if kind == "B" else kind][stage])
 
     def has_ended(self, kind: str, stage: int, microbatch: int, now: int) -> bool:
-        """Whether an action is over."""
+        """Return whether an action has ended."""
         ends = self.ends[kind][stage]
         return microbatch < len(ends) and ends[microbatch] <= now
 
     def is_free(self, stage: int, now: int) -> bool:
-        """Whether all ranks of a stage are."""
+        """Return whether all ranks of a stage are free."""
         return all(self.busy[rank] <= now for rank in self.plan.stages[stage].ranks)
 
     def start(self, action: Action, now: int) -> None:
-        """Keep all ranks of the stage busy."""
+        """Start an action: all ranks of the stage are busy until it ends."""
         end = now + UNITS[action.kind]
         for kind in "IW" if action.kind == "B" else action.kind:
             self.ends[kind][action.stage].append(end)
@@ -112,7 +117,7 @@ class _Progress:
 
 
 def _list_schedule(plan: Plan, pipeline: Pipeline, policy: Policy) -> list[Action]:
-    """All actions by start, which is an order that all ranks can keep at once."""
+    """Return all actions by start time, an order that every rank can follow."""
     stages = range(pipeline.stages)
     progress = _Progress(
         *(plan, pipeline, policy),
@@ -128,15 +133,15 @@ def _list_schedule(plan: Plan, pipeline: Pipeline, policy: Policy) -> list[Actio
             if progress.is_free(action.stage, now):
                 progress.start(action, now)
                 order.append(action)
-        # Some rank is always at work: no cap holds up what would empty it.
+        # Some rank is always busy: a cap never blocks the actions that would free it.
         now = min(end for end in progress.busy.values() if end > now)
     return order
 
 
 def _kinds(plan: Plan, policy: Policy, stage: int) -> list[str]:
-    """What a stage does with each micro-batch.
+    """Return the kinds of actions that a stage runs for each micro-batch.
 
-    A backward is split only where other ranks can be waiting for its input gradients.
+    A backward is split only if other ranks can wait for its input gradients.
     """
     held = {plan.stages[number].ranks for number in range(stage + 1)}
     kinds = "FIW" if policy.splits and len(held) > 1 else "FB"
@@ -150,7 +155,7 @@ def _preference(progress: _Progress, action: Action) -> Key:
 
 
 def _startable(progress: _Progress, now: int) -> Iterator[Action]:
-    """What could start now."""
+    """Yield the actions that can start now."""
     for stage in range(progress.pipeline.stages):
         if not progress.is_free(stage, now):
             continue
@@ -162,7 +167,7 @@ def _startable(progress: _Progress, now: int) -> Iterator[Action]:
 
 
 def _is_ready(progress: _Progress, action: Action, now: int) -> bool:
-    """Whether its inputs are there."""
+    """Return whether the inputs of an action are there."""
     stage, kind, k = action
     if k is None or k >= progress.pipeline.microbatches:
         return False
@@ -179,7 +184,7 @@ def _is_ready(progress: _Progress, action: Action, now: int) -> bool:
 
 
 def _did_all_forwards(progress: _Progress, stage: int) -> bool:
-    """Whether every rank of a stage has done the forwards of all of its stages."""
+    """Return whether every rank of a stage has done the forwards of all the stages it holds."""
     ranks = set(progress.plan.stages[stage].ranks)
     return all(
         progress.next("F", other) == progress.pipeline.microbatches
@@ -189,7 +194,7 @@ def _did_all_forwards(progress: _Progress, stage: int) -> bool:
 
 
 def _has_room(progress: _Progress, stage: int) -> bool:
-    """Whether the caps allow one more forward."""
+    """Return whether the caps allow one more forward."""
     policy, pipeline = progress.policy, progress.pipeline
     in_flight = sum(
         progress.next("F", other) - progress.next("I", other)
@@ -200,7 +205,7 @@ def _has_room(progress: _Progress, stage: int) -> bool:
 
 
 def _has_turn(progress: _Progress, action: Action) -> bool:
-    """Whether no other stage of the group comes first in an order that the group keeps."""
+    """Return whether no other stage of the group comes first in the group's order."""
     if not progress.policy.is_grouped:
         return True
     others = (

@@ -1,8 +1,8 @@
-"""Plays a schedule through on all ranks, without any: times, waits, bubble, memory, deadlocks.
+"""Simulate a schedule on all ranks: times, waits, bubble, memory, deadlocks.
 
-Each rank does its actions in order. What an action has to wait for is a list of marks, "this rank
-has come to, or has ended, this action"; times are the largest of these, and a mark that never
-comes is a deadlock. Nothing competes for the network.
+Each rank runs its actions in order. An action waits for a list of marks, "this rank has reached,
+or has ended, this action", and starts at the latest of their times. A mark that is never set is a
+deadlock. Transfers do not compete for the network.
 """
 
 from collections import defaultdict, deque
@@ -29,9 +29,9 @@ from hvdtrain.parallel.plan import Plan
 
 
 class Event(NamedTuple):
-    """What a rank did, simulated or measured, in seconds.
+    """One action of a rank, simulated or measured, with its start and end in seconds.
 
-    `kind` is "compute", "communication" or "wait" (idle until `action` can begin). Events of one
+    `kind` is "compute", "communication" or "wait" (idle until `action` can start). Events of one
     rank do not overlap.
     """
 
@@ -44,14 +44,14 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of everything.
+    """Seconds per action, as functions.
 
     Attributes:
-        compute: of (rank, action): F, B, I, W, LOAD or STEP.
-        hand_over: of (sender, receiver, action), from a SEND to the arrival.
-        reduce: of a stage's REDUCE, from the time when all its replicas have come to it.
-        communicate: of (rank, action), in which the rank does nothing else: of SEND and RECV, and
-            of a compute action whose data has arrived, to take it in.
+        compute: of (rank, action), where the action is F, B, I, W, LOAD or STEP.
+        hand_over: of a transfer (sender, receiver, action), from the SEND to the arrival.
+        reduce: of a stage's REDUCE, from the time at which all its replicas have reached it.
+        communicate: of (rank, action), while the rank does nothing else: the overhead of a SEND
+            or RECV, or of a compute action that copies arrived data.
     """
 
     compute: Callable[[int, Action], float]
@@ -67,7 +67,10 @@ def unit_costs(
     hand_over: float = 0.0,
     reduce: float = 0.0,
 ) -> Costs:
-    """The same costs everywhere; a whole backward costs its halves, LOAD and STEP nothing."""
+    """Return costs that are the same on every rank and stage.
+
+    A whole backward costs the sum of its halves; LOAD and STEP cost nothing.
+    """
     table = {"F": forward, "I": input_half, "W": weight_half, "B": input_half + weight_half}
     return Costs(
         lambda rank, action: table.get(action.kind, 0.0),
@@ -78,7 +81,7 @@ def unit_costs(
 
 @dataclass(frozen=True)
 class Timeline:
-    """What all ranks did: the events of each rank in order, by rank."""
+    """The events of all ranks: by rank, then in order."""
 
     events: tuple[Event, ...]
 
@@ -89,22 +92,22 @@ class Timeline:
 
     @cached_property
     def seconds(self) -> float:
-        """From the first start to the last end."""
+        """Seconds from the first start to the last end."""
         start = min((event.start for event in self.events), default=0.0)
         return max((event.end for event in self.events), default=0.0) - start
 
     @cached_property
     def bubble_fraction(self) -> float:
-        """The part of all ranks' time in which they do not compute."""
+        """The fraction of all ranks' time in which they do not compute."""
         busy = sum(event.end - event.start for event in self.events if event.kind == "compute")
         total = len(self.ranks) * self.seconds
         return (total - busy) / total if total else 0.0
 
     @cached_property
     def peak_in_flight(self) -> dict[tuple[int, int], int]:
-        """Micro-batches of which (rank, stage) holds activations at once, at most.
+        """The most micro-batches whose activations are held at once, by (rank, stage).
 
-        They are held from the start of F to the end of B or W.
+        Activations are held from the start of F to the end of B or W.
         """
         held: dict[tuple[int, int], int] = defaultdict(int)
         peak: dict[tuple[int, int], int] = defaultdict(int)
@@ -116,7 +119,11 @@ class Timeline:
         return dict(peak)
 
     def peak(self, size: Callable[[int, Action], float]) -> dict[int, float]:
-        """The most that each rank holds at once, if the activations of F have size(rank, F)."""
+        """Return the most that each rank holds at once, in the unit of `size`.
+
+        Args:
+            size: of the activations that a forward makes: (rank, F action) -> size.
+        """
         held: dict[int, float] = dict.fromkeys(self.ranks, 0.0)
         peak = dict(held)
         for rank, action, *_, kind in self.events:
@@ -129,7 +136,7 @@ class Timeline:
 
 
 class Mark(NamedTuple):
-    """That `rank` has ended `action`, or (`is_start`) has come to it with all its inputs."""
+    """A condition: `rank` has ended `action`, or (`is_start`) has reached it with all inputs."""
 
     rank: int
     action: Action
@@ -137,7 +144,11 @@ class Mark(NamedTuple):
 
 
 class Deadlock(ScheduleError):
-    """Ranks that wait for each other; `stuck` are, by rank, its action and what that waits for."""
+    """Ranks that wait for each other.
+
+    Attributes:
+        stuck: by rank, its action and the mark that the action waits for.
+    """
 
     def __init__(self, stuck: dict[int, tuple[Action, Mark]]) -> None:
         self.stuck = stuck
@@ -150,21 +161,28 @@ class Deadlock(ScheduleError):
 
 @dataclass
 class _Run:
-    """A simulation under way."""
+    """The state of a simulation.
+
+    Attributes:
+        held: the actions of each rank as a set.
+        marks: the times of the marks that are set.
+        waiting: the ranks that wait for a mark.
+        runnable: the ranks that may continue.
+    """
 
     plan: Plan
     cut: Cut
     costs: Costs
     rendezvous: bool
     synchronised: Set[int]
-    held: dict[int, set[Action]]  # what each rank does, to look up
+    held: dict[int, set[Action]]
     marks: dict[Mark, float] = field(default_factory=dict)
     waiting: dict[Mark, list[int]] = field(default_factory=lambda: defaultdict(list))
     events: dict[int, list[Event]] = field(default_factory=lambda: defaultdict(list))
     runnable: deque[int] = field(default_factory=deque)
 
     def set(self, mark: Mark, time: float) -> None:
-        """Let those go on that wait for a mark."""
+        """Set a mark and let the ranks continue that wait for it."""
         self.marks[mark] = time
         self.runnable.extend(self.waiting.pop(mark, ()))
 
@@ -178,7 +196,7 @@ def simulate(
     rendezvous: bool = False,
     synchronised: Set[int] = frozenset(),
 ) -> Timeline:
-    """Run a schedule.
+    """Simulate a schedule.
 
     Args:
         rendezvous: whether a SEND blocks until all its receivers have posted their RECV.
@@ -186,7 +204,7 @@ def simulate(
             synchronised batch norm.
 
     Raises:
-        Deadlock: if ranks wait for each other, or for what never happens.
+        Deadlock: if ranks wait for each other, or for an action that is never run.
     """
     held = {rank: set(actions) for rank, actions in schedule.items()}
     run = _Run(plan, cut, costs, rendezvous, synchronised, held)
@@ -211,16 +229,16 @@ def simulate(
 
 
 def _start(run: _Run, rank: int, action: Action, now: float) -> float | Mark:
-    """When an action can start; or the mark that it has to wait for first."""
+    """Return the time at which an action can start, or the first mark that is not set yet."""
     for mark, delay in _needs(run, rank, action):
         if mark not in run.marks:
             return mark
         now = max(now, run.marks[mark] + delay)
     if action.stage not in run.synchronised or action.kind not in ("F", "B"):
         return now
-    own = Mark(rank, action, is_start=True)
-    if own not in run.marks:
-        run.set(own, now)
+    reached = Mark(rank, action, is_start=True)
+    if reached not in run.marks:
+        run.set(reached, now)
     for other in run.plan.stages[action.stage].ranks:
         mark = Mark(other, action, is_start=True)
         if mark not in run.marks:
@@ -230,22 +248,22 @@ def _start(run: _Run, rank: int, action: Action, now: float) -> float | Mark:
 
 
 def _perform(run: _Run, rank: int, action: Action, before: float, start: float) -> float:
-    """Note what happens; return when the rank is free again."""
+    """Record the events of an action; return the time at which the rank is free again."""
     is_communication = action.kind in COMMUNICATION
-    handed = start + run.costs.communicate(rank, action)
-    end = handed if is_communication else handed + run.costs.compute(rank, action)
+    communicated = start + run.costs.communicate(rank, action)
+    end = communicated if is_communication else communicated + run.costs.compute(rank, action)
     if start > before:
         run.events[rank].append(Event(rank, action, before, start, "wait"))
-    if is_communication or handed > start:
-        run.events[rank].append(Event(rank, action, start, handed, "communication"))
+    if is_communication or communicated > start:
+        run.events[rank].append(Event(rank, action, start, communicated, "communication"))
     if not is_communication:
-        run.events[rank].append(Event(rank, action, handed, end, "compute"))
+        run.events[rank].append(Event(rank, action, communicated, end, "compute"))
     run.set(Mark(rank, action), end)
     return end
 
 
 def _needs(run: _Run, rank: int, action: Action) -> list[tuple[Mark, float]]:
-    """What has to have happened before an action can start, and how long before."""
+    """Return the marks that an action waits for, each with a delay in seconds after it."""
     stage, kind, k = action
     if kind == "F" or kind in BACKWARD:
         forward = [] if kind == "F" else [(Mark(rank, Action(stage, "F", k)), 0.0)]
@@ -264,7 +282,7 @@ def _needs(run: _Run, rank: int, action: Action) -> list[tuple[Mark, float]]:
 
 
 def _arrivals(run: _Run, rank: int, receipt: Action) -> list[tuple[Mark, float]]:
-    """What the user of received data waits for; or of data that the rank itself has made."""
+    """Return the marks, with delays, that a user of the received or local data waits for."""
     stage, kind, k = receipt
     send = send_of(receipt)
     other, sent = send.stage, send.kind[-1]

@@ -1,4 +1,4 @@
-"""The components of a stage as a rank holds them, and how images become their first input."""
+"""The model of a stage on one rank, and the conversion of images to its input."""
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -13,23 +13,24 @@ from hvdtrain.decay import is_exempt
 from hvdtrain.parallel.clock import ComponentClock
 from hvdtrain.parallel.recompute import forward_recomputed
 
-WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # numbers by their bytes
+WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer type by bytes
 ROW = 1024
 DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
 
 
 class StageModel:
-    """Components in order, with names as they stand in checkpoints.
+    """Components in order; their tensors have the names that checkpoints use.
 
     Args:
         components: the modules by name.
-        recomputed: names of those that keep no activations and run again in backward.
-        compiled: whether they run through torch.compile.
+        recomputed: names of the components that keep no activations and run again in backward.
+        compiled: whether to run the others through torch.compile.
 
     Attributes:
-        components: the modules by name. calls: what runs each of them.
-        clock: what takes their times, if anybody wants them.
-        changing: names of the buffers, but for batch norms' statistics, that forwards change.
+        components: the modules by name.
+        calls: the function that runs each component, by name.
+        clock: measures the components' times, if set.
+        changing: names of the buffers that forwards change, without batch norm statistics.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class StageModel:
             self.calls[name] = component
             if name in recomputed:
                 self.calls[name] = partial(forward_recomputed, component)
-            elif compiled:  # not by its method, which passes over modules of torch's own
+            elif compiled:  # module.compile() would skip torch's own modules
                 self.calls[name] = torch.compile(component)
 
     def __call__(self, activations: Tensor) -> Tensor:
@@ -58,7 +59,7 @@ class StageModel:
         return activations
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """What is trained, by name: component, a dot, and the name inside the component."""
+        """Return the trainable parameters by name: `component.name`."""
         return {
             f"{name}.{key}": parameter
             for name, component in self.components.items()
@@ -67,7 +68,11 @@ class StageModel:
         }
 
     def undecayed(self, kinds: frozenset[str]) -> frozenset[str]:
-        """Names of the parameters that weight decay leaves alone: those of `decay.KINDS`."""
+        """Return the names of the parameters without weight decay.
+
+        Args:
+            kinds: of exempt parameters, from `decay.KINDS`.
+        """
         return frozenset(
             f"{name}.{path}"
             for name, component in self.components.items()
@@ -76,7 +81,7 @@ class StageModel:
         )
 
     def statistics(self) -> dict[str, Tensor]:
-        """The running statistics of batch norms, by name, as the parameters."""
+        """Return the running statistics of batch norms by name, as `parameters`."""
         return {
             f"{name}.{path}.{key}" if path else f"{name}.{key}": buffer
             for name, component in self.components.items()
@@ -86,13 +91,13 @@ class StageModel:
         }
 
     def states(self) -> dict[str, Tensor]:
-        """The changing buffers, by name, as they are now."""
+        """Return the current tensors of the changing buffers by name."""
         if not self.changing:
             return {}
         return {name: value for name, value in self.tensors().items() if name in self.changing}
 
     def tensors(self) -> dict[str, Tensor]:
-        """All parameters, frozen ones included, and all buffers, by name."""
+        """Return all parameters, including frozen ones, and all buffers, by name."""
         return {
             f"{name}.{key}": value
             for name, component in self.components.items()
@@ -101,28 +106,29 @@ class StageModel:
 
     @torch.no_grad()
     def put(self, values: Mapping[str, Tensor]) -> None:
-        """Copy values into parameters and buffers, by name; those of other names stay.
+        """Copy values into the parameters and buffers of the same names.
 
-        A forward may have put a buffer in place that cannot be written to: an expanded one, which
-        repeats itself in memory, one of inference mode, or one of another shape. A new one takes
-        its place.
+        A forward may have created a buffer that cannot be written to: an expanded one, which
+        repeats its memory, one of inference mode, or one of another shape. Such a buffer is
+        replaced by a new one.
         """
-        for name, own in self.tensors().items():
+        for name, target in self.tensors().items():
             if name not in values:
                 continue
             value = values[name]
-            if isinstance(own, nn.Parameter) or (own.shape == value.shape and _is_writable(own)):
-                own.copy_(value)
+            is_same_shape = target.shape == value.shape
+            if isinstance(target, nn.Parameter) or (is_same_shape and _is_writable(target)):
+                target.copy_(value)
             else:
-                other = torch.empty(value.shape, dtype=own.dtype, device=own.device)
-                self._replace(own, other.copy_(value))
+                other = torch.empty(value.shape, dtype=target.dtype, device=target.device)
+                self._replace(target, other.copy_(value))
 
     def _replace(self, buffer: Tensor, other: Tensor) -> None:
-        """Put another tensor in place of a buffer, in all modules that have it."""
+        """Replace a buffer by another tensor in all modules that have it."""
         for component in self.components.values():
             for module in component.modules():
-                own = module.named_buffers(recurse=False, remove_duplicate=False)
-                for key in [key for key, value in own if value is buffer]:
+                named = module.named_buffers(recurse=False, remove_duplicate=False)
+                for key in [key for key, value in named if value is buffer]:
                     setattr(module, key, other)
 
     def train(self, mode: bool) -> None:
@@ -131,16 +137,16 @@ class StageModel:
             component.train(mode)
 
     def digests(self) -> dict[str, str]:
-        """SHA-256 of every parameter and buffer by name: type, shape and bits."""
+        """Return the SHA-256 of every parameter and buffer by name: dtype, shape and bits."""
         return {name: digest(tensor) for name, tensor in self.tensors().items()}
 
     def fingerprint(self) -> int:
-        """A checksum of all tensors; faster than `digests`, but different ones may share it."""
+        """Return a checksum of all tensors: faster than `digests`, but collisions are possible."""
         return fingerprint(self.tensors().values())
 
 
 def _is_writable(tensor: Tensor) -> bool:
-    """Whether `copy_` into it is allowed."""
+    """Return whether PyTorch allows `copy_` into a tensor."""
     is_repeated = any(
         size > 1 and stride == 0
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
@@ -149,11 +155,12 @@ def _is_writable(tensor: Tensor) -> bool:
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> int:
-    """A number that depends on every bit of the tensors and on their places.
+    """Return a number that depends on every bit of the tensors and on their places.
 
-    The bits as whole numbers, each weighted by its place, summed modulo 2**64 where they are. The
-    weights are odd: no change of a single number is lost in that. It is no hash: several changes
-    may cancel out. It depends on the memory layout.
+    The memory is read as integers; the result is their sum modulo 2**64, each weighted by its
+    place, computed on the tensors' device. Odd weights ensure that a change of a single integer
+    changes the sum. It is not a hash: several changes may cancel out. It depends on the memory
+    layout.
     """
     sums = [_weighted_sum(_words(tensor.detach())) for tensor in tensors if tensor.numel()]
     if not sums:
@@ -162,7 +169,7 @@ def fingerprint(tensors: Iterable[Tensor]) -> int:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """The bits of a tensor as int64 [n], in the order of its memory if it lies there densely."""
+    """Return the bits of a tensor as int64 [n], in the order of memory if the tensor is dense."""
     strides = tensor.stride()
     flat = tensor.permute(sorted(range(tensor.dim()), key=lambda place: -strides[place]))
     flat = flat.contiguous().view(-1)
@@ -173,7 +180,10 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 def _weighted_sum(words: Tensor) -> Tensor:
-    """The sum over i of words[i] x (2 i + 1), int64, by sums of rows and columns: in two reads."""
+    """Return the sum over i of words[i] x (2 i + 1) as int64.
+
+    Sums of rows and columns need two reads of the memory and no temporary of its size.
+    """
     rows = len(words) // ROW
     table, rest = words[: rows * ROW].view(rows, ROW), words[rows * ROW :]
     total = (rest * _places(rows * ROW, len(words), words.device)).sum()
@@ -189,22 +199,28 @@ def _places(start: int, stop: int, device: torch.device, step: int = 1) -> Tenso
 
 
 def _layer_of(component: nn.Module, path: str) -> str:
-    """The class of the layer that holds a parameter."""
+    """Return the class name of the layer that holds a parameter."""
     return type(component.get_submodule(path.rpartition(".")[0])).__name__
 
 
 def digest(tensor: Tensor) -> str:
-    """SHA-256 of type, shape and bits."""
+    """Return the SHA-256 of dtype, shape and bits."""
     content = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     content.update(tensor.detach().cpu().contiguous().numpy().tobytes())
     return content.hexdigest()
 
 
 class Images:
-    """Turns images as stored into what the first component reads.
+    """Converts stored images to the input of the first component.
 
-    uint8 [n, H, W, C] becomes floating [n, C, H, W] in channels_last order, which is the same
-    memory: no transposition is ever made. `mean` and `std` are of pixels / 255, by channel.
+    uint8 [n, H, W, C] becomes floating [n, C, H, W] in channels_last format, which has the same
+    memory order, so that nothing is transposed.
+
+    Args:
+        mean: per channel, of pixels / 255.
+        std: per channel, of pixels / 255.
+        device: of the result.
+        precision: "fp32", "bf16" or "fp64".
     """
 
     def __init__(
@@ -216,7 +232,7 @@ class Images:
         self.shift = self._constant(-np.asarray(mean) / np.asarray(std), shape)
 
     def __call__(self, images: np.ndarray) -> Tensor:
-        """Normalise images uint8 [n, H, W, C]."""
+        """Return normalised images [n, C, H, W] for uint8 [n, H, W, C]."""
         stored = torch.from_numpy(images).to(self.device, non_blocking=True)
         return stored.permute(0, 3, 1, 2).to(self.dtype).mul_(self.scale).add_(self.shift)
 

@@ -1,7 +1,7 @@
-"""Buffers that forwards change, beside batch norms' statistics: replicas keep the first one's.
+"""Buffers that forwards change, other than batch norm statistics: replicas copy the first one's.
 
-As in PyTorch's own data parallelism, where each forward begins with the first rank's buffers; here
-they are handed on after a step, so that replicas hold the same whenever a checkpoint is made.
+PyTorch's data parallelism broadcasts the first rank's buffers before each forward. Here they are
+copied after each step, so that replicas hold the same values whenever a checkpoint is written.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,11 +17,12 @@ from hvdtrain.parallel.cut import Share
 
 @dataclass(frozen=True)
 class States:
-    """How the changing buffers of a model are reached.
+    """Access to the changing buffers of a model.
 
     Attributes:
-        find: them by name as they are now: a module may put other ones in their place.
-        put: takes new values, by name.
+        find: returns the current buffers by name; a module may have replaced the tensors since
+            the last call.
+        put: stores new values by name.
     """
 
     find: Callable[[], Mapping[str, Tensor]]
@@ -29,11 +30,15 @@ class States:
 
 
 class CopiedStates:
-    """The changing buffers of a replica, summed as integers of which all but one's are zero.
+    """Copies the changing buffers of one replica to all others, to the bit.
+
+    Every replica contributes the bits of its buffers as integers to a Sum; all but one contribute
+    zeros.
 
     Args:
         states: the buffers.
-        all_reduce, wait: as in `ReplicatedGradients`.
+        all_reduce: as in `ReplicatedGradients`.
+        wait: as in `ReplicatedGradients`.
     """
 
     def __init__(
@@ -47,34 +52,34 @@ class CopiedStates:
         self.handle: Any = None
 
     def start(self, share: Share) -> None:
-        """Hand on those of the first replica that had samples; the forwards are over."""
-        found = list(self.states.find().values())
-        if not found:
+        """Start to copy the buffers of the first replica with samples, after all forwards."""
+        buffers = list(self.states.find().values())
+        if not buffers:
             return
-        bits = torch.cat([bytes_of(value) for value in found])
+        bits = torch.cat([bytes_of(value) for value in buffers])
         self.flat = functional.pad(bits, (0, -len(bits) % 8)).view(torch.int64)
         if not share.first:
             self.flat.zero_()
         self.handle = self.all_reduce(self.flat, "states")
 
     def finish(self) -> None:
-        """Take them over."""
+        """Wait for the copy and store the received buffers."""
         if self.flat is None:
             return
         self.wait(self.handle)
-        found = self.states.find()
-        sizes = [value.nbytes for value in found.values()]
+        buffers = self.states.find()
+        sizes = [value.nbytes for value in buffers.values()]
         pieces = self.flat.view(torch.uint8)[: sum(sizes)].split(sizes)
-        # Each in aligned memory of its own, which a part of a longer tensor has not.
+        # A clone has aligned memory; a slice of the flat tensor may not.
         self.states.put(
             {
                 name: piece.clone().view(value.dtype).view(value.shape)
-                for (name, value), piece in zip(found.items(), pieces, strict=True)
+                for (name, value), piece in zip(buffers.items(), pieces, strict=True)
             }
         )
         self.flat = self.handle = None
 
 
 def bytes_of(value: Tensor) -> Tensor:
-    """The bits of a tensor of any kind: uint8 [bytes]."""
+    """Return the bits of a tensor of any dtype as uint8 [bytes]."""
     return value.detach().contiguous().view(-1).view(torch.uint8)

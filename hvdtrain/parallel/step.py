@@ -1,4 +1,4 @@
-"""What one step has of its own: input, tensors on their way, and results as they come."""
+"""The state of one step: its input, tensors that later actions need, and its results."""
 
 import math
 from collections import defaultdict
@@ -13,15 +13,15 @@ from hvdtrain.parallel.waiting import ReductionTime, WaitTime
 
 
 class Held(dict[Key, tuple[Tensor, int]]):
-    """Tensors, each with the number of uses after which it is gone."""
+    """Tensors by key, each kept for a fixed number of uses."""
 
     def put(self, key: Key, tensor: Tensor, uses: int) -> None:
-        """Keep a tensor for so many uses."""
+        """Keep a tensor for `uses` calls of `use`."""
         if uses:
             self[key] = tensor, uses
 
     def use(self, key: Key) -> Tensor:
-        """A tensor that is kept; the last use lets it go."""
+        """Return a tensor that is kept; the last use removes it."""
         tensor, uses = self.pop(key)
         self.put(key, tensor, uses - 1)
         return tensor
@@ -32,10 +32,21 @@ class Step:
     """One step of one rank.
 
     Attributes:
-        images: uint8 [n, H, W, C], this rank's of the first stage. labels: int64, of the last.
-        loss_sum, correct: over this rank's samples in the last stage; correct in evaluation.
+        images: uint8 [n, H, W, C], this rank's samples in the first stage.
+        labels: int64 [n], of this rank's samples in the last stage.
+        inputs: of this rank's stages, until their backward has run.
+        targets: labels on the device, per micro-batch.
+        outputs: of this rank's stages.
+        input_gradients: gradients of `inputs`.
+        pending_weights: the second halves of split backwards.
+        loss_sum: over this rank's samples in the last stage.
+        correct: correctly classified samples of this rank in the last stage; evaluation only.
         seconds: by kind of action, without waiting.
-        reduction: of gradients. waited: for other ranks otherwise.
+        reduction: time of the gradient reductions.
+        waited: time spent waiting for other ranks, without reductions.
+        is_finished: whether all gradients are reduced and clipped.
+        norm: of all gradients together; NaN unless the update rule needs it.
+        is_bad: whether an update was left out because of bad gradients.
     """
 
     images: np.ndarray
@@ -50,6 +61,6 @@ class Step:
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     reduction: ReductionTime = field(default_factory=ReductionTime)
     waited: WaitTime = field(default_factory=WaitTime)
-    is_finished: bool = False  # all gradients are reduced and clipped
-    norm: float = math.nan  # of all gradients, where the rule asks for it
-    is_bad: bool = False  # an update was left out, because the gradients are not what they may be
+    is_finished: bool = False
+    norm: float = math.nan
+    is_bad: bool = False

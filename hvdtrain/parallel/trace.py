@@ -1,4 +1,4 @@
-"""Shows what ranks did, simulated or measured alike: as a Chrome trace, or as text.
+"""Show simulated or measured events of all ranks as a Chrome trace or as text.
 
 A Chrome trace opens in https://ui.perfetto.dev and in chrome://tracing.
 """
@@ -18,10 +18,10 @@ OTHER, IDLE = "-", "."
 
 
 def chrome_trace(events: Iterable[Event], unit: str = "s") -> dict[str, Any]:
-    """The events as a JSON object in Chrome's trace event format; time starts at the first one.
+    """Return the events in Chrome's trace event format, with times from the first event on.
 
     Args:
-        unit: of the events' times. Viewers know seconds only: one of any other is shown as one.
+        unit: of the events' times. Viewers show seconds only: one unit is shown as one second.
     """
     ordered = sorted(events, key=lambda event: (event.rank, event.start))
     origin = min((event.start for event in ordered), default=0.0)
@@ -65,9 +65,10 @@ def write_trace(path: Path, events: Iterable[Event], unit: str = "s") -> None:
 
 
 def draw(events: Iterable[Event], ranks: Sequence[int], width: int = 100, unit: str = "s") -> str:
-    """The events as text: a line a rank, a sign for what it computes in the middle of each slice.
+    """Return the events as text: one line per rank, one sign per slice of time.
 
-    Micro-batch 0 is `0`, `a` or `A`; they count on modulo 10 or 26.
+    The sign shows what the rank computes in the middle of the slice: `0`, `a` or `A` for
+    micro-batch 0, then counting modulo 10 or 26.
     """
     computed = [event for event in events if event.kind == "compute" and event.end > event.start]
     start = min((event.start for event in computed), default=0.0)
@@ -83,19 +84,19 @@ def draw(events: Iterable[Event], ranks: Sequence[int], width: int = 100, unit: 
 
 
 def _line(events: Sequence[Event], times: Sequence[float]) -> str:
-    """The sign of what goes on at each of `times`."""
+    """Return the sign of the event that runs at each of `times`."""
     ordered = sorted(events, key=lambda event: event.start)
     starts = [event.start for event in ordered]
     signs = []
     for time in times:
         index = bisect_right(starts, time) - 1
-        going_on = index >= 0 and ordered[index].end > time
-        signs.append(_sign(ordered[index]) if going_on else IDLE)
+        is_busy = index >= 0 and ordered[index].end > time
+        signs.append(_sign(ordered[index]) if is_busy else IDLE)
     return "".join(signs)
 
 
 def _sign(event: Event) -> str:
-    """A digit or a letter for the micro-batch."""
+    """Return the digit or letter of the event's micro-batch."""
     first = FIRST_SIGN.get(event.action.kind)
     if first is None or event.action.microbatch is None:
         return OTHER

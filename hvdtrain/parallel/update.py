@@ -1,4 +1,4 @@
-"""Whether a step's gradients become an update, and how large they may be."""
+"""Check and clip the gradients of a step, and update the weights."""
 
 import math
 from collections.abc import Mapping
@@ -14,15 +14,15 @@ from hvdtrain.parallel.step import Step
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """What is asked of gradients before they change the weights.
+    """The conditions under which gradients update the weights.
 
-    A bad step is one whose gradients are no finite numbers, or larger than `largest_norm`.
+    A bad step has gradients that are not finite, or whose norm is above `largest_norm`.
 
     Attributes:
-        clip_norm: scale gradients down to this norm, None for never.
+        clip_norm: scale gradients down to this norm; None disables clipping.
         largest_norm: of all gradients together, before clipping.
-        skips: leave a bad step out as a whole, on all ranks. Otherwise each stage that is bad is
-            left as it is, and the others are updated: enough where the run ends with the step.
+        skips: skip a bad step as a whole, on all ranks. Otherwise only the bad stages are not
+            updated: enough if the run ends after the step.
     """
 
     clip_norm: float | None = None
@@ -31,7 +31,7 @@ class UpdateRule:
 
     @property
     def needs_norm(self) -> bool:
-        """Whether the norm over all stages has to be known before any of them is updated."""
+        """Return whether an update needs the norm of the gradients of all stages."""
         return self.clip_norm is not None or self.largest_norm < math.inf or self.skips
 
 
@@ -42,9 +42,9 @@ def update(
     exchange: Exchange | None,
     step: Step,
 ) -> None:
-    """Let the reduced gradients of a stage change its weights, unless they are bad; forget them.
+    """Update the weights of a stage unless its reduced gradients are bad; reset the gradients.
 
-    Where the rule asks for the norm, the first stage of the step waits for all of them.
+    If the rule needs the norm, the first update of the step waits for the gradients of all stages.
     """
     part = parts[stage]
     if not rule.needs_norm:
@@ -61,7 +61,7 @@ def update(
 
 
 def copied_buffers(parts: Mapping[int, Part]) -> dict[int, dict[str, Tensor]]:
-    """Of each stage what forwards change, by name: running statistics and other buffers."""
+    """Return copies of the buffers that forwards change, by stage and name."""
     return {
         number: {name: value.clone() for name, value in _changed_by_forwards(part).items()}
         for number, part in parts.items()
@@ -69,10 +69,10 @@ def copied_buffers(parts: Mapping[int, Part]) -> dict[int, dict[str, Tensor]]:
 
 
 def restore_buffers(parts: Mapping[int, Part], kept: Mapping[int, Mapping[str, Tensor]]) -> None:
-    """Put back what was copied before."""
+    """Restore the buffers that `copied_buffers` returned."""
     for number, part in parts.items():
-        own = _changed_by_forwards(part)  # without what was made since
-        part.model.put({name: value for name, value in kept[number].items() if name in own})
+        current = _changed_by_forwards(part)
+        part.model.put({name: value for name, value in kept[number].items() if name in current})
 
 
 def _changed_by_forwards(part: Part) -> dict[str, Tensor]:
@@ -82,11 +82,11 @@ def _changed_by_forwards(part: Part) -> dict[str, Tensor]:
 def _judge(
     rule: UpdateRule, parts: Mapping[int, Part], exchange: Exchange | None, step: Step
 ) -> None:
-    """Whether the gradients of all stages together may change the weights; clip them."""
+    """Finish and clip the gradients of all stages; set `step.is_bad` and `step.norm`."""
     for part in parts.values():
         step.reduction.add(part.gradients.finish())
     step.norm = total_norm(parts, exchange)
-    # Not a number is not within the limit either.
+    # Written so that a NaN norm is bad, too.
     step.is_bad = not (step.norm <= rule.largest_norm and step.norm < math.inf)
     if rule.clip_norm is not None and not step.is_bad:
         clip_gradients(step.norm, rule.clip_norm, parts)
@@ -94,17 +94,17 @@ def _judge(
 
 
 def total_norm(parts: Mapping[int, Part], exchange: Exchange | None) -> float:
-    """The norm of the reduced gradients of all stages together. Collective.
+    """Return the norm of the reduced gradients of all stages together. Collective.
 
-    The first replica of each stage counts for it, and all ranks sum in the same order, so that
-    all of them find the same to the bit.
+    Only the first replica of each stage contributes, and all ranks add in the same order, so that
+    all of them compute the same bits.
     """
-    own = torch.zeros(1, dtype=torch.float64)
+    square = torch.zeros(1, dtype=torch.float64)
     for part in parts.values():
         gradients = _gradients(part)
         if part.is_first_replica and gradients:
-            own += torch.nn.utils.get_total_norm(gradients).double().cpu() ** 2
-    squares = exchange.gather_all(own) if exchange else own
+            square += torch.nn.utils.get_total_norm(gradients).double().cpu() ** 2
+    squares = exchange.gather_all(square) if exchange else square
     return float(squares.sum().sqrt())
 
 

@@ -1,7 +1,8 @@
-"""Proves that a schedule is a correct step of its plan, whoever made it.
+"""Prove that a schedule is a correct step of its plan, wherever it comes from.
 
-Complete, in order, its message tags unique and within the library's limit, and free of deadlocks
-however eagerly the library sends. An error shows the place as a grid of ranks and steps.
+A correct schedule is complete and in order, its message tags are unique and within the MPI
+library's limit, and it has no deadlock, whether sends are buffered or block. An error shows the
+place as a grid of ranks and actions.
 """
 
 from collections.abc import Iterator, Set
@@ -22,14 +23,14 @@ from hvdtrain.parallel.schedule import training_step
 from hvdtrain.parallel.simulate import Deadlock, simulate, unit_costs
 
 TAG_LIMIT = 32767  # the largest tag that every MPI library allows (MPI 4.1, 9.1.2)
-WINDOW = 4  # steps that a grid shows on each side of a mark
+WINDOW = 4  # actions that a grid shows on each side of a mark
 
-# What comes before what: of one stage and micro-batch,
+# (earlier kind, later kind) for actions of the same stage and micro-batch,
 ORDER = (
     *(("LOAD", "F"), ("RECV_F", "F"), ("F", "SEND_F"), ("F", "B"), ("F", "I"), ("I", "W")),
     *(("RECV_B", "B"), ("RECV_B", "I"), ("B", "SEND_B"), ("I", "SEND_B")),
 )
-# and of one stage.
+# and for actions of the same stage.
 ORDER_OF_STAGE = (
     *(("B", "REDUCE"), ("W", "REDUCE"), ("REDUCE", "STEP")),
     *(("SEND_F", "STEP"), ("SEND_B", "STEP")),
@@ -45,7 +46,7 @@ def prove(plan: Plan, batch_size: int, is_synchronised: bool) -> None:
         is_synchronised: whether batch norms of replicas wait for each other.
 
     Raises:
-        ScheduleError: as of `validate`.
+        ScheduleError: as `validate`.
     """
     pieces = cuts.cut(plan, batch_size)
     together = plan.replicated_stages if is_synchronised else frozenset()
@@ -63,12 +64,12 @@ def validate(
     """Check a training step.
 
     Args:
-        synchronised: stages whose replicas start each forward and backward together; whether or
-            not they do, there must be no deadlock.
+        synchronised: stages whose replicas start each forward and backward together; the schedule
+            must have no deadlock with and without that.
         tag_limit: the largest message tag that the MPI library allows.
 
     Raises:
-        ScheduleError: its first line says what is wrong; a grid that shows where follows.
+        ScheduleError: the first line is the error; a grid that shows the place follows.
     """
     if odd := sorted(set(schedule) ^ set(plan.ranks)):
         raise ScheduleError(
@@ -85,7 +86,11 @@ def validate(
 
 
 def grid(schedule: Schedule, mark: Place | None = None) -> str:
-    """Steps as columns, ranks as rows; with an arrow at the mark and only steps about it."""
+    """Return the schedule as a table: a row per rank, a column per action.
+
+    Args:
+        mark: gets an arrow; only the columns around it are shown.
+    """
     longest = max(map(len, schedule.values()), default=0)
     first, last = 0, longest
     if mark:
@@ -109,7 +114,7 @@ def _fail(message: str, schedule: Schedule, rank: int, index: int) -> ScheduleEr
 
 
 def _check_tags(schedule: Schedule, cut: Cut, rank: int, limit: int) -> None:
-    """Each message to or from a peer has a tag of its own."""
+    """Check that all messages between this rank and a peer have different tags."""
     seen: dict[tuple[int, bool, int], Action] = {}
     for index, action in enumerate(schedule[rank]):
         stage, kind, k = action
@@ -118,7 +123,7 @@ def _check_tags(schedule: Schedule, cut: Cut, rank: int, limit: int) -> None:
         number = tag(stage, kind, k, cut.microbatches)
         for peer in peers(cut, rank, action):
             if number > limit:
-                # What a user can bring about: one line, and the place says nothing more.
+                # A user can cause this by a large plan: one line, as a grid would not help.
                 raise ScheduleError(
                     f"rank {rank}: the tag {number} of {action} is above the MPI library's limit "
                     f"of {limit}: use fewer micro-batches or stages"
@@ -134,7 +139,7 @@ def _check_tags(schedule: Schedule, cut: Cut, rank: int, limit: int) -> None:
 
 
 def _expected(plan: Plan, cut: Cut, rank: int) -> Iterator[Action]:
-    """All that a rank has to do, but for the backward, which may be whole or split."""
+    """Yield all actions that a rank must have except backwards, which may be whole or split."""
     for stage in plan.stages_of(rank):
         for k in range(cut.microbatches):
             if stage in (0, plan.last):
@@ -148,7 +153,7 @@ def _expected(plan: Plan, cut: Cut, rank: int) -> Iterator[Action]:
 
 
 def _check_complete(schedule: Schedule, plan: Plan, cut: Cut, rank: int) -> None:
-    """Each action that is due is there, once, and no other is."""
+    """Check that a rank has every required action once, and no other."""
     actions, held = schedule[rank], plan.stages_of(rank)
     due = set(_expected(plan, cut, rank))
     seen: set[Action] = set()
@@ -173,16 +178,18 @@ def _check_complete(schedule: Schedule, plan: Plan, cut: Cut, rank: int) -> None
 
 
 def _backward_fault(action: Action, seen: Set[Action]) -> str:
-    """What is wrong with a backward or a half of one after what has been seen; or nothing."""
+    """Return the fault of a backward, or of half a backward, after `seen`; "" if it has none."""
     if action.stage == 0 and action.kind != "B":
-        return f"does {action}, but stage 0 runs whole backward"
+        return f"does {action}, but stage 0 runs whole backwards"
     others = "IW" if action.kind == "B" else "B"
     besides = [other for kind in others if (other := action._replace(kind=kind)) in seen]
-    return f"does {action} besides {besides[0]}, which is (a part of) the same" if besides else ""
+    if not besides:
+        return ""
+    return f"does {action} in addition to {besides[0]}, but a backward is either whole or split"
 
 
 def _place(actions: list[Action], missing: Action) -> int:
-    """Where in a list an action is missing."""
+    """Return the index at which an action is missing."""
     for index, action in enumerate(actions):
         pairs = (missing.kind, action.kind), (action.kind, missing.kind)
         if action[::2] == missing[::2] and (pairs[0] in ORDER or pairs[1] in ORDER):
@@ -192,7 +199,7 @@ def _place(actions: list[Action], missing: Action) -> int:
 
 
 def _check_order(schedule: Schedule, rank: int) -> None:
-    """What comes before what, wherever both are there."""
+    """Check ORDER and ORDER_OF_STAGE for all actions of a rank."""
     places = {action: index for index, action in enumerate(schedule[rank])}
     for action, index in places.items():
         later = [action._replace(kind=after) for kind, after in ORDER if kind == action.kind]
@@ -205,7 +212,7 @@ def _check_order(schedule: Schedule, rank: int) -> None:
 
 
 def _check_deadlocks(schedule: Schedule, plan: Plan, cut: Cut, synchronised: Set[int]) -> None:
-    """Whether sends are buffered or block, and batch norm is local or synchronised."""
+    """Check for deadlocks: with eager and blocking sends, local and synchronised batch norm."""
     for together in (frozenset[int](), synchronised) if synchronised else (frozenset[int](),):
         for rendezvous in (False, True):
             try:

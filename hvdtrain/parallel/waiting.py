@@ -1,28 +1,34 @@
-"""The time of a step in which a rank did not compute, by what it waited for."""
+"""The time of a step in which a rank did not compute, by cause."""
 
 from dataclasses import dataclass
 
 
 @dataclass
 class ReductionTime:
-    """Seconds of the reductions of a step: in flight at all, and with nothing to compute."""
+    """Seconds of the gradient reductions of a step.
+
+    Attributes:
+        total: while a reduction is in flight.
+        exposed: while the rank waits for reductions and computes nothing.
+    """
 
     total: float = 0.0
     exposed: float = 0.0
 
     def add(self, other: "ReductionTime") -> None:
-        """Count another reduction."""
+        """Add the times of another reduction."""
         self.total += other.total
         self.exposed += other.exposed
 
 
 @dataclass
 class WaitTime:
-    """Seconds in which a rank waited for others, reductions apart.
+    """Seconds in which a rank waited for others, without gradient reductions.
 
     Attributes:
-        bubble: what it waited for had not been sent yet.
-        transfer: it had been, or this rank's own sends or collectives were not through.
+        bubble: while the awaited data was not sent yet.
+        transfer: while sent data was in transfer, or this rank's sends or collectives were not
+            complete.
     """
 
     bubble: float = 0.0
@@ -30,5 +36,5 @@ class WaitTime:
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """The sum of both."""
         return self.bubble + self.transfer

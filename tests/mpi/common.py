@@ -1,4 +1,4 @@
-"""What the tests under mpirun share: runtimes of small models, and batches for them."""
+"""Helpers for tests under mpirun: runtimes of small models, and batches for them."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,11 +24,11 @@ from hvdtrain.training.plancheck import MEAN, STD, my_step, random_batch
 from hvdtrain.world import World
 
 CLASSES = 7
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 def components_of(model: str, size: int) -> list[Component]:
-    """A model, or one of its kind that is small enough to try every plan with it.
+    """Return the components of a model, or of a small variant for tests with every plan.
 
     "resnet" has the blocks of resnet18, and "vit" those of vit_tiny, with fewer channels.
     """
@@ -54,39 +54,39 @@ def names(components: Sequence[Component]) -> list[str]:
 
 
 def runtime_of(
-    config: TrainConfig, plan: Plan, components: Sequence[Component], size: int, here: World
+    config: TrainConfig, plan: Plan, components: Sequence[Component], size: int, world: World
 ) -> Runtime:
     images = Images(MEAN, STD, torch.device("cpu"), config.precision)
-    return build_runtime(config, plan, components, images, size, here)
+    return build_runtime(config, plan, components, images, size, world)
 
 
 def run_step(
-    runtime: Runtime, plan: Plan, here: World, size: int, batch_size: int, seed: int
+    runtime: Runtime, plan: Plan, world: World, size: int, batch_size: int, seed: int
 ) -> Step:
-    """One training step on a random batch."""
+    """Run one training step on a random batch."""
     runtime.draws.seed = seed
     pieces = cut(plan, batch_size)
     batch = random_batch(batch_size, size, CLASSES, seed)
-    step = my_step(plan, pieces, here.rank, *batch)
-    actions = schedule.training_step(plan, pieces)[here.rank]
-    return runtime.run(program(plan, pieces, actions, here.rank), step)
+    step = my_step(plan, pieces, world.rank, *batch)
+    actions = schedule.training_step(plan, pieces)[world.rank]
+    return runtime.run(program(plan, pieces, actions, world.rank), step)
 
 
-def on_first(here: World, compute: Callable[[], Found]) -> Found:
-    """What rank 0 alone computes, on all ranks: the others leave it their cores."""
-    found: Found = here.broadcast(compute() if here.rank == 0 else None)
-    return found
+def on_first(world: World, compute: Callable[[], Result]) -> Result:
+    """Return on all ranks what rank 0 computes; meanwhile the others leave it their cores."""
+    result: Result = world.broadcast(compute() if world.rank == 0 else None)
+    return result
 
 
-def whole_state(plan: Plan, runtime: Runtime, here: World) -> dict[str, np.ndarray]:
-    """All parameters and buffers by name, on all ranks; replicas must hold the same bits."""
-    own = {
+def whole_state(plan: Plan, runtime: Runtime, world: World) -> dict[str, np.ndarray]:
+    """Return all parameters and buffers by name on all ranks; check that replicas are equal."""
+    held = {
         name: tensor.detach().numpy().copy()
         for part in runtime.parts.values()
         for name, tensor in part.model.tensors().items()
     }
     whole: dict[str, np.ndarray] = {}
-    for theirs in here.gather(own):
+    for theirs in world.gather(held):
         for name, value in theirs.items():
             assert whole.setdefault(name, value).tobytes() == value.tobytes(), name
     return whole

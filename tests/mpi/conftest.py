@@ -1,7 +1,7 @@
-"""Tests in this folder run under mpirun, each on all ranks at once, at any number of ranks.
+"""Fixtures for tests under mpirun: each test runs on all ranks, with any world size.
 
-A test that fails on one rank would leave the others waiting in a collective call: the job ends
-at once, after that rank has printed its failure.
+A test that fails on one rank would leave the others waiting in a collective call. Therefore the
+job ends as soon as that rank has printed its failure.
 """
 
 import os
@@ -11,30 +11,31 @@ from typing import Any
 
 import pytest
 
-from hvdtrain import launchers, world
+from hvdtrain import launchers
+from hvdtrain.world import World, import_mpi, start, start_horovod, stop
 
 
 def pytest_configure() -> None:
-    """Start MPI as a run does, before a test's import starts it without our settings."""
+    """Start MPI as a run does, before an import in a test starts it without our settings."""
     launch = launchers.detect(os.environ)
     if launch.size != 1:
-        world.import_mpi(launch, "auto")
+        import_mpi(launch, "auto")
 
 
 @pytest.fixture(scope="session")
-def here() -> Iterator[world.World]:
+def world() -> Iterator[World]:
     os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"  # many plans in one process
-    yield world.start(threads=1)
-    world.stop()
+    yield start(threads=1)
+    stop()
 
 
 @pytest.fixture(scope="session")
-def horovod(here: world.World) -> Any:
-    return world.start_horovod(2**20) if here.size > 1 else None
+def horovod(world: World) -> Any:
+    return start_horovod(2**20) if world.size > 1 else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out, and count as left out, what one rank alone cannot show."""
+    """Deselect tests that need several ranks if there is only one."""
     if launchers.detect(os.environ).size != 1:
         return
     alone = [item for item in items if item.get_closest_marker("several_ranks")]

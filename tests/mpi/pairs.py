@@ -1,4 +1,4 @@
-"""A few steps in which every two of the things that a step can have meet at least once."""
+"""A small set of steps that contains every pair of settings of a step at least once."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -9,13 +9,13 @@ from tests.mpi.plans import PLANS
 
 @dataclass(frozen=True)
 class Case:
-    """One step to compare with the serial one."""
+    """The settings of one step to compare with the serial one; 0 micro-batches: the plan's."""
 
     plan: str
     model: str
     precision: str
     batch_size: int
-    microbatches: int  # 0: those of the plan
+    microbatches: int
     batch_norm: str
     recompute: str | None
     label_smoothing: float
@@ -30,8 +30,8 @@ RECOMPUTED = {"cnn": "conv*", "vit": "*.mlp,embed", "resnet": "layer1.0,layer3.0
 
 
 def possible(ranks: int) -> list[Case]:
-    """Every combination that makes sense on so many ranks."""
-    found = []
+    """Return every valid combination of settings on a number of ranks."""
+    cases = []
     for plan, model, precision, batch in product(
         PLANS[ranks], RECOMPUTED, ("fp64", "fp32", "bf16"), (13, 8, 1)
     ):
@@ -46,17 +46,17 @@ def possible(ranks: int) -> list[Case]:
             (0.0, 0.1),
             (False, True),
         ):
-            found.append(
+            cases.append(
                 Case(
                     *(plan, model, precision, size, microbatches),
                     *(norm, again, smoothing, synchronous),
                 )
             )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(cases))
 
 
 def pairwise(cases: Sequence[Case]) -> list[Case]:
-    """Return cases that hold every pair of values which any case holds, greedily few."""
+    """Return a few of the cases that hold every pair of values of all cases, chosen greedily."""
     held: Mapping[Case, frozenset[object]] = {case: frozenset(pairs(case)) for case in cases}
     missing = set().union(*held.values())
     chosen = []
@@ -68,6 +68,6 @@ def pairwise(cases: Sequence[Case]) -> list[Case]:
 
 
 def pairs(case: Case) -> list[object]:
-    """Every two values of a case, with their names."""
+    """Return every pair of values of a case, with their names."""
     values = [(field.name, getattr(case, field.name)) for field in fields(case)]
     return list(combinations(values, 2))

@@ -1,4 +1,4 @@
-"""The plans that are run at each number of ranks, made for any list of components."""
+"""The plans to test by world size, as functions of any list of components."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,7 +10,7 @@ Maker = Callable[[Sequence[str]], Plan]
 def staged(
     *stages: tuple[Sequence[int], Sequence[int]], microbatches: int = 4, schedule: str = "1f1b"
 ) -> Maker:
-    """Stages of (ranks, shares) with about as many components each."""
+    """Return a maker of stages of (ranks, shares) with similar numbers of components."""
 
     def make(components: Sequence[str]) -> Plan:
         count, size = len(stages), len(components)

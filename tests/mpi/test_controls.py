@@ -1,4 +1,4 @@
-"""Negative controls: what a wrong runtime would compute is seen by the measure."""
+"""Negative controls: `check_plan` reports the results of a runtime with an injected fault."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -25,18 +25,18 @@ from tests.mpi.common import CLASSES, components_of, names
 from tests.mpi.plans import PLANS
 
 SIZE = 16
-SEEN = 1e-3  # no rounding error is that large in fp64
+SEEN = 1e-3  # larger than any rounding error in fp64
 
 
-def check(here: World, plan: str, model: str = "cnn", batch_size: int = 13) -> Parity:
+def check(world: World, plan: str, model: str = "cnn", batch_size: int = 13) -> Parity:
     components = components_of(model, SIZE)
     config = TrainConfig(model=model, data="", precision="fp64", batch_size=batch_size)
-    made = PLANS[here.size][plan](names(components))
-    return check_plan(config, components, made, SIZE, CLASSES, here)
+    made = PLANS[world.size][plan](names(components))
+    return check_plan(config, components, made, SIZE, CLASSES, world)
 
 
 def replicas_that(change: Callable[[Tensor, str], Any] | None, operation: str) -> Any:
-    """Stands in for `horovod_gradients`, with a fault."""
+    """Return a replacement of `horovod_gradients` with a fault."""
 
     def make(
         parameters: Any, statistics: Any, states: Any, horovod: Any, process_set: Any, name: str
@@ -66,30 +66,30 @@ def left_out(tensor: Tensor, bucket: str) -> Tensor:
     ("change", "operation"), [(None, "Average"), (left_out, "Sum"), (None, "Sum")]
 )
 def test_a_wrong_reduction(
-    here: World, monkeypatch: pytest.MonkeyPatch, change: Any, operation: str
+    world: World, monkeypatch: pytest.MonkeyPatch, change: Any, operation: str
 ) -> None:
     monkeypatch.setattr(parts, "horovod_gradients", replicas_that(change, operation))
-    parity = check(here, "dp")
+    parity = check(world, "dp")
     is_faulty = change is not None or operation != "Sum"
     assert (parity.largest > SEEN or parity.largest != parity.largest) == is_faulty, parity
 
 
-def test_a_microbatch_that_is_left_out(here: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_microbatch_that_is_left_out(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def without_first_backward(plan: Plan, size: int, rank: int, is_training: bool) -> Program:
         made = program_of(plan, size, rank, is_training)
-        if rank != here.size - 1:
+        if rank != world.size - 1:
             return made
         dropped = next(task for task in made.tasks if task.action.kind == "B")
         return replace(made, tasks=tuple(task for task in made.tasks if task is not dropped))
 
     monkeypatch.setattr(plancheck, "program_of", without_first_backward)
-    assert check(here, "dp" if here.size > 1 else "single").largest > SEEN
+    assert check(world, "dp" if world.size > 1 else "single").largest > SEEN
 
 
 def test_microbatches_of_which_only_the_last_counts(
-    here: World, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The story of NeMo Automodel issue 3530: the loss looked fine.
+    # As in NeMo Automodel issue 3530, where the loss looked fine.
     from hvdtrain.parallel.runtime import Runtime
 
     whole = Runtime._backward
@@ -101,42 +101,42 @@ def test_microbatches_of_which_only_the_last_counts(
         whole(self, step, task)
 
     monkeypatch.setattr(Runtime, "_backward", forgetful)
-    assert check(here, list(PLANS[here.size])[1]).largest > SEEN
+    assert check(world, list(PLANS[world.size])[1]).largest > SEEN
 
 
 @pytest.mark.several_ranks
 @pytest.mark.parametrize("direction", ["activations", "gradients"])
 def test_a_stage_that_is_given_zeros(
-    here: World, monkeypatch: pytest.MonkeyPatch, direction: str
+    world: World, monkeypatch: pytest.MonkeyPatch, direction: str
 ) -> None:
-    # The story of piper issue 15: training ran on zeros, and the loss went down.
+    # As in piper issue 15: training ran on zeros, and the loss went down.
     send = Exchange.send
 
     def zeros(self: Exchange, rows: Tensor, receiver: int, tag: int) -> None:
-        forward = receiver > here.rank
+        forward = receiver > world.rank
         wrong = forward == (direction == "activations")
         send(self, torch.zeros_like(rows) if wrong else rows, receiver, tag)
 
     monkeypatch.setattr(Exchange, "send", zeros)
-    assert check(here, "mp").largest > SEEN
+    assert check(world, "mp").largest > SEEN
 
 
 @pytest.mark.several_ranks
 def test_samples_that_are_swapped_on_their_way(
-    here: World, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     send = Exchange.send
 
     def flipped(self: Exchange, rows: Tensor, receiver: int, tag: int) -> None:
-        send(self, rows.flip(0) if receiver > here.rank else rows, receiver, tag)
+        send(self, rows.flip(0) if receiver > world.rank else rows, receiver, tag)
 
     monkeypatch.setattr(Exchange, "send", flipped)
-    assert check(here, "mp").largest > SEEN
+    assert check(world, "mp").largest > SEEN
 
 
 @pytest.fixture
 def other_cuts() -> Iterator[None]:
-    """Cuts of this test alone."""
+    """Clear the caches of cuts before and after the test."""
     for made in (cut, program_of):
         made.cache_clear()
     yield
@@ -145,57 +145,59 @@ def other_cuts() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("other_cuts")
-def test_a_sample_that_the_cut_leaves_out(here: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_that_the_cut_leaves_out(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = order.share_rows
 
     def without_the_last(start: int, stop: int, *others: Any) -> list[order.Range]:
-        found = whole(start, stop, *others)
-        return [(first, min(last, stop - 1)) for first, last in found]
+        ranges = whole(start, stop, *others)
+        return [(first, min(last, stop - 1)) for first, last in ranges]
 
     monkeypatch.setattr(order, "share_rows", without_the_last)
-    assert check(here, next(iter(PLANS[here.size]))).largest > SEEN
+    assert check(world, next(iter(PLANS[world.size]))).largest > SEEN
 
 
 @pytest.mark.several_ranks
 @pytest.mark.parametrize("kept", ["running_mean", "num_batches_tracked"])
 def test_a_replica_that_keeps_its_own_running_statistics(
-    here: World, monkeypatch: pytest.MonkeyPatch, kept: str
+    world: World, monkeypatch: pytest.MonkeyPatch, kept: str
 ) -> None:
-    # A replica's are never those that a checkpoint holds: only the first one's are.
+    # A checkpoint would not show it: it holds the statistics of the first replica only.
     whole = ReplicatedGradients.finish
 
     def selfish(self: ReplicatedGradients) -> Any:
-        found = whole(self)
-        for value in self.statistics if here.rank == here.size - 1 else ():
+        seconds = whole(self)
+        for value in self.statistics if world.rank == world.size - 1 else ():
             if value.is_floating_point() == (kept == "running_mean"):
                 value += 1
-        return found
+        return seconds
 
     monkeypatch.setattr(ReplicatedGradients, "finish", selfish)
-    parity = check(here, "dp", "resnet", 26)
+    parity = check(world, "dp", "resnet", 26)
     assert parity.statistics > SEEN
     assert "the buffer " in parity.fault
 
 
 @pytest.mark.several_ranks
-def test_a_replica_that_makes_another_update(here: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replica_that_makes_another_update(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = parts.make_optimizer
 
     def slower(config: TrainConfig, *others: Any) -> torch.optim.Optimizer:
         wrong = replace(config, weight_decay=0.1)
-        return whole(wrong if here.rank == here.size - 1 else config, *others)
+        return whole(wrong if world.rank == world.size - 1 else config, *others)
 
     monkeypatch.setattr(parts, "make_optimizer", slower)
-    parity = check(here, "dp")
+    parity = check(world, "dp")
     assert parity.update > SEEN
     assert "the update of " in parity.fault or "the gradient of " in parity.fault
 
 
 @pytest.mark.several_ranks
 def test_a_half_of_a_backward_that_is_left_out(
-    here: World, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = halves.backward_weight
     monkeypatch.setattr(halves, "backward_weight", lambda groups: whole(groups[1:]))
-    plan = next(name for name in PLANS[here.size] if "zb-h1" in name)
-    assert check(here, plan).largest > SEEN
+    plan = next(name for name in PLANS[world.size] if "zb-h1" in name)
+    assert check(world, plan).largest > SEEN

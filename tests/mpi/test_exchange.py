@@ -1,7 +1,7 @@
-"""Each operator that communicates, by itself: adjoint to its own backward, and named if it fails.
+"""Tests of each communicating operator: its backward is its adjoint.
 
-An operator F and the one that carries its gradients back, F*, satisfy <F x, y> = <x, F* y>
-(Hewett and Grady, DistDL, arXiv 2006.03108): a missing scale factor or a lost row breaks it.
+An operator F and the operator F* of its backward satisfy <F x, y> = <x, F* y> (Hewett and Grady,
+DistDL, arXiv 2006.03108): a missing scale factor or a lost row violates this.
 """
 
 import time
@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-from hvdtrain import world
 from hvdtrain.parallel import schedule
 from hvdtrain.parallel.batchnorm import synchronise
 from hvdtrain.parallel.cut import cut
@@ -20,7 +19,7 @@ from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.form import Form
 from hvdtrain.parallel.handover import Handover
 from hvdtrain.parallel.program import Task, program
-from hvdtrain.world import World
+from hvdtrain.world import World, process_set
 from tests.mpi.plans import PLANS
 
 CPU = torch.device("cpu")
@@ -36,48 +35,48 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="module")
-def exchange(here: World) -> Exchange | None:
-    return Exchange(here.communicator, CPU) if here.communicator else None
+def exchange(world: World) -> Exchange | None:
+    return Exchange(world.communicator, CPU) if world.communicator else None
 
 
-def through(handover: Handover, tasks: list[Task], given: dict[Any, Any], rank: int) -> Any:
-    """Run receipts, sends and what consumes them, and return what was collected."""
-    found = {}
+def through(handover: Handover, tasks: list[Task], tensors: dict[Any, Any], rank: int) -> Any:
+    """Run receipts, sends and the actions that use them; return the collected tensors."""
+    collected = {}
     for task in tasks:
         kind, (stage, k) = task.action.kind, task.key
         if kind in ("RECV_F", "RECV_B"):
             handover.post(task)
         elif kind in ("SEND_F", "SEND_B"):
-            handover.send(task, given[task.key])
+            handover.send(task, tensors[task.key])
         else:
             is_gradient = kind != "F"
             neighbour = (stage + 1, k) if is_gradient else (stage - 1, k)
-            own = any(lane.peer == rank for lane in task.lanes)
-            local = given[neighbour] if own else None
-            found[task.key] = handover.collect(task, is_gradient, local).clone()
+            has_local = any(lane.peer == rank for lane in task.lanes)
+            local = tensors[neighbour] if has_local else None
+            collected[task.key] = handover.collect(task, is_gradient, local).clone()
             handover.release(task.key)
     if handover.exchange:
         handover.exchange.flush()
     handover.clear()
-    return found
+    return collected
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_boundary_is_adjoint_to_its_backward(
-    here: World, exchange: Exchange | None, plan: str, form: Form
+    world: World, exchange: Exchange | None, plan: str, form: Form
 ) -> None:
-    made = PLANS[here.size][plan](COMPONENTS)
+    made = PLANS[world.size][plan](COMPONENTS)
     pieces = cut(made, 13)
-    actions = schedule.training_step(made, pieces)[here.rank]
-    tasks = program(made, pieces, actions, here.rank).tasks
-    handover = Handover(here.rank, [form] * made.last, exchange, CPU)
-    random = np.random.default_rng(here.rank)
+    actions = schedule.training_step(made, pieces)[world.rank]
+    tasks = program(made, pieces, actions, world.rank).tasks
+    handover = Handover(world.rank, [form] * made.last, exchange, CPU)
+    random = np.random.default_rng(world.rank)
 
     def values(stage: int, k: int) -> torch.Tensor:
-        buffer = form.empty(pieces.rows(stage, here.rank, k), CPU)
+        buffer = form.empty(pieces.rows(stage, world.rank, k), CPU)
         return buffer.copy_(torch.from_numpy(random.normal(size=tuple(buffer.shape))))
 
-    keys = [(s, k) for s in made.stages_of(here.rank) for k in range(pieces.microbatches)]
+    keys = [(s, k) for s in made.stages_of(world.rank) for k in range(pieces.microbatches)]
     sent_on = {(s, k): values(s, k) for s, k in keys if s < made.last}
     sent_back = {(s, k): values(s, k) for s, k in keys if s > 0}
     forward = [t for t in tasks if t.action.kind in ("RECV_F", "SEND_F")]
@@ -86,38 +85,38 @@ def test_a_boundary_is_adjoint_to_its_backward(
     backward += [
         t for t in tasks if t.action.kind in ("B", "I") and t.key[0] < made.last and t.rows
     ]
-    arrived = through(handover, forward, sent_on, here.rank)
-    returned = through(handover, backward, sent_back, here.rank)
+    arrived = through(handover, forward, sent_on, world.rank)
+    returned = through(handover, backward, sent_back, world.rank)
     left = sum(float((arrived[key] * sent_back[key]).sum()) for key in arrived)
     right = sum(float((returned[key] * sent_on[key]).sum()) for key in returned)
-    left, right = np.sum(here.gather([left, right]), axis=0)
+    left, right = np.sum(world.gather([left, right]), axis=0)
     assert left == pytest.approx(right, rel=1e-12)
     assert made.last == 0 or left != 0
 
 
 @pytest.mark.several_ranks
-def test_the_sum_of_gradients_is_its_own_adjoint(here: World, horovod: Any) -> None:
-    random = np.random.default_rng(here.rank)
+def test_the_sum_of_gradients_is_its_own_adjoint(world: World, horovod: Any) -> None:
+    random = np.random.default_rng(world.rank)
     x, y = (torch.from_numpy(random.normal(size=100)) for _ in range(2))
-    # Named: the names that Horovod makes up count the operations of a rank, and those differ.
+    # Explicit names: Horovod's default names count the operations of a rank, which differ.
     summed = [
         horovod.allreduce(value, op=horovod.Sum, name=name) for name, value in (("x", x), ("y", y))
     ]
-    left, right = np.sum(here.gather([float(summed[0] @ y), float(x @ summed[1])]), axis=0)
+    left, right = np.sum(world.gather([float(summed[0] @ y), float(x @ summed[1])]), axis=0)
     assert left == pytest.approx(right, rel=1e-12)
 
 
 @pytest.mark.several_ranks
 def test_synchronised_batch_norm_is_adjoint_to_its_backward(
-    here: World, exchange: Exchange | None
+    world: World, exchange: Exchange | None
 ) -> None:
-    """Its Jacobian, by central differences in one direction, against its backward."""
+    """Compare the backward to the Jacobian in one direction, by central differences."""
     assert exchange is not None
-    gather = exchange.gatherer(tuple(range(here.size)))
+    gather = exchange.gatherer(tuple(range(world.size)))
     layer = nn.BatchNorm2d(3).double()
     assert synchronise(layer, gather) == 1
-    random = np.random.default_rng(here.rank)
-    rows = here.rank + 1  # as many samples as nobody else has
+    random = np.random.default_rng(world.rank)
+    rows = world.rank + 1  # a different number on each rank
     x, v, y = (torch.from_numpy(random.normal(size=(rows, 3, 2, 2))) for _ in range(3))
     x.requires_grad_()
     layer(x).backward(y)
@@ -126,41 +125,41 @@ def test_synchronised_batch_norm_is_adjoint_to_its_backward(
     with torch.no_grad():
         forward = (layer(x + epsilon * v) - layer(x - epsilon * v)) / (2 * epsilon)
     pair = [float((forward * y).sum()), float((v * x.grad).sum())]
-    left, right = np.sum(here.gather(pair), axis=0)
+    left, right = np.sum(world.gather(pair), axis=0)
     assert left == pytest.approx(right, rel=1e-7)
 
 
 @pytest.mark.several_ranks
-def test_large_messages_and_brain_floats_arrive(here: World, exchange: Exchange | None) -> None:
+def test_large_messages_and_brain_floats_arrive(world: World, exchange: Exchange | None) -> None:
     assert exchange is not None
-    after, before = (here.rank + 1) % here.size, (here.rank - 1) % here.size
-    sent = torch.full((3, 700_000), float(here.rank), dtype=torch.bfloat16)
-    found = torch.empty_like(sent)
-    receipt = exchange.receive(found, before, 7)
+    after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    sent = torch.full((3, 700_000), float(world.rank), dtype=torch.bfloat16)
+    received = torch.empty_like(sent)
+    receipt = exchange.receive(received, before, 7)
     exchange.send(sent, after, 7)
     waited = exchange.wait([receipt])
     exchange.flush()
-    assert torch.equal(found, torch.full_like(sent, float(before)))
+    assert torch.equal(received, torch.full_like(sent, float(before)))
     assert waited.bubble >= 0
     assert waited.transfer >= 0
 
 
 @pytest.mark.several_ranks
 def test_waiting_for_work_is_told_from_waiting_for_the_wire(
-    here: World, exchange: Exchange | None
+    world: World, exchange: Exchange | None
 ) -> None:
     assert exchange is not None
-    here.barrier()
+    world.barrier()
     rows = torch.zeros(1000)
-    if here.rank == 0:
+    if world.rank == 0:
         time.sleep(1)  # work
         exchange.send(rows, 1, 3)
-    elif here.rank == 1:
+    elif world.rank == 1:
         waited = exchange.wait([exchange.receive(rows, 0, 3)])
         assert waited.bubble > 0.5
         assert waited.transfer < 0.4
     exchange.flush()
-    here.barrier()
+    world.barrier()
 
 
 @pytest.mark.several_ranks
@@ -170,7 +169,7 @@ def test_clocks_of_one_host_are_one(exchange: Exchange | None) -> None:
 
 
 @pytest.mark.several_ranks
-def test_process_sets_are_made_once(here: World, horovod: Any) -> None:
-    first = world.process_set((0, 1))
-    assert world.process_set((1, 0)) is first
-    assert world.process_set(tuple(range(here.size))) is horovod.global_process_set
+def test_process_sets_are_made_once(world: World, horovod: Any) -> None:
+    first = process_set((0, 1))
+    assert process_set((1, 0)) is first
+    assert process_set(tuple(range(world.size))) is horovod.global_process_set

@@ -1,7 +1,7 @@
-"""The loss of every step of a long run with batch norm is that of the serial run.
+"""Every loss of a long run with batch norm equals that of the serial run.
 
 Other comparisons give the serial step the weights that the ranks hold. Here both sides train for
-500 steps by themselves: an error that is too small to show in one step adds up.
+500 steps independently: an error that is too small to detect in one step adds up.
 """
 
 from collections.abc import Sequence
@@ -28,12 +28,12 @@ from tests.mpi.plans import PLANS
 from tests.mpi.test_training import IMAGE_SIZE, assert_close
 
 STEPS, DOUBLED, DOUBLED_STEPS = 500, 15, 20
-SIZES = [24, 24, 24, 24, 24, 13]  # an epoch with its tail
+SIZES = [24, 24, 24, 24, 24, 13]  # an epoch with a smaller last batch
 HYBRID = {2: "one, then replicas", 3: "1+2, shares 2:1", 4: "hp:2x2"}
 CONFIG = TrainConfig(model="normed", data="", precision="fp64", optimizer="sgd", lr=0.02)
-# Measured: 1e-14 after 500 steps on 2 ranks, of losses, weights and statistics. Rounding
-# errors of 1e-16 a step add up and do not grow, since batch norms have 16 values a channel or
-# more. A share of one batch that counts twice changes losses by 0.1.
+# Measured: 1e-14 after 500 steps on 2 ranks, for losses, weights and statistics. Rounding errors
+# of 1e-16 per step add up and do not grow, since batch norms have at least 16 values per channel.
+# A share of one batch that counts twice changes losses by 0.1.
 BOUND = 1e-12
 
 
@@ -57,37 +57,37 @@ def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def train(
-    plan: Plan, here: World, steps: int, doubled: int | None = None
+    plan: Plan, world: World, steps: int, doubled: int | None = None
 ) -> tuple[list[float], dict[str, np.ndarray]]:
-    """The mean loss of each step, and what the ranks hold at the end.
+    """Return the mean loss of each step, and the final state.
 
     Args:
         doubled: the step in which the samples of the last rank count twice.
     """
-    runtime, own = runtime_of(CONFIG, plan, components(), IMAGE_SIZE, here), []
+    runtime, losses = runtime_of(CONFIG, plan, components(), IMAGE_SIZE, world), []
     for step in range(steps):
         images, labels = batch(step)
         pieces = cut(plan, len(labels))
-        actions = schedule.training_step(plan, pieces)[here.rank]
-        todo = program(plan, pieces, actions, here.rank)
-        if step == doubled and here.rank == here.size - 1:
+        actions = schedule.training_step(plan, pieces)[world.rank]
+        todo = program(plan, pieces, actions, world.rank)
+        if step == doubled and world.rank == world.size - 1:
             todo = replace(todo, cut=replace(pieces, batch_size=len(labels) / 2))  # type: ignore[arg-type]
-        done = runtime.run(todo, my_step(plan, pieces, here.rank, images, labels))
-        own.append(0.0 if done.loss_sum is None else float(done.loss_sum) / len(labels))
+        done = runtime.run(todo, my_step(plan, pieces, world.rank, images, labels))
+        losses.append(0.0 if done.loss_sum is None else float(done.loss_sum) / len(labels))
     assert runtime.activity is not None
     runtime.activity.close()
-    return np.sum(here.gather(own), axis=0).tolist(), whole_state(plan, runtime, here)
+    return np.sum(world.gather(losses), axis=0).tolist(), whole_state(plan, runtime, world)
 
 
 def train_serially(plan: Plan, steps: int) -> tuple[list[float], dict[str, np.ndarray]]:
-    """The same on one rank, by plain autograd and torch's own optimizer."""
+    """Return the same as `train`, on one rank by plain autograd and torch's optimizer."""
     images = Images(MEAN, STD, torch.device("cpu"), CONFIG.precision)
     serial, losses = SerialRun(CONFIG, components(), plan, images), []
     reference, parameters = serial.reference, serial.reference.parameters
     buffers: dict[str, Tensor] = {}
     for step in range(steps):
-        given, labels = batch(step)
-        done = reference.step(images(given), torch.from_numpy(labels))
+        pixels, labels = batch(step)
+        done = reference.step(images(pixels), torch.from_numpy(labels))
         for name, parameter in parameters.items():
             parameter.grad = done.gradients[name]
         serial.optimizer.step()
@@ -99,22 +99,24 @@ def train_serially(plan: Plan, steps: int) -> tuple[list[float], dict[str, np.nd
     return losses, {name: value.numpy() for name, value in held.items()}
 
 
-def largest_error(found: Sequence[float], expected: Sequence[float]) -> float:
-    return float(np.max(np.abs(np.array(found) / expected[: len(found)] - 1)))
+def largest_error(actual: Sequence[float], expected: Sequence[float]) -> float:
+    return float(np.max(np.abs(np.array(actual) / expected[: len(actual)] - 1)))
 
 
 @pytest.mark.proof
 @pytest.mark.several_ranks
 @pytest.mark.parametrize("kind", ["dp", "hybrid"])
-def test_every_loss_of_a_long_run_is_that_of_the_serial_run(here: World, kind: str) -> None:
-    made = PLANS[here.size]["dp" if kind == "dp" else HYBRID[here.size]](names(components()))
+def test_every_loss_of_a_long_run_is_that_of_the_serial_run(world: World, kind: str) -> None:
+    made = PLANS[world.size]["dp" if kind == "dp" else HYBRID[world.size]](names(components()))
     plan = replace(made, microbatches=2)
-    serial = train_serially(plan, STEPS) if here.rank == 0 else None
-    losses, state = here.broadcast(serial)
-    found, held = train(plan, here, STEPS)
+    serial = train_serially(plan, STEPS) if world.rank == 0 else None
+    losses, state = world.broadcast(serial)
+    actual, held = train(plan, world, STEPS)
     assert losses[-1] < losses[0] / 2, "it learns"
-    assert largest_error(found, losses) < BOUND
+    assert largest_error(actual, losses) < BOUND
     assert_close(held, state, BOUND)
-    wrong, _ = train(plan, here, DOUBLED_STEPS, DOUBLED)
+    wrong, _ = train(plan, world, DOUBLED_STEPS, DOUBLED)
     assert largest_error(wrong[: DOUBLED + 1], losses) < BOUND
-    assert largest_error(wrong, losses) > 1e9 * BOUND, "one replica's share of one batch is felt"
+    assert largest_error(wrong, losses) > 1e9 * BOUND, (
+        "one replica's share of one batch has an effect"
+    )

@@ -1,4 +1,4 @@
-"""Plans, models, precisions and options in pairs: each computes the gradients of the serial step.
+"""Pairs of plans, models, precisions and options compute the gradients of the serial step.
 
 test_plans has the whole matrix, for `make proof`.
 """
@@ -17,9 +17,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("case", pairwise(possible(MPI.COMM_WORLD.size)), ids=str)
 
 
-def test_a_plan_computes_the_serial_step(here: World, case: Case) -> None:
+def test_a_plan_computes_the_serial_step(world: World, case: Case) -> None:
     parity = parity_of(
-        here,
+        world,
         case.plan,
         case.model,
         precision=case.precision,

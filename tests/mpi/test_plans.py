@@ -1,8 +1,8 @@
 """Every plan computes the gradients of the serial step, parameter by parameter.
 
-The measure is the design's: per tensor, the largest difference over the largest reference value
-(or a millionth of the largest gradient anywhere): at most 1e-12 in fp64 and 1e-4 in fp32. Replicas
-must agree to the bit. This is the whole matrix, which takes minutes; test_pairs has a selection.
+The error of a tensor is the largest difference divided by the largest reference value, or by a
+millionth of the largest gradient of all: at most 1e-12 in fp64 and 1e-4 in fp32. Replicas must
+agree to the bit. This is the whole matrix, which takes minutes; test_pairs has a selection.
 """
 
 from dataclasses import replace
@@ -19,9 +19,9 @@ from tests.mpi.plans import PLANS
 
 pytestmark = pytest.mark.proof
 SIZES = {"cnn": 16, "vit": 16, "resnet": 8, "resnet18": 8, "resnet50": 16}
-# Batch norm needs more than one value a channel, and resnet18 ends in 1 x 1 pixels here.
+# Batch norm needs more than one value per channel, and resnet18 ends in 1 x 1 pixels here.
 BATCH_NORM: dict[str, Any] = {"batch_size": 26, "microbatches": 2}
-# Models as users train them, by the number of ranks.
+# Built-in models with a plan, by world size.
 WHOLE_MODELS = {
     1: [("resnet18", "single")],
     2: [("resnet50", "dp"), ("resnet50", "mp"), ("vit_b16", "mp"), ("resnet18", "shares 2:1")],
@@ -30,24 +30,25 @@ WHOLE_MODELS = {
 }
 
 
-def parity_of(here: World, plan: str, model: str, **settings: Any) -> Parity:
-    """The parity of a plan."""
+def parity_of(world: World, plan: str, model: str, **settings: Any) -> Parity:
+    """Return the parity of a plan."""
     synchronous, microbatches = settings.pop("synchronous", False), settings.pop("microbatches", 0)
     size, batches = SIZES.get(model, 16), settings.pop("batches", 2)
     components = components_of(model, size)
-    made = PLANS[here.size][plan](names(components))
+    made = PLANS[world.size][plan](names(components))
     made = replace(made, microbatches=microbatches or made.microbatches)
     options: dict[str, Any] = {"precision": "fp64", "batch_size": 13, "seed": 3} | settings
     config = TrainConfig(model=model, data="", **options)
     sizes = (config.batch_size, -(-2 * config.batch_size // 3))[:batches]  # a batch and a tail
     return check_plan(
-        config, components, made, size, CLASSES, here, synchronous=synchronous, sizes=sizes
+        config, components, made, size, CLASSES, world, synchronous=synchronous, sizes=sizes
     )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """All plans of this number of ranks; `whole_plan` are those that leave backward whole, and
-    `some_plan` are two of these.
+    """Parametrize `plan` by all plans of this world size, `whole_plan` and `some_plan` by a few.
+
+    `whole_plan` are those without split backward, `some_plan` two of them.
     """
     from mpi4py import MPI
 
@@ -64,57 +65,57 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])
 @pytest.mark.parametrize("batch", [13, 8, 1])
-def test_cnn(here: World, plan: str, precision: Precision, batch: int) -> None:
-    parity = parity_of(here, plan, "cnn", precision=precision, batch_size=batch)
+def test_cnn(world: World, plan: str, precision: Precision, batch: int) -> None:
+    parity = parity_of(world, plan, "cnn", precision=precision, batch_size=batch)
     assert parity.is_within, parity
 
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])
-def test_vit(here: World, plan: str, precision: Precision) -> None:
-    parity = parity_of(here, plan, "vit", precision=precision)
+def test_vit(world: World, plan: str, precision: Precision) -> None:
+    parity = parity_of(world, plan, "vit", precision=precision)
     assert parity.is_within, parity
 
 
-def test_resnet_with_local_batch_norm(here: World, plan: str) -> None:
-    parity = parity_of(here, plan, "resnet", **BATCH_NORM)
+def test_resnet_with_local_batch_norm(world: World, plan: str) -> None:
+    parity = parity_of(world, plan, "resnet", **BATCH_NORM)
     assert parity.is_within, parity
 
 
-def test_whole_models(here: World, whole_model: tuple[str, str]) -> None:
+def test_whole_models(world: World, whole_model: tuple[str, str]) -> None:
     model, plan = whole_model
     settings = BATCH_NORM if model == "resnet18" else {"batch_size": 8, "microbatches": 2}
-    parity = parity_of(here, plan, model, batches=1, **settings)  # each takes many seconds
+    parity = parity_of(world, plan, model, batches=1, **settings)  # each takes many seconds
     assert parity.is_within, parity
     assert parity.tolerance == {"resnet50": 1e-11}.get(model, 1e-12)
 
 
-def test_label_smoothing_is_the_serial_steps(here: World, plan: str) -> None:
-    parity = parity_of(here, plan, "cnn", label_smoothing=0.1)
+def test_label_smoothing_is_the_serial_steps(world: World, plan: str) -> None:
+    parity = parity_of(world, plan, "cnn", label_smoothing=0.1)
     assert parity.is_within, parity
 
 
-def test_resnet_with_synchronised_batch_norm(here: World, whole_plan: str) -> None:
-    parity = parity_of(here, whole_plan, "resnet", batch_norm="sync", **BATCH_NORM)
+def test_resnet_with_synchronised_batch_norm(world: World, whole_plan: str) -> None:
+    parity = parity_of(world, whole_plan, "resnet", batch_norm="sync", **BATCH_NORM)
     assert parity.is_within, parity
 
 
 @pytest.mark.parametrize("batch_norm", ["local", "sync"])
-def test_resnet_in_single_precision(here: World, some_plan: str, batch_norm: str) -> None:
+def test_resnet_in_single_precision(world: World, some_plan: str, batch_norm: str) -> None:
     parity = parity_of(
-        here, some_plan, "resnet", precision="fp32", batch_norm=batch_norm, **BATCH_NORM
+        world, some_plan, "resnet", precision="fp32", batch_norm=batch_norm, **BATCH_NORM
     )
     assert parity.is_within, parity
 
 
-def test_recompute_changes_nothing(here: World, whole_plan: str) -> None:
-    parity = parity_of(here, whole_plan, "vit", recompute="*.mlp,embed")
+def test_recompute_changes_nothing(world: World, whole_plan: str) -> None:
+    parity = parity_of(world, whole_plan, "vit", recompute="*.mlp,embed")
     assert parity.is_within, parity
 
 
 @pytest.mark.parametrize("batch_norm", ["local", "sync"])
-def test_recompute_leaves_batch_norm_alone(here: World, some_plan: str, batch_norm: str) -> None:
+def test_recompute_leaves_batch_norm_alone(world: World, some_plan: str, batch_norm: str) -> None:
     parity = parity_of(
-        here,
+        world,
         some_plan,
         "resnet",
         batch_norm=batch_norm,
@@ -124,11 +125,11 @@ def test_recompute_leaves_batch_norm_alone(here: World, some_plan: str, batch_no
     assert parity.is_within, parity
 
 
-def test_brain_floats_cross_boundaries(here: World, plan: str) -> None:
-    parity = parity_of(here, plan, "vit", precision="bf16")
+def test_brain_floats_cross_boundaries(world: World, plan: str) -> None:
+    parity = parity_of(world, plan, "vit", precision="bf16")
     assert parity.is_within, parity
 
 
-def test_no_plan_leans_on_the_buffers_of_mpi(here: World, plan: str) -> None:
-    parity = parity_of(here, plan, "cnn", synchronous=True)
+def test_no_plan_leans_on_the_buffers_of_mpi(world: World, plan: str) -> None:
+    parity = parity_of(world, plan, "cnn", synchronous=True)
     assert parity.is_within, parity

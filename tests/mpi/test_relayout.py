@@ -1,4 +1,4 @@
-"""A run that changes its plan goes on with the state it had, to the bit."""
+"""A run that changes its plan keeps its state, to the bit."""
 
 from dataclasses import replace
 from typing import Any
@@ -19,11 +19,11 @@ from tests.mpi.test_training import ALONE, IMAGE_SIZE, STEP_SIZES, assert_close
 ADAM = TrainConfig(model="own", data="", precision="fp64", optimizer="adam", lr=0.01)
 
 
-def whole_optimizer(plan: Plan, runtime: Runtime, here: World) -> dict[str, bytes]:
-    """What checkpoints would hold of optimizers, on all ranks."""
-    share = layout.own_share(plan, runtime.parts, here.rank)
-    own = {name: tensor.detach().numpy().tobytes() for name, tensor in share.items()}
-    return {name: value for theirs in here.gather(own) for name, value in theirs.items()}
+def whole_optimizer(plan: Plan, runtime: Runtime, world: World) -> dict[str, bytes]:
+    """Return the optimizers' state as checkpoints hold it, on all ranks."""
+    share = layout.own_share(plan, runtime.parts, world.rank)
+    held = {name: tensor.detach().numpy().tobytes() for name, tensor in share.items()}
+    return {name: value for theirs in world.gather(held) for name, value in theirs.items()}
 
 
 def bits(state: dict[str, np.ndarray]) -> dict[str, bytes]:
@@ -31,22 +31,24 @@ def bits(state: dict[str, np.ndarray]) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
-def test_weights_statistics_and_optimizer_are_those_of_before(here: World, optimizer: str) -> None:
-    """Through all plans, each after a step that changed everything; SGD through three, in bf16."""
+def test_weights_statistics_and_optimizer_are_those_of_before(
+    world: World, optimizer: str
+) -> None:
+    """Change through all plans, with a step before each change; SGD through three, in bf16."""
     components = components_of("resnet", IMAGE_SIZE)
-    config, plans = ADAM, [make(names(components)) for make in PLANS[here.size].values()]
+    config, plans = ADAM, [make(names(components)) for make in PLANS[world.size].values()]
     if optimizer == "sgd":
         config, plans = replace(ADAM, optimizer="sgd", precision="bf16"), plans[:3]
-    runtime, before = runtime_of(config, plans[0], components, IMAGE_SIZE, here), plans[0]
+    runtime, before = runtime_of(config, plans[0], components, IMAGE_SIZE, world), plans[0]
     seen = set()
     for seed, after in enumerate([*plans[1:], plans[0]]):
-        run_step(runtime, before, here, IMAGE_SIZE, 26, seed)
-        state = bits(whole_state(before, runtime, here))
-        held = whole_optimizer(before, runtime, here)
+        run_step(runtime, before, world, IMAGE_SIZE, 26, seed)
+        state = bits(whole_state(before, runtime, world))
+        held = whole_optimizer(before, runtime, world)
         seen.add(tuple(state.values()))
-        runtime = under_plan(runtime, config, before, after, components, IMAGE_SIZE, here)
-        assert bits(whole_state(after, runtime, here)) == state
-        assert whole_optimizer(after, runtime, here) == held
+        runtime = under_plan(runtime, config, before, after, components, IMAGE_SIZE, world)
+        assert bits(whole_state(after, runtime, world)) == state
+        assert whole_optimizer(after, runtime, world) == held
         assert any(name.endswith(("exp_avg", "momentum_buffer")) for name in held)
         before = after
     assert len(seen) == len(plans)  # each step had changed it
@@ -56,34 +58,34 @@ def test_weights_statistics_and_optimizer_are_those_of_before(here: World, optim
 
 @pytest.mark.parametrize("steps", [12, pytest.param(50, marks=pytest.mark.proof)])
 def test_many_steps_through_all_plans_end_where_the_serial_run_does(
-    here: World, steps: int
+    world: World, steps: int
 ) -> None:
-    """In fp64; and a change that forgets the state does not."""
+    """Compare in fp64; a change that forgets the state must not pass."""
     components = components_of("vit", IMAGE_SIZE)
-    plans = [make(names(components)) for make in PLANS[here.size].values()]
+    plans = [make(names(components)) for make in PLANS[world.size].values()]
     serial = replicated(names(components), 1, 1, None)
-    expected = on_first(here, lambda: walk(ALONE, components, [serial], steps))
-    assert_close(walk(here, components, plans, steps), expected, 1e-10)
+    expected = on_first(world, lambda: walk(ALONE, components, [serial], steps))
+    assert_close(walk(world, components, plans, steps), expected, 1e-10)
     with pytest.raises(AssertionError):
-        assert_close(walk(here, components, plans[:2], 4, forgets=True), expected, 1e-10)
+        assert_close(walk(world, components, plans[:2], 4, forgets=True), expected, 1e-10)
 
 
 def walk(
-    here: World, components: Any, plans: list[Plan], steps: int, forgets: bool = False
+    world: World, components: Any, plans: list[Plan], steps: int, forgets: bool = False
 ) -> dict[str, np.ndarray]:
-    """The state after steps that take the plans in turn."""
+    """Return the state after steps that use the plans in turn."""
     plan = plans[0]
-    runtime = runtime_of(ADAM, plan, components, IMAGE_SIZE, here)
+    runtime = runtime_of(ADAM, plan, components, IMAGE_SIZE, world)
     for seed in range(steps):
-        run_step(runtime, plan, here, IMAGE_SIZE, STEP_SIZES[seed % len(STEP_SIZES)], seed)
+        run_step(runtime, plan, world, IMAGE_SIZE, STEP_SIZES[seed % len(STEP_SIZES)], seed)
         after = plans[(seed + 1) % len(plans)]
         if forgets:
             assert runtime.activity is not None
             runtime.activity.close()
-            runtime = runtime_of(ADAM, after, components, IMAGE_SIZE, here)
+            runtime = runtime_of(ADAM, after, components, IMAGE_SIZE, world)
         elif len(plans) > 1:
-            runtime = under_plan(runtime, ADAM, plan, after, components, IMAGE_SIZE, here)
+            runtime = under_plan(runtime, ADAM, plan, after, components, IMAGE_SIZE, world)
         plan = after
     assert runtime.activity is not None
     runtime.activity.close()
-    return whole_state(plan, runtime, here)
+    return whole_state(plan, runtime, world)

@@ -14,41 +14,41 @@ from hvdtrain.world import World
     "collective",
     [
         World.barrier,
-        lambda here: here.gather(here.rank),
-        lambda here: here.gather_on_first(here.rank),
-        lambda here: here.broadcast(here.rank, root=here.size - 1),
+        lambda world: world.gather(world.rank),
+        lambda world: world.gather_on_first(world.rank),
+        lambda world: world.broadcast(world.rank, root=world.size - 1),
     ],
     ids=["barrier", "gather", "gather_on_first", "broadcast"],
 )
 def test_ranks_that_are_early_leave_their_cores_to_others(
-    here: World, collective: Callable[[World], object]
+    world: World, collective: Callable[[World], object]
 ) -> None:
-    here.barrier()
+    world.barrier()
     used = time.thread_time()
-    if here.rank == here.size - 1:
+    if world.rank == world.size - 1:
         time.sleep(1)
-    collective(here)
+    collective(world)
     assert time.thread_time() - used < 0.5
 
 
-def test_a_rank_receives_what_another_sends(here: World) -> None:
-    if here.communicator is None:
+def test_a_rank_receives_what_another_sends(world: World) -> None:
+    if world.communicator is None:
         with pytest.raises(AssertionError, match="one rank receives nothing"):
-            here.receive(0, tag=5)
-    elif here.rank == 0:
-        received = [here.receive(source, tag=5) for source in range(1, here.size)]
+            world.receive(0, tag=5)
+    elif world.rank == 0:
+        received = [world.receive(source, tag=5) for source in range(1, world.size)]
         assert received == [
-            {"rank": source, "row": [source] * 1000} for source in range(1, here.size)
+            {"rank": source, "row": [source] * 1000} for source in range(1, world.size)
         ]
     else:
-        here.communicator.send({"rank": here.rank, "row": [here.rank] * 1000}, 0, 5)
+        world.communicator.send({"rank": world.rank, "row": [world.rank] * 1000}, 0, 5)
 
 
 @pytest.mark.several_ranks
-def test_what_ranks_share_is_in_a_folder_of_their_job(here: World) -> None:
-    """Two jobs whose names Open MPI hashes to the same 16 bits read each other's messages."""
-    here.barrier()
+def test_what_ranks_share_is_in_a_folder_of_their_job(world: World) -> None:
+    """Otherwise two jobs whose names Open MPI hashes to the same 16 bits mix their messages."""
+    world.barrier()
     maps = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()]
     folders = {Path(path).parent for path in maps if "_segment." in path}
     assert folders == {Path(os.environ[SETTINGS[0]])}
-    assert here.gather(folders) == [folders] * here.size
+    assert world.gather(folders) == [folders] * world.size

@@ -1,4 +1,4 @@
-"""Plans for tests: the known pipelines, and any plan at all."""
+"""Plans for tests: pipelines, and strategies for arbitrary plans."""
 
 from hypothesis import strategies as st
 
@@ -8,21 +8,21 @@ Case = tuple[Plan, int]  # a plan and a batch size
 
 
 def a_pipeline(schedule: str, ranks: int, microbatches: int, chunks: int = 0) -> Plan:
-    """Stages of one rank each; under the interleaved schedule, by default, two a rank."""
+    """Return stages of one rank each; two per rank for the interleaved schedule by default."""
     stages = ranks * (chunks or (2 if schedule == "interleaved" else 1))
     names = [f"layer{i}" for i in range(stages)]
     return pipeline(names, [1.0] * stages, ranks, stages, 1, microbatches, schedule)
 
 
 def a_plan(*ranks: tuple[int, ...], microbatches: int, schedule: str = "1f1b") -> Plan:
-    """A stage for each tuple of ranks; replicas share equally."""
+    """Return a plan with one stage per tuple of ranks and equal shares."""
     stages = (Stage((f"layer{i}",), held, (1,) * len(held)) for i, held in enumerate(ranks))
     return Plan(tuple(stages), microbatches, schedule)
 
 
 @st.composite
 def plans(draw: st.DrawFn, max_stages: int = 5, max_ranks: int = 5, max_m: int = 8) -> Plan:
-    """Replicas equal or not, shares unequal or zero, ranks with one stage or several or all."""
+    """Draw any plan: equal or unequal replicas, zero shares, ranks with one or more stages."""
     held = draw(
         st.lists(
             st.lists(st.integers(0, max_ranks - 1), min_size=1, max_size=3, unique=True),
@@ -39,5 +39,5 @@ def plans(draw: st.DrawFn, max_stages: int = 5, max_ranks: int = 5, max_m: int =
     return Plan(tuple(stages), draw(st.integers(1, max_m)), draw(st.sampled_from(SCHEDULES)))
 
 
-# Batches too small for all micro-batches and replicas among them.
+# Some batches are too small for all micro-batches and replicas.
 cases: st.SearchStrategy[Case] = st.tuples(plans(), st.integers(1, 100))

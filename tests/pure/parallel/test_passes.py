@@ -1,4 +1,4 @@
-"""What passes add, shown as the lists they turn into others."""
+"""Passes: schedules before and after each."""
 
 import pytest
 from hypothesis import given, settings
@@ -108,7 +108,7 @@ def test_replicas_merge_the_same_halves_or_none() -> None:
 
 def test_a_circular_order_is_refused_with_where_each_rank_stands() -> None:
     text = "0: 0B0 0F0\n1: 1F0 1B0"
-    with pytest.raises(ScheduleError, match="does not get on: rank 0 at 0B0, rank 1 at 1F0"):
+    with pytest.raises(ScheduleError, match="schedule hangs: rank 0 at 0B0, rank 1 at 1F0"):
         passes.completions(from_text(text), TWO)
 
 

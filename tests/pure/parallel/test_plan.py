@@ -54,7 +54,7 @@ def test_a_plan_file_gives_unequal_shares_and_reads_back(tmp_path: Path) -> None
         ({"stage": []}, "unknown key stage; did you mean stages"),
         ({"stages": [{"ranks": [0, 1], "share": [1]}]}, "unknown key share; did you mean shares"),
         ({"stages": [{"ranks": []}]}, "ranks must be a list of rank numbers"),
-        ({"stages": [{"ranks": [0, 0]}]}, "a rank is named twice"),
+        ({"stages": [{"ranks": [0, 0]}]}, "names a rank twice"),
         ({"stages": [{"ranks": [0, True]}]}, "ranks must be a list"),
         ({"stages": [{"ranks": [0, 5]}]}, "uses rank 5, but there are ranks 0 to 1"),
         ({"stages": [{"ranks": [0]}]}, "leaves rank 1 of 2 without a stage"),
@@ -104,22 +104,22 @@ def test_short_forms_cut_where_the_most_costly_stage_costs_least() -> None:
 
 def test_more_stages_than_ranks_go_round_them() -> None:
     parts = list("abcdefgh")
-    found = planfile.parse("mp", parts, 2, 4, "interleaved")
-    assert [stage.ranks for stage in found.stages] == [(0,), (1,), (0,), (1,)]
-    found = planfile.parse("hp:4x2", parts, 4, 4)
-    assert [stage.ranks for stage in found.stages] == [(0, 1), (2, 3), (0, 1), (2, 3)]
-    assert found.stages_of(1) == (0, 2)
+    pipeline = planfile.parse("mp", parts, 2, 4, "interleaved")
+    assert [stage.ranks for stage in pipeline.stages] == [(0,), (1,), (0,), (1,)]
+    pipeline = planfile.parse("hp:4x2", parts, 4, 4)
+    assert [stage.ranks for stage in pipeline.stages] == [(0, 1), (2, 3), (0, 1), (2, 3)]
+    assert pipeline.stages_of(1) == (0, 2)
 
 
 @pytest.mark.parametrize(
     ("text", "ranks", "message"),
     [
-        ("hp:2x2", 3, "hp:2x2 runs on 4 ranks"),
-        ("hp:3x1", 2, "hp:3x1 runs on 3 ranks"),
+        ("hp:2x2", 3, "hp:2x2 does not fit 3 ranks: start 2 or 4"),
+        ("hp:3x1", 2, "hp:3x1 does not fit 2 ranks: start 1 or 3"),
         ("hp:4x1", 4, "has 4 stages, but the model has 3 component"),
         ("mp", 4, "has 4 stages, but the model has 3 component"),
-        ("hp:2", 2, "hp:SxR is S stages of R replicas each"),
-        ("hp:0x2", 2, "hp:SxR is S stages of R replicas each"),
+        ("hp:2", 2, "--plan hp:2 is not valid: use hp:SxR, S stages of R replicas each"),
+        ("hp:0x2", 2, "--plan hp:0x2 is not valid: use hp:SxR"),
     ],
 )
 def test_a_short_form_that_does_not_fit_is_refused(text: str, ranks: int, message: str) -> None:
@@ -135,7 +135,7 @@ def test_a_schedule_that_splits_backward_is_refused_where_that_is_not_exact() ->
 
 
 def test_interleaving_needs_several_stages_a_rank() -> None:
-    with pytest.raises(UsageError, match="several stages each, which go round them"):
+    with pytest.raises(UsageError, match="needs several stages per rank"):
         parse("hp:2x1", 2, 4, "interleaved")
 
 
@@ -148,7 +148,7 @@ def test_interleaving_needs_stages_that_go_round_the_ranks_in_full(tmp_path: Pat
         for ranks, name in zip(there_and_back, PARTS, strict=True)
     ]
     path = write(tmp_path, {"stages": stages, "schedule": "interleaved"})
-    with pytest.raises(UsageError, match="go round them several times in the same order"):
+    with pytest.raises(UsageError, match="with the same order of ranks each time"):
         parse(path, 2)
 
 
@@ -197,18 +197,18 @@ def test_every_stage_cuts_every_batch_into_each_sample_once(
         tuple(Stage((f"{i}",), tuple(range(len(s))), tuple(s)) for i, s in enumerate(stages)),
         microbatches,
     )
-    found = cut(made, batch_size)
-    for stage, parts in enumerate(found.parts):
-        seen = [row for mine in parts.values() for part in mine for row in range(*part)]
+    batch = cut(made, batch_size)
+    for stage, parts in enumerate(batch.parts):
+        seen = [row for ranges in parts.values() for part in ranges for row in range(*part)]
         assert sorted(seen) == list(range(batch_size))
-        given = [found.share(stage, rank) for rank in parts]
-        assert [share.first for share in given].count(True) == 1
-        assert sum(share.weight for share in given) == pytest.approx(1)
-        assert next(share for share in given if share.weight).first
-    for (stage, k), pieces in found.pieces.items():
+        rank_shares = [batch.share(stage, rank) for rank in parts]
+        assert [share.first for share in rank_shares].count(True) == 1
+        assert sum(share.weight for share in rank_shares) == pytest.approx(1)
+        assert next(share for share in rank_shares if share.weight).first
+    for (stage, k), pieces in batch.pieces.items():
         for piece in pieces:
-            sent = found.parts[stage][piece.sender][k][0] + piece.sent[0]
-            assert sent == found.parts[stage + 1][piece.receiver][k][0] + piece.received[0]
+            sent = batch.parts[stage][piece.sender][k][0] + piece.sent[0]
+            assert sent == batch.parts[stage + 1][piece.receiver][k][0] + piece.received[0]
             assert piece.sent[1] - piece.sent[0] == piece.received[1] - piece.received[0] > 0
-        handed_on = sum(piece.sent[1] - piece.sent[0] for piece in pieces)
-        assert handed_on == sum(found.rows(stage, rank, k) for rank in found.parts[stage])
+        sent_rows = sum(piece.sent[1] - piece.sent[0] for piece in pieces)
+        assert sent_rows == sum(batch.rows(stage, rank, k) for rank in batch.parts[stage])

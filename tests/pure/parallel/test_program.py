@@ -8,7 +8,7 @@ from hvdtrain.parallel.program import Lane, Program, program
 
 
 def uneven() -> Plan:
-    """Stage 0 on ranks 0 and 1, stage 1 on rank 1 alone: one half of it stays on its rank."""
+    """Return stage 0 on ranks 0 and 1 and stage 1 on rank 1: half of its input is local."""
     return Plan((Stage(("a",), (0, 1), (1, 1)), Stage(("b",), (1,), (1,))), microbatches=2)
 
 
@@ -37,10 +37,10 @@ def test_both_sides_of_a_message_have_one_tag_and_different_messages_different_o
 
 
 def test_tensors_are_kept_for_each_of_their_uses() -> None:
-    found = program_of(1)
-    assert found.output_uses[0, 0] == 2, "the forward of stage 1, and the backward"
-    assert found.output_uses[1, 0] == 1, "the backward of the loss"
-    assert found.gradient_uses[1, 0] == 2, "sent to rank 0, and the backward of stage 0"
+    prepared = program_of(1)
+    assert prepared.output_uses[0, 0] == 2, "the forward of stage 1, and the backward"
+    assert prepared.output_uses[1, 0] == 1, "the backward of the loss"
+    assert prepared.gradient_uses[1, 0] == 2, "sent to rank 0, and the backward of stage 0"
     assert program_of(0).output_uses[0, 1] == 2, "sent to rank 1, and the backward"
 
 
@@ -56,9 +56,9 @@ def test_lines_name_stage_microbatch_and_peers() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_images_and_labels_lie_where_the_rank_has_read_them(rank: int) -> None:
-    found = program_of(rank, batch_size=9)
-    assert found.images == (((0, 3), (3, 5)) if rank == 0 else ((0, 2), (2, 4)))
-    assert found.labels == (() if rank == 0 else ((0, 5), (5, 9)))
-    assert sum(share.weight for share in found.shares.values()) == pytest.approx(
+    prepared = program_of(rank, batch_size=9)
+    assert prepared.images == (((0, 3), (3, 5)) if rank == 0 else ((0, 2), (2, 4)))
+    assert prepared.labels == (() if rank == 0 else ((0, 5), (5, 9)))
+    assert sum(share.weight for share in prepared.shares.values()) == pytest.approx(
         5 / 9 if rank == 0 else 4 / 9 + 1
     )

@@ -20,6 +20,6 @@ def test_buckets_hold_everything_once_in_order_and_only_the_last_may_be_small(
     groups = group_by_bytes(sizes, limit, first)
     limits = [first] + [limit] * len(groups)
     assert [index for group in groups for index in group] == list(range(len(sizes)))
-    held = [[sizes[i] for i in group] for group in groups]
-    assert all(sum(group) >= most for group, most in zip(held[:-1], limits, strict=False))
-    assert all(sum(group[:-1]) < most for group, most in zip(held, limits, strict=False))
+    grouped = [[sizes[i] for i in group] for group in groups]
+    assert all(sum(group) >= most for group, most in zip(grouped[:-1], limits, strict=False))
+    assert all(sum(group[:-1]) < most for group, most in zip(grouped, limits, strict=False))

@@ -1,4 +1,4 @@
-"""What moves from plan to plan."""
+"""Moves of components from one plan to another."""
 
 import itertools
 
@@ -14,7 +14,7 @@ RANKS = 4
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    """Every rank holds something, each component somebody."""
+    """Draw a plan in which ranks hold any components and every component has a rank."""
     cuts = sorted(draw(st.sets(st.integers(1, len(NAMES) - 1))))
     edges = [0, *cuts, len(NAMES)]
     stages = []
@@ -30,9 +30,9 @@ def holds(plan: Plan) -> "set[tuple[str, int]]":
 
 @given(plans(), plans())
 def test_ranks_have_what_they_need_and_nothing_is_sent_twice(before: Plan, after: Plan) -> None:
-    found = moves(before, after)
-    assert all((move.component, move.sender) in holds(before) for move in found)
-    received = [(move.component, move.receiver) for move in found]
+    planned = moves(before, after)
+    assert all((move.component, move.sender) in holds(before) for move in planned)
+    received = [(move.component, move.receiver) for move in planned]
     assert len(received) == len(set(received))
     assert set(received) == holds(after) - holds(before)
 

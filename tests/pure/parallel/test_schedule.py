@@ -1,4 +1,4 @@
-"""Compute orders are those of the publications, for any plan within their limits on memory."""
+"""Compute orders equal those of the publications and keep their memory limits for any plan."""
 
 from dataclasses import replace
 from itertools import product
@@ -49,7 +49,7 @@ PICTURES = {
 
 
 def picture(plan: Plan, batch_size: int) -> list[str]:
-    """A line a rank, a sign for each unit of time."""
+    """Return one line per rank with one sign per unit of time."""
     made = cut(plan, batch_size)
     line = simulate(schedule.training_step(plan, made), plan, made, unit_costs())
     return draw(line.events, line.ranks, width=round(line.seconds)).splitlines()[:-1]
@@ -76,7 +76,7 @@ def test_whole_steps_equal_their_golden_files(name: str, ranks: int) -> None:
 
 
 def megatron(ranks: int, chunks: int, microbatches: int, rank: int) -> list[Action]:
-    """Interleaved 1F1B of Megatron-LM, as its schedules.py has it."""
+    """Return the order of interleaved 1F1B as in Megatron-LM's schedules.py."""
     total = microbatches * chunks
 
     def nth(kind: str, n: int) -> Action:
@@ -211,16 +211,16 @@ def test_every_action_reads_back_from_its_printed_form(stage: int, kind: str, k:
     "text", ["", "F0", "0F", "0REDUCE1", "0X1", "0f1", " 0F1", "0SEND1", "-1F0", "0F0 "]
 )
 def test_what_is_no_action_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="is no action"):
+    with pytest.raises(UsageError, match="is not an action"):
         schedule.parse_action(text)
 
 
 def test_a_malformed_schedule_is_refused_with_the_reason() -> None:
-    with pytest.raises(UsageError, match="'0G0' is no action"):
+    with pytest.raises(UsageError, match="'0G0' is not an action"):
         schedule.from_text("0: 0F0 0G0")
-    with pytest.raises(UsageError, match="gives rank 1 twice"):
+    with pytest.raises(UsageError, match="has two lines of rank 1"):
         schedule.from_csv("1,0F0\n\n1,0B0\n")
-    with pytest.raises(UsageError, match="starts with its rank, not with '0F0'"):
+    with pytest.raises(UsageError, match="starts with '0F0': start it with the rank"):
         schedule.from_csv("0F0,0B0\n")
 
 
@@ -233,7 +233,7 @@ def test_gradients_are_complete_after_the_last_backward_or_weight_half() -> None
 
 def test_peers_are_the_other_ranks_that_hold_the_same_samples() -> None:
     plan = a_plan((0, 1), (1, 2, 3), microbatches=1)
-    made = cut(plan, 12)  # rank 0 has samples 0-5, which ranks 1 and 2 take on, rank 1 has 6-11
+    made = cut(plan, 12)  # rank 0 sends samples 0-5 to ranks 1 and 2; rank 1 has 6-11
     assert schedule.peers(made, 0, Action(0, "SEND_F", 0)) == (1, 2)
     assert schedule.peers(made, 1, Action(0, "RECV_B", 0)) == (2, 3)
     assert schedule.peers(made, 1, Action(1, "RECV_F", 0)) == (0,)

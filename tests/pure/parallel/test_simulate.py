@@ -1,4 +1,4 @@
-"""Simulated times are those of the publications, and of small cases worked out by hand."""
+"""Simulated times equal those of the publications and of small cases computed by hand."""
 
 from fractions import Fraction
 from itertools import pairwise, product
@@ -71,7 +71,7 @@ def test_the_formula_holds_at_other_costs(forward: float, backward: float) -> No
 
 
 def test_hand_overs_and_reductions_take_their_time() -> None:
-    # F 0-1, hand-over 1-6, F 6-7, B 7-9, hand-over 9-14, B 14-16, reduction 16-19.
+    # F 0-1, transfer 1-6, F 6-7, B 7-9, transfer 9-14, B 14-16, reduction 16-19.
     line = run(a_pipeline("1f1b", 2, 1), unit_costs(hand_over=5, reduce=3))
     assert line.events == (
         Event(0, Action(0, "LOAD", 0), 0, 0, "compute"),

@@ -1,4 +1,4 @@
-"""What ranks did reads the same as a Chrome trace and as a picture, simulated or measured."""
+"""Chrome traces and text pictures of simulated and measured events."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from hvdtrain.parallel.schedule import Action
 from hvdtrain.parallel.simulate import Event, simulate, unit_costs
 from tests.pure.parallel.plans import a_pipeline
 
-# As measured: a clock that did not start at 0.
+# Measured times: the clock does not start at 0.
 EVENTS = [
     Event(1, Action(1, "F", 0), 100.5, 101.0, "compute"),
     Event(0, Action(0, "F", 0), 100.0, 100.25, "compute"),

@@ -1,4 +1,4 @@
-"""Every schedule that is made is valid for any plan, and every fault put in is found and named."""
+"""Every generated schedule is valid for any plan, and every injected fault is reported."""
 
 import pytest
 from hypothesis import given, settings
@@ -49,9 +49,9 @@ def test_the_step_that_is_mutated_below_is_valid() -> None:
         ("1F1 ", "", "rank 1 lacks 1F1"),
         ("1B1 ", "", "rank 1 lacks 1B1"),
         ("1B1 ", "1I1 ", "rank 1 lacks 1W1"),
-        ("1B1 ", "1B1 1W1 ", "rank 1 does 1W1 besides 1B1"),
-        ("1B1 ", "1I1 1B1 ", "rank 1 does 1B1 besides 1I1"),
-        ("0B1", "0I1 0W1", "rank 0 does 0I1, but stage 0 runs whole backward"),
+        ("1B1 ", "1B1 1W1 ", "rank 1 does 1W1 in addition to 1B1"),
+        ("1B1 ", "1I1 1B1 ", "rank 1 does 1B1 in addition to 1I1"),
+        ("0B1", "0I1 0W1", "rank 0 does 0I1, but stage 0 runs whole backwards"),
         ("0F1", "0F0", "rank 0 does 0F0 twice"),
         ("0B1", "0B0", "rank 0 does 0B0 twice"),
         ("1B1", "1B2", "rank 1 does 1B2, but the micro-batches are 0 to 1"),

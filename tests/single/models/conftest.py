@@ -1,4 +1,4 @@
-"""What the tests of all models share: a model put together from its components."""
+"""Fixtures for the tests of all models: a model assembled from its components."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,12 +37,12 @@ def assemble(
     return Model(nn.Sequential(*modules), parameters)
 
 
-def largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Return the design's measure of parity over all tensors."""
-    assert found.keys() == expected.keys()
+def largest_difference(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Return the largest error of all tensors, measured as `reference.largest_errors`."""
+    assert actual.keys() == expected.keys()
     floor = 1e-6 * max(float(value.abs().max()) for value in expected.values())
     return max(
-        float((found[name] - value).abs().max()) / max(float(value.abs().max()), floor)
+        float((actual[name] - value).abs().max()) / max(float(value.abs().max()), floor)
         for name, value in expected.items()
     )
 

@@ -12,7 +12,7 @@ from hvdtrain.models.component import parameter_count
 
 
 def independent_forward(weights: dict[str, Tensor], images: Tensor) -> Tensor:
-    """Convolution as a sum over shifted images, pooling as a maximum over 2 x 2 tiles."""
+    """Compute convolutions as sums over shifted images, pooling as maxima over 2 x 2 tiles."""
     x = images
     for name in ("conv1", "conv2"):
         height, width = x.shape[2:]
@@ -52,12 +52,12 @@ def test_logits_and_gradients_equal_an_independent_version(
     if classes == 1:  # the loss of one class is constant: use the logits
         gradients = torch.autograd.grad(logits.sum(), list(weights.values()))
         model.forward(images).sum().backward()
-        found = {name: value.grad for name, value in model.parameters.items()}
+        actual = {name: value.grad for name, value in model.parameters.items()}
     else:
         loss = functional.cross_entropy(logits, labels)
         gradients = torch.autograd.grad(loss, list(weights.values()))
-        found = model.gradients(images, labels)
-    assert largest_difference(found, dict(zip(weights, gradients, strict=True))) <= 1e-12
+        actual = model.gradients(images, labels)
+    assert largest_difference(actual, dict(zip(weights, gradients, strict=True))) <= 1e-12
 
 
 def test_weights_start_as_in_keras(assemble: Any) -> None:

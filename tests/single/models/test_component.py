@@ -51,8 +51,8 @@ def test_weights_are_the_same_in_another_process() -> None:
     run = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
     )
-    here = build_component(CNN[-1], 5).get_parameter("weight").double().sum().item()
-    assert float.fromhex(run.stdout) == here
+    expected = build_component(CNN[-1], 5).get_parameter("weight").double().sum().item()
+    assert float.fromhex(run.stdout) == expected
 
 
 def test_seeds_and_names_give_different_weights() -> None:
@@ -77,12 +77,12 @@ def test_the_callers_random_state_and_defaults_neither_matter_nor_change() -> No
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"):
-            found = weights(CNN[0])
+            actual = weights(CNN[0])
         boundaries(CNN, 8)
         assert torch.get_default_dtype() == torch.float64
     finally:
         torch.set_default_dtype(torch.float32)
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -122,9 +122,9 @@ SHARED = nn.Linear(3, 3)
         (lambda: 1 / 0, "'part' cannot be built on torch's meta device: ZeroDivisionError"),
         (lambda: 3, "'part' builds a int: its build function must return a torch.nn.Module"),
         (lambda: nn.LazyLinear(10), "'part' has lazy modules"),
-        (lambda: SHARED, "'part' has tensors made before its build function was called"),
-        (InPlace, "(2, 3, 16, 16), changes that input in place: use inplace=False"),
-        (Pair, "'part', given input of shape (2, 3, 16, 16), returns a tuple"),
+        (lambda: SHARED, "'part' has tensors made outside of its build function"),
+        (InPlace, "(2, 3, 16, 16) changes its input in place: use inplace=False"),
+        (Pair, "'part' with input of shape (2, 3, 16, 16) returns a tuple"),
         (MixesBatch, "emits shape (6, 16, 16): the batch must stay first"),
         (
             partial(nn.Conv2d, 4, 8, 3),

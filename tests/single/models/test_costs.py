@@ -47,12 +47,12 @@ def test_costs_of_a_small_model_are_those_counted_by_hand() -> None:
     ]
     one = 4 * 64  # elements of an activation
     assert component_costs(parts, 8, classes=5) == [
-        # what it made; its input, which backward needs, is not its own
+        # no saved bytes: the input, which backward needs, is not counted
         ComponentCost(
             *("conv", 3 * 4 * 9 + 4, 4 * (3 * 4 * 9 + 4), 0),
             *(2.0 * 64 * 3 * 4 * 9 + one, (4, 8, 8), 4 * one, 0),
         ),
-        # the ReLU keeps what it emits; means, variances and a counter are buffers
+        # the ReLU saves its output; means, variances and a counter are buffers
         ComponentCost(
             *("norm", 8, 32, 4 * 4 * 2 + 8, 2.0 * one, (4, 8, 8), 4 * one, 4 * one),
             batch_norms=1,
@@ -64,8 +64,8 @@ def test_costs_of_a_small_model_are_those_counted_by_hand() -> None:
 
 
 def saved_on_the_cpu(parts: list[Component], image_size: int, batch: int) -> list[int]:
-    """Bytes that each component keeps for backward when it really runs."""
-    activations, found = torch.randn(batch, 3, image_size, image_size), []
+    """Return the bytes that each component saves for backward in a real forward."""
+    activations, saved_bytes = torch.randn(batch, 3, image_size, image_size), []
     for component in parts:
         module = build_component(component, 0)
         saved: dict[int, Tensor] = {}
@@ -77,9 +77,9 @@ def saved_on_the_cpu(parts: list[Component], image_size: int, batch: int) -> lis
         with saved_tensors_hooks(keep, lambda tensor: tensor):
             emitted = module(activations)
         saved.pop(activations.untyped_storage().data_ptr(), None)
-        found.append(sum(tensor.untyped_storage().nbytes() for tensor in saved.values()))
+        saved_bytes.append(sum(tensor.untyped_storage().nbytes() for tensor in saved.values()))
         activations = emitted.detach().requires_grad_()
-    return found
+    return saved_bytes
 
 
 @pytest.mark.parametrize("model", ["cnn", "resnet18", "vit_tiny"])
@@ -118,24 +118,24 @@ def test_twice_the_width_of_a_number_is_twice_the_memory() -> None:
 
 @pytest.mark.parametrize("model", ["cnn", "resnet18", "vit_tiny"])
 def test_memory_under_autocast_is_that_of_a_run_under_autocast(model: str) -> None:
-    """What is handed on is half of it, but for the ViT's, whose sums of residuals are in fp32."""
+    """Outputs have half the bytes, except in the ViT, whose residual sums are in fp32."""
     parts = components(model, 10, 32)
     full, costs = (component_costs(parts, 32, classes=10, autocast=on) for on in (None, "cpu"))
-    given = torch.rand(3, 3, 32, 32)
+    x = torch.rand(3, 3, 32, 32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         for part, whole, cost in zip(parts, full, costs, strict=True):
-            given = build_component(part, 0)(given)
-            assert cost.output_bytes == given[0].numel() * given.element_size()
+            x = build_component(part, 0)(x)
+            assert cost.output_bytes == x[0].numel() * x.element_size()
             assert cost.forward_flops == whole.forward_flops
             assert 0.4 * whole.saved_bytes <= cost.saved_bytes
-    assert sum(cost.saved_bytes for cost in costs) < 0.75 * sum(each.saved_bytes for each in full)
-    # Each micro-batch has its own weights in bf16.
+    assert sum(cost.saved_bytes for cost in costs) < 0.75 * sum(cost.saved_bytes for cost in full)
+    # Each micro-batch has its own bf16 copy of the weights.
     fixed = sum(cost.fixed_bytes for cost in costs)
     assert 0.45 < fixed / sum(cost.parameter_bytes for cost in costs) < 0.55
 
 
 class OutOfTheBuffers(nn.Module):
-    """Holds a tensor that moves nowhere with its module."""
+    """Holds a tensor that `module.to` does not move."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,8 +161,8 @@ def test_what_cannot_be_counted_under_autocast_counts_as_without() -> None:
         Component("scale", OutOfTheBuffers),
         Component("head", lambda: nn.Sequential(nn.Flatten(), nn.Linear(3 * 64, 5))),
     ]
-    found = component_costs(parts, 8, classes=5, autocast="cpu")
-    assert found == component_costs(parts, 8, classes=5)
+    costs = component_costs(parts, 8, classes=5, autocast="cpu")
+    assert costs == component_costs(parts, 8, classes=5)
 
 
 class OnlyIndices(nn.Module):
@@ -180,7 +180,7 @@ def test_the_callers_modes_play_no_part(mode: type[torch.no_grad]) -> None:
 
 def test_a_component_that_cannot_work_is_named() -> None:
     in_place = [Component("first", nn.Identity), Component("second", partial(nn.ReLU, True))]
-    with pytest.raises(UsageError, match=r"'second', given .* changes that input in place"):
+    with pytest.raises(UsageError, match=r"'second' with input .* changes its input in place"):
         component_costs(in_place, 8, classes=None)
     with pytest.raises(UsageError, match=r"'flat', emits shape \(2, 192\), not \(2, 10\)"):
         component_costs([Component("flat", nn.Flatten)], 8, classes=10)

@@ -73,10 +73,10 @@ def test_a_users_model_gets_the_patch_size_if_it_has_that_parameter() -> None:
 
 def test_unknown_names_bring_the_nearest_ones() -> None:
     assert refusal("resnet_18") == (
-        "unknown model 'resnet_18': did you mean resnet18 or resnet50? there are cnn, resnet18, "
-        "resnet50, vit_tiny, vit_b16, and package.module:function for a model of your own"
+        "unknown model 'resnet_18': did you mean resnet18 or resnet50? use one of cnn, "
+        "resnet18, resnet50, vit_tiny, vit_b16, or package.module:function for a model of your own"
     )
-    assert refusal("").startswith("unknown model '': there are cnn, resnet18, resnet50,")
+    assert refusal("").startswith("unknown model '': use one of cnn, resnet18, resnet50,")
 
 
 @pytest.mark.parametrize(
@@ -89,19 +89,19 @@ def test_a_malformed_reference_is_refused(model: str) -> None:
 
 @pytest.mark.parametrize("model", ["cnn", "own:build"])
 def test_impossible_class_counts_and_sizes_are_refused(model: str) -> None:
-    with pytest.raises(UsageError, match="classes 0 is not possible: it must be at least 1"):
+    with pytest.raises(UsageError, match="classes 0 is not valid: it must be at least 1"):
         components(model, 0, 32)
-    with pytest.raises(UsageError, match="image size -1 is not possible"):
+    with pytest.raises(UsageError, match="image size -1 is not valid"):
         components(model, 10, -1)
 
 
 def test_a_missing_module_is_named() -> None:
     assert refusal("own:build") == (
-        "model 'own:build': there is no module 'own' here or on PYTHONPATH: "
-        "run from the folder that holds own, or mend the name"
+        "model 'own:build': there is no module 'own' in this folder or on PYTHONPATH: "
+        "run from the folder that holds own, or correct the name"
     )
     write("", "package/other.py")
-    assert "there is no module 'package.own' here" in refusal("package.own:build")
+    assert "there is no module 'package.own' in this folder" in refusal("package.own:build")
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_a_users_own_usage_error_is_passed_on() -> None:
         ("[('a', nn.Flatten, 3)]", ": its list holds a tuple: it must return a list"),
         ("[('a', nn.Flatten())]", ": component 'a' holds a Flatten where a function that builds"),
         ("[('a b', nn.Flatten)]", ": component name 'a b' is not valid"),
-        ("[('a', nn.Flatten)] * 2", ": two components are called 'a': give each a name"),
+        ("[('a', nn.Flatten)] * 2", ": two components are called 'a': give them different"),
         (
             "[('a', nn.Flatten), ('a.b', nn.Flatten)]",
             ": components 'a' and 'a.b' would share parameter names: rename one",

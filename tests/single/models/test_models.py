@@ -1,4 +1,4 @@
-"""What holds for every model, the example of a user's own included."""
+"""Properties of every model, including the example of a user's model."""
 
 from pathlib import Path
 from typing import Any

@@ -38,7 +38,7 @@ def bottleneck(weights: dict[str, Tensor], name: str, x: Tensor, stride: int) ->
 
 
 def independent_forward(weights: dict[str, Tensor], x: Tensor) -> Tensor:
-    """A ResNet in training mode, written down from table 1 and figures 2 and 5 of the paper."""
+    """Compute a ResNet in training mode, from table 1 and figures 2 and 5 of the paper."""
     depths, block_of = (2, 2, 2, 2), basic_block
     if "layer1.2.conv3.weight" in weights:
         depths, block_of = (3, 4, 6, 3), bottleneck
@@ -87,7 +87,7 @@ def test_logits_and_gradients_equal_an_independent_version(
     assemble: Any, images_and_labels: Any, largest_difference: Any, build: Any, image_size: int
 ) -> None:
     model = assemble(build(10, image_size), dtype=torch.float64)
-    with torch.no_grad():  # so that scale and shift of the batch norms take part
+    with torch.no_grad():  # so that scale and shift of the batch norms have an effect
         for name, value in model.parameters.items():
             if value.dim() == 1:
                 value.add_(torch.linspace(-0.2, 0.3, len(value)).flip(0) * len(name) / 20)

@@ -21,7 +21,7 @@ def linear(weights: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
 
 
 def naive_attention(weights: dict[str, Tensor], name: str, x: Tensor, heads: int) -> Tensor:
-    """One head after another, the softmax written out."""
+    """Compute attention one head after another, with an explicit softmax."""
     projected = linear(weights, f"{name}.in_proj", layer_norm(weights, f"{name}.ln_1", x))
     queries, keys, values = projected.chunk(3, dim=-1)
     size = x.shape[-1] // heads
@@ -36,7 +36,7 @@ def naive_attention(weights: dict[str, Tensor], name: str, x: Tensor, heads: int
 
 
 def naive_forward(weights: dict[str, Tensor], images: Tensor, patch: int) -> Tensor:
-    """ViT-Tiny in training mode, patches cut out by hand."""
+    """Compute ViT-Tiny in training mode, with patches from `unfold`."""
     tiles = images.unfold(2, patch, patch).unfold(3, patch, patch)  # [n, 3, rows, columns, p, p]
     patches = tiles.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
     kernel = weights["embed.conv_proj.weight"].flatten(1)

@@ -1,7 +1,7 @@
-"""Weights under torchvision's names: against the names and shapes of torchvision 0.26 itself.
+"""Files of weights: names and shapes equal those of torchvision 0.26.
 
-`torchvision_0.26.json` was written from `resnet18()`, `resnet50()` and `vit_b_16()` of that
-version: name and shape of everything in their `state_dict()`.
+`torchvision_0.26.json` holds the names and shapes in the `state_dict()` of that version's
+`resnet18()`, `resnet50()` and `vit_b_16()`.
 """
 
 import json
@@ -26,7 +26,7 @@ def shapes_of(model: str, classes: int = 1000, size: int = 224) -> Shapes:
 
 
 def small(name: str, classes: int = 10) -> tuple[Shapes, dict[str, Tensor]]:
-    """A model for 16 x 16 pixels, and values for it."""
+    """Return the shapes of a model for 16 x 16 pixels, and values of these shapes."""
     shapes = shapes_of(name, classes, 16)
     return shapes, {
         key: torch.full(shape, float(i)) for i, (key, shape) in enumerate(shapes.items())
@@ -35,10 +35,10 @@ def small(name: str, classes: int = 10) -> tuple[Shapes, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("model", ["resnet18", "resnet50", "vit_b16"])
 def test_names_and_shapes_are_torchvisions(model: str) -> None:
-    found = {
+    renamed = {
         torchvision_name(model, name): list(shape) for name, shape in shapes_of(model).items()
     }
-    assert found == RECORDED[model]
+    assert renamed == RECORDED[model]
 
 
 def test_parameter_counts_are_torchvisions() -> None:
@@ -51,10 +51,10 @@ def test_what_is_written_reads_back(tmp_path: Path, model: str) -> None:
     shapes, values = small(model)
     write(tmp_path / "weights.pth", model, values)
     assert [path.name for path in tmp_path.iterdir()] == ["weights.pth"]
-    found, other = read(tmp_path / "weights.pth", model, shapes, "head")
+    tensors, other = read(tmp_path / "weights.pth", model, shapes, "head")
     assert other == []
-    assert found.keys() == values.keys()
-    assert all(torch.equal(found[name], value) for name, value in values.items())
+    assert tensors.keys() == values.keys()
+    assert all(torch.equal(tensors[name], value) for name, value in values.items())
     stored = torch.load(tmp_path / "weights.pth", weights_only=True)
     assert stored.keys() == {torchvision_name(model, name) for name in shapes}
 
@@ -68,9 +68,9 @@ def test_hvdtrains_own_names_are_read_too(tmp_path: Path) -> None:
 def test_a_head_of_other_classes_is_left_out_and_named(tmp_path: Path) -> None:
     write(tmp_path / "weights.pth", "resnet18", small("resnet18", 1000)[1])
     shapes, _ = small("resnet18", 10)
-    found, other = read(tmp_path / "weights.pth", "resnet18", shapes, "head")
+    tensors, other = read(tmp_path / "weights.pth", "resnet18", shapes, "head")
     assert other == ["head.fc.weight", "head.fc.bias"]
-    assert found.keys() == shapes.keys() - set(other)
+    assert tensors.keys() == shapes.keys() - set(other)
 
 
 def test_counters_may_be_missing_as_in_old_files(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_counters_may_be_missing_as_in_old_files(tmp_path: Path) -> None:
 
 
 class Harmful:
-    """What would run code if a file that holds it were unpickled."""
+    """An object that runs code when it is unpickled."""
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return eval, ("open('harmed', 'w').close()",)
@@ -102,17 +102,17 @@ def test_files_that_hold_no_weights_are_refused_and_nothing_is_run(
 
     with path.open("wb") as file:
         pickle.dump({"conv1.weight": Harmful()}, file)
-    assert "is no file of weights" in refusal()
+    assert "is not a file of weights" in refusal()
     assert not (tmp_path / "harmed").exists()
     path.write_bytes(b"")
-    assert "is no file of weights" in refusal()
+    assert "is not a file of weights" in refusal()
     torch.save([1, 2], path)
-    assert "holds no dictionary of tensors by name" in refusal()
+    assert "it must hold a dictionary of tensors by name" in refusal()
     torch.save(values | {"extra.weight": torch.zeros(1)}, path)
-    assert "holds extra.weight, which cnn has not" in refusal()
+    assert "holds extra.weight, which cnn does not have: use weights of cnn" in refusal()
     first = next(iter(values))
     torch.save({name: value for name, value in values.items() if name != first}, path)
-    assert f"lacks {first}: it holds no weights of cnn" in refusal()
+    assert f"lacks {first}: use weights of cnn" in refusal()
     torch.save(values | {first: torch.zeros(2, 2)}, path)
     assert f"{first} has the shape (2, 2)" in refusal()
 

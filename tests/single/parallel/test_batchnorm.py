@@ -17,12 +17,12 @@ T = TypeVar("T")
 
 
 class Replicas:
-    """Replicas as threads of this process, which gather through a barrier."""
+    """Replicas as threads of this process that gather through a barrier."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.barrier = threading.Barrier(count, timeout=30)
-        self.given = [torch.empty(0)] * count
+        self.tensors = [torch.empty(0)] * count
         self.gathered = [0] * count
 
     def run(self, work: Callable[[int, AllGather], T]) -> list[T]:
@@ -39,9 +39,9 @@ class Replicas:
     def _gather(self, replica: int, tensor: Tensor) -> Tensor:
         assert tensor.dim() == 1
         self.gathered[replica] += 1
-        self.given[replica] = tensor
+        self.tensors[replica] = tensor
         self.barrier.wait()
-        stacked = torch.stack(self.given)
+        stacked = torch.stack(self.tensors)
         self.barrier.wait()
         return stacked
 
@@ -51,7 +51,7 @@ def alone(tensor: Tensor) -> Tensor:
 
 
 def mirrored(tensor: Tensor) -> Tensor:
-    """Gather from two replicas, the other of which has the same rows."""
+    """Gather from two replicas that have the same rows."""
     return torch.stack([tensor, tensor])
 
 
@@ -60,7 +60,7 @@ def refused(tensor: Tensor) -> Tensor:
 
 
 class Network(nn.Sequential):
-    """Batch norms of both kinds, one after another, with scales and shifts that matter."""
+    """Batch norms of both kinds, with scales and shifts that affect the output."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -69,7 +69,7 @@ class Network(nn.Sequential):
             nn.ReLU(),
             nn.Conv2d(8, 6, 3, stride=2, bias=False),
             nn.BatchNorm2d(6),
-            nn.ReLU(),  # without it the next batch norm would cancel scale and shift of the last
+            nn.ReLU(),  # without it the next batch norm would cancel scale and shift of this one
             nn.AdaptiveAvgPool2d(1),
             nn.Flatten(),
             nn.BatchNorm1d(6),
@@ -86,13 +86,13 @@ def network(dtype: torch.dtype) -> nn.Module:
 
 def images(count: int, dtype: torch.dtype) -> Tensor:
     drawn = torch.randn(count, 3, 9, 9, generator=torch.Generator().manual_seed(count))
-    # Rows that differ a lot, so that a share's statistics are far from the whole's.
+    # Rows differ much, so that the statistics of a share differ much from those of the whole.
     drawn += torch.arange(count).view(-1, 1, 1, 1)
     return drawn.to(dtype).contiguous(memory_format=torch.channels_last)
 
 
 def step(model: nn.Module, x: Tensor, weights: Tensor) -> dict[str, Tensor]:
-    """One forward and backward: output, gradients and statistics by name."""
+    """Run a forward and a backward; return output, gradients and statistics by name."""
     x = x.detach().requires_grad_()
     output = model(x)
     (output * weights).sum().backward()
@@ -104,7 +104,10 @@ def step(model: nn.Module, x: Tensor, weights: Tensor) -> dict[str, Tensor]:
 def in_replicas(
     rows: Sequence[int], dtype: torch.dtype, synchronised: bool = True
 ) -> tuple[dict[str, Tensor], list[dict[str, Tensor]], Replicas]:
-    """The whole micro-batch on a plain model, the same in shares, and how it was run."""
+    """Run a micro-batch on a plain model and in shares on replicas.
+
+    Return the result of the plain model, those of the replicas, and the replicas.
+    """
     x = images(sum(rows), dtype)
     weights = torch.linspace(-1, 1, sum(rows) * 4, dtype=dtype).view(-1, 4).sin()
     shares = list(zip(x.split(rows), weights.split(rows), strict=True))
@@ -121,7 +124,7 @@ def in_replicas(
 
 
 def joined(results: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """What replicas have together: rows in order, the sum of weights' gradients, statistics."""
+    """Join the results of replicas: rows in order, summed weight gradients, statistics."""
     together = dict(results[0])
     for name in together:
         if name in ("output", "input"):
@@ -135,12 +138,12 @@ def is_statistic(name: str) -> bool:
     return name.endswith(("running_mean", "running_var", "num_batches_tracked"))
 
 
-def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The design's measure of parity, the largest of all tensors."""
-    assert found.keys() == expected.keys()
+def difference(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Return the largest error of all tensors, measured as `reference.largest_errors`."""
+    assert actual.keys() == expected.keys()
     floor = 1e-6 * max(float(value.abs().max()) for value in expected.values())
     return max(
-        float((found[name] - value).abs().max()) / max(float(value.abs().max()), floor)
+        float((actual[name] - value).abs().max()) / max(float(value.abs().max()), floor)
         for name, value in expected.items()
     )
 
@@ -173,7 +176,7 @@ SHAPES = {nn.BatchNorm1d: (4, 3), nn.BatchNorm2d: (3, 3, 2, 4), nn.BatchNorm3d: 
 def test_gradients_are_those_of_finite_differences(
     kind: type[nn.BatchNorm2d], all_gather: AllGather
 ) -> None:
-    """With mirrored rows both replicas move, and each has half of the gradient of both outputs."""
+    """The mirrored rows change too: each replica has half of the gradient of both outputs."""
     torch.manual_seed(0)
     layer = kind(3, eps=0.1, track_running_stats=False).double()
     synchronise(layer, all_gather)
@@ -211,8 +214,8 @@ def test_every_option_means_what_it_means_to_torch(
         else:
             assert layer(x).shape == plain(x).shape == x.shape
         assert layer.state_dict().keys() == plain.state_dict().keys()
-        for found, expected in zip(layer.buffers(), plain.buffers(), strict=True):
-            assert torch.allclose(found, expected, rtol=1e-12, atol=0)
+        for actual, expected in zip(layer.buffers(), plain.buffers(), strict=True):
+            assert torch.allclose(actual, expected, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("options", [{}, {"track_running_stats": False}], ids=str)
@@ -242,27 +245,27 @@ def test_bf16_is_normalised_in_fp32(affine: bool) -> None:
     plain = nn.BatchNorm2d(3, affine=affine)
     layer = deepcopy(plain)
     synchronise(layer, mirrored)
-    found, expected = step(layer, x, x.sin()), step(plain, x, x.sin())
+    actual, expected = step(layer, x, x.sin()), step(plain, x, x.sin())
     for name, value in expected.items():
-        assert found[name].dtype == value.dtype
+        assert actual[name].dtype == value.dtype
     exact = step(deepcopy(plain).double(), x.double(), x.sin().double())
     for name in ("output", "input"):
         error = {
             key: float((result[name].double() - exact[name]).abs().max())
-            for key, result in {"found": found, "expected": expected}.items()
+            for key, result in {"actual": actual, "expected": expected}.items()
         }
-        assert error["found"] <= 2 * error["expected"]
+        assert error["actual"] <= 2 * error["expected"]
 
 
 def test_the_moments_do_not_suffer_from_a_large_mean() -> None:
     x = images(6, torch.float64) + 1e6
     parts = x.split([1, 0, 5])
-    found = Replicas(3).run(lambda replica, gather: gather_moments(parts[replica], gather))
+    results = Replicas(3).run(lambda replica, gather: gather_moments(parts[replica], gather))
     variance, mean = torch.var_mean(x, (0, 2, 3), correction=0)
-    for moments in found:
+    for moments in results:
         assert torch.allclose(moments.mean, mean, rtol=1e-15, atol=0)
         assert torch.allclose(moments.variance, variance, rtol=1e-9, atol=0)
-        assert torch.equal(moments.variance, found[0].variance)
+        assert torch.equal(moments.variance, results[0].variance)
 
 
 @settings(max_examples=20, deadline=None)

@@ -1,4 +1,4 @@
-"""Components that are known to be slow are found to be, forward and backward."""
+"""The component clock measures artificially slow components, forward and backward."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from hvdtrain.parallel.stage import StageModel
 
 
 class Clock:
-    """A clock that slow layers alone move on."""
+    """A clock that only slow layers advance."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -21,13 +21,13 @@ class Clock:
 
 
 class Takes(torch.autograd.Function):
-    """Passes on what it is given, one second later: forward, or backward."""
+    """Returns its input one second later, in forward or in backward."""
 
     @staticmethod
-    def forward(ctx: Any, given: Tensor, clock: Clock, is_backward: bool) -> Tensor:
+    def forward(ctx: Any, input: Tensor, clock: Clock, is_backward: bool) -> Tensor:
         ctx.clock, ctx.is_backward = clock, is_backward
         clock.now += not is_backward
-        return given.clone()
+        return input.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -36,16 +36,15 @@ class Takes(torch.autograd.Function):
 
 
 class Slow(nn.Module):
-    """A layer that takes as long as `Takes`."""
+    """A linear layer that takes one second, in forward or in backward."""
 
     def __init__(self, clock: Clock, is_backward: bool) -> None:
         super().__init__()
         self.layer, self.clock, self.is_backward = nn.Linear(4, 4), clock, is_backward
 
-    def forward(self, given: Tensor) -> Tensor:
-        """The layer, later."""
-        found: Tensor = Takes.apply(self.layer(given), self.clock, self.is_backward)
-        return found
+    def forward(self, input: Tensor) -> Tensor:
+        output: Tensor = Takes.apply(self.layer(input), self.clock, self.is_backward)
+        return output
 
 
 NAMES = ("first", "second", "third")
@@ -73,15 +72,15 @@ def test_each_component_has_its_own_time(slow: str, is_backward: bool) -> None:
 
 def test_gradients_are_those_of_a_model_without_a_clock() -> None:
     model = model_of("second", Clock())
-    given = torch.randn(3, 4, requires_grad=True)
-    model(given).square().sum().backward()
-    assert given.grad is not None
-    plain = [given.grad.clone(), *(p.grad.clone() for p in model.parameters().values())]  # type: ignore[union-attr]
-    for tensor in (given, *model.parameters().values()):
+    input = torch.randn(3, 4, requires_grad=True)
+    model(input).square().sum().backward()
+    assert input.grad is not None
+    plain = [input.grad.clone(), *(p.grad.clone() for p in model.parameters().values())]  # type: ignore[union-attr]
+    for tensor in (input, *model.parameters().values()):
         tensor.grad = None
     model.clock = ComponentClock()
-    model(given).square().sum().backward()
-    timed = [given.grad, *(p.grad for p in model.parameters().values())]
+    model(input).square().sum().backward()
+    timed = [input.grad, *(p.grad for p in model.parameters().values())]
     assert all(torch.equal(a, b) for a, b in zip(plain, timed, strict=True))  # type: ignore[arg-type]
 
 

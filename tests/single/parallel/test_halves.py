@@ -1,4 +1,4 @@
-"""A backward in two halves gives every gradient that a whole one gives, for unusual models too."""
+"""A backward in two halves gives the gradients of a whole one, for unusual models too."""
 
 # mypy: disable-error-code="no-any-return"
 
@@ -16,7 +16,7 @@ WIDTH, MICROBATCHES = 5, 3
 
 
 class Model(nn.Module):
-    """Three layers and two biases, of which each kind of model uses some."""
+    """Three layers and two biases; each kind of model uses some of them."""
 
     def __init__(self, compute: Callable[["Model", Tensor], Tensor]) -> None:
         super().__init__()
@@ -24,8 +24,8 @@ class Model(nn.Module):
         self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.p, self.q = (nn.Parameter(torch.randn(WIDTH)) for _ in range(2))
 
-    def forward(self, given: Tensor) -> Tensor:
-        return self.compute(self, given)
+    def forward(self, input: Tensor) -> Tensor:
+        return self.compute(self, input)
 
 
 def frozen_at_the_start(model: Model, x: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ KINDS = [
 
 
 def with_other_weights() -> nn.Module:
-    """Weights that are computed in each forward from what is trained."""
+    """Return layers whose weights are computed from parameters in each forward."""
     spectral = parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)).eval()
     return nn.Sequential(parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)), spectral)
 
@@ -107,12 +107,15 @@ class Recurrent(nn.Module):
         super().__init__()
         self.lstm = nn.LSTM(WIDTH, WIDTH)
 
-    def forward(self, given: Tensor) -> Tensor:
-        return torch.as_tensor(self.lstm(given)[0] + self.lstm(given.flip(0))[0])
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.as_tensor(self.lstm(input)[0] + self.lstm(input.flip(0))[0])
 
 
 def gradients(model: nn.Module, rows: int, in_halves: bool) -> tuple[list[Tensor | None], int]:
-    """Those of the inputs and parameters after some micro-batches, and how many groups waited."""
+    """Run some micro-batches; return the gradients of inputs and parameters.
+
+    The second value is the number of groups that waited for the second half.
+    """
     torch.manual_seed(1)
     for parameter in model.parameters():
         parameter.grad = None
@@ -122,23 +125,23 @@ def gradients(model: nn.Module, rows: int, in_halves: bool) -> tuple[list[Tensor
     ]
     incoming = [torch.randn(rows, WIDTH, dtype=torch.float64) for _ in range(MICROBATCHES)]
     waiting = []
-    for given, gradient in zip(inputs, incoming, strict=True):
-        output = model(given)
+    for input, gradient in zip(inputs, incoming, strict=True):
+        output = model(input)
         if in_halves:
-            waiting.append(halves.backward_input(output, gradient, given, model.parameters()))
+            waiting.append(halves.backward_input(output, gradient, input, model.parameters()))
         elif output.requires_grad:
             torch.autograd.backward(output, gradient)
     count = sum(map(len, waiting))
     for groups in waiting:
         halves.backward_weight(groups)
-    return [each.grad for each in (*inputs, *model.parameters())], count
+    return [tensor.grad for tensor in (*inputs, *model.parameters())], count
 
 
 def check(model: nn.Module, rows: int, is_split: bool) -> None:
     model.double()
     expected, _ = gradients(model, rows, in_halves=False)
-    found, groups = gradients(model, rows, in_halves=True)
-    for one, other in zip(expected, found, strict=True):
+    actual, groups = gradients(model, rows, in_halves=True)
+    for one, other in zip(expected, actual, strict=True):
         assert (one is None) == (other is None)
         if one is not None:
             torch.testing.assert_close(other, one, rtol=0, atol=1e-13)
@@ -173,9 +176,9 @@ def test_layers_of_all_kinds(make: Callable[[], nn.Module], rows: int) -> None:
 
 def test_weights_wait_for_the_second_half() -> None:
     model = nn.Linear(WIDTH, WIDTH)
-    given = torch.ones(2, WIDTH, requires_grad=True)
-    groups = halves.backward_input(model(given).sum(), None, given, model.parameters())
-    assert given.grad is not None
+    input = torch.ones(2, WIDTH, requires_grad=True)
+    groups = halves.backward_input(model(input).sum(), None, input, model.parameters())
+    assert input.grad is not None
     assert model.weight.grad is None
     halves.backward_weight(groups)
     assert model.weight.grad is not None

@@ -15,7 +15,7 @@ Forward = Callable[[nn.Module, Tensor], Tensor]
 
 
 class Counted(nn.Module):
-    """Counts its forwards in `calls` and, like a batch norm of a user's own, in a buffer."""
+    """Counts its forwards in `calls` and in a buffer, as a user's batch norm could."""
 
     seen: Tensor
 
@@ -36,7 +36,7 @@ def plainly(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def component() -> nn.Module:
-    """Everything that a recomputation could get wrong, behind a convolution."""
+    """Return a component with every kind of layer that a recomputation could get wrong."""
     torch.manual_seed(3)
     return nn.Sequential(
         nn.Conv2d(3, 8, 3),
@@ -60,12 +60,15 @@ def images(seed: int = 0) -> Tensor:
 def train(
     module: nn.Module, forward: Forward, backwards: Sequence[int] = (0,), bf16: bool = False
 ) -> dict[str, Tensor]:
-    """Forwards of several micro-batches, then their backwards in the order given."""
+    """Run forwards of several micro-batches, then their backwards in the given order.
+
+    Return outputs, gradients, buffers and the random state.
+    """
     torch.manual_seed(11)
     inputs = {seed: images(seed).requires_grad_(seed > 0) for seed in range(len(backwards))}
     with torch.autocast("cpu", torch.bfloat16) if bf16 else nullcontext():
         outputs = {seed: forward(module, x) for seed, x in inputs.items()}
-    torch.manual_seed(12)  # in the meantime others drew random numbers
+    torch.manual_seed(12)  # other code draws random numbers in between
     for seed in backwards:
         outputs[seed].float().sin().sum().backward()
     tensors = {f"output {seed}": output.detach() for seed, output in outputs.items()}
@@ -76,13 +79,13 @@ def train(
     return tensors | dict(module.named_buffers()) | {"random": torch.get_rng_state()}
 
 
-def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+def assert_same_bits(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    assert [name for name in actual if not torch.equal(actual[name], expected[name])] == []
 
 
 def mirrored(calls: list[str]) -> Callable[[Tensor], Tensor]:
-    """Gather from two replicas with the same rows, and note what was gathered."""
+    """Return an all-gather of two replicas with the same rows that records its calls."""
 
     def all_gather(tensor: Tensor) -> Tensor:
         calls.append("moments" if len(tensor) % 2 else "gradients")
@@ -105,8 +108,8 @@ def test_torchs_checkpoint_alone_would_count_everything_twice() -> None:
         return output
 
     module = component()
-    expected, found = train(deepcopy(module), plainly), train(module, alone)
-    different = {name for name in found if not torch.equal(found[name], expected[name])}
+    expected, actual = train(deepcopy(module), plainly), train(module, alone)
+    different = {name for name in actual if not torch.equal(actual[name], expected[name])}
     assert {"1.running_mean", "1.num_batches_tracked", "4.running_var", "5.seen"} <= different
 
 
@@ -142,7 +145,7 @@ def test_activations_are_not_kept() -> None:
     def kept(forward: Forward) -> bool:
         module = component()
         activations: list[weakref.ref[Tensor]] = []
-        module[0].register_forward_hook(lambda *given: activations.append(weakref.ref(given[2])))  # type: ignore[index]
+        module[0].register_forward_hook(lambda *args: activations.append(weakref.ref(args[2])))  # type: ignore[index]
         output = forward(module, images())
         assert output.requires_grad
         return activations[0]() is not None

@@ -1,4 +1,4 @@
-"""The gradients of a replicated stage, with a reduction that only notes that it was started."""
+"""The gradients of a replicated stage, with a reduction that only records its start."""
 
 import gc
 import weakref
@@ -49,7 +49,7 @@ def test_a_bucket_starts_in_the_announced_backward_once_it_is_complete() -> None
     gradients.finish()
     started.clear()
     backward(model)
-    assert started == [], "another backward is to come"
+    assert started == [], "this backward is not announced as the last one"
     gradients.announce(WHOLE)
     backward(model)
     assert started == names
@@ -59,17 +59,17 @@ def test_a_bucket_starts_in_the_announced_backward_once_it_is_complete() -> None
 
 
 class Shared(nn.Module):
-    """One layer, used by as many reentrant checkpoints as asked for."""
+    """One layer, used by a number of reentrant checkpoints."""
 
     def __init__(self, uses: int) -> None:
         super().__init__()
         self.uses, self.layer = uses, nn.Linear(4, 4)
 
-    def forward(self, given: torch.Tensor) -> torch.Tensor:
-        given.requires_grad_()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.requires_grad_()
         for _ in range(self.uses):
-            given = checkpoint(self.layer, given, use_reentrant=True)
-        return given
+            x = checkpoint(self.layer, x, use_reentrant=True)
+        return x
 
 
 def test_no_bucket_starts_before_a_gradient_has_grown_for_the_last_time() -> None:
@@ -94,7 +94,7 @@ def test_a_gradient_that_grows_in_reduction_ends_the_step() -> None:
     gradients.finish()
     model.uses = 2
     gradients.announce(WHOLE)
-    with pytest.raises(UsageError, match=r"layer\.(weight|bias) grew after"):
+    with pytest.raises(UsageError, match=r"layer\.(weight|bias) changed after"):
         backward(model)
 
 
@@ -105,4 +105,4 @@ def test_gradients_that_nobody_holds_free_their_parameters() -> None:
     watched += [weakref.ref(parameter) for parameter in model.parameters()]
     del model, gradients
     gc.collect()
-    assert [each() for each in watched] == [None] * len(watched)
+    assert [reference() for reference in watched] == [None] * len(watched)

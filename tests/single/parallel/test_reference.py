@@ -1,4 +1,4 @@
-"""The serial reference cuts a batch by itself, and so does the runtime: they must agree."""
+"""The serial reference and the runtime cut a batch with separate code: both must agree."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,15 +15,15 @@ def test_both_cuts_are_the_same(
     shares: list[list[int]], microbatches: int, batch_size: int
 ) -> None:
     stages = tuple(
-        Stage((f"part{number}",), tuple(range(len(own))), tuple(own))
-        for number, own in enumerate(shares)
+        Stage((f"part{number}",), tuple(range(len(stage))), tuple(stage))
+        for number, stage in enumerate(shares)
     )
     plan = Plan(stages, microbatches)
-    found, (slices, parts) = cut(plan, batch_size), cut_alone(plan, batch_size)
-    assert [[tuple(own) for own in stage] for stage in parts] == [
-        list(stage.values()) for stage in found.parts
+    expected, (slices, parts) = cut(plan, batch_size), cut_alone(plan, batch_size)
+    assert [[tuple(ranges) for ranges in stage] for stage in parts] == [
+        list(stage.values()) for stage in expected.parts
     ]
-    assert len(slices) == found.microbatches
+    assert len(slices) == expected.microbatches
     for stage in parts:
-        rows = [row for k in range(len(slices)) for own in stage for row in range(*own[k])]
+        rows = [row for k in range(len(slices)) for ranges in stage for row in range(*ranges[k])]
         assert rows == list(range(batch_size))

@@ -1,4 +1,4 @@
-"""What tells one rank's tensors from another's."""
+"""Fingerprints of tensors, which show a difference between ranks."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_a_fingerprint_depends_on_every_bit(kind: torch.dtype) -> None:
 
 
 def test_a_fingerprint_is_the_sum_of_bits_weighted_by_place() -> None:
-    """However it is summed: whole rows, what is left of one, and odd numbers of small ones."""
+    """Cover whole rows, an incomplete row, and odd numbers of small integers."""
     for length in (1, 6, 7, 2048, 4096, 6150, 6151):
         values = torch.randn(2 * length)[length:].clone()
         kind = torch.int64 if length % 2 == 0 else torch.int32
@@ -39,7 +39,7 @@ def test_a_fingerprint_is_the_sum_of_bits_weighted_by_place() -> None:
         expected = sum(value * (2 * place + 1) for place, value in bits) % 2**64
         assert of(values) % 2**64 == expected
         shifted = torch.cat([torch.zeros(3), values])[3:]
-        assert of(shifted) == of(values), "wherever it begins"
+        assert of(shifted) == of(values), "independent of the storage offset"
 
 
 def test_a_fingerprint_depends_on_places() -> None:

@@ -87,7 +87,7 @@ def test_a_run_starts_from_the_file_under_any_plan(
         (
             ("train", "--model", "cnn", "--data", "{data}", "--weights", "{weights}"),
             3,
-            "which cnn has not: it is of another model",
+            "which cnn does not have: use weights of cnn",
         ),
         (
             ("train", "--model", "cnn", "--data", "{data}", "--weights", "absent.pth"),

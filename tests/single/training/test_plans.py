@@ -196,7 +196,7 @@ def test_what_needs_one_process_says_so_to_several(hvdtrain: Program) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--plan", "hp:3x1", "--ranks", 2), "hp:3x1 runs on 3 ranks"),
+        (("--plan", "hp:3x1", "--ranks", 2), "hp:3x1 does not fit 2 ranks: start 1 or 3"),
         (("--plan", "mp", "--ranks", 2, "--schedule", "zb"), "--schedule zb is not known"),
         (
             ("--plan", "mp", "--ranks", 2, "--schedule", "zb-h1", "--recompute", "all"),
@@ -223,7 +223,7 @@ def test_what_cannot_run_is_refused_in_one_line(
     ("plan", "schedule", "message"),
     [
         ("hp:5x1", "1f1b", "has 5 stages, but the model has 4 component"),
-        ("hp:2x1", "interleaved", "interleaved schedule is for ranks that hold several stages"),
+        ("hp:2x1", "interleaved", "interleaved schedule needs several stages per rank"),
     ],
 )
 def test_a_plan_that_no_model_or_schedule_fits_is_refused(
