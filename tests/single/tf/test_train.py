@@ -145,7 +145,7 @@ def test_replicas_that_part_end_the_run_at_step_100(
     options = ("--model", "own:drifts", "--batch-size", 4)
     done = hvdtrain(*command(small_set, tmp_path / "run", *options), cwd=tmp_path)
     assert done.returncode == 1
-    assert "drifting/scale than rank 0: the replicas did not stay together" in done.stderr
+    assert "hold different values of drifting/scale, although these ranks are replicas" in done.stderr
     faults = {fault["cause"]: fault["step"] for fault in events_of(tmp_path / "run", "fault")}
     assert faults["replicas differ"] == 100
 
@@ -190,7 +190,7 @@ def test_a_rank_that_is_killed_ends_the_job_and_another_start_finishes_it(
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("hvdtrain: ")]
     assert "was ended by signal 9 (Killed) in step " in lines[0]
-    assert lines[1].startswith("hvdtrain: starting again on 2 rank(s) from the last checkpoint")
+    assert lines[1].startswith("hvdtrain: restarting on 2 rank(s) from the last checkpoint")
     assert summary_of(run)["weights_sha256"] == undisturbed["weights_sha256"]
     assert_each_sample_once(run.with_suffix(".csv"), EPOCHS)
 
@@ -353,7 +353,7 @@ def test_mirrors_end_at_a_bad_step_and_say_what_they_know(
     options = ("--plan", "mirrored:2", "--inject", "nan step=3 component=conv2")
     done = hvdtrain(*command(small_set, tmp_path / "run", *options, ranks=1))
     assert done.returncode == 1
-    assert "at step 3 (epoch 1): the weights have taken it, so where it began" in done.stderr
+    assert "at step 3 (epoch 1): the weights are already updated, so the layer" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
@@ -388,10 +388,10 @@ def test_a_damaged_shard_ends_the_run(hvdtrain: Program, small_set: Path, tmp_pa
     [
         (("--model", "own:softmax"), "ends in a softmax, which belongs to the loss"),
         (("--model", "own:regularised"), "has losses of its own (regularisers)"),
-        (("--model", "own:larger"), "cannot take images of 16x16 and give one tensor: "),
-        (("--model", "own:two"), "cannot take images of 16x16 and give one tensor: "),
-        (("--model", "resnet18"), "--framework tensorflow has no resnet18: there is cnn, and "),
-        (("--device", "cuda"), "--device cuda, but TensorFlow sees no GPU here"),
+        (("--model", "own:larger"), "does not turn images of 16x16 into one tensor: "),
+        (("--model", "own:two"), "does not turn images of 16x16 into one tensor: "),
+        (("--model", "resnet18"), "--framework tensorflow has no model resnet18: use cnn, or "),
+        (("--device", "cuda"), "--device cuda: TensorFlow sees no GPU on this host"),
         (("--image-size", "32"), "--image-size 32, but the images of "),
     ],
 )

@@ -201,7 +201,7 @@ def test_a_part_that_is_a_link_is_refused(tmp_path: Path) -> None:
     path = save(tmp_path, make(1))
     (path / PART).rename(tmp_path / "elsewhere")
     (path / PART).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(DataError, match="is no file"):
+    with pytest.raises(DataError, match="is not a file"):
         checkpoint.load(path)
 
 

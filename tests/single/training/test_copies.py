@@ -143,7 +143,7 @@ def test_a_job_goes_on_when_a_disk_is_lost(
     go_on(1)
     (run / "checkpoints" / "step-00000011" / "part-0001.safetensors").unlink()
     said = go_on(2, "--resume")
-    assert "mended step-00000011 from the copies of --replicate: " in said
+    assert "repaired step-00000011 from the copies of --replicate: " in said
     assert "resumed after step 11" in said
     shutil.rmtree(run)  # the shared disk
     assert "resumed after step 22" in go_on(3, "--resume")
@@ -191,7 +191,7 @@ def test_copies_of_a_run_whose_configuration_is_lost_are_not_cleared(
     held = sorted(path.name for path in disk.rglob("*"))
     done = hvdtrain(*common)
     assert done.returncode == 2, done.stderr
-    assert "holds copies of checkpoints of a run, but no config.yaml of it is left" in done.stderr
+    assert "holds copies of checkpoints of a run whose config.yaml is missing" in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert sorted(path.name for path in disk.rglob("*")) == held
 

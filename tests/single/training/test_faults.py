@@ -78,7 +78,7 @@ def test_a_rank_that_fails_ends_the_job_and_another_start_finishes_it(
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("hvdtrain: ")]
     assert DIES[kind] in lines[0]
-    assert lines[1].startswith("hvdtrain: starting again on 2 rank(s) from the last checkpoint")
+    assert lines[1].startswith("hvdtrain: restarting on 2 rank(s) from the last checkpoint")
     assert len(lines) == 2
     assert summary_of(run)["weights_sha256"] == undisturbed
     assert_each_sample_once(run.with_suffix(".csv"), EPOCHS)
@@ -86,7 +86,7 @@ def test_a_rank_that_fails_ends_the_job_and_another_start_finishes_it(
     assert f"hvdtrain: {message}" == lines[0]
     (alert,) = [line for line in told.read_text().splitlines() if line.startswith("rank failed|")]
     said, _, told_at = alert.rpartition("|")
-    assert said == f"rank failed|{message}; starting again|{run}"
+    assert said == f"rank failed|{message}; restarting|{run}"
     (mark,) = (run / "injected").iterdir()
     if kind != "stop":  # that takes its --stall-timeout
         assert float(told_at) - mark.stat().st_mtime < SOON_SECONDS
@@ -100,7 +100,7 @@ def test_a_job_goes_on_with_fewer_ranks_and_without_the_faults_of_those_that_are
     done = hvdtrain(*command(small_set, run, *options, ranks=3))
     assert done.returncode == 0, done.stderr
     summary = summary_of(run)
-    starts = done.stderr.count("starting again on")
+    starts = done.stderr.count("restarting on")
     assert summary["ranks"] == 3 - starts
     assert len(failures_of(run)) == starts
     assert len(list((run / "injected").iterdir())) == starts >= 1
@@ -178,9 +178,9 @@ def test_a_corrupt_checkpoint_is_passed_over(
     options = ("--inject", fault, "--restarts", 1, "--checkpoint-every", "1 epoch")
     done = hvdtrain(*command(small_set, run, *options))
     assert done.returncode == 0, done.stderr
-    assert "skipped a checkpoint, now damaged-step-00000022: " in done.stdout
+    assert "skipped checkpoint step-00000022, renamed to damaged-step-00000022: " in done.stdout
     assert "resumed after step 11" in done.stdout
-    assert "SHA-256 is not that of the manifest" in done.stdout
+    assert "SHA-256 differs from the manifest" in done.stdout
     assert summary_of(run)["weights_sha256"] == undisturbed
     assert_each_sample_once(run.with_suffix(".csv"), EPOCHS)
 

@@ -353,5 +353,5 @@ def wait_to_start_again(case: Case) -> "subprocess.Popen[str]":
     process = start(case.command(*options))
     assert process.stderr is not None
     lines = iter(process.stderr.readline, "")
-    assert any("starting again on 2 rank(s)" in line and " in 5 s" in line for line in lines)
+    assert any("restarting on 2 rank(s)" in line and " in 5 s" in line for line in lines)
     return process

@@ -128,7 +128,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(
         assert not psutil.wait_procs(ranks, timeout=SOON_SECONDS)[1]
     _, said = process.communicate(timeout=300)
     assert process.returncode == 0, said
-    assert said.count("was ended by signal 9") == said.count("starting again") == kills
+    assert said.count("was ended by signal 9") == said.count("restarting") == kills
     assert summary_of(run)["weights_sha256"] == undisturbed(layout)
     assert_each_sample_once(run.with_suffix(".csv"), EPOCHS)
 
@@ -151,7 +151,7 @@ def test_a_run_goes_on_inside_an_epoch_under_another_plan_from_the_newest_that_v
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\0\0")
     done = hvdtrain(*common, "--ranks", 2, "--plan", "mp", "--resume")
     assert done.returncode == 0, done.stderr
-    assert "skipped a checkpoint, now damaged-step-00000005: " in done.stdout
+    assert "skipped checkpoint step-00000005, renamed to damaged-step-00000005: " in done.stdout
     assert "resumed after step 4" in done.stdout
     ours, theirs = events_of(run, "step"), events_of(serial, "step")
     assert [line["step"] for line in ours] == list(range(1, steps + 1))

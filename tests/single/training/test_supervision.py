@@ -39,7 +39,7 @@ def test_starts_that_save_nothing_come_to_an_end(
     lines = [line for line in capfd.readouterr().err.splitlines() if "hvdtrain: " in line]
     waits = [line.partition(" in ")[2].partition(",")[0] for line in lines if "again on" in line]
     assert waits == ["0 s", "1 s"]
-    said = "hvdtrain: not started again: 3 starts in a row saved no new checkpoint; the last one: "
+    said = "hvdtrain: not restarted: 3 starts in a row saved no new checkpoint; the last one: "
     assert lines[-1].startswith(f"{said}rank 1 on ")
     assert "RuntimeError: this rank is at fault" in lines[-1]
     assert len(lines[-1]) < 400

@@ -35,7 +35,7 @@ def test_a_verified_run_is_the_run_without(
         assert cli.run(options(small_set, tmp_path / name, *given)) == 0
     plain, verified = (summary_of(tmp_path / name) for name in ("plain", "verified"))
     assert verified["weights_sha256"] == plain["weights_sha256"]
-    assert "verified: 3 step(s) under the plan are those of one rank" in capsys.readouterr().out
+    assert "verified: 3 step(s) under the plan match those of one rank" in capsys.readouterr().out
 
 
 def test_a_wrong_step_ends_the_run_before_it_begins(
@@ -114,7 +114,7 @@ def test_auto_takes_a_backward_in_halves_only_if_it_is_right(
     assert cli.run(options(small_set, tmp_path / "run", "--plan", "auto")) == 0
     (plan,) = events_of(tmp_path / "run", "plan")
     assert plan["schedule"] == ("1f1b" if is_wrong else "zb-h1")
-    remark = "zb-h1 is left out, because the update of "
+    remark = "zb-h1 is not used, because the update of "
     assert (remark in capsys.readouterr().out) == is_wrong
 
 
