@@ -1,4 +1,4 @@
-"""Who holds the others up: named when it is so, and not otherwise."""
+"""Stragglers are reported if a rank delays the others, and only then."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,11 +9,11 @@ from hvdtrain.training.health import Stragglers, as_lists, peers
 NAMES = ["stem", "body", "neck", "head"]
 
 
-def window(*own: float, steps: int = 10, seconds: float = 0.2) -> NDArray[np.float64]:
-    """A window of steps in which each rank takes so long without waiting, with some noise."""
-    noise = np.random.default_rng(1).uniform(0.95, 1.05, (steps, len(own), 1))
-    vitals = np.full((steps, len(own), 6), np.nan)
-    vitals[..., 0], vitals[..., 1:2] = seconds, noise * np.array(own)[:, None]
+def window(*own_seconds: float, steps: int = 10, seconds: float = 0.2) -> NDArray[np.float64]:
+    """Return vitals of steps with these seconds of each rank without waiting, with some noise."""
+    noise = np.random.default_rng(1).uniform(0.95, 1.05, (steps, len(own_seconds), 1))
+    vitals = np.full((steps, len(own_seconds), 6), np.nan)
+    vitals[..., 0], vitals[..., 1:2] = seconds, noise * np.array(own_seconds)[:, None]
     return vitals
 
 
@@ -28,14 +28,16 @@ def test_peers_do_the_same_work() -> None:
 def test_a_slow_replica_is_named_once_with_what_it_costs() -> None:
     watch = Stragglers([(1, 2), (0, 2), (0, 1)])
     assert watch.look(window(0.1, 0.1, 0.2)) == [], "once may be chance"
-    (found,) = watch.look(window(0.1, 0.1, 0.2))
-    assert found.rank == 2
-    assert 0.45 < found.lost_fraction < 0.55
-    assert "rank 2 holds the others up: 20" in str(found)
+    (straggler,) = watch.look(window(0.1, 0.1, 0.2))
+    assert straggler.rank == 2
+    assert 0.45 < straggler.lost_fraction < 0.55
+    assert "rank 2 holds the others up: 20" in str(straggler)
     assert watch.look(window(0.1, 0.1, 0.2)) == [], "it was named"
     assert watch.look(window(0.1, 0.1, 0.1)) == []
     watch.look(window(0.1, 0.1, 0.2))
-    assert [found.rank for found in watch.look(window(0.1, 0.1, 0.2))] == [2], "it came back"
+    assert [straggler.rank for straggler in watch.look(window(0.1, 0.1, 0.2))] == [2], (
+        "it came back"
+    )
 
 
 def test_stages_of_a_pipeline_are_compared_with_themselves() -> None:
@@ -43,16 +45,18 @@ def test_stages_of_a_pipeline_are_compared_with_themselves() -> None:
     for _ in range(3):
         assert watch.look(window(0.02, 0.1)) == [], "unequal stages are no fault"
     assert watch.look(window(0.05, 0.1)) == []
-    (found,) = watch.look(window(0.05, 0.1))
-    assert found.rank == 0
+    (straggler,) = watch.look(window(0.05, 0.1))
+    assert straggler.rank == 0
 
 
 def test_what_is_short_or_alone_is_not_judged() -> None:
     watch = Stragglers([(1,), (0,)])
     for _ in range(5):
         assert watch.look(window(0.0001, 0.0003)) == [], "less than a millisecond"
-    found = [watch.look(window(0.1, 0.3, steps=2)) for _ in range(6)]
-    assert [len(each) for each in found] == [0, 0, 0, 0, 0, 1], "twice so many steps as it takes"
+    stragglers = [watch.look(window(0.1, 0.3, steps=2)) for _ in range(6)]
+    assert [len(window_stragglers) for window_stragglers in stragglers] == [0, 0, 0, 0, 0, 1], (
+        "after twice the usual number of steps"
+    )
     alone = Stragglers([()])
     assert [alone.look(window(seconds)) for seconds in (0.1, 0.5, 0.5, 0.5)] == [[]] * 4
 

@@ -1,4 +1,4 @@
-"""The run folder: when it is resumed, and when it is refused."""
+"""The run folder: resumed or refused, depending on its content."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +17,7 @@ def make(run: Path, **values: Any) -> TrainConfig:
 
 @pytest.fixture
 def held(tmp_path: Path) -> Path:
-    """A folder that holds a run."""
+    """Return a folder that holds a run."""
     run = tmp_path / "held"
     run.mkdir()
     (run / "config.yaml").write_text(configfile.to_yaml(make(run)))

@@ -1,4 +1,4 @@
-"""Gradients that are no numbers, or too large: named, and stopped or skipped on all ranks."""
+"""Gradients that are not finite, or too large: reported, and stopped or skipped on all ranks."""
 
 import json
 from pathlib import Path
@@ -26,14 +26,14 @@ HYBRID = {
 
 
 def command(data: Path, run: Path, plan: str, *options: object) -> tuple[object, ...]:
-    """A few steps of a network with batch norm, whose running statistics must survive, too."""
+    """Return the command of a few steps of a network with batch norm."""
     (run.parent / "hp.json").write_text(json.dumps(HYBRID))
     common = ("train", "--model", "resnet18", "--data", data, "--run", run, "--batch-size", 12)
     return (*common, "--threads", 1, "--augment", "crop-flip", *PLANS[plan], *options)
 
 
 def bad_steps(run: Path) -> list[dict[str, Any]]:
-    """Those in the metrics; on crowded cores ranks may be named as stragglers, too."""
+    """Return the bad steps in the metrics, without stragglers, which busy cores may cause."""
     return [line for line in events_of(run, "fault") if line["cause"] == "bad step"]
 
 
@@ -41,7 +41,7 @@ def bad_steps(run: Path) -> list[dict[str, Any]]:
 def test_a_skipped_step_changes_nothing(
     hvdtrain: Program, small_set: Path, tmp_path: Path, plan: str
 ) -> None:
-    """Weights, statistics and optimizer after three steps and a bad one are those of the three."""
+    """The state after three steps and a skipped one is that after the three steps."""
     digests = {}
     rank = 0 if plan == "one" else 1
     component = "layer3.0" if plan == "hp" else "layer1.0"
@@ -51,7 +51,7 @@ def test_a_skipped_step_changes_nothing(
         "skipped": ("--max-steps", 4, "--inject", fault, "--on-bad-step", "skip"),
     }
     if plan == "one":
-        runs["four"] = ("--max-steps", 4)  # the fourth step would have changed something
+        runs["four"] = ("--max-steps", 4)  # a good fourth step changes the weights
     for name, options in runs.items():
         run, ledger = tmp_path / name, tmp_path / f"{name}.csv"
         done = hvdtrain(*command(small_set, run, plan, *options, "--ledger", ledger), cwd=tmp_path)
@@ -62,8 +62,8 @@ def test_a_skipped_step_changes_nothing(
     assert digests["skipped"] == digests["three"] != digests.get("four")
     (line,) = bad_steps(tmp_path / "skipped")
     assert line["step"] == 4
-    said = f"the output of {component} is the first that is not finite (input and weights are)"
-    assert f"{said}; skipped" in line["message"]
+    message = f"the output of {component} is the first that is not finite (input and weights are)"
+    assert f"{message}; skipped" in line["message"]
     counts = [len(samples_of(tmp_path / f"{name}.csv", 1)[0]) for name in digests]
     assert counts == [36, 36, 48][: len(counts)], "what entered no gradient is not in the ledger"
 
@@ -71,7 +71,7 @@ def test_a_skipped_step_changes_nothing(
 def test_a_run_goes_on_after_skipped_steps(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
-    """Faults of one component by where it is, by its rank, and of a rank's first component."""
+    """Faults by rank and component, by component only, and by rank only."""
     run = tmp_path / "run"
     fault = "nan step=5 rank=1 component=dense; nan step=3 component=dense; nan step=7 rank=1"
     done = hvdtrain(
@@ -90,7 +90,7 @@ def test_a_run_goes_on_after_skipped_steps(
 def test_a_run_is_resumed_that_has_skipped_all_its_steps(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
-    """Its optimizer has no state yet, and its first epoch no loss, so that it is not the best."""
+    """The optimizer has no state yet, and the first epoch has no loss, so it is not the best."""
     run, fault = tmp_path / "run", "nan step=1 steps=7"
     common = ["train", "--model", "cnn", "--data", small_set, "--run", run, "--batch-size", 100]
     common += ["--on-bad-step", "skip", "--inject", fault]
@@ -124,8 +124,8 @@ def test_a_bad_step_stops_all_ranks_and_the_component_is_named(
     done = hvdtrain(*command(small_set, tmp_path / "run", plan, *options), cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     assert "the loss became nan at step 3 (epoch 1): " in done.stderr
-    said = "the output of layer4.0 is the first that is not finite (input and weights are)"
-    assert said in done.stderr
+    message = "the output of layer4.0 is the first that is not finite (input and weights are)"
+    assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert len(bad_steps(tmp_path / "run")) == 1
     assert (tmp_path / "run" / "checkpoints" / "step-00000002").is_dir()
@@ -148,11 +148,11 @@ def test_gradients_above_the_limit_are_bad_and_their_largest_part_is_named(
 def test_weights_that_are_no_numbers_are_named(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
-    """Plain SGD with a rate that is infinite in fp32: so are the weights after the first step."""
+    """A learning rate that is infinite in fp32 makes the weights infinite after the first step."""
     done = hvdtrain(
         *("train", "--model", "cnn", "--data", small_set, "--run", tmp_path / "run"),
         *("--optimizer", "sgd", "--lr", "1e39", "--max-steps", 3),
     )
     assert done.returncode == 1
-    said = "step 2 (epoch 1): the output of conv1 is the first that is not finite"
-    assert f"{said} (nor are its weights)" in done.stderr
+    message = "step 2 (epoch 1): the output of conv1 is the first that is not finite"
+    assert f"{message} (nor are its weights)" in done.stderr

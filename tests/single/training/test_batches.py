@@ -1,4 +1,4 @@
-"""A tail that a component cannot take is found before the first step, not an epoch later."""
+"""A last batch that a component cannot process is refused before the first step."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ def command(data: Path, run: Path, *options: Any) -> tuple[Any, ...]:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        # 601 images: a tail of one.
+        # 601 images: a last batch of one.
         (
             ("--model", f"{MODELS}:normed", "--batch-size", 100),
             "component 'head' cannot take 1 sample at once, its part of a batch of 1, the last of "

@@ -1,4 +1,4 @@
-"""What a user at a terminal sees."""
+"""Output that a user sees in a terminal."""
 
 import os
 import pty
@@ -36,9 +36,9 @@ def test_a_run_at_a_terminal_shows_a_bar_and_the_epochs(
             break
         shown += piece
     os.close(ours)
-    _, said = process.communicate(timeout=SOON_SECONDS)
-    assert process.returncode == 0, said.decode()
-    assert said == b""
+    _, errors = process.communicate(timeout=SOON_SECONDS)
+    assert process.returncode == 0, errors.decode()
+    assert errors == b""
     text = shown.decode()
     assert "epoch 1/2" in text
     assert "epoch 2/2" in text

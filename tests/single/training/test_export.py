@@ -20,7 +20,7 @@ def final_of(run: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def trained(hvdtrain: Program, small_set: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three steps of a ResNet."""
+    """Train a ResNet for three steps."""
     run = tmp_path_factory.mktemp("trained") / "run"
     done = hvdtrain(
         *("train", "--model", "resnet18", "--data", small_set, "--run", run),
@@ -53,7 +53,7 @@ def test_the_file_holds_the_checkpoints_tensors_by_torchvisions_names(
 def test_a_run_starts_from_the_file_under_any_plan(
     hvdtrain: Program, small_set: Path, tmp_path: Path, trained: Path, exported: Path
 ) -> None:
-    """With a learning rate that changes nothing, what is tested is what was loaded."""
+    """A learning rate that changes nothing lets the test compare the loaded weights."""
     losses = []
     for name, plan in (("one", ()), ("two", ("--plan", "mp", "--ranks", 2))):
         done = hvdtrain(
@@ -66,7 +66,7 @@ def test_a_run_starts_from_the_file_under_any_plan(
         assert "anew" not in done.stdout
         losses.append(final_of(tmp_path / name)["test_loss"])
     before = final_of(trained)["test_loss"]
-    # One step moves the running statistics by a tenth; the weights are those of the file.
+    # One step moves the running statistics by a tenth; the weights stay as in the file.
     assert losses[0] == pytest.approx(before, rel=0.2)
     source, _, _ = checkpoint.load_newest(trained / "checkpoints")
     assert source is not None
@@ -107,10 +107,10 @@ def test_what_cannot_be_is_one_line(
     message: str,
 ) -> None:
     places = {"run": trained, "data": small_set, "weights": exported}
-    given = [argument.format(**places) for argument in arguments]
-    if given[0] == "train":
-        given += ["--run", str(tmp_path / "run")]
-    done = hvdtrain(*given, timeout=60)
+    words = [argument.format(**places) for argument in arguments]
+    if words[0] == "train":
+        words += ["--run", str(tmp_path / "run")]
+    done = hvdtrain(*words, timeout=60)
     assert done.returncode == code, done.stderr
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1

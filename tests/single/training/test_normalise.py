@@ -1,4 +1,4 @@
-"""Images are normalised by what is trained on: held-out ones have no part in it."""
+"""Images are normalised by the statistics of the training images, without held-out ones."""
 
 from pathlib import Path
 from typing import Literal

@@ -22,7 +22,7 @@ def config(**values: Any) -> TrainConfig:
 
 
 def rates(**values: Any) -> list[float]:
-    """The rate of each of the 100 steps of 10 epochs of 100 samples."""
+    """Return the learning rate of each of the 100 steps of 10 epochs of 100 samples."""
     return [learning_rate(config(lr=1.0, **values), 100, p) for p in range(0, 1000, 10)]
 
 
@@ -86,7 +86,7 @@ def test_steps_are_those_of_torch(kind: str, plain: Callable[..., torch.optim.Op
     ],
 )
 def test_what_is_not_to_decay_does_not(kinds: str, undecayed: set[str]) -> None:
-    """Without a gradient a step of AdamW is its weight decay alone."""
+    """Without a gradient a step of AdamW is only its weight decay."""
     components = [
         Component("embed", partial(vit.Embedding, 8, 4, 12)),
         Component("a", partial(vit.Attention, 12, 3)),
@@ -111,7 +111,7 @@ def test_a_kind_that_does_not_exist_is_refused() -> None:
 
 
 def test_a_rank_loads_no_compiler() -> None:
-    """Beside the first, which checks the model for all: that is a third of a rank's start."""
+    """Rank 0 alone loads it, to check the model for all: this is a third of a rank's start."""
     program = (
         "import sys\n"
         "import torch\n"

@@ -1,6 +1,6 @@
-"""`plan check` sees what is wrong with a step, whatever part of it: faults are put in on purpose.
+"""`plan check` detects a wrong step, whatever part of it is wrong: the faults are injected.
 
-These faults show on one rank; tests/mpi/test_controls.py has those that take replicas.
+These faults show on one rank; tests/mpi/test_controls.py has those that need replicas.
 """
 
 import json
@@ -27,7 +27,7 @@ Fault = Callable[[pytest.MonkeyPatch], None]
 
 
 def check(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str]:
-    """The exit code of `plan check`, and what it printed."""
+    """Return the exit code of `plan check`, and its output."""
     code = cli.run(["plan", "check", *PLAN, "--batch-size", "9", *options])
     return code, capsys.readouterr().out
 
@@ -99,7 +99,7 @@ def test_a_fault_fails_it_and_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, plant: Fault, where: str
 ) -> None:
     plant(monkeypatch)
-    # Clipped gradients do not show by what they were divided.
+    # Clipped gradients do not show which norm they were divided by.
     options = OPTIONS if plant is not a_tail_that_counts_as_a_whole_batch else OPTIONS[:-2]
     code, printed = check(capsys, *options)
     assert code == 1
@@ -110,12 +110,12 @@ def test_a_fault_fails_it_and_is_named(
 def test_brain_floats_are_held_to_more_than_their_own_errors(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Two halves of a batch differ from the whole by 0.005 in brain floats; here it is 0.05.
+    # In bf16 two halves of a batch differ from the whole batch by 0.005; this fault is 0.05.
     whole = Runtime._output_gradient
 
     def larger(self: Runtime, step: Any, task: Any) -> torch.Tensor | None:
-        found = whole(self, step, task)
-        return torch.tensor(1.05) if found is None else found
+        gradient = whole(self, step, task)
+        return torch.tensor(1.05) if gradient is None else gradient
 
     monkeypatch.setattr(Runtime, "_output_gradient", larger)
     code, printed = check(capsys, "--precision", "bf16", "--json")

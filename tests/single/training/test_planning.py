@@ -1,4 +1,4 @@
-"""`--plan auto` and `adaptive`: what is measured on the ranks of a run, and what comes of it."""
+"""`--plan auto` and `adaptive`: measurements on the ranks of a run, and the plans from them."""
 
 import re
 import signal
@@ -37,8 +37,8 @@ ADAPTIVE: tuple[Any, ...] = (
     *("train", "--model", "cnn", "--batch-size", 20, "--threads", 1),
     *("--plan", "adaptive"),
 )
-# Each rank in turn, as one may have too little to lose any; the first again, as what is found of
-# one is lost if the machine itself has just changed.
+# Each rank in turn, because one may have too little work to lose any. The first one again,
+# because the measurement of a rank is lost if the machine itself has just changed.
 SLOW = "; ".join(
     f"slow step={step} steps=40 rank={rank} seconds=0.2"
     for step, rank in ((150, 1), (250, 0), (350, 1))
@@ -82,7 +82,7 @@ def test_a_plan_is_measured_chosen_and_trained(
 def test_a_plan_is_changed_while_training(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
-    """A rank that becomes slow is given less; no sample is lost or repeated."""
+    """A rank that becomes slow gets less work; no sample is lost or repeated."""
     run, ledger = tmp_path / "run", tmp_path / "ledger.csv"
     options = (*ADAPTIVE, "--ranks", 2, "--epochs", 14, "--data", small_set)
     options += ("--run", run, "--ledger", ledger)
@@ -90,7 +90,7 @@ def test_a_plan_is_changed_while_training(
     assert done.returncode == 0, done.stderr
     first, *others = events_of(run, "plan")
     assert "decision" not in first
-    # On a busy machine rank 0 may drift as well, and be named as the cause.
+    # On a busy machine rank 0 may slow down as well, and be named as the cause.
     change = next(
         line
         for line in others
@@ -109,7 +109,7 @@ def test_a_plan_is_changed_while_training(
 
 
 def has_less(rank: int, stages: list[dict[str, Any]]) -> bool:
-    """Whether a plan for the CNN gives this rank of two less to compute than the other one."""
+    """Return whether a plan for the CNN gives this rank of two less work than the other one."""
     costs = component_costs(models.components("cnn", 5, 16), 16, classes=5)
     flops = {cost.name: cost.forward_flops for cost in costs}
     work = dict.fromkeys((0, 1), 0.0)
@@ -125,19 +125,19 @@ def test_components_are_compared_with_their_predictions_while_training(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    # A schedule that does not split: there, components cannot be told apart.
+    # A schedule without a split backward: with one, components have no separate times.
     options = (*ADAPTIVE, "--ranks", 2, "--max-steps", 120, "--schedule", "1f1b")
     done = hvdtrain(*options, "--data", small_set, "--run", run)
     assert done.returncode == 0, done.stderr
-    found = events_of(run, "profile")
-    assert found
+    profiles = events_of(run, "profile")
+    assert profiles
     compared = set()
-    for line in found:
+    for line in profiles:
         assert len(line["ranks"]) == 2
         for rank in line["ranks"]:
             assert all(0.05 < ratio < 20 for ratio in rank["times_predicted"].values())
             compared |= set(rank["times_predicted"])
-    assert compared >= {"conv1", "conv2"}  # the others take next to nothing of a step
+    assert compared >= {"conv1", "conv2"}  # the others take almost no time of a step
 
 
 @pytest.mark.proof
@@ -145,7 +145,7 @@ def test_components_are_compared_with_their_predictions_while_training(
 def test_a_rank_killed_while_the_plan_changes(
     small_set: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
-    """Or hung. The run goes on from its last checkpoint, under `--plan adaptive`, in full."""
+    """A rank is killed, or hangs: the run resumes from its last checkpoint, still adaptive."""
     run, ledger = tmp_path / "run", tmp_path / "ledger.csv"
     options = (*ADAPTIVE, "--ranks", 2, "--epochs", 14, "--data", small_set)
     options += ("--run", run, "--ledger", ledger, "--checkpoint-every", "1 epoch")
@@ -169,7 +169,7 @@ def test_a_rank_killed_while_the_plan_changes(
 def test_a_job_suspended_and_asked_to_leave_while_the_plan_changes(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
-    """It ends the change, saves and leaves; another start trains the rest."""
+    """The job finishes the change, saves and ends; another start trains the rest."""
     run, ledger = tmp_path / "run", tmp_path / "ledger.csv"
     options = [*ADAPTIVE, "--ranks", 2, "--data", small_set, "--run", run, "--ledger", ledger]
     process = begin([*map(str, options), "--epochs", "14", "--inject", SLOW], lambda: saves(run))
@@ -178,9 +178,9 @@ def test_a_job_suspended_and_asked_to_leave_while_the_plan_changes(
     suspend(job)
     process.send_signal(signal.SIGTERM)
     resume(job)
-    said = process.communicate(timeout=60)[1]
-    assert process.returncode == 75, said
-    assert "state saved" in said, doing
+    errors = process.communicate(timeout=60)[1]
+    assert process.returncode == 75, errors
+    assert "state saved" in errors, doing
     assert any(line.get("decision") == "change" for line in events_of(run, "plan"))
     left = events_of(run, "checkpoint")[-1]["step"]
     epochs = left // 31 + 1
@@ -191,7 +191,7 @@ def test_a_job_suspended_and_asked_to_leave_while_the_plan_changes(
 
 
 def wait_for_change(process: "subprocess.Popen[str]") -> str:
-    """Return once rank 1 changes the plan: what it does."""
+    """Wait until rank 1 changes the plan, and return its action."""
     activity = Path(clients_of(process)[1].environ()["HVDTRAIN_ACTIVITY"])
     while "changing the plan" not in (doing := last_activity(activity, 1)):
         assert process.poll() is None, process.communicate()
@@ -249,7 +249,7 @@ def test_one_rank_may_have_a_limit(hvdtrain: Program, small_set: Path, tmp_path:
 def test_a_run_that_used_more_than_its_limit_reports_it(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
-    """The profile is of another day: its file says that a process needs next to nothing."""
+    """The profile is outdated: it contains almost no memory for a process."""
     profile = tmp_path / "profile.json"
     common = (*RUN, "--data", small_set, "--plan", "auto", "--profile", profile, "--memory-limit")
     done = hvdtrain(*common, 8, "--run", tmp_path / "within")
@@ -283,13 +283,13 @@ def test_nothing_fits_is_one_line(hvdtrain: Program, small_set: Path, tmp_path: 
 def test_what_a_limit_allows_is_not_exceeded(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
-    """Measured: data parallelism needs more than the limit, and the plan that is found less."""
+    """Measured, data parallelism needs more than the limit, and the chosen plan needs less."""
     common: tuple[Any, ...] = ("train", "--model", "resnet18", "--data", small_set, "--ranks", 2)
     common += ("--threads", 1, "--batch-size", 512, "--max-steps", 2, "--optimizer", "sgd")
     peaks: list[int] = []
     for plan in (("dp",), ("auto", "--memory-limit")):
-        given = (*plan, f"{0.85 * peaks[0] / 2**30:.3f}") if peaks else plan
-        done = hvdtrain(*common, "--plan", *given, "--run", tmp_path / plan[0], cold=True)
+        plan_options = (*plan, f"{0.85 * peaks[0] / 2**30:.3f}") if peaks else plan
+        done = hvdtrain(*common, "--plan", *plan_options, "--run", tmp_path / plan[0], cold=True)
         assert done.returncode == 0, done.stderr
         peaks.append(max(summary_of(tmp_path / plan[0])["peak_memory_bytes"]))
     assert peaks[1] <= 0.85 * peaks[0]
@@ -297,24 +297,24 @@ def test_what_a_limit_allows_is_not_exceeded(
 
 @pytest.mark.parametrize("model", ["cnn", pytest.param("vit_tiny", marks=pytest.mark.proof)])
 def test_every_component_is_measured_in_every_way(model: str) -> None:
-    """In a process without MPI: its own times alone."""
+    """A process without MPI measures its own times only."""
     import torch
 
     config = TrainConfig(model=model, data="", plan="auto", batch_size=16).check()
     components = models.components(model, 10, 32)
     images = Images([0.5] * 3, [0.25] * 3, torch.device("cpu"), "fp32")
-    here = World("none", 0, 1, 0, 1, 1)
+    world = World("none", 0, 1, 0, 1, 1)
     subject = planning.subject_of(config, components, 32, 10, images)
-    found, costs = planning.own_times(subject, here), subject.costs
-    assert list(found.components) == [cost.name for cost in costs]
-    assert found.resident_bytes > 2**20
+    times_of_rank, costs = planning.own_times(subject, world), subject.costs
+    assert list(times_of_rank.components) == [cost.name for cost in costs]
+    assert times_of_rank.resident_bytes > 2**20
     sizes = measured_sizes(16, 1)
-    for number, times in enumerate(found.components.values()):
+    for number, times in enumerate(times_of_rank.components.values()):
         assert [size for size, _ in times.forward.points] == list(sizes)
         assert times.forward(8) > 0
         assert times.backward(8) > 0
         assert (times.input_half is None) == (number == 0 or not costs[number].parameters)
-    assert sum(times.update for times in found.components.values()) > 0
+    assert sum(times.update for times in times_of_rank.components.values()) > 0
 
 
 def test_what_is_measured_goes_down_by_halves() -> None:

@@ -1,4 +1,4 @@
-"""Whole runs under plans of several stages, as users start them."""
+"""Complete runs under plans of several stages, as users start them."""
 
 import json
 import signal
@@ -24,7 +24,7 @@ def train(hvdtrain: Program, data: Path, run: Path, *options: Any, **settings: A
 
 @pytest.fixture(scope="module")
 def serial(hvdtrain: Program, small_set: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two epochs on one rank."""
+    """Train two epochs on one rank."""
     run = tmp_path_factory.mktemp("serial") / "run"
     done = train(hvdtrain, small_set, run, "--epochs", 2)
     assert done.returncode == 0, done.stderr
@@ -33,7 +33,7 @@ def serial(hvdtrain: Program, small_set: Path, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="module")
 def hybrid(hvdtrain: Program, small_set: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two epochs on four ranks, two stages of two replicas."""
+    """Train two epochs on four ranks, with two stages of two replicas."""
     run = tmp_path_factory.mktemp("hybrid") / "run"
     done = train(
         *(hvdtrain, small_set, run, "--epochs", 2, "--plan", "hp:2x2", "--ranks", 4),
@@ -44,8 +44,8 @@ def hybrid(hvdtrain: Program, small_set: Path, tmp_path_factory: pytest.TempPath
     return run
 
 
-def assert_same_end(found: Path, reference: Path, bound: float = 1e-9) -> None:
-    ours, theirs = summary_of(found)["final"], summary_of(reference)["final"]
+def assert_same_end(run: Path, reference: Path, bound: float = 1e-9) -> None:
+    ours, theirs = summary_of(run)["final"], summary_of(reference)["final"]
     for name in ("train_loss", "test_loss"):
         assert ours[name] == pytest.approx(theirs[name], rel=bound), name
     assert ours["test_accuracy"] == theirs["test_accuracy"]
@@ -69,7 +69,7 @@ def test_replicas_that_part_end_the_run_after_the_epoch_and_the_tensor_is_named(
 def test_replicas_that_part_end_the_run_at_step_100_of_a_long_epoch(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
-    """They were compared after each epoch alone, which may take hours."""
+    """Once, they were compared only after each epoch, which may take hours."""
     options = ("--model", "tests.single.training.models:drifts", "--ranks", 2, "--batch-size", 4)
     done = train(hvdtrain, small_set, tmp_path / "run", *options, FAULTY_RANKS="1")
     assert done.returncode == 1
@@ -252,7 +252,7 @@ def test_a_rank_that_hangs_ends_the_job_with_what_it_was_doing(
     assert done.returncode == 4, done.stderr
     lines = done.stderr.splitlines()
     assert len(lines) == 1
-    # Rank 1 in the fifth forward of its stage; or rank 0, which waits for its gradients.
+    # Rank 1 hangs in the fifth forward of its stage; or rank 0 waits for its gradients.
     assert (
         "rank 1 on" in done.stderr
         and "step 2, 1F0: forward (stage 1, micro-batch 0" in done.stderr
@@ -304,10 +304,10 @@ def test_plan_check_tells_a_right_plan_from_a_wrong_result(hvdtrain: Program) ->
     common = ("plan", "check", "--plan", "mp", "--ranks", 2, "--batch-size", 9)
     done = hvdtrain(*common, "--model", "cnn", "--json")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["within_tolerance"]
-    assert set(found["components"]) == {"conv1", "conv2", "dense", "head"}
-    assert found["largest"] <= found["tolerance"] == 1e-12
+    report = json.loads(done.stdout)
+    assert report["within_tolerance"]
+    assert set(report["components"]) == {"conv1", "conv2", "dense", "head"}
+    assert report["largest"] <= report["tolerance"] == 1e-12
     done = hvdtrain(*common, "--model", f"{HERE}:noisy")
     assert done.returncode == 1, done.stderr
     assert "NOT within the tolerance of 1e-12" in done.stdout

@@ -35,7 +35,7 @@ def test_the_same_command_starts_a_run_and_then_resumes_it(
 def test_a_job_that_is_restarted_obeys_the_first_time_what_the_user_said(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
-    """With --restarts a folder that held the run already was resumed without being asked."""
+    """Once, --restarts resumed a folder that held the run already, without a request."""
     run = tmp_path / "run"
     common = ["train", "--model", "cnn", "--data", small_set, "--batch-size", 60, "--run", run]
     assert hvdtrain(*common, "--max-steps", 2).returncode == 0
@@ -64,7 +64,7 @@ def test_what_can_be_seen_before_ranks_are_started_is_refused_then(
 def test_a_run_of_an_older_version_goes_on_as_it_began(
     small_set: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Weight decay was that of all parameters then, and held-out images had a part in the mean."""
+    """Old versions decayed all parameters, and included held-out images in the mean."""
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     common = ["train", "--model", "cnn", "--data", str(small_set), "--weight-decay", "0.5"]
     common += ["--batch-size", "60", "--holdout", "0.3", "--run"]
@@ -77,15 +77,15 @@ def test_a_run_of_an_older_version_goes_on_as_it_began(
     capsys.readouterr()
     for steps in ("3", "4"):
         assert cli.run([*common, str(parted), "--max-steps", steps, "--resume"]) == 0
-        said = "resumed as an older version began it: --no-decay none --normalise split"
-        assert said in capsys.readouterr().out
+        output = "resumed as an older version began it: --no-decay none --normalise split"
+        assert output in capsys.readouterr().out
     assert summary_of(parted)["weights_sha256"] == summary_of(whole)["weights_sha256"]
 
 
 def test_an_older_run_whose_folder_is_lost_goes_on_as_it_began(
     small_set: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its copies came back after the configuration was compared with them: it was refused."""
+    """Once, the run was refused: its copies were restored only after the configuration check."""
     run, disk = tmp_path / "run", tmp_path / "disk"
     common = ["train", "--model", "cnn", "--data", str(small_set), "--weight-decay", "0.5"]
     common += ["--run", str(run), "--replicate", str(disk)]
@@ -95,15 +95,15 @@ def test_an_older_run_whose_folder_is_lost_goes_on_as_it_began(
     shutil.rmtree(run)
     capsys.readouterr()
     assert cli.run([*common, "--max-steps", "2", "--resume"]) == 0
-    said = capsys.readouterr().out
-    assert "resumed as an older version began it: --no-decay none" in said
-    assert "resumed after step 1" in said
+    output = capsys.readouterr().out
+    assert "resumed as an older version began it: --no-decay none" in output
+    assert "resumed after step 1" in output
 
 
 def test_a_checkpoint_of_another_configuration_is_refused(
     small_set: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A config.yaml of another run stood in the folder, and the command agreed with it."""
+    """The folder has a config.yaml of another run, and the command matches it."""
     run, theirs = tmp_path / "run", tmp_path / "theirs"
     common = ["train", "--model", "cnn", "--data", str(small_set), "--max-steps", "1"]
     others = ["--seed", "5", "--batch-size", "70"]
