@@ -28,7 +28,7 @@ def diagnose(
     seed()
     with _watched(steps, world.rank, sightings):
         _, gradients = steps.gradients(*arguments)
-    seen = [sighting for theirs in world.gather(sightings) for sighting in theirs]
+    seen = [sighting for rank_sightings in world.gather(sightings) for sighting in rank_sightings]
     if world.size > 1:
         gradients = sums(gradients, "diagnosis")
     norms = {

@@ -166,8 +166,8 @@ class KerasSession(Session):
     def share(self) -> dict[str, np.ndarray]:
         kept = self._kept()
         sizes = [int(np.prod(variable.shape)) for variable in kept.values()]
-        whose = zip(kept.items(), owners(sizes, self.world.size), strict=True)
-        local = [item for item, owner in whose if owner == self.world.rank]
+        owned = zip(kept.items(), owners(sizes, self.world.size), strict=True)
+        local = [item for item, owner in owned if owner == self.world.rank]
         return {name: np.array(variable.numpy(), order="C") for name, variable in local}
 
     @override

@@ -28,16 +28,16 @@ def under_plan(
     arrays, named as in a checkpoint, and loads them as it would load a checkpoint.
     """
     arrays = layout.state_under(before, after, runtime.parts, world)
-    made = build_runtime(
+    migrated = build_runtime(
         config, after, components, runtime.images, image_size, world, before=runtime
     )
     state, optimizer = store.by_kind(
         {name: tensors.to_tensor(array) for name, array in arrays.items()}
     )
-    layout.put_state(made.parts, state, optimizer)
-    made.events = runtime.events
+    layout.put_state(migrated.parts, state, optimizer)
+    migrated.events = runtime.events
     # The table `do` refers to methods of the old runtime: this cycle would keep the runtime and
     # its weights in memory until the collector runs.
     runtime.do, runtime.parts = {}, {}
     gc.collect()
-    return made
+    return migrated

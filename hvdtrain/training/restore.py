@@ -110,7 +110,7 @@ def _candidates(folder: Path, home: Path | None, session: Session) -> list[Path]
     """Return all checkpoints that exist at least in part, the newest first. Collective."""
     local = [path.name for path in store.stored(folder)]
     everywhere = _gather(session, [*local, *(copies.names(home) if home else [])])
-    names = {name for theirs in everywhere for name in theirs}
+    names = {name for rank_names in everywhere for name in rank_names}
     return [folder / name for name in sorted(names, key=store.step_of, reverse=True)]
 
 
@@ -135,20 +135,22 @@ def _verify(path: Path, session: Session) -> _Verified | DataError:
         manifest = world.broadcast(manifest)
     if isinstance(manifest, DataError):
         return manifest
-    fault, mine = None, dict[str, dict[str, Shape]]()
+    fault, own_shapes = None, dict[str, dict[str, Shape]]()
     try:
         _wait_for(path)
         for entry in manifest.parts[world.rank :: world.size]:
             with session.activity.doing("reading a checkpoint", START_FACTOR):
                 partfile.patiently(partial(partfile.verify, path, entry))
                 shapes_of = partial(partfile.shapes, path / entry.name)
-                mine[entry.name] = partfile.patiently(shapes_of)
+                own_shapes[entry.name] = partfile.patiently(shapes_of)
     except DataError as error:
         fault = error
-    results = _gather(session, (fault, mine))
-    if worst := _worst([theirs for theirs, _ in results]):
+    results = _gather(session, (fault, own_shapes))
+    if worst := _worst([rank_fault for rank_fault, _ in results]):
         return worst
-    parts = {part: shapes for _, theirs in results for part, shapes in theirs.items()}
+    parts = {
+        part: shapes for _, shapes_by_file in results for part, shapes in shapes_by_file.items()
+    }
     places = {name: part for part, shapes in parts.items() for name in shapes}
     if len(places) != sum(map(len, parts.values())):
         return Damaged(f"{path} contains a tensor twice")

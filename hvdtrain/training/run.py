@@ -283,14 +283,14 @@ def _stalled(line: str, config: TrainConfig, folder: metrics.RunFolder, world: W
     """End the job from the watchdog's thread, naming the ranks that do not respond."""
     silent: list[str] = []
     # In a thread with a time limit: the disk itself may hang.
-    look = threading.Thread(
+    search = threading.Thread(
         target=lambda: silent.extend(
             suspects(folder.heartbeats, world.size, world.rank, ("", READING))
         ),
         daemon=True,
     )
-    look.start()
-    look.join(SECONDS_TO_LOOK)
+    search.start()
+    search.join(SECONDS_TO_LOOK)
     listener = failure.Listener(config.on_alert, str(folder.path))
     stalled(line, "; ".join(silent), listener)
 
@@ -305,9 +305,11 @@ def _shared(folder: Path, world: World) -> Path:
     until = time.monotonic() + SECONDS_TO_SHOW
     while not path.is_dir() and time.monotonic() < until:
         time.sleep(0.1)
-    blind = [host for host in world.gather("" if path.is_dir() else socket.gethostname()) if host]
-    if blind:
+    missing = [
+        host for host in world.gather("" if path.is_dir() else socket.gethostname()) if host
+    ]
+    if missing:
         raise UsageError(
-            f"{path} does not exist on {blind[0]}: put --run on a disk that all ranks share"
+            f"{path} does not exist on {missing[0]}: put --run on a disk that all ranks share"
         )
     return path

@@ -118,7 +118,7 @@ def test_a_checkpoint_of_another_configuration_is_refused(
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     changed = "batch_size was 60, is 70; seed was 0, is 5"
-    assert f"than config.yaml has now ({changed}): restore that file, or choose" in line
+    assert f"than config.yaml has now ({changed}): restore config.yaml, or choose" in line
     assert all(path.read_bytes() == content for path, content in before.items())
 
 

@@ -178,7 +178,7 @@ def test_a_disk_that_fills_ends_the_run_with_its_last_checkpoint(
         assert done.returncode == 3
         assert len(done.stderr.splitlines()) == 1, done.stderr
         why = "cannot be written: No space left on device"
-        assert f"{why}, 3 checkpoints in a row: make room or repair" in done.stderr
+        assert f"{why}, 3 checkpoints in a row: free space or repair" in done.stderr
         assert done.stdout.count(f"{why}; the run continues without it") == 2
         newest, path, skipped = checkpoint.load_newest(disk.seen / "run" / "checkpoints")
         assert newest is not None
