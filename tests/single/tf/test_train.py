@@ -52,20 +52,20 @@ def subclass(classes, image_size):
 
 def regularised(classes, image_size):
     layers = keras.layers
-    given = layers.Input((image_size, image_size, 3))
+    inputs = layers.Input((image_size, image_size, 3))
     head = layers.Dense(classes, kernel_regularizer="l2")
-    return keras.Sequential([given, layers.Flatten(), head])
+    return keras.Sequential([inputs, layers.Flatten(), head])
 
 def larger(classes, image_size):
     layers = keras.layers
-    given = layers.Input((2 * image_size, 2 * image_size, 3))
-    return keras.Sequential([given, layers.Flatten(), layers.Dense(classes)])
+    inputs = layers.Input((2 * image_size, 2 * image_size, 3))
+    return keras.Sequential([inputs, layers.Flatten(), layers.Dense(classes)])
 
 def two(classes, image_size):
     layers = keras.layers
-    given = layers.Input((image_size, image_size, 3))
-    flat = layers.Flatten()(given)
-    return keras.Model(given, [layers.Dense(classes)(flat), layers.Dense(classes)(flat)])
+    inputs = layers.Input((image_size, image_size, 3))
+    flat = layers.Flatten()(inputs)
+    return keras.Model(inputs, [layers.Dense(classes)(flat), layers.Dense(classes)(flat)])
 
 class Drifting(keras.layers.Layer):
     """On rank 1 each training step changes its weight."""
@@ -73,20 +73,20 @@ class Drifting(keras.layers.Layer):
     def build(self, shape):
         self.scale = self.add_weight(name="scale", initializer="ones")
 
-    def call(self, given, training=False):
+    def call(self, inputs, training=False):
         if training and os.environ["OMPI_COMM_WORLD_RANK"] == "1":
             self.scale.assign_add(1e-3)
-        return given * self.scale
+        return inputs * self.scale
 
 def drifts(classes, image_size):
     layers = keras.layers
-    given = layers.Input((image_size, image_size, 3))
-    return keras.Sequential([given, layers.Flatten(), Drifting(), layers.Dense(classes)])
+    inputs = layers.Input((image_size, image_size, 3))
+    return keras.Sequential([inputs, layers.Flatten(), Drifting(), layers.Dense(classes)])
 
 def softmax(classes, image_size):
     layers = keras.layers
-    given = layers.Input((image_size, image_size, 3))
-    return keras.Sequential([given, layers.Flatten(), layers.Dense(classes, "softmax")])
+    inputs = layers.Input((image_size, image_size, 3))
+    return keras.Sequential([inputs, layers.Flatten(), layers.Dense(classes, "softmax")])
 '''
 
 
