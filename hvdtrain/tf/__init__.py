@@ -2,12 +2,12 @@
 
     import hvdtrain.tf as distributed
 
-    here = distributed.start()
-    model.compile(distributed.optimizer(keras.optimizers.Adam(1e-3 * here.size)), ...)
+    world = distributed.start()
+    model.compile(distributed.optimizer(keras.optimizers.Adam(1e-3 * world.size)), ...)
     model.fit(..., callbacks=distributed.callbacks())
 
-Horovod's own Keras layer runs under Keras 3 without an error and averages nothing; here the
-optimizer itself does, where Keras 3 calls it, and ranks whose weights differ are found out.
+Horovod's own Keras layer runs under Keras 3 without an error, but averages nothing. With this
+package the optimizer itself averages, where Keras 3 calls it, and different weights are detected.
 """
 
 from hvdtrain.tf.callbacks import SameWeights, SaveOnFirstRank, WarmUp, callbacks

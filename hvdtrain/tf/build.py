@@ -1,4 +1,4 @@
-"""From a configuration to a Keras model and its optimizer."""
+"""Building a Keras model and its optimizer from a configuration."""
 
 from typing import Any
 
@@ -16,55 +16,55 @@ POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp64": "float64"}
 
 
 def build_model(config: TrainConfig, classes: int, image_size: int) -> keras.Model:
-    """The model of a run, its weights from the seed; images [n, size, size, 3] to logits.
+    """Return the model of a run, from images [n, size, size, 3] to logits; weights by the seed.
 
     Raises:
-        UsageError: if there is no such model, or it is not one that a run can train.
+        UsageError: if there is no such model, or a run cannot train it.
     """
     keras.config.set_floatx("float64" if config.precision == "fp64" else "float32")
     keras.config.set_dtype_policy(POLICIES[config.precision])
     keras.utils.set_random_seed(config.seed)
     if config.model == "cnn":
-        made: object = cnn(classes, image_size, config.seed)
+        model: object = cnn(classes, image_size, config.seed)
     else:
         models.check_name(config.model)
         if config.model in models.REGISTRY:
             raise UsageError(
-                f"--framework tensorflow has no {config.model}: there is cnn, and "
-                "package.module:function for a Keras model of your own"
+                f"--framework tensorflow has no model {config.model}: use cnn, or "
+                "package.module:function for your own Keras model"
             )
         function = find.find_function(config.model)
-        made = find.call(config.model, function, classes, image_size, {})
-    return checked(config.model, made, classes, image_size)
+        model = find.call(config.model, function, classes, image_size, {})
+    return checked(config.model, model, classes, image_size)
 
 
-def checked(name: str, made: object, classes: int, image_size: int) -> keras.Model:
-    """The model that was made, built, if a step can train it.
+def checked(name: str, model: object, classes: int, image_size: int) -> keras.Model:
+    """Return the model that was made, after building it, if a step can train it.
 
     Raises:
-        UsageError: saying what is wrong with it.
+        UsageError: with what is wrong with it.
     """
-    if not isinstance(made, keras.Model):
+    if not isinstance(model, keras.Model):
         raise UsageError(
-            f"model {name!r} returned a {type(made).__name__}: with --framework tensorflow it "
+            f"model {name!r} returned a {type(model).__name__}: with --framework tensorflow it "
             "must return a keras.Model"
         )
     try:
-        emitted = made(np.zeros((2, image_size, image_size, 3), keras.config.floatx()))
-        shape = tuple(emitted.shape)
+        output = model(np.zeros((2, image_size, image_size, 3), keras.config.floatx()))
+        shape = tuple(output.shape)
     except Exception as error:
         raise UsageError(
-            f"model {name!r} cannot take images of {image_size}x{image_size} and give one tensor: "
+            f"model {name!r} does not turn images of {image_size}x{image_size} into one tensor: "
             f"{one_line(error)}"
         ) from error
     if shape != (2, classes):
         raise UsageError(
-            f"model {name!r} emits shape {shape} for 2 images, not (2, {classes}): "
-            "it must emit one logit for each class"
+            f"model {name!r} returns shape {shape} for 2 images, not (2, {classes}): "
+            "return one logit per class"
         )
-    _check_loss(name, made)
-    _check_weights(name, made)
-    return made
+    _check_loss(name, model)
+    _check_weights(name, model)
+    return model
 
 
 def _check_loss(name: str, model: keras.Model) -> None:
@@ -72,55 +72,62 @@ def _check_loss(name: str, model: keras.Model) -> None:
     is_softmax = getattr(last, "activation", None) is keras.activations.softmax
     if is_softmax or isinstance(last, keras.layers.Softmax):
         raise UsageError(
-            f"model {name!r} ends in a softmax, which belongs to the loss: let it emit logits"
+            f"model {name!r} ends in a softmax, which belongs to the loss: return logits"
         )
     if model.losses:
         raise UsageError(
-            f"model {name!r} has losses of its own (regularisers), which a run does not add: "
-            "leave them out, and use --weight-decay"
+            f"model {name!r} has losses of its own (regularisers), which a run ignores: "
+            "remove them, and use --weight-decay"
         )
 
 
 def _check_weights(name: str, model: keras.Model) -> None:
     if not model.trainable_weights:
-        raise UsageError(f"model {name} has no parameters that are trained")
+        raise UsageError(f"model {name} has no trainable parameters: make some layers trainable")
     check_names(weight.path for weight in model.weights)
     for weight in model.weights:
         if weight.dtype not in partfile.DTYPES:
-            raise UsageError(f"{weight.path} is of {weight.dtype}, which a checkpoint cannot hold")
+            raise UsageError(
+                f"{weight.path} has dtype {weight.dtype}, which a checkpoint cannot hold: "
+                "use another dtype for it"
+            )
 
 
 def check_names(paths: Any) -> None:
-    """Raise UsageError if two variables have one name, by which a checkpoint keeps them."""
+    """Raise UsageError if two variables have the same name: a checkpoint stores them by name."""
     seen: set[str] = set()
     for path in paths:
         if path in seen:
-            raise UsageError(f"the model has two variables {path}: name its layers apart")
+            raise UsageError(
+                f"the model has two variables {path}: give its layers different names"
+            )
         seen.add(path)
 
 
 def is_undecayed(config: TrainConfig, variable: Any) -> bool:
-    """Whether weight decay leaves a variable alone."""
+    """Return whether a variable is exempt from weight decay."""
     kinds, path = decay.parse(config.no_decay), str(variable.path)
     return decay.is_exempt(kinds, path, path.rpartition("/")[0], len(variable.shape))
 
 
 def build_optimizer(config: TrainConfig, model: keras.Model) -> Any:
-    """The optimizer of a run, with its variables; its constants are Keras's own.
+    """Return the optimizer of a run, built, with the default constants of Keras.
 
     Raises:
-        UsageError: if it would keep two parameters' states under one name.
+        UsageError: if the states of two parameters have the same name.
     """
     rate = config.learning_rate()
     if config.optimizer == "sgd":
         nesterov = config.momentum > 0
-        own = keras.optimizers.SGD(rate, momentum=config.momentum, nesterov=nesterov)
+        optimizer = keras.optimizers.SGD(rate, momentum=config.momentum, nesterov=nesterov)
     elif config.optimizer == "adam":
-        own = keras.optimizers.Adam(rate)
+        optimizer = keras.optimizers.Adam(rate)
     else:
-        own = keras.optimizers.AdamW(rate, weight_decay=config.weight_decay)
-        free = [each for each in model.trainable_variables if is_undecayed(config, each)]
-        own.exclude_from_weight_decay(var_list=free)
-    own.build(model.trainable_variables)
-    check_names(variable.path for variable in own.variables)
-    return own
+        optimizer = keras.optimizers.AdamW(rate, weight_decay=config.weight_decay)
+        exempt = [
+            variable for variable in model.trainable_variables if is_undecayed(config, variable)
+        ]
+        optimizer.exclude_from_weight_decay(var_list=exempt)
+    optimizer.build(model.trainable_variables)
+    check_names(variable.path for variable in optimizer.variables)
+    return optimizer

@@ -1,4 +1,4 @@
-"""What ranks do together around the steps of `fit`: begin alike, stay alike, save once."""
+"""Callbacks of `fit` on several ranks: equal weights at the start and later, one saved file."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,24 +16,24 @@ from hvdtrain.tf.optimizer import as_it_was, is_distributed
 def callbacks(
     *, warmup_epochs: int = 0, save_to: str | Path | None = None
 ) -> list[keras.callbacks.Callback]:
-    """All that a model on several ranks needs; callbacks of your own come after these.
+    """Return the callbacks that a model on several ranks needs; put your own after these.
 
     Args:
-        warmup_epochs: the learning rate grows over these from its size-th part to itself.
+        warmup_epochs: epochs in which the learning rate grows from 1/size of itself to itself.
         save_to: a file ending in .keras that rank 0 writes after each epoch.
     """
-    found: list[keras.callbacks.Callback] = [SameWeights(), ExactMetrics()]
+    needed: list[keras.callbacks.Callback] = [SameWeights(), ExactMetrics()]
     if warmup_epochs:
-        found.append(WarmUp(warmup_epochs))
+        needed.append(WarmUp(warmup_epochs))
     if save_to is not None:
-        found.append(SaveOnFirstRank(save_to))
-    return found
+        needed.append(SaveOnFirstRank(save_to))
+    return needed
 
 
 class SameWeights(keras.callbacks.Callback):
-    """All ranks begin with rank 0's variables, and are compared after each epoch.
+    """Gives all ranks rank 0's variables at the start, and compares them after each epoch.
 
-    Running statistics of batch norm, which each rank takes of its own samples, become their mean
+    Running statistics of batch norm, which each rank computes from its own samples, are averaged
     over the ranks before an evaluation and after each epoch.
     """
 
@@ -41,24 +41,24 @@ class SameWeights(keras.callbacks.Callback):
         """Give all ranks rank 0's variables of model and optimizers.
 
         Raises:
-            UsageError: on all ranks, if the model is not built, an optimizer of it averages
-                nothing, or ranks train unlike models for unlike numbers of steps.
+            UsageError: on all ranks, if the model is not built, one of its optimizers averages
+                nothing, or ranks train different models or for different numbers of steps.
         """
         if world.current().size == 1:
             return
         optimizers = optimizers_of(self.model)
         _check_alike(self.model, optimizers, self.params)
-        # Whole numbers are seeds of dropout: each rank keeps its own.
-        variables = [each for each in self.model.variables if is_float(each)]
-        states = [each for own in optimizers for each in own.variables]
-        kept = [each for each in states if "gradient_accumulator" not in each.path]
+        # Integers are seeds of dropout: each rank keeps its own.
+        variables = [variable for variable in self.model.variables if is_float(variable)]
+        states = [variable for optimizer in optimizers for variable in optimizer.variables]
+        kept = [variable for variable in states if "gradient_accumulator" not in variable.path]
         broadcast([*variables, *kept])
-        if self.model.jit_compile:  # XLA knows no Horovod
+        if self.model.jit_compile:  # XLA cannot compile Horovod's operations
             self.model.jit_compile = False
             self.model.make_train_function(force=True)
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """All ranks evaluate the same model."""
+        """Average statistics, so that all ranks evaluate the same model."""
         average_statistics(self.model)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -72,14 +72,16 @@ class SameWeights(keras.callbacks.Callback):
 
 
 def optimizers_of(model: keras.Model) -> list[Any]:
-    """Those that a model trains with: its own, or those of its attributes, as a GAN has."""
-    own = [each for each in vars(model).values() if isinstance(each, keras.optimizers.Optimizer)]
-    others = [each for each in own if each is not model.optimizer]
+    """Return a model's optimizers: those in its attributes, as in a GAN, or the compiled one."""
+    optimizers = [
+        value for value in vars(model).values() if isinstance(value, keras.optimizers.Optimizer)
+    ]
+    others = [optimizer for optimizer in optimizers if optimizer is not model.optimizer]
     return others or [model.optimizer]
 
 
 def _check_alike(model: keras.Model, optimizers: list[Any], params: dict[str, Any]) -> None:
-    """Refuse what ranks cannot train together. Collective.
+    """Refuse models that ranks cannot train together. Collective.
 
     Raises:
         UsageError: on all ranks.
@@ -87,67 +89,73 @@ def _check_alike(model: keras.Model, optimizers: list[Any], params: dict[str, An
     if not model.built:
         raise UsageError(
             "the model is not built, so its weights cannot be made the same on all ranks: "
-            "begin it with keras.Input, or call it on a batch before fit"
+            "start it with keras.Input, or call it on a batch before fit"
         )
-    for own in optimizers:
-        _check_distributed(own)
+    for optimizer in optimizers:
+        _check_distributed(optimizer)
     facts = {
-        "steps of an epoch": params.get("steps"),
+        "steps per epoch": params.get("steps"),
         "epochs": params.get("epochs"),
-        "optimizers": [(type(own).__name__, own.built) for own in optimizers],
+        "optimizers": [(type(optimizer).__name__, optimizer.built) for optimizer in optimizers],
         "variables": [(variable.path, variable.shape) for variable in model.variables],
     }
     everywhere = gather("about to train", facts)
     for rank, theirs in enumerate(everywhere):
-        for name, one in everywhere[0].items():
-            if theirs[name] != one:
-                both = "" if name == "variables" else f": {theirs[name]} and {one}"
+        for name, value in everywhere[0].items():
+            if theirs[name] != value:
+                both = "" if name == "variables" else f" ({theirs[name]} and {value})"
                 raise UsageError(
-                    f"rank {rank} has other {name} than rank 0{both}; give all ranks the same"
+                    f"rank {rank} has different {name} than rank 0{both}: use the same on all "
+                    "ranks"
                 )
 
 
-def _check_distributed(own: Any) -> None:
-    if is_distributed(own):
+def _check_distributed(optimizer: Any) -> None:
+    if is_distributed(optimizer):
         return
-    if is_distributed(getattr(own, "inner_optimizer", None)):
+    if is_distributed(getattr(optimizer, "inner_optimizer", None)):
         raise UsageError(
-            "the loss is scaled outside of what averages: give hvdtrain.tf.optimizer a "
-            "keras.optimizers.LossScaleOptimizer around your optimizer"
+            "a LossScaleOptimizer is around hvdtrain.tf.optimizer, so ranks would not agree on "
+            "steps that overflow: pass keras.optimizers.LossScaleOptimizer(your optimizer) to "
+            "hvdtrain.tf.optimizer"
         )
     raise UsageError(
-        "the model was compiled with an optimizer that averages nothing: each rank would "
-        "train for itself; compile(hvdtrain.tf.optimizer(...))"
+        "the model was compiled with an optimizer that averages nothing, so each rank would "
+        "train alone: use compile(hvdtrain.tf.optimizer(...))"
     )
 
 
 class WarmUp(keras.callbacks.Callback):
-    """The learning rate grows evenly from its size-th part, step by step, to the one given.
+    """Raises the learning rate linearly, per step, from 1/size of its value to its value.
 
-    For a rate multiplied by the number of ranks (Goyal et al., "Accurate, Large Minibatch SGD",
-    arXiv 1706.02677): training begins with the rate of one rank. The steps count from the first
-    epoch of all, so that a `fit` that goes on does not warm up again.
+    This is the warm-up for a rate multiplied by the number of ranks (Goyal et al., "Accurate,
+    Large Minibatch SGD", arXiv 1706.02677): training starts with the rate of one rank. Steps count
+    from epoch 0, so that a `fit` that resumes with `initial_epoch` does not warm up again.
     """
 
     def __init__(self, epochs: int, ranks: int | None = None) -> None:
-        """`ranks` is the number of the world if None."""
+        """Warm up over `epochs`; `ranks` is the size of the world if None."""
         super().__init__()
         self.epochs, self.ranks = epochs, ranks
         self.rate = 0.0
         self.epoch = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Note the rate that is to be reached.
+        """Note the rate at the end of the warm-up.
 
         Raises:
-            UsageError: if it follows a schedule, or the number of steps is not known.
+            UsageError: if the rate follows a schedule, or the number of steps is not known.
         """
-        own = self.model.optimizer
-        own = getattr(own, "inner_optimizer", own)
-        if not isinstance(own._learning_rate, keras.Variable):
-            raise UsageError("WarmUp sets the learning rate, and so does the optimizer's schedule")
+        optimizer = self.model.optimizer
+        optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+        if not isinstance(optimizer._learning_rate, keras.Variable):
+            raise UsageError(
+                "WarmUp and the optimizer's schedule both set the learning rate: use one of them"
+            )
         if not self.params.get("steps"):
-            raise UsageError("WarmUp has to know the steps of an epoch: give fit steps_per_epoch")
+            raise UsageError(
+                "WarmUp does not know the steps per epoch: pass steps_per_epoch to fit"
+            )
         self.rate = float(self.model.optimizer.learning_rate)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -163,32 +171,34 @@ class WarmUp(keras.callbacks.Callback):
             self.model.optimizer.learning_rate = self.rate * (1 + (ranks - 1) * part) / ranks
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Between epochs, and in what is saved, the rate is the one that was given."""
+        """Restore the configured rate, so that files saved between epochs contain it."""
         if epoch < self.epochs:
             self.model.optimizer.learning_rate = self.rate
 
 
 class SaveOnFirstRank(keras.callbacks.Callback):
-    """Rank 0 writes the model and its optimizer after each epoch, whole or not at all."""
+    """Saves the model and its optimizer on rank 0 after each epoch, atomically."""
 
     def __init__(self, path: str | Path) -> None:
-        """`path` ends in .keras.
+        """Save to `path`.
 
         Raises:
-            UsageError: if it does not.
+            UsageError: if `path` does not end in .keras.
         """
         super().__init__()
         self.path = Path(path)
         if self.path.suffix != ".keras":
-            raise UsageError(f"{path}: the name of a saved Keras model ends in .keras")
+            raise UsageError(
+                f"{path} is not a name for a Keras model: use a name ending in .keras"
+            )
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Write beside the old file first: a job that is killed leaves one of them."""
+        """Write beside the old file, then rename: a killed job leaves the old or the new file."""
         if world.current().rank == 0:
             unfinished = self.path.with_name(f".unfinished-{self.path.name}")
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with ExitStack() as stack:
-                for own in optimizers_of(self.model):
-                    stack.enter_context(as_it_was(own))
+                for optimizer in optimizers_of(self.model):
+                    stack.enter_context(as_it_was(optimizer))
                 self.model.save(unfinished)
             unfinished.replace(self.path)

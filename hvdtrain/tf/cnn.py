@@ -7,20 +7,22 @@ import numpy as np
 
 
 def cnn(classes: int, image_size: int, seed: int | None = None) -> keras.Model:
-    """Images [n, size, size, 3], float, to logits [n, classes]; 282,250 parameters at 10 and 32.
+    """Return the CNN, from float images [n, size, size, 3] to logits [n, classes].
 
-    The softmax belongs to the loss (`from_logits=True`). Names of layers are those of the
-    components in PyTorch. `seed` makes the weights; None takes Keras's own generator.
+    It has 282,250 parameters for 10 classes and images of 32x32. The softmax belongs to the loss
+    (`from_logits=True`). Layers have the names of the components in PyTorch.
+
+    Args:
+        seed: for the weights; None uses Keras's own generator.
     """
     layers = keras.layers
     conv = {"kernel_size": 3, "padding": "same", "activation": "relu"}
 
-    # The head computes in fp32 also where the layers before it compute in bf16.
+    # The head computes in fp32 even if the layers before it compute in bf16.
     precise = "float64" if keras.config.dtype_policy().name == "float64" else "float32"
 
     def kernel(number: int) -> keras.initializers.Initializer:
-        own = None if seed is None else seed + number
-        return keras.initializers.GlorotUniform(seed=own)
+        return keras.initializers.GlorotUniform(seed=None if seed is None else seed + number)
 
     return keras.Sequential(
         [
@@ -38,10 +40,13 @@ def cnn(classes: int, image_size: int, seed: int | None = None) -> keras.Model:
 
 
 def weights_from_torch(state: Mapping[str, np.ndarray], image_size: int) -> list[np.ndarray]:
-    """The weights of the PyTorch CNN, by its names, as `set_weights` of the Keras one takes them.
+    """Return the weights of the PyTorch CNN in the order of `set_weights` of the Keras one.
 
-    Kernels [out, in, row, column] become [row, column, in, out]; the dense layer takes pixels in
-    the order row, column, channel, where PyTorch's takes channel, row, column.
+    Kernels [out, in, row, column] become [row, column, in, out]. The dense layer reads pixels in
+    the order row, column, channel; that of PyTorch reads channel, row, column.
+
+    Args:
+        state: the weights by their names in PyTorch.
     """
     side = image_size // 4
     dense = state["dense.linear.weight"]

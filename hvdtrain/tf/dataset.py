@@ -1,4 +1,4 @@
-"""A packed data set as `tf.data` pipelines: the samples, and the order, of training in PyTorch."""
+"""A packed data set as `tf.data` pipelines, with the same samples and order as in PyTorch."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from hvdtrain.training.normalise import Normalisation, normalisation
 
 Rows = order.Rows
 Taken = tuple[np.ndarray, np.ndarray, np.ndarray]  # images, labels, weights
-AHEAD = 2  # batches made before they are asked for
+AHEAD = 2  # batches prepared in advance
 CACHE_BYTES = 2 * 2**30
 
 
@@ -26,17 +26,17 @@ CACHE_BYTES = 2 * 2**30
 class Datasets:
     """This rank's part of a data set, for `fit` and `evaluate`.
 
-    Each is of batches (images float32 [n, H, W, C], labels int64 [n], weights float32 [n]).
-    The weights make the mean over ranks of each rank's loss the mean over the samples of the
-    global batch, where ranks have unlike numbers of them: in training they are 1 in all but an
-    uneven batch, in evaluation always. (In an uneven batch the loss and the metrics that Keras
-    logs of training are those of such a mean; gradients are exact.)
+    Batches are (images float32 [n, H, W, C], labels int64 [n], weights float32 [n]).
+    If ranks have different numbers of samples of a global batch, the weights make the mean of the
+    ranks' losses the mean over all samples. In training all weights are 1 except in an uneven
+    batch, in evaluation they are always 1. (In an uneven batch the loss and metrics of training
+    that Keras logs are weighted in this way; gradients are exact.)
 
     Attributes:
-        train: without an end, epoch after epoch: give `steps_per_epoch` to `fit`.
-        validation: what was held out, or None.
+        train: infinite, epoch after epoch: pass `steps_per_epoch` to `fit`.
+        validation: the held-out samples, or None.
         test: the test split, or None if there is none.
-        classes: how many there are.
+        classes: number of classes.
         image_size: side of an image in pixels.
     """
 
@@ -60,26 +60,31 @@ def datasets(
     """Open the packed data set of a folder, for the ranks of the world.
 
     Args:
-        batch_size: images of a step, over all ranks together.
-        seed: of the order of samples, and of what is held out.
-        holdout: part of the training set held out as validation.
-        normalise: "unit" divides pixels by 255; "meanstd" besides takes away the mean of each
-            channel, of the images trained on, and divides by its deviation.
-        first_epoch: whose order comes first; for a `fit` that goes on, its `initial_epoch`.
+        batch_size: images per step, of all ranks together.
+        seed: for the order of samples, and for the choice of held-out samples.
+        holdout: fraction of the training set held out for validation.
+        normalise: "unit" divides pixels by 255; "meanstd" then subtracts the mean of each channel
+            of the training images, and divides by its deviation.
+        first_epoch: the epoch whose order comes first; `initial_epoch` of a `fit` that resumes.
 
     Raises:
-        UsageError, DataError: if the folder holds no good data set, or too few samples.
+        UsageError, DataError: if the data set is damaged, or has too few samples.
     """
     index = read_index(str(data))
-    here = world.current()
+    current = world.current()
     rows, held = order.holdout(index.splits["train"].count, holdout, index.hash, seed)
-    if batch_size < here.size:
-        raise UsageError(f"a batch of {batch_size} images is too small for {here.size} ranks")
-    memory = CACHE_BYTES // here.local_size
+    if batch_size < current.size:
+        raise UsageError(
+            f"a batch of {batch_size} images is too small for {current.size} ranks: use at least "
+            "one image per rank"
+        )
+    memory = CACHE_BYTES // current.local_size
     split = {name: open_split(index, name, memory) for name in index.splits}
-    normal = normalisation(normalise, index, rows, here)
+    normal = normalisation(normalise, index, rows, current)
     training = partial(_epochs, index, split["train"], rows, seed, first_epoch, batch_size)
-    evaluated = partial(_evaluated, index=index, normal=normal, images=-(-batch_size // here.size))
+    evaluated = partial(
+        _evaluated, index=index, normal=normal, images=-(-batch_size // current.size)
+    )
     return Datasets(
         train=_dataset(training, tf.data.INFINITE_CARDINALITY, index, normal),
         validation=evaluated(split["train"], held) if len(held) else None,
@@ -93,36 +98,39 @@ def datasets(
 def _evaluated(
     samples: Samples, rows: Rows, index: Index, normal: Normalisation, images: int
 ) -> tf.data.Dataset:
-    """This rank's share of what is evaluated, in batches of so many images."""
-    own = _own_share(rows)
-    batches = partial(_evaluation, samples, own, images)
-    return _dataset(batches, -(-len(own) // images), index, normal)
+    """Return this rank's share of the rows for evaluation, in batches of `images` images."""
+    share = _own_share(rows)
+    batches = partial(_evaluation, samples, share, images)
+    return _dataset(batches, -(-len(share) // images), index, normal)
 
 
 def _own_share(rows: Rows) -> Rows:
-    """This rank's contiguous share of what is evaluated."""
-    here = world.current()
-    if len(rows) < here.size:
-        raise UsageError(f"{len(rows)} samples cannot be evaluated on {here.size} ranks")
-    first, last = order.split(len(rows), [1] * here.size)[here.rank]
+    """Return this rank's contiguous share of the rows for evaluation."""
+    current = world.current()
+    if len(rows) < current.size:
+        raise UsageError(
+            f"{len(rows)} samples cannot be evaluated on {current.size} ranks: use more "
+            "samples, or fewer ranks"
+        )
+    first, last = order.split(len(rows), [1] * current.size)[current.rank]
     return rows[first:last]
 
 
 def _epochs(
     index: Index, samples: Samples, rows: Rows, seed: int, first_epoch: int, batch_size: int
 ) -> Iterator[Taken]:
-    """This rank's part of all batches, epoch after epoch, without an end."""
+    """Yield this rank's part of all batches, epoch after epoch, without an end."""
     for epoch in count(first_epoch):
         yield from _training(samples, order.training_order(index, rows, seed, epoch), batch_size)
 
 
 def _training(samples: Samples, rows: Rows, batch_size: int) -> Iterator[Taken]:
-    """This rank's contiguous share of each global batch of `rows`."""
-    here = world.current()
+    """Yield this rank's contiguous share of each global batch of `rows`."""
+    current = world.current()
     for start, stop in order.step_slices(len(rows), batch_size):
-        first, last = order.split(stop - start, [1] * here.size)[here.rank]
-        weight = (last - first) * here.size / (stop - start)
-        if first == last:  # Keras has no empty batch: a sample that weighs nothing
+        first, last = order.split(stop - start, [1] * current.size)[current.rank]
+        weight = (last - first) * current.size / (stop - start)
+        if first == last:  # Keras does not support empty batches: use a sample of weight 0
             first = min(first, stop - start - 1)
             last = first + 1
         batch = samples.gather(rows[start + first : start + last])
@@ -130,7 +138,7 @@ def _training(samples: Samples, rows: Rows, batch_size: int) -> Iterator[Taken]:
 
 
 def _evaluation(samples: Samples, rows: Rows, images: int) -> Iterator[Taken]:
-    """All of `rows`, in batches of so many images."""
+    """Yield all of `rows`, in batches of `images` images."""
     for start, stop in order.step_slices(len(rows), images):
         batch = samples.gather(rows[start:stop])
         yield batch.images, batch.labels, np.ones(stop - start, np.float32)
@@ -139,17 +147,17 @@ def _evaluation(samples: Samples, rows: Rows, images: int) -> Iterator[Taken]:
 def _dataset(
     make: Callable[[], Iterator[Taken]], steps: int, index: Index, normal: Normalisation
 ) -> tf.data.Dataset:
-    """The pipeline of so many batches."""
+    """Return the pipeline of `steps` batches from `make`."""
     signature = (
         tf.TensorSpec((None, *index.image_shape), tf.uint8),
         tf.TensorSpec((None,), tf.int64),
         tf.TensorSpec((None,), tf.float32),
     )
-    mean, std = (np.asarray(each, np.float32) for each in normal)
+    mean, std = (np.asarray(values, np.float32) for values in normal)
 
     def prepare(images: tf.Tensor, labels: tf.Tensor, weights: tf.Tensor) -> tuple[tf.Tensor, ...]:
         return (tf.cast(images, tf.float32) / 255 - mean) / std, labels, weights
 
-    made = tf.data.Dataset.from_generator(make, output_signature=signature)
-    counted = made.apply(tf.data.experimental.assert_cardinality(steps))
+    dataset = tf.data.Dataset.from_generator(make, output_signature=signature)
+    counted = dataset.apply(tf.data.experimental.assert_cardinality(steps))
     return counted.map(prepare).prefetch(AHEAD)

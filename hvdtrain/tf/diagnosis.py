@@ -1,4 +1,4 @@
-"""Where a bad step of a Keras model went wrong: it is run again, and each layer is looked at."""
+"""Diagnosis of a bad step of a Keras model: runs it again and checks each layer's output."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,22 +14,22 @@ from hvdtrain.world import World
 
 
 def diagnose(
-    steps: Steps, here: World, arguments: tuple[Any, ...], seed: Callable[[], Any]
+    steps: Steps, world: World, arguments: tuple[Any, ...], seed: Callable[[], Any]
 ) -> str:
-    """Run a step again without updating anything; what is wrong with it, in words. Collective.
+    """Run a step again without updates; return what is wrong with it, in words. Collective.
 
-    Running statistics are changed.
+    This changes running statistics.
 
     Args:
         arguments: of `Steps.gradients`.
-        seed: makes generators as they were when the step began.
+        seed: sets the generators to their state at the start of the step.
     """
     sightings: list[Sighting] = []
     seed()
-    with _watched(steps, here.rank, sightings):
+    with _watched(steps, world.rank, sightings):
         _, gradients = steps.gradients(*arguments)
-    seen = [sighting for theirs in here.gather(sightings) for sighting in theirs]
-    if here.size > 1:
+    seen = [sighting for rank_sightings in world.gather(sightings) for sighting in rank_sightings]
+    if world.size > 1:
         gradients = sums(gradients, "diagnosis")
     norms = {
         weight.path: float(np.linalg.norm(gradient.numpy().astype(np.float64)))
@@ -40,7 +40,7 @@ def diagnose(
 
 @contextmanager
 def _watched(steps: Steps, rank: int, sightings: list[Sighting]) -> Iterator[None]:
-    """Note the layers that emit what is not finite from what is."""
+    """Note the layers that return values that are not finite for finite inputs."""
     layers = list(steps.model.layers)
     before = [layer.call for layer in layers]
     for number, layer in enumerate(layers):
@@ -55,9 +55,9 @@ def _watched(steps: Steps, rank: int, sightings: list[Sighting]) -> Iterator[Non
 def _looking(number: int, layer: Any, rank: int, sightings: list[Sighting]) -> Callable[..., Any]:
     call = layer.call
 
-    def look(*given: Any, **options: Any) -> Any:
-        output = call(*given, **options)
-        if _are_finite(given) and not _are_finite(output):
+    def look(*inputs: Any, **options: Any) -> Any:
+        output = call(*inputs, **options)
+        if _are_finite(inputs) and not _are_finite(output):
             has_bad_weights = not _are_finite(layer.weights)
             sightings.append(Sighting(number, layer.name, rank, has_bad_weights))
         return output
@@ -66,6 +66,8 @@ def _looking(number: int, layer: Any, rank: int, sightings: list[Sighting]) -> C
 
 
 def _are_finite(values: Any) -> bool:
-    found = (tf.convert_to_tensor(each) for each in tf.nest.flatten(values) if each is not None)
-    numbers = (each for each in found if each.dtype.is_floating)
-    return all(bool(tf.reduce_all(tf.math.is_finite(each))) for each in numbers)
+    tensors = (
+        tf.convert_to_tensor(tensor) for tensor in tf.nest.flatten(values) if tensor is not None
+    )
+    numbers = (tensor for tensor in tensors if tensor.dtype.is_floating)
+    return all(bool(tf.reduce_all(tf.math.is_finite(tensor))) for tensor in numbers)

@@ -1,4 +1,4 @@
-"""MirroredStrategy: one process, whose devices each take a part of the batch."""
+"""MirroredStrategy: one process that splits each batch among several devices."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,23 +12,25 @@ from hvdtrain.tf.step import Done, Steps
 from hvdtrain.world import World
 
 
-def make_strategy(plan: str, devices: int, gpus: int, here: World) -> tf.distribute.Strategy:
-    """Mirrors over GPUs, or over logical CPU devices where there are none.
+def make_strategy(plan: str, devices: int, gpus: int, world: World) -> tf.distribute.Strategy:
+    """Return a strategy for GPUs, or for logical CPU devices if there are none.
 
     Args:
-        plan: what the user asked for.
-        devices: how many; 0 for all GPUs, or as many CPU devices as this rank has threads.
-        gpus: that TensorFlow sees.
+        plan: as the user typed it.
+        devices: their number; 0 for all GPUs, or for one CPU device per thread of this rank.
+        gpus: number of GPUs that TensorFlow sees.
 
     Raises:
         UsageError: if there are fewer GPUs.
-        RuntimeError: if TensorFlow has begun already.
+        RuntimeError: if TensorFlow is already initialised.
     """
     if gpus:
         if devices > gpus:
-            raise UsageError(f"--plan {plan} wants {devices} GPUs, and TensorFlow sees {gpus}")
+            raise UsageError(
+                f"--plan {plan} needs {devices} GPUs, but TensorFlow sees {gpus}: use fewer"
+            )
         return tf.distribute.MirroredStrategy([f"GPU:{i}" for i in range(devices or gpus)])
-    count = devices or here.threads
+    count = devices or world.threads
     processor = tf.config.list_physical_devices("CPU")[0]
     parts = [tf.config.LogicalDeviceConfiguration()] * count
     tf.config.set_logical_device_configuration(processor, parts)
@@ -44,21 +46,21 @@ class MirroredSteps:
         self.forget()
 
     def forget(self) -> None:
-        """Trace anew what was traced."""
+        """Discard the traced function, so that the next step traces it again."""
         self._traced = tf.function(self._on_all)
 
     def train(self, images: np.ndarray, labels: np.ndarray, whole: Any) -> Done:
-        """One step, on a contiguous part of the batch for each device."""
+        """Do one step; each device trains on a contiguous part of the batch."""
         done: Done = self._traced(*self._parts(images, labels), whole)
         return done
 
     def trace(self, images: np.ndarray, labels: np.ndarray, whole: Any) -> None:
-        """Trace a step on such a batch, without making it."""
+        """Trace a step on such a batch, without running it."""
         self._traced.get_concrete_function(*self._parts(images, labels), whole)
 
     def _parts(self, *arrays: np.ndarray) -> list[Any]:
         cuts = order.split(len(arrays[0]), [1] * self.count)
-        return [self._spread([each[start:stop] for start, stop in cuts]) for each in arrays]
+        return [self._spread([array[start:stop] for start, stop in cuts]) for array in arrays]
 
     def _spread(self, values: Sequence[np.ndarray]) -> Any:
         def of(context: Any) -> Any:
@@ -68,10 +70,10 @@ class MirroredSteps:
 
     def _on_all(self, images: Any, labels: Any, whole: Any) -> Done:
         done: Done = self.strategy.run(self.steps.once, args=(images, labels, whole))
-        own = self.strategy.experimental_local_results
+        local_results = self.strategy.experimental_local_results
         return Done(
-            tf.add_n(own(done.loss_sum)),
-            tf.constant(np.nan),  # --gradient-limit, which asks for it, does not go with mirrors
-            tf.reduce_any(tf.stack(own(done.is_bad))),
+            tf.add_n(local_results(done.loss_sum)),
+            tf.constant(np.nan),  # only --gradient-limit needs it, which excludes mirrors
+            tf.reduce_any(tf.stack(local_results(done.is_bad))),
             tf.zeros((), tf.float64),
         )

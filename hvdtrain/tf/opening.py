@@ -1,4 +1,4 @@
-"""From a configuration to a session of Keras."""
+"""Building a Keras session from a configuration."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain import quiet, world
+from hvdtrain import quiet
 from hvdtrain.activity import Activity
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
@@ -31,83 +31,83 @@ from hvdtrain.training.normalise import normalisation
 from hvdtrain.training.precheck import check_images, check_started
 from hvdtrain.training.staging import staged
 from hvdtrain.training.stall import patience, stalled
-from hvdtrain.world import World
+from hvdtrain.world import World, notes
 
 
-def open_session(config: TrainConfig, here: World) -> KerasSession:
+def open_session(config: TrainConfig, world: World) -> KerasSession:
     """Check everything that can be checked before the first step, then build it. Collective.
 
     Raises:
-        UsageError, DataError: for whatever a user can get wrong.
+        UsageError, DataError: for every mistake of a user.
     """
-    check_started(config, here)
+    check_started(config, world)
     check_backend()
-    index = staged(read_index(config.data), config.stage, here)
+    index = staged(read_index(config.data), config.stage, world)
     check_images(config, index)
-    strategy, gpus = _devices(config, here)
-    keras.backend.clear_session()  # names of layers count on in a process
+    strategy, gpus = _devices(config, world)
+    keras.backend.clear_session()  # restarts the numbers in layer names
     with strategy.scope() if strategy else nullcontext():
         model = build_model(config, index.classes, index.image_shape[0])
         optimizer = build_optimizer(config, model)
-    start_horovod(here, sum(_bytes(weight) for weight in model.trainable_weights))
+    start_horovod(world, sum(_bytes(weight) for weight in model.trainable_weights))
     mirrors = int(strategy.num_replicas_in_sync) if strategy else 0
     train_rows, held_rows = order.holdout(
         index.splits["train"].count, config.holdout, index.hash, config.seed
     )
-    normal = normalisation(config.normalise, index, train_rows, here)
-    steps = Steps(model, optimizer, config, normal, here.size, mirrors)
+    normal = normalisation(config.normalise, index, train_rows, world)
+    steps = Steps(model, optimizer, config, normal, world.size, mirrors)
     names = [layer.name for layer in model.layers if layer.weights] or [model.name]
     saved = {id(weight) for weight in model.weights}
     session = KerasSession(
         config=config,
-        world=here,
+        world=world,
         index=index,
-        plan=replicated(names, here.size, None, None),
+        plan=replicated(names, world.size, None, None),
         shapes={weight.path: tuple(weight.shape) for weight in model.weights},
         parameters=sum(int(np.prod(weight.shape)) for weight in model.trainable_weights),
-        activity=Activity(*world.notes(here.rank), patience(config), stalled),
+        activity=Activity(*notes(world.rank), patience(config), stalled),
         normalisation=normal,
         train_rows=train_rows,
         held_rows=held_rows,
-        splits=open_splits(index, here, reads=True),
+        splits=open_splits(index, world, reads=True),
         model=model,
         optimizer=optimizer,
         steps=steps,
         mirrored=MirroredSteps(steps, strategy) if strategy else None,
-        seeds=[each for each in model.variables if id(each) not in saved],
+        seeds=[variable for variable in model.variables if id(variable) not in saved],
         gpus=gpus,
     )
     session.trace()
     return session
 
 
-def _devices(config: TrainConfig, here: World) -> tuple[Any, int]:
-    """The strategy of a mirrored plan, None for others, and how many GPUs this rank uses.
+def _devices(config: TrainConfig, world: World) -> tuple[Any, int]:
+    """Return the strategy of a mirrored plan, None for others, and this rank's number of GPUs.
 
     Raises:
-        UsageError: if there are not those that are asked for.
+        UsageError: if there are fewer devices than the options request.
     """
     devices = mirrored_devices(config.plan)
-    if here.size > 1 and (config.plan == "single" or devices is not None):
+    if world.size > 1 and (config.plan == "single" or devices is not None):
         raise UsageError(
-            f"--plan {config.plan} runs on one rank, not on {here.size}: use --plan dp"
+            f"--plan {config.plan} runs on one rank, not on {world.size}: use --plan dp"
         )
-    there = len(tf.config.list_physical_devices("GPU"))
-    if config.device == "cuda" and not there:
-        raise UsageError("--device cuda, but TensorFlow sees no GPU here: use --device cpu")
+    available = len(tf.config.list_physical_devices("GPU"))
+    if config.device == "cuda" and not available:
+        raise UsageError("--device cuda: TensorFlow sees no GPU on this host: use --device cpu")
     with before_any_model(), quiet.without(REMARKS):
-        use_own_threads(here)
+        use_own_threads(world)
         if config.device == "cpu":
-            if there:
+            if available:
                 tf.config.set_visible_devices([], "GPU")
             gpus = 0
         elif devices is None:
-            gpus = use_gpus([here.local_rank])
+            gpus = use_gpus([world.local_rank])
         else:
-            gpus = use_gpus(range(min(devices or there, there)))
+            gpus = use_gpus(range(min(devices or available, available)))
         if devices is not None:
-            return make_strategy(config.plan or "", devices, gpus, here), gpus
-        tf.zeros(1)  # TensorFlow begins, with its remarks
+            return make_strategy(config.plan or "", devices, gpus, world), gpus
+        tf.zeros(1)  # initialises TensorFlow, which prints its remarks
     return None, gpus
 
 

@@ -16,40 +16,39 @@ from hvdtrain.tf.reduction import sums
 if TYPE_CHECKING:
     _Mixed = Any
 else:
-    _Mixed = object  # the class that `_Averaging` is mixed into has what it calls
+    _Mixed = object  # `_Averaging` calls methods of the class that it is mixed into
 
-CHECK_EVERY = 100  # steps from one comparison of the ranks' weights to the next
-# Names of what is reduced: Keras's own names of optimizers count what each rank has made.
+CHECK_EVERY = 100  # steps between comparisons of the ranks' weights
+# For the names of all-reduces. Keras's names of optimizers may differ: each rank counts its own.
 _numbers = count()
 
 DIFFERENT = (
-    "hvdtrain: the ranks hold different weights. Give them the same ones before the first step: "
-    "build the model before fit, load weights on all ranks or on none, and change none on one "
-    "rank alone"
+    "hvdtrain: the ranks hold different weights: build the model before fit, load weights on all "
+    "ranks or on none, and change none on one rank only"
 )
 
 
 def optimizer(own: Any) -> Any:
-    """Let `own` average the gradients over all ranks, in one all-reduce a step.
+    """Make `own` average the gradients over all ranks, in one all-reduce per step.
 
     The optimizer is changed, not copied: it keeps its variables and settings, and is returned.
-    (Under the policy mixed_float16 what is returned is a LossScaleOptimizer around it, which
-    `compile` would make otherwise: ranks have to agree on a step that overflows.) When it is built
-    the model's trainable variables take rank 0's values, so that all ranks begin alike. Every 100
-    steps, and after the first, the weights of all ranks are compared inside the step. A rank's
-    loss counts as the mean over the samples that the rank has: give all ranks as many, or weights
-    (`hvdtrain.tf.datasets` does).
+    (Under the policy mixed_float16 a LossScaleOptimizer around it is returned, which `compile`
+    would make otherwise: ranks have to agree on a step that overflows.) When it is built, the
+    model's trainable variables get rank 0's values, so that all ranks start with equal weights.
+    After the first step and after every 100th, the weights of all ranks are compared inside the
+    step. A rank's loss must be the mean over its samples: give all ranks the same number of
+    samples, or weights (`hvdtrain.tf.datasets` does).
 
-    With `gradient_accumulation_steps`, ranks communicate when the weights change, not before.
-    In a world of one the optimizer is returned as it was. Collective.
+    With `gradient_accumulation_steps`, ranks communicate only when the weights change.
+    In a world of one rank the optimizer is returned unchanged. Collective.
 
     Raises:
-        UsageError: if `own` is no optimizer of Keras 3, or not of one class on all ranks.
+        UsageError: if `own` is not an optimizer of Keras 3, or has different classes on the ranks.
     """
     if not isinstance(own, keras.optimizers.Optimizer):
         raise UsageError(
-            f"a {type(own).__name__} is no optimizer of Keras 3: "
-            "give one of keras.optimizers, with the settings of yours"
+            f"a {type(own).__name__} is not an optimizer of Keras 3: "
+            "use one of keras.optimizers, with the same settings"
         )
     if world.current().size == 1 or is_distributed(own):
         return own
@@ -60,45 +59,46 @@ def optimizer(own: Any) -> Any:
     facts = gather("making an optimizer distributed", (kind.__name__, own.built))
     if len(set(facts)) > 1:
         raise UsageError(
-            "the ranks' optimizers are of different classes, or built on some ranks alone: make "
+            "the ranks' optimizers have different classes, or are built on some ranks only: make "
             "or load the same model on all ranks"
         )
-    # Saved models name the class: they load where there is no hvdtrain, as the class it was.
+    # Saved models contain this name of the class, so that they load without hvdtrain.
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     own.__class__ = type(kind.__name__, (_Averaging, kind), names)
     own.reduction = f"optimizer.{next(_numbers)}"
     return own
 
 
-def is_distributed(own: object) -> bool:
-    """Whether this optimizer averages over the ranks."""
-    return isinstance(own, _Averaging)
+def is_distributed(optimizer: object) -> bool:
+    """Return whether this optimizer averages over the ranks."""
+    return isinstance(optimizer, _Averaging)
 
 
 @contextmanager
-def as_it_was(own: Any) -> Iterator[None]:
-    """The optimizer has the class that it was given with: what is saved says nothing of ranks."""
-    kind = type(own)
-    if not is_distributed(own):
+def as_it_was(optimizer: Any) -> Iterator[None]:
+    """Give the optimizer its original class, so that saved files do not depend on hvdtrain."""
+    kind = type(optimizer)
+    if not is_distributed(optimizer):
         yield
         return
-    _, own.__class__ = kind.__bases__
+    _, optimizer.__class__ = kind.__bases__
     try:
         yield
     finally:
-        own.__class__ = kind
+        optimizer.__class__ = kind
 
 
 class _Averaging(_Mixed):
-    """What an optimizer does before its own class does: Keras 3 calls nothing but `apply`."""
+    """Methods that run before those of the optimizer's own class: Keras 3 calls only `apply`."""
 
     reduction: str
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
-        # Its own variables begin alike on all ranks, and in a traced step do not exist yet.
+        # The optimizer's own variables start equal on all ranks. In a traced step they do not
+        # exist yet.
         super().build(variables)
         with tf.init_scope():
-            broadcast([each for each in variables if each.value.is_initialized()])
+            broadcast([variable for variable in variables if variable.value.is_initialized()])
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         grads = list(grads)
@@ -109,28 +109,28 @@ class _Averaging(_Mixed):
         compare(variables, self.iterations, self.reduction)
 
     def _clip_gradients(self, grads: Any) -> Any:
-        # With accumulation this is called once an update, with what was accumulated.
+        # With accumulation Keras calls this once per update, with the accumulated gradients.
         if self.gradient_accumulation_steps:
             grads = average(list(grads), self.reduction)
         return super()._clip_gradients(grads)
 
 
 def average(gradients: list[Any], name: str) -> list[Any]:
-    """The mean over all ranks of each gradient; None where there is none."""
-    places = [place for place, each in enumerate(gradients) if each is not None]
+    """Return the mean over all ranks of each gradient; None stays None."""
+    places = [place for place, gradient in enumerate(gradients) if gradient is not None]
     dense = [tf.convert_to_tensor(gradients[place]) for place in places]
-    found = list(gradients)
-    # A name of its own: automatic ones differ between ranks that trace at different steps.
+    means = list(gradients)
+    # An explicit name: automatic names differ between ranks that trace at different steps.
     for place, total in zip(places, sums(dense, f"{name}.gradients"), strict=True):
-        found[place] = total / tf.cast(world.current().size, total.dtype)
-    return found
+        means[place] = total / tf.cast(world.current().size, total.dtype)
+    return means
 
 
 def compare(variables: Sequence[keras.Variable], step: Any, name: str) -> None:
-    """Fail, inside the step, where ranks hold other bits; after step 1 and then every 100."""
+    """Fail inside the step if the ranks' weights differ; after step 1, then every 100 steps."""
 
     def compared() -> Any:
-        same = are_same([each.value for each in variables], f"{name}.weights")
+        same = are_same([variable.value for variable in variables], f"{name}.weights")
         tf.debugging.Assert(same, [DIFFERENT], summarize=1)
         return True
 
@@ -139,7 +139,7 @@ def compare(variables: Sequence[keras.Variable], step: Any, name: str) -> None:
 
 
 def are_same(values: Sequence[Any], name: str) -> Any:
-    """Whether all ranks hold the same bits, as a tensor; false on one rank at least if not."""
+    """Return a tensor: whether all ranks hold the same bits; false on at least one rank if not."""
     horovod = world.horovod()
-    own = fingerprint(values)
-    return tf.equal(horovod.allreduce(own, op=horovod.Sum, name=name), own * horovod.size())
+    local = fingerprint(values)
+    return tf.equal(horovod.allreduce(local, op=horovod.Sum, name=name), local * horovod.size())

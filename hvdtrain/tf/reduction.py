@@ -9,23 +9,23 @@ from hvdtrain import world
 
 
 def sums(values: Sequence[Any], name: str) -> list[Any]:
-    """The sums of dense tensors over all ranks: one all-reduce for all of one dtype. Collective.
+    """Return the sums of dense tensors over all ranks: one all-reduce per dtype. Collective.
 
-    They travel as one tensor: Horovod takes half of the time for that which it takes for a group
-    of as many bytes, and adds up in the same order each time.
+    The tensors of a dtype are sent as one: this takes half of the time of a Horovod group of the
+    same size, and the order of the additions is always the same.
 
     Args:
         name: of the all-reduce; the same on all ranks.
     """
-    found: list[Any] = [None] * len(values)
+    totals: list[Any] = [None] * len(values)
     horovod = world.horovod()
-    for kind in dict.fromkeys(each.dtype for each in values):
-        places = [place for place, each in enumerate(values) if each.dtype == kind]
+    for kind in dict.fromkeys(value.dtype for value in values):
+        places = [place for place, value in enumerate(values) if value.dtype == kind]
         flat = tf.concat([tf.reshape(values[place], [-1]) for place in places], axis=0)
         # Horovod does not know bfloat16.
         sent = tf.cast(flat, tf.float32) if kind == tf.bfloat16 else flat
         total = horovod.allreduce(sent, op=horovod.Sum, name=f"{name}.{kind.name}")
         parts = tf.split(tf.cast(total, kind), [tf.size(values[place]) for place in places])
         for place, part in zip(places, parts, strict=True):
-            found[place] = tf.reshape(part, tf.shape(values[place]))
-    return found
+            totals[place] = tf.reshape(part, tf.shape(values[place]))
+    return totals

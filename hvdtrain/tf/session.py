@@ -23,18 +23,18 @@ from hvdtrain.training.feed import Feed
 from hvdtrain.training.randomness import step_seed
 from hvdtrain.training.session import Result, Session, Shape, Taken
 
-EVALUATION_IMAGES = 256  # a rank
+EVALUATION_IMAGES = 256  # per rank
 
 
 @dataclass(kw_only=True)
 class KerasSession(Session):
-    """What a `Session` is, data parallel.
+    """A data-parallel `Session`.
 
     Attributes:
         steps: the traced functions. mirrored: the same on the devices of a strategy.
         seeds: states of the generators that layers draw from.
-        spoiled: factors of what layers emit, and when they are to be no numbers.
-        rate: the learning rate that the optimizer has.
+        spoiled: factors of layers' outputs, and functions that return whether they become NaN.
+        rate: the current learning rate of the optimizer.
     """
 
     model: keras.Model
@@ -57,8 +57,8 @@ class KerasSession(Session):
     def accelerator(self) -> str | None:
         if not self.gpus:
             return None
-        own = tf.config.get_visible_devices("GPU")[0]
-        details = tf.config.experimental.get_device_details(own)
+        gpu = tf.config.get_visible_devices("GPU")[0]
+        details = tf.config.experimental.get_device_details(gpu)
         return str(details.get("device_name", "unknown GPU"))
 
     @property
@@ -81,28 +81,28 @@ class KerasSession(Session):
         if rate != self.rate:
             self.optimizer.learning_rate = self.rate = rate
         self._seed(position)
-        began = time.perf_counter()
+        started = time.perf_counter()
         with self.activity.doing("forward, backward, all-reduce and update"):
             done = (self.mirrored or self.steps).train(*self._arguments(feed, batch_size))
             exposed = float(done.exposed_seconds)
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - started
         return Result(
             read_loss=lambda: float(done.loss_sum),
             samples=len(feed.ids),
             norm=float(done.norm),
             is_bad=bool(done.is_bad),
             exposed_seconds=exposed,
-            communication_seconds=exposed,  # the gradients travel once all of them are there
+            communication_seconds=exposed,  # nothing is hidden: all gradients are sent at the end
             bubble_seconds=0.0,
             compute_seconds=seconds - exposed,
         )
 
     def trace(self) -> None:
-        """Trace a step on a whole batch: that is not a part of the first one's time."""
+        """Trace a step on a full batch, so that the first step does not include the tracing."""
         batch = np.zeros(min(self.config.batch_size, len(self.train_rows)), np.int64)
-        own, _ = self.own_rows(batch, is_training=True)
-        images = np.zeros((len(own), *self.index.image_shape), np.uint8)
-        arguments = self._arguments(Feed(images, own, own), len(batch))
+        rows, _ = self.own_rows(batch, is_training=True)
+        images = np.zeros((len(rows), *self.index.image_shape), np.uint8)
+        arguments = self._arguments(Feed(images, rows, rows), len(batch))
         (self.mirrored or self.steps).trace(*arguments)
 
     def _arguments(self, feed: Feed, batch_size: int) -> tuple[Any, ...]:
@@ -119,32 +119,33 @@ class KerasSession(Session):
         return loss_sum, correct
 
     @override
-    def diagnose(self, taken: Taken) -> str:
+    def diagnose(self, record: Taken) -> str:
         if self.mirrored is not None:
             return (
-                "the weights have taken it, so where it began is not known (--plan dp finds out)"
+                "the weights are already updated, so the layer is not known: use --plan dp to "
+                "find it"
             )
         newest, _ = self.activity.now()
-        self.activity.step(taken.step)
-        kept = [each.numpy() for each in self.steps.statistics]
-        arguments = self._arguments(taken.feed, taken.batch_size)
-        said = diagnosis.diagnose(
-            self.steps, self.world, arguments, lambda: self._seed(taken.position)
+        self.activity.step(record.step)
+        kept = [statistic.numpy() for statistic in self.steps.statistics]
+        arguments = self._arguments(record.feed, record.batch_size)
+        explanation = diagnosis.diagnose(
+            self.steps, self.world, arguments, lambda: self._seed(record.position)
         )
-        for own, before in zip(self.steps.statistics, kept, strict=True):
-            own.assign(before)
+        for variable, before in zip(self.steps.statistics, kept, strict=True):
+            variable.assign(before)
         self.activity.step(newest)
-        return said
+        return explanation
 
     @override
     def agree(self) -> None:
-        told = self.world.gather(self.digests())
-        if any(digests != told[0] for digests in told):
+        everywhere = self.world.gather(self.digests())
+        if any(digests != everywhere[0] for digests in everywhere):
             agreement.broadcast(self.model.weights)
 
     @override
     def start_from(self, path: Path) -> str:
-        raise UsageError("--weights does not go with --framework tensorflow: leave it out")
+        raise UsageError("--weights is not supported with --framework tensorflow: remove it")
 
     @override
     def digests(self) -> dict[str, str]:
@@ -155,28 +156,28 @@ class KerasSession(Session):
         return {0: int(agreement.fingerprint([weight.value for weight in self.model.weights]))}
 
     def _kept(self) -> dict[str, Any]:
-        """All variables that a checkpoint holds, by the names that they have there."""
+        """Return all variables that a checkpoint holds, by their names there."""
         rate = self.optimizer.learning_rate
-        own = [each for each in self.optimizer.variables if each is not rate]
-        found = {f"{MODEL}{weight.path}": weight for weight in self.model.weights}
-        return found | {f"{OPTIMIZER}{each.path}": each for each in own}
+        states = [state for state in self.optimizer.variables if state is not rate]
+        weights = {f"{MODEL}{weight.path}": weight for weight in self.model.weights}
+        return weights | {f"{OPTIMIZER}{state.path}": state for state in states}
 
     @override
     def share(self) -> dict[str, np.ndarray]:
         kept = self._kept()
-        sizes = [int(np.prod(each.shape)) for each in kept.values()]
-        whose = zip(kept.items(), owners(sizes, self.world.size), strict=True)
-        own = [item for item, owner in whose if owner == self.world.rank]
-        return {name: np.array(variable.numpy(), order="C") for name, variable in own}
+        sizes = [int(np.prod(variable.shape)) for variable in kept.values()]
+        owned = zip(kept.items(), owners(sizes, self.world.size), strict=True)
+        local = [item for item, owner in owned if owner == self.world.rank]
+        return {name: np.array(variable.numpy(), order="C") for name, variable in local}
 
     @override
     def expected(self, was_updated: bool) -> dict[str, Shape]:
         return {name: tuple(variable.shape) for name, variable in self._kept().items()}
 
     @override
-    def put(self, found: Mapping[str, np.ndarray]) -> None:
+    def put(self, arrays: Mapping[str, np.ndarray]) -> None:
         for name, variable in self._kept().items():
-            variable.assign(found[name])
+            variable.assign(arrays[name])
 
     @override
     def holders(self) -> dict[str, tuple[int, ...]]:
@@ -187,10 +188,10 @@ class KerasSession(Session):
     def spoil(self, component: str, is_due: Callable[[], bool]) -> None:
         factor = tf.Variable(1.0)
         layer = self.model.get_layer(component)
-        whole = layer.call
+        compute = layer.call
 
-        def spoiled(*given: Any, **options: Any) -> Any:
-            output = whole(*given, **options)
+        def spoiled(*inputs: Any, **options: Any) -> Any:
+            output = compute(*inputs, **options)
             return output * tf.cast(factor, output.dtype)
 
         layer.call = spoiled
@@ -224,7 +225,7 @@ class KerasSession(Session):
         return float("nan") if self.gpus else super().celsius()
 
     def _seed(self, position: int) -> None:
-        """What layers draw in a step depends on seed, position and rank alone."""
+        """Seed the layers' generators, so that draws depend on seed, position and rank only."""
         self._set_spoiled(is_training=True)
         if self.seeds:
             seed = step_seed(self.config.seed, position, self.world.rank)

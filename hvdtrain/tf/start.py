@@ -1,4 +1,4 @@
-"""Joins the ranks of the launcher, for a program that trains with Keras."""
+"""Start of a rank in a program that trains with Keras."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -12,86 +12,88 @@ from hvdtrain.errors import UsageError, one_line
 from hvdtrain.world import World
 
 HOROVOD = {
-    # A step that some ranks do not make ends the job, after a warning that names them.
+    # If some ranks miss an operation, Horovod prints a warning that names them, then ends the job.
     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "300",
     "HOROVOD_LOG_LEVEL": "warning",
 }
 
 
 def start(threads: int | None = None, allreduce: str = "auto") -> World:
-    """Join the ranks that the launcher started, or be a world of one; before any model is made.
+    """Join the ranks that the launcher started, or be a world of one; call it before any model.
 
-    TensorFlow gets as many threads as the rank has and, on a machine with GPUs, the rank's own.
-    From here on an exception on one rank ends the job on all of them.
+    TensorFlow gets the threads of this rank and, on a machine with GPUs, the rank's own GPU.
+    Afterwards an exception on one rank ends the job on all ranks.
 
     Args:
         threads: of this rank; default: its share of the cores.
-        allreduce: "ring" asks the MPI library for its ring algorithm, "auto" lets it choose.
+        allreduce: "ring" requests the ring algorithm of the MPI library, "auto" lets it choose.
 
     Raises:
-        UsageError: if MPI or Horovod is missing, Keras computes with another framework, or
-            TensorFlow has begun already.
+        UsageError: if MPI or Horovod is missing, Keras uses another framework, or TensorFlow is
+            already initialised.
     """
     check_backend()
-    here = world.start(allreduce, threads)
-    if here.size > 1:
+    current = world.start(allreduce, threads)
+    if current.size > 1:
         failure.end_all_on_exception()
     with before_any_model():
-        use_own_threads(here)
-        use_gpus([here.local_rank])
-    start_horovod(here)
-    return here
+        use_own_threads(current)
+        use_gpus([current.local_rank])
+    start_horovod(current)
+    return current
 
 
 @contextmanager
 def before_any_model() -> Iterator[None]:
-    """Turn what TensorFlow refuses once it has begun into an error of one line."""
+    """Turn TensorFlow's error after its initialisation into an error of one line."""
     try:
         yield
     except RuntimeError as error:
         raise UsageError(
-            f"TensorFlow has begun already in this process ({one_line(error)}): this comes before "
-            "any model"
+            f"TensorFlow is already initialised in this process ({one_line(error)}): call this "
+            "before making any model"
         ) from None
 
 
 def check_backend() -> None:
-    """Raise UsageError where Keras computes with another framework."""
+    """Raise UsageError if Keras uses another framework."""
     if keras.config.backend() != "tensorflow":
-        raise UsageError(
-            f"Keras computes with {keras.config.backend()}: set KERAS_BACKEND=tensorflow"
-        )
+        raise UsageError(f"Keras uses {keras.config.backend()}: set KERAS_BACKEND=tensorflow")
 
 
-def start_horovod(here: World, parameter_bytes: int = 0) -> None:
-    """Start Horovod where there are ranks to talk to. Collective.
+def start_horovod(current: World, parameter_bytes: int = 0) -> None:
+    """Start Horovod if there are several ranks. Collective.
 
     Raises:
         UsageError: if it is missing.
     """
-    if here.size > 1:
+    if current.size > 1:
         for name, value in HOROVOD.items():
             os.environ.setdefault(name, value)
         world.start_horovod(parameter_bytes, framework="tensorflow")
 
 
-def use_own_threads(here: World) -> None:
-    """Give TensorFlow the threads of this rank; RuntimeError if it has begun with others."""
-    if tf.config.threading.get_intra_op_parallelism_threads() != here.threads:
-        tf.config.threading.set_intra_op_parallelism_threads(here.threads)
+def use_own_threads(current: World) -> None:
+    """Give TensorFlow the threads of this rank.
+
+    Raises:
+        RuntimeError: if it is already initialised with another number.
+    """
+    if tf.config.threading.get_intra_op_parallelism_threads() != current.threads:
+        tf.config.threading.set_intra_op_parallelism_threads(current.threads)
 
 
 def use_gpus(numbers: Iterable[int]) -> int:
-    """Show TensorFlow these GPUs, modulo those that there are; how many it sees then.
+    """Make these GPUs visible to TensorFlow, modulo the number of GPUs; return how many are.
 
     Raises:
-        RuntimeError: if it has begun with others.
+        RuntimeError: if it is already initialised with others.
     """
     gpus = tf.config.list_physical_devices("GPU")
     if not gpus:
         return 0
-    own = [gpus[number] for number in sorted({number % len(gpus) for number in numbers})]
-    tf.config.set_visible_devices(own, "GPU")
-    for gpu in own:
+    visible = [gpus[number] for number in sorted({number % len(gpus) for number in numbers})]
+    tf.config.set_visible_devices(visible, "GPU")
+    for gpu in visible:
         tf.config.experimental.set_memory_growth(gpu, True)
-    return len(own)
+    return len(visible)

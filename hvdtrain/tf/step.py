@@ -14,10 +14,12 @@ from hvdtrain.tf.reduction import sums
 
 
 class Done(NamedTuple):
-    """What a traced step gives: the sum of its losses, and how it went.
+    """Results of a traced step, as tensors.
 
     Attributes:
+        loss_sum: over this rank's samples.
         norm: of all gradients.
+        is_bad: whether the gradients are not finite or too large.
         exposed_seconds: from the last gradient to the last reduced one.
     """
 
@@ -30,14 +32,15 @@ class Done(NamedTuple):
 class Steps:
     """The traced functions of one rank.
 
-    Images are uint8 [n, H, W, C], labels int64 [n]; n is 0 on a rank that has no part of a batch.
-    The loss is the mean over the samples of the global batch: each rank's gradients are parts of a
-    sum.
+    Images are uint8 [n, H, W, C], labels int64 [n]; n is 0 on a rank without samples of a batch.
+    The loss is the mean over the samples of the global batch, so the sum of all ranks' gradients
+    is the gradient.
 
     Args:
-        normalisation: what is taken away from each channel, and what it is divided by.
-        ranks: that reduce their gradients.
-        mirrors: devices of MirroredStrategy, whose optimizer adds their gradients up; 0 without.
+        normalisation: mean and deviation per channel.
+        ranks: number of ranks that reduce their gradients.
+        mirrors: number of devices of MirroredStrategy, whose optimizer adds up their gradients;
+            0 without one.
     """
 
     def __init__(
@@ -53,47 +56,49 @@ class Steps:
         self.ranks, self.mirrors = ranks, mirrors
         self.dtype = tf.float64 if config.precision == "fp64" else tf.float32
         kind = self.dtype.as_numpy_dtype
-        self.mean, self.std = (np.asarray(each, kind) for each in normalisation)
+        self.mean, self.std = (np.asarray(values, kind) for values in normalisation)
         self.weights = list(model.trainable_variables)
-        # Running statistics: all take the mean, by samples, of what each found. Frozen weights are
-        # among these; what no forward has changed stays as it is, to the bit.
-        self.statistics = [each for each in model.non_trainable_weights if is_float(each)]
-        # No constant: TensorFlow computes once, before the first step, what it is given constants
-        # for, all-reduces among them, which the other ranks would wait for in the next.
+        # Running statistics: all ranks get the mean, weighted by samples. Frozen weights are among
+        # these variables; those that no forward has changed keep their exact bits.
+        self.statistics = [weight for weight in model.non_trainable_weights if is_float(weight)]
+        # A variable, not a constant: TensorFlow evaluates operations on constants once, before the
+        # first step. This includes all-reduces, which the other ranks would miss in later steps.
         self.zero = tf.Variable(0, dtype=self.dtype, trainable=False)
         self.forget()
 
     def forget(self) -> None:
-        """Trace anew what was traced."""
+        """Discard the traced functions, so that the next steps trace them again."""
         self.train = tf.function(self.once)
         self.evaluate = tf.function(self._evaluate, reduce_retracing=True)
 
     def trace(self, images: np.ndarray, labels: np.ndarray, whole: Any) -> None:
-        """Trace a step on such a batch, without making it."""
+        """Trace a step on such a batch, without running it."""
         self.train.get_concrete_function(images, labels, whole)
 
     def prepare(self, images: Any) -> Any:
-        """Images as the model reads them."""
+        """Return normalised images, in the dtype of the model."""
         return (tf.cast(images, self.dtype) / 255 - self.mean) / self.std
 
     def gradients(self, images: Any, labels: Any, whole: Any) -> tuple[Any, list[Any]]:
-        """The sum of the losses, and this rank's part of each gradient.
+        """Return the sum of the losses, and this rank's part of each gradient.
 
         Args:
-            whole: samples of the global batch.
+            whole: number of samples of the global batch.
         """
-        if images.shape[0] == 0:  # which no layer takes
+        if images.shape[0] == 0:  # layers do not accept an empty batch
             zero = tf.convert_to_tensor(self.zero)
-            nothing = [tf.fill(each.shape, tf.cast(zero, each.dtype)) for each in self.weights]
+            nothing = [
+                tf.fill(weight.shape, tf.cast(zero, weight.dtype)) for weight in self.weights
+            ]
             return zero, nothing
         with tf.GradientTape() as tape:
             logits = tf.cast(self.model(self.prepare(images), training=True), self.dtype)
             loss_sum = tf.reduce_sum(self._losses(logits, labels))
             loss = loss_sum / whole
-        found = tape.gradient(loss, self.weights)
+        gradients = tape.gradient(loss, self.weights)
         dense = [
-            tf.zeros_like(weight) if each is None else tf.convert_to_tensor(each)
-            for weight, each in zip(self.weights, found, strict=True)
+            tf.zeros_like(weight) if gradient is None else tf.convert_to_tensor(gradient)
+            for weight, gradient in zip(self.weights, gradients, strict=True)
         ]
         return loss_sum, dense
 
@@ -106,90 +111,97 @@ class Steps:
         return tf.nn.softmax_cross_entropy_with_logits(targets, logits)
 
     def once(self, images: Any, labels: Any, whole: Any) -> Done:
-        """One step; its arguments as those of `gradients`."""
-        before = [tf.identity(each) for each in self.statistics]
+        """Do one step; the arguments are those of `gradients`."""
+        before = [tf.identity(variable) for variable in self.statistics]
         loss_sum, gradients = self.gradients(images, labels, whole)
-        own = tf.cast(images.shape[0], self.dtype) / whole
-        gradients, exposed = self._reduced(gradients, own, before)
-        norm = tf.linalg.global_norm([tf.cast(each, self.dtype) for each in gradients])
+        fraction = tf.cast(images.shape[0], self.dtype) / whole
+        gradients, exposed = self._reduced(gradients, fraction, before)
+        norm = tf.linalg.global_norm([tf.cast(gradient, self.dtype) for gradient in gradients])
         limit = self.config.gradient_limit
         is_good = tf.math.is_finite(norm)
         if limit is not None:
             is_good = is_good & (norm <= limit)
-        if self.mirrors:  # each sees its own gradients: what is bad ends the run behind the update
+        # With mirrors, each device sees only its own gradients: a bad step ends the run after the
+        # update.
+        if self.mirrors:
             self.optimizer.apply(self._decayed(gradients), self.weights)
         else:
             tf.cond(is_good, lambda: self._update(gradients, norm), lambda: self._assign(before))
         return Done(loss_sum, norm, ~is_good, exposed)
 
     def _reduced(
-        self, gradients: list[Any], own: Any, before: Sequence[Any]
+        self, gradients: list[Any], fraction: Any, before: Sequence[Any]
     ) -> tuple[list[Any], Any]:
-        """The sums over all ranks, and the seconds that this took.
+        """Return the sums over all ranks, and the seconds that the all-reduce took.
 
         Args:
-            own: this rank's part of the samples.
-            before: the statistics as they were before the forward.
+            fraction: this rank's part of the samples, 0 to 1.
+            before: the statistics before the forward.
         """
         statistics = [
-            tf.convert_to_tensor(each) * tf.cast(own, each.dtype) for each in self.statistics
+            tf.convert_to_tensor(variable) * tf.cast(fraction, variable.dtype)
+            for variable in self.statistics
         ]
         if statistics:
             changed = [
-                tf.reduce_any(tf.convert_to_tensor(each) != was)
-                for each, was in zip(self.statistics, before, strict=True)
+                tf.reduce_any(tf.convert_to_tensor(variable) != was)
+                for variable, was in zip(self.statistics, before, strict=True)
             ]
             statistics.append(tf.cast(tf.stack(changed), self.dtype))
         if self.mirrors and statistics:  # the optimizer adds the gradients up
             context = tf.distribute.get_replica_context()
-            self._take_over(context.all_reduce(tf.distribute.ReduceOp.SUM, statistics))
+            self._assign_means(context.all_reduce(tf.distribute.ReduceOp.SUM, statistics))
         if self.ranks == 1:
             return gradients, tf.zeros((), tf.float64)
         with tf.control_dependencies(gradients):
-            began = tf.timestamp()
-        found = sums([*gradients, *statistics], "step")
-        with tf.control_dependencies(found):
-            ended = tf.timestamp()
-        self._take_over(found[len(gradients) :])
-        return found[: len(gradients)], ended - began
+            start = tf.timestamp()
+        reduced = sums([*gradients, *statistics], "step")
+        with tf.control_dependencies(reduced):
+            end = tf.timestamp()
+        self._assign_means(reduced[len(gradients) :])
+        return reduced[: len(gradients)], end - start
 
-    def _take_over(self, found: Sequence[Any]) -> None:
-        """Assign sums of statistics, behind which it says for each how many ranks changed it."""
-        if not found:
+    def _assign_means(self, reduced: Sequence[Any]) -> None:
+        """Assign the sums of statistics.
+
+        Args:
+            reduced: the sums, and last a vector: the number of ranks that changed each statistic.
+        """
+        if not reduced:
             return
-        *sums_, changed = found
+        *sums_, changed = reduced
         values = [
-            tf.where(count > 0, value, tf.convert_to_tensor(own))
-            for own, value, count in zip(
+            tf.where(count > 0, value, tf.convert_to_tensor(variable))
+            for variable, value, count in zip(
                 self.statistics, sums_, tf.unstack(changed, len(sums_)), strict=True
             )
         ]
         self._assign(values)
 
     def _assign(self, statistics: Sequence[Any]) -> None:
-        for own, value in zip(self.statistics, statistics, strict=True):
-            own.assign(value)
+        for variable, value in zip(self.statistics, statistics, strict=True):
+            variable.assign(value)
 
     def _update(self, gradients: list[Any], norm: Any) -> None:
         if self.config.clip_norm is not None:
             scale = tf.minimum(tf.ones((), norm.dtype), self.config.clip_norm / norm)
-            gradients = [each * tf.cast(scale, each.dtype) for each in gradients]
+            gradients = [gradient * tf.cast(scale, gradient.dtype) for gradient in gradients]
         self.optimizer.apply(self._decayed(gradients), self.weights)
 
     def _decayed(self, gradients: list[Any]) -> list[Any]:
-        """With the weight decay of an optimizer that has none of its own (as in PyTorch)."""
+        """Return gradients with the weight decay added, as in PyTorch, unless AdamW adds it."""
         decay = self.config.weight_decay / max(1, self.mirrors)
         if not decay or self.config.optimizer == "adamw":
             return gradients
         return [
-            tf.identity(each)  # of the same graph as the others, inside a condition
+            tf.identity(gradient)  # as a tensor of the condition's graph, like the others
             if is_undecayed(self.config, weight)
-            else each + decay * tf.convert_to_tensor(weight)
-            for each, weight in zip(gradients, self.weights, strict=True)
+            else gradient + decay * tf.convert_to_tensor(weight)
+            for gradient, weight in zip(gradients, self.weights, strict=True)
         ]
 
     def _evaluate(self, images: Any, labels: Any) -> tuple[Any, Any]:
-        """Sum of losses, and number of right answers."""
+        """Return the sum of losses, and the number of correct answers."""
         logits = tf.cast(self.model(self.prepare(images), training=False), self.dtype)
         losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
         right = tf.math.argmax(logits, axis=-1) == labels

@@ -1,4 +1,4 @@
-"""A run's session in PyTorch: a plan's interpreter, and the state that it works on."""
+"""A run's session in PyTorch: the interpreter of a plan, and the state that it works on."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,14 +37,19 @@ from hvdtrain.training.tracing import write_trace
 
 @dataclass(kw_only=True)
 class TorchSession(Session):
-    """What a `Session` is, under any plan."""
+    """A `Session` under any plan.
+
+    Attributes:
+        spoiled: by component, functions that return whether its output becomes NaN.
+        timed_steps, transfer_seconds: steps and seconds of waiting since `read_times`.
+    """
 
     runtime: Runtime
     components: Sequence[Component]
     copies: tensors.Copies = field(default_factory=tensors.Copies)
-    spoiled: dict[str, list[Callable[[], bool]]] = field(default_factory=dict)  # by component
-    timed_steps: int = 0  # since `read_times`
-    transfer_seconds: float = 0.0  # in them
+    spoiled: dict[str, list[Callable[[], bool]]] = field(default_factory=dict)
+    timed_steps: int = 0
+    transfer_seconds: float = 0.0
     libraries = ("torch",)
 
     @property
@@ -65,7 +70,7 @@ class TorchSession(Session):
     @property
     @override
     def evaluation_images(self) -> int:
-        # What training works on at once has been counted where memory is limited.
+        # With a memory limit, the planner counted the memory of one training batch.
         is_limited = self.config.memory_limit is not None
         return programs.evaluation_images(
             self.plan, self.config.batch_size if is_limited else None
@@ -73,15 +78,15 @@ class TorchSession(Session):
 
     @property
     def parts(self) -> Mapping[int, Part]:
-        """What this rank holds, by stage."""
+        """The parts of the model that this rank holds, by stage."""
         return self.runtime.parts
 
     def cut(self, batch_size: int, is_training: bool) -> Cut:
-        """How a global batch of this size is cut."""
+        """Return how a global batch of this size is split among ranks and micro-batches."""
         return cut(programs.plan_for(self.plan, is_training), batch_size)
 
     def program(self, batch_size: int, is_training: bool) -> Program:
-        """What this rank does for it."""
+        """Return this rank's program for a global batch of this size."""
         return programs.program_of(self.plan, batch_size, self.world.rank, is_training)
 
     @override
@@ -115,17 +120,20 @@ class TorchSession(Session):
     def read_times(self) -> StepTimes:
         steps, self.timed_steps = max(1, self.timed_steps), 0
         clocks = [part.model.clock for part in self.parts.values()]
-        taken = {name: total for clock in clocks if clock for name, total in clock.read().items()}
+        seconds = {
+            name: total for clock in clocks if clock for name, total in clock.read().items()
+        }
         if self.plan.splits_backward or any(part.synchronised for part in self.parts.values()):
-            taken = {}  # weight gradients come later, all together; or others are waited for
+            # Weight gradients come later, all together; or the times include waits for others.
+            seconds = {}
         transfer, self.transfer_seconds = self.transfer_seconds / steps, 0.0
-        return StepTimes({name: total / steps for name, total in taken.items()}, transfer)
+        return StepTimes({name: total / steps for name, total in seconds.items()}, transfer)
 
     @override
     def check_plan(self, plan: Plan) -> None:
         config, size, classes = self.config, self.index.image_shape[0], self.index.classes
-        given = given_to(self.components, config, size, classes)
-        check_batches(config, plan, self.components, given, len(self.train_rows))
+        boundaries = given_to(self.components, config, size, classes)
+        check_batches(config, plan, self.components, boundaries, len(self.train_rows))
 
     @override
     def change_plan(self, plan: Plan) -> None:
@@ -151,12 +159,12 @@ class TorchSession(Session):
         return loss_sum, correct
 
     @override
-    def diagnose(self, taken: Taken) -> str:
-        self._seed(taken.position)
-        todo = self.program(taken.batch_size, is_training=True)
-        found = diagnose(self.runtime, self.plan, self.world, todo, taken)
-        self.read_times()  # which are not those of steps
-        return found
+    def diagnose(self, record: Taken) -> str:
+        self._seed(record.position)
+        todo = self.program(record.batch_size, is_training=True)
+        explanation = diagnose(self.runtime, self.plan, self.world, todo, record)
+        self.read_times()  # drops the times of the diagnosis
+        return explanation
 
     @override
     def align_clocks(self) -> None:
@@ -176,12 +184,12 @@ class TorchSession(Session):
     @override
     def start_from(self, path: Path) -> str:
         last = self.plan.stages[-1].components[-1]
-        found, other = weights.read(path, self.config.model, self.shapes, last)
-        layout.put_tensors(self.parts, found)
-        return f"started from {path}" + (f"; {last} starts anew" if other else "")
+        values, is_other = weights.read(path, self.config.model, self.shapes, last)
+        layout.put_tensors(self.parts, values)
+        return f"started from {path}" + (f"; {last} keeps its initial weights" if is_other else "")
 
     def tensors(self) -> dict[str, Tensor]:
-        """The parameters and buffers that this rank holds, by name."""
+        """Return the parameters and buffers that this rank holds, by name."""
         return {
             name: tensor
             for part in self.parts.values()
@@ -206,28 +214,30 @@ class TorchSession(Session):
 
     @override
     def expected(self, was_updated: bool) -> dict[str, Shape]:
-        found = {f"{MODEL}{name}": tuple(value.shape) for name, value in self.tensors().items()}
+        expected = {f"{MODEL}{name}": tuple(value.shape) for name, value in self.tensors().items()}
         for part in self.parts.values():
             if part.optimizer is None or not was_updated:
-                continue  # it has no state before its first update
+                continue  # an optimizer has no state before its first update
             for name, parameter in part.model.parameters().items():
                 entries = state_shapes(self.config, parameter.shape)
-                found |= {f"{OPTIMIZER}{name}/{key}": shape for key, shape in entries.items()}
-        return found
+                expected |= {f"{OPTIMIZER}{name}/{key}": shape for key, shape in entries.items()}
+        return expected
 
     @override
-    def put(self, found: Mapping[str, np.ndarray]) -> None:
+    def put(self, arrays: Mapping[str, np.ndarray]) -> None:
         state, optimizer = store.by_kind(
-            {name: tensors.to_tensor(array) for name, array in found.items()}
+            {name: tensors.to_tensor(array) for name, array in arrays.items()}
         )
         layout.put_state(self.parts, state, optimizer)
 
     @override
     def holders(self) -> dict[str, tuple[int, ...]]:
         return {
-            name: tuple(rank for rank, share in zip(each.ranks, each.shares, strict=True) if share)
-            for each in self.plan.stages
-            for name in each.components
+            name: tuple(
+                rank for rank, share in zip(stage.ranks, stage.shares, strict=True) if share
+            )
+            for stage in self.plan.stages
+            for name in stage.components
         }
 
     @override
@@ -237,15 +247,15 @@ class TorchSession(Session):
             self._spoil(component)
 
     def _spoil(self, name: str) -> None:
-        """Let a component emit what is no number when that is due, if this rank holds it."""
+        """Make a component emit NaN when that is due, if this rank holds it."""
         held = (part.model for part in self.parts.values() if name in part.model.calls)
         model = next(held, None)
         if model is None:
             return
-        whole, dues = model.calls[name], self.spoiled[name]
+        compute, dues = model.calls[name], self.spoiled[name]
 
-        def spoiled(given: Tensor) -> Tensor:
-            output = whole(given)
+        def spoiled(inputs: Tensor) -> Tensor:
+            output = compute(inputs)
             is_due = torch.is_grad_enabled() and any(due() for due in dues)
             return output * torch.nan if is_due else output
 
@@ -270,13 +280,16 @@ class TorchSession(Session):
     @override
     def celsius(self) -> float:
         if self.device == "cuda":
-            with suppress(Exception):  # whatever the driver's library has to say
+            with suppress(Exception):  # the driver's library may be missing or fail
                 return float(torch.cuda.temperature(self.runtime.device))
             return math.nan
         return super().celsius()
 
     def _seed(self, position: int) -> None:
-        """Seed what a step can draw from; torch.manual_seed takes 0.5 ms for all generators."""
+        """Seed the generators that a step can draw from.
+
+        Not by torch.manual_seed: it takes 0.5 ms, because it seeds the generators of all devices.
+        """
         seed = step_seed(self.config.seed, position, self.world.rank)
         self.runtime.draws.seed = step_seed(self.config.seed, position, None)
         torch.default_generator.manual_seed(seed)
@@ -285,7 +298,10 @@ class TorchSession(Session):
 
 
 def read_later(value: Tensor | None) -> Callable[[], float]:
-    """What gives the number in a tensor; of one on a GPU a copy is begun at once."""
+    """Return a function that returns the number in a tensor, 0.0 for None.
+
+    The copy from a GPU starts at once.
+    """
     if value is None:
         return lambda: 0.0
     if value.device.type == "cpu":

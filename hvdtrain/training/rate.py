@@ -6,10 +6,11 @@ from hvdtrain.config import TrainConfig
 
 
 def learning_rate(config: TrainConfig, epoch_length: int, position: int) -> float:
-    """The learning rate of the step that starts at `position` (samples consumed so far).
+    """Return the learning rate of the step that starts at `position` (samples consumed so far).
 
-    Linear warm-up from zero (Goyal et al., arXiv 1706.02677), then constant, a cosine to zero
-    over the rest (Loshchilov and Hutter, arXiv 1608.03983), or a tenth at 50 % and at 75 %.
+    Linear warm-up from zero (Goyal et al., arXiv 1706.02677). Then it is constant, follows a
+    cosine to zero (Loshchilov and Hutter, arXiv 1608.03983), or is divided by ten at 50 % and at
+    75 % of training.
     """
     peak = config.learning_rate()
     warmup = config.warmup_epochs * epoch_length

@@ -1,4 +1,4 @@
-"""From one plan to another between two steps, without a checkpoint: state moves in memory."""
+"""Migration to another plan between two steps: state moves in memory, without a checkpoint."""
 
 import gc
 from collections.abc import Sequence
@@ -20,22 +20,24 @@ def under_plan(
     after: Plan,
     components: Sequence[Component],
     image_size: int,
-    here: World,
+    world: World,
 ) -> Runtime:
-    """The interpreter of another plan with the same weights, statistics and optimizer. Collective.
+    """Return the interpreter of another plan with the same training state. Collective.
 
-    What a rank needs comes to it as a checkpoint's arrays would, and is put where they are.
+    The state is weights, running statistics and optimizer. Each rank receives what it needs as
+    arrays, named as in a checkpoint, and loads them as it would load a checkpoint.
     """
-    found = layout.state_under(before, after, runtime.parts, here)
-    made = build_runtime(
-        config, after, components, runtime.images, image_size, here, before=runtime
+    arrays = layout.state_under(before, after, runtime.parts, world)
+    migrated = build_runtime(
+        config, after, components, runtime.images, image_size, world, before=runtime
     )
     state, optimizer = store.by_kind(
-        {name: tensors.to_tensor(array) for name, array in found.items()}
+        {name: tensors.to_tensor(array) for name, array in arrays.items()}
     )
-    layout.put_state(made.parts, state, optimizer)
-    made.events = runtime.events
-    # Its methods, in a table of its own, would keep it and its weights until the collector runs.
+    layout.put_state(migrated.parts, state, optimizer)
+    migrated.events = runtime.events
+    # The table `do` refers to methods of the old runtime: this cycle would keep the runtime and
+    # its weights in memory until the collector runs.
     runtime.do, runtime.parts = {}, {}
     gc.collect()
-    return made
+    return migrated

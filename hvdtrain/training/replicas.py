@@ -1,4 +1,4 @@
-"""Whether the replicas of each stage still hold the same: often by a sum, at last by SHA-256."""
+"""Checks that the replicas of each stage hold the same weights: by checksums, then by SHA-256."""
 
 from hvdtrain.errors import CheckFailed
 from hvdtrain.training.run import Run
@@ -9,9 +9,9 @@ CHECK_EVERY = 100  # steps from one comparison inside an epoch to the next
 
 
 def compare_fingerprints(run: Run, log: StepLog) -> int | None:
-    """Compare the replicas where the step is one of every 100. Collective; inside an epoch.
+    """Compare the replicas of each stage after every 100th step. Collective; inside an epoch.
 
-    Only where they differ are all weights hashed, and the agreements under way taken.
+    Only if they differ, the pending agreements are read and all weights are hashed.
 
     Returns:
         The exit code if the ranks agreed to stop meanwhile.
@@ -20,7 +20,7 @@ def compare_fingerprints(run: Run, log: StepLog) -> int | None:
         CheckFailed: on all ranks, if any differ.
     """
     session = run.session
-    # All ranks are at the same step: the control vector of it is on its way on each of them.
+    # All ranks are at the same step: each has sent the control vector of it.
     if run.progress.step % CHECK_EVERY or not _has_replicas(run):
         return None
     with run.activity.doing("comparing the replicas"):

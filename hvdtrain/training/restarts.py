@@ -1,4 +1,4 @@
-"""A job that our own launcher starts, and starts again from its last checkpoint."""
+"""Jobs that our own launcher starts, and restarts from their last checkpoint."""
 
 import secrets
 import sys
@@ -17,19 +17,19 @@ from hvdtrain.training.stall import start_patience
 from hvdtrain.training.starts import MOST_FRUITLESS_STARTS, newest
 
 NO_FAULT = (0, Interrupted.exit_code, Preempted.exit_code)
-# After starts that saved no new checkpoint the next one waits, for what is wrong may pass.
+# After starts that saved no new checkpoint the launcher waits: the fault may be temporary.
 FIRST_WAIT_SECONDS, WAIT_GROWTH = 5.0, 6.0
-MOST_MESSAGES = 20  # handed on to the next start
+MOST_MESSAGES = 20  # passed to the next start
 MOST_CHARACTERS_OF_REASON = 200
 
 
 def run(config: TrainConfig, arguments: Sequence[str], stop: RanksStop) -> int:
-    """Run `hvdtrain ARGUMENTS`, at most `config.restarts` times again; the last exit code.
+    """Run `hvdtrain ARGUMENTS`, restart it up to `config.restarts` times, return the exit code.
 
-    Only a failed rank is a reason to start again: what a user has to fix, or asked for, is not.
+    Only a failed rank causes a restart: errors that a user has to fix and requested stops do not.
 
     Raises:
-        Interrupted, Preempted: if this process was asked to leave before it started the ranks.
+        Interrupted, Preempted: if this process was requested to stop before it started the ranks.
     """
     ranks, messages = config.ranks or 1, list[str]()
     arguments = alert.without_command(arguments)
@@ -49,8 +49,8 @@ def run(config: TrainConfig, arguments: Sequence[str], stop: RanksStop) -> int:
         again = may_restart and fruitless < MOST_FRUITLESS_STARTS
         if ended.code not in NO_FAULT:
             cause = "rank failed" if ended.code == RankError.exit_code else "job failed"
-            told = f"{ended.message}; starting again" if again else ended.message
-            alert.send_and_wait(config.on_alert, cause, told, str(folder or ""))
+            message = f"{ended.message}; restarting" if again else ended.message
+            alert.send_and_wait(config.on_alert, cause, message, str(folder or ""))
         if not again:
             if may_restart:
                 _say(_why_not_again(fruitless, ended.message))
@@ -58,14 +58,14 @@ def run(config: TrainConfig, arguments: Sequence[str], stop: RanksStop) -> int:
         ranks = max(ranks - 1, min(ranks, config.min_ranks or ranks))
         wait = FIRST_WAIT_SECONDS * WAIT_GROWTH ** (fruitless - 1) if fruitless else 0.0
         when = f" in {wait:.0f} s, as no new checkpoint was saved" if wait else ""
-        said = f"starting again on {ranks} rank(s) from the last checkpoint of {folder}{when}"
-        _say(f"{said}; {left - 1} restart(s) left")
+        restart = f"restarting on {ranks} rank(s) from the last checkpoint of {folder}{when}"
+        _say(f"{restart}; {left - 1} restart(s) left")
         _wait(wait, stop)
     return ended.code
 
 
 def _environment(config: TrainConfig, launch: str, messages: Sequence[str]) -> dict[str, str]:
-    """What one start of the ranks is told beside its options."""
+    """Return the environment variables of one start of the ranks."""
     environment = {LAUNCH: launch}
     if messages:
         environment[AFTER_FAULTS] = "\n".join(messages[-MOST_MESSAGES:])
@@ -77,7 +77,7 @@ def _environment(config: TrainConfig, launch: str, messages: Sequence[str]) -> d
 def _why_not_again(fruitless: int, message: str) -> str:
     reason = shortened(message, MOST_CHARACTERS_OF_REASON)
     return (
-        f"not started again: {fruitless} starts in a row saved no new checkpoint; "
+        f"not restarted: {fruitless} starts in a row saved no new checkpoint; "
         f"the last one: {reason}"
     )
 
@@ -87,16 +87,16 @@ def _say(line: str) -> None:
 
 
 def _wait(seconds: float, stop: RanksStop) -> None:
-    """Let time pass, up to a request to leave."""
+    """Wait, at most until a stop is requested."""
     until = time.monotonic() + seconds
     while time.monotonic() < until and not stop.requested:
         time.sleep(0.05)
 
 
 def _more(config: TrainConfig, folder: Path | None, ranks: int, is_again: bool) -> list[str]:
-    """The options of one start; those that come last win."""
+    """Return the options that one start adds: of repeated options the last one counts."""
     options = []
-    if config.inject:  # drawn once, and not for ranks that are no more
+    if config.inject:  # random faults are drawn once, and none for ranks that were removed
         faults = injection.parse(config.inject, config.ranks or 1)
         options += [
             "--inject",
@@ -105,7 +105,7 @@ def _more(config: TrainConfig, folder: Path | None, ranks: int, is_again: bool) 
     if not config.restarts or folder is None:
         return options
     options += ["--restarts", "0", "--ranks", str(ranks), "--run", str(folder)]
-    if is_again:  # a rank may have failed before it had a run to resume
+    if is_again:  # auto: a rank may have failed before there was a run to resume
         options += ["--resume", "auto"]
     if ranks < (config.ranks or 1) and (plan := refit(config.plan, ranks)) is not None:
         options += ["--plan", plan]

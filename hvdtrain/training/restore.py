@@ -1,4 +1,4 @@
-"""Going on from a checkpoint, under whatever plan the run has now."""
+"""Resuming from a checkpoint, under the plan that the run has now."""
 
 import socket
 import time
@@ -27,12 +27,16 @@ from hvdtrain.world import World
 
 Value = TypeVar("Value")
 
-SECONDS_TO_SHOW = 30.0  # in which a network file system shows a folder to other hosts
+SECONDS_TO_SHOW = 30.0  # until a network file system shows a folder to other hosts
 
 
 @dataclass(frozen=True)
-class _Found:
-    """A checkpoint whose parts are as its manifest says: which of them holds what."""
+class _Verified:
+    """A checkpoint whose files match its manifest.
+
+    Attributes:
+        places: by tensor, the file that holds it. shapes: by tensor.
+    """
 
     path: Path
     progress: dict[str, Any]
@@ -42,57 +46,57 @@ class _Found:
 
 
 def restore(session: Session, run: RunFolder, console: Console) -> dict[str, Any] | None:
-    """Put the newest checkpoint that verifies into model and optimizer; the progress it holds.
+    """Load the newest checkpoint that verifies into model and optimizer; return its progress.
 
-    Collective. None where the folder holds no checkpoint at all. Those that are damaged are set
-    aside; one that cannot be read just now is not, and ends the search.
+    Collective. Returns None if the folder holds no checkpoint. Damaged checkpoints are renamed.
+    One that cannot be read at the moment is not renamed, and ends the search.
 
     Raises:
-        UsageError: if it is of another data set, configuration or model.
-        DataError: if none verifies, or the disk does not give the newest one.
+        UsageError: if the checkpoint is of another data set, configuration or model.
+        DataError: if no checkpoint verifies, or the newest one cannot be read.
     """
     with session.activity.doing("reading a checkpoint", START_FACTOR):
         return _restore(session, run, console)
 
 
 def _restore(session: Session, run: RunFolder, console: Console) -> dict[str, Any] | None:
-    here, folder = session.world, run.checkpoints.resolve()
+    world, folder = session.world, run.checkpoints.resolve()
     directory = session.config.replicate
-    home = copies.home(directory, run.path, here.rank) if directory else None
+    home = copies.home(directory, run.path, world.rank) if directory else None
     faulty: list[tuple[Path, DataError]] = []
     for path in _candidates(folder, home, session):
-        found = fault = _verify(path, session)
+        outcome = fault = _verify(path, session)
         if isinstance(fault, DataError) and home is not None:
-            found = _mend(path, home, session)
-            if isinstance(found, _Found):
-                console.say(f"mended {path.name} from the copies of --replicate: {fault}")
-        if isinstance(found, Unreadable):
+            outcome = _repair(path, home, session)
+            if isinstance(outcome, _Verified):
+                console.say(f"repaired {path.name} from the copies of --replicate: {fault}")
+        if isinstance(outcome, Unreadable):
             raise DataError(
-                f"{found}, {len(PAUSES) + 1} times in a row: nothing was changed; look at the "
-                "disk, then start again"
+                f"{outcome}, {len(PAUSES) + 1} times in a row; nothing was changed: check the "
+                "disk, then start the run again"
             )
-        if isinstance(found, DataError):
-            faulty.append((path, found))
+        if isinstance(outcome, DataError):
+            faulty.append((path, outcome))
             continue
-        _put(session, found)
+        _put(session, outcome)
         for other, why in faulty:
-            console.say(f"skipped a checkpoint{_set_aside(other, why, here)}: {why}")
-        return found.progress
+            console.say(f"skipped checkpoint {_set_aside(other, why, world)}: {why}")
+        return outcome.progress
     if faulty:
         raise DataError(f"{folder} holds no checkpoint that verifies: {faulty[0][1]}")
     return None
 
 
-def _set_aside(path: Path, fault: DataError, here: World) -> str:
-    """Rename a checkpoint that is damaged; what it is called now, for the line that says so."""
+def _set_aside(path: Path, fault: DataError, world: World) -> str:
+    """Rename a checkpoint if it is damaged; return its name, and its new name, for a message."""
     if not isinstance(fault, Damaged):
-        return f", {path.name}"
-    is_there = here.rank == 0 and path.exists()
-    return f", now {(store.set_aside(path) if is_there else path).name}"
+        return path.name
+    exists = world.rank == 0 and path.exists()
+    return f"{path.name}, renamed to {store.set_aside(path).name}" if exists else path.name
 
 
 def _waiting(session: Session) -> AbstractContextManager[None]:
-    """The wait until all ranks have read what is theirs."""
+    """Return the activity of waiting until all ranks have read their files."""
     line = "waiting for all ranks to read a checkpoint"
     return session.activity.doing(line, START_FACTOR, after_others=True)
 
@@ -103,15 +107,15 @@ def _gather(session: Session, value: Value) -> list[Value]:
 
 
 def _candidates(folder: Path, home: Path | None, session: Session) -> list[Path]:
-    """All checkpoints of which there is something, the newest first."""
-    own = [path.name for path in store.stored(folder)]
-    told = _gather(session, [*own, *(copies.names(home) if home else [])])
-    names = {name for theirs in told for name in theirs}
+    """Return all checkpoints that exist at least in part, the newest first. Collective."""
+    local = [path.name for path in store.stored(folder)]
+    everywhere = _gather(session, [*local, *(copies.names(home) if home else [])])
+    names = {name for rank_names in everywhere for name in rank_names}
     return [folder / name for name in sorted(names, key=store.step_of, reverse=True)]
 
 
-def _mend(path: Path, home: Path, session: Session) -> _Found | DataError:
-    """The checkpoint with what the ranks' copies give back of it, or what is still wrong."""
+def _repair(path: Path, home: Path, session: Session) -> _Verified | DataError:
+    """Repair a checkpoint from the ranks' copies; return it, or what is still wrong with it."""
     fault = None
     try:
         copies.mend(path, home)
@@ -120,40 +124,42 @@ def _mend(path: Path, home: Path, session: Session) -> _Found | DataError:
     return _worst(_gather(session, fault)) or _verify(path, session)
 
 
-def _verify(path: Path, session: Session) -> _Found | DataError:
-    """What a checkpoint holds, or what is wrong with it: the same on all ranks.
+def _verify(path: Path, session: Session) -> _Verified | DataError:
+    """Return a checkpoint's content, or what is wrong with it: the same on all ranks.
 
-    Each rank reads its share of the parts, whoever wrote them.
+    Each rank reads its share of the files, whichever rank wrote them.
     """
-    here = session.world
-    manifest = _manifest(path) if here.rank == 0 else None
+    world = session.world
+    manifest = _manifest(path) if world.rank == 0 else None
     with _waiting(session):
-        manifest = here.broadcast(manifest)
+        manifest = world.broadcast(manifest)
     if isinstance(manifest, DataError):
         return manifest
-    fault, mine = None, dict[str, dict[str, Shape]]()
+    fault, own_shapes = None, dict[str, dict[str, Shape]]()
     try:
         _wait_for(path)
-        for entry in manifest.parts[here.rank :: here.size]:
+        for entry in manifest.parts[world.rank :: world.size]:
             with session.activity.doing("reading a checkpoint", START_FACTOR):
                 partfile.patiently(partial(partfile.verify, path, entry))
                 shapes_of = partial(partfile.shapes, path / entry.name)
-                mine[entry.name] = partfile.patiently(shapes_of)
+                own_shapes[entry.name] = partfile.patiently(shapes_of)
     except DataError as error:
         fault = error
-    told = _gather(session, (fault, mine))
-    if worst := _worst([theirs for theirs, _ in told]):
+    results = _gather(session, (fault, own_shapes))
+    if worst := _worst([rank_fault for rank_fault, _ in results]):
         return worst
-    parts = {part: shapes for _, theirs in told for part, shapes in theirs.items()}
+    parts = {
+        part: shapes for _, shapes_by_file in results for part, shapes in shapes_by_file.items()
+    }
     places = {name: part for part, shapes in parts.items() for name in shapes}
     if len(places) != sum(map(len, parts.values())):
-        return Damaged(f"{path} holds a tensor twice")
+        return Damaged(f"{path} contains a tensor twice")
     shapes = {name: shape for held in parts.values() for name, shape in held.items()}
-    return _Found(path, manifest.progress, manifest.configuration, places, shapes)
+    return _Verified(path, manifest.progress, manifest.configuration, places, shapes)
 
 
 def _worst(faults: Sequence[DataError | None]) -> DataError | None:
-    """Of what ranks found, what decides: no rank renames what another one could not read."""
+    """Return the fault that counts: an unreadable file first, so that no rank renames it."""
 
     def order(fault: DataError) -> int:
         return 0 if isinstance(fault, Unreadable) else 2 if isinstance(fault, Damaged) else 1
@@ -162,11 +168,11 @@ def _worst(faults: Sequence[DataError | None]) -> DataError | None:
 
 
 def _wait_for(path: Path) -> None:
-    """Return once the disk shows this host what rank 0 sees."""
+    """Return once this host sees the checkpoint, as rank 0 does."""
     until = time.monotonic() + SECONDS_TO_SHOW
     while not path.is_dir():
         if time.monotonic() > until:
-            raise Unreadable(f"{path} is not there on {socket.gethostname()}")
+            raise Unreadable(f"{path} does not exist on {socket.gethostname()}")
         time.sleep(0.1)
 
 
@@ -182,45 +188,45 @@ def _manifest(path: Path) -> Manifest | DataError:
     return manifest
 
 
-def _put(session: Session, found: _Found) -> None:
-    """Give each rank what it holds.
+def _put(session: Session, checkpoint: _Verified) -> None:
+    """Load the tensors that this rank holds.
 
     Raises:
         UsageError: if the checkpoint is of another data set, configuration or model.
-        DataError: if it lacks what it should hold, or holds something else.
+        DataError: if a tensor is missing, or has another shape.
     """
-    config, trained_on = session.config, found.progress["index_hash"]
+    config, trained_on = session.config, checkpoint.progress["index_hash"]
     if trained_on != session.index.hash:
         raise UsageError(
             f"{config.data} (index {session.index.hash[:8]}) is not the data set that this run "
-            f"was trained on (index {trained_on[:8]}): give that one as --data"
+            f"was trained on (index {trained_on[:8]}): use that one as --data"
         )
-    # What was asked for is what config.yaml says; who replaced that file replaced no checkpoint.
-    if changed := configfile.differences(found.configuration, config):
+    # The options match config.yaml, but somebody may have replaced that file.
+    if changed := configfile.differences(checkpoint.configuration, config):
         raise UsageError(
-            f"{found.path} was made with another configuration than config.yaml has now "
-            f"({'; '.join(changed)}): restore that file, or choose another --run"
+            f"{checkpoint.path} was made with another configuration than config.yaml has now "
+            f"({'; '.join(changed)}): restore config.yaml, or choose another --run"
         )
     model = {
         name.removeprefix(MODEL): shape
-        for name, shape in found.shapes.items()
+        for name, shape in checkpoint.shapes.items()
         if name.startswith(MODEL)
     }
     if difference := _difference(model, session.shapes):
         raise UsageError(
-            f"{found.path} holds the parameters of another model than --model {config.model}: "
-            f"{difference}; use the code of the model that the run was started with, "
+            f"{checkpoint.path} holds the parameters of another model than --model "
+            f"{config.model}: {difference}: use the model code that the run was started with, "
             "or another --run"
         )
-    progress = found.progress
-    own = session.expected(progress["step"] > progress.get("skipped_steps", 0))
-    for name, shape in own.items():
-        if found.shapes.get(name) != shape:
-            raise DataError(f"{found.path} holds no {name} of shape {shape}")
+    progress = checkpoint.progress
+    expected = session.expected(progress["step"] > progress.get("skipped_steps", 0))
+    for name, shape in expected.items():
+        if checkpoint.shapes.get(name) != shape:
+            raise DataError(f"{checkpoint.path} contains no {name} of shape {shape}")
     held = {
         name: tensor
-        for part in sorted({found.places[name] for name in own})
-        for name, tensor in _read(found.path / part, own.keys()).items()
+        for part in sorted({checkpoint.places[name] for name in expected})
+        for name, tensor in _read(checkpoint.path / part, expected.keys()).items()
     }
     session.put(held)
 
@@ -230,7 +236,7 @@ def _read(path: Path, names: Collection[str]) -> dict[str, np.ndarray]:
 
 
 def _difference(checkpoint: Mapping[str, Shape], model: Mapping[str, Shape]) -> str:
-    """Say where a checkpoint and a model first differ, and how often; empty if they do not."""
+    """Return where a checkpoint and a model first differ, and how often; empty if they do not."""
     names = [name for name in {**model, **checkpoint} if checkpoint.get(name) != model.get(name)]
     if not names:
         return ""

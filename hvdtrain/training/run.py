@@ -1,4 +1,4 @@
-"""A run under way: what it consists of, and how it is opened or resumed."""
+"""The objects of one run, and how a run is opened or resumed."""
 
 import math
 import socket
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain import alert, failure, world
+from hvdtrain import alert, failure
 from hvdtrain.activity import Activity
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
@@ -29,18 +29,29 @@ from hvdtrain.training.restore import restore
 from hvdtrain.training.saver import Saver
 from hvdtrain.training.session import Session, Taken
 from hvdtrain.training.stall import stalled
-from hvdtrain.world import World
+from hvdtrain.world import World, activity_path
 
 if TYPE_CHECKING:
     from hvdtrain.training.adapting import Adapter
 
-SECONDS_TO_LOOK = 5.0  # at the heartbeats, before the job is ended
-SECONDS_TO_SHOW = 30.0  # in which a network file system shows a new folder to other hosts
+SECONDS_TO_LOOK = 5.0  # for reading the heartbeats, before the job is ended
+SECONDS_TO_SHOW = 30.0  # until a network file system shows a new folder to other hosts
 
 
 @dataclass
 class Run:
-    """A session and what it is recorded with; `records` on rank 0 alone."""
+    """A session, and what records and controls it.
+
+    Attributes:
+        records: on rank 0 only.
+        interval: between checkpoints, in epochs, steps or minutes.
+        taken: the last steps.
+        failed_saves: in a row.
+        first_step: steps done when this process started.
+        saved_best: the best epoch as of the last checkpoint that was committed.
+        begun_best: the best epoch as of the last checkpoint that was started.
+        saved_step: the step whose state is saved as it is now; 0 needs no checkpoint.
+    """
 
     session: Session
     progress: Progress
@@ -54,24 +65,24 @@ class Run:
     injector: Injector | None
     replication: Replication | None
     stragglers: Stragglers
-    interval: tuple[float, str]  # between checkpoints, in epochs, steps or minutes
+    interval: tuple[float, str]
     adapter: "Adapter | None" = None
-    taken: deque[Taken] = field(default_factory=lambda: deque(maxlen=4))  # the last steps
+    taken: deque[Taken] = field(default_factory=lambda: deque(maxlen=4))
     skipped_in_a_row: int = 0
-    failed_saves: int = 0  # in a row
+    failed_saves: int = 0
     alerts: list[threading.Thread] = field(default_factory=list)
     ledger: list[str] = field(default_factory=list)
     startup_seconds: float = 0.0
     clock: float = field(default_factory=time.perf_counter)
     saved_at: float = field(default_factory=time.monotonic)
-    first_step: int = 0  # steps done when this process began
-    saved_best: dict[str, Any] | None = None  # of the last checkpoint that was made
-    begun_best: dict[str, Any] | None = None  # of the last one that was begun
-    saved_step: int | None = 0  # after which the state as it is was saved; 0 needs no checkpoint
+    first_step: int = 0
+    saved_best: dict[str, Any] | None = None
+    begun_best: dict[str, Any] | None = None
+    saved_step: int | None = 0
 
     @property
     def activity(self) -> Activity:
-        """Where this rank notes what it does."""
+        """The record of what this rank is doing."""
         return self.session.activity
 
     @property
@@ -81,7 +92,7 @@ class Run:
 
     @property
     def trained(self) -> bool:
-        """Whether the configured epochs or steps are over."""
+        """Return whether the configured epochs or steps are over."""
         length = len(self.session.train_rows)
         return self.progress.position >= self.session.config.total_samples(length)
 
@@ -92,32 +103,32 @@ class Run:
 
     @property
     def epoch_end_due(self) -> bool:
-        """Whether an epoch, or the last part of one, is trained but not yet recorded."""
+        """Return whether an epoch, or the last part of one, is trained but not yet recorded."""
         epoch_over = self.progress.position % len(self.session.train_rows) == 0
         return self.progress.epoch_samples > 0 and (epoch_over or self.trained)
 
     @property
     def evaluation_due(self) -> bool:
-        """Whether `--eval-every` asks for an evaluation of the epoch that was trained last."""
+        """Return whether `--eval-every` requests an evaluation of the epoch trained last."""
         every = self.session.config.eval_every
         return every > 0 and (self.epoch % every == 0 or self.trained)
 
     @property
     def complete(self) -> bool:
-        """Whether there is nothing left to do."""
+        """Return whether there is nothing left to do."""
         return self.trained and not self.epoch_end_due
 
     def taken_at(self, step: int) -> Taken:
-        """One of the last steps."""
-        return next(taken for taken in self.taken if taken.step == step)
+        """Return the record of one of the last steps."""
+        return next(record for record in self.taken if record.step == step)
 
     def record_fault(self, step: int, cause: str, message: str) -> None:
-        """Let metrics.jsonl say what went wrong."""
+        """Write what went wrong to metrics.jsonl."""
         if self.records is not None:
             self.records.event("fault", step=step, cause=cause, message=message)
 
     def report(self, step: int, cause: str, message: str) -> None:
-        """Tell the user, and whom `--on-alert` tells, of something that does not end the run."""
+        """Report a fault that does not end the run: to the user, and by `--on-alert`."""
         self.record_fault(step, cause, message)
         self.console.say(message)
         if self.records is not None:
@@ -125,7 +136,10 @@ class Run:
             self.alerts += alert.send(command, cause, message, str(self.folder.path))
 
     def close(self, summary: dict[str, Any] | None) -> None:
-        """Bring the records to the disk; `summary` is None where the run is not over.
+        """Write the records to the disk.
+
+        Args:
+            summary: None if the run is not over.
 
         Raises:
             UsageError: if the run folder belongs to another run by now.
@@ -140,29 +154,29 @@ class Run:
         self.heartbeat.give_up()
 
     def count_seconds(self) -> None:
-        """Add the time since the last count, or since the first step, to the run's."""
+        """Add the time since the last count, or since the first step, to the run's seconds."""
         now = time.perf_counter()
         self.progress.seconds += now - self.clock
         self.clock = now
 
 
 def open_run(session: Session, stop: StopRequest) -> Run:
-    """Open or make the run folder of a session, and restore what it holds. Collective.
+    """Open or make the run folder of a session, and restore its newest checkpoint. Collective.
 
     Raises:
-        UsageError, DataError: for whatever a user can get wrong.
+        UsageError, DataError: for every mistake of a user.
     """
-    config, here = session.config, session.world
-    folder, resumes = here.broadcast(metrics.find_folder(config) if here.rank == 0 else None)
+    config, world = session.config, session.world
+    folder, resumes = world.broadcast(metrics.find_folder(config) if world.rank == 0 else None)
     if config.resume == "auto" and not resumes:
-        refuse_to_start_over(config, folder, here)
-    console = Console(here.rank, launched=here.size > 1 or world.activity_path() is not None)
+        refuse_to_start_over(config, folder, world)
+    console = Console(world.rank, launched=world.size > 1 or activity_path() is not None)
     if config.stage is not None:
-        console.say(f"reading the copy of {config.data} in {session.index.folder} of each host")
+        console.say(f"reading the copy of {config.data} in {session.index.folder} on each host")
     injector = make_injector(session, folder, console)
-    owner, resumes = here.broadcast(_own(config, folder, console) if here.rank == 0 else None)
+    owner, resumes = world.broadcast(_claim(config, folder, console) if world.rank == 0 else None)
     heartbeat = Heartbeat(
-        *(folder.heartbeats, here.rank, session.memory_bytes, session.celsius),
+        *(folder.heartbeats, world.rank, session.memory_bytes, session.celsius),
         *(session.activity.now, owner),
     )
     try:
@@ -173,19 +187,22 @@ def open_run(session: Session, stop: StopRequest) -> Run:
         raise
 
 
-def _own(config: TrainConfig, folder: metrics.RunFolder, console: Console) -> tuple[Owner, bool]:
-    """Take the run folder, and remove what its last owner left; whether it is resumed. On rank 0.
+def _claim(config: TrainConfig, folder: metrics.RunFolder, console: Console) -> tuple[Owner, bool]:
+    """Claim the run folder, and remove unfinished files of its last owner. On rank 0.
+
+    Returns:
+        The claim, and whether the run is resumed.
 
     Raises:
-        UsageError: if it belongs to a run that lives, or now holds another one.
-        RankError: if Slurm has started it too often without progress.
-        DataError: if it cannot be written to.
+        UsageError: if the folder belongs to a run that is alive, or holds another run by now.
+        RankError: if Slurm has started the run too often without progress.
+        DataError: if the folder cannot be written to.
     """
     owner = claim(folder.path, folder.heartbeats, console.say)
     try:
-        # Now for certain: another run may have come and gone since.
+        # Again, now that the folder is claimed: another run may have used it in between.
         _, resumes = metrics.find_folder(replace(config, run=str(folder.path)))
-        # Before any checkpoint is looked for: an owner that was replaced finishes none after this.
+        # Before the search for checkpoints: after this a replaced owner cannot commit one.
         store.restore_replaced(folder.checkpoints)
         store.clean(folder.checkpoints)
         starts.count(folder.path)
@@ -204,23 +221,23 @@ def _open_owned(
     heartbeat: Heartbeat,
     injector: Injector | None,
 ) -> Run:
-    """The run in a folder that is its own. Collective."""
-    here = session.world
-    session.activity.on_stall = lambda line: _stalled(line, config, folder, here)
+    """Return the run in a folder that this run has claimed. Collective."""
+    world = session.world
+    session.activity.on_stall = lambda line: _stalled(line, config, folder, world)
     kept = restore(session, folder, console) if config.resume else None
     progress = Progress.of(kept) if kept else Progress(session.index.hash)
     if kept is None and config.weights is not None:
         console.say(session.start_from(Path(config.weights)))
     session.agree()
-    replication = open_replication(config, folder, here, console)
+    replication = open_replication(config, folder, world, console)
     records = None
-    if here.rank == 0:
+    if world.rank == 0:
         records = metrics.Records(folder, config, kept or {})
     return Run(
         session,
         progress,
         console,
-        Control(here, session.loss_delay),
+        Control(world, session.loss_delay),
         stop,
         folder,
         records,
@@ -228,7 +245,7 @@ def _open_owned(
         heartbeat,
         injector,
         replication,
-        Stragglers(peers(session.plan, here.size)),
+        Stragglers(peers(session.plan, world.size)),
         config.checkpoint_interval(),
         _adapter(session),
         first_step=progress.step,
@@ -238,59 +255,61 @@ def _open_owned(
 
 
 def _saver(session: Session, folder: metrics.RunFolder, token: str) -> Saver:
-    """What writes this rank's part of checkpoints. Collective.
+    """Return the writer of this rank's checkpoint files. Collective.
 
     Raises:
         UsageError: if a rank does not see the run folder.
     """
-    here = session.world
+    world = session.world
     listener = failure.Listener(session.config.on_alert, str(folder.path))
-    # The thread that writes waits for no rank: no other one is named.
+    # The thread that writes waits for no other rank, so its message names none.
     activity = Activity(
-        None, here.rank, session.activity.limit, lambda line: stalled(line, "", listener)
+        None, world.rank, session.activity.limit, lambda line: stalled(line, "", listener)
     )
-    return Saver(_shared(folder.checkpoints, here), here.rank, token, activity)
+    return Saver(_shared(folder.checkpoints, world), world.rank, token, activity)
 
 
 def _adapter(session: Session) -> "Adapter | None":
-    """Who changes the plan, where that is asked for and there is more than one."""
+    """Return what replans, if --plan adaptive is set and there are several ranks."""
     if session.config.plan != "adaptive" or session.world.size == 1:
         return None
-    from hvdtrain.training.adapting import Adapter  # which loads torch
+    from hvdtrain.training.adapting import Adapter  # loads torch
 
     assert session.chosen is not None
     return Adapter(session, session.chosen.question, session.build_seconds)
 
 
-def _stalled(line: str, config: TrainConfig, folder: metrics.RunFolder, here: World) -> None:
-    """End the job from the watchdog's thread, naming whoever does not answer."""
-    who: list[str] = []
-    # The disk may be what everybody waits for.
-    look = threading.Thread(
-        target=lambda: who.extend(
-            suspects(folder.heartbeats, here.size, here.rank, ("", READING))
+def _stalled(line: str, config: TrainConfig, folder: metrics.RunFolder, world: World) -> None:
+    """End the job from the watchdog's thread, naming the ranks that do not respond."""
+    silent: list[str] = []
+    # In a thread with a time limit: the disk itself may hang.
+    search = threading.Thread(
+        target=lambda: silent.extend(
+            suspects(folder.heartbeats, world.size, world.rank, ("", READING))
         ),
         daemon=True,
     )
-    look.start()
-    look.join(SECONDS_TO_LOOK)
+    search.start()
+    search.join(SECONDS_TO_LOOK)
     listener = failure.Listener(config.on_alert, str(folder.path))
-    stalled(line, "; ".join(who), listener)
+    stalled(line, "; ".join(silent), listener)
 
 
-def _shared(folder: Path, here: World) -> Path:
-    """The folder that rank 0 has made, as all ranks see it. Collective.
+def _shared(folder: Path, world: World) -> Path:
+    """Return the path of the folder that rank 0 has made, once all ranks see it. Collective.
 
     Raises:
         UsageError: if a rank does not see it.
     """
-    path: Path = here.broadcast(folder.resolve())
+    path: Path = world.broadcast(folder.resolve())
     until = time.monotonic() + SECONDS_TO_SHOW
     while not path.is_dir() and time.monotonic() < until:
         time.sleep(0.1)
-    blind = [host for host in here.gather("" if path.is_dir() else socket.gethostname()) if host]
-    if blind:
+    missing = [
+        host for host in world.gather("" if path.is_dir() else socket.gethostname()) if host
+    ]
+    if missing:
         raise UsageError(
-            f"{path} is not there on {blind[0]}: --run must be on a disk that all ranks share"
+            f"{path} does not exist on {missing[0]}: put --run on a disk that all ranks share"
         )
     return path

@@ -1,4 +1,4 @@
-"""One rank's part of the checkpoints: copied while training waits, written while it goes on."""
+"""One rank's checkpoint files: copied while training waits, written while it continues."""
 
 import os
 import sys
@@ -14,18 +14,18 @@ from hvdtrain.errors import DataError
 from hvdtrain.training.checkpoint import store
 from hvdtrain.training.stall import SAVE_FACTOR
 
-# The thread that writes gives way to those that compute (the kernel's nice value).
+# The kernel's nice value: the writing thread yields to threads that compute.
 NICE = 10
 
 
 class Saver:
-    """Writes parts in a thread of its own. Every rank has one; all of them begin together.
+    """Writes a rank's checkpoint files in a separate thread. All ranks start it together.
 
-    A checkpoint is pending from `begin` to `settle`: its parts are being written, or are written
-    and not yet committed. It is open from `begin` until all ranks know what became of it.
+    A checkpoint is pending from `begin` to `settle`: its files are being written, or are written
+    and not yet committed. It is open from `begin` until all ranks know whether it was made.
 
     Args:
-        activity: of the thread alone: it may hang while training goes on.
+        activity: of this thread only: it may hang while training continues.
     """
 
     def __init__(self, folder: Path, rank: int, token: str, activity: Activity) -> None:
@@ -38,13 +38,13 @@ class Saver:
 
     @property
     def written(self) -> bool:
-        """Whether this rank's part of the pending checkpoint is on the disk."""
+        """Return whether this rank's file of the pending checkpoint is on the disk."""
         busy = self._thread is not None and self._thread.is_alive()
         return self.pending and not busy and self._error is None
 
     @property
     def failed(self) -> bool:
-        """Whether the disk did not take what this rank wrote of the open checkpoint."""
+        """Return whether this rank could not write its file of the open checkpoint."""
         return isinstance(self._error, DataError)
 
     def begin(
@@ -54,12 +54,12 @@ class Saver:
         settle: Callable[[], object],
         error: DataError | None = None,
     ) -> None:
-        """Start to write what `copy` gives as this rank's part of `name`.
+        """Start to write the arrays that `copy` returns as this rank's file of `name`.
 
         Args:
-            copy: copies the tensors, into memory that is not in use once the last part is written.
-            settle: what this rank does once all parts are written; rank 0 makes the checkpoint.
-            error: what this rank could not write already, for the others to hear of.
+            copy: copies the tensors, into memory that is free again once the file is written.
+            settle: called once all files are written; rank 0 commits the checkpoint.
+            error: why this rank failed before it could start, to be reported to the others.
         """
         assert not self.is_open, "one checkpoint at a time"
         self.join()
@@ -72,13 +72,13 @@ class Saver:
         self._start(lambda: store.write_part(self.folder, name, self.rank, copies, self.token))
 
     def settle(self) -> None:
-        """All ranks have written their parts: what is left to do is done in the thread."""
+        """Do the rest in the thread, now that all ranks have written their files."""
         self.join()
         self.pending = False
         self._start(self._settle)
 
     def end(self) -> None:
-        """All ranks know what became of the checkpoint; what is left of a failed one goes."""
+        """Close the checkpoint, whose outcome all ranks know; remove the files of a failed one."""
         self.join()
         if self.pending or self.failed:
             store.discard(self.folder, self.name, self.rank, self.token)
@@ -87,7 +87,7 @@ class Saver:
 
     @property
     def fault(self) -> str:
-        """What the disk did not take, in words; empty if it took all."""
+        """The message of a failed write; empty if nothing failed."""
         return str(self._error) if self.failed else ""
 
     def join(self) -> None:
@@ -102,7 +102,7 @@ class Saver:
         self.check()
 
     def check(self) -> None:
-        """Raise what went wrong in the thread, but for a failure of the disk: that may pass.
+        """Raise an error of the thread, except for a failure of the disk: it may be temporary.
 
         Raises:
             UsageError: if the run folder is no longer this run's.
@@ -113,7 +113,7 @@ class Saver:
 
     def _start(self, work: Callable[[], object]) -> None:
         def run() -> None:
-            if sys.platform == "linux":  # elsewhere a thread has no priority of its own
+            if sys.platform == "linux":  # on other systems threads have no separate priority
                 with suppress(OSError):
                     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
             try:

@@ -1,4 +1,4 @@
-"""When a run saves and how: copied at once on all ranks, written and committed beside training."""
+"""Saving a run: all ranks copy their state at once, then write and commit while they train."""
 
 import time
 from collections.abc import Callable
@@ -14,12 +14,12 @@ from hvdtrain.training.metrics import Records
 from hvdtrain.training.run import Run
 from hvdtrain.training.stall import OTHERS_SAVE_FACTOR, SAVE_FACTOR
 
-MOST_FAILED = 3  # checkpoints in a row that the disk may refuse
-PAUSE_SECONDS = 2.0  # before another attempt, where no step comes between
+MOST_FAILED = 3  # checkpoints in a row
+PAUSE_SECONDS = 2.0  # before another attempt, if there is no step in between
 
 
 def is_wanted(run: Run) -> bool:
-    """Whether this rank asks all others to save: rank 0 does, by its clock."""
+    """Return whether this rank requests a checkpoint: only rank 0 does, by its clock."""
     number, unit = run.interval
     if unit != "minute" or run.session.world.rank != 0:
         return False
@@ -27,14 +27,14 @@ def is_wanted(run: Run) -> bool:
 
 
 def is_due(run: Run, agreed: Agreed | None) -> bool:
-    """Whether all ranks save after this step, inside an epoch."""
+    """Return whether all ranks save after this step, inside an epoch."""
     number, unit = run.interval
     by_step = unit == "step" and run.progress.step % int(number) == 0
     return by_step or (agreed is not None and agreed.save)
 
 
 def is_due_after_epoch(run: Run) -> bool:
-    """Whether all ranks save after the epoch that was just trained."""
+    """Return whether all ranks save after the epoch that was just trained."""
     number, unit = run.interval
     epoch_over = run.progress.position % len(run.session.train_rows) == 0
     epoch = run.progress.position // len(run.session.train_rows)
@@ -42,10 +42,10 @@ def is_due_after_epoch(run: Run) -> bool:
 
 
 def save(run: Run) -> None:
-    """Save, and return once that is done. Collective; no agreement is under way.
+    """Save, and return once the checkpoint is committed. Collective; no agreement is pending.
 
     Raises:
-        DataError: on all ranks, if it fails too often.
+        DataError: on all ranks, if too many attempts fail.
     """
     finish(run)
     run.failed_saves, best = 0, run.progress.best
@@ -57,7 +57,7 @@ def save(run: Run) -> None:
 
 
 def begin(run: Run) -> None:
-    """Copy the state on all ranks and start to write it. Collective; no agreement is under way.
+    """Copy the state on all ranks and start to write it. Collective; no agreement is pending.
 
     Raises:
         DataError: on all ranks, if too many checkpoints in a row could not be written.
@@ -75,7 +75,7 @@ def begin(run: Run) -> None:
     name, commit, error = store.name_of(run.progress.step), None, None
     if run.records is not None:
         try:
-            run.records.write_ledger(ledgers)  # first: what ranks have gathered is nowhere else
+            run.records.write_ledger(ledgers)  # first: the gathered lines exist nowhere else
             run.records.event("checkpoint", step=run.progress.step, path=name)
             run.owner.check()
             kept = asdict(run.progress) | run.records.sizes()
@@ -88,14 +88,14 @@ def begin(run: Run) -> None:
 
 
 def follow(run: Run, agreed: Agreed) -> None:
-    """Commit the pending checkpoint once all ranks have written their parts. Collective.
+    """Commit the pending checkpoint once all ranks have written their files. Collective.
 
     Raises:
         DataError: on all ranks, if too many checkpoints in a row could not be written.
         UsageError: if the run folder is no longer this run's.
     """
     run.saver.check()
-    # Ranks may tell of a failure once more before they know that all have heard of it.
+    # A rank may report a failure again before it knows that all ranks have received the report.
     if agreed.failed and run.saver.is_open:
         _end(run)
     elif run.saver.pending and agreed.written == run.session.world.size:
@@ -103,9 +103,9 @@ def follow(run: Run, agreed: Agreed) -> None:
 
 
 def finish(run: Run) -> bool:
-    """Return once it is known what became of what was begun: whether it is a checkpoint.
+    """Wait for the open checkpoint, and return whether it was made; True if none is open.
 
-    Collective; no agreement is under way.
+    Collective; no agreement is pending.
 
     Raises:
         DataError: on all ranks, if too many checkpoints in a row could not be written.
@@ -118,21 +118,21 @@ def finish(run: Run) -> bool:
 
 
 def _end(run: Run) -> bool:
-    """Take the open checkpoint as made, or as failed if a rank says so. Collective."""
+    """Close the open checkpoint, and return whether it was made on all ranks. Collective."""
     faults = _faults(run)
     run.saver.end()
     if not faults:
         run.failed_saves, run.saved_best = 0, run.begun_best
         return True
-    run.session.world.barrier()  # a rank's next attempt shall not meet another one's clean-up
-    if run.progress.best == run.begun_best:  # else it is of a later epoch, and not saved yet
+    run.session.world.barrier()  # no rank starts its next attempt before all have cleaned up
+    if run.progress.best == run.begun_best:  # otherwise it is of a later epoch, not yet saved
         run.progress.best = run.saved_best
     run.failed_saves += 1
     run.saved_step = None
     if run.failed_saves >= MOST_FAILED:
         raise DataError(
-            f"{faults[0]}, {MOST_FAILED} checkpoints in a row: make room or repair the disk, then "
-            "add --resume"
+            f"{faults[0]}, {MOST_FAILED} checkpoints in a row: free space or repair the disk, "
+            "then add --resume"
         )
     run.report(
         run.progress.step,
@@ -143,7 +143,7 @@ def _end(run: Run) -> bool:
 
 
 def _faults(run: Run) -> list[str]:
-    """What the disk did not take of the open checkpoint, from whichever rank. Collective."""
+    """Return all ranks' messages of failed writes of the open checkpoint. Collective."""
     with run.activity.doing("writing its part of a checkpoint", SAVE_FACTOR):
         run.saver.join()
     waiting = "waiting for all ranks to be done with a checkpoint"
@@ -152,7 +152,10 @@ def _faults(run: Run) -> list[str]:
 
 
 def _settle(run: Run, name: str, commit: Callable[[], object] | None) -> None:
-    """What this rank does in its thread once all parts of a checkpoint are written."""
+    """Commit a checkpoint that all ranks have written, and make this rank's copies of it.
+
+    Called in the thread of the saver.
+    """
     if commit is not None:
         commit()
     if run.replication is not None:
@@ -160,7 +163,7 @@ def _settle(run: Run, name: str, commit: Callable[[], object] | None) -> None:
 
 
 def _commit(run: Run, records: Records, name: str, kept: dict[str, Any]) -> None:
-    """Make the checkpoint of what all ranks have written; on rank 0, in its thread."""
+    """Commit the checkpoint that all ranks have written. On rank 0, in the saver's thread."""
     session, folder = run.session, run.folder.checkpoints
     records.sync()
     writers = range(session.world.size)

@@ -1,4 +1,4 @@
-"""The serial side of a comparison: the reference's steps, and an optimizer of torch's own."""
+"""The serial side of a comparison: steps of the reference, with an optimizer of torch."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,17 +19,17 @@ from hvdtrain.training.parity import Parity, tolerances
 from hvdtrain.training.parts import build_model
 from hvdtrain.training.randomness import step_seed
 
-ROUNDINGS = 4  # of a weight, in an update
+ROUNDINGS = 4  # rounding errors of a weight that an update may contain
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A global batch: one rank's part of it, and on rank 0 the whole.
+    """A global batch: one rank's part of it, and on rank 0 all samples.
 
     Attributes:
         position: of its first sample in training.
-        own: uint8 [n, H, W, C] and int64 [m], as of a `Step`.
-        whole: uint8 [size, H, W, C] and int64 [size], on rank 0.
+        own: this rank's images, uint8 [n, H, W, C], and labels, int64 [m], as in a `Step`.
+        whole: all images, uint8 [size, H, W, C], and labels, int64 [size]; on rank 0.
         rate: the learning rate.
     """
 
@@ -42,11 +42,12 @@ class Batch:
 
 @dataclass(frozen=True)
 class Done:
-    """What a step of all ranks did.
+    """The results of one step of all ranks.
 
     Attributes:
         loss: the mean over the samples.
-        gradients: as optimizers were given them, by name. tensors: parameters and buffers now.
+        gradients: by name, as the optimizers received them.
+        tensors: parameters and buffers after the step, by name.
     """
 
     loss: float
@@ -84,7 +85,7 @@ class SerialRun:
         self.loss, self.steps = 0.0, 0
 
     def compare(self, batch: Batch, done: Done, before: Mapping[str, Tensor]) -> None:
-        """Make the same step from what the ranks held before it."""
+        """Do the same step serially, from the weights before it, and note the largest errors."""
         assert batch.whole is not None
         images, labels = batch.whole
         self.reference.put(before)
@@ -95,12 +96,14 @@ class SerialRun:
         )
         self.steps += 1
         self.loss = max(self.loss, _relative(done.loss, serial.loss))
-        # An optimizer that was not called shows in the update.
-        given = {name: done.gradients.get(name, own) for name, own in serial.gradients.items()}
-        _keep(self.gradients, largest_errors(given, serial.gradients))
+        # If an optimizer was not called, its gradients are missing: the updates will differ.
+        gradients = {
+            name: done.gradients.get(name, gradient) for name, gradient in serial.gradients.items()
+        }
+        _keep(self.gradients, largest_errors(gradients, serial.gradients))
         for name, value in serial.buffers.items():
             _keep(self.buffers, largest_errors(done.tensors, {name: value}))
-        _keep(self.updates, self._update_errors(batch.rate, given, done.tensors, before))
+        _keep(self.updates, self._update_errors(batch.rate, gradients, done.tensors, before))
 
     def _update_errors(
         self,
@@ -109,23 +112,23 @@ class SerialRun:
         after: Mapping[str, Tensor],
         before: Mapping[str, Tensor],
     ) -> dict[str, float]:
-        """How far the ranks' weights are from what these gradients make of those before."""
+        """Return the errors of the ranks' updates, against torch's with the same gradients."""
         set_learning_rate(self.optimizer, rate)
         parameters = self.reference.parameters
         for name, parameter in parameters.items():
             parameter.grad = gradients[name].to(parameter)
         self.optimizer.step()
-        expected, found = {}, {}
+        expected, actual = {}, {}
         for name, parameter in parameters.items():
             parameter.grad = None
             expected[name] = difference(parameter.detach(), before[name])
-            off = difference(after[name], parameter.detach())
+            error = difference(after[name], parameter.detach())
             rounding = ROUNDINGS * torch.finfo(parameter.dtype).eps * before[name].abs()
-            found[name] = expected[name] + off.sign() * (off.abs() - rounding).clamp(min=0)
-        return largest_errors(found, expected)
+            actual[name] = expected[name] + error.sign() * (error.abs() - rounding).clamp(min=0)
+        return largest_errors(actual, expected)
 
     def parity(self) -> Parity:
-        """What was found."""
+        """Return the largest errors so far, with their tolerances."""
         return Parity(
             *(self.gradients, self.updates, self.buffers, self.loss),
             *tolerances(self.config),
@@ -136,7 +139,7 @@ class SerialRun:
 def plain_optimizer(
     config: TrainConfig, parameters: Mapping[str, nn.Parameter], undecayed: Collection[str] = ()
 ) -> torch.optim.Optimizer:
-    """The optimizer of a run as torch's own loop over tensors."""
+    """Return the optimizer of a run as torch's plain loop over tensors."""
     groups = [
         {"params": [value], "weight_decay": 0.0 if name in undecayed else config.weight_decay}
         for name, value in parameters.items()
@@ -154,6 +157,6 @@ def _keep(largest: dict[str, float], errors: Mapping[str, float]) -> None:
         largest[name] = max(largest.get(name, 0.0), error)
 
 
-def _relative(found: float, reference: float) -> float:
-    error = abs(found - reference) / max(abs(reference), 1e-30)
-    return error if error == error else float("inf")  # not a number is no match
+def _relative(value: float, reference: float) -> float:
+    error = abs(value - reference) / max(abs(reference), 1e-30)
+    return error if error == error else float("inf")  # NaN does not match

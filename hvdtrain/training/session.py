@@ -1,4 +1,4 @@
-"""What a run asks of the framework that computes it: the loop knows nothing else of it."""
+"""The interface between the training loop and a framework: PyTorch or Keras."""
 
 import math
 import resource
@@ -31,16 +31,16 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Result:
-    """What this rank knows of a step that it has made.
+    """This rank's results of one step.
 
     Attributes:
-        read_loss: gives the sum of the losses of `samples`; a GPU is waited for.
-        norm: of all gradients, where it was asked for.
-        is_bad: an update was left out, because the gradients are not what they may be.
-        exposed_seconds: waited for reductions and transfers.
-        communication_seconds: of these, with what computing hid.
-        bubble_seconds: waited for the work of other stages.
-        compute_seconds: of forwards and backwards.
+        read_loss: returns the sum of the losses of `samples`; waits for a GPU.
+        norm: of all gradients, if it was requested.
+        is_bad: whether the update was skipped, because gradients are not finite or too large.
+        exposed_seconds: waiting for reductions and transfers.
+        communication_seconds: reductions and transfers, including those hidden by computing.
+        bubble_seconds: waiting for the work of other stages.
+        compute_seconds: forwards and backwards.
     """
 
     read_loss: Callable[[], float]
@@ -54,27 +54,34 @@ class Result:
 
     @property
     def waited_seconds(self) -> float:
-        """For other ranks."""
+        """Seconds of waiting for other ranks."""
         return self.exposed_seconds + self.bubble_seconds
 
 
 class Taken(NamedTuple):
-    """A step that was taken a moment ago: what it takes to run it again."""
+    """A record of a recent step: everything that is needed to run it again.
+
+    Attributes:
+        norm: of its gradients, if it was requested.
+    """
 
     step: int
     position: int
     batch_size: int
     feed: Feed
-    norm: float  # of its gradients, where it was asked for
+    norm: float
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """A plan and how it came about.
+    """A plan that was chosen automatically, and why.
+
+    The other attributes are set on rank 0 only, if there was a choice.
 
     Attributes:
-        remarks: in words. predicted_seconds: of a step.
-        question: what it was chosen for. All of them on rank 0, where there was a choice.
+        remarks: notes on the choice, in words.
+        predicted_seconds: per step.
+        question: the model, batch and machine that the plan was chosen for.
     """
 
     plan: Plan
@@ -85,11 +92,11 @@ class Chosen:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """What a step takes on this rank, in seconds.
+    """Seconds of the parts of a step on this rank.
 
     Attributes:
-        components: forward and backward, by name; empty where they are not watched.
-        transfer: waiting for what other ranks have sent already.
+        components: forward and backward, by name; empty if they are not measured.
+        transfer: waiting for data that other ranks have sent already.
     """
 
     components: Mapping[str, float] = field(default_factory=dict)
@@ -103,13 +110,13 @@ class Session(ABC):
     Attributes:
         plan: which ranks hold which components.
         shapes: of all parameters and buffers of the model, by name.
-        parameters: how many there are.
-        normalisation: what is taken away from each channel, and what it is divided by.
+        parameters: their number.
+        normalisation: mean and deviation per channel.
         train_rows, held_rows: of the train split, to train on and held out.
-        chosen: the plan that training began with, if it was chosen here.
-        verified: what --verify found, in words.
-        build_seconds: what building this rank's part of the plan took.
-        libraries: distributions whose versions decide what is computed.
+        chosen: the plan that training started with, if it was chosen automatically.
+        verified: the result of --verify, in words.
+        build_seconds: for building this rank's part of the plan.
+        libraries: distributions whose versions affect the results.
     """
 
     config: TrainConfig
@@ -131,7 +138,7 @@ class Session(ABC):
     @property
     @abstractmethod
     def device(self) -> str:
-        """Where the model is: "cpu" or "cuda"."""
+        """The device of the model: "cpu" or "cuda"."""
 
     @property
     @abstractmethod
@@ -140,40 +147,41 @@ class Session(ABC):
 
     @property
     def loss_delay(self) -> int:
-        """As in `Control`."""
+        """Steps after which the loss is read, see `Control`."""
         return 0
 
     @property
     @abstractmethod
     def evaluation_images(self) -> int:
-        """Of an evaluation's global batch."""
+        """Images of a global batch in evaluation."""
 
     @property
     def devices(self) -> int:
-        """That this rank computes on."""
+        """Number of devices that this rank computes on."""
         return 1
 
     @abstractmethod
     def own_rows(self, batch: Rows, is_training: bool) -> tuple[Rows, Rows]:
-        """The samples of a global batch whose images, and those whose labels this rank needs."""
+        """Return the rows of a global batch whose images, and whose labels, this rank needs."""
 
     @abstractmethod
     def train(self, feed: Feed, position: int, batch_size: int, rate: float) -> Result:
-        """One step of all ranks, on a global batch that begins at `position`. Collective."""
+        """Do one step of all ranks, on the global batch that starts at `position`. Collective."""
 
     @abstractmethod
     def evaluate(self, batches: Iterable[tuple[Feed, int]]) -> tuple[float, float]:
-        """Sum of losses, and number of right answers, of this rank's samples. Collective.
+        """Return the sum of losses and the number of correct answers on this rank. Collective.
 
-        Each batch comes with the size of the global one.
+        Args:
+            batches: this rank's samples, with the size of their global batch.
         """
 
     @abstractmethod
-    def diagnose(self, taken: Taken) -> str:
-        """Run a step again without updating anything; what is wrong with it. Collective."""
+    def diagnose(self, record: Taken) -> str:
+        """Run a step again without updates; return what is wrong with it. Collective."""
 
     def read_times(self) -> StepTimes:
-        """What the parts of a step have taken since this was asked for before, on average."""
+        """Return the mean times of the parts of a step since the last call."""
         return StepTimes()
 
     def check_plan(self, plan: Plan) -> None:  # noqa: B027
@@ -184,14 +192,14 @@ class Session(ABC):
         """
 
     def change_plan(self, plan: Plan) -> None:
-        """Go on under another plan with the same state. Collective; between two steps."""
-        raise NotImplementedError("this framework has one plan a run")
+        """Continue under another plan with the same state. Collective; between two steps."""
+        raise NotImplementedError("this framework has one plan per run")
 
     def align_clocks(self) -> None:  # noqa: B027
-        """Compare the clocks of the hosts, where that is of use. Collective."""
+        """Compare the clocks of the hosts, if anything needs that. Collective."""
 
     def write_trace(self) -> None:  # noqa: B027
-        """Write what --trace asks for, if it is not yet written. Collective.
+        """Write the file of --trace, if it is not yet written. Collective.
 
         Raises:
             UsageError: if the file cannot be written.
@@ -203,69 +211,73 @@ class Session(ABC):
 
     @abstractmethod
     def start_from(self, path: Path) -> str:
-        """Put the weights of a file into the model; what was done, in words.
+        """Load the weights of a file into the model; return what was done, in words.
 
         Raises:
-            UsageError, DataError: if the file is not there, or not of this model.
+            UsageError, DataError: if the file does not exist, or is not of this model.
         """
 
     @abstractmethod
     def digests(self) -> dict[str, str]:
-        """SHA-256 of each parameter and buffer that this rank holds, by name."""
+        """Return the SHA-256 of each parameter and buffer that this rank holds, by name."""
 
     @abstractmethod
     def fingerprints(self) -> dict[int, int]:
-        """A checksum of each stage that this rank holds, by its number."""
+        """Return a checksum of each stage that this rank holds, by its number."""
 
     @abstractmethod
     def share(self) -> dict[str, np.ndarray]:
-        """A copy of what this rank writes of a checkpoint, by the names that it has there.
+        """Return copies of the arrays that this rank writes to a checkpoint, by their names there.
 
-        Its memory is used again by the next call.
+        The next call uses the same memory again.
         """
 
     @abstractmethod
     def expected(self, was_updated: bool) -> dict[str, Shape]:
-        """What this rank needs of a checkpoint, made before or after the first update."""
+        """Return the shapes of the tensors that this rank reads from a checkpoint, by name.
+
+        Args:
+            was_updated: whether the checkpoint was made after the first update.
+        """
 
     @abstractmethod
-    def put(self, found: Mapping[str, np.ndarray]) -> None:
-        """Go on with what was read of a checkpoint."""
+    def put(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Load the arrays of a checkpoint into the model and the optimizer."""
 
     @abstractmethod
     def holders(self) -> dict[str, tuple[int, ...]]:
-        """The ranks that compute each component, or each layer that has weights."""
+        """Return the ranks that compute each component, or each layer that has weights."""
 
     @abstractmethod
     def spoil(self, component: str, is_due: Callable[[], bool]) -> None:
-        """Let a component emit what is no number, in training, when that is due.
+        """Make a component emit NaN in training when `is_due` returns True.
 
-        Nothing happens while this rank does not hold it.
+        Nothing happens while this rank does not hold the component.
         """
 
     @abstractmethod
     def ask_for_memory(self, count: int) -> None:
-        """Allocate so many bytes where the model is."""
+        """Allocate `count` bytes on the device of the model."""
 
     def memory_bytes(self) -> float:
-        """Allocated on the GPU, or the resident set of the process."""
+        """Return the bytes allocated on the GPU, or the resident set of the process."""
         return float(psutil.Process().memory_info().rss)
 
     def peak_memory_bytes(self) -> int:
-        """The most of it so far."""
+        """Return the largest `memory_bytes` so far."""
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def celsius(self) -> float:
-        """The temperature of the GPU, or of the processor's hottest sensor; nan if not known."""
+        """Return the temperature of the GPU, or of the hottest CPU sensor; NaN if unknown."""
         with suppress(Exception):  # not on every system
-            found = psutil.sensors_temperatures()
+            sensors = psutil.sensors_temperatures()
             for name in PROCESSOR_SENSORS:
-                if found.get(name):
-                    return max(sensor.current for sensor in found[name])
+                if sensors.get(name):
+                    return max(sensor.current for sensor in sensors[name])
         return math.nan
 
     def close(self) -> None:
-        """Let the data set's memory and files go."""
+        """Free the memory and close the files of the data set."""
         self.activity.close()
         for samples in self.splits.values():
             samples.close()

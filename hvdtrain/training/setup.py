@@ -1,11 +1,11 @@
-"""From a configuration to everything that a rank needs to run its first step."""
+"""Building everything that a rank needs for its first step from a configuration."""
 
 import time
 from collections.abc import Sequence
 
 import torch
 
-from hvdtrain import models, world
+from hvdtrain import models
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
 from hvdtrain.data.order import Rows
@@ -30,30 +30,30 @@ from hvdtrain.training.pytorch import TorchSession
 from hvdtrain.training.session import Chosen
 from hvdtrain.training.staging import staged
 from hvdtrain.training.verify import Trial, verify
-from hvdtrain.world import World
+from hvdtrain.world import World, allow_new_groups
 
 
-def open_session(config: TrainConfig, here: World) -> TorchSession:
+def open_session(config: TrainConfig, world: World) -> TorchSession:
     """Check everything that can be checked before the first step, then build it. Collective.
 
     Raises:
-        UsageError, DataError: for whatever a user can get wrong.
+        UsageError, DataError: for every mistake of a user.
     """
-    check_started(config, here)
-    index = staged(read_index(config.data), config.stage, here)
+    check_started(config, world)
+    index = staged(read_index(config.data), config.stage, world)
     components = model_components(config, index)
     train_rows, held_rows = order.holdout(
         index.splits["train"].count, config.holdout, index.hash, config.seed
     )
-    plan = _agreed_plan(config, components, index, len(train_rows), here)
-    normal = normalisation(config.normalise, index, train_rows, here)
-    images = _images(config, normal, here)
-    chosen = None if plan else _choose(config, components, index, images, len(train_rows), here)
+    plan = _agreed_plan(config, components, index, len(train_rows), world)
+    normal = normalisation(config.normalise, index, train_rows, world)
+    images = _images(config, normal, world)
+    chosen = None if plan else _choose(config, components, index, images, len(train_rows), world)
     plan = chosen.plan if chosen else plan
     assert plan is not None
-    at_an_end = {0, plan.last} & set(plan.stages_of(here.rank)) != set()
-    splits = open_splits(index, here, at_an_end or config.plan == "adaptive")
-    trial = Trial(config, components, index, splits, train_rows, normal, images, here)
+    at_an_end = {0, plan.last} & set(plan.stages_of(world.rank)) != set()
+    splits = open_splits(index, world, at_an_end or config.plan == "adaptive")
+    trial = Trial(config, components, index, splits, train_rows, normal, images, world)
     if chosen is not None:
         chosen = _without_wrong_halves(trial, chosen)
         plan = chosen.plan
@@ -66,14 +66,14 @@ def open_session(config: TrainConfig, here: World) -> TorchSession:
 def _built(
     trial: Trial, plan: Plan, chosen: Chosen | None, held_rows: Rows, verified: str
 ) -> TorchSession:
-    """The session of a plan that is decided on. Collective."""
-    config, components, index, here = trial.config, trial.components, trial.index, trial.here
-    began = time.perf_counter()
-    runtime = build_runtime(config, plan, components, trial.images, index.image_shape[0], here)
+    """Return the session of a plan. Collective."""
+    config, components, index, world = trial.config, trial.components, trial.index, trial.world
+    started = time.perf_counter()
+    runtime = build_runtime(config, plan, components, trial.images, index.image_shape[0], world)
     assert runtime.activity is not None
     return TorchSession(
         config=config,
-        world=here,
+        world=world,
         index=index,
         plan=plan,
         shapes=tensor_shapes(components),
@@ -82,7 +82,7 @@ def _built(
         components=components,
         chosen=chosen,
         verified=verified,
-        build_seconds=time.perf_counter() - began,
+        build_seconds=time.perf_counter() - started,
         activity=runtime.activity,
         normalisation=trial.normalisation,
         train_rows=trial.rows,
@@ -97,31 +97,31 @@ def _choose(
     index: Index,
     images: Images,
     epoch_length: int,
-    here: World,
+    world: World,
 ) -> Chosen:
-    """The plan that is best by what is measured here. Collective.
+    """Measure, and return the plan with the best prediction. Collective.
 
     Raises:
-        UsageError: if nothing fits, or adaptive is asked for where it cannot be.
+        UsageError: if no plan fits, or --plan adaptive is not possible.
     """
-    from hvdtrain.training import planning  # of no use to other plans
+    from hvdtrain.training import planning  # not needed for other plans
 
     if config.plan == "adaptive":
         _check_adaptive(images.device)
-        world.allow_new_groups()
+        allow_new_groups()
     size, classes = index.image_shape[0], index.classes
     subject = planning.subject_of(config, components, size, classes, images)
-    chosen = planning.choose_plan(subject, here)
-    if here.rank == 0:
-        given = check_components(components, config, index)
-        check_batches(config, chosen.plan, components, given, epoch_length)
+    chosen = planning.choose_plan(subject, world)
+    if world.rank == 0:
+        boundaries = check_components(components, config, index)
+        check_batches(config, chosen.plan, components, boundaries, epoch_length)
     return chosen
 
 
 def _without_wrong_halves(trial: Trial, chosen: Chosen) -> Chosen:
-    """Take a backward in halves, which nobody has asked for, only where it is right. Collective.
+    """Drop a split backward that was not requested, if its results are wrong. Collective.
 
-    A plan of --plan adaptive changes to one later only if it began with one.
+    A run with --plan adaptive replans to a split backward only if it started with one.
     """
     from hvdtrain.training import planning
 
@@ -133,13 +133,13 @@ def _without_wrong_halves(trial: Trial, chosen: Chosen) -> Chosen:
     fault = trial.parity(plan).fault
     if not fault:
         return chosen
-    return planning.without_halves(chosen, f"zb-h1 is left out, because {fault}: 1f1b instead")
+    return planning.without_halves(chosen, f"zb-h1 is not used, because {fault}: using 1f1b")
 
 
-def _images(config: TrainConfig, normal: Normalisation, here: World) -> Images:
-    """What makes images ready, on the device of this rank, whose threads it sets."""
-    device = choose_device(config, here)
-    torch.set_num_threads(here.threads)
+def _images(config: TrainConfig, normal: Normalisation, world: World) -> Images:
+    """Return what prepares images on this rank's device; set the threads of this rank."""
+    device = choose_device(config, world)
+    torch.set_num_threads(world.threads)
     if config.compile:
         check_compiler(device)
     return Images(*normal, device, config.precision)
@@ -150,26 +150,26 @@ def _agreed_plan(
     components: Sequence[Component],
     index: Index,
     epoch_length: int,
-    here: World,
+    world: World,
 ) -> Plan | None:
-    """The plan that is asked for, after rank 0's checks; None if it is to be chosen. Collective.
+    """Return the plan of --plan, checked by rank 0; None if it will be chosen. Collective.
 
-    What these checks load, the other ranks need not load.
+    Only rank 0 checks, so that the other ranks do not load what the checks need.
 
     Raises:
         UsageError: if model and images, or model, plan and ranks do not fit.
     """
     plan = None
-    if here.rank == 0:
-        given = check_components(components, config, index)
+    if world.rank == 0:
+        boundaries = check_components(components, config, index)
         if config.plan in CHOSEN_PLANS:
             check_choice(config, components)
         else:
-            plan = make_plan(config, components, index.image_shape[0], index.classes, here.size)
-            check_batches(config, plan, components, given, epoch_length)
+            plan = make_plan(config, components, index.image_shape[0], index.classes, world.size)
+            check_batches(config, plan, components, boundaries, epoch_length)
         if config.trace is not None:
             check_target(config.trace, "--trace")
-    agreed: Plan | None = here.broadcast(plan)
+    agreed: Plan | None = world.broadcast(plan)
     return agreed
 
 
@@ -180,7 +180,7 @@ def make_plan(
     classes: int,
     ranks: int,
 ) -> Plan:
-    """The plan of a run, checked against model and ranks.
+    """Return the plan of a run, checked against model and ranks.
 
     Raises:
         UsageError: if it does not fit, or the runtime cannot run it.
@@ -188,8 +188,8 @@ def make_plan(
     names = [part.name for part in components]
 
     def costs() -> list[float]:
-        found = component_costs(components, image_size, classes=classes)
-        return [cost.forward_flops for cost in found]
+        component_flops = component_costs(components, image_size, classes=classes)
+        return [cost.forward_flops for cost in component_flops]
 
     plan = planfile.parse(config.plan, names, ranks, config.microbatches, config.schedule, costs)
     plans.check(plan, names, ranks, lambda: what_forbids_halves(config, names))
@@ -197,7 +197,7 @@ def make_plan(
 
 
 def check_choice(config: TrainConfig, components: Sequence[Component]) -> None:
-    """Refuse what no plan that is chosen could be run with.
+    """Refuse options that no automatically chosen plan can run with.
 
     Raises:
         UsageError: with the reason.
@@ -208,19 +208,19 @@ def check_choice(config: TrainConfig, components: Sequence[Component]) -> None:
 
 
 def _check_adaptive(device: torch.device) -> None:
-    """Raise UsageError where a rank's own time is not what its clock shows."""
+    """Raise UsageError on a GPU: it computes asynchronously, so the host's clock says nothing."""
     if device.type == "cuda":
         raise UsageError(
-            "--plan adaptive follows what ranks take by the clock of their host, which a GPU runs "
-            "ahead of: use --plan auto there"
+            "--plan adaptive is not supported on GPUs, because it measures by the clock of the "
+            "host: use --plan auto"
         )
 
 
 def model_components(config: TrainConfig, index: Index) -> list[Component]:
-    """The components of the run's model.
+    """Return the components of the run's model.
 
     Raises:
-        UsageError: if the model cannot have images of the data set's size.
+        UsageError: if the model does not accept images of the data set's size.
     """
     check_images(config, index)
     height = index.image_shape[0]
@@ -230,27 +230,25 @@ def model_components(config: TrainConfig, index: Index) -> list[Component]:
 def check_components(
     components: Sequence[Component], config: TrainConfig, index: Index
 ) -> list[Boundary]:
-    """Hand images of the data set's size through, without computing anything.
-
-    Returns what each component is given.
+    """Return the input of each component, inferred without computing anything.
 
     Raises:
-        UsageError: if images or classes of the data set are not those of the model.
+        UsageError: if images or classes of the data set do not fit the model.
     """
     return given_to(components, config, index.image_shape[0], index.classes)
 
 
-def choose_device(config: TrainConfig, here: World) -> torch.device:
-    """The CPU, or the GPU of this rank: local rank modulo visible devices.
+def choose_device(config: TrainConfig, world: World) -> torch.device:
+    """Return the CPU, or the GPU of this rank: local rank modulo visible devices.
 
     Raises:
-        UsageError: if cuda is asked for and there is none.
+        UsageError: if --device cuda is set and there is no GPU.
     """
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
-        raise UsageError("--device cuda, but PyTorch sees no GPU here: use --device cpu")
+        raise UsageError("--device cuda: PyTorch sees no GPU on this host: use --device cpu")
     if config.device == "cpu" or not available:
         return torch.device("cpu")
-    device = torch.device("cuda", here.local_rank % torch.cuda.device_count())
+    device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device

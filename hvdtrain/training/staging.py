@@ -1,4 +1,4 @@
-"""`--stage` in a run: one rank a host copies, and all read the copy."""
+"""`--stage` in a run: one rank per host copies the data set, and all ranks read the copy."""
 
 from dataclasses import replace
 
@@ -8,23 +8,26 @@ from hvdtrain.errors import DataError, UsageError
 from hvdtrain.world import World
 
 
-def staged(index: Index, directory: str | None, here: World) -> Index:
-    """The index of the copy on this host; of the data set itself if none is wanted. Collective.
+def staged(index: Index, directory: str | None, world: World) -> Index:
+    """Return the index of this host's copy; of the data set itself without a copy. Collective.
+
+    Args:
+        directory: for the copy; None for no copy.
 
     Raises:
-        DataError, UsageError: on all ranks, what went wrong on the first host where it did.
+        DataError, UsageError: on all ranks, the error of the first host that has one.
     """
     if directory is None:
         return index
-    fault: DataError | UsageError | None = None
-    if here.local_rank == 0:
+    own_error: DataError | UsageError | None = None
+    if world.local_rank == 0:
         try:
             stage(index, directory)
         except (DataError, UsageError) as error:
-            fault = error
-    for found in here.gather(fault):
-        if found is not None:
-            raise found
+            own_error = error
+    for rank_error in world.gather(own_error):
+        if rank_error is not None:
+            raise rank_error
     folder = staged_folder(index, directory)
     read_index(folder)
-    return replace(index, folder=folder)  # the copy is held to the hashes of the data set itself
+    return replace(index, folder=folder)  # with the data set's hashes, to check the copy

@@ -1,7 +1,7 @@
-"""How often in a row Slurm has started a run that then saved no new checkpoint.
+"""Counter of the starts in a row by Slurm after which a run saved no new checkpoint.
 
-A job that was told to leave goes back into the queue, and the next job of a chain follows one that
-failed: without a limit, a run that never saves a checkpoint is started again indefinitely.
+A preempted job is requeued, and the next job of a chain follows a failed one: without a limit, a
+run that never saves a checkpoint is restarted indefinitely.
 """
 
 import json
@@ -15,8 +15,8 @@ from hvdtrain import files
 from hvdtrain.errors import DataError, RankError
 
 NAME, SUMMARY = "starts.json", "summary.json"
-SUBMISSION = "HVDTRAIN_SUBMISSION"  # the same for all jobs of a chain, unlike those of any other
-MOST_FRUITLESS_STARTS = 3  # of our own launcher, too
+SUBMISSION = "HVDTRAIN_SUBMISSION"  # the same for all jobs of a chain, and unique to it
+MOST_FRUITLESS_STARTS = 3  # also the limit of our own launcher
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,10 @@ class Start:
     """One start of a run by Slurm.
 
     Attributes:
-        submission: what a user asked for once. job: of it. number: how often that was requeued.
-        newest: the checkpoint that was there, and when it was made.
-        fruitless: starts of the submission in a row before this one that saved none.
+        submission: one command of a user, which may start a chain of jobs.
+        job: the Slurm job. number: how often it was requeued.
+        newest: the newest checkpoint at the start, and when it was made.
+        fruitless: earlier starts in a row of the submission that saved no checkpoint.
     """
 
     submission: str
@@ -37,10 +38,10 @@ class Start:
 
 
 def count(run: Path, environment: Mapping[str, str] = os.environ) -> None:
-    """Count this start of a run, if it is one by Slurm.
+    """Count this start of a run, if Slurm started it.
 
     Raises:
-        RankError: if the last ones saved nothing, so that this one is not likely to either.
+        RankError: if the last starts saved nothing, so that this one probably would not either.
         DataError: if the run folder cannot be written to.
     """
     job = environment.get("SLURM_JOB_ID", "")
@@ -55,29 +56,32 @@ def count(run: Path, environment: Mapping[str, str] = os.environ) -> None:
     files.write_text(run / NAME, json.dumps(content) + "\n", "the number of starts", DataError)
     if fruitless >= MOST_FRUITLESS_STARTS:
         raise RankError(
-            f"{run} is not started again: {fruitless} starts in a row by Slurm saved no new "
-            f"checkpoint (the newest is {now.newest[0] if now.newest else 'none'}); the log of "
-            "the job says how each of them ended: change that, then submit the run again"
+            f"{run} is not restarted: {fruitless} starts in a row by Slurm saved no new "
+            f"checkpoint (the newest is {now.newest[0] if now.newest else 'none'}): fix the cause "
+            "that the log of the job shows for each start, then submit the run again"
         )
 
 
 def newest(run: Path | None) -> tuple[str, int] | None:
-    """The newest checkpoint of a run, and when it was made."""
-    from hvdtrain.training.checkpoint import store  # loads numpy, which our launcher does without
+    """Return the name of the newest checkpoint of a run, and when it was made."""
+    from hvdtrain.training.checkpoint import store  # loads NumPy, which our launcher avoids
 
-    found = store.stored(run / "checkpoints") if run else []
-    return (found[-1].name, found[-1].stat().st_mtime_ns) if found else None
+    checkpoints = store.stored(run / "checkpoints") if run else []
+    return (checkpoints[-1].name, checkpoints[-1].stat().st_mtime_ns) if checkpoints else None
 
 
 def _is_over(run: Path, now: Start) -> bool:
-    """Whether the run ended after its newest checkpoint, so that there is nothing left to save."""
+    """Return whether the run ended after its newest checkpoint, with nothing left to save."""
     with suppress(OSError):
         return bool(now.newest) and (run / SUMMARY).stat().st_mtime_ns >= int(now.newest[1])
     return False
 
 
 def _fruitless(now: Start, before: Start | None) -> int:
-    """Starts in a row before this one that saved nothing; those of one job's start are one."""
+    """Return the number of earlier starts in a row that saved nothing.
+
+    All starts by one start of a job count once.
+    """
     if before is None or (now.submission, now.newest) != (before.submission, before.newest):
         return 0
     return before.fruitless + ((now.job, now.number) != (before.job, before.number))

@@ -1,4 +1,4 @@
-"""Which buffers of a model its forwards change: tried out, on every replica."""
+"""Detection of the buffers that a model's forwards change, by a trial on every replica."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -27,35 +27,42 @@ def find_states(
     plan: Plan,
     parts: Mapping[int, Part],
     components: Sequence[Component],
-    given: Sequence[Form],
-    here: World,
+    inputs: Sequence[Form],
+    world: World,
     device: torch.device,
 ) -> None:
-    """Tell each part's model which of its buffers change. Collective.
+    """Set on the model of each part which of its buffers change. Collective.
 
     Args:
-        given: what goes into each stage.
+        inputs: the form of each stage's input.
 
     Raises:
-        UsageError: on all ranks, where a component that changes some would run twice in a step.
+        UsageError: on all ranks, if a component that changes buffers would run twice per step.
     """
     by_name = {part.name: part for part in components}
-    own = {
-        number: try_buffers(config, part.model, by_name, given[number].empty(ROWS, device))
+    tried = {
+        number: try_buffers(config, part.model, by_name, inputs[number].empty(ROWS, device))
         for number, part in parts.items()
     }
-    told = here.gather(own)
+    everywhere = world.gather(tried)
     for number, stage in enumerate(plan.stages):
-        found = [told[rank][number] for rank in stage.ranks]
-        _check_recomputed(config, list(by_name), set().union(*(each.altered for each in found)))
+        replicas = [everywhere[rank][number] for rank in stage.ranks]
+        _check_recomputed(
+            config, list(by_name), set().union(*(replica.altered for replica in replicas))
+        )
         if number in parts:
-            names = (each.changing for each in found)
+            names = (replica.changing for replica in replicas)
             parts[number].model.changing = frozenset[str]().union(*names)
 
 
 @dataclass
 class Tried:
-    """Names of buffers: of components that change some in training; those with another value."""
+    """Names of buffers after a trial.
+
+    Attributes:
+        changing: all buffers of components that change at least one of them in training.
+        altered: buffers that have another value than before.
+    """
 
     changing: set[str] = field(default_factory=set)
     altered: set[str] = field(default_factory=set)
@@ -64,39 +71,40 @@ class Tried:
 def _check_recomputed(config: TrainConfig, names: list[str], altered: set[str]) -> None:
     recomputed = recomputed_components(config.recompute, names)
     for name in sorted(altered):
-        owner = next(each for each in names if name.startswith(f"{each}."))
+        owner = next(candidate for candidate in names if name.startswith(f"{candidate}."))
         if owner in recomputed:
             raise UsageError(
-                f"--recompute runs {owner} twice in a step, and each run changes its buffer "
-                f"{name}: leave {owner} out of --recompute"
+                f"--recompute runs {owner} twice per step, and each run changes its buffer "
+                f"{name}: remove {owner} from --recompute"
             )
 
 
 def try_buffers(
-    config: TrainConfig, model: StageModel, components: Mapping[str, Component], given: Tensor
+    config: TrainConfig, model: StageModel, components: Mapping[str, Component], example: Tensor
 ) -> Tried:
-    """Which buffers, but for batch norms' statistics, forwards in training mode change.
+    """Return the buffers that forwards in training mode change, without batch norm's statistics.
 
-    Two forwards, on zeros and on ones. The components are built again for it, so that the model
-    stays as it is. All buffers of a component count that changes one of them: it may change others
-    later. So do all where a component cannot run alone; the run will say what is wrong, if
-    anything is. A buffer that takes another form belongs to no replica but its own.
+    The trial is two forwards, on zeros and on ones, of components that are built again, so that
+    the model stays as it is. If a component changes one buffer, all of its buffers count: it may
+    change others later. If a component cannot run alone, all buffers of the model count; the run
+    itself will report an error, if there is one. A buffer whose dtype or shape changes does not
+    count: replicas do not share it.
     """
     statistics = model.statistics().keys()
     candidates = {
         name: {f"{name}.{key}" for key, _ in module.named_buffers()} - statistics
         for name, module in model.components.items()
     }
-    found = Tried()
+    tried = Tried()
     if not any(candidates.values()):
-        return found
+        return tried
     is_bf16 = config.precision == "bf16"
-    autocast = torch.autocast(given.device.type, dtype=torch.bfloat16) if is_bf16 else None
+    autocast = torch.autocast(example.device.type, dtype=torch.bfloat16) if is_bf16 else None
     with torch.random.fork_rng(devices=[]), autocast or nullcontext():
-        inputs = [torch.zeros_like(given), torch.ones_like(given)]
+        inputs = [torch.zeros_like(example), torch.ones_like(example)]
         for name in model.components:
             module = build_component(
-                components[name], config.seed, given.device, DTYPES[config.precision]
+                components[name], config.seed, example.device, DTYPES[config.precision]
             ).train()
             before = _seen(name, module)
             try:
@@ -112,13 +120,13 @@ def try_buffers(
                 if after[key].form == between[key].form == before[key].form
             }
             if any(before[key].differs(after[key]) for key in kept):
-                found.changing |= kept
-            found.altered |= {key for key in kept if between[key].bits != after[key].bits}
-    return found
+                tried.changing |= kept
+            tried.altered |= {key for key in kept if between[key].bits != after[key].bits}
+    return tried
 
 
 class _Seen(NamedTuple):
-    """A buffer as it is at a time."""
+    """The state of a buffer at one time."""
 
     tensor: Tensor
     version: int
@@ -126,7 +134,7 @@ class _Seen(NamedTuple):
     bits: bytes
 
     def differs(self, other: "_Seen") -> bool:
-        """Whether it was changed, be it to the same value."""
+        """Return whether the buffer was written in between, even with the same value."""
         is_same = self.tensor is other.tensor and self.version == other.version
         return not is_same or self.bits != other.bits
 
@@ -135,7 +143,7 @@ def _seen(name: str, module: nn.Module) -> dict[str, _Seen]:
     return {
         f"{name}.{key}": _Seen(
             value,
-            0 if value.is_inference() else value._version,  # it has none
+            0 if value.is_inference() else value._version,  # inference tensors have no version
             (value.dtype, value.shape),
             bytes_of(value).cpu().numpy().tobytes(),
         )

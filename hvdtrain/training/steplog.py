@@ -1,4 +1,4 @@
-"""What becomes of the agreements on the steps of an epoch: the bar, the step lines, faults."""
+"""Uses of the ranks' agreements on the steps of an epoch: progress bar, step lines, faults."""
 
 import math
 import time
@@ -16,27 +16,27 @@ MOST_SKIPPED = 10  # in a row
 
 
 class StepLog:
-    """Follows the agreements on the steps of an epoch, which all ranks read at the same step."""
+    """Reads the agreements on the steps of an epoch, on all ranks at the same step."""
 
     def __init__(self, run: Run, epoch: int, epoch_length: int) -> None:
         self.run, self.epoch, self.epoch_length = run, epoch, epoch_length
         self.step, self.position = run.progress.step, run.progress.position
-        self.last_began = self.position  # where the newest step began
+        self.last_start = self.position  # of the newest step
         self.window: list[Agreed] = []
-        self.window_began = time.perf_counter()
+        self.window_start = time.perf_counter()
 
     def add(self, agreed: Agreed) -> int | None:
-        """Take one agreement; the exit code if the ranks agreed to stop.
+        """Process one agreement; return the exit code if the ranks agreed to stop.
 
         Raises:
-            CheckFailed: on all ranks at the same step, if it is a bad one and is not skipped.
+            CheckFailed: on all ranks at the same step, if it is a bad step and is not skipped.
         """
         run, config = self.run, self.run.session.config
         saving.follow(run, agreed)
         self.step += 1
-        self.last_began, self.position = self.position, self.position + agreed.samples
+        self.last_start, self.position = self.position, self.position + agreed.samples
         if agreed.bad or not agreed.finite:
-            self._take_bad(agreed)
+            self._handle_bad(agreed)
         else:
             run.skipped_in_a_row = 0
             run.progress.epoch_loss_sum += agreed.loss_sum
@@ -48,7 +48,7 @@ class StepLog:
         return agreed.stop
 
     def drain(self) -> int | None:
-        """Take the agreements that are under way; the exit code if the ranks agreed to stop."""
+        """Process all pending agreements; return the exit code if the ranks agreed to stop."""
         code = None
         for agreed in self.run.control.drain():
             code = self.add(agreed) or code
@@ -57,10 +57,10 @@ class StepLog:
     @property
     def rate(self) -> float:
         """The learning rate of the newest step."""
-        return learning_rate(self.run.session.config, self.epoch_length, self.last_began)
+        return learning_rate(self.run.session.config, self.epoch_length, self.last_start)
 
     def flush(self) -> None:
-        """Write a step line for the steps since the last one, and name who holds them up."""
+        """Write a step line for the steps since the last one, and report stragglers."""
         if not self.window:
             return
         samples = sum(agreed.samples for agreed in self.window)
@@ -77,7 +77,7 @@ class StepLog:
                 position=self.position,
                 loss=loss if good else None,
                 lr=self.rate,
-                images_per_second=samples / (now - self.window_began),
+                images_per_second=samples / (now - self.window_start),
                 slowest_rank=int(np.argmax(np.array(ranks["own_seconds"], float))),
                 slowest_step_seconds=float(vitals[..., 0].max()),
                 ranks=ranks,
@@ -85,25 +85,25 @@ class StepLog:
             for straggler in self.run.stragglers.look(vitals):
                 self.run.report(self.step, "straggler", str(straggler))
         self.window.clear()
-        self.window_began = now
+        self.window_start = now
 
-    def _take_bad(self, agreed: Agreed) -> None:
-        """Say where a bad step went wrong, and skip it if that is asked for.
+    def _handle_bad(self, agreed: Agreed) -> None:
+        """Report where a bad step went wrong, and skip it if `--on-bad-step` is skip.
 
         Raises:
-            CheckFailed: if it is not.
+            CheckFailed: if the step is not skipped.
         """
         run, config = self.run, self.run.session.config
-        taken, limit = run.taken_at(self.step), config.gradient_limit
-        what = f"the loss became {agreed.loss_sum}"
-        if agreed.finite and limit is not None and limit < taken.norm < math.inf:
-            what = f"the norm of the gradients was {taken.norm:.3g}, above {limit:g},"
+        record, limit = run.taken_at(self.step), config.gradient_limit
+        fault = f"the loss became {agreed.loss_sum}"
+        if agreed.finite and limit is not None and limit < record.norm < math.inf:
+            fault = f"the norm of the gradients was {record.norm:.3g}, above {limit:g},"
         elif agreed.finite:
-            what = "the gradients were not finite"
-        where = run.session.diagnose(taken)
-        message = f"{what} at step {self.step} (epoch {self.epoch + 1}): {where}"
+            fault = "the gradients were not finite"
+        where = run.session.diagnose(record)
+        message = f"{fault} at step {self.step} (epoch {self.epoch + 1}): {where}"
         run.skipped_in_a_row += 1
-        # A step is skipped on all ranks or on none.
+        # A step counts as skipped only if all ranks skipped it.
         was_skipped = config.on_bad_step == "skip" and agreed.bad == run.session.world.size
         if was_skipped and run.skipped_in_a_row <= MOST_SKIPPED:
             run.progress.skipped_steps += 1

@@ -1,4 +1,4 @@
-"""What can be checked of a run before it waits in a queue: data, model and plan."""
+"""Checks of a run's data, model and plan before it waits in a queue."""
 
 from collections.abc import Iterable
 
@@ -12,13 +12,13 @@ from hvdtrain.training.precheck import check_before_launch
 
 
 def check_before_submission(runs: Iterable[TrainConfig]) -> None:
-    """Refuse what the ranks of these runs would refuse hours later.
+    """Refuse mistakes that the ranks of these runs would otherwise report hours later.
 
     Raises:
         UsageError: if model, plan and ranks do not fit each other.
         DataError: if the data set is damaged.
     """
-    good: set[str] = set()  # data sets, which are read from end to end once
+    good: set[str] = set()  # data sets that were read completely, once
     for config in runs:
         check_before_launch(config)
         if config.data not in good:
@@ -45,11 +45,11 @@ def _check_plan(config: TrainConfig) -> None:
 
     index = read_index(config.data)
     components = model_components(config, index)
-    given = check_components(components, config, index)
+    boundaries = check_components(components, config, index)
     if config.plan in CHOSEN_PLANS:
         check_choice(config, components)
         return
     size, classes = index.image_shape[0], index.classes
     plan = make_plan(config, components, size, classes, config.ranks or 1)
     rows, _ = order.holdout(index.splits["train"].count, config.holdout, index.hash, config.seed)
-    check_batches(config, plan, components, given, len(rows))
+    check_batches(config, plan, components, boundaries, len(rows))

@@ -12,21 +12,21 @@ from hvdtrain.training.run import Run
 
 
 def summarise(run: Run) -> dict[str, Any]:
-    """The content of summary.json.
+    """Return the content of summary.json.
 
     Raises:
         CheckFailed: if ranks hold different weights.
     """
     session, progress = run.session, run.progress
     digest = weights_sha256(session.world.gather(session.digests()))
-    # Each rank's share of its own time: ranks that wait for another one do so on their clocks.
-    own = max(progress.train_seconds, 1e-9)
+    # Fractions of each rank's own seconds: a rank measures its waits with its own clock.
+    rank_seconds = max(progress.train_seconds, 1e-9)
     spent = [
         *(progress.exposed_seconds, progress.communication_seconds),
         *(progress.bubble_seconds, progress.compute_seconds),
     ]
     exposed, total, bubble, compute = np.mean(
-        session.world.gather([seconds / own for seconds in spent]), axis=0
+        session.world.gather([seconds / rank_seconds for seconds in spent]), axis=0
     )
     return {
         "framework": session.config.framework,
@@ -55,26 +55,27 @@ def summarise(run: Run) -> dict[str, Any]:
     }
 
 
-def weights_sha256(told: Sequence[Mapping[str, str]]) -> str:
-    """The digest of all parameters and buffers, the same for any plan.
+def weights_sha256(rank_digests: Sequence[Mapping[str, str]]) -> str:
+    """Return the digest of all parameters and buffers, the same under any plan.
 
     Args:
-        told: the digests of what each rank holds.
+        rank_digests: for each rank, the digests of the tensors that it holds, by name.
 
     Raises:
         CheckFailed: if ranks that hold the same components hold different weights.
     """
     whole: dict[str, str] = {}
     owner: dict[str, int] = {}
-    for rank, digests in enumerate(told):
+    for rank, digests in enumerate(rank_digests):
         for name, digest in digests.items():
             if whole.setdefault(name, digest) != digest:
-                others = sum(whole.get(key, own) != own for key, own in digests.items()) - 1
+                others = sum(whole.get(key, value) != value for key, value in digests.items()) - 1
+                more = f" and {others} more" if others else ""
                 raise CheckFailed(
-                    f"rank {rank} holds another {name}{f' and {others} more' if others else ''} "
-                    f"than rank {owner[name]}: the replicas did not stay together. Is it changed "
-                    "by what only one rank sees, or do the hosts' processors differ (set "
-                    "ATEN_CPU_CAPABILITY=default)? hvdtrain doctor checks MPI and Horovod"
+                    f"rank {rank} and rank {owner[name]} hold different values of {name}{more}, "
+                    "although these ranks are replicas: look for code that changes weights on one "
+                    "rank only, set ATEN_CPU_CAPABILITY=default if the hosts' processors differ, "
+                    "and check MPI and Horovod with hvdtrain doctor"
                 )
             owner.setdefault(name, rank)
     lines = "".join(f"{name} {digest}\n" for name, digest in sorted(whole.items()))

@@ -1,4 +1,4 @@
-"""PyTorch's tensors as NumPy's arrays, in which checkpoints are written, and back."""
+"""Conversion between PyTorch tensors and NumPy arrays, which checkpoints are written from."""
 
 from collections.abc import Mapping
 
@@ -12,38 +12,41 @@ from hvdtrain.training.checkpoint import partfile
 
 
 def check(tensors: Mapping[str, Tensor]) -> None:
-    """Refuse, before the work, a model that cannot be saved.
+    """Refuse a model that cannot be saved, before training starts.
 
     Raises:
-        UsageError: if a tensor is of a dtype that a checkpoint does not have.
+        UsageError: if a tensor has a dtype that a checkpoint cannot hold.
     """
     for name, tensor in tensors.items():
         if str(tensor.dtype).removeprefix("torch.") not in partfile.DTYPES:
-            raise UsageError(f"{name} is of {tensor.dtype}, which a checkpoint cannot hold")
+            raise UsageError(
+                f"{name} has dtype {tensor.dtype}, which a checkpoint cannot hold: "
+                "use another dtype for it"
+            )
 
 
 def to_array(tensor: Tensor) -> np.ndarray:
-    """The same memory; of a tensor on the CPU that needs no gradient."""
+    """Return an array on the memory of a CPU tensor that needs no gradient."""
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     return tensor.numpy()
 
 
 def to_tensor(array: np.ndarray) -> Tensor:
-    """The same memory."""
+    """Return a tensor on the memory of an array."""
     if array.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
 
 
 class Copies:
-    """Copies of tensors on the CPU, contiguous, each in the memory of the last one of its name."""
+    """Contiguous copies of tensors on the CPU, whose memory is used again for the same name."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
     def of(self, tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
-        """Copy all of them; those of the call before are overwritten."""
+        """Return copies of the tensors, by name; they overwrite those of the last call."""
         self._buffers = {name: self._copy(name, tensor) for name, tensor in tensors.items()}
         if any(tensor.device.type == "cuda" for tensor in tensors.values()):
             torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""`train --verify`: before a run begins, its first steps under its plan against serial ones."""
+"""`train --verify`: compares the first steps under the plan with serial ones, before a run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ from hvdtrain.world import World
 
 @dataclass(frozen=True)
 class Trial:
-    """What a run would train: model, data, and settings."""
+    """The model, data and settings that a run will train with."""
 
     config: TrainConfig
     components: Sequence[Component]
@@ -32,60 +32,61 @@ class Trial:
     rows: Rows
     normalisation: Normalisation
     images: Images
-    here: World
+    world: World
 
     def parity(self, plan: Plan) -> Parity:
-        """The first two steps of the run, the last one of its first epoch between. Collective.
+        """Compare the first step, the last one of the first epoch, and the second. Collective.
 
-        Where replicas normalise together, sums are cut elsewhere than in one process, and batch
-        norm makes much of the difference: there the steps are made in fp64.
+        With batch norm over all replicas the steps run in fp64: sums over replicas round
+        differently from sums in one process, and batch norm amplifies the difference.
         """
         config, images = self.config, self.images
         if config.batch_norm == "sync" and config.precision != "fp64":
             config = replace(config, precision="fp64")
             images = Images(*self.normalisation, images.device, config.precision)
-        batches = [self._batch(plan, each) for each in self._slices()]
-        return compare(config, self.components, plan, batches, images, self.here)
+        batches = [self._batch(plan, bounds) for bounds in self._slices()]
+        return compare(config, self.components, plan, batches, images, self.world)
 
     def _slices(self) -> list[Range]:
-        """Of the first epoch."""
+        """Return the slices of the first epoch to compare: first, last and second step."""
         length, size = len(self.rows), self.config.batch_size
         total = self.config.total_samples(length)
-        found = [each for each in order.step_slices(length, size) if each[0] < total]
-        return list(dict.fromkeys([found[0], found[-1], *found[1:2]]))
+        slices = [bounds for bounds in order.step_slices(length, size) if bounds[0] < total]
+        return list(dict.fromkeys([slices[0], slices[-1], *slices[1:2]]))
 
-    def _batch(self, plan: Plan, place: Range) -> Batch:
-        config, (start, stop) = self.config, place
+    def _batch(self, plan: Plan, bounds: Range) -> Batch:
+        config, (start, stop) = self.config, bounds
         rows = order.training_order(self.index, self.rows, config.seed, 0)[start:stop]
         feeder = Feeder(self.splits["train"], augmentation(config, self.normalisation[0], 0))
         parts = cut(plan, len(rows)).parts
-        first, last = (parts[k].get(self.here.rank, ()) for k in (0, plan.last))
-        own = feeder.gather((taken(rows, first), taken(rows, last)))
-        whole = feeder.gather((rows, rows)) if self.here.rank == 0 else None
+        first, last = (parts[k].get(self.world.rank, ()) for k in (0, plan.last))
+        local = feeder.gather((taken(rows, first), taken(rows, last)))
+        whole = feeder.gather((rows, rows)) if self.world.rank == 0 else None
         return Batch(
-            *(len(rows), start, (own.images, own.labels)),
+            *(len(rows), start, (local.images, local.labels)),
             (whole.images, whole.labels) if whole else None,
             learning_rate(config, len(self.rows), start),
         )
 
 
 def verify(trial: Trial, plan: Plan) -> str:
-    """Refuse a plan under which the run would not compute what one rank computes. Collective.
+    """Refuse a plan whose results differ from those of one rank. Collective.
 
-    Returns what was found, in words.
+    Returns:
+        The result, in words.
 
     Raises:
-        CheckFailed: on rank 0, naming the tensor that is furthest off.
+        CheckFailed: on rank 0, naming the tensor with the largest error.
     """
     parity = trial.parity(plan)
-    if trial.here.rank == 0 and parity.fault:
+    if trial.world.rank == 0 and parity.fault:
         raise CheckFailed(
-            f"--verify: {parity.fault}, between the plan and one rank: the run would not compute "
-            "what the serial run does (nor can a model be verified that draws random numbers, but "
-            "for nn.Dropout): use another --plan or --schedule, or leave --verify out"
+            f"--verify: {parity.fault}, between the plan and one rank: use another --plan or "
+            "--schedule, or drop --verify if the model draws random numbers other than those of "
+            "nn.Dropout, because it cannot check such a model"
         )
-    trial.here.barrier()
+    trial.world.barrier()
     return (
-        f"verified: {parity.steps} step(s) under the plan are those of one rank; the largest "
+        f"verified: {parity.steps} step(s) under the plan match those of one rank; the largest "
         f"error is {parity.largest:.1e}"
     )

@@ -1,4 +1,4 @@
-"""What the vitals of a step say of the ranks."""
+"""Evaluation of the ranks' vitals of a step."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,10 +9,10 @@ SECONDS, OWN, DATA = (Vitals._fields.index(f"{name}seconds") for name in ("", "o
 
 
 def own_seconds(vitals: NDArray[np.float64]) -> tuple[tuple[float, ...], float]:
-    """Each rank's own seconds without the wait for its data, and those of the step.
+    """Return each rank's own seconds without the wait for data, and the seconds of the step.
 
     Args:
-        vitals: [ranks, Vitals], fp64.
+        vitals: [ranks, fields of Vitals], fp64.
     """
-    own = np.maximum(vitals[:, OWN] - vitals[:, DATA], 0.0)
-    return tuple(own.tolist()), float(vitals[:, SECONDS].max())
+    seconds = np.maximum(vitals[:, OWN] - vitals[:, DATA], 0.0)
+    return tuple(seconds.tolist()), float(vitals[:, SECONDS].max())

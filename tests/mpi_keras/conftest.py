@@ -1,4 +1,4 @@
-"""Tests in this folder run under mpirun as those of tests/mpi do, without PyTorch beside them."""
+"""Fixtures for tests under mpirun, as in tests/mpi, but in processes without PyTorch."""
 
 import sys
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from hvdtrain import tf as distributed
-from hvdtrain import world
+from hvdtrain.world import World, stop
 from tests.mpi.conftest import (
     pytest_collection_modifyitems as pytest_collection_modifyitems,
 )
@@ -16,7 +16,7 @@ from tests.mpi.conftest import (
 
 
 @pytest.fixture(scope="session")
-def here() -> Iterator[world.World]:
+def world() -> Iterator[World]:
     yield distributed.start(threads=1)
     assert "torch" not in sys.modules
-    world.stop()
+    stop()

@@ -232,7 +232,7 @@ def test_a_chain_that_never_saves_ends_with_the_reason(
     assert codes[3] == "4:0", codes
     assert "4:0" not in codes[:3]
     note = _status(cluster, run)["note"]
-    assert "is not started again: 3 starts in a row by Slurm saved no new checkpoint" in note
+    assert "is not restarted: 3 starts in a row by Slurm saved no new checkpoint" in note
     again = cluster.run(
         *("hvdtrain", "jobs", "submit", "--model", "cnn", "--data", small_set, "--run", run),
         *("--inject", kills),

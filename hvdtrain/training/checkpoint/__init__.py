@@ -1,4 +1,4 @@
-"""Checkpoints: tensors by parameter name, in parts that ranks write, under any plan the same."""
+"""Checkpoints: tensors by parameter name, in one file per rank, independent of the plan."""
 
 from hvdtrain.training.checkpoint.store import (
     Checkpoint,

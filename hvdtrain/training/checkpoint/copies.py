@@ -1,7 +1,7 @@
-"""Second copies of checkpoints on disks of other hosts, and how they stand in for what is lost.
+"""Second copies of checkpoints on the disks of other hosts, and repairs from them.
 
-Each rank copies the part of a rank of another host to a disk of its own, and one rank a host the
-records of the run. What is in DIRECTORY/RUN-.../ looks like the run folder.
+Each rank copies the checkpoint file of a rank on another host to its own disk. One rank per host
+also copies the records of the run. DIRECTORY/RUN-.../ is laid out like the run folder.
 """
 
 import hashlib
@@ -20,36 +20,36 @@ from hvdtrain.training.checkpoint import manifest as manifests
 from hvdtrain.training.checkpoint import partfile, store
 from hvdtrain.training.checkpoint.manifest import MANIFEST
 
-SECONDS_TO_SHOW = 60.0  # in which a network file system shows what another rank has committed
+SECONDS_TO_SHOW = 60.0  # until a network file system shows what another rank has committed
 
 Identity = tuple[int, int]  # inode, and time of the last change
 
 
 def home(directory: str, run: Path, rank: int) -> Path:
-    """Where a rank keeps copies of this run; `{rank}` in the directory is its number."""
+    """Return a rank's folder for copies of this run; `{rank}` in `directory` is its number."""
     path = str(run.resolve())
     digest = hashlib.sha256(path.encode()).hexdigest()[:8]
     return Path(directory.replace("{rank}", str(rank))) / f"{run.resolve().name}-{digest}"
 
 
 def owners(hosts: Sequence[str]) -> list[int]:
-    """For each rank the one whose part it copies: of another host, if there is one.
+    """Return for each rank the rank whose file it copies: on another host, if there is one.
+
+    Each file has one copy. Only if a host has more than half of all ranks, it copies some of its
+    own files.
 
     Args:
         hosts: of each rank.
-
-    Each part has one copy. Only where a host has more than half of all ranks some of its parts
-    are copied by itself.
     """
     by_host = sorted(range(len(hosts)), key=lambda rank: (hosts[rank], rank))
-    most = max(Counter(hosts).values())
-    shift = most if most < len(hosts) else 1
-    found = {rank: by_host[(i + shift) % len(hosts)] for i, rank in enumerate(by_host)}
-    return [found[rank] for rank in range(len(hosts))]
+    largest = max(Counter(hosts).values())
+    shift = largest if largest < len(hosts) else 1
+    owner_of = {rank: by_host[(i + shift) % len(hosts)] for i, rank in enumerate(by_host)}
+    return [owner_of[rank] for rank in range(len(hosts))]
 
 
 def clear(home: Path) -> None:
-    """Forget another run of this name: what is copied from now on is of a new one."""
+    """Remove the copies of an earlier run of the same name."""
     for path in (*store.stored(home), *records(home)):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -58,7 +58,7 @@ def clear(home: Path) -> None:
 
 
 def identity(checkpoint: Path) -> Identity | None:
-    """Tells a checkpoint from another one of its name; None where there is none."""
+    """Return what distinguishes a checkpoint from others of its name; None if there is none."""
     try:
         status = (checkpoint / MANIFEST).stat()
     except OSError:
@@ -67,10 +67,10 @@ def identity(checkpoint: Path) -> Identity | None:
 
 
 def wait_for(checkpoint: Path, before: Identity | None) -> manifests.Manifest:
-    """The manifest of a checkpoint that is being committed in place of the one `before`.
+    """Wait for a checkpoint that replaces the one `before`, and return its manifest.
 
     Raises:
-        DataError: if it is not there in time.
+        DataError: if it does not appear in time.
     """
     until = time.monotonic() + SECONDS_TO_SHOW
     while identity(checkpoint) in (None, before) and time.monotonic() < until:
@@ -79,24 +79,24 @@ def wait_for(checkpoint: Path, before: Identity | None) -> manifests.Manifest:
 
 
 def copy_part(checkpoint: Path, rank: int, home: Path) -> None:
-    """Copy a rank's part of a checkpoint, and the manifest.
+    """Copy a rank's file of a checkpoint, and the manifest.
 
-    Copies of checkpoints that are there no more are removed.
+    Copies of checkpoints that no longer exist are removed.
 
     Raises:
-        DataError: if it cannot be copied, or differs from its hash.
+        DataError: if the file cannot be copied, or differs from its hash.
     """
     name = manifests.part_name(rank)
-    found = [part for part in manifests.read(checkpoint).parts if part.name == name]
-    if not found:
+    entries = [part for part in manifests.read(checkpoint).parts if part.name == name]
+    if not entries:
         raise DataError(f"{checkpoint} has no {name}")
     try:
         (home / checkpoint.name).mkdir(parents=True, exist_ok=True)
-        for file in (name, MANIFEST):  # what has a manifest has its part
+        for file in (name, MANIFEST):  # the manifest last: a copy that has one is complete
             _copy(checkpoint / file, home / checkpoint.name / file)
     except OSError as error:
         raise DataError(f"{home / checkpoint.name} cannot be written: {error.strerror}") from None
-    partfile.verify(home / checkpoint.name, found[0])
+    partfile.verify(home / checkpoint.name, entries[0])
     kept = {path.name for path in store.stored(checkpoint.parent)} | {checkpoint.name}
     for path in store.stored(home):
         if path.name not in kept:
@@ -104,13 +104,13 @@ def copy_part(checkpoint: Path, rank: int, home: Path) -> None:
 
 
 def copy_record(record: Path, size: int, home: Path, is_new: bool) -> None:
-    """Let the copy of a file have its first `size` bytes.
+    """Copy the first `size` bytes of a file.
 
     Args:
-        is_new: whether the copy may be of something else; otherwise the file has only grown.
+        is_new: whether to copy all of them; otherwise the file has only grown since the last copy.
 
     Raises:
-        DataError: if it cannot be copied.
+        DataError: if the file cannot be copied.
     """
     copy = home / record.name
     try:
@@ -131,41 +131,41 @@ def copy_record(record: Path, size: int, home: Path, is_new: bool) -> None:
 
 
 def records(home: Path) -> list[Path]:
-    """The copies of the run's records."""
+    """Return the copies of the run's records."""
     return [path for path in home.glob("*.*") if path.suffix in (".yaml", ".jsonl")]
 
 
 def records_bytes(home: Path) -> int:
-    """How much of the records there is here; the largest has seen the newest checkpoint."""
+    """Return the bytes of the copied records: the largest copy is of the newest checkpoint."""
     return sum(path.stat().st_size for path in records(home))
 
 
 def mend(checkpoint: Path, home: Path) -> None:
-    """Give back what is copied here, where the checkpoint lacks it or holds something else.
+    """Repair missing and damaged files of a checkpoint from the copies in `home`.
 
     Raises:
-        DataError: if it cannot be written.
+        DataError: if a file cannot be written.
     """
-    held = home / checkpoint.name
+    copy = home / checkpoint.name
     try:
-        parts = manifests.read(held).parts
+        parts = manifests.read(copy).parts
     except DataError:
-        return  # none here, or itself damaged
+        return  # there is no copy, or it is damaged
     try:
         checkpoint.mkdir(parents=True, exist_ok=True)
         for entry in parts:
-            if _is_good(held, entry) and not _is_good(checkpoint, entry):
-                _copy(held / entry.name, checkpoint / entry.name)
+            if _is_good(copy, entry) and not _is_good(checkpoint, entry):
+                _copy(copy / entry.name, checkpoint / entry.name)
         try:
             manifests.read(checkpoint)
         except DataError:
-            _copy(held / MANIFEST, checkpoint / MANIFEST)
+            _copy(copy / MANIFEST, checkpoint / MANIFEST)
     except OSError as error:
-        raise DataError(f"{checkpoint} cannot be mended: {error.strerror}") from None
+        raise DataError(f"{checkpoint} cannot be repaired: {error.strerror}") from None
 
 
 def mend_records(run: Path, home: Path) -> None:
-    """Give back configuration and metrics where the run folder has none.
+    """Restore config.yaml and metrics.jsonl if the run folder has none.
 
     Raises:
         DataError: if they cannot be written.
@@ -180,7 +180,7 @@ def mend_records(run: Path, home: Path) -> None:
 
 
 def names(home: Path) -> list[str]:
-    """The checkpoints of which there is a copy here."""
+    """Return the names of the checkpoints that have copies in `home`."""
     return [path.name for path in store.stored(home)]
 
 

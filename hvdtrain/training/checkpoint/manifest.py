@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: its parts with their hashes, and where the run stood."""
+"""The manifest of a checkpoint: its files with their hashes, and the progress of the run."""
 
 import hashlib
 import json
@@ -15,8 +15,8 @@ from hvdtrain.training.checkpoint.partfile import Damaged, Entry, reading
 
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
-LARGEST_MANIFEST = 16 * 2**20  # bytes: a real one has some hundred a rank
-# Names of files in the checkpoint's own folder: none can lead out of it.
+LARGEST_MANIFEST = 16 * 2**20  # bytes: a real one has a few hundred per rank
+# File names only: no name can point outside of the checkpoint's folder.
 PART_NAME = re.compile(r"part-\d{4,6}\.safetensors")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -26,9 +26,9 @@ class Manifest:
     """A checkpoint without its tensors.
 
     Attributes:
-        parts: the files that hold the tensors, one a rank of the run that wrote them.
-        progress: position, counts and sizes, as the loop keeps them.
-        configuration: of that run, by option; a resumed one must have the same.
+        parts: the files that hold the tensors, one per rank of the run that wrote them.
+        progress: position, counts and sizes, as in the training loop.
+        configuration: of that run, by option; a resumed run must have the same.
     """
 
     parts: tuple[Entry, ...]
@@ -36,32 +36,32 @@ class Manifest:
     configuration: dict[str, Any]
 
     def to_json(self) -> str:
-        """The text of the file. Numbers that are none are null: JSON has no others."""
+        """Return the text of the file. Numbers that are not finite become null, as in JSON."""
         content = _finite({"format_version": FORMAT_VERSION} | asdict(self))
         return json.dumps(content | {"sha256": _digest(content)}, indent=1, allow_nan=False) + "\n"
 
 
 def part_name(rank: int) -> str:
-    """The name of a rank's part."""
+    """Return the name of a rank's file."""
     return f"part-{rank:04d}.safetensors"
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest of a checkpoint's folder.
+    """Return the manifest of a checkpoint's folder.
 
     Raises:
-        DataError: if there is none, or it is of another version.
-        Damaged: if it is not one.
-        Unreadable: if the disk does not give it.
+        DataError: if there is none, or it has another format version.
+        Damaged: if it is not a manifest.
+        Unreadable: if the disk cannot read it.
     """
     path = folder / MANIFEST
     try:
         with reading(path):
             status = path.lstat()
             if not stat.S_ISREG(status.st_mode):
-                raise Damaged(f"{folder} is no whole checkpoint: its {MANIFEST} is no file")
+                raise Damaged(f"{folder} is not complete: its {MANIFEST} is not a file")
             if status.st_size > LARGEST_MANIFEST:
-                raise Damaged(f"{path} is no manifest: it is larger than any")
+                raise Damaged(f"{path} is not a manifest: it has {status.st_size:,} bytes")
             text = path.read_text()
     except UnicodeDecodeError as error:
         raise Damaged(f"{path} cannot be read: {_one_line(error)}") from None
@@ -72,27 +72,27 @@ def read(folder: Path) -> Manifest:
 
 
 def parse(text: str) -> Manifest:
-    """The manifest in a text.
+    """Return the manifest in a text.
 
     Raises:
-        DataError: saying, after the name of the file, what is wrong with it.
+        DataError: what is wrong with the text, to be printed after the name of the file.
     """
     try:
         content = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise Damaged(f"is no JSON: {_one_line(error)}") from None
+        raise Damaged(f"is not valid JSON: {_one_line(error)}") from None
     version = _take(content, "format_version", int, lambda value: value >= 1)
     if version != FORMAT_VERSION:
         raise DataError(f"has format version {version}, and this hvdtrain reads {FORMAT_VERSION}")
     entries = _take(content, "parts", list, bool)
     parts = tuple(_entry(entry) for entry in entries)
     if len({part.name for part in parts}) != len(parts):
-        raise Damaged("names a part twice")
+        raise Damaged("lists a file twice")
     progress = _take(content, "progress", dict)
     configuration = _take(content, "configuration", dict)
-    said = _take(content, "sha256", str, SHA256.fullmatch)
-    if _digest({key: content[key] for key in content if key != "sha256"}) != said:
-        raise Damaged("is damaged: its SHA-256 is another")
+    sha256 = _take(content, "sha256", str, SHA256.fullmatch)
+    if _digest({key: content[key] for key in content if key != "sha256"}) != sha256:
+        raise Damaged("is damaged: its SHA-256 does not match its content")
     return Manifest(parts, progress, configuration)
 
 
@@ -107,23 +107,23 @@ def _entry(content: Any) -> Entry:
 def _take(
     content: Any, name: str, kind: type, accept: Callable[[Any], object] = lambda _: True
 ) -> Any:
-    """A value of an object, of the right type and acceptable."""
+    """Return a value of an object, checked for its type and by `accept`."""
     if not isinstance(content, Mapping) or name not in content:
-        raise Damaged(f"is no manifest: there is no {name!r} where one belongs")
+        raise Damaged(f"is not a manifest: {name!r} is missing")
     value = content[name]
     if not isinstance(value, kind) or isinstance(value, bool) or not accept(value):
-        raise Damaged(f"is no manifest: {name!r} cannot be {str(value)[:60]!r}")
+        raise Damaged(f"is not a manifest: {name!r} cannot be {str(value)[:60]!r}")
     return value
 
 
 def _digest(content: Mapping[str, Any]) -> str:
-    """The SHA-256 of all that a manifest says, however it is laid out."""
+    """Return the SHA-256 of a manifest's content, independent of its layout."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _finite(value: Any) -> Any:
-    """The same without NaN and infinities."""
+    """Return the same value with null for NaN and infinities."""
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -132,7 +132,7 @@ def _finite(value: Any) -> Any:
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _one_line(error: Exception) -> str:

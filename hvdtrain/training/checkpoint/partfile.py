@@ -1,7 +1,7 @@
-"""One rank's part of a checkpoint: a safetensors file, written and hashed in one pass.
+"""One rank's file of a checkpoint: a safetensors file, written and hashed in one pass.
 
 The format is https://github.com/huggingface/safetensors: the length of a JSON header, the header
-(dtype, shape and place of every tensor), and the tensors' memory. Nothing in it is ever executed.
+(dtype, shape and offsets of every tensor), and the tensors' memory. Reading executes no code.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ import numpy as np
 
 from hvdtrain.errors import DataError
 
-# By the names of NumPy; bfloat16 is that of ml_dtypes.
+# The names of safetensors by those of NumPy; bfloat16 is from ml_dtypes.
 DTYPES = {
     "float64": "F64",
     "float32": "F32",
@@ -41,16 +41,16 @@ Value = TypeVar("Value")
 
 
 class Damaged(DataError):
-    """A file of a checkpoint that has another content than was written."""
+    """A file of a checkpoint with another content than was written."""
 
 
 class Unreadable(DataError):
-    """A file of a checkpoint that the disk does not give: nothing is known of its content."""
+    """A file of a checkpoint that the disk cannot read: its content may be intact."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What a manifest says of a part: the file's name, its size, and its SHA-256."""
+    """A file in a manifest: its name, its size, and its SHA-256."""
 
     name: str
     bytes: int
@@ -65,11 +65,11 @@ def write(path: Path, tensors: Mapping[str, np.ndarray]) -> Entry:
     """
     header, end = {}, 0
     for name, tensor in tensors.items():
-        begin, end = end, end + tensor.nbytes
+        start, end = end, end + tensor.nbytes
         header[name] = {
             "dtype": DTYPES[tensor.dtype.name],
             "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
+            "data_offsets": [start, end],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -87,20 +87,20 @@ def write(path: Path, tensors: Mapping[str, np.ndarray]) -> Entry:
 
 
 def verify(folder: Path, entry: Entry) -> None:
-    """Compare a part with what its manifest says.
+    """Compare a file with its entry in the manifest.
 
-    The file is read from its disk, as far as the system lets its own copy in memory go.
+    The file is read from the disk, as far as the system drops its cached copy.
 
     Raises:
         DataError: if it is missing.
         Damaged: if it differs.
-        Unreadable: if the disk does not give it.
+        Unreadable: if the disk cannot read it.
     """
     path = folder / entry.name
     with reading(path):
         status = path.lstat()
         if not stat.S_ISREG(status.st_mode):
-            raise Damaged(f"{path} is no file")
+            raise Damaged(f"{path} is not a file")
         if status.st_size != entry.bytes:
             raise Damaged(
                 f"{path} is damaged: it has {status.st_size:,} bytes instead of {entry.bytes:,}"
@@ -110,12 +110,12 @@ def verify(folder: Path, entry: Entry) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != entry.sha256:
-        raise Damaged(f"{path} is damaged: its SHA-256 is not that of the manifest")
+        raise Damaged(f"{path} is damaged: its SHA-256 differs from the manifest")
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn what the system says of a file that is read into an error of one line.
+    """Turn the system's error on reading a file into an error of one line.
 
     Raises:
         DataError: if it is missing.
@@ -130,10 +130,10 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def patiently(read: Callable[[], Value]) -> Value:
-    """What `read` returns, tried again where the disk does not answer: that often passes.
+    """Return the result of `read`, trying again if the disk fails: that is often temporary.
 
     Raises:
-        Unreadable: if it does not; otherwise as `read`.
+        Unreadable: if the last attempt fails, too. Other errors of `read` are raised at once.
     """
     for seconds in PAUSES:
         try:
@@ -144,7 +144,7 @@ def patiently(read: Callable[[], Value]) -> Value:
 
 
 def read(path: Path, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
-    """The tensors of a part, or those of `names` that it holds.
+    """Return the tensors of a file, or only those in `names`.
 
     Raises:
         Damaged, Unreadable: if it cannot be read.
@@ -155,7 +155,7 @@ def read(path: Path, names: Collection[str] | None = None) -> dict[str, np.ndarr
 
 
 def shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of a part, without reading it.
+    """Return the shape of every tensor of a file, without reading the tensors.
 
     Raises:
         Damaged, Unreadable: if it cannot be read.
@@ -174,11 +174,11 @@ def _open(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="np") as file:
             yield file
-    except Exception as error:  # of the library, and of NumPy for what was never written
+    except Exception as error:  # safetensors has its own, and NumPy raises for unknown dtypes
         kind = Unreadable if isinstance(error, OSError) else Damaged
         raise kind(f"{path} cannot be read: {' '.join(str(error).split())}") from None
 
 
 def _memory(tensor: np.ndarray) -> Any:
-    """The tensor's bytes, in place."""
+    """Return the tensor's bytes, without a copy."""
     return tensor.reshape(-1).view(np.uint8)

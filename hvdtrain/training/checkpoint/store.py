@@ -1,8 +1,8 @@
-"""The folder of a run's checkpoints: written under a temporary name, found, verified, pruned.
+"""The folder of a run's checkpoints: writing, listing, verifying and removing them.
 
-A checkpoint is a folder `step-00000123` that holds `manifest.json` and one part for each rank that
-wrote. It is made in a folder of another name, flushed to the disk and renamed: what carries the
-final name is whole.
+A checkpoint is a folder `step-00000123` that holds `manifest.json` and one file for each rank that
+wrote. It is made in a folder of another name, flushed to the disk and renamed: a folder with the
+final name is complete.
 """
 
 import json
@@ -34,7 +34,7 @@ SET_ASIDE = "damaged-"
 BEST = "best.json"
 MODEL, OPTIMIZER = "model/", "optimizer/"
 Kept = TypeVar("Kept")
-RECEIPT_SECONDS = 60.0  # a network file system may show another rank's file this late
+RECEIPT_SECONDS = 60.0  # until a network file system shows another rank's file
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Checkpoint:
 
     Attributes:
         tensors: parameters and buffers by name.
-        optimizer: the optimizer's tensors by parameter name and by their own.
-        progress: position, counts and sizes, as the loop keeps them.
+        optimizer: the optimizer's tensors by parameter name and their own name.
+        progress: position, counts and sizes, as in the training loop.
     """
 
     tensors: dict[str, np.ndarray]
@@ -55,10 +55,10 @@ class Checkpoint:
 def write_part(
     folder: Path, name: str, rank: int, tensors: dict[str, np.ndarray], token: str = ""
 ) -> Entry:
-    """Write a rank's part of the checkpoint `name`, and leave a receipt beside it.
+    """Write a rank's file of the checkpoint `name`, and a receipt beside it.
 
     Args:
-        token: of the run; no two runs write to one unfinished checkpoint.
+        token: of the run, so that no two runs write to the same unfinished checkpoint.
 
     Raises:
         DataError: if it cannot be written.
@@ -72,7 +72,7 @@ def write_part(
         files.write_whole(_receipt(temporary, rank), lambda file: file.write(receipt))
     except OSError as error:
         with suppress(OSError):
-            part.unlink()  # the disk may be full; other ranks may be writing beside it
+            part.unlink()  # the disk may be full, and other ranks may still be writing
         raise _not_written(folder / name, error) from None
     return entry
 
@@ -85,14 +85,17 @@ def commit(
     configuration: dict[str, Any],
     owner: Owner | None = None,
 ) -> Path:
-    """Make the checkpoint of the parts that the ranks `writers` have written; return its path.
+    """Commit the checkpoint from the files that the ranks `writers` have written.
 
     Args:
-        owner: of the folder, compared before the checkpoint gets its name.
+        owner: of the folder, checked before the checkpoint gets its final name.
+
+    Returns:
+        The path of the checkpoint.
 
     Raises:
-        DataError: if it cannot be written; what was there before is untouched.
-        UsageError: if the folder is no longer the owner's; it is left as it is.
+        DataError: if it cannot be written; an earlier checkpoint of the step remains.
+        UsageError: if the folder is no longer the owner's; it remains as it is.
     """
     final, temporary = folder / name, _unfinished(folder, name, owner.token if owner else "")
     try:
@@ -103,7 +106,7 @@ def commit(
     except (OSError, UsageError, DataError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if owner is not None:
-            owner.check()  # another run may have removed what this one had begun
+            owner.check()  # another run may have removed the unfinished checkpoint
         restore_replaced(folder)
         raise _not_written(final, error) from None
     return final
@@ -115,7 +118,7 @@ def _complete(
     progress: dict[str, Any],
     configuration: dict[str, Any],
 ) -> None:
-    """Read every part back, and bring it to the disk with a manifest in place of the receipts."""
+    """Read every file back, and write the manifest to the disk in place of the receipts."""
     parts = tuple(_read_receipt(_receipt(temporary, rank)) for rank in writers)
     for part in parts:
         partfile.patiently(partial(partfile.verify, temporary, part))
@@ -127,7 +130,7 @@ def _complete(
 
 
 def _give_name(temporary: Path, final: Path) -> None:
-    """Rename what is complete; a checkpoint of the same step is there until then."""
+    """Give a complete checkpoint its final name, replacing an earlier one of the same step."""
     replaced = final.with_name(f"{REPLACED}{final.name}")
     shutil.rmtree(replaced, ignore_errors=True)
     if final.exists():
@@ -138,12 +141,12 @@ def _give_name(temporary: Path, final: Path) -> None:
 
 
 def discard(folder: Path, name: str, rank: int, token: str) -> None:
-    """Remove what a rank has written of a checkpoint that is given up; no other rank's part."""
+    """Remove a rank's files of a checkpoint that failed; those of other ranks remain."""
     temporary = _unfinished(folder, name, token)
     for path in (temporary / manifests.part_name(rank), _receipt(temporary, rank)):
         with suppress(OSError):
             path.unlink()
-    with suppress(OSError):  # of the last rank
+    with suppress(OSError):  # only the last rank finds the folder empty
         temporary.rmdir()
 
 
@@ -165,8 +168,8 @@ def prune(folder: Path, keep_last: int, newest: str | None = None) -> None:
     """Remove all but the newest `keep_last` checkpoints and the best one.
 
     Args:
-        newest: has just been read back. Those of later steps are what a run that resumed from an
-            earlier one could not use: they neither count nor go.
+        newest: the checkpoint that was just committed. Checkpoints of later steps are those that
+            a resumed run could not use: they do not count, and they are not removed.
     """
     before = [
         path for path in stored(folder) if newest is None or step_of(path.name) <= step_of(newest)
@@ -176,7 +179,7 @@ def prune(folder: Path, keep_last: int, newest: str | None = None) -> None:
         kept.add(marked.name)
     for path in before:
         if path.name not in kept:
-            # Renamed first: what carries its name is whole.
+            # Renamed first: a folder with the final name is complete.
             removed = path.with_name(f"{REMOVED}{path.name}")
             with suppress(OSError):
                 path.rename(removed)
@@ -184,7 +187,7 @@ def prune(folder: Path, keep_last: int, newest: str | None = None) -> None:
 
 
 def restore_replaced(folder: Path) -> None:
-    """Give back its name to what was to be replaced, where a kill left nothing in its place."""
+    """Rename a checkpoint back if a kill came after it was moved away, before its replacement."""
     for path in folder.glob(f"{REPLACED}step-*"):
         final = folder / path.name.removeprefix(REPLACED)
         if not final.exists():
@@ -208,9 +211,9 @@ def set_aside(path: Path) -> Path:
 
 
 def clean(folder: Path) -> None:
-    """Remove what a run left unfinished that does not own the folder any more."""
+    """Remove unfinished checkpoints of runs that no longer own the folder."""
     for path in folder.glob(f"{UNFINISHED}*"):
-        # Renamed first: that run may still live, and must not be able to finish it.
+        # Renamed first: the other run may be alive, and must not be able to commit it.
         removed = folder / f"{REMOVED}{secrets.token_hex(8)}"
         with suppress(OSError):
             path.rename(removed)
@@ -220,7 +223,7 @@ def clean(folder: Path) -> None:
 
 
 def best(folder: Path) -> Path | None:
-    """The checkpoint that `best.json` points at, None where it points at none."""
+    """Return the checkpoint that `best.json` points at, None if there is none."""
     try:
         name = str(json.loads((folder / BEST).read_text())["checkpoint"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -229,23 +232,23 @@ def best(folder: Path) -> Path | None:
 
 
 def stored(folder: Path) -> list[Path]:
-    """The checkpoints of a folder, oldest first."""
-    found = [path for path in folder.glob("step-*") if NAME.fullmatch(path.name)]
-    return sorted(found, key=lambda path: step_of(path.name))
+    """Return the checkpoints of a folder, oldest first."""
+    checkpoints = [path for path in folder.glob("step-*") if NAME.fullmatch(path.name)]
+    return sorted(checkpoints, key=lambda path: step_of(path.name))
 
 
 def name_of(step: int) -> str:
-    """The folder name of the checkpoint after `step` steps."""
+    """Return the folder name of the checkpoint after `step` steps."""
     return f"step-{step:08d}"
 
 
 def step_of(name: str) -> int:
-    """The step after which a checkpoint of this name was made."""
+    """Return the step after which a checkpoint of this name was made."""
     return int(name.removeprefix("step-"))
 
 
 def load_newest(folder: Path) -> tuple[Checkpoint | None, Path | None, list[str]]:
-    """The newest checkpoint that verifies, its path, and a line for each newer one that fails."""
+    """Return the newest checkpoint that verifies, its path, and the error of each newer one."""
     skipped: list[str] = []
     for path in reversed(stored(folder)):
         try:
@@ -259,7 +262,7 @@ def load(path: Path) -> Checkpoint:
     """Read and verify one whole checkpoint.
 
     Raises:
-        DataError: if a file is missing, differs from its hash, or holds something else.
+        DataError: if a file is missing, differs from its hash, or has the wrong content.
     """
     manifest = manifests.read(path)
     held: dict[str, np.ndarray] = {}
@@ -267,17 +270,17 @@ def load(path: Path) -> Checkpoint:
         partfile.verify(path, entry)
         part = partfile.read(path / entry.name)
         if part.keys() & held.keys():
-            raise DataError(f"{path} holds a tensor twice")
+            raise DataError(f"{path} contains a tensor twice")
         held |= part
     tensors, optimizer = by_kind(held)
     return Checkpoint(tensors, optimizer, manifest.progress)
 
 
 def by_kind(held: dict[str, Kept]) -> tuple[dict[str, Kept], dict[str, dict[str, Kept]]]:
-    """The model's tensors by name, and the optimizer's by parameter and their own name.
+    """Return the model's tensors by name, and the optimizer's by parameter and their own name.
 
     Raises:
-        DataError: if a name is neither.
+        DataError: if a name belongs to neither.
     """
     tensors: dict[str, Kept] = {}
     optimizer: dict[str, dict[str, Kept]] = {}
@@ -288,17 +291,17 @@ def by_kind(held: dict[str, Kept]) -> tuple[dict[str, Kept], dict[str, dict[str,
         elif name.startswith(OPTIMIZER) and parameter:
             optimizer.setdefault(parameter, {})[key] = tensor
         else:
-            raise DataError(f"a checkpoint holds no {name[:60]!r}")
+            raise DataError(f"{name[:60]!r} is not the name of a tensor in a checkpoint")
     return tensors, optimizer
 
 
 def owners(sizes: Sequence[int], count: int) -> list[int]:
-    """Which of `count` owners, about equally loaded, has each of `sizes`; in ascending order."""
-    whole, begin, found = max(1, sum(sizes)), 0, []
+    """Return the owner, 0 to `count` - 1, of each of `sizes`: ascending, about equally loaded."""
+    total, start, numbers = max(1, sum(sizes)), 0, []
     for size in sizes:
-        found.append(min(count - 1, (2 * begin + size) * count // (2 * whole)))
-        begin += size
-    return found
+        numbers.append(min(count - 1, (2 * start + size) * count // (2 * total)))
+        start += size
+    return numbers
 
 
 def _unfinished(folder: Path, name: str, token: str) -> Path:

@@ -1,4 +1,4 @@
-"""The run folder: when it is resumed, and when it is refused."""
+"""The run folder: resumed or refused, depending on its content."""
 
 from pathlib import Path
 from typing import Any, Literal

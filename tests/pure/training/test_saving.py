@@ -1,4 +1,4 @@
-"""What ranks decide about checkpoints without asking each other."""
+"""Decisions about checkpoints that ranks make without communication."""
 
 import json
 from typing import Any
@@ -32,12 +32,12 @@ KEPT = {**vars(PROGRESS), "metrics_bytes": 10, "ledger": "/x", "ledger_bytes": 3
 def test_every_tensor_has_one_owner_and_owners_have_about_the_same(
     sizes: list[int], count: int
 ) -> None:
-    found = owners(sizes, count)
-    assert len(found) == len(sizes)
-    assert found == sorted(found)
-    assert set(found) <= set(range(count))
+    result = owners(sizes, count)
+    assert len(result) == len(sizes)
+    assert result == sorted(result)
+    assert set(result) <= set(range(count))
     loads = [0] * count
-    for size, owner in zip(sizes, found, strict=True):
+    for size, owner in zip(sizes, result, strict=True):
         loads[owner] += size
     assert max(loads) <= sum(sizes) / count + max(sizes)
 
@@ -67,12 +67,12 @@ def test_progress_reads_back() -> None:
 def test_progress_of_another_kind_is_refused(name: str, value: Any) -> None:
     kept = KEPT | {name: value}
     try:
-        found = Progress.of(kept)
+        result = Progress.of(kept)
     except DataError as error:
         assert name in str(error)
     else:
         assert type(value) in (type(KEPT[name]), int, type(None))
-        assert getattr(found, name, value) == value
+        assert getattr(result, name, value) == value
 
 
 @given(JSON | st.dictionaries(st.sampled_from(["format_version", "parts", "progress"]), JSON))

@@ -9,9 +9,9 @@ from tests.single.training.checkpoints import make, save
 
 
 def slurm(job: int, requeued: int, submission: str = "") -> dict[str, str]:
-    found = {"SLURM_JOB_ID": str(job)}
-    found |= {"SLURM_RESTART_COUNT": str(requeued)} if requeued else {}
-    return found | ({SUBMISSION: submission} if submission else {})
+    variables = {"SLURM_JOB_ID": str(job)}
+    variables |= {"SLURM_RESTART_COUNT": str(requeued)} if requeued else {}
+    return variables | ({SUBMISSION: submission} if submission else {})
 
 
 def test_a_job_that_never_saves_is_not_requeued_for_ever(tmp_path: Path) -> None:
@@ -23,7 +23,7 @@ def test_a_job_that_never_saves_is_not_requeued_for_ever(tmp_path: Path) -> None
 
 
 def test_a_chain_that_never_saves_comes_to_an_end(tmp_path: Path) -> None:
-    """Each of its jobs is a first start of its own."""
+    """Each of its jobs is started once."""
     for job in range(MOST_FRUITLESS_STARTS):
         starts.count(tmp_path, slurm(job, 0, "ours"))
     with pytest.raises(RankError):
@@ -56,7 +56,7 @@ def test_what_a_user_starts_is_not_counted(tmp_path: Path, next_start: dict[str,
 
 
 def test_a_job_whose_starts_each_try_several_times_comes_to_an_end(tmp_path: Path) -> None:
-    """With --restarts a start by Slurm is several of ours, which set the count to zero."""
+    """Once, the launcher's own restarts within one start by Slurm set the count to zero."""
     for number in range(MOST_FRUITLESS_STARTS):
         for _ in range(3):
             starts.count(tmp_path, slurm(7, number))
@@ -66,12 +66,12 @@ def test_a_job_whose_starts_each_try_several_times_comes_to_an_end(tmp_path: Pat
 
 
 def test_a_run_that_is_over_has_nothing_left_to_save(tmp_path: Path) -> None:
-    """A script with several runs starts the first one again each time that its job is requeued."""
+    """A script with several runs starts the first one again whenever its job is requeued."""
     save(tmp_path / "checkpoints", make(3))
     (tmp_path / "summary.json").touch()
     for number in range(2 * MOST_FRUITLESS_STARTS):
         starts.count(tmp_path, slurm(7, number))
-    save(tmp_path / "checkpoints", make(4))  # it was made longer
+    save(tmp_path / "checkpoints", make(4))  # the run was extended
     with pytest.raises(RankError):
         for number in range(MOST_FRUITLESS_STARTS + 1):
             starts.count(tmp_path, slurm(8, number))

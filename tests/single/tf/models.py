@@ -1,4 +1,4 @@
-"""Models of a user of Keras."""
+"""Models of a Keras user."""
 
 import keras
 
@@ -6,14 +6,14 @@ from tests.single.training import moments
 
 
 def small(classes: int, image_size: int) -> keras.Model:
-    """A single hidden layer."""
+    """Return a model with a single hidden layer."""
     layers = keras.layers
-    given = layers.Input((image_size, image_size, 3))
-    hidden = layers.Dense(8, "relu", name="hidden")(layers.Flatten()(given))
-    return keras.Model(given, layers.Dense(classes, name="head")(hidden))
+    inputs = layers.Input((image_size, image_size, 3))
+    hidden = layers.Dense(8, "relu", name="hidden")(layers.Flatten()(inputs))
+    return keras.Model(inputs, layers.Dense(classes, name="head")(hidden))
 
 
 def with_moments(classes: int, image_size: int) -> keras.Model:
-    """As `small`; something happens to it (see `moments`)."""
-    moments.here()
+    """Return `small`; a fault is injected into it (see `moments`)."""
+    moments.watch_rank()
     return small(classes, image_size)

@@ -1,4 +1,4 @@
-"""The CNN in Keras is the CNN in PyTorch: each framework in a process of its own."""
+"""The CNN in Keras equals the CNN in PyTorch: each framework runs in a separate process."""
 
 import subprocess
 import sys
@@ -63,31 +63,31 @@ def run(program: str, *arguments: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, np.ndarray], float]:
-    """What Keras found with PyTorch's weights, and PyTorch's loss."""
+def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, np.ndarray], float]:
+    """Return the results of Keras with PyTorch's weights, and PyTorch's loss."""
     folder = tmp_path_factory.mktemp("cnn")
-    given, theirs, ours = (folder / f"{name}.npz" for name in ("given", "torch", "keras"))
+    inputs, theirs, ours = (folder / f"{name}.npz" for name in ("given", "torch", "keras"))
     draw = np.random.default_rng(0)
     images = draw.standard_normal((BATCH, SIZE, SIZE, 3)).astype(np.float32)
-    np.savez(given, images=images, labels=draw.integers(0, CLASSES, BATCH))
-    run(IN_TORCH, given, theirs)
-    run(IN_KERAS, given, theirs, ours)
+    np.savez(inputs, images=images, labels=draw.integers(0, CLASSES, BATCH))
+    run(IN_TORCH, inputs, theirs)
+    run(IN_KERAS, inputs, theirs, ours)
     return dict(np.load(ours)), float(np.load(theirs)["loss"])
 
 
-def test_it_has_the_parameters_of_the_paper(found: tuple[dict[str, np.ndarray], float]) -> None:
-    assert found[0]["parameters"] == 282_250
+def test_it_has_the_parameters_of_the_paper(results: tuple[dict[str, np.ndarray], float]) -> None:
+    assert results[0]["parameters"] == 282_250
 
 
 def test_loss_and_gradients_are_those_of_pytorch(
-    found: tuple[dict[str, np.ndarray], float],
+    results: tuple[dict[str, np.ndarray], float],
 ) -> None:
-    keras, loss = found
+    keras, loss = results
     assert float(keras["loss"]) == pytest.approx(loss, rel=1e-5)
     wanted = [keras[f"torch {number}"] for number in range(8)]
     largest = max(float(np.max(np.abs(value))) for value in wanted)
     for number, value in enumerate(wanted):
-        own = keras[f"own {number}"]
-        assert own.shape == value.shape
+        gradient = keras[f"own {number}"]
+        assert gradient.shape == value.shape
         scale = max(float(np.max(np.abs(value))), 1e-6 * largest)
-        assert float(np.max(np.abs(own - value))) / scale < 1e-4, number
+        assert float(np.max(np.abs(gradient - value))) / scale < 1e-4, number

@@ -1,4 +1,4 @@
-"""`train --framework tensorflow`: what a run in PyTorch promises, Keras keeps."""
+"""`train --framework tensorflow`: a Keras run has the guarantees of a PyTorch run."""
 
 import os
 import signal
@@ -52,20 +52,20 @@ def subclass(classes, image_size):
 
 def regularised(classes, image_size):
     layers = keras.layers
-    given = layers.Input((image_size, image_size, 3))
+    inputs = layers.Input((image_size, image_size, 3))
     head = layers.Dense(classes, kernel_regularizer="l2")
-    return keras.Sequential([given, layers.Flatten(), head])
+    return keras.Sequential([inputs, layers.Flatten(), head])
 
 def larger(classes, image_size):
     layers = keras.layers
-    given = layers.Input((2 * image_size, 2 * image_size, 3))
-    return keras.Sequential([given, layers.Flatten(), layers.Dense(classes)])
+    inputs = layers.Input((2 * image_size, 2 * image_size, 3))
+    return keras.Sequential([inputs, layers.Flatten(), layers.Dense(classes)])
 
 def two(classes, image_size):
     layers = keras.layers
-    given = layers.Input((image_size, image_size, 3))
-    flat = layers.Flatten()(given)
-    return keras.Model(given, [layers.Dense(classes)(flat), layers.Dense(classes)(flat)])
+    inputs = layers.Input((image_size, image_size, 3))
+    flat = layers.Flatten()(inputs)
+    return keras.Model(inputs, [layers.Dense(classes)(flat), layers.Dense(classes)(flat)])
 
 class Drifting(keras.layers.Layer):
     """On rank 1 each training step changes its weight."""
@@ -73,20 +73,20 @@ class Drifting(keras.layers.Layer):
     def build(self, shape):
         self.scale = self.add_weight(name="scale", initializer="ones")
 
-    def call(self, given, training=False):
+    def call(self, inputs, training=False):
         if training and os.environ["OMPI_COMM_WORLD_RANK"] == "1":
             self.scale.assign_add(1e-3)
-        return given * self.scale
+        return inputs * self.scale
 
 def drifts(classes, image_size):
     layers = keras.layers
-    given = layers.Input((image_size, image_size, 3))
-    return keras.Sequential([given, layers.Flatten(), Drifting(), layers.Dense(classes)])
+    inputs = layers.Input((image_size, image_size, 3))
+    return keras.Sequential([inputs, layers.Flatten(), Drifting(), layers.Dense(classes)])
 
 def softmax(classes, image_size):
     layers = keras.layers
-    given = layers.Input((image_size, image_size, 3))
-    return keras.Sequential([given, layers.Flatten(), layers.Dense(classes, "softmax")])
+    inputs = layers.Input((image_size, image_size, 3))
+    return keras.Sequential([inputs, layers.Flatten(), layers.Dense(classes, "softmax")])
 '''
 
 
@@ -97,7 +97,7 @@ def command(data: Path, run: Path, *options: object, ranks: int = 2) -> list[obj
 
 
 def trained(program: Program, *options: Any, **more: Any) -> dict[str, Any]:
-    """The summary of a run that comes to its end."""
+    """Train to the end, and return the summary."""
     words = command(*options, **more)
     done = program(*words)
     assert done.returncode == 0, done.stderr
@@ -109,7 +109,7 @@ def trained(program: Program, *options: Any, **more: Any) -> dict[str, Any]:
 def undisturbed(
     tmp_path_factory: pytest.TempPathFactory, hvdtrain: Program, small_set: Path
 ) -> dict[str, Any]:
-    """The summary of a run of two ranks to which nothing happens."""
+    """Return the summary of an undisturbed run of two ranks."""
     run = tmp_path_factory.mktemp("undisturbed") / "run"
     summary = trained(hvdtrain, small_set, run, "--checkpoint-every", "3 steps")
     assert events_of(run, "epoch")[-1]["test_accuracy"] == summary["final"]["test_accuracy"]
@@ -119,7 +119,7 @@ def undisturbed(
 def test_ranks_and_mirrors_train_what_one_device_does(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
-    """In fp64; the last batch of an epoch is one sample, which only one of three ranks has."""
+    """Results agree in fp64; the last batch of an epoch is one sample, on one of three ranks."""
     losses, samples = [], []
     for name, ranks, plan in (("one", 1, "single"), ("three", 3, "dp"), ("two", 1, "mirrored:2")):
         run = tmp_path / name
@@ -145,7 +145,7 @@ def test_replicas_that_part_end_the_run_at_step_100(
     options = ("--model", "own:drifts", "--batch-size", 4)
     done = hvdtrain(*command(small_set, tmp_path / "run", *options), cwd=tmp_path)
     assert done.returncode == 1
-    assert "drifting/scale than rank 0: the replicas did not stay together" in done.stderr
+    assert "hold different values of drifting/scale, although" in done.stderr
     faults = {fault["cause"]: fault["step"] for fault in events_of(tmp_path / "run", "fault")}
     assert faults["replicas differ"] == 100
 
@@ -170,9 +170,9 @@ def test_a_run_that_is_asked_to_stop_goes_on_to_the_same_bits(
     words = [str(word) for word in command(small_set, run, "--checkpoint-every", "3 steps")]
     process = begin(words, lambda: (run / "checkpoints" / "step-00000003").exists())
     os.kill(ranks_of(process)[1].pid, signal.SIGUSR1)
-    said = process.communicate()[1]
-    assert process.returncode == 75, said
-    assert "state saved" in said
+    errors = process.communicate()[1]
+    assert process.returncode == 75, errors
+    assert "state saved" in errors
     summary = trained(hvdtrain, small_set, run, "--checkpoint-every", "3 steps", "--resume")
     assert summary["weights_sha256"] == undisturbed["weights_sha256"]
     assert_each_sample_once(run.with_suffix(".csv"), EPOCHS)
@@ -190,13 +190,13 @@ def test_a_rank_that_is_killed_ends_the_job_and_another_start_finishes_it(
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("hvdtrain: ")]
     assert "was ended by signal 9 (Killed) in step " in lines[0]
-    assert lines[1].startswith("hvdtrain: starting again on 2 rank(s) from the last checkpoint")
+    assert lines[1].startswith("hvdtrain: restarting on 2 rank(s) from the last checkpoint")
     assert summary_of(run)["weights_sha256"] == undisturbed["weights_sha256"]
     assert_each_sample_once(run.with_suffix(".csv"), EPOCHS)
 
 
 @pytest.mark.parametrize(
-    ("parts", "asked"),
+    ("parts", "extra"),
     [
         ((("dp", 2, 4), ("dp", 3, 9)), ("--clip-norm", "0.05", "--optimizer", "adamw")),
         ((("mirrored:2", 1, 4), ("single", 1, 6), ("mirrored:2", 1, 9)), ()),
@@ -209,14 +209,14 @@ def test_a_run_goes_on_elsewhere(
     small_set: Path,
     tmp_path: Path,
     parts: tuple[tuple[str, int, int], ...],
-    asked: tuple[str, ...],
+    extra: tuple[str, ...],
 ) -> None:
-    """In fp64: the loss of every step is that of one device that makes them all."""
+    """Losses of all steps are those of a run on one device, in fp64."""
     losses = []
     for name, stops in (("one", (("single", 1, 9),)), ("other", parts)):
         run = tmp_path / name
         for number, (plan, ranks, steps) in enumerate(stops):
-            options = ("--precision", "fp64", "--log-every", 1, "--plan", plan, *asked)
+            options = ("--precision", "fp64", "--log-every", 1, "--plan", plan, *extra)
             options += ("--max-steps", steps, *(("--resume",) if number else ()))
             done = hvdtrain(*command(small_set, run, *options, ranks=ranks))
             assert done.returncode == 0, done.stderr
@@ -273,7 +273,7 @@ def test_a_layer_that_emits_no_numbers_is_named(
 def test_a_step_that_is_skipped_changes_nothing(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
-    """Running statistics neither: three steps and a skipped one are three steps, to the bit."""
+    """Three steps and a skipped one equal three steps to the bit, including running statistics."""
     (tmp_path / "own.py").write_text(MODELS)
     digests = []
     for steps, more in ((3, ()), (4, ("--inject", "nan step=4 rank=1", "--on-bad-step", "skip"))):
@@ -289,7 +289,7 @@ def test_a_step_that_is_skipped_changes_nothing(
 def test_a_model_of_ones_own_goes_on_to_the_same_bits(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
-    """Running statistics are the same on all ranks; what is drawn is a matter of the position."""
+    """Running statistics are the same on all ranks, and draws depend on the position only."""
     (tmp_path / "own.py").write_text(MODELS)
     digests = []
     for name, stops in (("through", (6,)), ("in two parts", (2, 6))):
@@ -306,7 +306,7 @@ def test_a_model_of_ones_own_goes_on_to_the_same_bits(
 def test_running_statistics_are_those_of_all_samples(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
-    """After a step on two images: of three ranks one has none of them. Frozen weights stay."""
+    """After a step on two images one of three ranks had no image. Frozen weights stay."""
     (tmp_path / "own.py").write_text(MODELS)
     means, frozen = {}, []
     cases = (
@@ -323,9 +323,9 @@ def test_running_statistics_are_those_of_all_samples(
         assert done.returncode == 0, done.stderr
         held = checkpoint.load_newest(run / "checkpoints")[0]
         assert held is not None
-        (mean,) = (each for name, each in held.tensors.items() if name.endswith("moving_mean"))
+        (mean,) = (value for name, value in held.tensors.items() if name.endswith("moving_mean"))
         means[plan] = mean
-        (kernel,) = (each for name, each in held.tensors.items() if "frozen/kernel" in name)
+        (kernel,) = (value for name, value in held.tensors.items() if "frozen/kernel" in name)
         frozen.append(kernel.tobytes())
     assert len(set(frozen)) == 1
     assert np.abs(means["single"]).max() > 0
@@ -353,7 +353,7 @@ def test_mirrors_end_at_a_bad_step_and_say_what_they_know(
     options = ("--plan", "mirrored:2", "--inject", "nan step=3 component=conv2")
     done = hvdtrain(*command(small_set, tmp_path / "run", *options, ranks=1))
     assert done.returncode == 1
-    assert "at step 3 (epoch 1): the weights have taken it, so where it began" in done.stderr
+    assert "at step 3 (epoch 1): the weights are already updated, so the layer" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
@@ -369,7 +369,7 @@ def test_out_of_memory_is_a_failed_rank(
 
 def test_a_damaged_shard_ends_the_run(hvdtrain: Program, small_set: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    # Of a set in memory, which is read no more, a rank never sees it.
+    # A rank with the data set in memory reads no file, so it never sees the damage.
     data = tmp_path / "data"
     data.mkdir()
     for path in small_set.iterdir():
@@ -388,10 +388,10 @@ def test_a_damaged_shard_ends_the_run(hvdtrain: Program, small_set: Path, tmp_pa
     [
         (("--model", "own:softmax"), "ends in a softmax, which belongs to the loss"),
         (("--model", "own:regularised"), "has losses of its own (regularisers)"),
-        (("--model", "own:larger"), "cannot take images of 16x16 and give one tensor: "),
-        (("--model", "own:two"), "cannot take images of 16x16 and give one tensor: "),
-        (("--model", "resnet18"), "--framework tensorflow has no resnet18: there is cnn, and "),
-        (("--device", "cuda"), "--device cuda, but TensorFlow sees no GPU here"),
+        (("--model", "own:larger"), "does not turn images of 16x16 into one tensor: "),
+        (("--model", "own:two"), "does not turn images of 16x16 into one tensor: "),
+        (("--model", "resnet18"), "--framework tensorflow has no model resnet18: use cnn, or "),
+        (("--device", "cuda"), "--device cuda: TensorFlow sees no GPU on this host"),
         (("--image-size", "32"), "--image-size 32, but the images of "),
     ],
 )

@@ -27,13 +27,13 @@ def make(step: int) -> Checkpoint:
 
 
 def save(folder: Path, checkpoint: Checkpoint, ranks: int = 2) -> Path:
-    """Write it in one part a rank, tensor by tensor in turn."""
+    """Write a checkpoint in one file per rank, dealing out the tensors in turn."""
     folder.mkdir(exist_ok=True)
     name = store.name_of(checkpoint.progress["step"])
     held = {f"{store.MODEL}{key}": value for key, value in checkpoint.tensors.items()}
     for parameter, entries in checkpoint.optimizer.items():
         held |= {f"{store.OPTIMIZER}{parameter}/{key}": value for key, value in entries.items()}
     for rank in range(ranks):
-        own = list(held.items())[rank::ranks]
-        store.write_part(folder, name, rank, dict(own))
+        share = list(held.items())[rank::ranks]
+        store.write_part(folder, name, rank, dict(share))
     return store.commit(folder, name, range(ranks), checkpoint.progress, {"model": "cnn"})

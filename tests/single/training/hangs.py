@@ -1,4 +1,4 @@
-"""Where a rank of a test hangs: in a call of the system that does not come back, or stopped."""
+"""Hangs of a rank in tests: in a system call that does not return, or stopped."""
 
 import atexit
 import os
@@ -11,29 +11,29 @@ from typing import Any
 from hvdtrain.training.feed import Feed, Feeder
 from hvdtrain.training.heartbeat import Heartbeat
 
-BATCHES = 4  # that a rank reads before it hangs in its loader
+BATCHES = 4  # read by a rank before it hangs in its loader
 
 
 def leave_mark() -> None:
-    """For the test to know when the rank began to hang."""
+    """Tell the test that the rank starts to hang."""
     Path(os.environ["HUNG"]).touch()
 
 
 def wait_for_a_disk() -> None:
-    """Read what nobody writes."""
+    """Read from a pipe that nobody writes to."""
     leave_mark()
     reads, _ = os.pipe()
     os.read(reads, 1)
 
 
 def stop() -> None:
-    """As SIGSTOP from elsewhere: none of its threads goes on."""
+    """Stop all threads of the process, as SIGSTOP from another process does."""
     leave_mark()
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def in_the_loader() -> None:
-    """The loader's thread, once training goes on."""
+    """Hang in the loader's thread, after a few batches."""
     read = 0
     gather = Feeder.gather
 
@@ -48,7 +48,7 @@ def in_the_loader() -> None:
 
 
 def in_writing() -> None:
-    """The thread that writes checkpoints, before the data is on the disk."""
+    """Hang in the thread that writes checkpoints, before the data is on the disk."""
     sync = os.fsync
 
     def hang_or_sync(file: Any) -> None:
@@ -60,12 +60,12 @@ def in_writing() -> None:
 
 
 def in_restoring() -> None:
-    """The first look at a part of a checkpoint."""
+    """Hang at the first read of a checkpoint file."""
     os.posix_fadvise = lambda *_: wait_for_a_disk()
 
 
 def before_the_end() -> None:
-    """Stopped when all is trained, before the ranks leave together."""
+    """Stop when training is over, before the ranks leave together."""
     Heartbeat.close = lambda self: stop()  # type: ignore[method-assign]
 
 

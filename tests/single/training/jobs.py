@@ -18,7 +18,7 @@ import pytest
 from tests import warm
 from tests.conftest import program, program_environment, run_program
 
-# For what takes a few, on a machine that is ten times slower; what hangs takes more, or for ever.
+# For actions that take a few seconds, on a machine that is ten times slower.
 SOON_SECONDS = 100.0
 
 
@@ -28,7 +28,7 @@ def begin(
     cold: bool = False,
     launcher: Sequence[str] = (),
 ) -> "subprocess.Popen[str]":
-    """Start a job; returns once `ready` is true."""
+    """Start a job, and return once `ready` is true."""
     process = start(options, cold, launcher)
     wait_for(process, ready)
     return process
@@ -52,39 +52,39 @@ def start(
 
 
 def wait_for(process: "subprocess.Popen[str]", is_so: Callable[[], object]) -> None:
-    """Return once it is so; fail if the job ends before."""
+    """Return once `is_so` is true; fail if the job ends before."""
     while not is_so():
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
 
 
 def saves(run: Path) -> bool:
-    """Whether a run has begun to save its first checkpoint."""
+    """Return whether a run has started to save its first checkpoint."""
     folder = run / "checkpoints"
     return folder.exists() and any(folder.iterdir())
 
 
 def clients_of(process: "subprocess.Popen[str]") -> list[psutil.Process]:
-    """The processes that a job's mpirun has started, by rank, as far as they are there."""
-    found = {}
+    """Return the processes that a job's mpirun has started so far, by rank."""
+    clients = {}
     with suppress(psutil.Error):
         for child in warm.fork_of(psutil.Process(process.pid)).children(recursive=True):
             with suppress(psutil.Error, KeyError):
-                found[int(child.environ()["OMPI_COMM_WORLD_RANK"])] = child
-    return [found[rank] for rank in sorted(found)]
+                clients[int(child.environ()["OMPI_COMM_WORLD_RANK"])] = child
+    return [clients[rank] for rank in sorted(clients)]
 
 
 def ranks_of(process: "subprocess.Popen[str]") -> list[psutil.Process]:
-    """The processes in which a job's ranks compute, as far as they are there."""
-    found = []
+    """Return the processes in which a job's ranks compute, as far as they have started."""
+    processes = []
     for client in clients_of(process):
         with suppress(psutil.Error):
-            found.append(warm.fork_of(client))
-    return found
+            processes.append(warm.fork_of(client))
+    return processes
 
 
 def members_of(process: "subprocess.Popen[str]") -> list[psutil.Process]:
-    """The ranks of a job, or the process that has no launcher, or not yet any ranks."""
+    """Return a job's ranks, or its only process if it has no launcher or no ranks yet."""
     return ranks_of(process) or [warm.fork_of(psutil.Process(process.pid))]
 
 
@@ -98,21 +98,21 @@ def suspend(members: Sequence[psutil.Process]) -> None:
 
 
 def is_stopped(process: psutil.Process) -> bool:
-    """Whether a process is suspended, or has ended."""
+    """Return whether a process is suspended, or has ended."""
     with suppress(psutil.NoSuchProcess):
         return process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
     return True
 
 
 def resume(members: Sequence[psutil.Process]) -> None:
-    """Let those of a job go on that are there."""
+    """Continue these processes of a job, unless they have ended."""
     for member in members:
         with suppress(psutil.NoSuchProcess):
             member.resume()
 
 
 def alive(run: Path) -> list[int]:
-    """Processes, launchers included, that still work on this run."""
+    """Return the processes, launchers included, that still work on this run."""
     return [
         process.pid
         for process in psutil.process_iter(["cmdline"])
@@ -129,14 +129,14 @@ def wait_for_end(run: Path) -> None:
 
 
 def summary_of(run: Path) -> dict[str, Any]:
-    """The summary of a run that is over."""
+    """Return the summary of a finished run."""
     content: dict[str, Any] = json.loads((run / "summary.json").read_text())
     return content
 
 
 @contextmanager
 def umask(mask: int) -> Iterator[None]:
-    """What is started meanwhile has this umask."""
+    """Set the umask, also for processes that are started meanwhile."""
     before = os.umask(mask)
     try:
         yield
@@ -145,7 +145,7 @@ def umask(mask: int) -> Iterator[None]:
 
 
 def changeable_by_others(folder: Path) -> list[str]:
-    """What others than its owner may write to, of a folder and all in it but symbolic links."""
+    """Return the paths in a folder, but no symbolic links, that other users can write to."""
     every = [path for path in (folder, *folder.rglob("*")) if not path.is_symlink()]
     return [str(path) for path in every if path.stat().st_mode & 0o022]
 
@@ -155,8 +155,8 @@ class Disk:
     """A small file system.
 
     Attributes:
-        folder: where programs see it that are started by `launcher`.
-        seen: where this process sees it.
+        folder: its path for programs that `launcher` starts.
+        seen: its path for this process.
     """
 
     folder: Path
@@ -164,13 +164,13 @@ class Disk:
     launcher: tuple[str, ...] = ()
 
     def run(self, *arguments: object) -> subprocess.CompletedProcess[str]:
-        """Run the program to its end where it sees the disk."""
+        """Run the program to its end, with access to the disk."""
         return run_program(*arguments, launcher=self.launcher, cold=bool(self.launcher))
 
 
 @contextmanager
 def small_disk(folder: Path, size: str, as_user: bool = False) -> Iterator[Disk]:
-    """A file system of its own in a new folder; for users in a mount name space of their own."""
+    """Mount a file system in a new folder; for users in a separate mount name space."""
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)]
     if not as_user and subprocess.run(mount, capture_output=True).returncode == 0:
@@ -200,26 +200,26 @@ def small_disk(folder: Path, size: str, as_user: bool = False) -> Iterator[Disk]
 
 
 def assert_each_sample_once(ledger: Path, epochs: int, count: int = 601) -> None:
-    """Each epoch of a ledger holds each sample once; so many has `small_set`."""
+    """Check that each epoch of a ledger holds each sample of `small_set` once."""
     for samples in samples_of(ledger, epochs):
         assert len(samples) == len(set(samples)) == count
 
 
 def fill(path: Path) -> None:
-    """Take all that is left of a disk."""
+    """Fill a disk."""
     with path.open("wb", buffering=0) as file, suppress(OSError):
         while file.write(bytes(2**14)):
             pass
 
 
 def events_of(run: Path, event: str) -> list[dict[str, Any]]:
-    """The lines of this kind of a run's metrics; one that is being written is left out."""
+    """Return the lines of this kind in a run's metrics, but one that is being written."""
     whole_lines = (run / "metrics.jsonl").read_text().rpartition("\n")[0].splitlines()
     lines = map(json.loads, whole_lines)
     return [line for line in lines if line["event"] == event]
 
 
 def samples_of(ledger: Path, epochs: int) -> list[list[str]]:
-    """The samples of each epoch, in the order of the ledger."""
+    """Return the samples of each epoch, in the order of the ledger."""
     rows = [line.split(",") for line in ledger.read_text().splitlines()[1:]]
     return [[row[3] for row in rows if int(row[0]) == epoch + 1] for epoch in range(epochs)]

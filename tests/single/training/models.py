@@ -1,4 +1,4 @@
-"""Models of a user who got something wrong."""
+"""Models of a user who made a mistake."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ from tests.single.training import moments
 
 
 def ten(classes: int, image_size: int) -> list[Component]:
-    """Ten logits, whatever the number of classes."""
+    """Return a model with ten logits, whatever the number of classes."""
 
     def build() -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(3 * image_size**2, 10))
@@ -25,7 +25,7 @@ def ten(classes: int, image_size: int) -> list[Component]:
 
 
 def small(classes: int, image_size: int) -> list[Component]:
-    """A single hidden layer."""
+    """Return a model with a single hidden layer."""
     hidden = Component(
         "hidden", lambda: nn.Sequential(nn.Flatten(), nn.Linear(3 * image_size**2, 8), nn.ReLU())
     )
@@ -33,25 +33,25 @@ def small(classes: int, image_size: int) -> list[Component]:
 
 
 class Tells(nn.Module):
-    """Changes nothing; tells of each forward."""
+    """Changes nothing, and reports each forward."""
 
-    def __init__(self, told: moments.Moments) -> None:
+    def __init__(self, moments_of_rank: moments.Moments) -> None:
         super().__init__()
-        self.told = told
+        self.moments = moments_of_rank
 
     def forward(self, images: Tensor) -> Tensor:
         if not images.is_meta:
-            self.told.pass_by("train" if self.training else "evaluate")
+            self.moments.pass_by("train" if self.training else "evaluate")
         return images
 
 
 def with_moments(classes: int, image_size: int) -> list[Component]:
-    """As `small`; something happens to it (see `moments`)."""
-    return [Component("tells", partial(Tells, moments.here())), *small(classes, image_size)]
+    """Return `small`; a fault is injected into it (see `moments`)."""
+    return [Component("tells", partial(Tells, moments.watch_rank())), *small(classes, image_size)]
 
 
 class Faulty(nn.Module):
-    """A linear model; on the ranks in FAULTY_RANKS `fail` is called in the fifth training step."""
+    """A linear model that calls `fail` in the fifth training step on the ranks in FAULTY_RANKS."""
 
     def __init__(self, image_size: int, classes: int) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Faulty(nn.Module):
 
 
 class Raises(Faulty):
-    """Fails, and notes when."""
+    """Fails, and notes the time."""
 
     def fail(self) -> None:
         run = Path(sys.argv[sys.argv.index("--run") + 1])
@@ -83,21 +83,21 @@ def raises(classes: int, image_size: int) -> list[Component]:
 
 
 def is_asked_to_stop(classes: int, image_size: int) -> list[Component]:
-    """As `small`; a scheduler asks the ranks in ASKED_RANKS to leave while it is built."""
+    """Return `small`; while it is built, the ranks in ASKED_RANKS get a scheduler's signal."""
     if os.environ["OMPI_COMM_WORLD_RANK"] in os.environ["ASKED_RANKS"].split(","):
         os.kill(os.getpid(), signal.SIGTERM)
     return small(classes, image_size)
 
 
 def hangs(classes: int, image_size: int) -> list[Component]:
-    """As `small`; the ranks in FAULTY_RANKS never come back."""
+    """Hang on the ranks in FAULTY_RANKS; return `small` on others."""
     if os.environ.get("OMPI_COMM_WORLD_RANK", "none") in os.environ["FAULTY_RANKS"].split(","):
         signal.pause()
     return small(classes, image_size)
 
 
 class RaisesMuch(Faulty):
-    """Fails with more than an environment can hold."""
+    """Fails with a message that is longer than an environment can hold."""
 
     def fail(self) -> None:
         raise RuntimeError("this rank is at fault " + 10_000 * "and says so at length ")
@@ -108,7 +108,7 @@ def raises_much(classes: int, image_size: int) -> list[Component]:
 
 
 class IsAskedToStop(Faulty):
-    """A scheduler asks the ranks in FAULTY_RANKS to leave, in the first evaluation."""
+    """Sends a scheduler's signal to the ranks in FAULTY_RANKS, in the first evaluation."""
 
     def forward(self, images: Tensor) -> Tensor:
         is_evaluated = not self.training and not images.is_meta
@@ -123,7 +123,7 @@ def is_asked_to_stop_in_evaluation(classes: int, image_size: int) -> list[Compon
 
 
 class Drifts(Faulty):
-    """Changes its own bias."""
+    """Changes its own bias on a faulty rank."""
 
     def fail(self) -> None:
         self.linear.bias.data += 1e-3
@@ -134,7 +134,7 @@ def drifts(classes: int, image_size: int) -> list[Component]:
 
 
 class HesitatesAlone(nn.Module):
-    """A linear model; the second one that rank 0 trains takes four seconds for its first batch."""
+    """A linear model; the second instance on rank 0 takes four seconds for its first batch."""
 
     trained: ClassVar[list[int]] = []
 
@@ -156,7 +156,7 @@ def hesitates_alone(classes: int, image_size: int) -> list[Component]:
 
 
 def flattens(classes: int, image_size: int) -> list[Component]:
-    """A view that no empty batch has, behind a batch norm."""
+    """Return a model with a view that fails for an empty batch, behind a batch norm."""
     return [
         Component("norm", partial(nn.BatchNorm2d, 3)),
         Component("flat", Flattens),
@@ -172,7 +172,7 @@ class Flattens(nn.Module):
 
 
 def normed(classes: int, image_size: int) -> list[Component]:
-    """Batch norm over one value a sample and channel."""
+    """Return a model with batch norm over one value per sample and channel."""
     flat = Component("flat", lambda: nn.Sequential(nn.Flatten(), nn.Linear(3 * image_size**2, 8)))
     return [
         flat,
@@ -181,7 +181,7 @@ def normed(classes: int, image_size: int) -> list[Component]:
 
 
 class Follower(nn.Module):
-    """Follows the mean of what it is given."""
+    """Keeps a running mean of its inputs."""
 
     mean: Tensor
 
@@ -189,10 +189,10 @@ class Follower(nn.Module):
         super().__init__()
         self.register_buffer("mean", torch.zeros(()))
 
-    def forward(self, given: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor) -> Tensor:
         if self.training:
-            self.mean = 0.9 * self.mean + 0.1 * given.detach().mean()
-        return given - self.mean
+            self.mean = 0.9 * self.mean + 0.1 * inputs.detach().mean()
+        return inputs - self.mean
 
 
 def follows(classes: int, image_size: int) -> list[Component]:
@@ -200,25 +200,25 @@ def follows(classes: int, image_size: int) -> list[Component]:
 
 
 def flattens_alone(classes: int, image_size: int) -> list[Component]:
-    """The same view without a batch norm."""
+    """Return a model with the same view, without a batch norm."""
     return flattens(classes, image_size)[1:]
 
 
 class Still(nn.BatchNorm1d):
-    """Stays in evaluation mode, as a batch norm that is frozen."""
+    """Stays in evaluation mode, as a frozen batch norm does."""
 
     def train(self, mode: bool = True) -> "Still":
         return super().train(False)
 
 
 def frozen_norm(classes: int, image_size: int) -> list[Component]:
-    """Its batch norm takes one value a channel, once its mode was set."""
+    """Return a model whose batch norm accepts one value per channel, because it is frozen."""
     flat = Component("flat", lambda: nn.Sequential(nn.Flatten(), nn.Linear(3 * image_size**2, 8)))
     return [flat, Component("head", lambda: nn.Sequential(Still(8), nn.Linear(8, classes)))]
 
 
 def hangs_at(classes: int, image_size: int) -> list[Component]:
-    """As `small`; the ranks in FAULTY_RANKS hang where HANGS_AT says, in a disk or stopped."""
+    """Return `small`; the ranks in FAULTY_RANKS hang at HANGS_AT, in a disk or stopped."""
     if os.environ.get("OMPI_COMM_WORLD_RANK", "none") in os.environ["FAULTY_RANKS"].split(","):
         from tests.single.training import hangs
 

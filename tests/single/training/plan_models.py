@@ -12,7 +12,7 @@ from hvdtrain.models.component import Component
 
 
 class _Hang(nn.Module):
-    """Stands still for ever once the file $HANG_AFTER is there; makes it in its fifth forward."""
+    """Writes the file $HANG_AFTER in its fifth forward, then hangs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class _Hang(nn.Module):
 
 
 def hangs(classes: int, image_size: int) -> list[Component]:
-    """The CNN with a component near its end that hangs in training."""
+    """Return the CNN with a component near its end that hangs in training."""
     parts = components("cnn", classes, image_size)
     return [*parts[:3], Component("hang", _Hang), parts[3]]
 
@@ -42,6 +42,6 @@ class _Noise(nn.Module):
 
 
 def noisy(classes: int, image_size: int) -> list[Component]:
-    """The CNN with noise of its own that no two runs share."""
+    """Return the CNN with noise that differs from run to run."""
     parts = components("cnn", classes, image_size)
     return [*parts[:3], Component("noise", _Noise), parts[3]]

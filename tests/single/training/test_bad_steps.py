@@ -51,7 +51,7 @@ def test_a_skipped_step_changes_nothing(
         "skipped": ("--max-steps", 4, "--inject", fault, "--on-bad-step", "skip"),
     }
     if plan == "one":
-        runs["four"] = ("--max-steps", 4)  # the fourth step would have changed something
+        runs["four"] = ("--max-steps", 4)  # a good fourth step changes the weights
     for name, options in runs.items():
         run, ledger = tmp_path / name, tmp_path / f"{name}.csv"
         done = hvdtrain(*command(small_set, run, plan, *options, "--ledger", ledger), cwd=tmp_path)

@@ -42,12 +42,12 @@ def test_other_programs_read_a_part(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     path = save(tmp_path, make(7), ranks=1)
-    found = load_file(path / "part-0000.safetensors")
+    loaded = load_file(path / "part-0000.safetensors")
     weight = make(7).tensors["stem.conv.weight"]
-    assert np.array_equal(found["model/stem.conv.weight"].numpy(), weight)
+    assert np.array_equal(loaded["model/stem.conv.weight"].numpy(), weight)
     half = to_tensor(make(7).tensors["head.half"])
     assert half.dtype == torch.bfloat16
-    assert torch.equal(found["model/head.half"], half)
+    assert torch.equal(loaded["model/head.half"], half)
     assert sorted(item.name for item in path.iterdir()) == [
         "manifest.json",
         "part-0000.safetensors",
@@ -93,10 +93,10 @@ def test_the_newest_that_verifies_is_taken_and_the_others_are_named(tmp_path: Pa
     damaged.write_bytes(content)
     (tmp_path / "step-00000004" / "manifest.json").unlink()
     (tmp_path / "step-00000003" / PART).unlink()
-    found, path, skipped = checkpoint.load_newest(tmp_path)
-    assert found is not None
+    loaded, path, skipped = checkpoint.load_newest(tmp_path)
+    assert loaded is not None
     assert path is not None
-    assert found.progress["step"] == 2
+    assert loaded.progress["step"] == 2
     assert path.name == "step-00000002"
     assert len(skipped) == 3
     assert "step-00000005" in skipped[0]
@@ -111,7 +111,7 @@ def test_a_folder_without_checkpoints_has_no_newest(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(100))
 def test_no_damage_goes_unnoticed(tmp_path: Path, seed: int) -> None:
-    """One change to one file: a bit, a cut, bytes behind the end, a file of another step."""
+    """One change to one file: a flipped bit, a cut, extra bytes, or the file of another step."""
     dice = random.Random(seed)
     path, other = save(tmp_path, make(1)), save(tmp_path, make(2))
     chosen = dice.choice([PART, "part-0000.safetensors"])
@@ -134,22 +134,22 @@ def test_no_damage_goes_unnoticed(tmp_path: Path, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(100))
 def test_a_damaged_manifest_loads_nothing_else(tmp_path: Path, seed: int) -> None:
-    """A changed character either is found, or changes nothing of what is read."""
+    """A changed character is detected, or changes nothing of the content."""
     dice = random.Random(seed)
     path = save(tmp_path, make(1)) / "manifest.json"
     text = path.read_text()
     place = dice.randrange(len(text))
     path.write_text(text[:place] + dice.choice('0a"{}[],:x\\\0') + text[place + 1 :])
     try:
-        found = manifests.read(path.parent)
+        loaded = manifests.read(path.parent)
     except DataError as error:
         assert "\n" not in str(error)
     else:
-        assert found == manifests.parse(text)
+        assert loaded == manifests.parse(text)
 
 
 def sign(path: Path, **changes: object) -> None:
-    """Change a manifest and make its hash fit, as one would who means harm."""
+    """Change a manifest and its hash, as an attacker would."""
     content = json.loads((path / "manifest.json").read_text()) | changes
     del content["sha256"]
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
@@ -201,7 +201,7 @@ def test_a_part_that_is_a_link_is_refused(tmp_path: Path) -> None:
     path = save(tmp_path, make(1))
     (path / PART).rename(tmp_path / "elsewhere")
     (path / PART).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(DataError, match="is no file"):
+    with pytest.raises(DataError, match="is not a file"):
         checkpoint.load(path)
 
 
@@ -211,7 +211,7 @@ def test_a_part_that_is_a_link_is_refused(tmp_path: Path) -> None:
         b"",
         b"\xff" * 8,
         (2**60).to_bytes(8, "little") + b"{}",
-        b"\x80\x04\x95",  # a pickle's beginning
+        b"\x80\x04\x95",  # the first bytes of a pickle
         (40).to_bytes(8, "little") + b'{"a":{"dtype":"F32","shape":[9999999999,9],',
         *(
             len(header).to_bytes(8, "little") + header
@@ -223,7 +223,7 @@ def test_a_part_that_is_a_link_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_a_part_made_to_harm_is_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
-    """Its hash is right: who can write the part can write the manifest."""
+    """The hash is right: who can write the file can write the manifest."""
     path = save(tmp_path, make(1))
     (path / PART).write_bytes(content)
     digest = hashlib.sha256(content).hexdigest()
@@ -256,7 +256,7 @@ CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncat
 
 
 def killed_at(count: int, work: Callable[[], object]) -> Callable[[], None]:
-    """Do it, and die without a word before its change number `count` to the file system."""
+    """Return `work` with a kill before its change number `count` to the file system."""
 
     def run() -> None:
         left = count
@@ -278,7 +278,7 @@ def killed_at(count: int, work: Callable[[], object]) -> Callable[[], None]:
 def test_a_kill_at_any_moment_of_a_save_loses_nothing(
     tmp_path: Path, again: bool, keep: int
 ) -> None:
-    """Before every change to the file system in turn, also where the step is saved again."""
+    """Kill before every change to the file system in turn, also when the step is saved again."""
     new = 2 if again else 3
     died = 0
     for moment in count():
@@ -294,10 +294,10 @@ def test_a_kill_at_any_moment_of_a_save_loses_nothing(
 
         code = end_of(in_child(killed_at(moment, work)))
         store.restore_replaced(folder)
-        found, _, skipped = checkpoint.load_newest(folder)
+        loaded, _, skipped = checkpoint.load_newest(folder)
         assert skipped == []
-        assert found is not None
-        assert found.progress["step"] in (2, new)
+        assert loaded is not None
+        assert loaded.progress["step"] in (2, new)
         assert store.best(folder) == folder / "step-00000002"
         if code == 0:
             break
@@ -306,8 +306,8 @@ def test_a_kill_at_any_moment_of_a_save_loses_nothing(
         store.clean(folder)
         assert not [path for path in folder.iterdir() if path.name.startswith(".")]
     assert died > 15
-    assert found is not None
-    assert found.progress["step"] == new
+    assert loaded is not None
+    assert loaded.progress["step"] == new
 
 
 def test_numbers_that_are_none_do_not_spoil_a_checkpoint(tmp_path: Path) -> None:
@@ -318,7 +318,7 @@ def test_numbers_that_are_none_do_not_spoil_a_checkpoint(tmp_path: Path) -> None
 
 
 def test_what_cannot_be_written_leaves_the_others_as_they_were(tmp_path: Path) -> None:
-    """A real limit on the size of files, in a child process: the write fails in the middle."""
+    """A limit on the size of files, in a child process, makes a write fail in the middle."""
     save(tmp_path, make(1))
 
     def fill() -> None:
@@ -329,7 +329,7 @@ def test_what_cannot_be_written_leaves_the_others_as_they_were(tmp_path: Path) -
 
     assert end_of(in_child(fill)) == 0
     store.clean(tmp_path)
-    found, path, skipped = checkpoint.load_newest(tmp_path)
-    assert found is not None
+    loaded, path, skipped = checkpoint.load_newest(tmp_path)
+    assert loaded is not None
     assert (path, skipped) == (tmp_path / "step-00000001", [])
     assert [item.name for item in tmp_path.iterdir()] == ["step-00000001"]

@@ -1,4 +1,4 @@
-"""`--replicate`: second copies of checkpoints, and what is left when a disk is lost."""
+"""`--replicate`: second copies of checkpoints, and repairs when a disk is lost."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ from tests.single.training.jobs import assert_each_sample_once, summary_of
     ("hosts", "expected"),
     [
         ("aabb", [2, 3, 0, 1]),
-        ("abab", [1, 0, 3, 2]),  # dealt round the hosts
+        ("abab", [1, 0, 3, 2]),  # ranks alternate between the hosts
         ("aaa", [1, 2, 0]),
         ("a", [0]),
         ("aabbcc", [2, 3, 4, 5, 0, 1]),
@@ -31,11 +31,11 @@ from tests.single.training.jobs import assert_each_sample_once, summary_of
     ],
 )
 def test_each_part_has_one_copy_on_another_host(hosts: str, expected: list[int]) -> None:
-    found = copies.owners(hosts)
-    assert found == expected
-    assert sorted(found) == list(range(len(hosts)))
+    result = copies.owners(hosts)
+    assert result == expected
+    assert sorted(result) == list(range(len(hosts)))
     if max(map(hosts.count, hosts)) <= len(hosts) / 2:
-        assert all(hosts[rank] != hosts[owner] for rank, owner in enumerate(found))
+        assert all(hosts[rank] != hosts[owner] for rank, owner in enumerate(result))
 
 
 def test_a_copy_gives_back_what_is_lost_and_nothing_else(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_a_record_is_copied_as_it_grows_and_cut_where_it_was_cut(tmp_path: Path)
 
 
 def test_copies_that_others_may_change_are_refused(tmp_path: Path) -> None:
-    """Their name can be foreseen, and a lost run takes its configuration back from them."""
+    """The folder's name is predictable, and a lost run restores its configuration from it."""
     run, disk = tmp_path / "run", tmp_path / "disk"
     home = copies.home(str(disk), run, 0)
     home.mkdir(parents=True)
@@ -116,21 +116,21 @@ def test_copies_that_others_may_change_are_refused(tmp_path: Path) -> None:
     config = TrainConfig(
         model="cnn", data="data", run=str(run), resume="auto", replicate=str(disk)
     )
-    here = World("none", 0, 1, 0, 1, 1)
+    world = World("none", 0, 1, 0, 1, 1)
     with pytest.raises(UsageError, match=f"^--replicate: {home} can be changed by other users"):
-        replication.mend_records(config, here)
+        replication.mend_records(config, world)
     with pytest.raises(UsageError, match="can be changed by other users"):
-        replication.open_replication(config, RunFolder(run), here, Console(0, launched=False))
+        replication.open_replication(config, RunFolder(run), world, Console(0, launched=False))
     assert not run.exists()
     home.chmod(0o755)
-    replication.mend_records(config, here)
+    replication.mend_records(config, world)
     assert (run / "config.yaml").exists()
 
 
 def test_a_job_goes_on_when_a_disk_is_lost(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
-    """Each rank has a disk of its own here, as if it were on a host of its own."""
+    """Each rank has a separate disk, as if it were on a separate host."""
     run, ledger = tmp_path / "run", tmp_path / "ledger.csv"
     common = ["train", "--model", "cnn", "--data", small_set, "--ranks", 2, "--batch-size", 60]
     common += ["--run", run, "--ledger", ledger, "--replicate", tmp_path / "disk{rank}"]
@@ -142,9 +142,9 @@ def test_a_job_goes_on_when_a_disk_is_lost(
 
     go_on(1)
     (run / "checkpoints" / "step-00000011" / "part-0001.safetensors").unlink()
-    said = go_on(2, "--resume")
-    assert "mended step-00000011 from the copies of --replicate: " in said
-    assert "resumed after step 11" in said
+    output = go_on(2, "--resume")
+    assert "repaired step-00000011 from the copies of --replicate: " in output
+    assert "resumed after step 11" in output
     shutil.rmtree(run)  # the shared disk
     assert "resumed after step 22" in go_on(3, "--resume")
     lines = list(map(json.loads, (run / "metrics.jsonl").read_text().splitlines()))
@@ -161,7 +161,7 @@ def test_a_job_goes_on_when_a_disk_is_lost(
 def test_a_new_run_takes_nothing_from_the_copies_of_another_one(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
-    """A run folder that was removed, and a new run of its name that dies before it has saved."""
+    """The run folder was removed, and a new run of the same name dies before it has saved."""
     run = tmp_path / "run"
     plain = ("train", "--model", "cnn", "--data", small_set, "--ranks", 2, "--epochs", 1)
     common = (*plain, "--run", run, "--replicate", tmp_path / "disk")
@@ -179,7 +179,7 @@ def test_a_new_run_takes_nothing_from_the_copies_of_another_one(
 def test_copies_of_a_run_whose_configuration_is_lost_are_not_cleared(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
-    """A requeued job must not start over in silence, and remove what could be restored."""
+    """A requeued job must not silently start over, and remove copies that could be restored."""
     run, disk = tmp_path / "run", tmp_path / "disk"
     plain = ("train", "--model", "cnn", "--data", small_set, "--ranks", 2, "--epochs", 1)
     common = (*plain, "--run", run, "--replicate", disk, "--resume", "auto")
@@ -191,7 +191,7 @@ def test_copies_of_a_run_whose_configuration_is_lost_are_not_cleared(
     held = sorted(path.name for path in disk.rglob("*"))
     done = hvdtrain(*common)
     assert done.returncode == 2, done.stderr
-    assert "holds copies of checkpoints of a run, but no config.yaml of it is left" in done.stderr
+    assert "holds copies of checkpoints of a run whose config.yaml is missing" in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert sorted(path.name for path in disk.rglob("*")) == held
 

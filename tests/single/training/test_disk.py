@@ -1,5 +1,5 @@
-"""A disk that fails for a while: what it did not give is not damaged, what it did not take is
-written again."""
+"""A disk that fails for a while: unreadable files are not treated as damaged, and failed writes
+are repeated."""
 
 import os
 import subprocess
@@ -24,7 +24,7 @@ from tests.single.training.jobs import (
     summary_of,
 )
 
-# Fails the first reads of files whose path holds $FAULT_PATH, each process for itself.
+# Fails the first reads of files whose path contains $FAULT_PATH, in each process separately.
 FAULTY_READ = r"""
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -83,7 +83,7 @@ def test_a_good_checkpoint_that_cannot_be_read_for_a_while_stays_one(
     times: int,
     code: int,
 ) -> None:
-    """It was renamed to damaged-..., and the run resumed from an older one."""
+    """Once, it was renamed to damaged-..., and the run resumed from an older one."""
     run = tmp_path / "run"
     common = ["train", "--model", "cnn", "--data", small_set, "--run", run]
     common += ["--checkpoint-every", "2 steps"]
@@ -111,7 +111,7 @@ def test_a_good_checkpoint_that_cannot_be_read_for_a_while_stays_one(
 def test_a_disk_that_is_full_for_a_while_costs_a_checkpoint_and_not_the_run(
     small_set: Path, tmp_path: Path, ranks: int
 ) -> None:
-    """The alert makes room, as the user who reads it would."""
+    """The alert frees space, as a user would who reads it."""
     with small_disk(tmp_path / "disk", "32m") as disk:
         run, filler = disk.seen / "run", disk.seen / "filler"
         words = ["train", "--model", "cnn", "--data", small_set, "--run", disk.folder / "run"]
@@ -123,8 +123,8 @@ def test_a_disk_that_is_full_for_a_while_costs_a_checkpoint_and_not_the_run(
         words += ["--on-alert", alert]
         process = begin(list(map(str, words)), third.exists, bool(disk.launcher), disk.launcher)
         fill(filler)
-        said = process.communicate(timeout=240)[1]
-        assert process.returncode == 0, said
+        errors = process.communicate(timeout=240)[1]
+        assert process.returncode == 0, errors
         assert not filler.exists()
         faults = [line for line in events_of(run, "fault") if line["cause"] == "checkpoint failed"]
         assert 1 <= len(faults) <= 2
@@ -141,7 +141,7 @@ def test_a_disk_that_is_full_for_a_while_costs_a_checkpoint_and_not_the_run(
 def test_what_could_not_be_saved_is_not_the_best(
     small_set: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Accuracies are all alike: the first one stayed the best, without a checkpoint."""
+    """Once, with equal accuracies, the first epoch stayed the best, but had no checkpoint."""
     commit, names = store.commit, list[str]()
 
     def refuses_the_first(folder: Path, name: str, *others: Any) -> None:
@@ -161,7 +161,7 @@ def test_what_could_not_be_saved_is_not_the_best(
 
 @pytest.mark.parametrize("damage", ["bit", "lost", "short"])
 def test_no_checkpoint_goes_before_the_new_one_was_read_back(tmp_path: Path, damage: str) -> None:
-    """Only the receipts were looked at: the older ones were removed for one that was no good."""
+    """Once, only receipts were checked: good checkpoints were removed for a damaged one."""
     save(tmp_path, make(1))
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     for rank in range(2):

@@ -1,7 +1,7 @@
-"""What a checkpoint rests on is on the disk before it counts: a power cut loses none.
+"""All files of a checkpoint are on the disk before it counts, so that a power cut loses none.
 
-The calls are the real ones, and recorded. A test that kills processes sees no missing fsync: what
-was written is in the memory of the system, which lives on.
+The tests record real system calls. A test that kills processes cannot detect a missing fsync:
+written data is in the memory of the system, which survives.
 """
 
 import os
@@ -22,13 +22,13 @@ State = tuple[int, int]  # size, and time of the last change
 
 
 class Disk:
-    """What is on the disk for certain, by the calls that bring it there.
+    """The state that is certainly on the disk, from recorded calls.
 
     Attributes:
-        synced: the state of each file and folder when it was last brought to the disk, by inode.
+        synced: the state of each file and folder when it was last synced, by inode.
         names: folders whose entries have changed since, by inode.
-        final: the paths that were given their names, in order.
-        faults: what was given its name too early.
+        final: the paths that got their final names, in order.
+        faults: files that got their final names too early.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, is_recorded: bool = True) -> None:
@@ -58,7 +58,7 @@ class Disk:
         self.names[folder.stat().st_ino] = folder
 
     def recorded(self, rename: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-        def given(source: Any, target: Any) -> None:
+        def recording(source: Any, target: Any) -> None:
             path = Path(target)
             counts = not path.name.startswith(".") and path.parent.name != "heartbeats"
             if counts:
@@ -68,10 +68,10 @@ class Disk:
                 self.final.append(path)
                 self.changed(path.parent)
 
-        return given
+        return recording
 
     def check(self, source: Path, target: Path) -> None:
-        """Note what of `source` is not on the disk, which is about to be `target`."""
+        """Note the files of `source` that are not on the disk when it is renamed to `target`."""
         for path in (source, *(source.rglob("*") if source.is_dir() else ())):
             status = path.stat()
             if self.synced.get(status.st_ino) != state(status):
@@ -102,7 +102,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name_and_its_name_before_
 
 
 def test_a_missing_fsync_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of these tests."""
+    """This is the negative control of these tests."""
     disk = Disk(monkeypatch, is_recorded=False)
     save(tmp_path, make(1))
     assert {fault.partition(": ")[2] for fault in disk.faults} >= {
@@ -126,7 +126,7 @@ def test_whatever_is_replaced_is_on_the_disk_with_its_name(
 def test_a_run_brings_all_that_a_checkpoint_rests_on_to_the_disk_first(
     small_set: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The records are as long there as the checkpoint says; a resume cuts them back to that."""
+    """The records have at least the length in the checkpoint; a resume cuts them to it."""
     run, ledger = tmp_path / "runs" / "new" / "run", tmp_path / "ledger.csv"
     disk, short = Disk(monkeypatch), list[str]()
     commit = store.commit

@@ -66,7 +66,7 @@ def test_a_run_starts_from_the_file_under_any_plan(
         assert "anew" not in done.stdout
         losses.append(final_of(tmp_path / name)["test_loss"])
     before = final_of(trained)["test_loss"]
-    # One step moves the running statistics by a tenth; the weights are those of the file.
+    # One step moves the running statistics by a tenth; the weights stay as in the file.
     assert losses[0] == pytest.approx(before, rel=0.2)
     source, _, _ = checkpoint.load_newest(trained / "checkpoints")
     assert source is not None

@@ -1,4 +1,4 @@
-"""The table of faults and what becomes of a run, each made to happen by `--inject`."""
+"""The table of faults in the documentation: each is injected by `--inject`."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ def command(data: Path, run: Path, *options: object, ranks: int = 2) -> list[obj
 
 
 def failures_of(run: Path) -> list[str]:
-    """What made the job start again; on crowded cores ranks may be named as stragglers, too."""
+    """Return the causes of restarts, without stragglers, which busy cores may cause."""
     faults = events_of(run, "fault")
     return [line["message"] for line in faults if line["cause"] == "rank failed"]
 
@@ -47,7 +47,7 @@ def failures_of(run: Path) -> list[str]:
 def undisturbed_run(
     tmp_path_factory: pytest.TempPathFactory, hvdtrain: Program, small_set: Path
 ) -> Path:
-    """A run to which nothing happens."""
+    """Return an undisturbed run."""
     run = tmp_path_factory.mktemp("undisturbed") / "run"
     done = hvdtrain(*command(small_set, run))
     assert done.returncode == 0, done.stderr
@@ -56,7 +56,7 @@ def undisturbed_run(
 
 @pytest.fixture(scope="module")
 def undisturbed(undisturbed_run: Path) -> str:
-    """The hash of its weights."""
+    """Return the hash of the undisturbed run's weights."""
     digest: str = summary_of(undisturbed_run)["weights_sha256"]
     return digest
 
@@ -71,25 +71,27 @@ def undisturbed(undisturbed_run: Path) -> str:
 def test_a_rank_that_fails_ends_the_job_and_another_start_finishes_it(
     hvdtrain: Program, small_set: Path, tmp_path: Path, undisturbed: str, kind: str
 ) -> None:
-    run, told = tmp_path / "run", tmp_path / "told"
+    run, alerts = tmp_path / "run", tmp_path / "alerts"
     fault = f"{kind} step=8 rank=1"
-    options = ("--inject", fault, "--restarts", 1, "--on-alert", f"{ALERT}{told}")
+    options = ("--inject", fault, "--restarts", 1, "--on-alert", f"{ALERT}{alerts}")
     done = hvdtrain(*command(small_set, run, *options))
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("hvdtrain: ")]
     assert DIES[kind] in lines[0]
-    assert lines[1].startswith("hvdtrain: starting again on 2 rank(s) from the last checkpoint")
+    assert lines[1].startswith("hvdtrain: restarting on 2 rank(s) from the last checkpoint")
     assert len(lines) == 2
     assert summary_of(run)["weights_sha256"] == undisturbed
     assert_each_sample_once(run.with_suffix(".csv"), EPOCHS)
     (message,) = failures_of(run)
     assert f"hvdtrain: {message}" == lines[0]
-    (alert,) = [line for line in told.read_text().splitlines() if line.startswith("rank failed|")]
-    said, _, told_at = alert.rpartition("|")
-    assert said == f"rank failed|{message}; starting again|{run}"
+    (alert,) = [
+        line for line in alerts.read_text().splitlines() if line.startswith("rank failed|")
+    ]
+    words, _, sent_at = alert.rpartition("|")
+    assert words == f"rank failed|{message}; restarting|{run}"
     (mark,) = (run / "injected").iterdir()
-    if kind != "stop":  # that takes its --stall-timeout
-        assert float(told_at) - mark.stat().st_mtime < SOON_SECONDS
+    if kind != "stop":  # a hang takes --stall-timeout
+        assert float(sent_at) - mark.stat().st_mtime < SOON_SECONDS
 
 
 def test_a_job_goes_on_with_fewer_ranks_and_without_the_faults_of_those_that_are_gone(
@@ -100,7 +102,7 @@ def test_a_job_goes_on_with_fewer_ranks_and_without_the_faults_of_those_that_are
     done = hvdtrain(*command(small_set, run, *options, ranks=3))
     assert done.returncode == 0, done.stderr
     summary = summary_of(run)
-    starts = done.stderr.count("starting again on")
+    starts = done.stderr.count("restarting on")
     assert summary["ranks"] == 3 - starts
     assert len(failures_of(run)) == starts
     assert len(list((run / "injected").iterdir())) == starts >= 1
@@ -130,7 +132,7 @@ def test_a_rank_that_hangs_is_named_by_the_others(
 def test_a_rank_that_hangs_while_others_wait_for_its_part_of_a_checkpoint(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
-    """Not in a step but between two, where the ranks meet to save."""
+    """The rank hangs between two steps, where the ranks meet to save."""
     options = ("--inject", "stop step=1 rank=1", "--checkpoint-every", "1 step")
     done = hvdtrain(*command(small_set, tmp_path / "run", *options))
     assert done.returncode == 4
@@ -140,13 +142,13 @@ def test_a_rank_that_hangs_while_others_wait_for_its_part_of_a_checkpoint(
 def test_a_slow_rank_is_named_with_what_it_costs(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
-    run, told = tmp_path / "run", tmp_path / "told"
+    run, alerts = tmp_path / "run", tmp_path / "alerts"
     fault, seen = "slow step=6 rank=1 seconds=0.2", tmp_path / "seen"
-    alert = f"{ALERT}{told}; {COMMAND_LINES_WITH_SECRET}{seen}; : T0KEN"
+    alert = f"{ALERT}{alerts}; {COMMAND_LINES_WITH_SECRET}{seen}; : T0KEN"
     options = ("--inject", fault, "--log-every", 5, "--on-alert", alert)
     done = hvdtrain(*command(small_set, run, *options))
     assert done.returncode == 0, done.stderr
-    # `ps` shows them to everyone; only the one that the user typed is left.
+    # `ps` shows commands to everyone: only the command that the user typed may contain it.
     shown = [line for line in seen.read_text().splitlines() if "-P -m" in line or "sh -c" in line]
     assert shown == []
     assert "T0KEN" in (run / "config.yaml").read_text()
@@ -157,9 +159,9 @@ def test_a_slow_rank_is_named_with_what_it_costs(
     line = next(line for line in faults if "rank 1 is slow" in line["message"])
     assert "this costs" in line["message"]
     assert line["message"] in done.stdout
-    assert line["message"] in told.read_text()
+    assert line["message"] in alerts.read_text()
     steps = events_of(run, "step")
-    # The last step of an epoch may be a line by itself, in which anything may happen.
+    # The last step of an epoch may be a separate line, with any values.
     ends = {line["step"] for line in events_of(run, "epoch")}
     within = [line for line in steps if line["step"] > 8 and line["step"] not in ends]
     assert {line["slowest_rank"] for line in within} == {1}
@@ -172,15 +174,15 @@ def test_a_corrupt_checkpoint_is_passed_over(
     hvdtrain: Program, small_set: Path, tmp_path: Path, undisturbed: str
 ) -> None:
     run = tmp_path / "run"
-    # The newest checkpoint is that after the second epoch, which a busy machine is given the time
-    # to write; the job dies before the next one.
+    # The newest checkpoint is that after the second epoch. A busy machine has enough time to write
+    # it before the job dies, but not the next one.
     fault = "slow step=24 steps=7 seconds=0.5; corrupt step=31; kill step=32 rank=1"
     options = ("--inject", fault, "--restarts", 1, "--checkpoint-every", "1 epoch")
     done = hvdtrain(*command(small_set, run, *options))
     assert done.returncode == 0, done.stderr
-    assert "skipped a checkpoint, now damaged-step-00000022: " in done.stdout
+    assert "skipped checkpoint step-00000022, renamed to damaged-step-00000022: " in done.stdout
     assert "resumed after step 11" in done.stdout
-    assert "SHA-256 is not that of the manifest" in done.stdout
+    assert "SHA-256 differs from the manifest" in done.stdout
     assert summary_of(run)["weights_sha256"] == undisturbed
     assert_each_sample_once(run.with_suffix(".csv"), EPOCHS)
 
@@ -215,7 +217,7 @@ def test_a_full_disk_ends_the_run_in_one_line_and_the_run_goes_on_with_room(
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "message"),
     [
         ("fill step=3", "GiB are free where"),
         (
@@ -228,12 +230,12 @@ def test_a_full_disk_ends_the_run_in_one_line_and_the_run_goes_on_with_room(
     ],
 )
 def test_a_fault_that_cannot_happen_is_refused_and_leaves_no_run(
-    hvdtrain: Program, small_set: Path, tmp_path: Path, fault: str, said: str
+    hvdtrain: Program, small_set: Path, tmp_path: Path, fault: str, message: str
 ) -> None:
     run = tmp_path / "run"
     done = hvdtrain(*command(small_set, run, "--inject", fault))
     assert done.returncode == 2
-    assert said in done.stderr
+    assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert not run.exists()
 
@@ -252,12 +254,12 @@ def test_every_rank_gives_signs_of_life(undisturbed_run: Path) -> None:
 def test_an_alert_is_told_of_what_ends_a_run_of_one_process(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
-    told = tmp_path / "told"
+    alerts = tmp_path / "alerts"
     done = hvdtrain(
         *("train", "--model", "cnn", "--data", small_set, "--run", tmp_path / "run"),
-        *("--optimizer", "sgd", "--lr", "1e30", "--on-alert", f"{ALERT}{told}"),
+        *("--optimizer", "sgd", "--lr", "1e30", "--on-alert", f"{ALERT}{alerts}"),
     )
     assert done.returncode == 1
-    (line,) = told.read_text().splitlines()
+    (line,) = alerts.read_text().splitlines()
     assert line.startswith("job failed|the loss became nan at step 2")
     assert f"|{tmp_path / 'run'}|" in line

@@ -1,4 +1,4 @@
-"""A rank that hangs outside of its steps ends the job, and is named with what it does."""
+"""A rank that hangs outside of its steps ends the job, which names it and its action."""
 
 import signal
 import time
@@ -24,12 +24,12 @@ def command(data: Path, run: Path, *options: object) -> list[object]:
 
 
 @pytest.mark.parametrize(
-    ("rank", "where", "options", "said", "limit"),
+    ("rank", "where", "options", "action", "limit"),
     [
         (1, "loader", ("--epochs", 2), "reading its samples", LIMIT),
         pytest.param(
             *(1, "writing", ("--epochs", 100_000, "--checkpoint-every", "3 steps")),
-            *("writing ", SAVE_FACTOR * LIMIT),  # the part, or waiting for that at the next one
+            *("writing ", SAVE_FACTOR * LIMIT),  # the file, or waiting for it at the next save
             marks=pytest.mark.proof,
         ),
         pytest.param(
@@ -56,10 +56,10 @@ def test_the_rank_is_named_with_what_it_does(
     rank: int,
     where: str,
     options: tuple[object, ...],
-    said: str,
+    action: str,
     limit: float,
 ) -> None:
-    """Some were found by nobody, others were taken for those that waited for them."""
+    """Some hangs were not detected, and for others the waiting rank was blamed."""
     hung = tmp_path / "hung"
     done = hvdtrain(
         *command(small_set, tmp_path / "run", *options),
@@ -72,8 +72,8 @@ def test_the_rank_is_named_with_what_it_does(
     assert done.returncode == 4, done.stderr
     (line,) = done.stderr.splitlines()
     assert "has been stuck for longer than --stall-timeout allows, in " in line
-    assert f"rank {rank} on " in line  # at its beginning, unless one that waits for it was quicker
-    assert said in line
+    assert f"rank {rank} on " in line  # at the start, unless a waiting rank reported first
+    assert action in line
 
 
 @pytest.mark.proof
@@ -100,10 +100,10 @@ def test_a_rank_that_cannot_read_its_part_of_a_checkpoint_is_named(
 def test_a_rank_of_another_launcher_is_watched_from_outside(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
-    """A stopped process has no watchdog: alone, it was there until somebody came."""
-    run, told = tmp_path / "run", tmp_path / "told"
+    """A stopped process has no working watchdog: a single one stayed until somebody killed it."""
+    run, alerts = tmp_path / "run", tmp_path / "alerts"
     options = ("--model", "cnn", "--data", small_set, "--run", run, "--inject", "stop step=4")
-    alert = f'echo "$HVDTRAIN_CAUSE: $HVDTRAIN_MESSAGE" >> {told}'
+    alert = f'echo "$HVDTRAIN_CAUSE: $HVDTRAIN_MESSAGE" >> {alerts}'
     done = hvdtrain(
         *("train", *options, "--stall-timeout", LIMIT, "--on-alert", alert),
         launcher=tuple(mpirun(1)),
@@ -114,15 +114,15 @@ def test_a_rank_of_another_launcher_is_watched_from_outside(
     assert len(lines) == 1, done.stderr
     assert lines[0].startswith("hvdtrain: rank 0 on ")
     assert "in its own work after step 3, " in lines[0]
-    assert told.read_text() == lines[0].replace("hvdtrain", "job failed") + "\n"
+    assert alerts.read_text() == lines[0].replace("hvdtrain", "job failed") + "\n"
     assert monitors_of(run) == []
 
 
 def monitors_of(run: Path) -> list[psutil.Process]:
-    """The processes that watch ranks of a run."""
-    found = []
+    """Return the processes that watch the ranks of a run."""
+    monitors = []
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
         if "hvdtrain.monitor" in words and str(run) in words:
-            found.append(process)
-    return found
+            monitors.append(process)
+    return monitors

@@ -1,4 +1,4 @@
-"""Options of a good recipe, in whole runs of one process."""
+"""Options of a good recipe, in complete runs of one process."""
 
 import json
 from pathlib import Path
@@ -86,9 +86,9 @@ def test_an_epoch_is_augmented_as_its_options_say(small_set: Path) -> None:
     assert augmentation(TrainConfig(model="cnn", data=""), index.mean, 0) is None
     blanked = augmentation(TrainConfig(model="cnn", data="", cutout=8), index.mean, 0)
     assert blanked is not None
-    found = blanked(Batch(images.copy(), ids, ids)).images
+    augmented = blanked(Batch(images.copy(), ids, ids)).images
     mean = np.round(255 * np.array(index.mean)).astype(np.uint8)
-    squares = (found == mean).all(axis=3).sum(axis=(1, 2))
+    squares = (augmented == mean).all(axis=3).sum(axis=(1, 2))
     assert squares.max() == 64
     assert squares.min() >= 16
     both = augmentation(
@@ -127,7 +127,7 @@ def test_zb_h1_refuses_compiled_components(
 
 
 def test_cifar100_trains_from_its_official_files(hvdtrain: Program, tmp_path: Path) -> None:
-    """Files in CIFAR-100's own form, of 300 and 100 records: packed, trained on, evaluated."""
+    """Files of 300 and 100 records in CIFAR-100's format are packed, and used by a run."""
     folder, random = tmp_path / "cifar-100-binary", np.random.default_rng(0)
     folder.mkdir()
     for name, count in (("train.bin", 300), ("test.bin", 100)):

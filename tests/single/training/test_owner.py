@@ -1,4 +1,4 @@
-"""Two starts of one run: one of them trains, and the other one takes nothing from it."""
+"""Two starts of one run: one of them trains, and the other one does not disturb it."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ def command(data: Path, run: Path, *options: object) -> list[str]:
 
 
 def grow_old(run: Path) -> None:
-    """As if the last sign of life had been some time ago."""
+    """Change the last sign of life to some time ago."""
     for path in (run / NAME, *(run / "heartbeats").iterdir()):
         then = path.stat().st_mtime - STALE_SECONDS - 1
         os.utime(path, (then, then))
@@ -44,18 +44,18 @@ def grow_old(run: Path) -> None:
 def test_a_second_start_of_a_run_that_lives_is_refused_and_costs_it_nothing(
     hvdtrain: Program, small_set: Path, tmp_path: Path, options: tuple[object, ...]
 ) -> None:
-    """A double submission: one's clean-up removed the other's unfinished checkpoints."""
+    """Once, the clean-up of a double submission removed the first run's unfinished checkpoints."""
     run = tmp_path / "run"
     common = command(small_set, run, "--resume", "auto", *options)
     first = begin([*common, "--epochs", "1000", *SLOW], lambda: saves(run))
     second = hvdtrain(*common, "--max-steps", 20)
     assert second.returncode == 2, second.stderr
-    own = ranks_of(first) or [warm.fork_of(psutil.Process(first.pid))]
-    assert f"{run} is in use by process {own[0].pid} on " in second.stderr
+    owners = ranks_of(first) or [warm.fork_of(psutil.Process(first.pid))]
+    assert f"{run} is in use by process {owners[0].pid} on " in second.stderr
     assert len(second.stderr.splitlines()) == 1
     first.send_signal(signal.SIGTERM)
-    said = first.communicate(timeout=60)[1]
-    assert first.returncode == 75, said
+    errors = first.communicate(timeout=60)[1]
+    assert first.returncode == 75, errors
     assert not (run / NAME).exists()
     newest = checkpoint.stored(run / "checkpoints")[-1]
     epochs = store.step_of(newest.name) // 11 + 1
@@ -68,7 +68,7 @@ def test_a_second_start_of_a_run_that_lives_is_refused_and_costs_it_nothing(
 def test_a_run_that_was_given_up_and_comes_back_ends_and_takes_nothing(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
-    """Its process was stopped, as by a host that hangs; meanwhile another start ended the run."""
+    """The process was stopped, as on a hung host; meanwhile another start finished the run."""
     run = tmp_path / "run"
     common = command(small_set, run, "--resume", "auto")
     old = begin(
@@ -78,7 +78,7 @@ def test_a_run_that_was_given_up_and_comes_back_ends_and_takes_nothing(
     rank = warm.fork_of(psutil.Process(old.pid))
     rank.suspend()
     grow_old(run)
-    own_events = set((run / "tensorboard").iterdir())  # which hold what its writer still kept
+    own_events = set((run / "tensorboard").iterdir())  # with the writer's buffered events
     done = hvdtrain(*common, "--epochs", 3)
     assert done.returncode == 0, done.stderr
 
@@ -88,10 +88,10 @@ def test_a_run_that_was_given_up_and_comes_back_ends_and_takes_nothing(
 
     before = contents()
     rank.resume()
-    said = old.communicate(timeout=60)[1]
-    assert old.returncode == 2, said
-    assert f"{run} no longer belongs to this run" in said
-    assert len(said.splitlines()) == 1
+    errors = old.communicate(timeout=60)[1]
+    assert old.returncode == 2, errors
+    assert f"{run} no longer belongs to this run" in errors
+    assert len(errors.splitlines()) == 1
     assert contents() == before
     assert_each_sample_once(run.with_suffix(".csv"), 3)
 
@@ -116,7 +116,7 @@ def test_a_run_that_was_killed_goes_on_at_once(
 def test_an_owner_that_was_replaced_commits_and_removes_nothing(
     tmp_path: Path, again: bool
 ) -> None:
-    """Also where it begins to write once more, and where the step is there already."""
+    """Also if it starts another checkpoint, and if a checkpoint of the step exists."""
     old, name = claim(tmp_path, tmp_path, print), store.name_of(2)
     save(tmp_path, make(1))
     store.write_part(tmp_path, name, 0, {"model/x": make(1).tensors["head.half"]}, old.token)

@@ -1,4 +1,4 @@
-"""What can happen to a run, at each moment of its life: CONTRIBUTING.md has the table.
+"""Faults of a run at each moment of its life: CONTRIBUTING.md has the table.
 
 Each of these runs ends as if nothing had happened, to the bit.
 """
@@ -39,7 +39,7 @@ MODELS = {
     "torch": "tests.single.training.models:with_moments",
     "tensorflow": "tests.single.tf.models:with_moments",
 }
-# By what a rank is about to do.
+# Moments, named by the action that a rank is about to do.
 MOMENTS = {
     "start": r"^build",
     "owner": r"^os.rename .*owner\.json$",
@@ -58,12 +58,12 @@ MOMENTS = {
     "summary": r"^os.rename .*summary\.json$",
 }
 RESTORED = ("manifest read", "part read", "records cut")
-DONE_BEFORE = 8  # steps, and then the run is resumed
+DONE_BEFORE = 8  # steps before the run is resumed
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run that something happens to, and its commands."""
+    """A run with a fault, and its commands."""
 
     data: Path
     run: Path
@@ -71,7 +71,7 @@ class Case:
     framework: str = "torch"
 
     def command(self, *more: object) -> list[str]:
-        """The command that starts the run, and resumes it."""
+        """Return the command that starts the run, and resumes it."""
         words: list[object] = ["train", "--framework", self.framework, "--data", self.data]
         words += ["--model", MODELS[self.framework], "--ranks", self.ranks, "--run", self.run]
         words += ["--batch-size", 40, "--epochs", EPOCHS, "--checkpoint-every", "5 steps"]
@@ -79,29 +79,29 @@ class Case:
         return [str(word) for word in (*words, "--resume", "auto", *more)]
 
     def happens(self, moment: str, deed: str, times: int = 1, rank: int = 0) -> dict[str, str]:
-        """The environment in which a rank does something at a moment."""
+        """Return the environment in which a rank does a deed at a moment."""
         values = {"MOMENT": MOMENTS[moment], "DEED": deed, "MOMENT_NOTE": str(self.note)}
         return {**values, "MOMENT_TIMES": str(times), "MOMENT_RANK": str(rank)}
 
     @property
     def note(self) -> Path:
-        """The file that says that it happened."""
+        """The file that the deed leaves."""
         return self.run.with_suffix(".note")
 
     def run_before(self, program: Program, moment: str) -> None:
-        """Train some steps, where the moment is one of a run that is resumed."""
+        """Train some steps, if the moment is one of a resumed run."""
         if moment in RESTORED:
             done = program(*self.command("--max-steps", DONE_BEFORE))
             assert done.returncode == 0, done.stderr
 
     def finish(self, program: Program, whole: str) -> None:
-        """Resume the run: it ends as the one to which nothing happened."""
+        """Resume the run, and check that it ends as the undisturbed one."""
         done = program(*self.command())
         assert done.returncode == 0, done.stderr
         self.compare(whole)
 
     def compare(self, whole: str) -> None:
-        """The run is over, and as the one to which nothing happened."""
+        """Check that the run is over, with the results of the undisturbed one."""
         assert summary_of(self.run)["weights_sha256"] == whole
         assert [line["step"] for line in events_of(self.run, "step")] == list(range(1, STEPS + 1))
         for samples in samples_of(self.run.with_suffix(".csv"), EPOCHS):
@@ -112,7 +112,7 @@ class Case:
 
 
 class Undisturbed(Protocol):
-    """Gives the hash of the weights of a run to which nothing happens."""
+    """Returns the hash of the weights of an undisturbed run."""
 
     def __call__(self, ranks: int, framework: str = "torch") -> str: ...
 
@@ -121,7 +121,7 @@ class Undisturbed(Protocol):
 def undisturbed(
     tmp_path_factory: pytest.TempPathFactory, hvdtrain: Program, small_set: Path
 ) -> Undisturbed:
-    """The hash of the weights that a run ends with to which nothing happens."""
+    """Return a function that returns the hash of the weights of an undisturbed run."""
 
     @cache
     def find(ranks: int, framework: str = "torch") -> str:
@@ -134,12 +134,12 @@ def undisturbed(
 
 
 def proof(*values: object) -> Any:
-    """A case of `make proof`."""
+    """Return a case of `make proof`."""
     return pytest.param(*values, marks=pytest.mark.proof)
 
 
 def each_moment(quick: tuple[str, ...]) -> list[Any]:
-    """A case for each moment, on one rank; all but these are of `make proof`."""
+    """Return a case for each moment, on one rank; all but these belong to `make proof`."""
     cases = ((moment, 1, "torch") for moment in MOMENTS)
     return [case if case[0] in quick else proof(*case) for case in cases]
 
@@ -185,7 +185,7 @@ def test_a_rank_is_asked_to_leave(
     ranks: int,
     framework: str,
 ) -> None:
-    """At the last moment there is nothing left to do."""
+    """A run that is stopped at its last moment has no work left."""
     case = Case(small_set, tmp_path / "run", ranks, framework)
     case.run_before(hvdtrain, moment)
     done = hvdtrain(*case.command(), **case.happens(moment, "SIGTERM"))
@@ -232,7 +232,7 @@ def test_the_disk_refuses(
     code: int,
     framework: str,
 ) -> None:
-    """It is tried again, or ends the run in one line that says why; no checkpoint is lost."""
+    """The run tries again, or ends with the reason in one line; no checkpoint is lost."""
     case = Case(small_set, tmp_path / "run", framework=framework)
     case.run_before(hvdtrain, moment)
     held = {path: path.read_bytes() for path in case.run.glob("checkpoints/step-*/*")}
@@ -287,8 +287,8 @@ def test_a_rank_is_suspended(
     process = start(case.command(), environment=case.happens(moment, "SIGSTOP"))
     wait_for(process, lambda: any(is_stopped(member) for member in members_of(process)))
     resume(members_of(process))
-    said = process.communicate(timeout=120)[1]
-    assert process.returncode == 0, said
+    errors = process.communicate(timeout=120)[1]
+    assert process.returncode == 0, errors
     case.compare(undisturbed(ranks))
 
 
@@ -325,12 +325,12 @@ def test_a_launcher_that_waits_to_start_again_ends_and_leaves_nothing(
     case = Case(small_set, tmp_path / "run", 2)
     process = wait_to_start_again(case)
     warm.fork_of(psutil.Process(process.pid)).send_signal(number)
-    said = process.communicate(timeout=SOON_SECONDS)[1]
+    errors = process.communicate(timeout=SOON_SECONDS)[1]
     if number == signal.SIGKILL:
         assert process.returncode == -number
     else:
         assert process.returncode == 75
-        assert said == "hvdtrain: ended before training started\n"
+        assert errors == "hvdtrain: ended before training started\n"
     wait_for_end(tmp_path)
     case.finish(hvdtrain, undisturbed(2))
 
@@ -342,16 +342,16 @@ def test_a_run_that_another_start_finishes_between_restarts_is_over(
     case = Case(small_set, tmp_path / "run", 2)
     process = wait_to_start_again(case)
     case.finish(hvdtrain, undisturbed(2))
-    said = process.communicate(timeout=120)[1]
-    assert process.returncode == 0, said
+    errors = process.communicate(timeout=120)[1]
+    assert process.returncode == 0, errors
     case.compare(undisturbed(2))
 
 
 def wait_to_start_again(case: Case) -> "subprocess.Popen[str]":
-    """Start a job that has lost a rank, and waits since nothing was saved yet."""
+    """Start a job that has lost a rank, and waits to restart because nothing was saved yet."""
     options = ("--restarts", 2, "--inject", "kill step=1 rank=1")
     process = start(case.command(*options))
     assert process.stderr is not None
     lines = iter(process.stderr.readline, "")
-    assert any("starting again on 2 rank(s)" in line and " in 5 s" in line for line in lines)
+    assert any("restarting on 2 rank(s)" in line and " in 5 s" in line for line in lines)
     return process

@@ -1,4 +1,4 @@
-"""`train --restarts`: a job that loses ranks and goes on."""
+"""`train --restarts`: a job that loses ranks and resumes."""
 
 import time
 from pathlib import Path
@@ -50,17 +50,17 @@ def test_a_job_that_loses_a_rank_goes_on_with_fewer_until_it_has_the_fewest(
             ranks = ranks_of(process)
         dead += ranks
         ranks[-1].kill()
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == 0, said
-    assert said.count("was ended by signal 9") == 2
-    assert f"starting again on 2 rank(s) from the last checkpoint of {run}" in said
-    assert "; 0 restart(s) left" in said
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert errors.count("was ended by signal 9") == 2
+    assert f"restarting on 2 rank(s) from the last checkpoint of {run}" in errors
+    assert "; 0 restart(s) left" in errors
     assert summary_of(run)["ranks"] == 2
     assert_each_sample_once(ledger, EPOCHS)
 
 
 def test_a_start_that_saves_is_told_from_one_that_does_not(tmp_path: Path) -> None:
-    """Also where it saved the step again that the start before had ended with."""
+    """Also if it saved the same step again that the earlier start had ended with."""
     checkpoints = tmp_path / "run" / "checkpoints"
     checkpoints.mkdir(parents=True)
     assert starts.newest(None) == starts.newest(tmp_path / "run") is None
@@ -82,10 +82,10 @@ def test_what_the_user_has_to_fix_is_no_reason_to_start_again(
     common = ("train", "--data", small_set, "--ranks", 2, "--run", tmp_path / "run")
     done = hvdtrain(*common, "--model", "cnn", "--restarts", 3, "--plan", "hp:4x4")
     assert done.returncode == 2
-    assert "starting again" not in done.stderr
+    assert "restarting" not in done.stderr
     done = hvdtrain(*common, *model, "--restarts", 1, FAULTY_RANKS="1")
     assert done.returncode == 4
-    assert done.stderr.count("starting again") == 1
+    assert done.stderr.count("restarting") == 1
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def test_the_same_command_starts_a_run_and_then_resumes_it(
 def test_a_job_that_is_restarted_obeys_the_first_time_what_the_user_said(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
-    """With --restarts a folder that held the run already was resumed without being asked."""
+    """Once, --restarts resumed a folder that held the run already, without a request."""
     run = tmp_path / "run"
     common = ["train", "--model", "cnn", "--data", small_set, "--batch-size", 60, "--run", run]
     assert hvdtrain(*common, "--max-steps", 2).returncode == 0
@@ -64,7 +64,7 @@ def test_what_can_be_seen_before_ranks_are_started_is_refused_then(
 def test_a_run_of_an_older_version_goes_on_as_it_began(
     small_set: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Weight decay was that of all parameters then, and held-out images had a part in the mean."""
+    """Old versions decayed all parameters, and included held-out images in the mean."""
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     common = ["train", "--model", "cnn", "--data", str(small_set), "--weight-decay", "0.5"]
     common += ["--batch-size", "60", "--holdout", "0.3", "--run"]
@@ -85,7 +85,7 @@ def test_a_run_of_an_older_version_goes_on_as_it_began(
 def test_an_older_run_whose_folder_is_lost_goes_on_as_it_began(
     small_set: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its copies came back after the configuration was compared with them: it was refused."""
+    """Once, the run was refused: its copies were restored only after the configuration check."""
     run, disk = tmp_path / "run", tmp_path / "disk"
     common = ["train", "--model", "cnn", "--data", str(small_set), "--weight-decay", "0.5"]
     common += ["--run", str(run), "--replicate", str(disk)]
@@ -103,7 +103,7 @@ def test_an_older_run_whose_folder_is_lost_goes_on_as_it_began(
 def test_a_checkpoint_of_another_configuration_is_refused(
     small_set: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A config.yaml of another run stood in the folder, and the command agreed with it."""
+    """The folder has a config.yaml of another run, and the command matches it."""
     run, theirs = tmp_path / "run", tmp_path / "theirs"
     common = ["train", "--model", "cnn", "--data", str(small_set), "--max-steps", "1"]
     others = ["--seed", "5", "--batch-size", "70"]
@@ -118,7 +118,7 @@ def test_a_checkpoint_of_another_configuration_is_refused(
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     changed = "batch_size was 60, is 70; seed was 0, is 5"
-    assert f"than config.yaml has now ({changed}): restore that file, or choose" in line
+    assert f"than config.yaml has now ({changed}): restore config.yaml, or choose" in line
     assert all(path.read_bytes() == content for path, content in before.items())
 
 

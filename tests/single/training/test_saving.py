@@ -1,4 +1,4 @@
-"""Checkpoints beside training, and what is left after a kill at any moment."""
+"""Checkpoints beside training, and the state after a kill at any moment."""
 
 import functools
 import os
@@ -28,7 +28,7 @@ from tests.single.training.jobs import (
 )
 
 EPOCHS = 15
-KILLS = 5  # of one run in a long series
+KILLS = 5  # of one run, in a long series
 STEP = re.compile(r"step-(\d+)")
 RUNS = int(os.environ.get("HVDTRAIN_KILLS", "40")) // KILLS
 LAYOUTS = {
@@ -72,7 +72,7 @@ def test_a_run_saves_by_the_clock(hvdtrain: Program, small_set: Path, tmp_path: 
 def undisturbed(
     tmp_path_factory: pytest.TempPathFactory, hvdtrain: Program, small_set: Path
 ) -> Callable[[str], str]:
-    """The hash of the weights that a layout ends with."""
+    """Return the hash of the weights that a layout ends with."""
 
     @functools.cache
     def find(layout: str) -> str:
@@ -92,14 +92,14 @@ def command(layout: str, data: Path, run: Path) -> list[str]:
 
 
 def has_begun(run: Path, step: int) -> bool:
-    """Whether a checkpoint of this step or a later one is there or being written."""
+    """Return whether a checkpoint of this step or a later one exists or is being written."""
     return last_begun(run) >= step
 
 
 def last_begun(run: Path) -> int:
-    """The step of the newest checkpoint that is there or being written."""
+    """Return the step of the newest checkpoint that exists or is being written."""
     names = [path.name for path in (run / "checkpoints").iterdir()]
-    return max((int(found[1]) for name in names if (found := STEP.search(name))), default=0)
+    return max((int(match[1]) for name in names if (match := STEP.search(name))), default=0)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(
     seed: int,
     kills: int,
 ) -> None:
-    """One rank at a time, at random moments of training and saving."""
+    """Kill one rank at a time, at random moments of training and saving."""
     dice = random.Random(seed)
     layout, run = list(LAYOUTS)[seed % 2], tmp_path / "run"
     options = [*command(layout, small_set, run), "--restarts", str(kills)]
@@ -126,9 +126,9 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(
         ranks = ranks_of(process)
         dice.choice(ranks).send_signal(signal.SIGKILL)
         assert not psutil.wait_procs(ranks, timeout=SOON_SECONDS)[1]
-    _, said = process.communicate(timeout=300)
-    assert process.returncode == 0, said
-    assert said.count("was ended by signal 9") == said.count("starting again") == kills
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    assert errors.count("was ended by signal 9") == errors.count("restarting") == kills
     assert summary_of(run)["weights_sha256"] == undisturbed(layout)
     assert_each_sample_once(run.with_suffix(".csv"), EPOCHS)
 
@@ -137,7 +137,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(
 def test_a_run_goes_on_inside_an_epoch_under_another_plan_from_the_newest_that_verifies(
     hvdtrain: Program, small_set: Path, tmp_path: Path, precision: str, steps: int, bound: float
 ) -> None:
-    """In fp64 for 61 steps after it, in fp32 for the one step after it."""
+    """Compare 61 steps after it in fp64, and one step after it in fp32."""
     serial, run = tmp_path / "serial", tmp_path / "run"
     ledger = tmp_path / "ledger.csv"
     common = ["train", "--model", "cnn", "--data", small_set, "--batch-size", 50, "--epochs", 5]
@@ -151,7 +151,7 @@ def test_a_run_goes_on_inside_an_epoch_under_another_plan_from_the_newest_that_v
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\0\0")
     done = hvdtrain(*common, "--ranks", 2, "--plan", "mp", "--resume")
     assert done.returncode == 0, done.stderr
-    assert "skipped a checkpoint, now damaged-step-00000005: " in done.stdout
+    assert "skipped checkpoint step-00000005, renamed to damaged-step-00000005: " in done.stdout
     assert "resumed after step 4" in done.stdout
     ours, theirs = events_of(run, "step"), events_of(serial, "step")
     assert [line["step"] for line in ours] == list(range(1, steps + 1))
@@ -178,7 +178,7 @@ def test_a_disk_that_fills_ends_the_run_with_its_last_checkpoint(
         assert done.returncode == 3
         assert len(done.stderr.splitlines()) == 1, done.stderr
         why = "cannot be written: No space left on device"
-        assert f"{why}, 3 checkpoints in a row: make room or repair" in done.stderr
+        assert f"{why}, 3 checkpoints in a row: free space or repair" in done.stderr
         assert done.stdout.count(f"{why}; the run continues without it") == 2
         newest, path, skipped = checkpoint.load_newest(disk.seen / "run" / "checkpoints")
         assert newest is not None

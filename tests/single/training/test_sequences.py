@@ -1,7 +1,7 @@
-"""Runs that are killed, asked to leave, suspended and resumed elsewhere, drawn at random.
+"""Runs that are killed, preempted, suspended and resumed elsewhere, in random sequences.
 
-A sequence of events is drawn from a number, which is in the name of the test. The same one draws
-the same events; when a moment is there the machine decides. HVDTRAIN_SEQUENCES says how many.
+A sequence of events is drawn from a seed, which is in the name of the test. The same seed draws
+the same events, but their times depend on the machine. HVDTRAIN_SEQUENCES sets their number.
 """
 
 import functools
@@ -39,9 +39,9 @@ from tests.single.training.jobs import (
 
 SEQUENCES = int(os.environ.get("HVDTRAIN_SEQUENCES", "8"))
 EPOCH, BATCH = 601, 40
-STEPS = -(-EPOCH // BATCH)  # of an epoch
-LONGEST = 240  # seconds that a start may take on a busy machine
-SAME_NUMBERS = 1e-9  # of other numbers of ranks, in fp64
+STEPS = -(-EPOCH // BATCH)  # per epoch
+LONGEST = 240  # seconds for one start on a busy machine
+SAME_NUMBERS = 1e-9  # relative error between different numbers of ranks, in fp64
 MODELS = {
     "torch": "tests.single.training.models:small",
     "tensorflow": "tests.single.tf.models:small",
@@ -50,7 +50,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Layout:
-    """What a run computes with; each of its starts is on one of these numbers of ranks."""
+    """Options of a run; each of its starts is on one of these numbers of ranks."""
 
     ranks: tuple[int, ...] = (1,)
     plan: str | None = None
@@ -58,7 +58,7 @@ class Layout:
     epochs: int = 2
 
     def command(self, data: Path, run: Path, ranks: int, *more: object) -> list[str]:
-        """The command that starts the run, and resumes it."""
+        """Return the command that starts the run, and resumes it."""
         words: list[object] = ["train", "--framework", self.framework, "--data", data]
         words += ["--model", MODELS[self.framework], "--batch-size", BATCH, "--run", run]
         words += ["--epochs", self.epochs, "--augment", "crop-flip", "--log-every", 1]
@@ -68,7 +68,7 @@ class Layout:
         return [str(word) for word in words]
 
 
-# In turn: one of each kind first, then many of one rank, which start soon.
+# In turn: one of each kind first, then many on one rank, which start quickly.
 ALONE = (Layout(epochs=3), Layout(epochs=2), Layout(epochs=4))
 LAYOUTS = (
     *(ALONE[0], Layout((2,)), Layout((1, 2, 3)), Layout((2,), "mp"), Layout((3,))),
@@ -80,7 +80,7 @@ LAYOUTS = (
 def undisturbed(
     tmp_path_factory: pytest.TempPathFactory, hvdtrain: Program, small_set: Path
 ) -> Callable[[Layout], Path]:
-    """The run of a layout to which nothing happens."""
+    """Return a function that returns the undisturbed run of a layout."""
 
     @functools.cache
     def find(layout: Layout) -> Path:
@@ -93,7 +93,7 @@ def undisturbed(
 
 
 class Look:
-    """How far a start has come, by its run folder and what that held before."""
+    """Progress of a start, from its run folder and the folder's earlier content."""
 
     def __init__(self, run: Path, steps: int) -> None:
         self.run, self.steps = run, steps
@@ -101,35 +101,35 @@ class Look:
         self.step = self.last("step")
 
     def is_owned(self) -> bool:
-        """Whether it has taken the folder."""
+        """Return whether the start has claimed the folder."""
         return self._owner() not in ("", self.owner)
 
     def is_restored(self) -> bool:
-        """Whether it has put a checkpoint where it goes on, if there is one."""
+        """Return whether the start has loaded the checkpoint that it resumes from, if any."""
         return self.is_owned() and self._records() not in (0, self.records)
 
     def is_writing(self, pattern: str) -> bool:
-        """Whether this file of a checkpoint is there that is not yet one."""
-        with suppress(OSError):  # it is renamed meanwhile
+        """Return whether this file of an unfinished checkpoint exists."""
+        with suppress(OSError):  # it may be renamed meanwhile
             return self.is_restored() and any((self.run / "checkpoints").glob(pattern))
         return False
 
     def is_at(self, step: int) -> bool:
-        """Whether it has done so many steps."""
+        """Return whether the start has done this number of steps."""
         return self.is_restored() and self.last("step") >= min(self.step + step, self.steps)
 
     def is_evaluating(self) -> bool:
-        """Whether an epoch is trained and not yet recorded."""
+        """Return whether an epoch is trained and not yet recorded."""
         return (
             self.is_restored() and self.last("event") == "step" and self.last("step") % STEPS == 0
         )
 
     def is_over(self) -> bool:
-        """Whether there is nothing left to train."""
+        """Return whether there is nothing left to train."""
         return self.is_restored() and self.last("event") == "epoch" and self.is_at(self.steps)
 
     def last(self, key: str) -> Any:
-        """What the last line of the metrics holds."""
+        """Return the content of the last line of the metrics."""
         with suppress(OSError):
             lines = (self.run / "metrics.jsonl").read_bytes().split(b"\n")
             if len(lines) > 1:
@@ -161,7 +161,7 @@ MOMENTS: dict[str, Callable[[Look, int], bool]] = {
 
 @dataclass
 class Disturbed:
-    """A run whose starts, one after the other, something happens to; says what."""
+    """A run whose starts are disturbed one after the other, with a log of the events."""
 
     dice: random.Random
     layout: Layout
@@ -169,21 +169,21 @@ class Disturbed:
     run: Path
 
     def begin(self) -> None:
-        """Start it, or resume it."""
+        """Start the run, or resume it."""
         self.ranks = self.dice.choice(self.layout.ranks)
         self.look = Look(self.run, STEPS * self.layout.epochs)
-        self.codes = {0}  # that it may end with
+        self.codes = {0}  # possible exit codes
         self.process = start(self.command())
         print(f"start on {self.ranks} rank(s) after step {self.look.step}")
 
     def command(self) -> list[str]:
-        """The command of this start."""
+        """Return the command of this start."""
         every = ("--checkpoint-every", f"{self.dice.randint(2, 6)} steps")
         slow = ("--inject", "slow step=1 rank=0 seconds=0.01 steps=100000")
         return self.layout.command(self.data, self.run, self.ranks, *every, *slow)
 
     def disturb(self) -> bool:
-        """Let one thing happen to the start under way; whether that may end it."""
+        """Disturb the current start once; return whether that may end it."""
         dice = self.dice
         moment, number = dice.choice(list(MOMENTS)), dice.randint(1, 12)
         delay = dice.choice((0.0, dice.uniform(0, 0.02), dice.uniform(0, 0.3)))
@@ -199,11 +199,11 @@ class Disturbed:
                     self.codes |= {4, -signal.SIGKILL}
                     self.kill()
                 case "SIGINT":
-                    # 1 is of Python itself, where it starts.
+                    # Python itself exits with 1 while it starts.
                     self.codes |= {130, -signal.SIGINT, *({1} if moment == "start" else ())}
                     self.process.send_signal(signal.SIGINT)
                 case "SIGTERM" | "SIGUSR1":
-                    # A program that has not yet taken a signal over is ended by it.
+                    # A signal ends a program that has not installed its handler yet.
                     self.codes |= {75, -signal.Signals[deed]}
                     self.process.send_signal(signal.Signals[deed])
         if deed == "second" and self.look.is_owned():
@@ -211,7 +211,7 @@ class Disturbed:
         return deed not in ("pause", "second")
 
     def wait_for(self, moment: str, number: int) -> bool:
-        """Return once it is there: False if the start comes to its end before."""
+        """Return True once the moment has come, or False if the start ends before."""
         deadline = time.monotonic() + LONGEST
         while not MOMENTS[moment](self.look, number):
             if self.process.poll() is not None:
@@ -223,9 +223,9 @@ class Disturbed:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """No process of the job runs meanwhile."""
+        """Suspend all processes of the job meanwhile."""
         members: list[psutil.Process] = []
-        with suppress(psutil.NoSuchProcess):  # it comes to its end
+        with suppress(psutil.NoSuchProcess):  # it may end
             launcher = warm.fork_of(psutil.Process(self.process.pid))
             members += [launcher, *launcher.children(recursive=True)]
             members += members_of(self.process)
@@ -235,7 +235,7 @@ class Disturbed:
         resume(members)
 
     def kill(self) -> None:
-        """Kill one process that trains, or all of them, or what started them."""
+        """Kill one process that trains, or all of them, or their launcher."""
         with suppress(psutil.NoSuchProcess):
             members = members_of(self.process)
             launcher = warm.fork_of(psutil.Process(self.process.pid))
@@ -244,24 +244,24 @@ class Disturbed:
                 member.kill()
 
     def start_a_second(self) -> None:
-        """Nothing comes of it, unless the first start came to its end meanwhile."""
+        """Start the run again: this is refused, unless the first start has ended meanwhile."""
         done = run_program(*self.command(), timeout=LONGEST)
         assert done.returncode == 2 or self.process.poll() is not None, done.stderr
         assert done.returncode in (0, 2), done.stderr
 
     def end(self) -> int:
-        """Return the exit code of the start under way, once nothing of it is left."""
-        said = self.process.communicate(timeout=LONGEST)[1]
+        """Return the exit code of the current start, once all of its processes have ended."""
+        errors = self.process.communicate(timeout=LONGEST)[1]
         wait_for_end(self.run)
         code = self.process.returncode
-        assert code in self.codes, said
-        assert "Traceback" not in said or 1 in self.codes or code == -signal.SIGINT, said
+        assert code in self.codes, errors
+        assert "Traceback" not in errors or 1 in self.codes or code == -signal.SIGINT, errors
         return code
 
 
 @pytest.mark.parametrize(
     "number",
-    [pytest.param(each, marks=pytest.mark.proof if each else ()) for each in range(SEQUENCES)],
+    [pytest.param(seed, marks=pytest.mark.proof if seed else ()) for seed in range(SEQUENCES)],
 )
 def test_whatever_happens_to_a_run_it_ends_as_if_nothing_had(
     small_set: Path, tmp_path: Path, undisturbed: Callable[[Layout], Path], number: int
@@ -284,7 +284,7 @@ def test_whatever_happens_to_a_run_it_ends_as_if_nothing_had(
 
 
 def compare(run: Path, whole: Path, layout: Layout) -> None:
-    """All that a run has left is as in the run to which nothing happened."""
+    """Check that all results of a run are those of the undisturbed one."""
     summary, expected = summary_of(run), summary_of(whole)
     steps = STEPS * layout.epochs
     assert [summary[key] for key in ("steps", "samples")] == [steps, EPOCH * layout.epochs]
@@ -294,7 +294,7 @@ def compare(run: Path, whole: Path, layout: Layout) -> None:
     assert [line["step"] for line in events_of(run, "step")] == list(range(1, steps + 1))
     assert [line["epoch"] for line in events_of(run, "epoch")] == list(range(1, layout.epochs + 1))
     saved = [line["step"] for line in events_of(run, "checkpoint")]
-    assert saved == sorted(saved)  # twice where an epoch was trained and not yet evaluated
+    assert saved == sorted(saved)  # twice if an epoch was trained and not yet evaluated
     newest, path, skipped = checkpoint.load_newest(run / "checkpoints")
     assert newest is not None
     assert path == run / "checkpoints" / store.name_of(steps)
@@ -311,13 +311,13 @@ def compare(run: Path, whole: Path, layout: Layout) -> None:
 
 
 def rows(run: Path) -> list[tuple[str, ...]]:
-    """Epoch, step and sample of each line of the ledger; which rank had it may be another one."""
+    """Return epoch, step and sample of each line of the ledger; the rank may differ."""
     lines = [line.split(",") for line in run.with_suffix(".csv").read_text().splitlines()]
     return sorted((epoch, step, sample) for epoch, step, _, sample in lines)
 
 
 def left_over(run: Path) -> list[str]:
-    """What no run that came to its end leaves in its folder."""
+    """Return files that a finished run must not leave in its folder."""
     checkpoints = run / "checkpoints"
     unfinished = [*run.glob(".*"), *checkpoints.glob(".*"), *checkpoints.glob("damaged-*")]
     return [path.name for path in (*unfinished, *run.glob(NAME))]

@@ -1,4 +1,4 @@
-"""Whole runs of one process, as a user starts them."""
+"""Complete runs of one process, as a user starts them."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ TRAIN = ("train", "--model", "cnn", "--epochs", "2", "--batch-size", "50", "--se
 
 @pytest.fixture(scope="module")
 def finished(hvdtrain: Program, small_set: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two epochs with hold-out, augmentation and a ledger."""
+    """Train two epochs with hold-out, augmentation and a ledger."""
     run = tmp_path_factory.mktemp("runs") / "run"
     done = hvdtrain(
         *TRAIN,
@@ -72,7 +72,7 @@ def test_metrics_hold_steps_epochs_plan_and_checkpoints(finished: Path) -> None:
 def test_epochs_that_are_not_evaluated_have_no_accuracy(
     hvdtrain: Program, small_set: Path, tmp_path: Path, every: int, evaluated: list[bool]
 ) -> None:
-    """The last epoch is evaluated whatever the interval, unless none is."""
+    """The last epoch is evaluated for any interval, unless evaluation is off."""
     run = tmp_path / "run"
     options = ("--epochs", 3, "--holdout", 0.2, "--eval-every", every)
     done = hvdtrain(*TRAIN, *options, "--data", small_set, "--run", run)
@@ -102,7 +102,7 @@ def test_without_evaluation_nor_hold_out_the_training_loss_chooses_the_best(
     done = hvdtrain(*TRAIN, "--data", small_set, "--run", run, "--eval-every", 0)
     assert done.returncode == 0, done.stderr
     assert summary_of(run)["best"]["metric"] == "train_loss"
-    # The interval says how to look at a run: it may change when the run goes on, or is over.
+    # The interval does not affect training: it may change when the run resumes, or is over.
     done = hvdtrain(*TRAIN, "--data", small_set, "--run", run, "--resume", "--eval-every", 1)
     assert done.returncode == 0, done.stderr
     assert summary_of(run)["final"]["test_accuracy"] > 0.2
@@ -163,7 +163,7 @@ def test_a_run_cut_in_two_ends_in_the_bits_of_the_whole(
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert hvdtrain(*common, "--run", whole).returncode == 0
     ledger = ("--ledger", tmp_path / "ledger.csv")
-    # Cut in the middle of an epoch, and again at its end.
+    # Stopped in the middle of an epoch, and again at its end.
     assert hvdtrain(*common, "--run", parts, *ledger, "--max-steps", 5).returncode == 0
     again = (*common, "--run", parts, *ledger, "--resume")
     assert hvdtrain(*again, "--epochs", 1).returncode == 0
@@ -258,15 +258,15 @@ def test_what_a_user_can_get_wrong_is_one_line(
     message: str,
 ) -> None:
     names = {"run": finished, "new": tmp_path / "new", "ledger": finished.with_suffix(".csv")}
-    given = [text.format(**names) for text in arguments]
+    words = [text.format(**names) for text in arguments]
     base = {"--model": "cnn", "--data": str(small_set), "--run": str(tmp_path / "run")}
-    if "--run" in given and "{run}" in arguments:
+    if "--run" in words and "{run}" in arguments:
         config = yaml.safe_load((finished / "config.yaml").read_text())
         base |= {"--config": str(finished / "config.yaml"), "--ledger": config["ledger"]}
-    base |= dict(zip(given[::2], given[1::2], strict=False)) if "--resume" not in given else {}
+    base |= dict(zip(words[::2], words[1::2], strict=False)) if "--resume" not in words else {}
     options = [part for pair in base.items() for part in pair]
-    if "--resume" in given:
-        options += given
+    if "--resume" in words:
+        options += words
     done = hvdtrain("train", *options)
     assert done.returncode == code, done.stderr
     assert message in done.stderr
@@ -308,10 +308,10 @@ def test_ctrl_c_in_one_process_saves_and_goes_on_where_it_stopped(
     long = [*common, "--batch-size", "10", "--log-every", "1", "--epochs", "1000"]
     process = begin(long, lambda: (run / "metrics.jsonl").exists() and events_of(run, "step"))
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=SOON_SECONDS)
+    _, errors = process.communicate(timeout=SOON_SECONDS)
     assert process.returncode == 130
-    assert len(said.splitlines()) == 1
-    assert "state saved" in said
+    assert len(errors.splitlines()) == 1
+    assert "state saved" in errors
     newest, _, _ = checkpoint.load_newest(run / "checkpoints")
     assert newest is not None
     stopped = newest.progress["step"]

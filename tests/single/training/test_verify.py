@@ -1,4 +1,4 @@
-"""`train --verify`: a run whose steps are not those of one rank ends before its first step."""
+"""`train --verify`: a run whose steps differ from those of one rank ends before its first step."""
 
 import re
 from pathlib import Path
@@ -31,11 +31,11 @@ def test_a_verified_run_is_the_run_without(
     small_set: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, others in (("plain", []), ("verified", ["--verify"])):
-        given = ("--augment", "crop-flip", "--weight-decay", 0.01, "--microbatches", 2, *others)
-        assert cli.run(options(small_set, tmp_path / name, *given)) == 0
+        words = ("--augment", "crop-flip", "--weight-decay", 0.01, "--microbatches", 2, *others)
+        assert cli.run(options(small_set, tmp_path / name, *words)) == 0
     plain, verified = (summary_of(tmp_path / name) for name in ("plain", "verified"))
     assert verified["weights_sha256"] == plain["weights_sha256"]
-    assert "verified: 3 step(s) under the plan are those of one rank" in capsys.readouterr().out
+    assert "verified: 3 step(s) under the plan match those of one rank" in capsys.readouterr().out
 
 
 def test_a_wrong_step_ends_the_run_before_it_begins(
@@ -56,9 +56,9 @@ def test_a_wrong_step_ends_the_run_before_it_begins(
 def test_several_ranks_verify_their_own_plan(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
-    """In its fifth forward the faulty rank changes a bias of its own."""
-    given = ("--verify", "--ranks", 2, "--microbatches", 2, "--batch-size", 90)
-    command = options(small_set, tmp_path / "run", *given)
+    """The faulty rank changes its bias in the fifth forward."""
+    words = ("--verify", "--ranks", 2, "--microbatches", 2, "--batch-size", 90)
+    command = options(small_set, tmp_path / "run", *words)
     command[2] = f"{MODELS}:drifts"
     done = hvdtrain(*command, FAULTY_RANKS="")
     assert done.returncode == 0, done.stderr
@@ -74,7 +74,7 @@ def test_several_ranks_verify_their_own_plan(
 def test_ranks_wait_for_the_serial_step_as_long_as_it_takes(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
-    """They were taken for stuck."""
+    """Once, they were reported as hung."""
     command = options(small_set, tmp_path / "run", "--verify", "--ranks", 2)
     command[2] = f"{MODELS}:hesitates_alone"
     done = hvdtrain(*command, "--stall-timeout", 2)
@@ -84,15 +84,15 @@ def test_ranks_wait_for_the_serial_step_as_long_as_it_takes(
 
 @pytest.fixture
 def halves_are_chosen(monkeypatch: pytest.MonkeyPatch) -> list[Chosen]:
-    """`--plan auto` measures nothing and wants a backward in halves; what it chose."""
+    """Make `--plan auto` choose a split backward without measuring; return its choices."""
     made: list[Chosen] = []
 
-    def choose(subject: Subject, here: World) -> Chosen:
+    def choose(subject: Subject, world: World) -> Chosen:
         names = subject.names
         stages = tuple(Stage((name,), (0,), (1,)) for name in names)
         costs = known(subject.costs, [1.0] * len(names), [1.0], network(1))
-        asked = Question(costs, 100, "adam", ("1f1b", "interleaved", "zb-h1"))
-        made.append(Chosen(Plan(stages, 4, "zb-h1"), ("chosen: divided, zb-h1",), 1.0, asked))
+        question = Question(costs, 100, "adam", ("1f1b", "interleaved", "zb-h1"))
+        made.append(Chosen(Plan(stages, 4, "zb-h1"), ("chosen: divided, zb-h1",), 1.0, question))
         return made[0]
 
     monkeypatch.setattr(planning, "choose_plan", choose)
@@ -108,19 +108,19 @@ def test_auto_takes_a_backward_in_halves_only_if_it_is_right(
     capsys: pytest.CaptureFixture[str],
     is_wrong: bool,
 ) -> None:
-    # One rank has no gaps to fill: halves that differ take two, in tests/mpi/test_controls.py.
+    # One rank has no bubbles to fill: tests/mpi/test_controls.py has halves that differ, on two.
     if is_wrong:
         no_update(monkeypatch)
     assert cli.run(options(small_set, tmp_path / "run", "--plan", "auto")) == 0
     (plan,) = events_of(tmp_path / "run", "plan")
     assert plan["schedule"] == ("1f1b" if is_wrong else "zb-h1")
-    remark = "zb-h1 is left out, because the update of "
+    remark = "zb-h1 is not used, because the update of "
     assert (remark in capsys.readouterr().out) == is_wrong
 
 
 @pytest.mark.usefixtures("halves_are_chosen")
 def test_a_schedule_that_was_asked_for_is_taken_as_it_is(small_set: Path, tmp_path: Path) -> None:
-    given = options(small_set, tmp_path / "run", "--plan", "auto", "--schedule", "zb-h1")
-    assert cli.run(given) == 0
+    words = options(small_set, tmp_path / "run", "--plan", "auto", "--schedule", "zb-h1")
+    assert cli.run(words) == 0
     (plan,) = events_of(tmp_path / "run", "plan")
     assert plan["schedule"] == "zb-h1"
