@@ -45,7 +45,7 @@ from hvdtrain.parallel.stage import Images
 from hvdtrain.planner.profile import Table, measured_costs, profile_parts
 from hvdtrain.training.build import build_runtime
 from hvdtrain.training.parts import build_model
-from hvdtrain.training.plancheck import MEAN, STD, my_step, random_batch
+from hvdtrain.training.plancheck import MEAN, STD, local_step, random_batch
 from hvdtrain.training.setup import make_plan
 from hvdtrain.world import World
 
@@ -176,14 +176,14 @@ def _ours(options: argparse.Namespace) -> None:
     pieces = cut(plan, options.images)
     actions = schedule.training_step(plan, pieces)
     ready = program(plan, pieces, actions[job.rank], job.rank)
-    mine = my_step(plan, pieces, job.rank, *random_batch(options.images, SIZE, CLASSES, SEED))
+    mine = local_step(plan, pieces, job.rank, *random_batch(options.images, SIZE, CLASSES, SEED))
     steps, profiles = [], []
     for count in (WARM_UP, options.steps // 2, options.steps - options.steps // 2):
         steps += [_timed_step(runtime, ready, mine, job) for _ in range(count)]
         profiles.append(profile_parts(runtime, plan, pieces, SIZE, PROFILED, job))
     alpha, beta = _transfer_seconds(runtime, options.images // options.microbatches, job)
     tables = dict(enumerate(job.gather(_medians(profiles))))
-    costs = measured_costs(plan, pieces, runtime.handover.forms, tables, alpha, beta)
+    costs = measured_costs(plan, pieces, runtime.boundaries.forms, tables, alpha, beta)
     result = _summary(job.gather(steps), simulate(actions, plan, pieces, costs))
     result["loop"] = _loop_seconds(runtime, ready, mine)
     result["overhead"] = result["loop"] / result["seconds"]
@@ -226,7 +226,7 @@ def _medians(profiles: list[Table]) -> Table:
 def _transfer_seconds(runtime: Runtime, rows: int, job: World) -> tuple[float, float]:
     """Return the latency, and the seconds per byte, of a transfer of a micro-batch."""
     medians = []
-    for size in (8, rows * runtime.handover.forms[0].row_bytes):
+    for size in (8, rows * runtime.boundaries.forms[0].row_bytes):
         sent, target = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
         trip = exchange.ours(runtime.exchange, 1 - job.rank, sent, target)
         seconds = statistics.median(exchange.seconds_of(trip, job, 1) for _ in range(TRIPS))

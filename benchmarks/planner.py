@@ -41,13 +41,13 @@ from hvdtrain.parallel.stage import Images
 from hvdtrain.parallel.step import Step
 from hvdtrain.planner.components import Profile
 from hvdtrain.planner.play import play
-from hvdtrain.planner.probe import message_to_oneself
+from hvdtrain.planner.probe import message_to_self
 from hvdtrain.planner.solve import solve
 from hvdtrain.planner.tables import Question
 from hvdtrain.study import plan_pictures
 from hvdtrain.training import planning
 from hvdtrain.training.build import build_runtime
-from hvdtrain.training.plancheck import MEAN, STD, my_step, random_batch
+from hvdtrain.training.plancheck import MEAN, STD, local_step, random_batch
 from hvdtrain.world import World
 
 RANKS, CLASSES, SIZE = 2, 10, 32
@@ -203,7 +203,7 @@ def _rounds(
     exchange = Exchange(job.communicator, subject.images.device)
     rounds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ready}
     for _ in range(options.rounds):
-        times = planning.own_times(subject, job, partial(message_to_oneself, exchange))
+        times = planning.local_times(subject, job, partial(message_to_self, exchange))
         now = replace(question.known, profile=Profile(tuple(job.gather(times))))
         for name, side in ready.items():
             steps = [_timed(*side, job) for _ in range(WARM_UP + options.steps)]
@@ -227,7 +227,7 @@ def _ready(
         first = first or runtime
         pieces = cut(plan, size)
         actions = schedule.training_step(plan, pieces)[job.rank]
-        batch = my_step(plan, pieces, job.rank, *random_batch(size, SIZE, CLASSES, 0))
+        batch = local_step(plan, pieces, job.rank, *random_batch(size, SIZE, CLASSES, 0))
         ready[name] = runtime, program(plan, pieces, actions, job.rank), batch
     return ready
 

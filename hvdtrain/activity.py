@@ -189,7 +189,7 @@ class Watch:
         return rank, line
 
 
-def ended_from_outside(rank: int, line: str) -> str:
+def stuck_message(rank: int, line: str) -> str:
     """Return the message about a stuck rank of this host whose job was ended."""
     return (
         f"rank {rank} on {socket.gethostname()} has been stuck for longer than --stall-timeout "

@@ -272,7 +272,7 @@ class SwitchOff(argparse.Action):
         setattr(namespace, self.dest, False)
 
 
-def part_of(kind: type[Options], values: Mapping[str, Any]) -> Options:
+def select_fields(kind: type[Options], values: Mapping[str, Any]) -> Options:
     """Return a dataclass filled with those of the parsed values that are its fields."""
     names = [item.name for item in dataclasses.fields(kind)]  # type: ignore[arg-type]
     return kind(**{name: values[name] for name in names})

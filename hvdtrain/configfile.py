@@ -39,7 +39,7 @@ MAY_CHANGE_IN_STUDY = frozenset({"run", "resume", "log_every", "keep_checkpoints
 OLDER_DEFAULTS = {"no_decay": "none"}
 
 
-def as_begun(config: TrainConfig) -> TrainConfig:
+def with_older_defaults(config: TrainConfig) -> TrainConfig:
     """Return the configuration, with older behaviour for a run that an older version started.
 
     Raises:
@@ -48,7 +48,7 @@ def as_begun(config: TrainConfig) -> TrainConfig:
     saved = Path(config.run) / "config.yaml" if config.run else None
     if saved is None or not saved.is_file():
         return config
-    older_values = done_by_older(load(saved))
+    older_values = values_of_older_version(load(saved))
     if config.normalise != "meanstd":
         older_values.pop("normalise", None)
     if not config.weight_decay:
@@ -56,7 +56,7 @@ def as_begun(config: TrainConfig) -> TrainConfig:
     return replace(config, **older_values)
 
 
-def done_by_older(old: dict[str, Any]) -> dict[str, Any]:
+def values_of_older_version(old: dict[str, Any]) -> dict[str, Any]:
     """Return the values that an older version used where its configuration has none or others."""
     older_values: dict[str, Any] = {
         n: value for n, value in OLDER_DEFAULTS.items() if n not in old
@@ -77,7 +77,7 @@ def differences(
     old: dict[str, Any], new: TrainConfig, may_change: frozenset[str] = MAY_CHANGE_ON_RESUME
 ) -> list[str]:
     """Return how `new` differs from a saved configuration in values that may not change."""
-    current, old = asdict(new), old | done_by_older(old)
+    current, old = asdict(new), old | values_of_older_version(old)
     if new.weight_decay == 0:
         may_change = may_change | {"no_decay"}
     if new.lr_schedule != "constant":
@@ -93,8 +93,8 @@ def to_yaml(config: TrainConfig, saved: Path | None = None) -> str:
     """Return the resolved configuration as YAML that `--config` reads, for this or a new run.
 
     Args:
-        saved: the file that it replaces. Keys that `as_begun` fills in for an older version stay
-            absent, so that the same command can resume the run again.
+        saved: the file that it replaces. Keys that `with_older_defaults` fills in for an older
+            version stay absent, so that the same command can resume the run again.
     """
     import yaml
 
@@ -103,7 +103,7 @@ def to_yaml(config: TrainConfig, saved: Path | None = None) -> str:
         old = load(saved)
         for name in OLDER_DEFAULTS.keys() - old.keys():
             del values[name]
-        if "normalise" in done_by_older(old) and config.normalise == "split":
+        if "normalise" in values_of_older_version(old) and config.normalise == "split":
             values["normalise"] = "meanstd"
     return yaml.safe_dump(values, sort_keys=False)
 

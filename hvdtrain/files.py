@@ -37,7 +37,7 @@ def check_target(path: str, option: str) -> None:
         raise UsageError(f"{option} {path}: its folder is not writable: choose another one")
 
 
-def fault_of_owner(path: Path, follow: bool = True) -> str | None:
+def ownership_problem(path: Path, follow: bool = True) -> str | None:
     """Return how another user could change a file or folder, and the fix; None if nobody can.
 
     The superuser always can. With access control lists, the bits of the group are their upper
@@ -74,12 +74,12 @@ def make_own_folder(path: Path, option: str) -> None:
         OSError: if it cannot be created.
     """
     path.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
-    if fault := fault_of_owner(path, follow=False):
+    if fault := ownership_problem(path, follow=False):
         raise UsageError(f"{option}: {fault}")
 
 
 @contextmanager
-def writable_by_owner_alone() -> Iterator[None]:
+def only_owner_may_write() -> Iterator[None]:
     """Make files created inside the block writable by their owner only, whatever the umask."""
     before = os.umask(OTHERS_MAY_WRITE)
     os.umask(before | OTHERS_MAY_WRITE)

@@ -26,8 +26,8 @@ from hvdtrain.activity import (
     IN_TRAINING,
     WATCH_SECONDS,
     Watch,
-    ended_from_outside,
     last_activity,
+    stuck_message,
 )
 from hvdtrain.errors import Interrupted, Preempted, RankError, UsageError, shortened
 from hvdtrain.launchers import own_mpirun
@@ -189,7 +189,7 @@ def _wait(process: "subprocess.Popen[str]", ranks: _Ranks) -> tuple[int, str]:
             if reason:
                 os.killpg(process.pid, signal.SIGKILL)
             elif stalled := watch.stalled():
-                reason = ended_from_outside(*stalled)
+                reason = stuck_message(*stalled)
                 os.killpg(process.pid, signal.SIGINT)
 
 

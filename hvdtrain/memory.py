@@ -35,7 +35,7 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(M_MMAP_THRESHOLD, LARGEST) and mallopt(M_TRIM_THRESHOLD, NEVER))
 
 
-def give_back_freed_memory() -> None:
+def return_freed_memory() -> None:
     """Return freed memory to the system once, before allocations of other sizes."""
     with suppress(AttributeError, OSError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hvdtrain import alert, failure
-from hvdtrain.activity import WATCH_SECONDS, Watch, ended_from_outside
+from hvdtrain.activity import WATCH_SECONDS, Watch, stuck_message
 from hvdtrain.config import TrainConfig
 from hvdtrain.launchers import Launch, detect
 from hvdtrain.stop import STOP_SIGNALS, end_with_parent
@@ -74,7 +74,7 @@ def main(words: Sequence[str]) -> None:
         time.sleep(WATCH_SECONDS)
         if (stalled := watch.stalled()) is not None:
             listener = failure.Listener(os.environ.get(alert.COMMAND), run or None)
-            text = f"hvdtrain: {ended_from_outside(int(rank), stalled[1])}"
+            text = f"hvdtrain: {stuck_message(int(rank), stalled[1])}"
             try:
                 failure.report(text, replace(detect(os.environ), job=job), listener)
             finally:

@@ -188,7 +188,7 @@ def allow_new_groups() -> None:
 
 
 @contextmanager
-def horovod_for_a_while() -> Iterator[Any]:
+def temporary_horovod() -> Iterator[Any]:
     """Run Horovod on all ranks inside the block, and yield its module for PyTorch. Collective.
 
     Horovod can start once more after the block, with the groups of ranks that are known by then.

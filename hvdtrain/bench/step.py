@@ -26,11 +26,11 @@ from hvdtrain.data.loader import Loader
 from hvdtrain.errors import Interrupted, Preempted, UsageError
 from hvdtrain.models.costs import component_costs
 from hvdtrain.parallel.actions import COMPUTE
-from hvdtrain.parallel.runtime import HANDED_ON
+from hvdtrain.parallel.runtime import TRANSFERS
 from hvdtrain.parallel.stage import DTYPES
 from hvdtrain.parallel.step import Step
 from hvdtrain.stop import StopRequest
-from hvdtrain.training.control import Control, Vitals, Wishes
+from hvdtrain.training.control import Control, Flags, Vitals
 from hvdtrain.training.feed import Feed, Feeder, augmentation, requests
 from hvdtrain.training.pytorch import TorchSession, read_later
 from hvdtrain.training.setup import model_components, open_session
@@ -97,10 +97,10 @@ def _timed_steps(session: TorchSession, count: int, stop: StopRequest) -> _Times
     program = session.program(size, is_training=True)
     samples = program.cut.samples(session.plan.last, session.world.rank)
     control = Control(session.world, session.loss_delay)
-    own_rows = partial(session.own_rows, is_training=True)
+    local_rows = partial(session.local_rows, is_training=True)
     feeder = Feeder(session.splits["train"], augmentation(config, session.normalisation[0], 0))
     totals, marks = dict.fromkeys(SHARES, 0.0), _Marks(session.device == "cuda")
-    with Loader(feeder, requests(rows, slices, own_rows)) as loader:
+    with Loader(feeder, requests(rows, slices, local_rows)) as loader:
         session.world.barrier()
         for number in range(len(slices)):
             if number >= WARM_UP:
@@ -110,7 +110,7 @@ def _timed_steps(session: TorchSession, count: int, stop: StopRequest) -> _Times
             waited = time.perf_counter() - began
             step = session.runtime.train(program, Step(feed.images, feed.labels))
             agreed = control.post(
-                *(read_later(step.loss_sum), samples, Wishes(stop.interrupted, stop.preempted)),
+                *(read_later(step.loss_sum), samples, Flags(stop.interrupted, stop.preempted)),
                 Vitals(0.0, 0.0),
             )
             if agreed is not None and agreed.stop is not None:
@@ -158,7 +158,7 @@ class _Marks:
 def _count(totals: dict[str, float], step: Step, waited: float) -> None:
     totals["data"] += waited
     totals["compute"] += sum(step.seconds[kind] for kind in (*COMPUTE, "LOAD", "STEP"))
-    handing = sum(step.seconds[kind] for kind in HANDED_ON)
+    handing = sum(step.seconds[kind] for kind in TRANSFERS)
     totals["communication"] += handing + step.reduction.exposed + step.waited.transfer
     totals["bubble"] += step.waited.bubble
 
@@ -190,7 +190,7 @@ def _input(session: TorchSession, stage: int, rows: int) -> Tensor:
         shape = (rows, *session.index.image_shape)
         pixels = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
         return session.runtime.images(pixels)
-    form = session.runtime.handover.forms[stage - 1]
+    form = session.runtime.boundaries.forms[stage - 1]
     return form.empty(rows, session.runtime.device).normal_().requires_grad_()
 
 

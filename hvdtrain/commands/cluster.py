@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from hvdtrain.arguments import part_of
+from hvdtrain.arguments import select_fields
 from hvdtrain.commands import common
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
@@ -13,7 +13,7 @@ from hvdtrain.jobs.options import JobOptions, SlurmOptions
 
 def jobs_submit(arguments: Sequence[str], **values: Any) -> int:
     """Submit a run as a job of the cluster."""
-    training, job = part_of(TrainConfig, values).check(), part_of(JobOptions, values)
+    training, job = select_fields(TrainConfig, values).check(), select_fields(JobOptions, values)
     job.ranks_per_node(training)
     from hvdtrain.jobs.submit import submit
 
@@ -25,7 +25,7 @@ def jobs_sweep(arguments: Sequence[str], study: str, to: str, dry_run: bool, **v
     """Submit the runs of a study as jobs."""
     from hvdtrain.jobs import grid, sweep
 
-    slurm = part_of(SlurmOptions, values)
+    slurm = select_fields(SlurmOptions, values)
     for line in sweep.sweep(grid.load(study, to, slurm), to, dry_run):
         print(line, flush=True)
     return 0

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from hvdtrain import alert, failure, launchers, monitor
-from hvdtrain.arguments import part_of
+from hvdtrain.arguments import select_fields
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import Interrupted, Preempted, UsageError
 from hvdtrain.launch import RanksStop
@@ -16,7 +16,7 @@ from hvdtrain.training.stall import start_patience
 
 def train(arguments: Sequence[str], **values: Any) -> int:
     """Train on the ranks that a launcher started, or start --ranks of them on this machine."""
-    settings = part_of(TrainConfig, values).check()
+    settings = select_fields(TrainConfig, values).check()
     settings = replace(settings, on_alert=os.environ.get(alert.COMMAND, settings.on_alert))
     started = launchers.detect(os.environ)
     launchers.check_pmix(started, os.environ)

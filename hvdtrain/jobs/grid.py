@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hvdtrain import harmless
-from hvdtrain.arguments import Parser, add_dataclass, part_of, unknown_key
+from hvdtrain.arguments import Parser, add_dataclass, select_fields, unknown_key
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
 from hvdtrain.fields import about
@@ -90,7 +90,7 @@ def load(path: str, folder: str, slurm: SlurmOptions | None = None) -> Grid:
             parsed = parser.parse_object(chosen).as_dict()
         except UsageError as error:
             raise UsageError(f"{path}: {error}") from None
-        study = part_of(StudyOptions, parsed)
+        study = select_fields(StudyOptions, parsed)
         varied = [key for key in axes if len(axes[key]) > 1]
         name = "-".join(f"{key}={plain_name(str(chosen[key]))}" for key in varied)
         cell = _cell(parsed, study, str(Path(folder) / (name or "run")))
@@ -138,7 +138,7 @@ def _cell(parsed: dict[str, Any], study: StudyOptions, stem: str) -> Cell:
         value = getattr(study, name)
         if value is not None and not 0 < value <= MOST_RUNS:
             raise UsageError(f"{name} must be between 1 and {MOST_RUNS}, not {value}")
-    job, run = part_of(JobOptions, parsed), part_of(TrainConfig, parsed)
+    job, run = select_fields(JobOptions, parsed), select_fields(TrainConfig, parsed)
     ranks = run.ranks or 1
     if study.scaling == "weak":
         run = replace(run, batch_size=run.batch_size * ranks)

@@ -37,7 +37,7 @@ def submit(training: TrainConfig, job: JobOptions) -> list[str]:
         DataError: if the run folder cannot be written.
     """
     run = run_folder(training)
-    settled = configfile.as_begun(
+    settled = configfile.with_older_defaults(
         replace(
             training,
             run=str(run),
@@ -149,7 +149,7 @@ def _check_folders(request: Request) -> None:
     for folder in (request.logs, *(Path(training.run or "") for training in request.runs)):
         if not folder.exists():
             continue
-        if fault := files.fault_of_owner(folder):
+        if fault := files.ownership_problem(folder):
             raise UsageError(f"{fault}; a job executes what is in it")
 
 
@@ -227,7 +227,7 @@ def submit_and_record(
         DataError: if a run folder cannot be written.
         Interrupted: on a signal to stop; jobs that were submitted by then are recorded.
     """
-    with files.writable_by_owner_alone():
+    with files.only_owner_may_write():
         return _submit_and_record(request, dependency, chain)
 
 

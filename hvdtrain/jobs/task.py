@@ -80,7 +80,7 @@ def check(run: Path) -> None:
     """
     for path in (run, run / CONFIGURATION):
         try:
-            fault = files.fault_of_owner(path)
+            fault = files.ownership_problem(path)
         except OSError as error:
             raise DataError(f"{path}: {error.strerror}: submit the run again") from None
         if fault:

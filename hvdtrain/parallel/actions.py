@@ -124,7 +124,7 @@ def send_of(receipt: Action) -> Action:
     return Action(stage - 1 if kind == "RECV_F" else stage + 1, _SEND_FOR[kind], k)
 
 
-def rows_handed(cut: Cut, sender: int, receiver: int, action: Action) -> int:
+def rows_sent(cut: Cut, sender: int, receiver: int, action: Action) -> int:
     """Return the number of samples that `sender` sends to `receiver` in its SEND `action`."""
     assert action.microbatch is not None
     # Gradients go the other way, from the later stage.

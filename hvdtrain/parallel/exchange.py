@@ -121,7 +121,7 @@ class Exchange:
         self.waited.transfer += seconds
         return seconds
 
-    def gatherer(self, ranks: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
+    def all_gather_among(self, ranks: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
         """Return a blocking all-gather among `ranks`: [k] to [len(ranks), k], in their order.
 
         Collective: every rank of the world must call this, in the same order of calls.
@@ -145,7 +145,7 @@ class Exchange:
 
     def gather_all(self, tensor: Tensor) -> Tensor:
         """Gather a tensor [k] of every rank as [ranks, k]; blocking and collective."""
-        return self.gatherer(tuple(range(self.communicator.size)))(tensor)
+        return self.all_gather_among(tuple(range(self.communicator.size)))(tensor)
 
     def align_clocks(self) -> None:
         """Measure the offsets of other hosts' clocks. Collective; ranks of a host share a clock.
@@ -167,7 +167,7 @@ class Exchange:
         offsets = np.array(comm.allgather(to_first))
         self._clock_offsets = offsets - offsets[comm.rank]
 
-    def to_first_clock(self) -> float:
+    def offset_to_first_clock(self) -> float:
         """Return the seconds to add to this rank's clock to get rank 0's."""
         return float(-self._clock_offsets[0])
 

@@ -16,7 +16,7 @@ from hvdtrain.parallel.form import Form
 from hvdtrain.parallel.program import Task
 
 
-class Handover:
+class Boundaries:
     """One rank's side of all boundaries.
 
     Args:

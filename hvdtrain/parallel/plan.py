@@ -64,7 +64,7 @@ class Plan:
         """Return whether weight gradients are computed separately from input gradients."""
         return self.schedule == "zb-h1" and len(self.stages) > 1
 
-    def goes_round(self) -> bool:
+    def repeats_groups(self) -> bool:
         """Return whether the stages repeat the groups of ranks, each time in the same order."""
         held = [stage.ranks for stage in self.stages]
         once = list(dict.fromkeys(held))
@@ -211,7 +211,7 @@ def check(
             "start fewer ranks or change the plan"
         )
     check_schedule(plan.schedule)
-    if plan.schedule == "interleaved" and len(plan.stages) > 1 and not plan.goes_round():
+    if plan.schedule == "interleaved" and len(plan.stages) > 1 and not plan.repeats_groups():
         raise UsageError(
             "the interleaved schedule needs several stages per rank, with the same order of ranks "
             "each time: use 1f1b, mp, or more stages"

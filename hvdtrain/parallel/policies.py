@@ -131,6 +131,6 @@ def choose(plan: Plan, pipeline: Pipeline) -> Policy:
     """
     if plan.schedule != "gpipe" and pipeline.groups == 1:
         return ONE_F_ONE_B
-    if plan.schedule == "interleaved" and not plan.goes_round():
+    if plan.schedule == "interleaved" and not plan.repeats_groups():
         return ONE_F_ONE_B
     return POLICIES[plan.schedule]

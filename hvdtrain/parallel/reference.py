@@ -108,7 +108,7 @@ class Reference:
         """
         size, rules, total = len(labels), self.rules, 0.0
         self.draws.begin_step()
-        microbatches, parts = cut_alone(self.plan, size)
+        microbatches, parts = reference_cut(self.plan, size)
         for k, (start, stop) in enumerate(microbatches):
             activations = images[start:stop]
             for stage, replica_ranges in zip(self.stages, parts, strict=True):
@@ -220,7 +220,7 @@ def _tied(model: StageModel, other: StageModel) -> StageModel:
     return model
 
 
-def cut_alone(plan: Plan, batch_size: int) -> tuple[list[Range], list[list[list[Range]]]]:
+def reference_cut(plan: Plan, batch_size: int) -> tuple[list[Range], list[list[list[Range]]]]:
     """Return the micro-batches of a batch, and per stage and replica its range of each of them.
 
     The same rule as `cut`, with separate arithmetic: the batch is cut into as many micro-batches

@@ -19,7 +19,7 @@ from hvdtrain.parallel import halves
 from hvdtrain.parallel.actions import RECEIPTS, SENDS
 from hvdtrain.parallel.dropout import Draws
 from hvdtrain.parallel.exchange import Exchange
-from hvdtrain.parallel.handover import Handover
+from hvdtrain.parallel.handover import Boundaries
 from hvdtrain.parallel.part import Part
 from hvdtrain.parallel.program import Program, Task
 from hvdtrain.parallel.simulate import Event
@@ -28,7 +28,7 @@ from hvdtrain.parallel.step import Step
 from hvdtrain.parallel.update import UpdateRule, copied_buffers, restore_buffers, update
 from hvdtrain.parallel.waiting import WaitTime
 
-HANDED_ON = (*SENDS, *RECEIPTS, "REDUCE")
+TRANSFERS = (*SENDS, *RECEIPTS, "REDUCE")
 
 
 class Runtime:
@@ -39,7 +39,7 @@ class Runtime:
         parts: this rank's stage replicas by stage.
         last: the number of the plan's last stage.
         images: prepares the images of the first stage.
-        `handover`: transfers activations and gradients across this rank's boundaries.
+        boundaries: transfers activations and gradients across this rank's boundaries.
         precision: one of "fp32", "bf16", "fp64".
         activity: records each action before it runs.
         rule: the conditions for an update; the default updates unless gradients are not finite.
@@ -55,7 +55,7 @@ class Runtime:
         parts: Mapping[int, Part],
         last: int,
         images: Images,
-        handover: Handover,
+        boundaries: Boundaries,
         precision: str,
         activity: Activity | None = None,
         rule: UpdateRule | None = None,
@@ -64,8 +64,8 @@ class Runtime:
         draws: Draws | None = None,
     ) -> None:
         self.rank, self.parts, self.last = rank, parts, last
-        self.images, self.handover = images, handover
-        self.exchange: Exchange | None = handover.exchange
+        self.images, self.boundaries = images, boundaries
+        self.exchange: Exchange | None = boundaries.exchange
         self.device = images.device
         self.bf16 = precision == "bf16"
         self.activity, self.rule = activity, rule or UpdateRule()
@@ -171,7 +171,7 @@ class Runtime:
         if stage > 0:
             has_local = any(lane.peer == self.rank for lane in task.lanes)
             local = step.outputs.use((stage - 1, k)) if has_local else None
-            activations = self.handover.collect(task, is_gradient=False, local=local)
+            activations = self.boundaries.collect(task, is_gradient=False, local=local)
             step.inputs[task.key] = activations.requires_grad_(torch.is_grad_enabled())
         self.draws.begin_forward(task.samples)
         with self.autocast():
@@ -179,7 +179,7 @@ class Runtime:
         if stage == self.last:
             self._finish_forward(step, task, output)
         else:
-            if not torch.is_grad_enabled() and self.handover.is_pooled(task.key, output):
+            if not torch.is_grad_enabled() and self.boundaries.is_pooled(task.key, output):
                 # The stage returns its input: the buffer would be reused before it is sent.
                 output = output.clone(memory_format=torch.preserve_format)
             step.outputs.put(task.key, output, self.program.output_uses[task.key])
@@ -238,8 +238,8 @@ class Runtime:
             return None
         has_local = any(lane.peer == self.rank for lane in task.lanes)
         local = step.input_gradients.use((stage + 1, k)) if has_local else None
-        gradient = self.handover.collect(task, is_gradient=True, local=local)
-        if task.rows == 1 and self.handover.is_pooled(task.key, gradient):
+        gradient = self.boundaries.collect(task, is_gradient=True, local=local)
+        if task.rows == 1 and self.boundaries.is_pooled(task.key, gradient):
             # Autograd may store the gradient of a single sample as a parameter's gradient without
             # a copy, but the buffer is reused.
             gradient = gradient.clone(memory_format=torch.preserve_format)
@@ -251,22 +251,22 @@ class Runtime:
             return
         gradient = torch.zeros_like(input) if input.grad is None else input.grad
         input.grad = None
-        if self.handover.is_pooled(task.key, gradient):
+        if self.boundaries.is_pooled(task.key, gradient):
             gradient = gradient.clone(memory_format=torch.preserve_format)
         step.input_gradients.put(task.key, gradient, self.program.gradient_uses[task.key])
 
     def _forget(self, step: Step, task: Task) -> None:
         step.inputs.pop(task.key)
-        self.handover.release(task.key)
+        self.boundaries.release(task.key)
 
     def _send_activations(self, step: Step, task: Task) -> None:
-        self.handover.send(task, step.outputs.use(task.key).detach())
+        self.boundaries.send(task, step.outputs.use(task.key).detach())
 
     def _send_gradients(self, step: Step, task: Task) -> None:
-        self.handover.send(task, step.input_gradients.use(task.key))
+        self.boundaries.send(task, step.input_gradients.use(task.key))
 
     def _post(self, step: Step, task: Task) -> None:
-        self.handover.post(task)
+        self.boundaries.post(task)
 
     def _reduce(self, step: Step, task: Task) -> None:
         stage = task.key[0]
@@ -282,7 +282,7 @@ class Runtime:
             torch.cuda.synchronize(self.device)
         if waiting > 0:
             self._add_event(task, start, start + waiting, "wait")
-        kind = "communication" if task.action.kind in HANDED_ON else "compute"
+        kind = "communication" if task.action.kind in TRANSFERS else "compute"
         self._add_event(task, start + waiting, time.perf_counter(), kind)
 
     def _add_event(self, task: Task, start: float, end: float, kind: str) -> None:

@@ -135,7 +135,7 @@ class Watch:
         return Drift(cause, own_seconds, step_seconds)
 
 
-def moving_seconds(question: Question, before: Plan, after: Plan) -> float:
+def seconds_to_migrate(question: Question, before: Plan, after: Plan) -> float:
     """Return the seconds that moving weights, statistics and optimizer state to a new plan takes.
 
     A rank sends or receives one component at a time.
@@ -145,7 +145,7 @@ def moving_seconds(question: Question, before: Plan, after: Plan) -> float:
     for move in moves(before, after):
         cost = known.by_name[move.component]
         size = copies * cost.parameter_bytes + cost.buffer_bytes
-        seconds = known.hand_over_seconds(move.sender, move.receiver, size)
+        seconds = known.send_seconds(move.sender, move.receiver, size)
         busy[move.sender] += seconds
         busy[move.receiver] += seconds
     return max(busy.values())

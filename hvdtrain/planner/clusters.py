@@ -112,7 +112,7 @@ class ClusterNetwork:
         between = _ring(len(nodes), size, cluster.node_latency_microseconds, cluster.node_gbytes)
         return within + between
 
-    def hand_over_seconds(self, sender: int, receiver: int, size: float) -> float:
+    def send_seconds(self, sender: int, receiver: int, size: float) -> float:
         """Return the seconds from a send of `size` bytes to their arrival."""
         cluster = self.cluster
         if sender == receiver:

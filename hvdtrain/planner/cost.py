@@ -14,7 +14,7 @@ from hvdtrain.parallel.actions import (
     boundary,
     peers,
     receipt_for,
-    rows_handed,
+    rows_sent,
     send_of,
 )
 from hvdtrain.parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, group_by_bytes
@@ -45,13 +45,13 @@ class Known:
     is_synchronised: bool = False
 
     @cached_property
-    def hand_over_seconds(self) -> Callable[[int, int, float], float]:
-        """Return `Network.hand_over_seconds` with a cache."""
-        return cache(self.network.hand_over_seconds)
+    def send_seconds(self) -> Callable[[int, int, float], float]:
+        """Return `Network.send_seconds` with a cache."""
+        return cache(self.network.send_seconds)
 
     def latency_seconds(self, sender: int, receiver: int) -> float:
         """Return the seconds from the send of one byte to its arrival."""
-        return self.hand_over_seconds(sender, receiver, 1)
+        return self.send_seconds(sender, receiver, 1)
 
     def gather_seconds(self, ranks: Sequence[int]) -> float:
         """Return the seconds that a synchronised batch norm waits for its replicas.
@@ -125,7 +125,7 @@ def receive_seconds(plan: Plan, cut: Cut, known: Known, rank: int, receipt: Acti
     last = plan.stages[boundary(send.stage, send.kind)].components[-1]
     row_bytes = known.by_name[last].output_bytes
     return sum(
-        known.hand_over_seconds(sender, rank, row_bytes * rows_handed(cut, sender, rank, send))
+        known.send_seconds(sender, rank, row_bytes * rows_sent(cut, sender, rank, send))
         - known.latency_seconds(sender, rank)
         for sender in peers(cut, rank, receipt)
     )

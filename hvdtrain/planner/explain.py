@@ -41,7 +41,7 @@ def why_slower(chosen: Candidate, other: Candidate) -> str:
     return f"{more:.1%} slower"
 
 
-def in_short(candidate: Candidate) -> dict[str, Any]:
+def candidate_json(candidate: Candidate) -> dict[str, Any]:
     """Return a candidate as JSON for a log."""
     plan = candidate.plan
     return {
@@ -93,5 +93,5 @@ def paper_objective(known: Known, plan: Plan, batch_size: int) -> float:
         if number < last:
             size = known.by_name[stage.components[-1]].output_bytes * rows
             behind = plan.stages[number + 1].ranks[0]
-            seconds += 2 * known.hand_over_seconds(stage.ranks[0], behind, size)
+            seconds += 2 * known.send_seconds(stage.ranks[0], behind, size)
     return seconds

@@ -38,7 +38,7 @@ class Network(Protocol):
     def reduce_seconds(self, ranks: Sequence[int], size: float) -> float:
         """Return the seconds of an all-reduce of `size` bytes over `ranks`."""
 
-    def hand_over_seconds(self, sender: int, receiver: int, size: float) -> float:
+    def send_seconds(self, sender: int, receiver: int, size: float) -> float:
         """Return the seconds from a send of `size` bytes to their arrival."""
 
 
@@ -88,7 +88,7 @@ class MeasuredNetwork:
             return seconds[0]
         return Curve(tuple(zip(map(float, numbers), seconds, strict=True)))(len(ranks))
 
-    def hand_over_seconds(self, sender: int, receiver: int, size: float) -> float:
+    def send_seconds(self, sender: int, receiver: int, size: float) -> float:
         """Return the seconds from a send of `size` bytes to their arrival."""
         if sender == receiver:
             return 0.0
@@ -108,6 +108,6 @@ class FreeNetwork:
         """Return 0."""
         return 0.0
 
-    def hand_over_seconds(self, sender: int, receiver: int, size: float) -> float:
+    def send_seconds(self, sender: int, receiver: int, size: float) -> float:
         """Return 0."""
         return 0.0

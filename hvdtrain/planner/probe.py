@@ -220,7 +220,7 @@ def _trip_seconds(exchange: Exchange, other: int, is_first: bool, size: int) -> 
     return statistics.median(seconds[WARM_UP:])
 
 
-def message_to_oneself(exchange: Exchange) -> None:
+def message_to_self(exchange: Exchange) -> None:
     """Send one byte to this rank: the overhead of every transfer on each of its two ranks."""
     sent = torch.ones(1, dtype=torch.uint8, device=exchange.device)
     rank = exchange.communicator.rank

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from hvdtrain.models.component import IMAGE_CHANNELS
 from hvdtrain.parallel import schedule
-from hvdtrain.parallel.actions import COMMUNICATION, Action, boundary, rows_handed
+from hvdtrain.parallel.actions import COMMUNICATION, Action, boundary, rows_sent
 from hvdtrain.parallel.batchnorm import SynchronisedBatchNorm
 from hvdtrain.parallel.cut import Cut, Share
 from hvdtrain.parallel.form import Form
-from hvdtrain.parallel.handover import Handover
+from hvdtrain.parallel.handover import Boundaries
 from hvdtrain.parallel.part import Part
 from hvdtrain.parallel.plan import Plan
 from hvdtrain.parallel.program import Program, program
@@ -72,7 +72,7 @@ def profile_parts(
             began = time.perf_counter()
             _run(alone, ready, step)
             seconds = time.perf_counter() - began
-            _fill(alone.handover)
+            _fill(alone.boundaries)
             put_weights_back()
         if world is not None:
             seconds = max(world.gather(seconds))
@@ -105,7 +105,7 @@ def measured_costs(
 
     def hand_over(sender: int, receiver: int, action: Action) -> float:
         size = forms[boundary(action.stage, action.kind)].row_bytes
-        return latency + rows_handed(cut, sender, receiver, action) * size * seconds_per_byte
+        return latency + rows_sent(cut, sender, receiver, action) * size * seconds_per_byte
 
     return Costs(compute, hand_over, lambda stage: 0.0)
 
@@ -141,9 +141,9 @@ def _runtime_alone(runtime: Runtime) -> Runtime:
         stage: replace(part, gradients=_Unreduced(part.gradients))
         for stage, part in runtime.parts.items()
     }
-    handover = Handover(runtime.rank, runtime.handover.forms, None, runtime.device)
+    boundaries = Boundaries(runtime.rank, runtime.boundaries.forms, None, runtime.device)
     return Runtime(
-        *(runtime.rank, parts, runtime.last, runtime.images, handover),
+        *(runtime.rank, parts, runtime.last, runtime.images, boundaries),
         precision="bf16" if runtime.bf16 else "fp32",  # a runtime treats all others alike
         rule=runtime.rule,
         label_smoothing=runtime.label_smoothing,
@@ -243,8 +243,8 @@ def _repeated(times: int, tensor: Tensor) -> Tensor:
     return tensor.expand(times, *tensor.shape)
 
 
-def _fill(handover: Handover) -> None:
+def _fill(boundaries: Boundaries) -> None:
     """Fill the buffers with random values: computing with new memory may be slow."""
-    for buffers in handover._pool.values():
+    for buffers in boundaries._pool.values():
         for buffer in buffers:
             buffer.normal_()

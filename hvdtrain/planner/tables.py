@@ -175,7 +175,7 @@ class Tables:
 
         def make() -> np.ndarray:
             return self._between(
-                sizes, lambda size: self.known.hand_over_seconds(other, ranks[0], size)
+                sizes, lambda size: self.known.send_seconds(other, ranks[0], size)
             )
 
         transfer = self._once("receiving", rows, *self._hosts(ranks), make=make)

@@ -179,7 +179,7 @@ def _settings(config: dict[str, Any], machine: dict[str, Any]) -> dict[str, Any]
     return (
         {"framework": "torch", "eval_every": 1}
         | {name: value for name, value in config.items() if name not in NOT_SETTINGS}
-        | configfile.done_by_older(config)
+        | configfile.values_of_older_version(config)
         | ({} if config.get("weight_decay") else {"no_decay": "none"})
         | {name: machine.get(name) for name in ("processor", "accelerator")}
     )

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvdtrain.tf.reduction import sums
 from hvdtrain.tf.step import Steps
-from hvdtrain.training.badstep import Sighting, in_words
+from hvdtrain.training.badstep import Sighting, as_words
 from hvdtrain.world import World
 
 
@@ -35,7 +35,7 @@ def diagnose(
         weight.path: float(np.linalg.norm(gradient.numpy().astype(np.float64)))
         for weight, gradient in zip(steps.weights, gradients, strict=True)
     }
-    return in_words(seen, norms, {name: place for place, name in enumerate(norms)})
+    return as_words(seen, norms, {name: place for place, name in enumerate(norms)})
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from hvdtrain.tf.step import Steps
 from hvdtrain.training.checkpoint.store import MODEL, OPTIMIZER, owners
 from hvdtrain.training.feed import Feed
 from hvdtrain.training.randomness import step_seed
-from hvdtrain.training.session import Result, Session, Shape, Taken
+from hvdtrain.training.session import Result, Session, Shape, StepRecord
 
 EVALUATION_IMAGES = 256  # per rank
 
@@ -72,7 +72,7 @@ class KerasSession(Session):
         return EVALUATION_IMAGES * self.world.size
 
     @override
-    def own_rows(self, batch: Rows, is_training: bool) -> tuple[Rows, Rows]:
+    def local_rows(self, batch: Rows, is_training: bool) -> tuple[Rows, Rows]:
         first, last = order.split(len(batch), [1] * self.world.size)[self.world.rank]
         return batch[first:last], batch[first:last]
 
@@ -100,7 +100,7 @@ class KerasSession(Session):
     def trace(self) -> None:
         """Trace a step on a full batch, so that the first step does not include the tracing."""
         batch = np.zeros(min(self.config.batch_size, len(self.train_rows)), np.int64)
-        rows, _ = self.own_rows(batch, is_training=True)
+        rows, _ = self.local_rows(batch, is_training=True)
         images = np.zeros((len(rows), *self.index.image_shape), np.uint8)
         arguments = self._arguments(Feed(images, rows, rows), len(batch))
         (self.mirrored or self.steps).trace(*arguments)
@@ -119,7 +119,7 @@ class KerasSession(Session):
         return loss_sum, correct
 
     @override
-    def diagnose(self, record: Taken) -> str:
+    def diagnose(self, record: StepRecord) -> str:
         if self.mirrored is not None:
             return (
                 "the weights are already updated, so the layer is not known: use --plan dp to "
@@ -205,7 +205,7 @@ class KerasSession(Session):
             factor.assign(float("nan") if is_training and is_due() else 1.0)
 
     @override
-    def ask_for_memory(self, count: int) -> None:
+    def allocate_memory(self, count: int) -> None:
         tf.zeros([count], tf.uint8)
 
     @override

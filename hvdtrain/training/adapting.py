@@ -11,8 +11,8 @@ from hvdtrain.errors import HvdtrainError, UsageError, one_line
 from hvdtrain.parallel.plan import Plan
 from hvdtrain.parallel.relayout import is_same_layout
 from hvdtrain.parallel.validate import prove
-from hvdtrain.planner.adapt import SETTLING, Decision, Drift, Watch, decide, moving_seconds
-from hvdtrain.planner.explain import in_short
+from hvdtrain.planner.adapt import SETTLING, Decision, Drift, Watch, decide, seconds_to_migrate
+from hvdtrain.planner.explain import candidate_json
 from hvdtrain.planner.follow import compared, following
 from hvdtrain.planner.play import calibrated, play
 from hvdtrain.planner.solve import Solution, solve
@@ -190,7 +190,7 @@ class Adapter:
         """Return the seconds that a migration is expected to take."""
         if is_same_layout(self.session.plan, plan):
             return SAME_LAYOUT_SECONDS
-        moving = moving_seconds(question, self.session.plan, plan)
+        moving = seconds_to_migrate(question, self.session.plan, plan)
         return max(SAME_LAYOUT_SECONDS, self.building_seconds + moving)
 
     def _stay(self, replan: Replan | None, refusal: str) -> dict[str, Any] | None:
@@ -223,7 +223,7 @@ class Adapter:
         world.barrier()
         seconds = time.perf_counter() - started
         if replan is not None and not is_same_layout(before, plan):
-            moving = moving_seconds(replan.question, before, plan)
+            moving = seconds_to_migrate(replan.question, before, plan)
             self.building_seconds = max(0.0, seconds - moving)
         self.pending, self.followed, self.expected_transfer = None, 0, ()
         self.watch.restart()
@@ -246,5 +246,5 @@ def decision_record(replan: Replan) -> dict[str, Any]:
         "before_seconds" if changes else "other_seconds": (
             replan.current_seconds if changes else other
         ),
-        "candidates": [in_short(candidate) for candidate in replan.solution.candidates],
+        "candidates": [candidate_json(candidate) for candidate in replan.solution.candidates],
     }

@@ -14,7 +14,7 @@ class Sighting(NamedTuple):
     has_bad_weights: bool
 
 
-def in_words(
+def as_words(
     seen: Sequence[Sighting], norms: Mapping[str, float], places: Mapping[str, int]
 ) -> str:
     """Return which component went wrong first.

@@ -51,7 +51,7 @@ def check_batches(
     check_sizes(config, plan, components, inputs, batch_sizes(config, epoch_length))
 
 
-def given_to(
+def input_boundaries(
     components: Sequence[Component], config: TrainConfig, image_size: int, classes: int
 ) -> list[Boundary]:
     """Return the input of each component, by a forward pass on the meta device.

@@ -13,7 +13,7 @@ from hvdtrain.models.component import Component
 from hvdtrain.parallel.clock import ComponentClock
 from hvdtrain.parallel.dropout import Draws, follow_samples
 from hvdtrain.parallel.exchange import Exchange
-from hvdtrain.parallel.handover import Handover
+from hvdtrain.parallel.handover import Boundaries
 from hvdtrain.parallel.part import Part
 from hvdtrain.parallel.plan import Plan
 from hvdtrain.parallel.runtime import Runtime
@@ -55,7 +55,7 @@ def build_runtime(
         parts,
         plan.last,
         images,
-        Handover(world.rank, forms[1:], exchange, device),
+        Boundaries(world.rank, forms[1:], exchange, device),
         config.precision,
         activity=before.activity if before else _activity(config, world),
         rule=_rule(config),

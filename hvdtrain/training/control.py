@@ -21,7 +21,7 @@ from hvdtrain.world import World
 INTERRUPT, PREEMPT, SAVE, CHANGE, WRITTEN, FAILED, BAD, LOSS, SAMPLES, HEADER = range(10)
 
 
-class Wishes(NamedTuple):
+class Flags(NamedTuple):
     """Flags of one rank in the control vector."""
 
     interrupted: bool
@@ -129,7 +129,7 @@ class Control:
         self.in_flight: tuple[np.ndarray, Any, float] | None = None
 
     def post(
-        self, read_loss: Callable[[], float], samples: int, flags: Wishes, vitals: Vitals
+        self, read_loss: Callable[[], float], samples: int, flags: Flags, vitals: Vitals
     ) -> Agreed | None:
         """Send this rank's vector of a step; return the agreement that was in flight, if any.
 

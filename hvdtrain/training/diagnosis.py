@@ -19,12 +19,14 @@ from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.stage import StageModel
 from hvdtrain.parallel.step import Step
 from hvdtrain.parallel.update import copied_buffers, restore_buffers
-from hvdtrain.training.badstep import Sighting, in_words
-from hvdtrain.training.session import Taken
+from hvdtrain.training.badstep import Sighting, as_words
+from hvdtrain.training.session import StepRecord
 from hvdtrain.world import World
 
 
-def diagnose(runtime: Runtime, plan: Plan, world: World, program: Program, step: Taken) -> str:
+def diagnose(
+    runtime: Runtime, plan: Plan, world: World, program: Program, step: StepRecord
+) -> str:
     """Repeat a step without updating anything, and return what is wrong with it. Collective.
 
     The caller has reset the random generators to their state before the step.
@@ -44,7 +46,7 @@ def diagnose(runtime: Runtime, plan: Plan, world: World, program: Program, step:
         reports = world.gather((sightings, _norms(runtime.parts, gradients)))
     seen = [sighting for theirs, _ in reports for sighting in theirs]
     norms = {name: norm for _, theirs in reports for name, norm in theirs.items()}
-    return in_words(seen, norms, places)
+    return as_words(seen, norms, places)
 
 
 def _norms(parts: Mapping[int, Part], gradients: Mapping[str, Tensor]) -> dict[str, float]:

@@ -9,7 +9,7 @@ import numpy as np
 from hvdtrain.data import order
 from hvdtrain.data.loader import Loader
 from hvdtrain.training import saving
-from hvdtrain.training.control import Vitals, Wishes
+from hvdtrain.training.control import Flags, Vitals
 from hvdtrain.training.feed import Feed, Feeder, requests, watched
 from hvdtrain.training.run import Run
 
@@ -33,7 +33,7 @@ def _until_stopped(run: Run, batches: Iterable[tuple[Feed, int]]) -> Iterator[tu
     code = None
     for batch in batches:
         yield batch
-        flags = Wishes(
+        flags = Flags(
             *(run.stop.interrupted, run.stop.preempted),
             written=run.saver.written,
             failed=run.saver.failed,
@@ -61,7 +61,7 @@ def evaluate(run: Run, split: str, rows: np.ndarray) -> tuple[float, float]:
     session = run.session
     slices = order.step_slices(len(rows), session.evaluation_images)
     sizes = [stop - start for start, stop in slices]
-    row_requests = requests(rows, slices, partial(session.own_rows, is_training=False))
+    row_requests = requests(rows, slices, partial(session.local_rows, is_training=False))
     with Loader(Feeder(session.splits[split]), row_requests) as loader:
         feeds = watched(loader, run.activity)
         local_sums = session.evaluate(_until_stopped(run, zip(feeds, sizes, strict=True)))

@@ -13,7 +13,7 @@ from hvdtrain.data.shards import Batch, Index, Samples, open_split
 from hvdtrain.world import World
 
 # Per split: shared by the ranks of a node, but at least twice the window of the shuffle.
-CACHE_BYTES_A_NODE = 4 * 2**30
+CACHE_BYTES_PER_NODE = 4 * 2**30
 SMALLEST_CACHE_BYTES = 512 * 2**20
 READING = "reading its samples"
 
@@ -77,16 +77,16 @@ def augmentation(
 
 
 def requests(
-    rows: Rows, slices: Iterable[Range], own_rows: Callable[[Rows], tuple[Rows, Rows]]
+    rows: Rows, slices: Iterable[Range], local_rows: Callable[[Rows], tuple[Rows, Rows]]
 ) -> Iterator[tuple[Rows, Rows]]:
     """Yield this rank's request for each global batch.
 
     Args:
         slices: the global batches, as ranges of `rows`.
-        own_rows: returns this rank's request for the rows of a batch, as `Session.own_rows` does.
+        local_rows: returns this rank's request for the rows of a batch: `Session.local_rows`.
     """
     for start, stop in slices:
-        yield own_rows(rows[start:stop])
+        yield local_rows(rows[start:stop])
 
 
 def watched(feeds: Iterable[Feed], activity: Activity) -> Iterator[Feed]:
@@ -100,7 +100,7 @@ def watched(feeds: Iterable[Feed], activity: Activity) -> Iterator[Feed]:
         yield feed
 
 
-def taken(batch: np.ndarray, ranges: Iterable[Range]) -> np.ndarray:
+def take_rows(batch: np.ndarray, ranges: Iterable[Range]) -> np.ndarray:
     """Return the samples of a batch that lie in `ranges`; there may be none."""
     return np.concatenate([batch[:0], *(batch[first:last] for first, last in ranges)])
 
@@ -112,7 +112,7 @@ def open_splits(index: Index, world: World, reads: bool) -> dict[str, Samples]:
         reads: whether this rank reads samples; one that holds neither the first nor the last
             stage does not.
     """
-    memory = max(SMALLEST_CACHE_BYTES, CACHE_BYTES_A_NODE // world.local_size)
+    memory = max(SMALLEST_CACHE_BYTES, CACHE_BYTES_PER_NODE // world.local_size)
     splits = {name: open_split(index, name, memory) for name in index.splits}
     if reads:
         for samples in splits.values():

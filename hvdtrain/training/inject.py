@@ -38,7 +38,7 @@ class Injector:
         self._do: dict[str, Callable[[Fault], object]] = {
             "kill": lambda fault: os.kill(os.getpid(), signal.SIGKILL),
             "segfault": lambda fault: ctypes.string_at(0),
-            "memory": lambda fault: self.session.ask_for_memory(MORE_THAN_THERE_IS),
+            "memory": lambda fault: self.session.allocate_memory(MORE_THAN_THERE_IS),
             "stop": lambda fault: os.kill(os.getpid(), signal.SIGSTOP),
             "corrupt": self._corrupt,
             "truncate": self._truncate,

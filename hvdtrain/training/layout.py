@@ -35,7 +35,7 @@ def gather_tensors(plan: Plan, parts: Mapping[int, Part], world: World) -> dict[
     return tensors
 
 
-def own_share(plan: Plan, parts: Mapping[int, Part], rank: int) -> dict[str, Tensor]:
+def local_share(plan: Plan, parts: Mapping[int, Part], rank: int) -> dict[str, Tensor]:
     """Return the tensors that this rank writes into a checkpoint; one rank writes each tensor.
 
     The replicas of a stage hold the same tensors, and each writes about the same number of bytes.

@@ -15,23 +15,23 @@ import psutil
 from hvdtrain import failure, quiet
 from hvdtrain.activity import Activity
 from hvdtrain.config import TrainConfig
-from hvdtrain.configfile import as_begun, differing
+from hvdtrain.configfile import differing, with_older_defaults
 from hvdtrain.data import order
 from hvdtrain.data.loader import Loader
 from hvdtrain.errors import CheckFailed, Interrupted, Preempted, UsageError
 from hvdtrain.frameworks import REMARKS
 from hvdtrain.stop import StopRequest
 from hvdtrain.training import saving
-from hvdtrain.training.control import Agreed, Vitals, Wishes, stop_code
+from hvdtrain.training.control import Agreed, Flags, Vitals, stop_code
 from hvdtrain.training.evaluate import Stopped, end_epoch, evaluate_end
 from hvdtrain.training.feed import Feed, Feeder, augmentation, requests, watched
 from hvdtrain.training.health import Stragglers, peers
 from hvdtrain.training.precheck import NO_TENSORFLOW
 from hvdtrain.training.rate import learning_rate
 from hvdtrain.training.replicas import check_replicas, compare_fingerprints
-from hvdtrain.training.replication import mend_records
+from hvdtrain.training.replication import repair_records
 from hvdtrain.training.run import Run, open_run
-from hvdtrain.training.session import Result, Session, Taken
+from hvdtrain.training.session import Result, Session, StepRecord
 from hvdtrain.training.steplog import StepLog
 from hvdtrain.training.summary import summarise
 from hvdtrain.world import World
@@ -62,8 +62,12 @@ def train(config: TrainConfig, stop: StopRequest | None = None) -> dict[str, Any
         atexit.register(_note_the_end, ended)
         if world.size > 1:
             failure.end_all_on_exception()
-        mend_records(config, world)  # first: as_begun reads the version of a run from its records
-        resolved: TrainConfig = world.broadcast(as_begun(config) if world.rank == 0 else None)
+        repair_records(
+            config, world
+        )  # first: with_older_defaults reads the version of a run from its records
+        resolved: TrainConfig = world.broadcast(
+            with_older_defaults(config) if world.rank == 0 else None
+        )
         run = open_run(_open_session(resolved, world), stop)
         if resolved != config:
             older = differing(resolved, config)
@@ -263,7 +267,7 @@ def _train_under_plan(run: Run) -> int | None:
     ]
     log = StepLog(run, epoch, length)
     feeder = Feeder(session.splits["train"], augmentation(config, session.normalisation[0], epoch))
-    row_requests = requests(rows, slices, partial(session.own_rows, is_training=True))
+    row_requests = requests(rows, slices, partial(session.local_rows, is_training=True))
     loader = Loader(feeder, row_requests)
     epochs = math.ceil(config.total_samples(length) / length)
     code = None
@@ -325,7 +329,9 @@ def _step(run: Run, feed: Feed, epoch: int, batch_size: int, data_seconds: float
         run.injector.before(progress.step)
     result = session.train(feed, progress.position, batch_size, rate)
     progress.count(result)
-    run.taken.append(Taken(progress.step, progress.position, batch_size, feed, result.norm))
+    run.step_records.append(
+        StepRecord(progress.step, progress.position, batch_size, feed, result.norm)
+    )
     progress.position += batch_size
     if config.ledger and not result.is_bad:
         stem = f"{epoch + 1},{progress.step},{session.world.rank}"
@@ -337,11 +343,11 @@ def _step(run: Run, feed: Feed, epoch: int, batch_size: int, data_seconds: float
         return run.control.post(result.read_loss, result.samples, _flags(run, result), vitals)
 
 
-def _flags(run: Run, result: Result) -> Wishes:
+def _flags(run: Run, result: Result) -> Flags:
     stop, saver = run.stop, run.saver
     save = saving.is_wanted(run)
     changes = run.adapter is not None and run.adapter.wants_change
-    return Wishes(
+    return Flags(
         *(stop.interrupted, stop.preempted, save),
         *(saver.written, saver.failed, result.is_bad, changes),
     )

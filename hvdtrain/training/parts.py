@@ -42,7 +42,7 @@ def build_parts(
         number: Part(
             model,
             gradients[number],
-            own_optimizer(config, model),
+            stage_optimizer(config, model),
             is_first_replica=world.rank == plan.stages[number].ranks[0],
             synchronised=number in synchronised,
         )
@@ -59,7 +59,7 @@ def build_parts_alone(
 ) -> dict[int, Part]:
     """Return the parts that `rank` would hold, by stage number, without communication."""
     return {
-        number: Part(model, SerialGradients(model.parameters()), own_optimizer(config, model))
+        number: Part(model, SerialGradients(model.parameters()), stage_optimizer(config, model))
         for number, model in _models(config, plan, components, rank, device).items()
     }
 
@@ -81,7 +81,7 @@ def _models(
     }
 
 
-def own_optimizer(config: TrainConfig, model: StageModel) -> torch.optim.Optimizer | None:
+def stage_optimizer(config: TrainConfig, model: StageModel) -> torch.optim.Optimizer | None:
     """Return the optimizer of a stage; None if the stage has no parameters."""
     parameters = model.parameters()
     free = model.undecayed(decay.parse(config.no_decay))
@@ -121,7 +121,7 @@ def check_compiler(device: torch.device) -> None:
         ) from None
 
 
-def what_forbids_halves(config: TrainConfig, names: Sequence[str]) -> str:
+def reason_against_split_backward(config: TrainConfig, names: Sequence[str]) -> str:
     """Return the option that forbids a backward pass in halves; empty if none does."""
     if config.compile:
         return "--compile"
@@ -200,7 +200,7 @@ def _synchronise(
         if config.batch_norm == "local" or len(stage.ranks) == 1:
             continue
         assert exchange is not None
-        gather = exchange.gatherer(stage.ranks)
+        gather = exchange.all_gather_among(stage.ranks)
         if number in models:
             components = models[number].components.values()
             layers = [synchronise(component, gather) for component in components]

@@ -21,9 +21,9 @@ from hvdtrain.parallel.plan import Plan
 from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.stage import Images, digest
 from hvdtrain.parallel.step import Step
-from hvdtrain.training.batches import check_sizes, given_to
+from hvdtrain.training.batches import check_sizes, input_boundaries
 from hvdtrain.training.build import build_runtime
-from hvdtrain.training.feed import taken
+from hvdtrain.training.feed import take_rows
 from hvdtrain.training.layout import agree_on_weights, gather_tensors
 from hvdtrain.training.optimizer import set_learning_rate
 from hvdtrain.training.parity import Parity
@@ -60,7 +60,7 @@ def check_plan(
     batches = []
     for number, count in enumerate(sizes or _sizes(config, components, plan, image_size, classes)):
         whole = random_batch(count, image_size, classes, config.seed + number)
-        step = my_step(plan, cut(plan, count), world.rank, *whole)
+        step = local_step(plan, cut(plan, count), world.rank, *whole)
         local_batch, rate = (step.images, step.labels), config.learning_rate()
         batches.append(Batch(count, number * size, local_batch, whole, rate))
     return compare(config, components, plan, batches, images, world, synchronous)
@@ -76,7 +76,7 @@ def _sizes(
     size = config.batch_size
     tail = -(-2 * size // 3)
     try:
-        inputs = given_to(components, config, image_size, classes)
+        inputs = input_boundaries(components, config, image_size, classes)
         check_sizes(config, plan, components, inputs, [tail])
     except UsageError:
         return size, size
@@ -219,7 +219,7 @@ def random_batch(
     return images, random.integers(0, classes, size)
 
 
-def my_step(plan: Plan, pieces: Cut, rank: int, images: np.ndarray, labels: np.ndarray) -> Step:
+def local_step(plan: Plan, pieces: Cut, rank: int, images: np.ndarray, labels: np.ndarray) -> Step:
     """Return this rank's share of a global batch."""
     first, last = pieces.parts[0], pieces.parts[plan.last]
-    return Step(taken(images, first.get(rank, ())), taken(labels, last.get(rank, ())))
+    return Step(take_rows(images, first.get(rank, ())), take_rows(labels, last.get(rank, ())))

@@ -16,7 +16,7 @@ from hvdtrain.models.costs import component_costs
 from hvdtrain.parallel import planfile
 from hvdtrain.parallel.actions import to_csv
 from hvdtrain.parallel.cut import cut
-from hvdtrain.parallel.handover import Handover
+from hvdtrain.parallel.handover import Boundaries
 from hvdtrain.parallel.plan import Plan
 from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.simulate import Costs
@@ -123,8 +123,8 @@ def _measure(
         work = tuple((stage, tuple(b - a for a, b in pieces.parts[stage][rank])) for stage in held)
         if work not in alike:
             parts = build_parts_alone(training, plan, components, rank, device)
-            handover = Handover(rank, forms, None, device)
-            runtime = Runtime(rank, parts, plan.last, images, handover, training.precision)
+            rank_boundaries = Boundaries(rank, forms, None, device)
+            runtime = Runtime(rank, parts, plan.last, images, rank_boundaries, training.precision)
             alike[work] = profile_parts(runtime, plan, pieces, config.image_size)
         tables[rank] = alike[work]
     return measured_costs(plan, pieces, forms, tables, TRANSFER_SECONDS, SECONDS_PER_BYTE)

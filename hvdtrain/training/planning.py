@@ -12,7 +12,7 @@ import torch
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.files import check_target
-from hvdtrain.memory import give_back_freed_memory
+from hvdtrain.memory import return_freed_memory
 from hvdtrain.models.component import Component
 from hvdtrain.models.costs import ComponentCost, component_costs
 from hvdtrain.parallel.buckets import group_by_bytes
@@ -28,17 +28,17 @@ from hvdtrain.planner.measure import Setting, measure_rank, measured_sizes
 from hvdtrain.planner.network import MeasuredNetwork
 from hvdtrain.planner.overview import OPTIMIZER_COPIES
 from hvdtrain.planner.play import play
-from hvdtrain.planner.probe import measure_network, message_to_oneself
+from hvdtrain.planner.probe import measure_network, message_to_self
 from hvdtrain.planner.solve import GIB, solve
 from hvdtrain.planner.tables import Question
 from hvdtrain.training.parts import (
     build_model,
-    own_optimizer,
+    reason_against_split_backward,
     recomputed_components,
-    what_forbids_halves,
+    stage_optimizer,
 )
 from hvdtrain.training.session import Chosen
-from hvdtrain.world import World, horovod_for_a_while
+from hvdtrain.world import World, temporary_horovod
 
 RESERVE = 0.15  # share of a memory limit for memory that is not counted: up to 0.106 was measured
 MORE = 2  # factor on the counted activations before anything is measured
@@ -129,7 +129,7 @@ def choose_plan(subject: Subject, world: World) -> Chosen:
     return chosen or Chosen(plan)
 
 
-def without_halves(chosen: Chosen, remark: str = "") -> Chosen:
+def without_split_backward(chosen: Chosen, remark: str = "") -> Chosen:
     """Return the choice without a backward pass in halves, for this plan and for replans."""
     plan, question = chosen.plan, chosen.question
     if plan.splits_backward:
@@ -202,7 +202,7 @@ def _schedules(config: TrainConfig, names: Sequence[str]) -> Collection[str]:
     if config.schedule is not None:
         return (config.schedule,)
     # A schedule that splits backward is verified on one rank first, which may exceed the limit.
-    splits = not what_forbids_halves(config, names) and config.memory_limit is None
+    splits = not reason_against_split_backward(config, names) and config.memory_limit is None
     return ("1f1b", "interleaved", "zb-h1") if splits else ("1f1b", "interleaved")
 
 
@@ -210,20 +210,20 @@ def measure(subject: Subject, world: World) -> Known:
     """Measure the ranks and the network of this run. Collective."""
     costs, recomputed = subject.costs, subject.recomputed
     if world.communicator is None:
-        profile = Profile((own_times(subject, world),))
+        profile = Profile((local_times(subject, world),))
         return Known(costs, profile, MeasuredNetwork((socket.gethostname(),)), recomputed)
     exchange = Exchange(world.communicator, subject.images.device)
     parameter_bytes = sum(cost.parameter_bytes for cost in costs)
     handed = max(cost.output_bytes for cost in costs) * subject.config.batch_size
-    with horovod_for_a_while() as horovod:
+    with temporary_horovod() as horovod:
         network = measure_network(world, horovod, exchange, parameter_bytes, handed)
     # After it, so that the memory that Horovod holds is counted.
-    times = own_times(subject, world, partial(message_to_oneself, exchange))
+    times = local_times(subject, world, partial(message_to_self, exchange))
     profile = Profile(tuple(world.gather(times)))
     return Known(costs, profile, network, recomputed)
 
 
-def own_times(
+def local_times(
     subject: Subject, world: World, message: Callable[[], None] | None = None
 ) -> RankTimes:
     """Return the measured times and memory of each component on this rank. Collective."""
@@ -233,7 +233,7 @@ def own_times(
     def build(name: str) -> Built:
         # Measured without recomputation: in a plan its forward counts twice.
         model = build_model([by_name[name]], config, images.device)
-        return Built(model, own_optimizer(config, model))
+        return Built(model, stage_optimizer(config, model))
 
     setting = Setting(
         build=build,
@@ -271,7 +271,7 @@ def _give_back(subject: Subject) -> None:
     """Return free memory to the system or to the GPU."""
     if subject.images.device.type == "cuda":
         torch.cuda.empty_cache()
-    give_back_freed_memory()
+    return_freed_memory()
 
 
 def _spare_bytes(subject: Subject, world: World) -> float:

@@ -22,7 +22,7 @@ from hvdtrain.planner.predict import PREDICTED, StrategyTable
 from hvdtrain.planner.solve import lower_bound, solve
 from hvdtrain.planner.tables import Question
 from hvdtrain.training.plancheck import MEAN, STD
-from hvdtrain.training.planning import own_times, question, subject_of
+from hvdtrain.training.planning import local_times, question, subject_of
 from hvdtrain.training.setup import make_plan
 from hvdtrain.world import start as start_world
 
@@ -133,7 +133,7 @@ def _question(
         return replace(question(training, predicted.known, config.ranks), limits=predicted.limits)
     world = start_world()
     torch.set_num_threads(world.threads)
-    times = own_times(subject, world)
+    times = local_times(subject, world)
     machine = Cluster(
         ranks=config.ranks,
         ranks_per_node=config.ranks,

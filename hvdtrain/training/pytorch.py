@@ -23,15 +23,15 @@ from hvdtrain.parallel.relayout import is_same_layout
 from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.step import Step
 from hvdtrain.training import layout, programs, tensors
-from hvdtrain.training.batches import check_batches, given_to
+from hvdtrain.training.batches import check_batches, input_boundaries
 from hvdtrain.training.checkpoint import store
 from hvdtrain.training.checkpoint.store import MODEL, OPTIMIZER
 from hvdtrain.training.diagnosis import diagnose
-from hvdtrain.training.feed import Feed, taken
+from hvdtrain.training.feed import Feed, take_rows
 from hvdtrain.training.optimizer import set_learning_rate, state_shapes
 from hvdtrain.training.randomness import step_seed
 from hvdtrain.training.relayout import under_plan
-from hvdtrain.training.session import Result, Session, Shape, StepTimes, Taken
+from hvdtrain.training.session import Result, Session, Shape, StepRecord, StepTimes
 from hvdtrain.training.tracing import write_trace
 
 
@@ -90,10 +90,10 @@ class TorchSession(Session):
         return programs.program_of(self.plan, batch_size, self.world.rank, is_training)
 
     @override
-    def own_rows(self, batch: Rows, is_training: bool) -> tuple[Rows, Rows]:
+    def local_rows(self, batch: Rows, is_training: bool) -> tuple[Rows, Rows]:
         parts, rank = self.cut(len(batch), is_training).parts, self.world.rank
         first, last = (parts[stage].get(rank, ()) for stage in (0, self.plan.last))
-        return taken(batch, first), taken(batch, last)
+        return take_rows(batch, first), take_rows(batch, last)
 
     @override
     def train(self, feed: Feed, position: int, batch_size: int, rate: float) -> Result:
@@ -132,7 +132,7 @@ class TorchSession(Session):
     @override
     def check_plan(self, plan: Plan) -> None:
         config, size, classes = self.config, self.index.image_shape[0], self.index.classes
-        boundaries = given_to(self.components, config, size, classes)
+        boundaries = input_boundaries(self.components, config, size, classes)
         check_batches(config, plan, self.components, boundaries, len(self.train_rows))
 
     @override
@@ -159,7 +159,7 @@ class TorchSession(Session):
         return loss_sum, correct
 
     @override
-    def diagnose(self, record: Taken) -> str:
+    def diagnose(self, record: StepRecord) -> str:
         self._seed(record.position)
         todo = self.program(record.batch_size, is_training=True)
         explanation = diagnose(self.runtime, self.plan, self.world, todo, record)
@@ -210,7 +210,7 @@ class TorchSession(Session):
 
     @override
     def share(self) -> dict[str, np.ndarray]:
-        return self.copies.of(layout.own_share(self.plan, self.parts, self.world.rank))
+        return self.copies.of(layout.local_share(self.plan, self.parts, self.world.rank))
 
     @override
     def expected(self, was_updated: bool) -> dict[str, Shape]:
@@ -262,7 +262,7 @@ class TorchSession(Session):
         model.calls[name] = spoiled
 
     @override
-    def ask_for_memory(self, count: int) -> None:
+    def allocate_memory(self, count: int) -> None:
         torch.empty(count, dtype=torch.uint8, device=self.runtime.device)
 
     @override

@@ -57,7 +57,7 @@ class Replication:
             print(f"hvdtrain: {where} has no second copy of {name}: {error}", file=sys.stderr)
 
 
-def mend_records(config: TrainConfig, world: World) -> None:
+def repair_records(config: TrainConfig, world: World) -> None:
     """Restore records that the run folder lost, from the rank that has most. Collective.
 
     Raises:
@@ -68,12 +68,12 @@ def mend_records(config: TrainConfig, world: World) -> None:
         return
     run = Path(config.run)
     home = copies.home(config.replicate, run, world.rank)
-    fault = files.fault_of_owner(home, follow=False) if home.exists() else None
+    fault = files.ownership_problem(home, follow=False) if home.exists() else None
     if fault := next(filter(None, world.gather(fault)), None):
         raise UsageError(f"--replicate: {fault}")
     sizes = world.gather(copies.records_bytes(home))
     if world.rank == int(np.argmax(sizes)):
-        copies.mend_records(run, home)
+        copies.repair_records(run, home)
     world.barrier()
 
 

@@ -118,7 +118,7 @@ def _repair(path: Path, home: Path, session: Session) -> _Verified | DataError:
     """Repair a checkpoint from the ranks' copies; return it, or what is still wrong with it."""
     fault = None
     try:
-        copies.mend(path, home)
+        copies.repair(path, home)
     except DataError as error:
         fault = error
     return _worst(_gather(session, fault)) or _verify(path, session)

@@ -27,7 +27,7 @@ from hvdtrain.training.progress import Progress
 from hvdtrain.training.replication import Replication, open_replication, refuse_to_start_over
 from hvdtrain.training.restore import restore
 from hvdtrain.training.saver import Saver
-from hvdtrain.training.session import Session, Taken
+from hvdtrain.training.session import Session, StepRecord
 from hvdtrain.training.stall import stalled
 from hvdtrain.world import World, activity_path
 
@@ -45,11 +45,11 @@ class Run:
     Attributes:
         records: on rank 0 only.
         interval: between checkpoints, in epochs, steps or minutes.
-        taken: the last steps.
+        step_records: the last steps.
         failed_saves: in a row.
         first_step: steps done when this process started.
         saved_best: the best epoch as of the last checkpoint that was committed.
-        begun_best: the best epoch as of the last checkpoint that was started.
+        pending_best: the best epoch as of the last checkpoint that was started.
         saved_step: the step whose state is saved as it is now; 0 needs no checkpoint.
     """
 
@@ -67,7 +67,7 @@ class Run:
     stragglers: Stragglers
     interval: tuple[float, str]
     adapter: "Adapter | None" = None
-    taken: deque[Taken] = field(default_factory=lambda: deque(maxlen=4))
+    step_records: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=4))
     skipped_in_a_row: int = 0
     failed_saves: int = 0
     alerts: list[threading.Thread] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Run:
     saved_at: float = field(default_factory=time.monotonic)
     first_step: int = 0
     saved_best: dict[str, Any] | None = None
-    begun_best: dict[str, Any] | None = None
+    pending_best: dict[str, Any] | None = None
     saved_step: int | None = 0
 
     @property
@@ -118,9 +118,9 @@ class Run:
         """Return whether there is nothing left to do."""
         return self.trained and not self.epoch_end_due
 
-    def taken_at(self, step: int) -> Taken:
+    def step_record_at(self, step: int) -> StepRecord:
         """Return the record of one of the last steps."""
-        return next(record for record in self.taken if record.step == step)
+        return next(record for record in self.step_records if record.step == step)
 
     def record_fault(self, step: int, cause: str, message: str) -> None:
         """Write what went wrong to metrics.jsonl."""

@@ -71,7 +71,7 @@ def begin(run: Run) -> None:
     run.ledger.clear()
     run.count_seconds()
     run.saved_at, run.saved_step = time.monotonic(), run.progress.step
-    run.begun_best = run.progress.best
+    run.pending_best = run.progress.best
     name, commit, error = store.name_of(run.progress.step), None, None
     if run.records is not None:
         try:
@@ -122,10 +122,10 @@ def _end(run: Run) -> bool:
     faults = _faults(run)
     run.saver.end()
     if not faults:
-        run.failed_saves, run.saved_best = 0, run.begun_best
+        run.failed_saves, run.saved_best = 0, run.pending_best
         return True
     run.session.world.barrier()  # no rank starts its next attempt before all have cleaned up
-    if run.progress.best == run.begun_best:  # otherwise it is of a later epoch, not yet saved
+    if run.progress.best == run.pending_best:  # otherwise it is of a later epoch, not yet saved
         run.progress.best = run.saved_best
     run.failed_saves += 1
     run.saved_step = None

@@ -58,7 +58,7 @@ class Result:
         return self.exposed_seconds + self.bubble_seconds
 
 
-class Taken(NamedTuple):
+class StepRecord(NamedTuple):
     """A record of a recent step: everything that is needed to run it again.
 
     Attributes:
@@ -161,7 +161,7 @@ class Session(ABC):
         return 1
 
     @abstractmethod
-    def own_rows(self, batch: Rows, is_training: bool) -> tuple[Rows, Rows]:
+    def local_rows(self, batch: Rows, is_training: bool) -> tuple[Rows, Rows]:
         """Return the rows of a global batch whose images, and whose labels, this rank needs."""
 
     @abstractmethod
@@ -177,7 +177,7 @@ class Session(ABC):
         """
 
     @abstractmethod
-    def diagnose(self, record: Taken) -> str:
+    def diagnose(self, record: StepRecord) -> str:
         """Run a step again without updates; return what is wrong with it. Collective."""
 
     def read_times(self) -> StepTimes:
@@ -256,7 +256,7 @@ class Session(ABC):
         """
 
     @abstractmethod
-    def ask_for_memory(self, count: int) -> None:
+    def allocate_memory(self, count: int) -> None:
         """Allocate `count` bytes on the device of the model."""
 
     def memory_bytes(self) -> float:

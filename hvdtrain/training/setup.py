@@ -20,11 +20,11 @@ from hvdtrain.parallel.plan import Plan
 from hvdtrain.parallel.stage import Images
 from hvdtrain.ranges import CHOSEN_PLANS
 from hvdtrain.training import tensors
-from hvdtrain.training.batches import check_batches, given_to
+from hvdtrain.training.batches import check_batches, input_boundaries
 from hvdtrain.training.build import build_runtime
 from hvdtrain.training.feed import open_splits
 from hvdtrain.training.normalise import Normalisation, normalisation
-from hvdtrain.training.parts import check_compiler, what_forbids_halves
+from hvdtrain.training.parts import check_compiler, reason_against_split_backward
 from hvdtrain.training.precheck import check_images, check_started
 from hvdtrain.training.pytorch import TorchSession
 from hvdtrain.training.session import Chosen
@@ -129,11 +129,13 @@ def _without_wrong_halves(trial: Trial, chosen: Chosen) -> Chosen:
     if config.schedule is not None:
         return chosen
     if not plan.splits_backward:
-        return planning.without_halves(chosen) if config.plan == "adaptive" else chosen
+        return planning.without_split_backward(chosen) if config.plan == "adaptive" else chosen
     fault = trial.parity(plan).fault
     if not fault:
         return chosen
-    return planning.without_halves(chosen, f"zb-h1 is not used, because {fault}: using 1f1b")
+    return planning.without_split_backward(
+        chosen, f"zb-h1 is not used, because {fault}: using 1f1b"
+    )
 
 
 def _images(config: TrainConfig, normal: Normalisation, world: World) -> Images:
@@ -192,7 +194,7 @@ def make_plan(
         return [cost.forward_flops for cost in component_flops]
 
     plan = planfile.parse(config.plan, names, ranks, config.microbatches, config.schedule, costs)
-    plans.check(plan, names, ranks, lambda: what_forbids_halves(config, names))
+    plans.check(plan, names, ranks, lambda: reason_against_split_backward(config, names))
     return plan
 
 
@@ -202,7 +204,7 @@ def check_choice(config: TrainConfig, components: Sequence[Component]) -> None:
     Raises:
         UsageError: with the reason.
     """
-    reason = what_forbids_halves(config, [part.name for part in components])
+    reason = reason_against_split_backward(config, [part.name for part in components])
     if config.schedule == "zb-h1" and reason:
         raise UsageError(f"zb-h1 splits the backward, which {reason} does not allow: use 1f1b")
 
@@ -235,7 +237,7 @@ def check_components(
     Raises:
         UsageError: if images or classes of the data set do not fit the model.
     """
-    return given_to(components, config, index.image_shape[0], index.classes)
+    return input_boundaries(components, config, index.image_shape[0], index.classes)
 
 
 def choose_device(config: TrainConfig, world: World) -> torch.device:

@@ -94,7 +94,7 @@ class StepLog:
             CheckFailed: if the step is not skipped.
         """
         run, config = self.run, self.run.session.config
-        record, limit = run.taken_at(self.step), config.gradient_limit
+        record, limit = run.step_record_at(self.step), config.gradient_limit
         fault = f"the loss became {agreed.loss_sum}"
         if agreed.finite and limit is not None and limit < record.norm < math.inf:
             fault = f"the norm of the gradients was {record.norm:.3g}, above {limit:g},"

@@ -13,7 +13,7 @@ def write_trace(runtime: Runtime, world: World, path: str) -> None:
     Raises:
         UsageError: if the file cannot be written.
     """
-    offset = runtime.exchange.to_first_clock() if runtime.exchange else 0.0
+    offset = runtime.exchange.offset_to_first_clock() if runtime.exchange else 0.0
     events = [
         event._replace(start=event.start + offset, end=event.end + offset)
         for event in runtime.events or []

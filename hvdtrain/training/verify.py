@@ -12,7 +12,7 @@ from hvdtrain.models.component import Component
 from hvdtrain.parallel.cut import cut
 from hvdtrain.parallel.plan import Plan
 from hvdtrain.parallel.stage import Images
-from hvdtrain.training.feed import Feeder, augmentation, taken
+from hvdtrain.training.feed import Feeder, augmentation, take_rows
 from hvdtrain.training.normalise import Normalisation
 from hvdtrain.training.parity import Parity
 from hvdtrain.training.plancheck import compare
@@ -60,7 +60,7 @@ class Trial:
         feeder = Feeder(self.splits["train"], augmentation(config, self.normalisation[0], 0))
         parts = cut(plan, len(rows)).parts
         first, last = (parts[k].get(self.world.rank, ()) for k in (0, plan.last))
-        local = feeder.gather((taken(rows, first), taken(rows, last)))
+        local = feeder.gather((take_rows(rows, first), take_rows(rows, last)))
         whole = feeder.gather((rows, rows)) if self.world.rank == 0 else None
         return Batch(
             *(len(rows), start, (local.images, local.labels)),

@@ -20,7 +20,7 @@ from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.stage import Images
 from hvdtrain.parallel.step import Step
 from hvdtrain.training.build import build_runtime
-from hvdtrain.training.plancheck import MEAN, STD, my_step, random_batch
+from hvdtrain.training.plancheck import MEAN, STD, local_step, random_batch
 from hvdtrain.world import World
 
 CLASSES = 7
@@ -67,7 +67,7 @@ def run_step(
     runtime.draws.seed = seed
     pieces = cut(plan, batch_size)
     batch = random_batch(batch_size, size, CLASSES, seed)
-    step = my_step(plan, pieces, world.rank, *batch)
+    step = local_step(plan, pieces, world.rank, *batch)
     actions = schedule.training_step(plan, pieces)[world.rank]
     return runtime.run(program(plan, pieces, actions, world.rank), step)
 

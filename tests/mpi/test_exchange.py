@@ -17,7 +17,7 @@ from hvdtrain.parallel.batchnorm import synchronise
 from hvdtrain.parallel.cut import cut
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.form import Form
-from hvdtrain.parallel.handover import Handover
+from hvdtrain.parallel.handover import Boundaries
 from hvdtrain.parallel.program import Task, program
 from hvdtrain.world import World, process_set
 from tests.mpi.plans import PLANS
@@ -39,25 +39,25 @@ def exchange(world: World) -> Exchange | None:
     return Exchange(world.communicator, CPU) if world.communicator else None
 
 
-def through(handover: Handover, tasks: list[Task], tensors: dict[Any, Any], rank: int) -> Any:
+def through(boundaries: Boundaries, tasks: list[Task], tensors: dict[Any, Any], rank: int) -> Any:
     """Run receipts, sends and the actions that use them; return the collected tensors."""
     collected = {}
     for task in tasks:
         kind, (stage, k) = task.action.kind, task.key
         if kind in ("RECV_F", "RECV_B"):
-            handover.post(task)
+            boundaries.post(task)
         elif kind in ("SEND_F", "SEND_B"):
-            handover.send(task, tensors[task.key])
+            boundaries.send(task, tensors[task.key])
         else:
             is_gradient = kind != "F"
             neighbour = (stage + 1, k) if is_gradient else (stage - 1, k)
             has_local = any(lane.peer == rank for lane in task.lanes)
             local = tensors[neighbour] if has_local else None
-            collected[task.key] = handover.collect(task, is_gradient, local).clone()
-            handover.release(task.key)
-    if handover.exchange:
-        handover.exchange.flush()
-    handover.clear()
+            collected[task.key] = boundaries.collect(task, is_gradient, local).clone()
+            boundaries.release(task.key)
+    if boundaries.exchange:
+        boundaries.exchange.flush()
+    boundaries.clear()
     return collected
 
 
@@ -69,7 +69,7 @@ def test_a_boundary_is_adjoint_to_its_backward(
     pieces = cut(made, 13)
     actions = schedule.training_step(made, pieces)[world.rank]
     tasks = program(made, pieces, actions, world.rank).tasks
-    handover = Handover(world.rank, [form] * made.last, exchange, CPU)
+    boundaries = Boundaries(world.rank, [form] * made.last, exchange, CPU)
     random = np.random.default_rng(world.rank)
 
     def values(stage: int, k: int) -> torch.Tensor:
@@ -85,8 +85,8 @@ def test_a_boundary_is_adjoint_to_its_backward(
     backward += [
         t for t in tasks if t.action.kind in ("B", "I") and t.key[0] < made.last and t.rows
     ]
-    arrived = through(handover, forward, sent_on, world.rank)
-    returned = through(handover, backward, sent_back, world.rank)
+    arrived = through(boundaries, forward, sent_on, world.rank)
+    returned = through(boundaries, backward, sent_back, world.rank)
     left = sum(float((arrived[key] * sent_back[key]).sum()) for key in arrived)
     right = sum(float((returned[key] * sent_on[key]).sum()) for key in returned)
     left, right = np.sum(world.gather([left, right]), axis=0)
@@ -112,7 +112,7 @@ def test_synchronised_batch_norm_is_adjoint_to_its_backward(
 ) -> None:
     """Compare the backward to the Jacobian in one direction, by central differences."""
     assert exchange is not None
-    gather = exchange.gatherer(tuple(range(world.size)))
+    gather = exchange.all_gather_among(tuple(range(world.size)))
     layer = nn.BatchNorm2d(3).double()
     assert synchronise(layer, gather) == 1
     random = np.random.default_rng(world.rank)
@@ -165,7 +165,7 @@ def test_waiting_for_work_is_told_from_waiting_for_the_wire(
 @pytest.mark.several_ranks
 def test_clocks_of_one_host_are_one(exchange: Exchange | None) -> None:
     assert exchange is not None
-    assert exchange.to_first_clock() == 0.0
+    assert exchange.offset_to_first_clock() == 0.0
 
 
 @pytest.mark.several_ranks

@@ -20,7 +20,7 @@ from hvdtrain.parallel.cut import cut
 from hvdtrain.parallel.plan import Plan
 from hvdtrain.parallel.program import program
 from hvdtrain.parallel.stage import Images
-from hvdtrain.training.plancheck import MEAN, STD, my_step, random_batch
+from hvdtrain.training.plancheck import MEAN, STD, local_step, random_batch
 from hvdtrain.training.serialrun import SerialRun
 from hvdtrain.world import World
 from tests.mpi.common import CLASSES, names, runtime_of, whole_state
@@ -72,7 +72,7 @@ def train(
         todo = program(plan, pieces, actions, world.rank)
         if step == doubled and world.rank == world.size - 1:
             todo = replace(todo, cut=replace(pieces, batch_size=len(labels) / 2))  # type: ignore[arg-type]
-        done = runtime.run(todo, my_step(plan, pieces, world.rank, images, labels))
+        done = runtime.run(todo, local_step(plan, pieces, world.rank, images, labels))
         losses.append(0.0 if done.loss_sum is None else float(done.loss_sum) / len(labels))
     assert runtime.activity is not None
     runtime.activity.close()

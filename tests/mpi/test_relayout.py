@@ -21,7 +21,7 @@ ADAM = TrainConfig(model="own", data="", precision="fp64", optimizer="adam", lr=
 
 def whole_optimizer(plan: Plan, runtime: Runtime, world: World) -> dict[str, bytes]:
     """Return the optimizers' state as checkpoints hold it, on all ranks."""
-    share = layout.own_share(plan, runtime.parts, world.rank)
+    share = layout.local_share(plan, runtime.parts, world.rank)
     held = {name: tensor.detach().numpy().tobytes() for name, tensor in share.items()}
     return {name: value for theirs in world.gather(held) for name, value in theirs.items()}
 

@@ -16,7 +16,7 @@ from hvdtrain.parallel.cut import cut
 from hvdtrain.parallel.plan import Plan, replicated
 from hvdtrain.parallel.program import program
 from hvdtrain.parallel.runtime import Runtime
-from hvdtrain.training.plancheck import my_step, random_batch
+from hvdtrain.training.plancheck import local_step, random_batch
 from hvdtrain.world import World
 from tests.mpi.common import (
     CLASSES,
@@ -159,7 +159,7 @@ def evaluated(plan: Plan, runtime: Runtime, world: World, batch_size: int) -> tu
     ready = program(plan, pieces, actions, world.rank)
     loss, correct = 0.0, 0
     for seed in range(3):
-        step = my_step(
+        step = local_step(
             plan, pieces, world.rank, *random_batch(batch_size, IMAGE_SIZE, CLASSES, seed)
         )
         runtime.evaluate(ready, step)

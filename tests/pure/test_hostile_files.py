@@ -81,7 +81,7 @@ def test_a_cluster_file_gives_finite_times_or_one_line(folder: Path, key: str, t
     if network is not None:
         ranks = range(network.cluster.ranks)
         assert math.isfinite(network.reduce_seconds(ranks, 1e9))
-        assert math.isfinite(network.hand_over_seconds(0, ranks[-1], 1e9))
+        assert math.isfinite(network.send_seconds(0, ranks[-1], 1e9))
         assert math.isfinite(1e9 / (1e9 * network.cluster.gflops))
 
 

@@ -31,7 +31,7 @@ PHRASES = re.compile(
     r"|(?:bring|brings|brought) in"
     r"|times as (?:long|much|many)"
     r"|(?:hold|holds|held) (?:the )?others up"
-    r"|mend(?:s|ed|ing)?"
+    r"|repair(?:s|ed|ing)?"
     r"|made to happen|make[s]? (?:it )?happen"
     r"|for ever|in silence"
     r"|ask(?:s|ed|ing)? for"
@@ -161,13 +161,14 @@ def test_what_is_not_plain_is_detected(tmp_path: Path) -> None:
         '    """Return the rank that waits for ever."""\n'
         '    return "it goes on"\n'
     )
-    assert [(each.line, each.kind) for each in violations(path)] == [
+    kinds = sorted((violation.line, violation.kind) for violation in violations(path))
+    assert kinds == [
         (1, "docstring"),
-        (5, "phrase"),
-        (4, "phrase"),
-        (2, "phrase"),
         (2, "name"),
+        (2, "phrase"),
         (3, "name"),
+        (4, "phrase"),
+        (5, "phrase"),
     ]
 
 

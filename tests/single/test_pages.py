@@ -40,7 +40,7 @@ NUMBER = re.compile(r"\b\d[\d,.]*(?:e[+-]\d+)?(?:nan)?")
 # The left column of the project's rules for plain English, as far as a pattern can tell.
 NOT_PLAIN = re.compile(
     r"\b(stands?\sstill|is\sno\snumber|hand(?:s|ed|ing)?[-\s]overs?|thinks?\s\w+\s\w+\sover"
-    r"|brings?\sin|holds?\sthe\sothers\sup|mend(?:s|ed|ing)?|for\sever|in\ssilence|go(?:es)?\son"
+    r"|brings?\sin|holds?\sthe\sothers\sup|repair(?:s|ed|ing)?|for\sever|in\ssilence|go(?:es)?\son"
     r"|wish(?:es|ed)?|begin(?:s|ning)?|begun|began|so\s(?:many|often)"
     r"|a\s(?:step|epoch|node|rank)\seach)\b",
     re.IGNORECASE,

@@ -140,7 +140,7 @@ def records_bytes(home: Path) -> int:
     return sum(path.stat().st_size for path in records(home))
 
 
-def mend(checkpoint: Path, home: Path) -> None:
+def repair(checkpoint: Path, home: Path) -> None:
     """Repair missing and damaged files of a checkpoint from the copies in `home`.
 
     Raises:
@@ -164,7 +164,7 @@ def mend(checkpoint: Path, home: Path) -> None:
         raise DataError(f"{checkpoint} cannot be repaired: {error.strerror}") from None
 
 
-def mend_records(run: Path, home: Path) -> None:
+def repair_records(run: Path, home: Path) -> None:
     """Restore config.yaml and metrics.jsonl if the run folder has none.
 
     Raises:

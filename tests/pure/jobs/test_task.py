@@ -57,7 +57,7 @@ def test_its_own_folder_is_executed(run: Path) -> None:
 def test_what_is_made_is_writable_by_its_owner_alone_whatever_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o002)
     try:
-        with files.writable_by_owner_alone():
+        with files.only_owner_may_write():
             (tmp_path / "own").mkdir()
         (tmp_path / "usual").mkdir()
         files.write_text(tmp_path / "secret", "s", "the secret", mode=files.PRIVATE)

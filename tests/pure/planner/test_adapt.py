@@ -11,7 +11,7 @@ from hvdtrain.planner.adapt import (
     Drift,
     Watch,
     decide,
-    moving_seconds,
+    seconds_to_migrate,
 )
 from tests.pure.planner.machines import question
 
@@ -117,7 +117,7 @@ def test_what_moves_is_what_is_not_held_with_its_optimizer_state() -> None:
     machine = question(ranks=2, per_byte=1e-3)
     names = machine.known.profile.names
     halves = Plan((Stage(tuple(names[:3]), (0,), (1,)), Stage(tuple(names[3:]), (1,), (1,))))
-    assert moving_seconds(machine, replicated(list(names), 2, 1, None), halves) == 0.0
+    assert seconds_to_migrate(machine, replicated(list(names), 2, 1, None), halves) == 0.0
     # Rank 0 sends three components and receives three; so does rank 1.
     wider = replicated(list(names), 2, 1, None)
-    assert moving_seconds(machine, halves, wider) == pytest.approx(6 * 2000 * 1e-3)
+    assert seconds_to_migrate(machine, halves, wider) == pytest.approx(6 * 2000 * 1e-3)

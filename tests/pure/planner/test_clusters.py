@@ -46,8 +46,8 @@ def test_between_nodes_a_sum_goes_within_each_first(tmp_path: Path) -> None:
     within, between = (network.reduce_seconds(ranks, 3e8) for ranks in ((0, 1, 2), range(6)))
     assert within == pytest.approx(2 * 2 * 1e8 / 5e9)
     assert between == pytest.approx(within + 2 * (30e-6 + 1.5e8 / 1.1e9))
-    assert network.hand_over_seconds(0, 0, 1e9) == 0
-    assert network.hand_over_seconds(2, 3, 1e6) > network.hand_over_seconds(0, 1, 1e6)
+    assert network.send_seconds(0, 0, 1e9) == 0
+    assert network.send_seconds(2, 3, 1e6) > network.send_seconds(0, 1, 1e6)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from hvdtrain.parallel.cut import cut
 from hvdtrain.parallel.plan import Plan, Stage
-from hvdtrain.parallel.reference import cut_alone
+from hvdtrain.parallel.reference import reference_cut
 
 SHARES = st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(any)
 
@@ -19,7 +19,7 @@ def test_both_cuts_are_the_same(
         for number, stage in enumerate(shares)
     )
     plan = Plan(stages, microbatches)
-    expected, (slices, parts) = cut(plan, batch_size), cut_alone(plan, batch_size)
+    expected, (slices, parts) = cut(plan, batch_size), reference_cut(plan, batch_size)
     assert [[tuple(ranges) for ranges in stage] for stage in parts] == [
         list(stage.values()) for stage in expected.parts
     ]

@@ -14,7 +14,7 @@ from hvdtrain.parallel.actions import COMPUTE
 from hvdtrain.parallel.batchnorm import SynchronisedBatchNorm, synchronise
 from hvdtrain.parallel.cut import cut
 from hvdtrain.parallel.form import Form
-from hvdtrain.parallel.handover import Handover
+from hvdtrain.parallel.handover import Boundaries
 from hvdtrain.parallel.part import Part
 from hvdtrain.parallel.plan import Plan, Stage
 from hvdtrain.parallel.runtime import Runtime
@@ -60,8 +60,8 @@ def runtime_of(plan: Plan, rank: int, **options: Any) -> Runtime:
     device = torch.device("cpu")
     parts = build_parts(config, plan, components(), world, None, device)
     images = Images([0.5] * 3, [0.25] * 3, device, config.precision)
-    handover = Handover(rank, [Form(HIDDEN, torch.float32, True)], None, device)
-    return Runtime(rank, parts, plan.last, images, handover, config.precision)
+    boundaries = Boundaries(rank, [Form(HIDDEN, torch.float32, True)], None, device)
+    return Runtime(rank, parts, plan.last, images, boundaries, config.precision)
 
 
 def state_of(parts: Mapping[int, Part]) -> list[torch.Tensor]:

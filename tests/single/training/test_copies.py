@@ -49,11 +49,11 @@ def test_a_copy_gives_back_what_is_lost_and_nothing_else(tmp_path: Path) -> None
     damaged[-1] ^= 1
     (path / "part-0000.safetensors").write_bytes(damaged)
     for home in homes:
-        copies.mend(path, home)
+        copies.repair(path, home)
     assert {file.name: file.read_bytes() for file in path.iterdir()} == whole
     shutil.rmtree(path)
     for home in homes:
-        copies.mend(path, home)
+        copies.repair(path, home)
     assert load(path).progress["step"] == 3
 
 
@@ -63,7 +63,7 @@ def test_a_damaged_copy_is_not_given_back(tmp_path: Path) -> None:
     copy = home / path.name / "part-0001.safetensors"
     copy.write_bytes(copy.read_bytes()[:-1] + b"\1")
     (path / "part-0001.safetensors").unlink()
-    copies.mend(path, home)
+    copies.repair(path, home)
     with pytest.raises(DataError, match="is missing"):
         load(path)
 
@@ -118,12 +118,12 @@ def test_copies_that_others_may_change_are_refused(tmp_path: Path) -> None:
     )
     world = World("none", 0, 1, 0, 1, 1)
     with pytest.raises(UsageError, match=f"^--replicate: {home} can be changed by other users"):
-        replication.mend_records(config, world)
+        replication.repair_records(config, world)
     with pytest.raises(UsageError, match="can be changed by other users"):
         replication.open_replication(config, RunFolder(run), world, Console(0, launched=False))
     assert not run.exists()
     home.chmod(0o755)
-    replication.mend_records(config, world)
+    replication.repair_records(config, world)
     assert (run / "config.yaml").exists()
 
 

@@ -13,7 +13,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.models import vit
 from hvdtrain.models.component import Component
 from hvdtrain.training.optimizer import make_optimizer, restore_state, state_by_name
-from hvdtrain.training.parts import build_model, own_optimizer
+from hvdtrain.training.parts import build_model, stage_optimizer
 from hvdtrain.training.rate import learning_rate
 
 
@@ -98,7 +98,7 @@ def test_what_is_not_to_decay_does_not(kinds: str, undecayed: set[str]) -> None:
     for name, value in parameters.items():
         value.data += 1.0
         before[name], value.grad = value.detach().clone(), torch.zeros_like(value)
-    optimizer = own_optimizer(settings, model)
+    optimizer = stage_optimizer(settings, model)
     assert optimizer is not None
     optimizer.step()
     same = {name for name, value in parameters.items() if torch.equal(value, before[name])}

@@ -318,7 +318,7 @@ def test_every_component_is_measured_in_every_way(model: str) -> None:
     images = Images([0.5] * 3, [0.25] * 3, torch.device("cpu"), "fp32")
     world = World("none", 0, 1, 0, 1, 1)
     subject = planning.subject_of(config, components, 32, 10, images)
-    measured, costs = planning.own_times(subject, world), subject.costs
+    measured, costs = planning.local_times(subject, world), subject.costs
     assert list(measured.components) == [cost.name for cost in costs]
     assert measured.resident_bytes > 2**20
     sizes = measured_sizes(16, 1)
