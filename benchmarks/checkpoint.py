@@ -20,10 +20,9 @@ from pathlib import Path
 import common
 import numpy as np
 
-from hvdtrain import models
+from hvdtrain import checkpoint, models
+from hvdtrain.checkpoint import store
 from hvdtrain.models.component import tensor_shapes
-from hvdtrain.training import checkpoint
-from hvdtrain.training.checkpoint import store
 
 MEGA = 2**20
 

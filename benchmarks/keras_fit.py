@@ -18,8 +18,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-import hvdtrain.tf as distributed
-from hvdtrain.tf.cnn import cnn
+import hvdtrain.keras as distributed
+from hvdtrain.backends.tensorflow.build import cnn
 
 
 class Clock(keras.callbacks.Callback):

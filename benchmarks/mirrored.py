@@ -59,11 +59,11 @@ def main() -> None:
 def _measure(devices: int) -> list[float]:
     """Return the median milliseconds of each of PARTS."""
     from hvdtrain import world
+    from hvdtrain.backends.tensorflow.build import build_model, build_optimizer
+    from hvdtrain.backends.tensorflow.mirrored import MirroredSteps, make_strategy
+    from hvdtrain.backends.tensorflow.step import Steps
     from hvdtrain.config import TrainConfig
-    from hvdtrain.tf.build import build_model, build_optimizer
-    from hvdtrain.tf.mirrored import MirroredSteps, make_strategy
-    from hvdtrain.tf.start import use_own_threads
-    from hvdtrain.tf.step import Steps
+    from hvdtrain.keras.start import use_own_threads
 
     job = world.start()
     use_own_threads(job)

@@ -33,20 +33,20 @@ from torch.distributed import pipelining
 from torch.nn import functional
 
 from hvdtrain import launch, models, world
+from hvdtrain.backends.pytorch.build import build_runtime
+from hvdtrain.backends.pytorch.parts import build_model
+from hvdtrain.backends.pytorch.setup import make_plan
+from hvdtrain.check.plan import MEAN, STD, local_step, random_batch
 from hvdtrain.config import TrainConfig
 from hvdtrain.models.component import Component
-from hvdtrain.parallel import schedule
-from hvdtrain.parallel.cut import cut
-from hvdtrain.parallel.plan import Plan
-from hvdtrain.parallel.program import Program, program
 from hvdtrain.parallel.runtime import Runtime, Step
-from hvdtrain.parallel.simulate import Timeline, simulate
 from hvdtrain.parallel.stage import Images
+from hvdtrain.plan import schedule
+from hvdtrain.plan.cut import cut
+from hvdtrain.plan.plan import Plan
+from hvdtrain.plan.program import Program, program
+from hvdtrain.plan.simulate import Timeline, simulate
 from hvdtrain.planner.profile import Table, measured_costs, profile_parts
-from hvdtrain.training.build import build_runtime
-from hvdtrain.training.parts import build_model
-from hvdtrain.training.plancheck import MEAN, STD, local_step, random_batch
-from hvdtrain.training.setup import make_plan
 from hvdtrain.world import World
 
 RANKS, CLASSES, SIZE, SEED = 2, 10, 32, 0

@@ -28,26 +28,26 @@ import torch
 from scipy import stats
 
 from hvdtrain import launch, models, world
+from hvdtrain.backends.pytorch.build import build_runtime
+from hvdtrain.check.plan import MEAN, STD, local_step, random_batch
 from hvdtrain.config import TrainConfig
 from hvdtrain.models.component import Component
 from hvdtrain.models.costs import component_costs
-from hvdtrain.parallel import schedule
-from hvdtrain.parallel.cut import cut
 from hvdtrain.parallel.exchange import Exchange
-from hvdtrain.parallel.plan import Plan, Stage, pipeline, replicated
-from hvdtrain.parallel.program import Program, program
 from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.stage import Images
 from hvdtrain.parallel.step import Step
+from hvdtrain.plan import schedule
+from hvdtrain.plan.cut import cut
+from hvdtrain.plan.plan import Plan, Stage, pipeline, replicated
+from hvdtrain.plan.program import Program, program
+from hvdtrain.planner import choose
+from hvdtrain.planner.candidates import play
 from hvdtrain.planner.components import Profile
-from hvdtrain.planner.play import play
 from hvdtrain.planner.probe import message_to_self
 from hvdtrain.planner.solve import solve
 from hvdtrain.planner.tables import Question
-from hvdtrain.study import plan_pictures
-from hvdtrain.training import planning
-from hvdtrain.training.build import build_runtime
-from hvdtrain.training.plancheck import MEAN, STD, local_step, random_batch
+from hvdtrain.study import plots
 from hvdtrain.world import World
 
 RANKS, CLASSES, SIZE = 2, 10, 32
@@ -77,7 +77,7 @@ def main() -> None:
         errors += _print(model, result)
         pairs[model] = _medians(result["plans"])
     if options.picture:
-        plan_pictures.draw_predictions(pairs, Path(options.picture))
+        plots.draw_predictions(pairs, Path(options.picture))
     print(f"all models: mean absolute error {statistics.mean(errors):.1%} of {len(errors)} plans")
 
 
@@ -161,9 +161,9 @@ def _rank(options: argparse.Namespace) -> None:
     )
     components = models.components(model, CLASSES, SIZE)
     images = Images(MEAN, STD, torch.device("cpu"), config.precision)
-    subject = planning.subject_of(config, components, SIZE, CLASSES, images)
+    subject = choose.subject_of(config, components, SIZE, CLASSES, images)
     began = time.perf_counter()
-    question = planning.question(config, planning.measure(subject, job), RANKS)
+    question = choose.question(config, choose.measure(subject, job), RANKS)
     profiled = time.perf_counter() - began
     began = time.perf_counter()
     chosen = solve(question).chosen
@@ -192,7 +192,7 @@ def _rank(options: argparse.Namespace) -> None:
 
 def _rounds(
     options: argparse.Namespace,
-    subject: planning.Subject,
+    subject: choose.Subject,
     question: Question,
     plans: dict[str, Plan],
     ready: dict[str, tuple[Runtime, Program, Step]],
@@ -203,7 +203,7 @@ def _rounds(
     exchange = Exchange(job.communicator, subject.images.device)
     rounds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ready}
     for _ in range(options.rounds):
-        times = planning.local_times(subject, job, partial(message_to_self, exchange))
+        times = choose.local_times(subject, job, partial(message_to_self, exchange))
         now = replace(question.known, profile=Profile(tuple(job.gather(times))))
         for name, side in ready.items():
             steps = [_timed(*side, job) for _ in range(WARM_UP + options.steps)]
@@ -214,7 +214,7 @@ def _rounds(
 
 
 def _ready(
-    subject: planning.Subject, plans: dict[str, Plan], job: World
+    subject: choose.Subject, plans: dict[str, Plan], job: World
 ) -> dict[str, tuple[Runtime, Program, Step]]:
     """Return what a step of each plan needs on this rank."""
     config, size = subject.config, subject.config.batch_size

@@ -17,8 +17,7 @@ import numpy as np
 from hvdtrain.models.costs import ComponentCost
 from hvdtrain.planner.components import ComponentTimes, Profile, RankTimes
 from hvdtrain.planner.cost import Known
-from hvdtrain.planner.curve import Curve, Line
-from hvdtrain.planner.network import MeasuredNetwork
+from hvdtrain.planner.network import Curve, Line, MeasuredNetwork
 from hvdtrain.planner.solve import Solution, solve
 from hvdtrain.planner.tables import Question
 

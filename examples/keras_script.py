@@ -10,7 +10,7 @@ import sys
 
 import keras
 
-import hvdtrain.tf as distributed
+import hvdtrain.keras as distributed
 
 BATCH_SIZE, EPOCHS = 64, 3  # images per step, over all ranks together
 

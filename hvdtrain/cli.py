@@ -6,16 +6,18 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from hvdtrain import __version__, failure, launchers
-from hvdtrain.arguments import Parser, add_config, add_dataclass
+from hvdtrain import __version__
 from hvdtrain.bench.options import LoaderConfig, NetworkConfig, StepConfig
 from hvdtrain.commands import COMMANDS
-from hvdtrain.completion import SHELLS, PrintCompletion
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import Interrupted, Preempted, UsageError
+from hvdtrain.health import failure
+from hvdtrain.host import launchers
+from hvdtrain.host.stop import STOP_SIGNALS
 from hvdtrain.jobs.options import JobOptions, SlurmOptions
+from hvdtrain.options.completion import SHELLS, PrintCompletion
+from hvdtrain.options.parser import Parser, add_config, add_dataclass
 from hvdtrain.planner.options import PlanConfig
-from hvdtrain.stop import STOP_SIGNALS
 
 DIR, DEST, RUN = "DIR", "DEST", "RUN"  # metavars that shell completion treats as paths
 RUNS = "run folders, or folders of them"

@@ -8,10 +8,11 @@ options of the command line are the same names with dashes.
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
-from hvdtrain import decay, injection
 from hvdtrain.errors import UsageError
-from hvdtrain.fields import (
+from hvdtrain.options import decay, injection
+from hvdtrain.options.fields import (
     DATA,
+    DEFAULT_EPOCHS,
     DEVICES,
     FAULTS,
     LENGTH,
@@ -19,9 +20,12 @@ from hvdtrain.fields import (
     OUTPUT,
     PLAN,
     about,
+    check_ranges,
+    check_together,
+    flag,
+    interval,
 )
-from hvdtrain.frameworks import check_framework
-from hvdtrain.ranges import DEFAULT_EPOCHS, check_ranges, check_together, flag, interval
+from hvdtrain.options.frameworks import check_framework
 
 Precision = Literal["fp32", "bf16", "fp64"]
 Device = Literal["cpu", "cuda"]

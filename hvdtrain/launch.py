@@ -21,17 +21,11 @@ from typing import IO
 
 from typing_extensions import override
 
-from hvdtrain import memory, shared_memory
-from hvdtrain.activity import (
-    IN_TRAINING,
-    WATCH_SECONDS,
-    Watch,
-    last_activity,
-    stuck_message,
-)
 from hvdtrain.errors import Interrupted, Preempted, RankError, UsageError, shortened
-from hvdtrain.launchers import own_mpirun
-from hvdtrain.stop import StopRequest, end_with_parent
+from hvdtrain.host import memory, shared_memory
+from hvdtrain.host.activity import IN_TRAINING, WATCH_SECONDS, Watch, last_activity, stuck_message
+from hvdtrain.host.launchers import own_mpirun
+from hvdtrain.host.stop import StopRequest, end_with_parent
 
 # Exit codes of ranks that have reported the reason themselves. mpirun also ends with 1 if it could
 # not start the ranks; its remark then does not mention a process that exited.

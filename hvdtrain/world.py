@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from hvdtrain import shared_memory
-from hvdtrain.algorithms import ALGORITHMS
 from hvdtrain.errors import UsageError
-from hvdtrain.launchers import Launch, check_sizes, detect, own_mpirun
-from hvdtrain.memory import keep_freed_memory
-from hvdtrain.poll import wait_until
+from hvdtrain.host import shared_memory
+from hvdtrain.host.launchers import ALGORITHMS, Launch, check_sizes, detect, own_mpirun
+from hvdtrain.host.memory import keep_freed_memory
+from hvdtrain.host.poll import wait_until
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -18,11 +18,12 @@ from unittest import mock
 
 from jsonargparse import ArgumentParser
 
-from hvdtrain import cli, helptext
-from hvdtrain.arguments import Parser, add_config, add_dataclass
+from hvdtrain import cli
 from hvdtrain.commands import COMMANDS
 from hvdtrain.config import TrainConfig
-from hvdtrain.ranges import flag
+from hvdtrain.options import helptext
+from hvdtrain.options.fields import flag
+from hvdtrain.options.parser import Parser, add_config, add_dataclass
 
 REFERENCE = Path(__file__).resolve().parent.parent / "docs" / "reference"
 COLUMNS = 80  # width of the help pages

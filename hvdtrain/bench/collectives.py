@@ -14,8 +14,7 @@ from hvdtrain import world
 from hvdtrain.errors import UsageError
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.planner import probe
-from hvdtrain.planner.curve import Curve
-from hvdtrain.planner.network import Contention
+from hvdtrain.planner.network import Contention, Curve
 from hvdtrain.world import World
 
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from hvdtrain.parallel.part import Part
 from hvdtrain.parallel.runtime import Runtime
+from hvdtrain.parallel.stage import Part
 
 REPEATS = 3
 

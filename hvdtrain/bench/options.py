@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from hvdtrain.algorithms import ALGORITHMS
 from hvdtrain.config import Device, Precision, TrainConfig, field_of_train
 from hvdtrain.errors import UsageError
-from hvdtrain.fields import about
+from hvdtrain.host.launchers import ALGORITHMS
+from hvdtrain.options.fields import about
 
 LARGEST_MESSAGE = 2**30
 

@@ -17,23 +17,22 @@ import torch
 from torch import Tensor
 
 from hvdtrain import world
+from hvdtrain.backends.pytorch.session import TorchSession, read_later
+from hvdtrain.backends.pytorch.setup import model_components, open_session
 from hvdtrain.bench.components import component_seconds
-from hvdtrain.bench.matrix import matrix_rate
 from hvdtrain.bench.options import StepConfig
 from hvdtrain.bench.report import StepReport
 from hvdtrain.data import order
 from hvdtrain.data.loader import Loader
 from hvdtrain.errors import Interrupted, Preempted, UsageError
+from hvdtrain.host.stop import StopRequest
 from hvdtrain.models.costs import component_costs
-from hvdtrain.parallel.actions import COMPUTE
 from hvdtrain.parallel.runtime import TRANSFERS
 from hvdtrain.parallel.stage import DTYPES
 from hvdtrain.parallel.step import Step
-from hvdtrain.stop import StopRequest
+from hvdtrain.plan.actions import COMPUTE
 from hvdtrain.training.control import Control, Flags, Vitals
 from hvdtrain.training.feed import Feed, Feeder, augmentation, requests
-from hvdtrain.training.pytorch import TorchSession, read_later
-from hvdtrain.training.setup import model_components, open_session
 
 WARM_UP = 3
 TRAINING_FLOPS = 3  # forwards: itself, gradients of the input, gradients of the weights
@@ -235,3 +234,40 @@ def _setting(session: TorchSession) -> str:
         f"rank(s) x {job.threads} thread(s) on {session.device}, {len(session.plan.stages)} "
         f"stage(s), {config.batch_size} images per step"
     )
+
+
+SIZES = {"cpu": 2048, "cuda": 8192}
+SMALLEST = 256
+SECONDS = 1.0
+
+
+def matrix_rate(device: torch.device, precision: str) -> float:
+    """Return the operations per second of a square product, with 2 per multiply-add.
+
+    It is the best rate within SECONDS. The matrices grow until the rate no longer depends on their
+    size, unless a product takes too long before that: CPUs without bf16 instructions need minutes
+    for a large one.
+    """
+    dtype = torch.bfloat16 if precision == "bf16" else DTYPES[precision]
+    size, best = SMALLEST, 0.0
+    until = time.perf_counter() + SECONDS
+    while True:
+        left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        out = torch.empty_like(left)
+        took = min(_seconds(left, right, out) for _ in range(2))  # the first one prepares kernels
+        while time.perf_counter() < until and size == SIZES[device.type]:
+            took = min(took, _seconds(left, right, out))
+        best = max(best, 2 * size**3 / took)
+        if size == SIZES[device.type] or time.perf_counter() + 16 * took > until:
+            return best
+        size *= 2
+
+
+def _seconds(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> float:
+    if left.device.type == "cuda":
+        torch.cuda.synchronize(left.device)
+    began = time.perf_counter()
+    torch.mm(left, right, out=out)
+    if left.device.type == "cuda":
+        torch.cuda.synchronize(left.device)
+    return time.perf_counter() - began

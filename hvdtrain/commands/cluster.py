@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from hvdtrain.arguments import select_fields
 from hvdtrain.commands import common
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
 from hvdtrain.jobs.options import JobOptions, SlurmOptions
+from hvdtrain.options.parser import select_fields
 
 
 def jobs_submit(arguments: Sequence[str], **values: Any) -> int:
@@ -33,10 +33,10 @@ def jobs_sweep(arguments: Sequence[str], study: str, to: str, dry_run: bool, **v
 
 def jobs_status(arguments: Sequence[str], runs: list[str], json: bool) -> int:
     """Print the state of the jobs of runs as a table."""
-    from hvdtrain.jobs import table, watch
+    from hvdtrain.jobs import watch
 
     rows = watch.rows(watch.runs_of(runs or ["runs"]))
-    print(common.as_json([asdict(row) for row in rows]) if json else table.as_text(rows))
+    print(common.as_json([asdict(row) for row in rows]) if json else watch.as_text(rows))
     return 0
 
 

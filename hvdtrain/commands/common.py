@@ -4,8 +4,8 @@ import json
 import os
 from typing import Any
 
-from hvdtrain import launchers
 from hvdtrain.errors import UsageError
+from hvdtrain.host import launchers
 
 
 def in_one_process(command: str) -> None:

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from hvdtrain import launch, launchers, models
-from hvdtrain.algorithms import ALGORITHMS
+from hvdtrain import launch, models
 from hvdtrain.bench.options import LoaderConfig, NetworkConfig, StepConfig
 from hvdtrain.commands import common
 from hvdtrain.errors import UsageError
+from hvdtrain.host import launchers
+from hvdtrain.host.launchers import ALGORITHMS
 
 BATCHES_MADE = 8  # size of the temporary data set of a benchmark without --data
 

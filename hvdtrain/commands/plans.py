@@ -5,21 +5,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import launch, launchers, models
+from hvdtrain import launch, models
 from hvdtrain.commands import common
 from hvdtrain.errors import CheckFailed
+from hvdtrain.host import launchers
 from hvdtrain.planner.options import PlanConfig
 
 
 def plan_show(arguments: Sequence[str], **values: Any) -> int:
     """Print the stages, memory and timeline of a plan for a model."""
     common.in_one_process("plan show")
-    from hvdtrain.training import plancommands
+    from hvdtrain.planner import show
 
     config = PlanConfig(**values)
-    description = plancommands.show(config)
+    description = show.show(config)
     if config.picture is not None:
-        from hvdtrain.study.plan_pictures import draw_strategies
+        from hvdtrain.study.plots import draw_strategies
 
         draw_strategies(description.plan, Path(config.picture))
     print(common.as_json(description.as_json()) if values["json"] else description.as_text())
@@ -29,9 +30,9 @@ def plan_show(arguments: Sequence[str], **values: Any) -> int:
 def plan_simulate(arguments: Sequence[str], **values: Any) -> int:
     """Simulate a plan for a model with times measured on this machine."""
     common.in_one_process("plan simulate")
-    from hvdtrain.training import plancommands
+    from hvdtrain.planner import show
 
-    simulation = plancommands.simulate(PlanConfig(**values))
+    simulation = show.simulate(PlanConfig(**values))
     print(common.as_json(simulation.as_json()) if values["json"] else simulation.as_text())
     return 0
 
@@ -44,16 +45,16 @@ def plan_check(arguments: Sequence[str], **values: Any) -> int:
     if started.size == 1 and config.ranks > 1:
         models.check_name(config.model)
         return launch.run(config.ranks, arguments)
-    from hvdtrain.training import plancommands
+    from hvdtrain.planner import show
 
-    parity = plancommands.check(config)
+    parity = show.check(config)
     if started.rank == 0:
-        names = plancommands.component_names(config)
+        names = show.component_names(config)
         as_json = config.json
         print(
-            common.as_json(plancommands.parity_as_json(parity, names))
+            common.as_json(show.parity_as_json(parity, names))
             if as_json
-            else plancommands.parity_as_text(parity, names),
+            else show.parity_as_text(parity, names),
             flush=True,
         )
     return 0 if parity.is_within else CheckFailed.exit_code

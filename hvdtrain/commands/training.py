@@ -5,13 +5,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from hvdtrain import alert, failure, launchers, monitor
-from hvdtrain.arguments import select_fields
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import Interrupted, Preempted, UsageError
+from hvdtrain.health import failure, monitor
+from hvdtrain.health.heartbeat import start_patience
+from hvdtrain.host import alert, launchers
+from hvdtrain.host.stop import StopRequest
 from hvdtrain.launch import RanksStop
-from hvdtrain.stop import StopRequest
-from hvdtrain.training.stall import start_patience
+from hvdtrain.options.parser import select_fields
 
 
 def train(arguments: Sequence[str], **values: Any) -> int:
@@ -48,7 +49,7 @@ def train(arguments: Sequence[str], **values: Any) -> int:
 
 def export(arguments: Sequence[str], run: str, file: str, which: Literal["best", "last"]) -> int:
     """Write the weights of a run as a file that torchvision reads."""
-    from hvdtrain.training import export as exporting
+    from hvdtrain.checkpoint import export as exporting
 
     print(f"{file}: the weights of {exporting.export(run, file, which)}")
     return 0

@@ -13,7 +13,7 @@ from typing import IO
 from hvdtrain.data.index import INDEX_FILE, Index, Shard, parse_index, size_fault
 from hvdtrain.data.shardfile import shard_sha256
 from hvdtrain.errors import DataError, UsageError
-from hvdtrain.files import make_own_folder
+from hvdtrain.host.files import make_own_folder
 
 _BLOCK_BYTES = 4 * 2**20
 _PREFIX = ".staging-"

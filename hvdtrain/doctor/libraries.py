@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import hvdtrain
-from hvdtrain import launchers
 from hvdtrain.doctor.check import Check
 from hvdtrain.doctor.process import Answer, first_line, words
+from hvdtrain.host import launchers
 
 BUILD = "run make setup, or python tools/build_horovod.py --install"
 NO_MPI = (

@@ -15,9 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import failure, world
+from hvdtrain import world
 from hvdtrain.doctor.precision import bf16_speedups
 from hvdtrain.doctor.protocol import WATCHED_SIZES, say
+from hvdtrain.health import failure
 
 REPETITIONS = 20
 

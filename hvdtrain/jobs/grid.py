@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from hvdtrain import harmless
-from hvdtrain.arguments import Parser, add_dataclass, select_fields, unknown_key
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
-from hvdtrain.fields import about
-from hvdtrain.files import plain_name
+from hvdtrain.host import harmless
+from hvdtrain.host.files import plain_name
 from hvdtrain.jobs.options import JobOptions, SlurmOptions
+from hvdtrain.options.fields import about
+from hvdtrain.options.parser import Parser, add_dataclass, select_fields, unknown_key
 
 MOST_RUNS = 1000
 SINGLE_RUN_KEYS = ("run", "resume", "restarts", "ledger", "trace", "dry_run", "chain")

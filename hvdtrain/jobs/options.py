@@ -4,10 +4,10 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from hvdtrain import timelimit
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
-from hvdtrain.fields import about
+from hvdtrain.options import timelimit
+from hvdtrain.options.fields import about
 
 # These have the same name in sbatch, on the command line, in a study's file and in a site's file.
 SBATCH_OPTIONS = ("partition", "account", "qos", "constraint", "mem")

@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import __version__, files
+from hvdtrain import __version__
 from hvdtrain.errors import DataError
+from hvdtrain.host import files
 
 RECORD = "job.json"
 LOGS = "logs"

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from hvdtrain import harmless
-from hvdtrain.arguments import unknown_key
 from hvdtrain.errors import UsageError
+from hvdtrain.host import harmless
 from hvdtrain.jobs.options import SBATCH_OPTIONS
+from hvdtrain.options.parser import unknown_key
 
 VARIABLE = "HVDTRAIN_SITE"
 

@@ -1,13 +1,26 @@
 """Query Slurm for jobs, partitions and kinds of MPI, without sacct."""
 
+import io
 import os
 import re
+import secrets
+import shlex
 import subprocess
-from collections.abc import Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from hvdtrain import timelimit
+from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
+from hvdtrain.health.starts import SUBMISSION
+from hvdtrain.jobs import script
+from hvdtrain.jobs.options import JobOptions
+from hvdtrain.jobs.site import Site
+from hvdtrain.jobs.task import children_ignore_signals
+from hvdtrain.options import timelimit
 
 ACTIVE = frozenset(
     {"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD"}
@@ -135,3 +148,168 @@ def partitions() -> dict[str, Partition]:
         count = int(nodes) + (known.nodes if known else 0)
         by_name[name.rstrip("*")] = Partition(timelimit.minutes(limit), count, name.endswith("*"))
     return by_name
+
+
+SAFE_PATH = "PYTHONSAFEPATH"
+
+
+@dataclass(frozen=True)
+class Request:
+    """Runs of one size, which become one submission.
+
+    Attributes:
+        runs: configurations with their run folders.
+        job: resources and limits of the jobs.
+        site: settings of the site.
+        logs: folder for the output of the jobs.
+        name: name of the jobs.
+        parallel: number of runs that may wait or run at the same time.
+        submission: identifier shared by the jobs of one chain, to distinguish them from jobs that
+            are submitted later.
+    """
+
+    runs: tuple[TrainConfig, ...]
+    job: JobOptions
+    site: Site
+    logs: Path
+    name: str
+    parallel: int = 1
+    submission: str = field(default_factory=lambda: secrets.token_hex(8))
+
+
+def submit_request(request: Request, dependency: str | None) -> list[str]:
+    """Submit the runs through submitit; return the job number of each run.
+
+    The jobs execute a command line. submitit would pickle a function, and a pickle is a program
+    that anyone who can write the file can replace.
+
+    Raises:
+        UsageError: if sbatch refuses the job.
+    """
+    import submitit
+
+    executor = _executor(request)
+    runs = [str(training.run) for training in request.runs]
+    request.logs.mkdir(parents=True, exist_ok=True)
+    if request.job.cluster == "local":
+        with _detached(), _without_modules_of_the_current_folder():
+            number = executor._submit_command(_local_command(runs)).job_id
+        return [str(number)] * len(runs)
+    if dependency is not None:
+        executor.parameters["dependency"] = dependency
+        executor.parameters["additional_parameters"]["kill-on-invalid-dep"] = "yes"
+    try:
+        # submitit prints the messages of sbatch a second time.
+        with _outside_jobs(), redirect_stderr(io.StringIO()), children_ignore_signals():
+            number = executor._submit_command(_command(executor, runs)).job_id
+    except submitit.core.utils.FailedJobError as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        reason = lines[-1] if lines else "it printed no reason"
+        raise UsageError(f"sbatch refused the job: {reason}") from None
+    return [f"{number}_{place}" for place in range(len(runs))] if len(runs) > 1 else [str(number)]
+
+
+def dry_run(request: Request) -> str:
+    """Return the script that would be passed to sbatch.
+
+    Raises:
+        UsageError: with `--cluster local`, where there is no script.
+    """
+    if request.job.cluster == "local":
+        raise UsageError(
+            "--dry-run is not possible with --cluster local, which needs no script: leave it out"
+        )
+    executor = _executor(request)
+    command = _command(executor, [str(training.run) for training in request.runs])
+    text: str = executor._make_submission_file_text(command, "")
+    return text
+
+
+def _task(mode: str) -> list[str]:
+    return [sys.executable, "-P", "-m", "hvdtrain.jobs.task", mode]
+
+
+def _command(executor: Any, runs: Sequence[str]) -> str:
+    """Return the command for srun; several runs become an array."""
+    if len(runs) == 1:
+        return f"{script.BLOCKED} {shlex.join([*_task('rank'), *runs])}"
+    executor.parameters["map_count"] = len(runs)
+    executor.parameters["setup"].append(f"runs=({shlex.join(runs)})")
+    return f'{script.BLOCKED} {shlex.join(_task("rank"))} "${{runs[SLURM_ARRAY_TASK_ID]}}"'
+
+
+def _local_command(runs: Sequence[str]) -> str:
+    """Return the command for this machine, with the GPUs and paths that this process sees."""
+    changes = []
+    for name in ("CUDA_VISIBLE_DEVICES", SAFE_PATH):  # submitit hides all GPUs
+        value = os.environ.get(name)
+        changes += ["-u", name] if value is None else [f"{name}={value}"]
+    changes.sort(key="=".__contains__)
+    return shlex.join(["env", *changes, *_task("runs"), *runs])
+
+
+@contextmanager
+def _without_modules_of_the_current_folder() -> Iterator[None]:
+    """Keep programs that start within the context from importing out of their current folder."""
+    before = os.environ.get(SAFE_PATH)
+    os.environ[SAFE_PATH] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[SAFE_PATH]
+        else:
+            os.environ[SAFE_PATH] = before
+
+
+@contextmanager
+def _outside_jobs() -> Iterator[None]:
+    """Remove the variables of an enclosing Slurm job from the environment within the context."""
+    import submitit
+
+    if "SLURM_JOB_ID" not in os.environ:
+        yield
+        return
+    kept = {name: os.environ[name] for name in ("SLURM_CONF",) if name in os.environ}
+    with submitit.helpers.clean_env():
+        os.environ |= kept
+        yield
+
+
+@contextmanager
+def _detached() -> Iterator[None]:
+    """Keep programs that start within the context from holding the terminal or a pipe open."""
+    saved = [os.dup(number) for number in (1, 2)]
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    for number in (1, 2):
+        os.dup2(devnull, number)
+    try:
+        yield
+    finally:
+        for number, old in zip((1, 2), saved, strict=True):
+            os.dup2(old, number)
+            os.close(old)
+        os.close(devnull)
+
+
+def _executor(request: Request) -> Any:
+    """Return submitit's executor for a request."""
+    import submitit
+
+    job, site = request.job, request.site
+    if job.cluster == "local":
+        executor = submitit.LocalExecutor(folder=request.logs)
+        executor.update_parameters(
+            timeout_min=job.minutes(),
+            gpus_per_node=job.gpus_per_node,
+            signal_delay_s=site.warning_seconds,
+        )
+        return executor
+    ranks = job.ranks_per_node(request.runs[0])
+    slurm_executor = submitit.SlurmExecutor(folder=request.logs)
+    slurm_executor.update_parameters(
+        **script.parameters(job, site, ranks, request.name), array_parallelism=request.parallel
+    )
+    slurm_executor.parameters["setup"].append(f"export {SUBMISSION}={request.submission}")
+    slurm_executor.parameters["wckey"] = None  # some sites refuse submitit's default
+    return slurm_executor

@@ -11,16 +11,17 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from hvdtrain import configfile, files
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError, Interrupted, UsageError
+from hvdtrain.host import files
 from hvdtrain.jobs import record, slurm, watch
 from hvdtrain.jobs.estimate import estimate
-from hvdtrain.jobs.executor import Request, dry_run, submit_request
 from hvdtrain.jobs.options import JobOptions
 from hvdtrain.jobs.record import LOGS, Record
 from hvdtrain.jobs.site import load
-from hvdtrain.jobs.undisturbed import defer_signals, submission_lock
+from hvdtrain.jobs.slurm import Request, dry_run, submit_request
+from hvdtrain.jobs.task import defer_signals, submission_lock
+from hvdtrain.options import configfile
 from hvdtrain.training.metrics import holds_run
 
 SUMMARY_BEFORE = "summary-before.json"

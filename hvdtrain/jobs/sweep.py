@@ -5,11 +5,10 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from hvdtrain.configfile import MAY_CHANGE_IN_STUDY
 from hvdtrain.jobs import site, watch
-from hvdtrain.jobs.executor import Request, dry_run
 from hvdtrain.jobs.grid import Cell, Grid
 from hvdtrain.jobs.record import LOGS
+from hvdtrain.jobs.slurm import Request, dry_run
 from hvdtrain.jobs.submit import (
     check,
     check_runs,
@@ -17,7 +16,8 @@ from hvdtrain.jobs.submit import (
     reasons_to_skip,
     submit_and_record,
 )
-from hvdtrain.jobs.undisturbed import submission_lock
+from hvdtrain.jobs.task import submission_lock
+from hvdtrain.options.configfile import MAY_CHANGE_IN_STUDY
 
 
 def sweep(grid: Grid, folder: str, is_dry: bool) -> Iterator[str]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.errors import DataError, UsageError
-from hvdtrain.files import write_whole
+from hvdtrain.host.files import write_whole
 
 _LAYER = r"encoder.layers.encoder_layer_\1"
 _RESNET = ((r"(?:stem|head)\.(.*)", r"\1"),)

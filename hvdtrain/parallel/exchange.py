@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvdtrain.parallel.waiting import WaitTime
-from hvdtrain.poll import wait_until
+from hvdtrain.host.poll import wait_until
+from hvdtrain.plan.trace import WaitTime
 
 if TYPE_CHECKING:
     from mpi4py import MPI

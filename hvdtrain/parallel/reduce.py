@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.errors import UsageError
-from hvdtrain.parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, group_by_bytes
-from hvdtrain.parallel.cut import Share
+from hvdtrain.host.poll import wait_until
 from hvdtrain.parallel.states import CopiedStates, States
-from hvdtrain.parallel.waiting import ReductionTime
-from hvdtrain.poll import wait_until
+from hvdtrain.plan.cut import Share
+from hvdtrain.plan.passes import BUCKET_BYTES, FIRST_BUCKET_BYTES, group_by_bytes
+from hvdtrain.plan.trace import ReductionTime
 
 
 class Gradients(Protocol):

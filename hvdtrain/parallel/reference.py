@@ -19,8 +19,8 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvdtrain.parallel.dropout import Draws
-from hvdtrain.parallel.plan import Plan
 from hvdtrain.parallel.stage import StageModel
+from hvdtrain.plan.plan import Plan
 
 Range = tuple[int, int]  # [start, stop)
 

@@ -13,20 +13,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hvdtrain.activity import Activity
 from hvdtrain.errors import UsageError
+from hvdtrain.host.activity import Activity
 from hvdtrain.parallel import halves
-from hvdtrain.parallel.actions import RECEIPTS, SENDS
+from hvdtrain.parallel.boundary import Boundaries
 from hvdtrain.parallel.dropout import Draws
 from hvdtrain.parallel.exchange import Exchange
-from hvdtrain.parallel.handover import Boundaries
-from hvdtrain.parallel.part import Part
-from hvdtrain.parallel.program import Program, Task
-from hvdtrain.parallel.simulate import Event
-from hvdtrain.parallel.stage import Images
-from hvdtrain.parallel.step import Step
-from hvdtrain.parallel.update import UpdateRule, copied_buffers, restore_buffers, update
-from hvdtrain.parallel.waiting import WaitTime
+from hvdtrain.parallel.stage import Images, Part
+from hvdtrain.parallel.step import Step, UpdateRule, copied_buffers, restore_buffers, update
+from hvdtrain.plan.actions import RECEIPTS, SENDS
+from hvdtrain.plan.program import Program, Task
+from hvdtrain.plan.simulate import Event
+from hvdtrain.plan.trace import WaitTime
 
 TRANSFERS = (*SENDS, *RECEIPTS, "REDUCE")
 

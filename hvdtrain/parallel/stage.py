@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -9,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from hvdtrain.decay import is_exempt
+from hvdtrain.options.decay import is_exempt
 from hvdtrain.parallel.clock import ComponentClock
 from hvdtrain.parallel.recompute import forward_recomputed
+from hvdtrain.parallel.reduce import Gradients
 
 WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer type by bytes
 ROW = 1024
@@ -238,3 +240,26 @@ class Images:
 
     def _constant(self, values: np.ndarray, shape: tuple[int, ...]) -> Tensor:
         return torch.tensor(values, dtype=self.dtype, device=self.device).view(shape)
+
+
+@dataclass
+class Part:
+    """One rank's replica of a stage.
+
+    Attributes:
+        optimizer: None if the stage has no trainable parameters.
+        is_first_replica: whether this rank contributes the norm of the stage's gradients.
+        synchronised: whether forward and backward communicate, so that every replica must run
+            them even without samples.
+    """
+
+    model: StageModel
+    gradients: Gradients
+    optimizer: torch.optim.Optimizer | None
+    is_first_replica: bool = True
+    synchronised: bool = False
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The trainable parameters, in the order of the model."""
+        return list(self.model.parameters().values())

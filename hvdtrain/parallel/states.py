@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hvdtrain.parallel.cut import Share
+from hvdtrain.plan.cut import Share
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,18 @@
 
 import math
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.halves import Group
-from hvdtrain.parallel.program import Key
-from hvdtrain.parallel.waiting import ReductionTime, WaitTime
+from hvdtrain.parallel.stage import Part
+from hvdtrain.plan.program import Key
+from hvdtrain.plan.trace import ReductionTime, WaitTime
 
 
 class Held(dict[Key, tuple[Tensor, int]]):
@@ -64,3 +68,115 @@ class Step:
     is_finished: bool = False
     norm: float = math.nan
     is_bad: bool = False
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """The conditions under which gradients update the weights.
+
+    A bad step has gradients that are not finite, or whose norm is above `largest_norm`.
+
+    Attributes:
+        clip_norm: scale gradients down to this norm; None disables clipping.
+        largest_norm: of all gradients together, before clipping.
+        skips: skip a bad step as a whole, on all ranks. Otherwise only the bad stages are not
+            updated: enough if the run ends after the step.
+    """
+
+    clip_norm: float | None = None
+    largest_norm: float = math.inf
+    skips: bool = False
+
+    @property
+    def needs_norm(self) -> bool:
+        """Return whether an update needs the norm of the gradients of all stages."""
+        return self.clip_norm is not None or self.largest_norm < math.inf or self.skips
+
+
+def update(
+    rule: UpdateRule,
+    stage: int,
+    parts: Mapping[int, Part],
+    exchange: Exchange | None,
+    step: Step,
+) -> None:
+    """Update the weights of a stage unless its reduced gradients are bad; reset the gradients.
+
+    If the rule needs the norm, the first update of the step waits for the gradients of all stages.
+    """
+    part = parts[stage]
+    if not rule.needs_norm:
+        step.reduction.add(part.gradients.finish())
+        is_bad = not part.gradients.are_finite()
+        step.is_bad |= is_bad
+    else:
+        if not step.is_finished:
+            _judge(rule, parts, exchange, step)
+        is_bad = step.is_bad
+    if part.optimizer is not None and not is_bad:
+        part.optimizer.step()
+    part.gradients.zero()
+
+
+def copied_buffers(parts: Mapping[int, Part]) -> dict[int, dict[str, Tensor]]:
+    """Return copies of the buffers that forwards change, by stage and name."""
+    return {
+        number: {name: value.clone() for name, value in _changed_by_forwards(part).items()}
+        for number, part in parts.items()
+    }
+
+
+def restore_buffers(parts: Mapping[int, Part], kept: Mapping[int, Mapping[str, Tensor]]) -> None:
+    """Restore the buffers that `copied_buffers` returned."""
+    for number, part in parts.items():
+        current = _changed_by_forwards(part)
+        part.model.put({name: value for name, value in kept[number].items() if name in current})
+
+
+def _changed_by_forwards(part: Part) -> dict[str, Tensor]:
+    return part.model.statistics() | part.model.states()
+
+
+def _judge(
+    rule: UpdateRule, parts: Mapping[int, Part], exchange: Exchange | None, step: Step
+) -> None:
+    """Finish and clip the gradients of all stages; set `step.is_bad` and `step.norm`."""
+    for part in parts.values():
+        step.reduction.add(part.gradients.finish())
+    step.norm = total_norm(parts, exchange)
+    # Written so that a NaN norm is bad, too.
+    step.is_bad = not (step.norm <= rule.largest_norm and step.norm < math.inf)
+    if rule.clip_norm is not None and not step.is_bad:
+        clip_gradients(step.norm, rule.clip_norm, parts)
+    step.is_finished = True
+
+
+def total_norm(parts: Mapping[int, Part], exchange: Exchange | None) -> float:
+    """Return the norm of the reduced gradients of all stages together. Collective.
+
+    Only the first replica of each stage contributes, and all ranks add in the same order, so that
+    all of them compute the same bits.
+    """
+    square = torch.zeros(1, dtype=torch.float64)
+    for part in parts.values():
+        gradients = _gradients(part)
+        if part.is_first_replica and gradients:
+            square += torch.nn.utils.get_total_norm(gradients).double().cpu() ** 2
+    squares = exchange.gather_all(square) if exchange else square
+    return float(squares.sum().sqrt())
+
+
+def clip_gradients(norm: float, largest: float, parts: Mapping[int, Part]) -> None:
+    """Scale all gradients, whose norm is `norm`, so that it is at most `largest`.
+
+    Pascanu et al., arXiv 1211.5063, section 3.2.
+    """
+    scale = largest / (norm + 1e-6)
+    if scale < 1:
+        for part in parts.values():
+            if gradients := _gradients(part):
+                torch._foreach_mul_(gradients, scale)
+
+
+def _gradients(part: Part) -> list[Tensor]:
+    return [value.grad for value in part.parameters if value.grad is not None]

@@ -10,12 +10,11 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hvdtrain.arguments import nearest, unknown_key
 from hvdtrain.errors import UsageError
-from hvdtrain.harmless import read_mapping
+from hvdtrain.host.harmless import read_mapping
+from hvdtrain.options.parser import nearest, unknown_key
 from hvdtrain.planner.components import ComponentTimes, Profile, RankTimes
-from hvdtrain.planner.curve import Curve, Line
-from hvdtrain.planner.network import Contention
+from hvdtrain.planner.network import Contention, Curve, Line
 
 if TYPE_CHECKING:
     from hvdtrain.models.costs import ComponentCost

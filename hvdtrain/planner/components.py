@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdtrain.planner.curve import Curve, stacked
+from hvdtrain.planner.network import Curve, stacked
 
 
 @dataclass(frozen=True)

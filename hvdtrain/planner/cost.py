@@ -7,7 +7,7 @@ from functools import cache, cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from hvdtrain.parallel.actions import (
+from hvdtrain.plan.actions import (
     RECEIPTS,
     SENDS,
     Action,
@@ -17,10 +17,10 @@ from hvdtrain.parallel.actions import (
     rows_sent,
     send_of,
 )
-from hvdtrain.parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, group_by_bytes
-from hvdtrain.parallel.cut import Cut
-from hvdtrain.parallel.plan import Plan, Stage
-from hvdtrain.parallel.simulate import Costs
+from hvdtrain.plan.cut import Cut
+from hvdtrain.plan.passes import BUCKET_BYTES, FIRST_BUCKET_BYTES, group_by_bytes
+from hvdtrain.plan.plan import Plan, Stage
+from hvdtrain.plan.simulate import Costs
 from hvdtrain.planner.components import ComponentTimes, Profile
 from hvdtrain.planner.network import Network
 

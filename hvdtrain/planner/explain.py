@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from hvdtrain.parallel.plan import Plan, labels
+from hvdtrain.plan.plan import Plan, labels
+from hvdtrain.planner.candidates import Candidate
 from hvdtrain.planner.cost import Known
-from hvdtrain.planner.play import Candidate
 from hvdtrain.planner.solve import Solution
 from hvdtrain.planner.tables import Question
 

@@ -17,7 +17,7 @@ from hvdtrain.models.component import IMAGE_CHANNELS
 from hvdtrain.parallel.stage import Images
 from hvdtrain.planner.chain import Built, Chain, Halves, Seconds
 from hvdtrain.planner.components import ComponentTimes, RankTimes
-from hvdtrain.planner.curve import Curve
+from hvdtrain.planner.network import Curve
 from hvdtrain.world import World
 
 FEWEST_ROWS = 2  # batch norm needs two values per channel

@@ -1,10 +1,113 @@
-"""Seconds of transfers and all-reduces between ranks, measured or assumed."""
+"""Seconds per message and per all-reduce between ranks, as functions of the size."""
 
-from collections.abc import Sequence
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
-from hvdtrain.planner.curve import Curve
+import numpy as np
+
+
+class Line(NamedTuple):
+    """Seconds of a size as `fixed + size * per_unit`: alpha and beta of a message."""
+
+    fixed: float
+    per_unit: float
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A piecewise linear function through (size, seconds), sizes ascending.
+
+    Below the first point and beyond the last one it continues the neighbouring piece. Below the
+    first point a unit of size never takes less than it does at that point.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    @classmethod
+    def of(cls, sizes: Iterable[float], seconds: Iterable[float]) -> "Curve":
+        """Return the curve through measured points.
+
+        A point above that of a larger size was disturbed and is lowered to it, as Alpa (Zheng et
+        al., OSDI 2022) cleans up its measured bandwidths.
+        """
+        pairs = sorted(zip(sizes, seconds, strict=True))
+        lowered = np.minimum.accumulate([seconds for _, seconds in pairs[::-1]])[::-1]
+        return cls(tuple((float(s), float(t)) for (s, _), t in zip(pairs, lowered, strict=True)))
+
+    @classmethod
+    def straight(cls, line: Line, largest: float = 1.0) -> "Curve":
+        """Return a straight line as a curve."""
+        return cls(((0.0, line.fixed), (largest, line.fixed + largest * line.per_unit)))
+
+    def __call__(self, size: float) -> float:
+        """Return the seconds of one size."""
+        points = self.points
+        if len(points) == 1:
+            return points[0][1] * (size / points[0][0] if points[0][0] else 1.0)
+        right = min(max(1, bisect_right(points, (size, math.inf))), len(points) - 1)
+        (x0, y0), (x1, y1) = points[right - 1], points[right]
+        seconds = y0 + (size - x0) * (y1 - y0) / (x1 - x0)
+        return max(seconds, y0 * size / x0 if x0 else 0.0) if size < points[0][0] else seconds
+
+    @cached_property
+    def line(self) -> Line:
+        """Return the line with the smallest relative error to the points.
+
+        Both of its parts are at least 0.
+        """
+        x, y = self._arrays
+        if len(x) == 1:
+            return Line(0.0, y[0] / x[0]) if x[0] else Line(float(y[0]), 0.0)
+        weights = 1 / np.maximum(y, 1e-12)
+        columns = np.stack([np.ones_like(x), x], axis=1) * weights[:, None]
+        fixed, slope = np.linalg.lstsq(columns, y * weights, rcond=None)[0]
+        if fixed < 0:
+            ratios = x / np.maximum(y, 1e-12)
+            return Line(0.0, float(ratios.sum() / (ratios**2).sum()))
+        return Line(float(fixed), float(max(0.0, slope)))
+
+    @cached_property
+    def least_per_unit(self) -> float:
+        """Return the fewest seconds that one unit of size takes, at any measured size."""
+        x, y = self._arrays
+        rates = [seconds / size for size, seconds in zip(x, y, strict=True) if size > 0]
+        if len(x) > 1:  # far beyond the last point a unit takes the slope of the last piece
+            rates.append((y[-1] - y[-2]) / (x[-1] - x[-2]))
+        return float(min(rates))
+
+    def times(self, factor: float) -> "Curve":
+        """Return the curve for something that is `factor` times slower."""
+        return Curve(tuple((size, factor * seconds) for size, seconds in self.points))
+
+    @cached_property
+    def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        sizes, seconds = zip(*self.points, strict=True)
+        return np.asarray(sizes, np.float64), np.asarray(seconds, np.float64)
+
+
+def stacked(curves: Sequence[Curve]) -> Callable[[float], np.ndarray]:
+    """Return a function from a size to the seconds of all curves: fp64 [curves].
+
+    The values are those of calling each curve; it is faster if all curves have the same sizes.
+    """
+    sizes = curves[0]._arrays[0]
+    has_same = all(len(curve.points) == len(sizes) for curve in curves)
+    points = np.array([curve.points for curve in curves]) if has_same else np.zeros(0)
+    if len(sizes) == 1 or not has_same or (points[:, :, 0] != sizes).any():
+        return lambda size: np.array([curve(size) for curve in curves])
+    seconds = points[:, :, 1]
+    slopes = np.diff(seconds) / np.diff(sizes)
+
+    def evaluate(size: float) -> np.ndarray:
+        piece = int(np.clip(np.searchsorted(sizes, size, "right") - 1, 0, len(sizes) - 2))
+        values: np.ndarray = seconds[:, piece] + (size - sizes[piece]) * slopes[:, piece]
+        return np.maximum(values, seconds[:, 0] / sizes[0] * size) if size < sizes[0] else values
+
+    return evaluate
 
 
 class Contention(NamedTuple):

@@ -5,7 +5,7 @@ from typing import Literal
 
 from hvdtrain.config import Precision, TrainConfig, field_of_train
 from hvdtrain.errors import UsageError
-from hvdtrain.fields import about
+from hvdtrain.options.fields import about
 
 
 @dataclass(frozen=True, kw_only=True)

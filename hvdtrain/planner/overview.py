@@ -6,14 +6,13 @@ from functools import cached_property
 from typing import Any
 
 from hvdtrain.models.costs import ComponentCost
-from hvdtrain.parallel import schedule
-from hvdtrain.parallel.actions import Action, Schedule
-from hvdtrain.parallel.cut import Cut, cut
-from hvdtrain.parallel.normgroups import sample_counts
-from hvdtrain.parallel.plan import Plan, labels
-from hvdtrain.parallel.simulate import Costs, Timeline, simulate
-from hvdtrain.parallel.trace import draw
-from hvdtrain.parallel.validate import validate
+from hvdtrain.plan import schedule
+from hvdtrain.plan.actions import Action, Schedule
+from hvdtrain.plan.cut import Cut, cut, sample_counts
+from hvdtrain.plan.plan import Plan, labels
+from hvdtrain.plan.simulate import Costs, Timeline, simulate
+from hvdtrain.plan.trace import draw
+from hvdtrain.plan.validate import validate
 
 OPTIMIZER_COPIES = {"sgd": 1, "adam": 2, "adamw": 2}  # copies of the parameters
 BACKWARD_FLOPS = 2  # forwards: one for the gradients of the input, one for those of the weights

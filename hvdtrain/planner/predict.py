@@ -9,14 +9,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.parallel.plan import Plan, pipeline, replicated
-from hvdtrain.planner.candidates import numbers_of_stages
+from hvdtrain.plan.plan import Plan, pipeline, replicated
+from hvdtrain.planner.candidates import Candidate, numbers_of_stages, play
 from hvdtrain.planner.clusters import Cluster, ClusterNetwork
 from hvdtrain.planner.components import Profile
 from hvdtrain.planner.cost import Known
 from hvdtrain.planner.network import FreeNetwork
 from hvdtrain.planner.overview import OPTIMIZER_COPIES
-from hvdtrain.planner.play import Candidate, play
 from hvdtrain.planner.solve import GIB, lower_bound, solve
 from hvdtrain.planner.tables import Question
 

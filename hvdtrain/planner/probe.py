@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from hvdtrain.host.poll import wait_until
 from hvdtrain.parallel.exchange import Exchange
-from hvdtrain.planner.curve import Curve
-from hvdtrain.planner.network import Contention, MeasuredNetwork
-from hvdtrain.poll import wait_until
+from hvdtrain.planner.network import Contention, Curve, MeasuredNetwork
 from hvdtrain.world import World
 
 SIZES = tuple(4**power for power in range(1, 14))  # 4 bytes to 64 MiB

@@ -19,19 +19,18 @@ import torch
 from torch import Tensor
 
 from hvdtrain.models.component import IMAGE_CHANNELS
-from hvdtrain.parallel import schedule
-from hvdtrain.parallel.actions import COMMUNICATION, Action, boundary, rows_sent
 from hvdtrain.parallel.batchnorm import SynchronisedBatchNorm
-from hvdtrain.parallel.cut import Cut, Share
-from hvdtrain.parallel.form import Form
-from hvdtrain.parallel.handover import Boundaries
-from hvdtrain.parallel.part import Part
-from hvdtrain.parallel.plan import Plan
-from hvdtrain.parallel.program import Program, program
+from hvdtrain.parallel.boundary import Boundaries, Form
 from hvdtrain.parallel.reduce import Gradients
 from hvdtrain.parallel.runtime import Runtime, Step
-from hvdtrain.parallel.simulate import Costs
-from hvdtrain.parallel.waiting import ReductionTime
+from hvdtrain.parallel.stage import Part
+from hvdtrain.plan import schedule
+from hvdtrain.plan.actions import COMMUNICATION, Action, boundary, rows_sent
+from hvdtrain.plan.cut import Cut, Share
+from hvdtrain.plan.plan import Plan
+from hvdtrain.plan.program import Program, program
+from hvdtrain.plan.simulate import Costs
+from hvdtrain.plan.trace import ReductionTime
 from hvdtrain.world import World
 
 WARM_UP = 2

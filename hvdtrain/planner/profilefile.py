@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import UsageError, on_one_line
-from hvdtrain.files import write_text
-from hvdtrain.harmless import parse_json
+from hvdtrain.host.files import write_text
+from hvdtrain.host.harmless import parse_json
 from hvdtrain.planner.components import ComponentTimes, Profile, RankTimes
-from hvdtrain.planner.curve import Curve
-from hvdtrain.planner.network import Contention, MeasuredNetwork
+from hvdtrain.planner.network import Contention, Curve, MeasuredNetwork
 
 VERSION = 3
 LARGEST = 64 * 2**20  # bytes: enough for 1,000 ranks with 100 components

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hvdtrain.errors import UsageError
-from hvdtrain.parallel.plan import Plan
-from hvdtrain.planner.candidates import candidates
+from hvdtrain.plan.plan import Plan
+from hvdtrain.planner.candidates import Candidate, candidates
 from hvdtrain.planner.overview import OPTIMIZER_COPIES, copies_held
-from hvdtrain.planner.play import Candidate
 from hvdtrain.planner.tables import Question
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from functools import reduce
 
 import numpy as np
 
-from hvdtrain.parallel.normgroups import is_same
-from hvdtrain.parallel.plan import Plan
+from hvdtrain.plan.cut import is_same
+from hvdtrain.plan.plan import Plan
 from hvdtrain.planner.cost import Known
 from hvdtrain.planner.divide import UNFIT, Run, Times
 from hvdtrain.planner.overview import OPTIMIZER_COPIES, copies_held

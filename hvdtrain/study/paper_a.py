@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hvdtrain import files
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.index import read_index
 from hvdtrain.errors import DataError, UsageError
+from hvdtrain.host import files
 from hvdtrain.study import plots
 from hvdtrain.study.report import number, origin
 from hvdtrain.study.reproduction import Arm, run_all

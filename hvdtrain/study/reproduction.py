@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hvdtrain import configfile, files, launch
+from hvdtrain import launch
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import (
     CheckFailed,
@@ -16,6 +16,8 @@ from hvdtrain.errors import (
     RankError,
     UsageError,
 )
+from hvdtrain.host import files
+from hvdtrain.options import configfile
 
 # The exit code of a run that stopped selects the error.
 KINDS: tuple[type[HvdtrainError], ...] = (

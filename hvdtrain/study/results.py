@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain import configfile
 from hvdtrain.errors import DataError, UsageError
-from hvdtrain.frameworks import mirrored_devices
+from hvdtrain.options import configfile
+from hvdtrain.options.frameworks import mirrored_devices
 
 # Runs that differ only in these are compared: sizes, repeats, and the names and handling of files.
 NOT_SETTINGS = frozenset(

@@ -7,20 +7,27 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from hvdtrain.backends.pytorch.batches import batch_sizes
 from hvdtrain.errors import HvdtrainError, UsageError, one_line
-from hvdtrain.parallel.plan import Plan
-from hvdtrain.parallel.relayout import is_same_layout
-from hvdtrain.parallel.validate import prove
-from hvdtrain.planner.adapt import SETTLING, Decision, Drift, Watch, decide, seconds_to_migrate
+from hvdtrain.health.stragglers import own_seconds
+from hvdtrain.plan.plan import Plan, is_same_layout
+from hvdtrain.plan.validate import prove
+from hvdtrain.planner.adapt import (
+    SETTLING,
+    Decision,
+    Drift,
+    Watch,
+    compared,
+    decide,
+    following,
+    seconds_to_migrate,
+)
+from hvdtrain.planner.candidates import calibrated, play
 from hvdtrain.planner.explain import candidate_json
-from hvdtrain.planner.follow import compared, following
-from hvdtrain.planner.play import calibrated, play
 from hvdtrain.planner.solve import Solution, solve
 from hvdtrain.planner.tables import Question
-from hvdtrain.training.batches import batch_sizes
 from hvdtrain.training.control import Agreed
 from hvdtrain.training.session import Session, StepTimes
-from hvdtrain.training.vitals import own_seconds
 
 PROFILE_STEPS = 50  # the components are compared with their predictions every 50 steps
 SAME_LAYOUT_SECONDS = 0.2  # a migration that moves no component: the loader restarts

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from hvdtrain.parallel.plan import Plan
+from hvdtrain.plan.plan import Plan
 
 COLUMNS = {
     "epoch": "d",

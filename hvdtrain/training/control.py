@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.errors import Interrupted, Preempted
-from hvdtrain.poll import wait_until
+from hvdtrain.host.poll import wait_until
 from hvdtrain.world import World
 
 INTERRUPT, PREEMPT, SAVE, CHANGE, WRITTEN, FAILED, BAD, LOSS, SAMPLES, HEADER = range(10)

@@ -1,15 +1,17 @@
 """Data that a rank reads for a step: images for the first stage, labels for the last stage."""
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from hvdtrain.activity import Activity
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.augment import crop_flip, cutout
+from hvdtrain.data.histogram import count_values, mean_and_std
 from hvdtrain.data.order import Range, Rows
 from hvdtrain.data.shards import Batch, Index, Samples, open_split
+from hvdtrain.host.activity import Activity
 from hvdtrain.world import World
 
 # Per split: shared by the ranks of a node, but at least twice the window of the shuffle.
@@ -118,3 +120,51 @@ def open_splits(index: Index, world: World, reads: bool) -> dict[str, Samples]:
         for samples in splits.values():
             samples.load()
     return splits
+
+
+Normalisation = tuple[tuple[float, ...], tuple[float, ...]]  # mean and deviation per channel
+BLOCK_ROWS = 4096
+
+
+def normalisation(how: str, index: Index, rows: Rows, world: World) -> Normalisation:
+    """Return mean and deviation per channel, for pixels in 0..1. Collective.
+
+    If a part of the train split is held out, rank 0 measures the other part.
+
+    Args:
+        how: the value of --normalise.
+        rows: the rows of the train split to train on.
+
+    Raises:
+        DataError: if a shard is damaged.
+    """
+    if how == "unit":
+        return index.normalisation("unit")
+    if how == "split" or len(rows) == index.splits["train"].count:
+        return index.normalisation("meanstd")
+    measured: Normalisation = world.broadcast(_of_rows(index, rows) if world.rank == 0 else None)
+    return measured
+
+
+def _of_rows(index: Index, rows: Rows) -> Normalisation:
+    """Return mean and deviation over some rows of the train split, which are read for it."""
+    histogram = np.zeros((index.image_shape[2], 256), np.int64)
+    with open_split(index, "train") as samples:
+        for start in range(0, len(rows), BLOCK_ROWS):
+            count_values(samples.gather(rows[start : start + BLOCK_ROWS]).images, histogram)
+    return mean_and_std(histogram)
+
+
+def step_seed(seed: int, position: int, rank: int | None) -> int:
+    """Return the seed of this rank's generators in the step that starts at `position`.
+
+    To resume, or to run a step again, no other state of the generators has to be saved.
+
+    Args:
+        rank: None for numbers that all ranks share: the masks of dropout.
+
+    Returns:
+        0 to 2**63 - 1.
+    """
+    digest = hashlib.blake2b(repr((seed, position, rank)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

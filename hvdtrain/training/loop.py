@@ -12,24 +12,25 @@ from typing import Any
 
 import psutil
 
-from hvdtrain import failure, quiet
-from hvdtrain.activity import Activity
+from hvdtrain.checkpoint.replication import repair_records
 from hvdtrain.config import TrainConfig
-from hvdtrain.configfile import differing, with_older_defaults
 from hvdtrain.data import order
 from hvdtrain.data.loader import Loader
 from hvdtrain.errors import CheckFailed, Interrupted, Preempted, UsageError
-from hvdtrain.frameworks import REMARKS
-from hvdtrain.stop import StopRequest
+from hvdtrain.health import failure
+from hvdtrain.health.replicas import check_replicas, compare_fingerprints
+from hvdtrain.health.stragglers import Stragglers, peers
+from hvdtrain.host import quiet
+from hvdtrain.host.activity import Activity
+from hvdtrain.host.stop import StopRequest
+from hvdtrain.options.configfile import differing, with_older_defaults
+from hvdtrain.options.frameworks import REMARKS
 from hvdtrain.training import saving
 from hvdtrain.training.control import Agreed, Flags, Vitals, stop_code
 from hvdtrain.training.evaluate import Stopped, end_epoch, evaluate_end
 from hvdtrain.training.feed import Feed, Feeder, augmentation, requests, watched
-from hvdtrain.training.health import Stragglers, peers
 from hvdtrain.training.precheck import NO_TENSORFLOW
 from hvdtrain.training.rate import learning_rate
-from hvdtrain.training.replicas import check_replicas, compare_fingerprints
-from hvdtrain.training.replication import repair_records
 from hvdtrain.training.run import Run, open_run
 from hvdtrain.training.session import Result, Session, StepRecord
 from hvdtrain.training.steplog import StepLog
@@ -103,9 +104,9 @@ def _open_session(config: TrainConfig, world: World) -> Session:
         if find_spec("tensorflow") is None:
             raise UsageError(NO_TENSORFLOW)
         with quiet.without(REMARKS):
-            from hvdtrain.tf import opening
+            from hvdtrain.backends.tensorflow import opening
         return opening.open_session(config, world)
-    from hvdtrain.training import setup
+    from hvdtrain.backends.pytorch import setup
 
     return setup.open_session(config, world)
 

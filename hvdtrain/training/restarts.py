@@ -6,15 +6,17 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvdtrain import alert, injection, launch
+from hvdtrain import launch
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import Interrupted, Preempted, RankError, shortened
+from hvdtrain.health.heartbeat import start_patience
+from hvdtrain.health.starts import MOST_FRUITLESS_STARTS, newest
+from hvdtrain.host import alert
+from hvdtrain.host.ownership import LAUNCH
 from hvdtrain.launch import RanksStop
-from hvdtrain.ownership import LAUNCH
-from hvdtrain.parallel.planfile import refit
+from hvdtrain.options import injection
+from hvdtrain.plan.planfile import refit
 from hvdtrain.training.metrics import AFTER_FAULTS, make_folder
-from hvdtrain.training.stall import start_patience
-from hvdtrain.training.starts import MOST_FRUITLESS_STARTS, newest
 
 NO_FAULT = (0, Interrupted.exit_code, Preempted.exit_code)
 # After starts that saved no new checkpoint the launcher waits: the fault may be temporary.

@@ -9,26 +9,26 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain import alert, failure
-from hvdtrain.activity import Activity
+from hvdtrain.checkpoint import store
+from hvdtrain.checkpoint.replication import Replication, open_replication, refuse_to_start_over
+from hvdtrain.checkpoint.restore import restore
+from hvdtrain.checkpoint.saver import Saver
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
-from hvdtrain.ownership import Owner, claim
-from hvdtrain.stop import StopRequest
-from hvdtrain.training import metrics, starts
-from hvdtrain.training.checkpoint import store
+from hvdtrain.health import failure, starts
+from hvdtrain.health.heartbeat import Heartbeat, stalled, suspects
+from hvdtrain.health.inject import Injector, make_injector
+from hvdtrain.health.stragglers import Stragglers, peers
+from hvdtrain.host import alert
+from hvdtrain.host.activity import Activity
+from hvdtrain.host.ownership import Owner, claim
+from hvdtrain.host.stop import StopRequest
+from hvdtrain.training import metrics
 from hvdtrain.training.console import Console
 from hvdtrain.training.control import Control
 from hvdtrain.training.feed import READING
-from hvdtrain.training.health import Stragglers, peers
-from hvdtrain.training.heartbeat import Heartbeat, suspects
-from hvdtrain.training.inject import Injector, make_injector
 from hvdtrain.training.progress import Progress
-from hvdtrain.training.replication import Replication, open_replication, refuse_to_start_over
-from hvdtrain.training.restore import restore
-from hvdtrain.training.saver import Saver
 from hvdtrain.training.session import Session, StepRecord
-from hvdtrain.training.stall import stalled
 from hvdtrain.world import World, activity_path
 
 if TYPE_CHECKING:

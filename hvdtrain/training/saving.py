@@ -6,13 +6,13 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from hvdtrain import configfile
+from hvdtrain.checkpoint import store
 from hvdtrain.errors import DataError
-from hvdtrain.training.checkpoint import store
+from hvdtrain.health.heartbeat import OTHERS_SAVE_FACTOR, SAVE_FACTOR
+from hvdtrain.options import configfile
 from hvdtrain.training.control import Agreed
 from hvdtrain.training.metrics import Records
 from hvdtrain.training.run import Run
-from hvdtrain.training.stall import OTHERS_SAVE_FACTOR, SAVE_FACTOR
 
 MOST_FAILED = 3  # checkpoints in a row
 PAUSE_SECONDS = 2.0  # before another attempt, if there is no step in between

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import numpy as np
 import psutil
 
-from hvdtrain.activity import Activity
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.order import Rows
 from hvdtrain.data.shards import Index, Samples
-from hvdtrain.parallel.plan import Plan
-from hvdtrain.training.feed import Feed
-from hvdtrain.training.normalise import Normalisation
+from hvdtrain.host.activity import Activity
+from hvdtrain.plan.plan import Plan
+from hvdtrain.training.feed import Feed, Normalisation
 from hvdtrain.world import World
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ import time
 import numpy as np
 
 from hvdtrain.errors import CheckFailed
+from hvdtrain.health.stragglers import as_lists
 from hvdtrain.training import saving
 from hvdtrain.training.control import Agreed
-from hvdtrain.training.health import as_lists
 from hvdtrain.training.rate import learning_rate
 from hvdtrain.training.run import Run
 

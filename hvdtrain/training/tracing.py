@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from hvdtrain.parallel import trace
 from hvdtrain.parallel.runtime import Runtime
+from hvdtrain.plan import trace
 from hvdtrain.world import World
 
 

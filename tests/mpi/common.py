@@ -9,18 +9,18 @@ import torch
 from torch import nn
 
 from hvdtrain import models
+from hvdtrain.backends.pytorch.build import build_runtime
+from hvdtrain.check.plan import MEAN, STD, local_step, random_batch
 from hvdtrain.config import TrainConfig
 from hvdtrain.models import resnet, vit
 from hvdtrain.models.component import Component
-from hvdtrain.parallel import schedule
-from hvdtrain.parallel.cut import cut
-from hvdtrain.parallel.plan import Plan
-from hvdtrain.parallel.program import program
 from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.stage import Images
 from hvdtrain.parallel.step import Step
-from hvdtrain.training.build import build_runtime
-from hvdtrain.training.plancheck import MEAN, STD, local_step, random_batch
+from hvdtrain.plan import schedule
+from hvdtrain.plan.cut import cut
+from hvdtrain.plan.plan import Plan
+from hvdtrain.plan.program import program
 from hvdtrain.world import World
 
 CLASSES = 7

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain import launchers
+from hvdtrain.host import launchers
 from hvdtrain.world import World, import_mpi, start, start_horovod, stop
 
 

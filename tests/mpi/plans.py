@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from hvdtrain.parallel.plan import Plan, Stage, pipeline, replicated
+from hvdtrain.plan.plan import Plan, Stage, pipeline, replicated
 
 Maker = Callable[[Sequence[str]], Plan]
 

@@ -8,18 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from hvdtrain.backends.pytorch import parts
+from hvdtrain.check import plan
+from hvdtrain.check.parity import Parity
+from hvdtrain.check.plan import check_plan
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
 from hvdtrain.parallel import halves
-from hvdtrain.parallel.cut import cut
 from hvdtrain.parallel.exchange import Exchange
-from hvdtrain.parallel.plan import Plan
-from hvdtrain.parallel.program import Program
 from hvdtrain.parallel.reduce import ReplicatedGradients
-from hvdtrain.training import parts, plancheck
-from hvdtrain.training.parity import Parity
-from hvdtrain.training.plancheck import check_plan
-from hvdtrain.training.programs import program_of
+from hvdtrain.plan.cut import cut
+from hvdtrain.plan.plan import Plan
+from hvdtrain.plan.program import Program, program_of
 from hvdtrain.world import World
 from tests.mpi.common import CLASSES, components_of, names
 from tests.mpi.plans import PLANS
@@ -82,7 +82,7 @@ def test_a_microbatch_that_is_left_out(world: World, monkeypatch: pytest.MonkeyP
         dropped = next(task for task in made.tasks if task.action.kind == "B")
         return replace(made, tasks=tuple(task for task in made.tasks if task is not dropped))
 
-    monkeypatch.setattr(plancheck, "program_of", without_first_backward)
+    monkeypatch.setattr(plan, "program_of", without_first_backward)
     assert check(world, "dp" if world.size > 1 else "single").largest > SEEN
 
 

@@ -12,13 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from hvdtrain.parallel import schedule
 from hvdtrain.parallel.batchnorm import synchronise
-from hvdtrain.parallel.cut import cut
+from hvdtrain.parallel.boundary import Boundaries, Form
 from hvdtrain.parallel.exchange import Exchange
-from hvdtrain.parallel.form import Form
-from hvdtrain.parallel.handover import Boundaries
-from hvdtrain.parallel.program import Task, program
+from hvdtrain.plan import schedule
+from hvdtrain.plan.cut import cut
+from hvdtrain.plan.program import Task, program
 from hvdtrain.world import World, process_set
 from tests.mpi.plans import PLANS
 

@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hvdtrain.check.plan import MEAN, STD, local_step, random_batch
+from hvdtrain.check.serial import SerialRun
 from hvdtrain.config import TrainConfig
 from hvdtrain.models.component import Component
-from hvdtrain.parallel import schedule
-from hvdtrain.parallel.cut import cut
-from hvdtrain.parallel.plan import Plan
-from hvdtrain.parallel.program import program
 from hvdtrain.parallel.stage import Images
-from hvdtrain.training.plancheck import MEAN, STD, local_step, random_batch
-from hvdtrain.training.serialrun import SerialRun
+from hvdtrain.plan import schedule
+from hvdtrain.plan.cut import cut
+from hvdtrain.plan.plan import Plan
+from hvdtrain.plan.program import program
 from hvdtrain.world import World
 from tests.mpi.common import CLASSES, names, runtime_of, whole_state
 from tests.mpi.plans import PLANS

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
+from hvdtrain.backends.pytorch.parts import check_compiler
+from hvdtrain.check.parity import Parity
+from hvdtrain.check.plan import check_plan
 from hvdtrain.config import TrainConfig
 from hvdtrain.models.component import Component
-from hvdtrain.parallel.plan import Plan, replicated
-from hvdtrain.training.parity import Parity
-from hvdtrain.training.parts import check_compiler
-from hvdtrain.training.plancheck import check_plan
+from hvdtrain.plan.plan import Plan, replicated
 from hvdtrain.world import World
 from tests.mpi.common import CLASSES, names, run_step, runtime_of, whole_state
 from tests.mpi.plans import PLANS
@@ -189,7 +189,7 @@ def test_without_masks_by_sample_a_plan_changes_what_is_learnt(
     expected = train_alone(CONFIG, components, world, 3)
     plan = replicated(names(components), world.size, 1, None)
     assert checked(components, plan, world).is_within
-    monkeypatch.setattr("hvdtrain.training.build.follow_samples", lambda *_: None)
+    monkeypatch.setattr("hvdtrain.backends.pytorch.build.follow_samples", lambda *_: None)
     assert checked(components, plan, world).largest > 1e-3
     with pytest.raises(AssertionError, match="weight"):
         assert_close(train(CONFIG, plan, components, world, 3), expected, 1e-3)

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from hvdtrain.check.parity import Parity
+from hvdtrain.check.plan import check_plan
 from hvdtrain.config import Precision, TrainConfig
-from hvdtrain.training.parity import Parity
-from hvdtrain.training.plancheck import check_plan
 from hvdtrain.world import World
 from tests.mpi.common import CLASSES, components_of, names
 from tests.mpi.plans import PLANS

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hvdtrain.backends.pytorch import layout
+from hvdtrain.backends.pytorch.layout import under_plan
 from hvdtrain.config import TrainConfig
-from hvdtrain.parallel.plan import Plan, replicated
 from hvdtrain.parallel.runtime import Runtime
-from hvdtrain.training import layout
-from hvdtrain.training.relayout import under_plan
+from hvdtrain.plan.plan import Plan, replicated
 from hvdtrain.world import World
 from tests.mpi.common import components_of, names, on_first, run_step, runtime_of, whole_state
 from tests.mpi.plans import PLANS

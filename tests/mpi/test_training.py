@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
+from hvdtrain.check.plan import local_step, random_batch
 from hvdtrain.config import TrainConfig
 from hvdtrain.models.component import Component
-from hvdtrain.parallel import schedule
-from hvdtrain.parallel.cut import cut
-from hvdtrain.parallel.plan import Plan, replicated
-from hvdtrain.parallel.program import program
 from hvdtrain.parallel.runtime import Runtime
-from hvdtrain.training.plancheck import local_step, random_batch
+from hvdtrain.plan import schedule
+from hvdtrain.plan.cut import cut
+from hvdtrain.plan.plan import Plan, replicated
+from hvdtrain.plan.program import program
 from hvdtrain.world import World
 from tests.mpi.common import (
     CLASSES,

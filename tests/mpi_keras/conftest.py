@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hvdtrain import tf as distributed
+from hvdtrain import keras as distributed
 from hvdtrain.world import World, stop
 from tests.mpi.conftest import (
     pytest_collection_modifyitems as pytest_collection_modifyitems,

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from hvdtrain import data as packed
-from hvdtrain import tf as distributed
+from hvdtrain import keras as distributed
+from hvdtrain.backends.tensorflow.build import cnn
 from hvdtrain.data import order
 from hvdtrain.data.shards import open_split, read_index
 from hvdtrain.errors import UsageError
-from hvdtrain.tf.cnn import cnn
 from hvdtrain.world import World
 
 COUNT, BATCH = 61, 16

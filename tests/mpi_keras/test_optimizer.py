@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdtrain import tf as distributed
+from hvdtrain import keras as distributed
+from hvdtrain.backends.tensorflow.build import cnn
 from hvdtrain.errors import CheckFailed, UsageError
-from hvdtrain.tf.agreement import check_same
-from hvdtrain.tf.cnn import cnn
-from hvdtrain.tf.optimizer import is_distributed
+from hvdtrain.keras.agreement import check_same
+from hvdtrain.keras.optimizer import is_distributed
 from hvdtrain.world import World
 
 CLASSES, SIZE, BATCH = 5, 16, 24

@@ -8,13 +8,7 @@ from typing import Any
 import pytest
 
 from hvdtrain.doctor import launchers, libraries, machine, precision
-from hvdtrain.doctor.check import (
-    Check,
-    is_fit,
-    report_as_json,
-    report_as_text,
-    verdict,
-)
+from hvdtrain.doctor.check import Check, is_fit, report_as_json, report_as_text, verdict
 from hvdtrain.doctor.process import Answer, Outcome, failure, run
 from hvdtrain.doctor.protocol import read_facts
 

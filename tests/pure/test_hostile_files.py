@@ -13,14 +13,14 @@ from hypothesis import example, given, reject, settings
 from hypothesis import strategies as st
 
 from hvdtrain import cli
+from hvdtrain.checkpoint import manifest
+from hvdtrain.checkpoint.partfile import Entry
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.jobs import grid, site
-from hvdtrain.parallel import plan as plans
-from hvdtrain.parallel import planfile
+from hvdtrain.plan import plan as plans
+from hvdtrain.plan import planfile
 from hvdtrain.planner import clusters
-from hvdtrain.training.checkpoint import manifest
-from hvdtrain.training.checkpoint.partfile import Entry
 from hvdtrain.training.progress import Progress
 from tests import hostile
 

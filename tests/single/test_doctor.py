@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.launchers import own_mpirun
+from hvdtrain.host.launchers import own_mpirun
 
 REPOSITORY = Path(__file__).parents[2]
 BESIDE_PYTHON = Path(sys.executable).parent

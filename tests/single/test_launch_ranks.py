@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hvdtrain.host.shared_memory import SETTINGS
+from hvdtrain.host.stop import SAME_CTRL_C_SECONDS
 from hvdtrain.launch import mpirun
-from hvdtrain.shared_memory import SETTINGS
-from hvdtrain.stop import SAME_CTRL_C_SECONDS
 from hvdtrain.training.evaluate import MEASURED
 from tests import warm
 from tests.conftest import Program, program, program_environment

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from hvdtrain import data
-from hvdtrain.arguments import Parser, add_dataclass
 from hvdtrain.config import TrainConfig
-from hvdtrain.ranges import flag
+from hvdtrain.options.fields import flag
+from hvdtrain.options.parser import Parser, add_dataclass
 from tests import warm
 from tests.conftest import ROOT, program_environment
 

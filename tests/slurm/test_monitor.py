@@ -10,12 +10,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hvdtrain.activity import AFTER_THE_RANKS_SECONDS
+from hvdtrain.host.activity import AFTER_THE_RANKS_SECONDS
 from tests.conftest import ROOT
 from tests.single.training.jobs import events_of
 from tests.slurm.cluster import Cluster, wait_for
 
-MONITOR = "hvdtrain.monitor"
+MONITOR = "hvdtrain.health.monitor"
 LIMIT = 10  # seconds; five times that during the start, which is a cold one
 pytestmark = pytest.mark.proof
 

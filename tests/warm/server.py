@@ -33,7 +33,7 @@ COMMON = (
     *("safetensors.numpy", "ml_dtypes", "tensorboard.summary.writer.event_file_writer"),
 )
 PACKAGES = {"torch": "*.py", "tensorflow": "tf/*.py"}
-NOT_LOADED = ("hvdtrain.__main__", "hvdtrain.doctor", "hvdtrain.tf.")
+NOT_LOADED = ("hvdtrain.__main__", "hvdtrain.doctor", "hvdtrain.keras.")
 PR_SET_PDEATHSIG = 1
 
 

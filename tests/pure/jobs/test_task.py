@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain import files
+from hvdtrain.host import files
 from hvdtrain.jobs import task
 
 

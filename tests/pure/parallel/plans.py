@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from hvdtrain.parallel.plan import SCHEDULES, Plan, Stage, pipeline
+from hvdtrain.plan.plan import SCHEDULES, Plan, Stage, pipeline
 
 Case = tuple[Plan, int]  # a plan and a batch size
 

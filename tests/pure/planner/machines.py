@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from hvdtrain.models.costs import ComponentCost
 from hvdtrain.planner.components import ComponentTimes, Profile, RankTimes
 from hvdtrain.planner.cost import Known
-from hvdtrain.planner.curve import Curve, Line
-from hvdtrain.planner.network import Contention, MeasuredNetwork
+from hvdtrain.planner.network import Contention, Curve, Line, MeasuredNetwork
 from hvdtrain.planner.tables import Question
 
 

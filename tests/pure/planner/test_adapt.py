@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hvdtrain.parallel.plan import Plan, Stage, replicated
+from hvdtrain.plan.plan import Plan, Stage, replicated
 from hvdtrain.planner.adapt import (
     LEAST_SECONDS,
     SETTLING,

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from hvdtrain.errors import UsageError
-from hvdtrain.parallel.normgroups import is_same
-from hvdtrain.parallel.plan import Plan, Stage, replicated
+from hvdtrain.plan.cut import is_same
+from hvdtrain.plan.plan import Plan, Stage, replicated
 from hvdtrain.planner.overview import overview
 from hvdtrain.planner.solve import solve
 from hvdtrain.planner.tables import Question

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from hvdtrain.parallel.cut import cut
-from hvdtrain.parallel.plan import Plan, Stage, pipeline, replicated
-from hvdtrain.parallel.schedule import training_step
-from hvdtrain.parallel.simulate import simulate
+from hvdtrain.plan.cut import cut
+from hvdtrain.plan.plan import Plan, Stage, pipeline, replicated
+from hvdtrain.plan.schedule import training_step
+from hvdtrain.plan.simulate import simulate
 from hvdtrain.planner.cost import Known, exposed_seconds, plan_costs
 from hvdtrain.planner.network import Contention
 from tests.pure.planner.machines import component, known, network

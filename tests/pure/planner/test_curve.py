@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.planner.curve import Curve, Line
+from hvdtrain.planner.network import Curve, Line
 
 POINTS = st.lists(
     st.tuples(st.integers(1, 10**6), st.floats(1e-6, 10.0)),

@@ -2,8 +2,8 @@
 
 import pytest
 
-from hvdtrain.parallel.plan import replicated
-from hvdtrain.planner.follow import MOST, compared, following, predicted_components
+from hvdtrain.plan.plan import replicated
+from hvdtrain.planner.adapt import MOST_DIFFERENCE, compared, following, predicted_components
 from tests.pure.planner.machines import question
 
 
@@ -41,6 +41,6 @@ def test_what_a_rank_does_not_hold_is_known_from_others_and_disturbances_are_bou
     before = predicted_components(machine, plan, 1)
     ratios = [{names[0]: 100.0, names[1]: 1.0, names[2]: 1.0}, {}]
     after = predicted_components(following(machine, ratios), plan, 1)
-    assert after[names[0]] == pytest.approx(MOST * before[names[0]])
+    assert after[names[0]] == pytest.approx(MOST_DIFFERENCE * before[names[0]])
     assert after[names[1]] == before[names[1]]
     assert after[names[3]] == before[names[3]]

@@ -6,9 +6,8 @@ import random
 import pytest
 
 from hvdtrain.errors import UsageError
-from hvdtrain.parallel.plan import Plan, Stage
-from hvdtrain.planner.candidates import places_of, runs_at
-from hvdtrain.planner.play import play
+from hvdtrain.plan.plan import Plan, Stage
+from hvdtrain.planner.candidates import places_of, play, runs_at
 from hvdtrain.planner.solve import lower_bound, solve
 from hvdtrain.planner.tables import Question, Tables
 from tests.pure.planner.machines import component, known, network, question

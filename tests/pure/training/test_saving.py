@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvdtrain.checkpoint import manifest
+from hvdtrain.checkpoint.manifest import Manifest
+from hvdtrain.checkpoint.store import owners
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError, UsageError
-from hvdtrain.training.checkpoint import manifest
-from hvdtrain.training.checkpoint.manifest import Manifest
-from hvdtrain.training.checkpoint.store import owners
 from hvdtrain.training.progress import Progress
 
 JSON = st.recursive(

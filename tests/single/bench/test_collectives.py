@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hvdtrain.algorithms import ALGORITHMS
+from hvdtrain.host.launchers import ALGORITHMS
 from tests.conftest import Program
 
 

@@ -14,9 +14,9 @@ import pytest
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
 from hvdtrain.jobs import record, submit, watch
-from hvdtrain.jobs.executor import Request
 from hvdtrain.jobs.options import JobOptions
 from hvdtrain.jobs.site import Site
+from hvdtrain.jobs.slurm import Request
 from tests.conftest import Program, program, program_environment
 from tests.single.training.jobs import changeable_by_others, summary_of, umask
 

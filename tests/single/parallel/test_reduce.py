@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hvdtrain.errors import UsageError
-from hvdtrain.parallel.cut import Share
 from hvdtrain.parallel.reduce import ReplicatedGradients
 from hvdtrain.parallel.states import States
+from hvdtrain.plan.cut import Share
 
 WHOLE = Share(1.0, True)
 

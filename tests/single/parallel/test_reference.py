@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.parallel.cut import cut
-from hvdtrain.parallel.plan import Plan, Stage
 from hvdtrain.parallel.reference import reference_cut
+from hvdtrain.plan.cut import cut
+from hvdtrain.plan.plan import Plan, Stage
 
 SHARES = st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(any)
 

@@ -7,21 +7,19 @@ import pytest
 import torch
 from torch import nn
 
+from hvdtrain.backends.pytorch.parts import build_parts
 from hvdtrain.config import TrainConfig
 from hvdtrain.models.component import Component
-from hvdtrain.parallel import schedule
-from hvdtrain.parallel.actions import COMPUTE
 from hvdtrain.parallel.batchnorm import SynchronisedBatchNorm, synchronise
-from hvdtrain.parallel.cut import cut
-from hvdtrain.parallel.form import Form
-from hvdtrain.parallel.handover import Boundaries
-from hvdtrain.parallel.part import Part
-from hvdtrain.parallel.plan import Plan, Stage
+from hvdtrain.parallel.boundary import Boundaries, Form
 from hvdtrain.parallel.runtime import Runtime
-from hvdtrain.parallel.simulate import simulate
-from hvdtrain.parallel.stage import Images
+from hvdtrain.parallel.stage import Images, Part
+from hvdtrain.plan import schedule
+from hvdtrain.plan.actions import COMPUTE
+from hvdtrain.plan.cut import cut
+from hvdtrain.plan.plan import Plan, Stage
+from hvdtrain.plan.simulate import simulate
 from hvdtrain.planner.profile import Table, measured_costs, profile_parts
-from hvdtrain.training.parts import build_parts
 from hvdtrain.world import World
 
 SIZE, CLASSES, BATCH = 16, 5, 22  # 22 samples in 4 micro-batches: 5 and 6

@@ -6,9 +6,8 @@ import pytest
 from matplotlib import image
 
 from hvdtrain.errors import DataError
-from hvdtrain.parallel.plan import Plan, Stage
-from hvdtrain.study.plan_pictures import draw_predictions, draw_strategies
-from hvdtrain.study.plots import COLOURS
+from hvdtrain.plan.plan import Plan, Stage
+from hvdtrain.study.plots import COLOURS, draw_predictions, draw_strategies
 from tests.conftest import Program
 
 PLAN = Plan(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdtrain.training import checkpoint
+from hvdtrain import checkpoint
 from hvdtrain.training.evaluate import MEASURED
 from tests.conftest import Program
 from tests.single.training.jobs import (

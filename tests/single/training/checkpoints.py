@@ -5,7 +5,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from hvdtrain.training.checkpoint import Checkpoint, store
+from hvdtrain.checkpoint import Checkpoint, store
 
 
 def make(step: int) -> Checkpoint:

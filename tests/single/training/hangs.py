@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.health.heartbeat import Heartbeat
 from hvdtrain.training.feed import Feed, Feeder
-from hvdtrain.training.heartbeat import Heartbeat
 
 BATCHES = 4  # read by a rank before it hangs in its loader
 

@@ -2,16 +2,16 @@
 
 from pathlib import Path
 
+from hvdtrain.backends.pytorch import setup
+from hvdtrain.backends.pytorch.session import TorchSession
 from hvdtrain.config import TrainConfig
 from hvdtrain.models.costs import component_costs
-from hvdtrain.parallel.plan import Plan
+from hvdtrain.plan.plan import Plan
 from hvdtrain.planner.adapt import Decision
-from hvdtrain.planner.play import play
+from hvdtrain.planner.candidates import play
 from hvdtrain.planner.solve import Solution
 from hvdtrain.planner.tables import Question
-from hvdtrain.training import setup
 from hvdtrain.training.adapting import Adapter, Replan
-from hvdtrain.training.pytorch import TorchSession
 from hvdtrain.world import World
 from tests.pure.planner.machines import known, network
 

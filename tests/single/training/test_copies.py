@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.checkpoint import copies, load, replication
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError, UsageError
-from hvdtrain.training import replication
-from hvdtrain.training.checkpoint import copies, load
 from hvdtrain.training.console import Console
 from hvdtrain.training.metrics import RunFolder
 from hvdtrain.world import World

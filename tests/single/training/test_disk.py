@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdtrain import cli
+from hvdtrain import checkpoint, cli
+from hvdtrain.checkpoint import store
 from hvdtrain.errors import DataError
-from hvdtrain.training import checkpoint
-from hvdtrain.training.checkpoint import store
 from tests.conftest import Program
 from tests.single.training.checkpoints import make, save
 from tests.single.training.jobs import (

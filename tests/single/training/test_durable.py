@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from hvdtrain import cli, files
+from hvdtrain import cli
+from hvdtrain.checkpoint import store
+from hvdtrain.host import files
 from hvdtrain.jobs import record
-from hvdtrain.training.checkpoint import store
 from tests.single.training.checkpoints import make, save
 from tests.single.training.jobs import summary_of
 

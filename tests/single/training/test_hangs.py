@@ -7,9 +7,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hvdtrain import activity
+from hvdtrain.health.heartbeat import SAVE_FACTOR, START_FACTOR
+from hvdtrain.host import activity
 from hvdtrain.launch import mpirun
-from hvdtrain.training.stall import SAVE_FACTOR, START_FACTOR
 from tests.conftest import Program
 
 LIMIT = 4
@@ -123,6 +123,6 @@ def monitors_of(run: Path) -> list[psutil.Process]:
     monitors = []
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
-        if "hvdtrain.monitor" in words and str(run) in words:
+        if "hvdtrain.health.monitor" in words and str(run) in words:
             monitors.append(process)
     return monitors

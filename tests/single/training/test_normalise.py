@@ -6,9 +6,9 @@ from typing import Literal
 import numpy as np
 import pytest
 
+from hvdtrain.backends.pytorch import setup
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.shards import open_split
-from hvdtrain.training import setup
 from hvdtrain.world import World
 
 ALONE = World("none", 0, 1, 0, 1, 1)

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from hvdtrain.backends.pytorch.parts import build_model, check_compiler
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.shards import Batch, read_index
 from hvdtrain.errors import UsageError
 from hvdtrain.models import components
 from hvdtrain.training.feed import augmentation
-from hvdtrain.training.parts import build_model, check_compiler
 from tests.conftest import Program
 
 

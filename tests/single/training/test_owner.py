@@ -7,10 +7,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hvdtrain import checkpoint
+from hvdtrain.checkpoint import store
 from hvdtrain.errors import UsageError
-from hvdtrain.ownership import NAME, STALE_SECONDS, claim
-from hvdtrain.training import checkpoint
-from hvdtrain.training.checkpoint import store
+from hvdtrain.host.ownership import NAME, STALE_SECONDS, claim
 from hvdtrain.training.metrics import AppendOnly
 from tests import warm
 from tests.conftest import Program

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import psutil
 import pytest
 
-from hvdtrain.ownership import NAME
-from hvdtrain.training import checkpoint
+from hvdtrain import checkpoint
+from hvdtrain.host.ownership import NAME
 from tests import warm
 from tests.conftest import Program
 from tests.single.training.jobs import (

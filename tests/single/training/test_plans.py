@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from hvdtrain import checkpoint
 from hvdtrain.launch import mpirun
-from hvdtrain.parallel.actions import from_csv
-from hvdtrain.training import checkpoint
+from hvdtrain.plan.actions import from_csv
 from tests.conftest import Program
 from tests.single.training.jobs import SOON_SECONDS, begin, events_of, ranks_of, summary_of
 

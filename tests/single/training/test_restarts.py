@@ -6,8 +6,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hvdtrain.parallel.planfile import refit
-from hvdtrain.training import checkpoint, starts
+from hvdtrain import checkpoint
+from hvdtrain.health import starts
+from hvdtrain.plan.planfile import refit
 from tests.conftest import Program
 from tests.single.training.checkpoints import make, save
 from tests.single.training.jobs import assert_each_sample_once, begin, ranks_of, saves, summary_of

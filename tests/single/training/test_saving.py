@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hvdtrain.training import checkpoint
+from hvdtrain import checkpoint
 from tests.conftest import Program
 from tests.single.training.jobs import (
     SOON_SECONDS,

@@ -20,9 +20,9 @@ import numpy as np
 import psutil
 import pytest
 
-from hvdtrain.ownership import NAME
-from hvdtrain.training import checkpoint
-from hvdtrain.training.checkpoint import store
+from hvdtrain import checkpoint
+from hvdtrain.checkpoint import store
+from hvdtrain.host.ownership import NAME
 from tests import warm
 from tests.conftest import Program, run_program
 from tests.single.training.jobs import (

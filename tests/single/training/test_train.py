@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import yaml
 
-from hvdtrain.training import checkpoint
+from hvdtrain import checkpoint
 from hvdtrain.training.evaluate import MEASURED
 from tests import warm
 from tests.conftest import Program, program_environment

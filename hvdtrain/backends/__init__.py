@@ -1,0 +1,1 @@
+"""The frameworks that compute a run."""

@@ -1,0 +1,1 @@
+"""The session of a run in PyTorch."""

@@ -1,0 +1,140 @@
+"""Test of every batch size of a run before its first step.
+
+The smaller batch at the end of an epoch comes hours later, and must not be the first to fail.
+"""
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hvdtrain.config import TrainConfig
+from hvdtrain.data import order
+from hvdtrain.errors import UsageError, one_line
+from hvdtrain.models.component import (
+    IMAGE_CHANNELS,
+    Boundary,
+    Component,
+    boundaries,
+    build_on_meta,
+)
+from hvdtrain.parallel.stage import DTYPES
+from hvdtrain.plan.cut import cut
+from hvdtrain.plan.plan import Plan
+from hvdtrain.plan.validate import prove
+
+
+def batch_sizes(config: TrainConfig, epoch_length: int) -> list[int]:
+    """Return the distinct batch sizes of a run from its start, the usual one first."""
+    total = config.total_samples(epoch_length)
+    slices = order.step_slices(epoch_length, config.batch_size)
+    return list(dict.fromkeys(stop - start for start, stop in slices if start < total))
+
+
+def check_batches(
+    config: TrainConfig,
+    plan: Plan,
+    components: Sequence[Component],
+    inputs: Sequence[Boundary],
+    epoch_length: int,
+) -> None:
+    """Prove the schedule of every batch, and that each component can take its share of it.
+
+    Args:
+        inputs: the input of each component, with any number of samples.
+
+    Raises:
+        ScheduleError: as `prove` does.
+        UsageError: if a component cannot take the number of samples that it gets.
+    """
+    check_sizes(config, plan, components, inputs, batch_sizes(config, epoch_length))
+
+
+def input_boundaries(
+    components: Sequence[Component], config: TrainConfig, image_size: int, classes: int
+) -> list[Boundary]:
+    """Return the input of each component, by a forward pass on the meta device.
+
+    Raises:
+        UsageError: if images or classes do not fit the model.
+    """
+    dtype = DTYPES[config.precision]
+    emitted = boundaries(components, image_size, classes=classes, dtype=dtype)
+    return [Boundary((2, IMAGE_CHANNELS, image_size, image_size), dtype), *emitted[:-1]]
+
+
+def check_sizes(
+    config: TrainConfig,
+    plan: Plan,
+    components: Sequence[Component],
+    inputs: Sequence[Boundary],
+    sizes: Collection[int],
+) -> None:
+    """Check batches of these sizes as `check_batches` does."""
+    for size in sizes:
+        prove(plan, size, config.batch_norm == "sync")
+    modules = {
+        component.name: build_on_meta(component).to(dtype=DTYPES[config.precision])
+        for component in components
+    }
+    forms = {component.name: form for component, form in zip(components, inputs, strict=True)}
+    for number, stage in enumerate(plan.stages):
+        layers = [
+            layer
+            for name in stage.components
+            for layer in modules[name].modules()
+            if isinstance(layer, _BatchNorm)
+        ]
+        is_synchronised = config.batch_norm == "sync" and len(stage.ranks) > 1 and bool(layers)
+        for size in sizes:
+            parts = list(cut(plan, size).parts[number].values())
+            counts = {stop - start for pieces in parts for start, stop in pieces}
+            whole = {
+                sum(stop - start for start, stop in pieces) for pieces in zip(*parts, strict=True)
+            }
+            for name in stage.components:
+                # Synchronised batch norms see the samples of all replicas together.
+                local = counts if is_synchronised else counts - {0}
+                _try(config, name, modules[name], forms[name], local, size, not is_synchronised)
+                if is_synchronised:
+                    _try(config, name, modules[name], forms[name], whole, size, True)
+
+
+def _try(
+    config: TrainConfig,
+    name: str,
+    module: nn.Module,
+    form: Boundary,
+    counts: Collection[int],
+    size: int,
+    normalises: bool,
+) -> None:
+    """Run a component in training mode with each number of samples.
+
+    Args:
+        size: the global batch size, for the message.
+        normalises: whether batch norms are in training mode, too.
+
+    Raises:
+        UsageError: if the component fails.
+    """
+    module.train()
+    for layer in module.modules():
+        if isinstance(layer, _BatchNorm) and not normalises:
+            layer.eval()
+    for count in sorted(counts):
+        images = torch.empty((count, *form.shape[1:]), device="meta", dtype=form.dtype)
+        try:
+            module(images)
+        except Exception as error:
+            raise UsageError(_refusal(name, count, size, config, error)) from error
+
+
+def _refusal(name: str, count: int, size: int, config: TrainConfig, error: Exception) -> str:
+    samples = f"{count} sample{'' if count == 1 else 's'}"
+    where = "" if size == config.batch_size else ", the last of an epoch"
+    return (
+        f"component {name!r} cannot take {samples} at once, its part of a batch of {size}{where} "
+        f"({one_line(error)}): give another --batch-size, or fewer --microbatches or --ranks"
+    )

@@ -1,0 +1,232 @@
+"""Construction of one rank's stages of a plan: modules, gradients, optimizers, boundaries."""
+
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
+from fnmatch import fnmatchcase
+
+import torch
+
+from hvdtrain.backends.pytorch.optimizer import make_optimizer
+from hvdtrain.config import TrainConfig
+from hvdtrain.errors import UsageError, one_line
+from hvdtrain.models.component import Component, build_component
+from hvdtrain.options import decay
+from hvdtrain.options.parser import nearest
+from hvdtrain.parallel.batchnorm import synchronise
+from hvdtrain.parallel.boundary import Form
+from hvdtrain.parallel.exchange import Exchange
+from hvdtrain.parallel.reduce import Gradients, SerialGradients, horovod_gradients
+from hvdtrain.parallel.stage import DTYPES, Part, StageModel
+from hvdtrain.parallel.states import States
+from hvdtrain.plan.plan import Plan
+from hvdtrain.world import World, process_set, start_horovod
+
+PROBED_IMAGES = 2  # a batch of one image does not show its memory format
+COMPILED_VARIANTS = 1024
+
+
+def build_parts(
+    config: TrainConfig,
+    plan: Plan,
+    components: Sequence[Component],
+    world: World,
+    exchange: Exchange | None,
+    device: torch.device,
+) -> dict[int, Part]:
+    """Return this rank's part of each stage that it holds, by stage number. Collective."""
+    models = _models(config, plan, components, world.rank, device)
+    synchronised = _synchronise(config, plan, models, exchange)
+    gradients = _gradients(plan, models, world)
+    return {
+        number: Part(
+            model,
+            gradients[number],
+            stage_optimizer(config, model),
+            is_first_replica=world.rank == plan.stages[number].ranks[0],
+            synchronised=number in synchronised,
+        )
+        for number, model in models.items()
+    }
+
+
+def build_parts_alone(
+    config: TrainConfig,
+    plan: Plan,
+    components: Sequence[Component],
+    rank: int,
+    device: torch.device,
+) -> dict[int, Part]:
+    """Return the parts that `rank` would hold, by stage number, without communication."""
+    return {
+        number: Part(model, SerialGradients(model.parameters()), stage_optimizer(config, model))
+        for number, model in _models(config, plan, components, rank, device).items()
+    }
+
+
+def _models(
+    config: TrainConfig,
+    plan: Plan,
+    components: Sequence[Component],
+    rank: int,
+    device: torch.device,
+) -> dict[int, StageModel]:
+    recomputed = recomputed_components(config.recompute, [part.name for part in components])
+    by_name = {part.name: part for part in components}
+    return {
+        number: build_model(
+            [by_name[name] for name in plan.stages[number].components], config, device, recomputed
+        )
+        for number in plan.stages_of(rank)
+    }
+
+
+def stage_optimizer(config: TrainConfig, model: StageModel) -> torch.optim.Optimizer | None:
+    """Return the optimizer of a stage; None if the stage has no parameters."""
+    parameters = model.parameters()
+    free = model.undecayed(decay.parse(config.no_decay))
+    return make_optimizer(config, parameters, free) if parameters else None
+
+
+def build_model(
+    components: Sequence[Component],
+    config: TrainConfig,
+    device: torch.device,
+    recomputed: Collection[str] = (),
+) -> StageModel:
+    """Build the components with weights in channels_last order, compiled with `--compile`."""
+    dtype = DTYPES[config.precision]
+    built = {part.name: build_component(part, config.seed, device, dtype) for part in components}
+    for module in built.values():
+        module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        module.train()  # its constructor may have left another mode
+    return StageModel(built, recomputed, config.compile)
+
+
+def check_compiler(device: torch.device) -> None:
+    """Compile something small, and raise torch's limit to the number of components of a model.
+
+    Raises:
+        UsageError: if torch.compile does not work on this machine.
+    """
+    # All components run through one function of torch, which would compile only a few variants.
+    torch._dynamo.config.recompile_limit = COMPILED_VARIANTS
+    torch._dynamo.config.accumulated_recompile_limit = 4 * COMPILED_VARIANTS
+    try:
+        torch.compile(lambda x: x * 2 + 1)(torch.ones(4, device=device))
+    except Exception as error:
+        raise UsageError(
+            f"--compile does not work on this machine ({one_line(error)}): install a C++ compiler "
+            "(on a GPU: Triton), or leave --compile out"
+        ) from None
+
+
+def reason_against_split_backward(config: TrainConfig, names: Sequence[str]) -> str:
+    """Return the option that forbids a backward pass in halves; empty if none does."""
+    if config.compile:
+        return "--compile"
+    if recomputed_components(config.recompute, names):
+        return "--recompute"
+    return "--batch-norm sync" if config.batch_norm == "sync" else ""
+
+
+def recomputed_components(patterns: str | None, names: Sequence[str]) -> frozenset[str]:
+    """Return the components that `--recompute` names.
+
+    Raises:
+        UsageError: for a name or pattern that matches no component.
+    """
+    recomputed: set[str] = set()
+    for pattern in filter(None, (word.strip() for word in (patterns or "").split(","))):
+        matching = [name for name in names if pattern == "all" or fnmatchcase(name, pattern)]
+        if not matching:
+            raise UsageError(
+                f"--recompute {pattern} names no component of the model{nearest(pattern, names)}"
+            )
+        recomputed.update(matching)
+    return frozenset(recomputed)
+
+
+def probe_forms(
+    plan: Plan,
+    parts: Mapping[int, Part],
+    image_size: int,
+    config: TrainConfig,
+    world: World,
+    device: torch.device,
+) -> list[Form]:
+    """Return the form of each stage's input, by a forward pass of two black images. Collective.
+
+    Unlike a pass on the meta device this shows memory formats, and dtypes under autocast.
+
+    Raises:
+        UsageError: if the plan cuts where no gradient can pass.
+    """
+    forms = [Form((3, image_size, image_size), DTYPES[config.precision], channels_last=True)]
+    for number, stage in enumerate(plan.stages[:-1]):
+        local_form = None
+        if world.rank == stage.ranks[0]:
+            images = forms[-1].empty(PROBED_IMAGES, device).zero_()
+            local_form = _emitted(parts[number].model, images, config.precision)
+        form = world.broadcast(local_form, stage.ranks[0])
+        if not form.dtype.is_floating_point:
+            raise UsageError(
+                f"the plan cuts after {stage.components[-1]}, whose output ({form.dtype}) has no "
+                "gradient: cut elsewhere"
+            )
+        forms.append(form)
+    return forms
+
+
+def _emitted(model: StageModel, images: torch.Tensor, precision: str) -> Form:
+    model.train(False)
+    autocast = torch.autocast(images.device.type, dtype=torch.bfloat16)
+    with torch.no_grad(), autocast if precision == "bf16" else nullcontext():
+        form = Form.of(model(images))
+    model.train(True)
+    return form
+
+
+def _synchronise(
+    config: TrainConfig, plan: Plan, models: Mapping[int, StageModel], exchange: Exchange | None
+) -> frozenset[int]:
+    """Synchronise the batch norms of replicated stages.
+
+    Returns:
+        Numbers of this rank's stages that have any.
+    """
+    synchronised = set()
+    for number, stage in enumerate(plan.stages):
+        if config.batch_norm == "local" or len(stage.ranks) == 1:
+            continue
+        assert exchange is not None
+        gather = exchange.all_gather_among(stage.ranks)
+        if number in models:
+            components = models[number].components.values()
+            layers = [synchronise(component, gather) for component in components]
+            synchronised |= {number} if sum(layers) else set()
+    return frozenset(synchronised)
+
+
+def _gradients(plan: Plan, models: Mapping[int, StageModel], world: World) -> dict[int, Gradients]:
+    """Return the reduction of gradients of each of this rank's stages. Collective."""
+    gradients: dict[int, Gradients] = {}
+    if all(len(stage.ranks) == 1 for stage in plan.stages):
+        return {number: SerialGradients(model.parameters()) for number, model in models.items()}
+    parameters = [value for model in models.values() for value in model.parameters().values()]
+    largest = max(world.gather(sum(value.numel() * value.element_size() for value in parameters)))
+    groups = [stage.ranks for stage in plan.stages if len(stage.ranks) > 1]
+    horovod = start_horovod(largest, groups)
+    for number, stage in enumerate(plan.stages):
+        replicas = process_set(stage.ranks) if len(stage.ranks) > 1 else None
+        if number not in models:
+            continue
+        model = models[number]
+        if replicas is None or not model.tensors():
+            gradients[number] = SerialGradients(model.parameters())
+        else:
+            states = States(model.states, model.put)
+            gradients[number] = horovod_gradients(
+                *(model.parameters(), model.statistics(), states, horovod, replicas),
+                name=f"stage{number}",
+            )
+    return gradients

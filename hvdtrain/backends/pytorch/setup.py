@@ -1,0 +1,253 @@
+"""Building everything that a rank needs for its first step from a configuration."""
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from hvdtrain import models
+from hvdtrain.backends.pytorch import layout
+from hvdtrain.backends.pytorch.batches import check_batches, input_boundaries
+from hvdtrain.backends.pytorch.build import build_runtime
+from hvdtrain.backends.pytorch.parts import check_compiler, reason_against_split_backward
+from hvdtrain.backends.pytorch.session import TorchSession
+from hvdtrain.check.verify import Trial, verify
+from hvdtrain.config import TrainConfig
+from hvdtrain.data import order
+from hvdtrain.data.order import Rows
+from hvdtrain.data.shards import Index, read_index
+from hvdtrain.errors import UsageError
+from hvdtrain.host.files import check_target
+from hvdtrain.models.component import Boundary, Component, parameter_count, tensor_shapes
+from hvdtrain.models.costs import component_costs
+from hvdtrain.options.fields import CHOSEN_PLANS
+from hvdtrain.parallel.stage import Images
+from hvdtrain.plan import plan as plans
+from hvdtrain.plan import planfile
+from hvdtrain.plan.plan import Plan
+from hvdtrain.training.feed import Normalisation, normalisation, open_splits
+from hvdtrain.training.precheck import check_images, check_started
+from hvdtrain.training.session import Chosen
+from hvdtrain.training.staging import staged
+from hvdtrain.world import World, allow_new_groups
+
+
+def open_session(config: TrainConfig, world: World) -> TorchSession:
+    """Check everything that can be checked before the first step, then build it. Collective.
+
+    Raises:
+        UsageError, DataError: for every mistake of a user.
+    """
+    check_started(config, world)
+    index = staged(read_index(config.data), config.stage, world)
+    components = model_components(config, index)
+    train_rows, held_rows = order.holdout(
+        index.splits["train"].count, config.holdout, index.hash, config.seed
+    )
+    plan = _agreed_plan(config, components, index, len(train_rows), world)
+    normal = normalisation(config.normalise, index, train_rows, world)
+    images = _images(config, normal, world)
+    chosen = None if plan else _choose(config, components, index, images, len(train_rows), world)
+    plan = chosen.plan if chosen else plan
+    assert plan is not None
+    at_an_end = {0, plan.last} & set(plan.stages_of(world.rank)) != set()
+    splits = open_splits(index, world, at_an_end or config.plan == "adaptive")
+    trial = Trial(config, components, index, splits, train_rows, normal, images, world)
+    if chosen is not None:
+        chosen = _without_wrong_halves(trial, chosen)
+        plan = chosen.plan
+    verified = verify(trial, plan) if config.verify else ""
+    session = _built(trial, plan, chosen, held_rows, verified)
+    layout.check(session.tensors())
+    return session
+
+
+def _built(
+    trial: Trial, plan: Plan, chosen: Chosen | None, held_rows: Rows, verified: str
+) -> TorchSession:
+    """Return the session of a plan. Collective."""
+    config, components, index, world = trial.config, trial.components, trial.index, trial.world
+    started = time.perf_counter()
+    runtime = build_runtime(config, plan, components, trial.images, index.image_shape[0], world)
+    assert runtime.activity is not None
+    return TorchSession(
+        config=config,
+        world=world,
+        index=index,
+        plan=plan,
+        shapes=tensor_shapes(components),
+        parameters=parameter_count(components),
+        runtime=runtime,
+        components=components,
+        chosen=chosen,
+        verified=verified,
+        build_seconds=time.perf_counter() - started,
+        activity=runtime.activity,
+        normalisation=trial.normalisation,
+        train_rows=trial.rows,
+        held_rows=held_rows,
+        splits=trial.splits,
+    )
+
+
+def _choose(
+    config: TrainConfig,
+    components: Sequence[Component],
+    index: Index,
+    images: Images,
+    epoch_length: int,
+    world: World,
+) -> Chosen:
+    """Measure, and return the plan with the best prediction. Collective.
+
+    Raises:
+        UsageError: if no plan fits, or --plan adaptive is not possible.
+    """
+    from hvdtrain.planner import choose  # not needed for other plans
+
+    if config.plan == "adaptive":
+        _check_adaptive(images.device)
+        allow_new_groups()
+    size, classes = index.image_shape[0], index.classes
+    subject = choose.subject_of(config, components, size, classes, images)
+    chosen = choose.choose_plan(subject, world)
+    if world.rank == 0:
+        boundaries = check_components(components, config, index)
+        check_batches(config, chosen.plan, components, boundaries, epoch_length)
+    return chosen
+
+
+def _without_wrong_halves(trial: Trial, chosen: Chosen) -> Chosen:
+    """Drop a split backward that was not requested, if its results are wrong. Collective.
+
+    A run with --plan adaptive replans to a split backward only if it started with one.
+    """
+    from hvdtrain.planner import choose
+
+    config, plan = trial.config, chosen.plan
+    if config.schedule is not None:
+        return chosen
+    if not plan.splits_backward:
+        return choose.without_split_backward(chosen) if config.plan == "adaptive" else chosen
+    fault = trial.parity(plan).fault
+    if not fault:
+        return chosen
+    return choose.without_split_backward(chosen, f"zb-h1 is not used, because {fault}: using 1f1b")
+
+
+def _images(config: TrainConfig, normal: Normalisation, world: World) -> Images:
+    """Return what prepares images on this rank's device; set the threads of this rank."""
+    device = choose_device(config, world)
+    torch.set_num_threads(world.threads)
+    if config.compile:
+        check_compiler(device)
+    return Images(*normal, device, config.precision)
+
+
+def _agreed_plan(
+    config: TrainConfig,
+    components: Sequence[Component],
+    index: Index,
+    epoch_length: int,
+    world: World,
+) -> Plan | None:
+    """Return the plan of --plan, checked by rank 0; None if it will be chosen. Collective.
+
+    Only rank 0 checks, so that the other ranks do not load what the checks need.
+
+    Raises:
+        UsageError: if model and images, or model, plan and ranks do not fit.
+    """
+    plan = None
+    if world.rank == 0:
+        boundaries = check_components(components, config, index)
+        if config.plan in CHOSEN_PLANS:
+            check_choice(config, components)
+        else:
+            plan = make_plan(config, components, index.image_shape[0], index.classes, world.size)
+            check_batches(config, plan, components, boundaries, epoch_length)
+        if config.trace is not None:
+            check_target(config.trace, "--trace")
+    agreed: Plan | None = world.broadcast(plan)
+    return agreed
+
+
+def make_plan(
+    config: TrainConfig,
+    components: Sequence[Component],
+    image_size: int,
+    classes: int,
+    ranks: int,
+) -> Plan:
+    """Return the plan of a run, checked against model and ranks.
+
+    Raises:
+        UsageError: if it does not fit, or the runtime cannot run it.
+    """
+    names = [part.name for part in components]
+
+    def costs() -> list[float]:
+        component_flops = component_costs(components, image_size, classes=classes)
+        return [cost.forward_flops for cost in component_flops]
+
+    plan = planfile.parse(config.plan, names, ranks, config.microbatches, config.schedule, costs)
+    plans.check(plan, names, ranks, lambda: reason_against_split_backward(config, names))
+    return plan
+
+
+def check_choice(config: TrainConfig, components: Sequence[Component]) -> None:
+    """Refuse options that no automatically chosen plan can run with.
+
+    Raises:
+        UsageError: with the reason.
+    """
+    reason = reason_against_split_backward(config, [part.name for part in components])
+    if config.schedule == "zb-h1" and reason:
+        raise UsageError(f"zb-h1 splits the backward, which {reason} does not allow: use 1f1b")
+
+
+def _check_adaptive(device: torch.device) -> None:
+    """Raise UsageError on a GPU: it computes asynchronously, so the host's clock says nothing."""
+    if device.type == "cuda":
+        raise UsageError(
+            "--plan adaptive is not supported on GPUs, because it measures by the clock of the "
+            "host: use --plan auto"
+        )
+
+
+def model_components(config: TrainConfig, index: Index) -> list[Component]:
+    """Return the components of the run's model.
+
+    Raises:
+        UsageError: if the model does not accept images of the data set's size.
+    """
+    check_images(config, index)
+    height = index.image_shape[0]
+    return models.components(config.model, index.classes, height, config.patch_size)
+
+
+def check_components(
+    components: Sequence[Component], config: TrainConfig, index: Index
+) -> list[Boundary]:
+    """Return the input of each component, inferred without computing anything.
+
+    Raises:
+        UsageError: if images or classes of the data set do not fit the model.
+    """
+    return input_boundaries(components, config, index.image_shape[0], index.classes)
+
+
+def choose_device(config: TrainConfig, world: World) -> torch.device:
+    """Return the CPU, or the GPU of this rank: local rank modulo visible devices.
+
+    Raises:
+        UsageError: if --device cuda is set and there is no GPU.
+    """
+    available = torch.cuda.is_available()
+    if config.device == "cuda" and not available:
+        raise UsageError("--device cuda: PyTorch sees no GPU on this host: use --device cpu")
+    if config.device == "cpu" or not available:
+        return torch.device("cpu")
+    device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device

@@ -1,0 +1,114 @@
+"""Building a Keras session from a configuration."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.backends.tensorflow.build import build_model, build_optimizer
+from hvdtrain.backends.tensorflow.mirrored import MirroredSteps, make_strategy
+from hvdtrain.backends.tensorflow.session import KerasSession
+from hvdtrain.backends.tensorflow.step import Steps
+from hvdtrain.config import TrainConfig
+from hvdtrain.data import order
+from hvdtrain.data.shards import read_index
+from hvdtrain.errors import UsageError
+from hvdtrain.health.heartbeat import patience, stalled
+from hvdtrain.host import quiet
+from hvdtrain.host.activity import Activity
+from hvdtrain.keras.start import (
+    before_any_model,
+    check_backend,
+    start_horovod,
+    use_gpus,
+    use_own_threads,
+)
+from hvdtrain.options.frameworks import REMARKS, mirrored_devices
+from hvdtrain.plan.plan import replicated
+from hvdtrain.training.feed import normalisation, open_splits
+from hvdtrain.training.precheck import check_images, check_started
+from hvdtrain.training.staging import staged
+from hvdtrain.world import World, notes
+
+
+def open_session(config: TrainConfig, world: World) -> KerasSession:
+    """Check everything that can be checked before the first step, then build it. Collective.
+
+    Raises:
+        UsageError, DataError: for every mistake of a user.
+    """
+    check_started(config, world)
+    check_backend()
+    index = staged(read_index(config.data), config.stage, world)
+    check_images(config, index)
+    strategy, gpus = _devices(config, world)
+    keras.backend.clear_session()  # restarts the numbers in layer names
+    with strategy.scope() if strategy else nullcontext():
+        model = build_model(config, index.classes, index.image_shape[0])
+        optimizer = build_optimizer(config, model)
+    start_horovod(world, sum(_bytes(weight) for weight in model.trainable_weights))
+    mirrors = int(strategy.num_replicas_in_sync) if strategy else 0
+    train_rows, held_rows = order.holdout(
+        index.splits["train"].count, config.holdout, index.hash, config.seed
+    )
+    normal = normalisation(config.normalise, index, train_rows, world)
+    steps = Steps(model, optimizer, config, normal, world.size, mirrors)
+    names = [layer.name for layer in model.layers if layer.weights] or [model.name]
+    saved = {id(weight) for weight in model.weights}
+    session = KerasSession(
+        config=config,
+        world=world,
+        index=index,
+        plan=replicated(names, world.size, None, None),
+        shapes={weight.path: tuple(weight.shape) for weight in model.weights},
+        parameters=sum(int(np.prod(weight.shape)) for weight in model.trainable_weights),
+        activity=Activity(*notes(world.rank), patience(config), stalled),
+        normalisation=normal,
+        train_rows=train_rows,
+        held_rows=held_rows,
+        splits=open_splits(index, world, reads=True),
+        model=model,
+        optimizer=optimizer,
+        steps=steps,
+        mirrored=MirroredSteps(steps, strategy) if strategy else None,
+        seeds=[variable for variable in model.variables if id(variable) not in saved],
+        gpus=gpus,
+    )
+    session.trace()
+    return session
+
+
+def _devices(config: TrainConfig, world: World) -> tuple[Any, int]:
+    """Return the strategy of a mirrored plan, None for others, and this rank's number of GPUs.
+
+    Raises:
+        UsageError: if there are fewer devices than the options request.
+    """
+    devices = mirrored_devices(config.plan)
+    if world.size > 1 and (config.plan == "single" or devices is not None):
+        raise UsageError(
+            f"--plan {config.plan} runs on one rank, not on {world.size}: use --plan dp"
+        )
+    available = len(tf.config.list_physical_devices("GPU"))
+    if config.device == "cuda" and not available:
+        raise UsageError("--device cuda: TensorFlow sees no GPU on this host: use --device cpu")
+    with before_any_model(), quiet.without(REMARKS):
+        use_own_threads(world)
+        if config.device == "cpu":
+            if available:
+                tf.config.set_visible_devices([], "GPU")
+            gpus = 0
+        elif devices is None:
+            gpus = use_gpus([world.local_rank])
+        else:
+            gpus = use_gpus(range(min(devices or available, available)))
+        if devices is not None:
+            return make_strategy(config.plan or "", devices, gpus, world), gpus
+        tf.zeros(1)  # initialises TensorFlow, which prints its remarks
+    return None, gpus
+
+
+def _bytes(weight: keras.Variable) -> int:
+    return int(np.prod(weight.shape)) * int(tf.as_dtype(weight.dtype).size)

@@ -1,0 +1,208 @@
+"""A training step of Keras as one traced function: forward, backward, all-reduce and update."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.backends.tensorflow.build import is_undecayed
+from hvdtrain.config import TrainConfig
+from hvdtrain.keras.agreement import is_float
+from hvdtrain.keras.optimizer import sums
+
+
+class Done(NamedTuple):
+    """Results of a traced step, as tensors.
+
+    Attributes:
+        loss_sum: over this rank's samples.
+        norm: of all gradients.
+        is_bad: whether the gradients are not finite or too large.
+        exposed_seconds: from the last gradient to the last reduced one.
+    """
+
+    loss_sum: Any
+    norm: Any
+    is_bad: Any
+    exposed_seconds: Any
+
+
+class Steps:
+    """The traced functions of one rank.
+
+    Images are uint8 [n, H, W, C], labels int64 [n]; n is 0 on a rank without samples of a batch.
+    The loss is the mean over the samples of the global batch, so the sum of all ranks' gradients
+    is the gradient.
+
+    Args:
+        normalisation: mean and deviation per channel.
+        ranks: number of ranks that reduce their gradients.
+        mirrors: number of devices of MirroredStrategy, whose optimizer adds up their gradients;
+            0 without one.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        optimizer: Any,
+        config: TrainConfig,
+        normalisation: tuple[Sequence[float], Sequence[float]],
+        ranks: int,
+        mirrors: int = 0,
+    ) -> None:
+        self.model, self.optimizer, self.config = model, optimizer, config
+        self.ranks, self.mirrors = ranks, mirrors
+        self.dtype = tf.float64 if config.precision == "fp64" else tf.float32
+        kind = self.dtype.as_numpy_dtype
+        self.mean, self.std = (np.asarray(values, kind) for values in normalisation)
+        self.weights = list(model.trainable_variables)
+        # Running statistics: all ranks get the mean, weighted by samples. Frozen weights are among
+        # these variables; those that no forward has changed keep their exact bits.
+        self.statistics = [weight for weight in model.non_trainable_weights if is_float(weight)]
+        # A variable, not a constant: TensorFlow evaluates operations on constants once, before the
+        # first step. This includes all-reduces, which the other ranks would miss in later steps.
+        self.zero = tf.Variable(0, dtype=self.dtype, trainable=False)
+        self.forget()
+
+    def forget(self) -> None:
+        """Discard the traced functions, so that the next steps trace them again."""
+        self.train = tf.function(self.once)
+        self.evaluate = tf.function(self._evaluate, reduce_retracing=True)
+
+    def trace(self, images: np.ndarray, labels: np.ndarray, whole: Any) -> None:
+        """Trace a step on such a batch, without running it."""
+        self.train.get_concrete_function(images, labels, whole)
+
+    def prepare(self, images: Any) -> Any:
+        """Return normalised images, in the dtype of the model."""
+        return (tf.cast(images, self.dtype) / 255 - self.mean) / self.std
+
+    def gradients(self, images: Any, labels: Any, whole: Any) -> tuple[Any, list[Any]]:
+        """Return the sum of the losses, and this rank's part of each gradient.
+
+        Args:
+            whole: number of samples of the global batch.
+        """
+        if images.shape[0] == 0:  # layers do not accept an empty batch
+            zero = tf.convert_to_tensor(self.zero)
+            nothing = [
+                tf.fill(weight.shape, tf.cast(zero, weight.dtype)) for weight in self.weights
+            ]
+            return zero, nothing
+        with tf.GradientTape() as tape:
+            logits = tf.cast(self.model(self.prepare(images), training=True), self.dtype)
+            loss_sum = tf.reduce_sum(self._losses(logits, labels))
+            loss = loss_sum / whole
+        gradients = tape.gradient(loss, self.weights)
+        dense = [
+            tf.zeros_like(weight) if gradient is None else tf.convert_to_tensor(gradient)
+            for weight, gradient in zip(self.weights, gradients, strict=True)
+        ]
+        return loss_sum, dense
+
+    def _losses(self, logits: Any, labels: Any) -> Any:
+        part = self.config.label_smoothing
+        if not part:
+            return tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+        classes = logits.shape[-1]
+        targets = tf.one_hot(labels, classes, dtype=self.dtype) * (1 - part) + part / classes
+        return tf.nn.softmax_cross_entropy_with_logits(targets, logits)
+
+    def once(self, images: Any, labels: Any, whole: Any) -> Done:
+        """Do one step; the arguments are those of `gradients`."""
+        before = [tf.identity(variable) for variable in self.statistics]
+        loss_sum, gradients = self.gradients(images, labels, whole)
+        fraction = tf.cast(images.shape[0], self.dtype) / whole
+        gradients, exposed = self._reduced(gradients, fraction, before)
+        norm = tf.linalg.global_norm([tf.cast(gradient, self.dtype) for gradient in gradients])
+        limit = self.config.gradient_limit
+        is_good = tf.math.is_finite(norm)
+        if limit is not None:
+            is_good = is_good & (norm <= limit)
+        # With mirrors, each device sees only its own gradients: a bad step ends the run after the
+        # update.
+        if self.mirrors:
+            self.optimizer.apply(self._decayed(gradients), self.weights)
+        else:
+            tf.cond(is_good, lambda: self._update(gradients, norm), lambda: self._assign(before))
+        return Done(loss_sum, norm, ~is_good, exposed)
+
+    def _reduced(
+        self, gradients: list[Any], fraction: Any, before: Sequence[Any]
+    ) -> tuple[list[Any], Any]:
+        """Return the sums over all ranks, and the seconds that the all-reduce took.
+
+        Args:
+            fraction: this rank's part of the samples, 0 to 1.
+            before: the statistics before the forward.
+        """
+        statistics = [
+            tf.convert_to_tensor(variable) * tf.cast(fraction, variable.dtype)
+            for variable in self.statistics
+        ]
+        if statistics:
+            changed = [
+                tf.reduce_any(tf.convert_to_tensor(variable) != was)
+                for variable, was in zip(self.statistics, before, strict=True)
+            ]
+            statistics.append(tf.cast(tf.stack(changed), self.dtype))
+        if self.mirrors and statistics:  # the optimizer adds the gradients up
+            context = tf.distribute.get_replica_context()
+            self._assign_means(context.all_reduce(tf.distribute.ReduceOp.SUM, statistics))
+        if self.ranks == 1:
+            return gradients, tf.zeros((), tf.float64)
+        with tf.control_dependencies(gradients):
+            start = tf.timestamp()
+        reduced = sums([*gradients, *statistics], "step")
+        with tf.control_dependencies(reduced):
+            end = tf.timestamp()
+        self._assign_means(reduced[len(gradients) :])
+        return reduced[: len(gradients)], end - start
+
+    def _assign_means(self, reduced: Sequence[Any]) -> None:
+        """Assign the sums of statistics.
+
+        Args:
+            reduced: the sums, and last a vector: the number of ranks that changed each statistic.
+        """
+        if not reduced:
+            return
+        *sums_, changed = reduced
+        values = [
+            tf.where(count > 0, value, tf.convert_to_tensor(variable))
+            for variable, value, count in zip(
+                self.statistics, sums_, tf.unstack(changed, len(sums_)), strict=True
+            )
+        ]
+        self._assign(values)
+
+    def _assign(self, statistics: Sequence[Any]) -> None:
+        for variable, value in zip(self.statistics, statistics, strict=True):
+            variable.assign(value)
+
+    def _update(self, gradients: list[Any], norm: Any) -> None:
+        if self.config.clip_norm is not None:
+            scale = tf.minimum(tf.ones((), norm.dtype), self.config.clip_norm / norm)
+            gradients = [gradient * tf.cast(scale, gradient.dtype) for gradient in gradients]
+        self.optimizer.apply(self._decayed(gradients), self.weights)
+
+    def _decayed(self, gradients: list[Any]) -> list[Any]:
+        """Return gradients with the weight decay added, as in PyTorch, unless AdamW adds it."""
+        decay = self.config.weight_decay / max(1, self.mirrors)
+        if not decay or self.config.optimizer == "adamw":
+            return gradients
+        return [
+            tf.identity(gradient)  # as a tensor of the condition's graph, like the others
+            if is_undecayed(self.config, weight)
+            else gradient + decay * tf.convert_to_tensor(weight)
+            for gradient, weight in zip(gradients, self.weights, strict=True)
+        ]
+
+    def _evaluate(self, images: Any, labels: Any) -> tuple[Any, Any]:
+        """Return the sum of losses, and the number of correct answers."""
+        logits = tf.cast(self.model(self.prepare(images), training=False), self.dtype)
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+        right = tf.math.argmax(logits, axis=-1) == labels
+        return tf.reduce_sum(losses), tf.reduce_sum(tf.cast(right, tf.int64))

@@ -1,0 +1,1 @@
+"""Comparison of a plan with the serial run, step by step."""

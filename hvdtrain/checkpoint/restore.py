@@ -1,0 +1,249 @@
+"""Resuming from a checkpoint, under the plan that the run has now."""
+
+import socket
+import time
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from hvdtrain.checkpoint import copies, partfile, store
+from hvdtrain.checkpoint import manifest as manifests
+from hvdtrain.checkpoint.manifest import Manifest
+from hvdtrain.checkpoint.partfile import PAUSES, Damaged, Unreadable
+from hvdtrain.checkpoint.store import MODEL
+from hvdtrain.errors import DataError, UsageError
+from hvdtrain.health.heartbeat import START_FACTOR
+from hvdtrain.options import configfile
+from hvdtrain.training.console import Console
+from hvdtrain.training.metrics import RunFolder
+from hvdtrain.training.progress import Progress
+from hvdtrain.training.session import Session, Shape
+from hvdtrain.world import World
+
+Value = TypeVar("Value")
+
+SECONDS_TO_SHOW = 30.0  # until a network file system shows a folder to other hosts
+
+
+@dataclass(frozen=True)
+class _Verified:
+    """A checkpoint whose files match its manifest.
+
+    Attributes:
+        places: by tensor, the file that holds it. shapes: by tensor.
+    """
+
+    path: Path
+    progress: dict[str, Any]
+    configuration: dict[str, Any]
+    places: dict[str, str]
+    shapes: dict[str, Shape]
+
+
+def restore(session: Session, run: RunFolder, console: Console) -> dict[str, Any] | None:
+    """Load the newest checkpoint that verifies into model and optimizer; return its progress.
+
+    Collective. Returns None if the folder holds no checkpoint. Damaged checkpoints are renamed.
+    One that cannot be read at the moment is not renamed, and ends the search.
+
+    Raises:
+        UsageError: if the checkpoint is of another data set, configuration or model.
+        DataError: if no checkpoint verifies, or the newest one cannot be read.
+    """
+    with session.activity.doing("reading a checkpoint", START_FACTOR):
+        return _restore(session, run, console)
+
+
+def _restore(session: Session, run: RunFolder, console: Console) -> dict[str, Any] | None:
+    world, folder = session.world, run.checkpoints.resolve()
+    directory = session.config.replicate
+    home = copies.home(directory, run.path, world.rank) if directory else None
+    faulty: list[tuple[Path, DataError]] = []
+    for path in _candidates(folder, home, session):
+        outcome = fault = _verify(path, session)
+        if isinstance(fault, DataError) and home is not None:
+            outcome = _repair(path, home, session)
+            if isinstance(outcome, _Verified):
+                console.say(f"repaired {path.name} from the copies of --replicate: {fault}")
+        if isinstance(outcome, Unreadable):
+            raise DataError(
+                f"{outcome}, {len(PAUSES) + 1} times in a row; nothing was changed: check the "
+                "disk, then start the run again"
+            )
+        if isinstance(outcome, DataError):
+            faulty.append((path, outcome))
+            continue
+        _put(session, outcome)
+        for other, why in faulty:
+            console.say(f"skipped checkpoint {_set_aside(other, why, world)}: {why}")
+        return outcome.progress
+    if faulty:
+        raise DataError(f"{folder} holds no checkpoint that verifies: {faulty[0][1]}")
+    return None
+
+
+def _set_aside(path: Path, fault: DataError, world: World) -> str:
+    """Rename a checkpoint if it is damaged; return its name, and its new name, for a message."""
+    if not isinstance(fault, Damaged):
+        return path.name
+    exists = world.rank == 0 and path.exists()
+    return f"{path.name}, renamed to {store.set_aside(path).name}" if exists else path.name
+
+
+def _waiting(session: Session) -> AbstractContextManager[None]:
+    """Return the activity of waiting until all ranks have read their files."""
+    line = "waiting for all ranks to read a checkpoint"
+    return session.activity.doing(line, START_FACTOR, after_others=True)
+
+
+def _gather(session: Session, value: Value) -> list[Value]:
+    with _waiting(session):
+        return session.world.gather(value)
+
+
+def _candidates(folder: Path, home: Path | None, session: Session) -> list[Path]:
+    """Return all checkpoints that exist at least in part, the newest first. Collective."""
+    local = [path.name for path in store.stored(folder)]
+    everywhere = _gather(session, [*local, *(copies.names(home) if home else [])])
+    names = {name for rank_names in everywhere for name in rank_names}
+    return [folder / name for name in sorted(names, key=store.step_of, reverse=True)]
+
+
+def _repair(path: Path, home: Path, session: Session) -> _Verified | DataError:
+    """Repair a checkpoint from the ranks' copies; return it, or what is still wrong with it."""
+    fault = None
+    try:
+        copies.repair(path, home)
+    except DataError as error:
+        fault = error
+    return _worst(_gather(session, fault)) or _verify(path, session)
+
+
+def _verify(path: Path, session: Session) -> _Verified | DataError:
+    """Return a checkpoint's content, or what is wrong with it: the same on all ranks.
+
+    Each rank reads its share of the files, whichever rank wrote them.
+    """
+    world = session.world
+    manifest = _manifest(path) if world.rank == 0 else None
+    with _waiting(session):
+        manifest = world.broadcast(manifest)
+    if isinstance(manifest, DataError):
+        return manifest
+    fault, own_shapes = None, dict[str, dict[str, Shape]]()
+    try:
+        _wait_for(path)
+        for entry in manifest.parts[world.rank :: world.size]:
+            with session.activity.doing("reading a checkpoint", START_FACTOR):
+                partfile.patiently(partial(partfile.verify, path, entry))
+                shapes_of = partial(partfile.shapes, path / entry.name)
+                own_shapes[entry.name] = partfile.patiently(shapes_of)
+    except DataError as error:
+        fault = error
+    results = _gather(session, (fault, own_shapes))
+    if worst := _worst([rank_fault for rank_fault, _ in results]):
+        return worst
+    parts = {
+        part: shapes for _, shapes_by_file in results for part, shapes in shapes_by_file.items()
+    }
+    places = {name: part for part, shapes in parts.items() for name in shapes}
+    if len(places) != sum(map(len, parts.values())):
+        return Damaged(f"{path} contains a tensor twice")
+    shapes = {name: shape for held in parts.values() for name, shape in held.items()}
+    return _Verified(path, manifest.progress, manifest.configuration, places, shapes)
+
+
+def _worst(faults: Sequence[DataError | None]) -> DataError | None:
+    """Return the fault that counts: an unreadable file first, so that no rank renames it."""
+
+    def order(fault: DataError) -> int:
+        return 0 if isinstance(fault, Unreadable) else 2 if isinstance(fault, Damaged) else 1
+
+    return min((fault for fault in faults if fault is not None), key=order, default=None)
+
+
+def _wait_for(path: Path) -> None:
+    """Return once this host sees the checkpoint, as rank 0 does."""
+    until = time.monotonic() + SECONDS_TO_SHOW
+    while not path.is_dir():
+        if time.monotonic() > until:
+            raise Unreadable(f"{path} does not exist on {socket.gethostname()}")
+        time.sleep(0.1)
+
+
+def _manifest(path: Path) -> Manifest | DataError:
+    try:
+        manifest = partfile.patiently(partial(manifests.read, path))
+        try:
+            Progress.of(manifest.progress)
+        except DataError as error:
+            return Damaged(f"{path} {error}")
+    except DataError as error:
+        return error
+    return manifest
+
+
+def _put(session: Session, checkpoint: _Verified) -> None:
+    """Load the tensors that this rank holds.
+
+    Raises:
+        UsageError: if the checkpoint is of another data set, configuration or model.
+        DataError: if a tensor is missing, or has another shape.
+    """
+    config, trained_on = session.config, checkpoint.progress["index_hash"]
+    if trained_on != session.index.hash:
+        raise UsageError(
+            f"{config.data} (index {session.index.hash[:8]}) is not the data set that this run "
+            f"was trained on (index {trained_on[:8]}): use that one as --data"
+        )
+    # The options match config.yaml, but somebody may have replaced that file.
+    if changed := configfile.differences(checkpoint.configuration, config):
+        raise UsageError(
+            f"{checkpoint.path} was made with another configuration than config.yaml has now "
+            f"({'; '.join(changed)}): restore config.yaml, or choose another --run"
+        )
+    model = {
+        name.removeprefix(MODEL): shape
+        for name, shape in checkpoint.shapes.items()
+        if name.startswith(MODEL)
+    }
+    if difference := _difference(model, session.shapes):
+        raise UsageError(
+            f"{checkpoint.path} holds the parameters of another model than --model "
+            f"{config.model}: {difference}: use the model code that the run was started with, "
+            "or another --run"
+        )
+    progress = checkpoint.progress
+    expected = session.expected(progress["step"] > progress.get("skipped_steps", 0))
+    for name, shape in expected.items():
+        if checkpoint.shapes.get(name) != shape:
+            raise DataError(f"{checkpoint.path} contains no {name} of shape {shape}")
+    held = {
+        name: tensor
+        for part in sorted({checkpoint.places[name] for name in expected})
+        for name, tensor in _read(checkpoint.path / part, expected.keys()).items()
+    }
+    session.put(held)
+
+
+def _read(path: Path, names: Collection[str]) -> dict[str, np.ndarray]:
+    return partfile.patiently(partial(partfile.read, path, names))
+
+
+def _difference(checkpoint: Mapping[str, Shape], model: Mapping[str, Shape]) -> str:
+    """Return where a checkpoint and a model first differ, and how often; empty if they do not."""
+    names = [name for name in {**model, **checkpoint} if checkpoint.get(name) != model.get(name)]
+    if not names:
+        return ""
+    old, new = (_in_words(shapes.get(names[0])) for shapes in (checkpoint, model))
+    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    return f"{names[0]} is {old} in the checkpoint, {new} in the model{more}"
+
+
+def _in_words(shape: Shape | None) -> str:
+    return "absent" if shape is None else " x ".join(map(str, shape)) or "one number"

@@ -1,0 +1,325 @@
+"""The folder of a run's checkpoints: writing, listing, verifying and removing them.
+
+A checkpoint is a folder `step-00000123` that holds `manifest.json` and one file for each rank that
+wrote. It is made in a folder of another name, flushed to the disk and renamed: a folder with the
+final name is complete.
+"""
+
+import json
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from hvdtrain.checkpoint import manifest as manifests
+from hvdtrain.checkpoint import partfile
+from hvdtrain.checkpoint.manifest import MANIFEST, Manifest
+from hvdtrain.checkpoint.partfile import Entry
+from hvdtrain.errors import DataError, UsageError
+from hvdtrain.host import files
+from hvdtrain.host.ownership import Owner
+
+NAME = re.compile(r"step-(\d{8,18})")
+UNFINISHED = ".unfinished-"
+REPLACED, REMOVED = f"{UNFINISHED}replaced-", f"{UNFINISHED}removed-"
+SET_ASIDE = "damaged-"
+BEST = "best.json"
+MODEL, OPTIMIZER = "model/", "optimizer/"
+Kept = TypeVar("Kept")
+RECEIPT_SECONDS = 60.0  # until a network file system shows another rank's file
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A training state.
+
+    Attributes:
+        tensors: parameters and buffers by name.
+        optimizer: the optimizer's tensors by parameter name and their own name.
+        progress: position, counts and sizes, as in the training loop.
+    """
+
+    tensors: dict[str, np.ndarray]
+    optimizer: dict[str, dict[str, np.ndarray]]
+    progress: dict[str, Any]
+
+
+def write_part(
+    folder: Path, name: str, rank: int, tensors: dict[str, np.ndarray], token: str = ""
+) -> Entry:
+    """Write a rank's file of the checkpoint `name`, and a receipt beside it.
+
+    Args:
+        token: of the run, so that no two runs write to the same unfinished checkpoint.
+
+    Raises:
+        DataError: if it cannot be written.
+    """
+    temporary = _unfinished(folder, name, token)
+    part = temporary / manifests.part_name(rank)
+    try:
+        temporary.mkdir(exist_ok=True)
+        entry = partfile.write(part, tensors)
+        receipt = json.dumps(asdict(entry)).encode()
+        files.write_whole(_receipt(temporary, rank), lambda file: file.write(receipt))
+    except OSError as error:
+        with suppress(OSError):
+            part.unlink()  # the disk may be full, and other ranks may still be writing
+        raise _not_written(folder / name, error) from None
+    return entry
+
+
+def commit(
+    folder: Path,
+    name: str,
+    writers: Sequence[int],
+    progress: dict[str, Any],
+    configuration: dict[str, Any],
+    owner: Owner | None = None,
+) -> Path:
+    """Commit the checkpoint from the files that the ranks `writers` have written.
+
+    Args:
+        owner: of the folder, checked before the checkpoint gets its final name.
+
+    Returns:
+        The path of the checkpoint.
+
+    Raises:
+        DataError: if it cannot be written; an earlier checkpoint of the step remains.
+        UsageError: if the folder is no longer the owner's; it remains as it is.
+    """
+    final, temporary = folder / name, _unfinished(folder, name, owner.token if owner else "")
+    try:
+        _complete(temporary, writers, progress, configuration)
+        if owner is not None:
+            owner.check()
+        _give_name(temporary, final)
+    except (OSError, UsageError, DataError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if owner is not None:
+            owner.check()  # another run may have removed the unfinished checkpoint
+        restore_replaced(folder)
+        raise _not_written(final, error) from None
+    return final
+
+
+def _complete(
+    temporary: Path,
+    writers: Sequence[int],
+    progress: dict[str, Any],
+    configuration: dict[str, Any],
+) -> None:
+    """Read every file back, and write the manifest to the disk in place of the receipts."""
+    parts = tuple(_read_receipt(_receipt(temporary, rank)) for rank in writers)
+    for part in parts:
+        partfile.patiently(partial(partfile.verify, temporary, part))
+    text = Manifest(parts, progress, configuration).to_json()
+    files.write_whole(temporary / MANIFEST, lambda file: file.write(text.encode()))
+    for rank in writers:
+        _receipt(temporary, rank).unlink()
+    files.sync_folder(temporary)
+
+
+def _give_name(temporary: Path, final: Path) -> None:
+    """Give a complete checkpoint its final name, replacing an earlier one of the same step."""
+    replaced = final.with_name(f"{REPLACED}{final.name}")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if final.exists():
+        final.rename(replaced)
+    temporary.rename(final)
+    files.sync_folder(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def discard(folder: Path, name: str, rank: int, token: str) -> None:
+    """Remove a rank's files of a checkpoint that failed; those of other ranks remain."""
+    temporary = _unfinished(folder, name, token)
+    for path in (temporary / manifests.part_name(rank), _receipt(temporary, rank)):
+        with suppress(OSError):
+            path.unlink()
+    with suppress(OSError):  # only the last rank finds the folder empty
+        temporary.rmdir()
+
+
+def mark_best(folder: Path, name: str, metric: str, value: float) -> None:
+    """Point `best.json` at the checkpoint `name`.
+
+    Raises:
+        DataError: if it cannot be written.
+    """
+    files.write_text(
+        folder / BEST,
+        json.dumps({"checkpoint": name, "metric": metric, "value": value}),
+        "the file",
+        DataError,
+    )
+
+
+def prune(folder: Path, keep_last: int, newest: str | None = None) -> None:
+    """Remove all but the newest `keep_last` checkpoints and the best one.
+
+    Args:
+        newest: the checkpoint that was just committed. Checkpoints of later steps are those that
+            a resumed run could not use: they do not count, and they are not removed.
+    """
+    before = [
+        path for path in stored(folder) if newest is None or step_of(path.name) <= step_of(newest)
+    ]
+    kept = {path.name for path in before[-keep_last:]}
+    if (marked := best(folder)) is not None:
+        kept.add(marked.name)
+    for path in before:
+        if path.name not in kept:
+            # Renamed first: a folder with the final name is complete.
+            removed = path.with_name(f"{REMOVED}{path.name}")
+            with suppress(OSError):
+                path.rename(removed)
+            shutil.rmtree(removed, ignore_errors=True)
+
+
+def restore_replaced(folder: Path) -> None:
+    """Rename a checkpoint back if a kill came after it was moved away, before its replacement."""
+    for path in folder.glob(f"{REPLACED}step-*"):
+        final = folder / path.name.removeprefix(REPLACED)
+        if not final.exists():
+            with suppress(OSError):
+                path.rename(final)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a checkpoint that failed to verify, so that it does not count as one of the newest.
+
+    Raises:
+        DataError: if it cannot be renamed.
+    """
+    aside = path.with_name(f"{SET_ASIDE}{path.name}")
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+    except OSError as error:
+        raise DataError(f"{path} is damaged and cannot be renamed: {error.strerror}") from None
+    return aside
+
+
+def clean(folder: Path) -> None:
+    """Remove unfinished checkpoints of runs that no longer own the folder."""
+    for path in folder.glob(f"{UNFINISHED}*"):
+        # Renamed first: the other run may be alive, and must not be able to commit it.
+        removed = folder / f"{REMOVED}{secrets.token_hex(8)}"
+        with suppress(OSError):
+            path.rename(removed)
+        shutil.rmtree(removed, ignore_errors=True)
+    for path in folder.glob(f".{BEST}.*"):
+        path.unlink(missing_ok=True)
+
+
+def best(folder: Path) -> Path | None:
+    """Return the checkpoint that `best.json` points at, None if there is none."""
+    try:
+        name = str(json.loads((folder / BEST).read_text())["checkpoint"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return folder / name if NAME.fullmatch(name) and (folder / name).is_dir() else None
+
+
+def stored(folder: Path) -> list[Path]:
+    """Return the checkpoints of a folder, oldest first."""
+    checkpoints = [path for path in folder.glob("step-*") if NAME.fullmatch(path.name)]
+    return sorted(checkpoints, key=lambda path: step_of(path.name))
+
+
+def name_of(step: int) -> str:
+    """Return the folder name of the checkpoint after `step` steps."""
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int:
+    """Return the step after which a checkpoint of this name was made."""
+    return int(name.removeprefix("step-"))
+
+
+def load_newest(folder: Path) -> tuple[Checkpoint | None, Path | None, list[str]]:
+    """Return the newest checkpoint that verifies, its path, and the error of each newer one."""
+    skipped: list[str] = []
+    for path in reversed(stored(folder)):
+        try:
+            return load(path), path, skipped
+        except DataError as error:
+            skipped.append(str(error))
+    return None, None, skipped
+
+
+def load(path: Path) -> Checkpoint:
+    """Read and verify one whole checkpoint.
+
+    Raises:
+        DataError: if a file is missing, differs from its hash, or has the wrong content.
+    """
+    manifest = manifests.read(path)
+    held: dict[str, np.ndarray] = {}
+    for entry in manifest.parts:
+        partfile.verify(path, entry)
+        part = partfile.read(path / entry.name)
+        if part.keys() & held.keys():
+            raise DataError(f"{path} contains a tensor twice")
+        held |= part
+    tensors, optimizer = by_kind(held)
+    return Checkpoint(tensors, optimizer, manifest.progress)
+
+
+def by_kind(held: dict[str, Kept]) -> tuple[dict[str, Kept], dict[str, dict[str, Kept]]]:
+    """Return the model's tensors by name, and the optimizer's by parameter and their own name.
+
+    Raises:
+        DataError: if a name belongs to neither.
+    """
+    tensors: dict[str, Kept] = {}
+    optimizer: dict[str, dict[str, Kept]] = {}
+    for name, tensor in held.items():
+        parameter, _, key = name.removeprefix(OPTIMIZER).rpartition("/")
+        if name.startswith(MODEL):
+            tensors[name.removeprefix(MODEL)] = tensor
+        elif name.startswith(OPTIMIZER) and parameter:
+            optimizer.setdefault(parameter, {})[key] = tensor
+        else:
+            raise DataError(f"{name[:60]!r} is not the name of a tensor in a checkpoint")
+    return tensors, optimizer
+
+
+def owners(sizes: Sequence[int], count: int) -> list[int]:
+    """Return the owner, 0 to `count` - 1, of each of `sizes`: ascending, about equally loaded."""
+    total, start, numbers = max(1, sum(sizes)), 0, []
+    for size in sizes:
+        numbers.append(min(count - 1, (2 * start + size) * count // (2 * total)))
+        start += size
+    return numbers
+
+
+def _unfinished(folder: Path, name: str, token: str) -> Path:
+    return folder / f"{UNFINISHED}{token}-{name}"
+
+
+def _receipt(folder: Path, rank: int) -> Path:
+    return folder / f"written-{rank:04d}.json"
+
+
+def _read_receipt(path: Path) -> Entry:
+    until = time.monotonic() + RECEIPT_SECONDS
+    while not path.exists() and time.monotonic() < until:
+        list(path.parent.iterdir())  # makes a network file system look again
+        time.sleep(0.1)
+    return Entry(**json.loads(path.read_text()))
+
+
+def _not_written(path: Path, error: Exception) -> DataError:
+    reason = error.strerror if isinstance(error, OSError) else error
+    return DataError(f"the checkpoint {path} cannot be written: {reason}")

@@ -1,0 +1,189 @@
+"""The end of a job after a failure: one rank reports the error and ends all the others."""
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+from hvdtrain.errors import EXIT_INTERNAL, HvdtrainError, Interrupted, RankError, UsageError
+from hvdtrain.host import alert
+from hvdtrain.host.launchers import Launch, detect, torchrun
+from hvdtrain.world import activity_path, import_mpi
+
+# A rank that is not the first to fail waits this long and prints nothing, so that the message of
+# the first one is printed before the job ends.
+SECONDS_TO_BE_ENDED = 5.0
+SECONDS_TO_JOIN = 20
+# Texts of the frameworks' out-of-memory errors, which have no class of their own on CPU and GPU.
+OUT_OF_MEMORY = (
+    *("can't allocate memory", "cannot allocate memory", "out of memory", "oom when allocating"),
+)
+
+_ALONE = (("RANK", 0), ("SIZE", 1))
+_first_failure: socket.socket | None = None
+
+
+def end_all_on_exception() -> None:
+    """Make every uncaught exception end the job on all ranks from this call on.
+
+    Without this, a rank that raises in a user's own script would wait for the other ranks in MPI's
+    finalisation, while they wait for it.
+    """
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        fail(error)
+
+    sys.excepthook = hook
+
+
+@dataclass(frozen=True)
+class Listener:
+    """The receiver of the alert that a job failed: a shell command, and the run folder."""
+
+    command: str | None
+    run: str | None
+
+
+def fail(error: BaseException, listener: Listener | None = None) -> NoReturn:
+    """Report what went wrong, once per node, and end the job on all ranks.
+
+    An error that the user can fix is reported in one line, any other with this rank's traceback.
+    Ranks alert the `listener` only if another launcher started them: hvdtrain's own launcher sends
+    the alert itself.
+    """
+    launch = _detect_quietly()
+    code, text = _verdict(error, launch)
+    first = report(text, launch, listener if code != Interrupted.exit_code else None)
+    if launch.size == 1:
+        if threading.current_thread() is not threading.main_thread():
+            os._exit(code)  # a watchdog's exit would end its thread alone
+        sys.exit(code)
+    if launch.launcher == "srun" and not _is_mpi_running():
+        _join_to_end(launch)
+    elif not first or not _is_mpi_running():
+        # Without MPI nothing ends the others. The first rank stays, so that no later one reports.
+        time.sleep(SECONDS_TO_BE_ENDED)
+    if _is_mpi_running():
+        sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(code)
+    os._exit(code)
+
+
+def report(text: str, launch: Launch, listener: Listener | None) -> bool:
+    """Print why a job ends; return False if another of its processes on this node already did.
+
+    Ranks alert the `listener` only if another launcher than hvdtrain's own started them.
+    """
+    if launch.size != 1 and not _is_first_to_fail(launch.job):
+        return False
+    sys.stdout.flush()
+    # In one write, or the launcher's own output comes before the end of the line.
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+    if listener is not None and activity_path() is None:
+        line = text.splitlines()[-1].removeprefix("hvdtrain: ")
+        alert.send_and_wait(listener.command, "job failed", line, listener.run)
+    return True
+
+
+def _verdict(error: BaseException, launch: Launch) -> tuple[int, str]:
+    """Return the exit code for an error, and the text to print."""
+    alone, where = launch.size == 1, f"rank {launch.rank} on {socket.gethostname()}"
+    if isinstance(error, KeyboardInterrupt):
+        return Interrupted.exit_code, "hvdtrain: interrupted"
+    if isinstance(error, HvdtrainError):
+        return error.exit_code, f"hvdtrain: {error}"
+    message = str(error).lower()
+    if isinstance(error, MemoryError) or any(words in message for words in OUT_OF_MEMORY):
+        return RankError.exit_code, f"hvdtrain: {where} {_out_of_memory(error)}"
+    code = EXIT_INTERNAL if alone else RankError.exit_code
+    heading = "" if alone else f"hvdtrain: {where}:\n"
+    return code, heading + "".join(traceback.format_exception(error)).rstrip()
+
+
+def _out_of_memory(error: BaseException) -> str:
+    doing = "; ".join(getattr(error, "__notes__", []))
+    lines = [*str(error).splitlines(), "no details are known"]
+    reason = re.sub(r"^\[enforce fail.*?\] err == 0\. ", "", lines[0])
+    return (
+        f"is out of memory{f' ({doing})' if doing else ''}: {reason}; use a smaller --batch-size, "
+        "more --microbatches, --recompute, or fewer ranks on a host"
+    )
+
+
+def _detect_quietly() -> Launch:
+    """Return what `detect` does, also for a launch that `detect` refuses."""
+    try:
+        return detect(os.environ)
+    except UsageError:
+        if (refused := torchrun(os.environ)) is not None:
+            return refused
+        job = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT", str(os.getppid()))
+        rank, size = (int(os.environ.get(f"HOROVOD_{name}", n)) for name, n in _ALONE)
+        return Launch("horovodrun", rank, size, job)
+
+
+def _is_mpi_running() -> bool:
+    """Return whether MPI connects other ranks: a failed launch leaves each rank a world of one."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
+        return False
+    return bool(mpi.COMM_WORLD.size > 1)
+
+
+def _join_to_end(launch: Launch) -> None:
+    """Start MPI in order to end the other ranks, which otherwise hang in MPI_Init under srun.
+
+    If MPI cannot start, wait until the others have failed too: only one rank per node reports.
+    """
+    if "PMIX_RANK" in os.environ:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(SECONDS_TO_JOIN)  # MPI_Init waits for all, and some may have left
+        with contextlib.suppress(UsageError):
+            import_mpi(launch, "auto")
+        signal.alarm(0)
+    if not _is_mpi_running():
+        time.sleep(SECONDS_TO_BE_ENDED)
+
+
+def _is_first_to_fail(job: str) -> bool:
+    """Return True on one rank of the node only.
+
+    hvdtrain's own launcher and mpirun have a folder for the job, in which a file can be created
+    once. Elsewhere a name in the abstract socket namespace has one owner. The name lives as long
+    as the process, so nothing is left behind, but a rank that fails after that process has ended
+    reports too.
+    """
+    global _first_failure
+    if mark := _mark_of_failure():
+        try:
+            mark.touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        except OSError:
+            return True  # two reports are better than none
+        return True
+    _first_failure = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        _first_failure.bind(f"\0hvdtrain-failed-{os.getuid()}-{job}")
+    except OSError:
+        return False
+    return True
+
+
+def _mark_of_failure() -> Path | None:
+    """Return a file in the job's folder on this node, which the launcher removes at the end."""
+    if activity := activity_path():
+        return activity.with_name("failed")
+    folder, job = (os.environ.get(name) for name in ("PMIX_SERVER_TMPDIR", "PMIX_NAMESPACE"))
+    if folder and job and "SLURM_STEP_ID" not in os.environ and Path(folder).is_dir():
+        return Path(folder, f"hvdtrain-failed-{job}")
+    return None

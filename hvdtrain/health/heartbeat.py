@@ -1,0 +1,179 @@
+"""Heartbeat of each rank every few seconds, for readers outside of the run.
+
+A thread of the rank replaces RUN/heartbeats/rank-0000.json at each beat. If the file grows old,
+the rank is stopped or its host is down.
+"""
+
+import json
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from hvdtrain import world
+from hvdtrain.config import TrainConfig
+from hvdtrain.errors import DataError, RankError
+from hvdtrain.health import failure
+from hvdtrain.host.ownership import BEAT_SECONDS, Owner
+
+SILENT_BEATS = 4  # a rank is silent after 4 missing beats
+
+
+class Heartbeat:
+    """Beats from its construction to `close`, and measures what takes too long within a step.
+
+    Args:
+        folder: the folder of all ranks' files, which exists.
+        memory_bytes, celsius: as the methods of `Session`.
+        doing: returns the step of this rank and its current action.
+        owner: the owner of the run folder; rank 0 checks at each beat that it still is.
+
+    Attributes:
+        memory_bytes, load, celsius: as in `Vitals`, at the last beat.
+        is_replaced: whether the run folder belonged to another run at the last beat.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        memory_bytes: Callable[[], float],
+        celsius: Callable[[], float],
+        doing: Callable[[], tuple[int, str]],
+        owner: Owner,
+    ) -> None:
+        self.path = file_of(folder, rank)
+        self.rank, self.doing, self.owner = rank, doing, owner
+        self.is_replaced = False
+        self._measure_memory, self._measure_celsius = memory_bytes, celsius
+        self.memory_bytes, self.load, self.celsius = 0.0, 0.0, math.nan
+        self._closed = threading.Event()
+        self._beat()
+        self._thread = threading.Thread(target=self._run, name="hvdtrain-heartbeat", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop after one last beat."""
+        self._closed.set()
+        self._thread.join()
+
+    def give_up(self) -> None:
+        """Stop without another beat, and release the run folder."""
+        self._closed.set()
+        if self.rank == 0:
+            self.owner.release()
+
+    def _run(self) -> None:
+        while not self._closed.wait(BEAT_SECONDS):
+            self._beat()
+        self._beat()
+
+    def _beat(self) -> None:
+        if self.rank == 0:  # a network file system may show the file late to other ranks
+            with suppress(DataError):  # the disk may answer at the next beat
+                self.is_replaced = not self.owner.holds()
+        self.load = os.getloadavg()[0]
+        self.celsius = self._measure_celsius()
+        self.memory_bytes = self._measure_memory()
+        step, action = self.doing()
+        content = {
+            "time": round(time.time(), 3),
+            "rank": self.rank,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "step": step,
+            "doing": action,
+            "memory_bytes": int(self.memory_bytes),
+            "host_memory_available_bytes": psutil.virtual_memory().available,
+            "load": self.load,
+            "celsius": None if math.isnan(self.celsius) else self.celsius,
+        }
+        if self.is_replaced:
+            return  # the file belongs to another run now
+        temporary = self.path.with_name(f".{self.path.name}.{self.owner.token}")
+        with suppress(OSError):  # checkpoints report a full disk
+            temporary.write_text(json.dumps(content) + "\n")
+            temporary.replace(self.path)
+
+
+def file_of(folder: Path, rank: int) -> Path:
+    """Return the path of a rank's heartbeat file."""
+    return folder / f"rank-{rank:04d}.json"
+
+
+def suspects(folder: Path, size: int, rank: int, own_work: Collection[str]) -> list[str]:
+    """Return a line for each rank that `rank` may be waiting for.
+
+    Args:
+        own_work: actions of ranks that do not wait for another rank.
+    """
+    beats = {rank: _read(file_of(folder, rank)) for rank in range(size)}
+    return _silent(folder, beats) or [
+        f"rank {other} on {beat.get('host')} is {beat['doing'] or 'at its own work'} "
+        f"(step {beat.get('step')})"
+        for other, beat in beats.items()
+        if other != rank and beat.get("doing") in own_work
+    ]
+
+
+def _silent(folder: Path, beats: Mapping[int, dict[str, Any]]) -> list[str]:
+    """Return a line for each rank whose last heartbeat is older than those of the others."""
+    # By the disk's clock: the clocks of the hosts may differ.
+    seen = {rank: file_of(folder, rank).stat().st_mtime for rank in beats if beats[rank]}
+    newest = max(seen.values(), default=0.0)
+    return [
+        f"rank {rank} on {beats[rank].get('host')} has sent no heartbeat for "
+        f"{newest - time:.0f} s (step {beats[rank].get('step')}): is it stopped, or its host down?"
+        for rank, time in seen.items()
+        if newest - time > SILENT_BEATS * BEAT_SECONDS
+    ]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+# Loading libraries, and reading and writing checkpoints, takes longer on disks that are shared.
+START_FACTOR, SAVE_FACTOR = 5.0, 5.0
+OTHERS_SAVE_FACTOR = 6.0  # for ranks that wait: the slow rank reaches its limit first
+
+
+def patience(config: TrainConfig) -> float:
+    """Return the seconds that an action may take, including the compilation of components."""
+    return config.stall_timeout * (10 if config.compile else 1)
+
+
+def start_patience(config: TrainConfig) -> float:
+    """Return the seconds that an action before the first step may take.
+
+    `--stage` may copy for hours.
+    """
+    return patience(config) * START_FACTOR * (10 if config.stage else 1)
+
+
+def stalled(line: str, suspects: str = "", listener: failure.Listener | None = None) -> None:
+    """End the job from the watchdog's thread.
+
+    Args:
+        suspects: the ranks that this one may be waiting for, if they are known.
+    """
+    rank, host = world.current().rank, socket.gethostname()
+    advice = suspects or "check the ranks or the disk it waits for, or raise --stall-timeout"
+    failure.fail(
+        RankError(
+            f"rank {rank} on {host} has been stuck for longer than --stall-timeout allows, in "
+            f"{line}: {advice}"
+        ),
+        listener,
+    )

@@ -1,0 +1,1 @@
+"""Processes, files, memory, waiting and alerts: what the operating system provides."""

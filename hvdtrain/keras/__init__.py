@@ -1,0 +1,30 @@
+"""Horovod on Keras 3: data parallelism for any Keras model, in three lines of its program.
+
+    import hvdtrain.keras as distributed
+
+    world = distributed.start()
+    model.compile(distributed.optimizer(keras.optimizers.Adam(1e-3 * world.size)), ...)
+    model.fit(..., callbacks=distributed.callbacks())
+
+Horovod's own Keras layer runs under Keras 3 without an error, but averages nothing. With this
+package the optimizer itself averages, where Keras 3 calls it, and different weights are detected.
+"""
+
+from hvdtrain.keras.callbacks import SameWeights, SaveOnFirstRank, WarmUp, callbacks
+from hvdtrain.keras.dataset import Datasets, datasets
+from hvdtrain.keras.metrics import ExactMetrics, evaluate
+from hvdtrain.keras.optimizer import optimizer
+from hvdtrain.keras.start import start
+
+__all__ = [
+    "Datasets",
+    "ExactMetrics",
+    "SameWeights",
+    "SaveOnFirstRank",
+    "WarmUp",
+    "callbacks",
+    "datasets",
+    "evaluate",
+    "optimizer",
+    "start",
+]

@@ -1,0 +1,204 @@
+"""Callbacks of `fit` on several ranks: equal weights at the start and later, one saved file."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from hvdtrain import world
+from hvdtrain.errors import UsageError
+from hvdtrain.keras.agreement import average_statistics, broadcast, check_same, gather, is_float
+from hvdtrain.keras.metrics import ExactMetrics
+from hvdtrain.keras.optimizer import as_it_was, is_distributed
+
+
+def callbacks(
+    *, warmup_epochs: int = 0, save_to: str | Path | None = None
+) -> list[keras.callbacks.Callback]:
+    """Return the callbacks that a model on several ranks needs; put your own after these.
+
+    Args:
+        warmup_epochs: epochs in which the learning rate grows from 1/size of itself to itself.
+        save_to: a file ending in .keras that rank 0 writes after each epoch.
+    """
+    needed: list[keras.callbacks.Callback] = [SameWeights(), ExactMetrics()]
+    if warmup_epochs:
+        needed.append(WarmUp(warmup_epochs))
+    if save_to is not None:
+        needed.append(SaveOnFirstRank(save_to))
+    return needed
+
+
+class SameWeights(keras.callbacks.Callback):
+    """Gives all ranks rank 0's variables at the start, and compares them after each epoch.
+
+    Running statistics of batch norm, which each rank computes from its own samples, are averaged
+    over the ranks before an evaluation and after each epoch.
+    """
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Give all ranks rank 0's variables of model and optimizers.
+
+        Raises:
+            UsageError: on all ranks, if the model is not built, one of its optimizers averages
+                nothing, or ranks train different models or for different numbers of steps.
+        """
+        if world.current().size == 1:
+            return
+        optimizers = optimizers_of(self.model)
+        _check_alike(self.model, optimizers, self.params)
+        # Integers are seeds of dropout: each rank keeps its own.
+        variables = [variable for variable in self.model.variables if is_float(variable)]
+        states = [variable for optimizer in optimizers for variable in optimizer.variables]
+        kept = [variable for variable in states if "gradient_accumulator" not in variable.path]
+        broadcast([*variables, *kept])
+        if self.model.jit_compile:  # XLA cannot compile Horovod's operations
+            self.model.jit_compile = False
+            self.model.make_train_function(force=True)
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Average statistics, so that all ranks evaluate the same model."""
+        average_statistics(self.model)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Compare the trainable variables.
+
+        Raises:
+            CheckFailed: on all ranks, if they differ.
+        """
+        average_statistics(self.model)
+        check_same(self.model.trainable_variables)
+
+
+def optimizers_of(model: keras.Model) -> list[Any]:
+    """Return a model's optimizers: those in its attributes, as in a GAN, or the compiled one."""
+    optimizers = [
+        value for value in vars(model).values() if isinstance(value, keras.optimizers.Optimizer)
+    ]
+    others = [optimizer for optimizer in optimizers if optimizer is not model.optimizer]
+    return others or [model.optimizer]
+
+
+def _check_alike(model: keras.Model, optimizers: list[Any], params: dict[str, Any]) -> None:
+    """Refuse models that ranks cannot train together. Collective.
+
+    Raises:
+        UsageError: on all ranks.
+    """
+    if not model.built:
+        raise UsageError(
+            "the model is not built, so its weights cannot be made the same on all ranks: "
+            "start it with keras.Input, or call it on a batch before fit"
+        )
+    for optimizer in optimizers:
+        _check_distributed(optimizer)
+    facts = {
+        "steps per epoch": params.get("steps"),
+        "epochs": params.get("epochs"),
+        "optimizers": [(type(optimizer).__name__, optimizer.built) for optimizer in optimizers],
+        "variables": [(variable.path, variable.shape) for variable in model.variables],
+    }
+    everywhere = gather("about to train", facts)
+    for rank, theirs in enumerate(everywhere):
+        for name, value in everywhere[0].items():
+            if theirs[name] != value:
+                both = "" if name == "variables" else f" ({theirs[name]} and {value})"
+                raise UsageError(
+                    f"rank {rank} has different {name} than rank 0{both}: use the same on all "
+                    "ranks"
+                )
+
+
+def _check_distributed(optimizer: Any) -> None:
+    if is_distributed(optimizer):
+        return
+    if is_distributed(getattr(optimizer, "inner_optimizer", None)):
+        raise UsageError(
+            "a LossScaleOptimizer is around hvdtrain.keras.optimizer, so ranks would not agree on "
+            "steps that overflow: pass keras.optimizers.LossScaleOptimizer(your optimizer) to "
+            "hvdtrain.keras.optimizer"
+        )
+    raise UsageError(
+        "the model was compiled with an optimizer that averages nothing, so each rank would "
+        "train alone: use compile(hvdtrain.keras.optimizer(...))"
+    )
+
+
+class WarmUp(keras.callbacks.Callback):
+    """Raises the learning rate linearly, per step, from 1/size of its value to its value.
+
+    This is the warm-up for a rate multiplied by the number of ranks (Goyal et al., "Accurate,
+    Large Minibatch SGD", arXiv 1706.02677): training starts with the rate of one rank. Steps count
+    from epoch 0, so that a `fit` that resumes with `initial_epoch` does not warm up again.
+    """
+
+    def __init__(self, epochs: int, ranks: int | None = None) -> None:
+        """Warm up over `epochs`; `ranks` is the size of the world if None."""
+        super().__init__()
+        self.epochs, self.ranks = epochs, ranks
+        self.rate = 0.0
+        self.epoch = 0
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Note the rate at the end of the warm-up.
+
+        Raises:
+            UsageError: if the rate follows a schedule, or the number of steps is not known.
+        """
+        optimizer = self.model.optimizer
+        optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+        if not isinstance(optimizer._learning_rate, keras.Variable):
+            raise UsageError(
+                "WarmUp and the optimizer's schedule both set the learning rate: use one of them"
+            )
+        if not self.params.get("steps"):
+            raise UsageError(
+                "WarmUp does not know the steps per epoch: pass steps_per_epoch to fit"
+            )
+        self.rate = float(self.model.optimizer.learning_rate)
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Note the epoch."""
+        self.epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Set the rate of the step."""
+        steps = self.params["steps"]
+        if self.epoch < self.epochs:
+            part = (self.epoch * steps + batch) / (self.epochs * steps)
+            ranks = self.ranks or world.current().size
+            self.model.optimizer.learning_rate = self.rate * (1 + (ranks - 1) * part) / ranks
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Restore the configured rate, so that files saved between epochs contain it."""
+        if epoch < self.epochs:
+            self.model.optimizer.learning_rate = self.rate
+
+
+class SaveOnFirstRank(keras.callbacks.Callback):
+    """Saves the model and its optimizer on rank 0 after each epoch, atomically."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Save to `path`.
+
+        Raises:
+            UsageError: if `path` does not end in .keras.
+        """
+        super().__init__()
+        self.path = Path(path)
+        if self.path.suffix != ".keras":
+            raise UsageError(
+                f"{path} is not a name for a Keras model: use a name ending in .keras"
+            )
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Write beside the old file, then rename: a killed job leaves the old or the new file."""
+        if world.current().rank == 0:
+            unfinished = self.path.with_name(f".unfinished-{self.path.name}")
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with ExitStack() as stack:
+                for optimizer in optimizers_of(self.model):
+                    stack.enter_context(as_it_was(optimizer))
+                self.model.save(unfinished)
+            unfinished.replace(self.path)

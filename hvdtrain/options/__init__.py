@@ -1,0 +1,1 @@
+"""From a command line and YAML to a configuration."""

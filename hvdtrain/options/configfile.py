@@ -1,0 +1,135 @@
+"""The configuration that a run folder keeps: written, read, and compared with a new one."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.config import TrainConfig
+from hvdtrain.errors import DataError
+from hvdtrain.host import files, harmless
+from hvdtrain.options.fields import flag
+
+# A run may resume with other values of these: they decide where, how and how long it runs. In the
+# results of a step they change only rounding, and the samples that local batch norm sees together.
+MAY_CHANGE_ON_RESUME = frozenset(
+    {
+        "data",
+        "plan",
+        "ranks",
+        "memory_limit",
+        "profile",
+        "epochs",
+        "max_steps",
+        "microbatches",
+        "schedule",
+        "recompute",
+    }
+    | {"device", "threads", "compile", "allreduce", "log_every", "eval_every", "ledger"}
+    | {"weights", "trace", "run", "resume", "checkpoint_every", "keep_checkpoints"}
+    | {"restarts", "min_ranks", "gradient_limit", "on_bad_step", "on_alert", "inject"}
+    | {"replicate", "stage", "stall_timeout", "verify", "change_batch_norm"}
+)
+
+
+# In a run of a study only these may change: else the study would report one run as another.
+MAY_CHANGE_IN_STUDY = frozenset({"run", "resume", "log_every", "keep_checkpoints", "on_alert"})
+
+
+# Values with the behaviour of versions that had no such key. A missing key identifies them.
+OLDER_DEFAULTS = {"no_decay": "none"}
+
+
+def with_older_defaults(config: TrainConfig) -> TrainConfig:
+    """Return the configuration, with older behaviour for a run that an older version started.
+
+    Raises:
+        UsageError: if the file in the run folder is not a configuration.
+    """
+    saved = Path(config.run) / "config.yaml" if config.run else None
+    if saved is None or not saved.is_file():
+        return config
+    older_values = values_of_older_version(load(saved))
+    if config.normalise != "meanstd":
+        older_values.pop("normalise", None)
+    if not config.weight_decay:
+        older_values.pop("no_decay", None)
+    return replace(config, **older_values)
+
+
+def values_of_older_version(old: dict[str, Any]) -> dict[str, Any]:
+    """Return the values that an older version used where its configuration has none or others."""
+    older_values: dict[str, Any] = {
+        n: value for n, value in OLDER_DEFAULTS.items() if n not in old
+    }
+    if older_values and old.get("holdout") and old.get("normalise", "meanstd") == "meanstd":
+        older_values["normalise"] = "split"
+    return older_values
+
+
+def differing(one: TrainConfig, other: TrainConfig) -> str:
+    """Return the options in which `one` differs from `other`, as a user types them."""
+    others = vars(other)
+    differs = [name for name, value in vars(one).items() if others[name] != value]
+    return " ".join(f"{flag(name)} {getattr(one, name)}" for name in differs)
+
+
+def differences(
+    old: dict[str, Any], new: TrainConfig, may_change: frozenset[str] = MAY_CHANGE_ON_RESUME
+) -> list[str]:
+    """Return how `new` differs from a saved configuration in values that may not change."""
+    current, old = asdict(new), old | values_of_older_version(old)
+    if new.weight_decay == 0:
+        may_change = may_change | {"no_decay"}
+    if new.lr_schedule != "constant":
+        may_change = may_change - {"epochs", "max_steps"}  # they stretch the schedule
+    return [
+        f"{name} was {old[name]!r}, is {current[name]!r}"
+        for name in current
+        if name not in may_change and name in old and old[name] != current[name]
+    ]
+
+
+def to_yaml(config: TrainConfig, saved: Path | None = None) -> str:
+    """Return the resolved configuration as YAML that `--config` reads, for this or a new run.
+
+    Args:
+        saved: the file that it replaces. Keys that `with_older_defaults` fills in for an older
+            version stay absent, so that the same command can resume the run again.
+    """
+    import yaml
+
+    values = asdict(replace(config, resume=False))
+    if saved is not None and saved.is_file():
+        old = load(saved)
+        for name in OLDER_DEFAULTS.keys() - old.keys():
+            del values[name]
+        if "normalise" in values_of_older_version(old) and config.normalise == "split":
+            values["normalise"] = "meanstd"
+    return yaml.safe_dump(values, sort_keys=False)
+
+
+def public(config: TrainConfig) -> dict[str, Any]:
+    """Return the resolved configuration without the values that other users should not read."""
+    return {name: value for name, value in asdict(config).items() if name != "on_alert"}
+
+
+def save(config: TrainConfig, path: Path) -> None:
+    """Write the resolved configuration of a run, which no other user may change.
+
+    The command of `--on-alert` may hold an address or a token: a configuration with such a command
+    is readable by its owner only.
+
+    Raises:
+        DataError: if the file cannot be written.
+    """
+    mode = files.OWN if config.on_alert is None else files.PRIVATE
+    files.write_text(path, to_yaml(config, path), "the configuration", DataError, mode)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Read a saved configuration; a key of another version stays in the dictionary.
+
+    Raises:
+        UsageError: if the file is not a configuration.
+    """
+    return harmless.read_mapping(path, "configuration")

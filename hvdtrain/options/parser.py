@@ -1,0 +1,356 @@
+"""A command line parser whose errors are one line with the nearest valid names."""
+
+import argparse
+import dataclasses
+import difflib
+import itertools
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
+
+from jsonargparse import ArgumentParser, Namespace
+
+from hvdtrain.errors import UsageError, on_one_line
+from hvdtrain.host import harmless
+from hvdtrain.options import helptext, timelimit
+
+Options = TypeVar("Options")
+
+MOST_NAMES = 12  # longest list of names in a message
+# Names of options in other tools, with the option of hvdtrain that does the same.
+OPTION_ALIASES = {
+    **dict.fromkeys(("--gpus", "--num-gpus", "--devices", "--gpu"), "--ranks (one per GPU)"),
+    **dict.fromkeys(("--np", "--nproc-per-node", "--num-processes", "--world-size"), "--ranks"),
+    "--learning-rate": "--lr",
+    "--gradient-accumulation-steps": "--microbatches",
+    "--accumulate-grad-batches": "--microbatches",
+    **dict.fromkeys(("--amp", "--fp16", "--bf16"), "--precision bf16"),
+    **dict.fromkeys(("--output", "--output-dir", "--save-dir", "--logdir"), "--run"),
+}
+# Options of sbatch without a counterpart in hvdtrain.
+SBATCH_ONLY = (
+    *("mem-per-cpu", "mem-per-gpu", "exclusive", "gres", "mail-type", "mail-user", "nodelist"),
+    *("exclude", "hint", "licenses", "reservation", "begin", "comment", "tmp", "gpus-per-task"),
+    *("hold", "nice", "priority", "export", "ntasks", "cpus-per-task", "switches", "contiguous"),
+)
+# Formats of values that are more than text or a number.
+VALUE_FORMS = {"--time": timelimit.FORMS, "--mem": timelimit.MEMORY_FORMS}
+# Names of values in other tools, with the value that does the same here.
+VALUE_ALIASES = {
+    "gpu": "cuda",
+    **dict.fromkeys(("fp16", "float16", "half", "amp", "bfloat16"), "bf16"),
+    **dict.fromkeys(("float32", "float", "single"), "fp32"),
+    **dict.fromkeys(("float64", "double"), "fp64"),
+    "pytorch": "torch",
+    **dict.fromkeys(("tf", "keras"), "tensorflow"),
+}
+
+
+class Parser(ArgumentParser):
+    """jsonargparse's parser, with errors as `UsageError` instead of a usage page and an exit."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=helptext.Formatter, **settings)
+
+    def format_help(self, formatter: argparse.HelpFormatter | None = None) -> str:
+        """Return the help page: the options, or the commands of a command that has some."""
+        if helptext.subcommands(self):
+            return helptext.overview(self)
+        return super().format_help(formatter)
+
+    def parse_args(  # type: ignore[override]
+        self,
+        args: Sequence[str] | None = None,
+        namespace: Namespace | None = None,
+        **settings: Any,
+    ) -> Namespace:
+        """Parse as jsonargparse does, but read files first: the command line wins over them."""
+        words = sys.argv[1:] if args is None else list(args)
+        if "--config" in self._option_string_actions:
+            words = _files_first(words)
+        return super().parse_args(words, namespace, **settings)
+
+    def parse_path(self, path: Any, *arguments: Any, **settings: Any) -> Any:
+        """Parse a file as jsonargparse does, after checks that it cannot harm the parser."""
+        file = Path(path).expanduser()
+        text = harmless.read_text(file)
+        self.check_keys(path, harmless.mapping(text, file, "configuration"))
+        return self.parse_string(text, str(path), *arguments, **settings)
+
+    def check_keys(self, source: object, values: Mapping[Any, Any]) -> None:
+        """Refuse unknown keys, and keys without a value that need one.
+
+        In a file for a subcommand, jsonargparse does not name the wrong key, and it accepts
+        `null` as a value of any type.
+
+        Raises:
+            UsageError: naming the key.
+        """
+        known: dict[str, argparse.Action] = {}
+        for action in self._actions:
+            if action.help != argparse.SUPPRESS and not action.dest.startswith(("help", "print_")):
+                known |= {flag.removeprefix("--"): action for flag in action.option_strings}
+        known |= {name.replace("-", "_"): action for name, action in known.items()}
+        switches = [name for name, action in known.items() if helptext.is_switch(action)]
+        keys = [name for name in known if "-" not in name and name != "config"]
+        for key, value in values.items():
+            if key not in known:
+                raise unknown_key(source, key, keys, switches)
+            action = known[key]
+            kinds = get_args(getattr(action, "_typehint", None))
+            if value is None and action.default is not None and type(None) not in kinds:
+                raise UsageError(f"{source}: --{str(key).replace('_', '-')} needs a value")
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Raise a UsageError with the message in one line, with suggestions for unknown names."""
+        if match := re.match(r'expected "(\S+)" to be one of', message):
+            self._refuse_without_command(match[1].split(".")[:-1])
+        command = helptext.as_typed(self.prog)
+        raise UsageError(explain(message, sorted(_long_options(self)), command)) from None
+
+    def _refuse_without_command(self, words: Sequence[str]) -> NoReturn:
+        """Print the commands that may follow these words, and raise that one is missing."""
+        parser: ArgumentParser = self
+        for word in words:
+            parser = helptext.subcommands(parser)[word]
+        print(parser.format_help(), end="")
+        raise UsageError(f"a command is missing: one of {', '.join(helptext.subcommands(parser))}")
+
+
+def explain(message: str, options: Iterable[str], command: str) -> str:
+    """Turn jsonargparse's message into one line.
+
+    Args:
+        options: valid option names of the command.
+        command: the command whose words are wrong, as a user types it.
+    """
+    options = list(options)
+    message = " ".join(message.split())
+    if match := re.match(r"unrecognized arguments: (\S+)", message, re.IGNORECASE):
+        return _unknown_option(match[1].partition("=")[0], options, command)
+    if match := re.match(r"argument (\S+): expected one argument", message):
+        form = ": write --sbatch NAME=VALUE, without dashes" if match[1] == "--sbatch" else ""
+        return f"{match[1].replace('/', ' or ')} needs a value{form}"
+    if match := re.match(r"argument (\S+): ignored explicit argument (.*)", message):
+        return f"{match[1]} takes no value: leave {match[2]} out"
+    if match := re.match(r"(?:Subcommand|Option|Key).*?does not accept option '(.+?)'", message):
+        names = [option.removeprefix("--") for option in options]
+        keys = [name.replace("-", "_") for name in names if not name.startswith("no-")]
+        return f"unknown key {match[1]}" + nearest(match[1], keys)
+    if match := re.match(r"argument (\S+): invalid choice: '(.*?)' \(choose (.*)\)", message):
+        option, value, choices = match[1], match[2], re.findall(r"'(.*?)'", match[3])
+        wrong = (
+            f"{option} {value} is not known" if option in options else f"unknown command {value}"
+        )
+        return wrong + nearest(value, choices)
+    if match := re.match(r"the following arguments are required: (.*)", message):
+        keys = [name.split(".")[-1] for name in match[1].split(", ")]
+        needed = [f"--{key}" if f"--{key}" in options else key for key in keys]
+        return f"missing: {', '.join(needed)}"
+    if match := re.match(r'Parser key "(.*?)": Expected an? (.*)\. Got value: (.*)', message):
+        return _wrong_value(_as_typed(match[1], options), match[2], match[3])
+    if match := re.match(
+        r'Parser key "(.*?)": .*Subtypes: \[(.*?)\] Err.*Given value: (.*)', message
+    ):
+        return _wrong_value(_as_typed(match[1], options), match[2], match[3])
+    return re.sub(r'^Parser key "(?:\S+\.)?(.*?)": ', r"--\1: ", message)
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """Return a suggestion to append to an error about an unknown name, empty if `valid` is."""
+    valid = sorted(valid)
+    close = difflib.get_close_matches(name, valid, n=3, cutoff=0.6)
+    if close:
+        return f"; did you mean {' or '.join(close)}?"
+    return f"; valid are {', '.join(valid)}" if valid else ""
+
+
+def unknown_key(
+    source: object, key: object, valid: Iterable[str], switches: Iterable[str] = ()
+) -> UsageError:
+    """Return the error for an unknown key in a file, always in one line.
+
+    Args:
+        switches: keys of boolean options, which the command line also accepts as --no-KEY.
+    """
+    shown = on_one_line(key)
+    switch = shown[3:].replace("-", "_")
+    if shown.startswith(("no-", "no_")) and switch in switches:
+        return UsageError(f"{source}: write `{switch}: false` instead of `{shown}`")
+    return UsageError(f"{source}: unknown key {shown}{nearest(shown, valid)}")
+
+
+def add_config(parser: ArgumentParser) -> None:
+    """Add --config, and describe jsonargparse's --print_config in one line."""
+    parser.add_argument(
+        "--config",
+        action="config",
+        metavar="FILE",
+        help="YAML file with keys of these options; the command line wins",
+    )
+    printing = parser._option_string_actions["--print_config"]
+    printing.help, printing.metavar = "print these options as YAML and exit", ""
+
+
+def add_dataclass(parser: ArgumentParser, owner: type, heading: str = "") -> None:
+    """Add one option for each field of a dataclass, described by its metadata (`fields.about`).
+
+    Args:
+        heading: heading for the fields that name none; without one they are listed among the
+            parser's own options.
+    """
+    hints = get_type_hints(owner)
+    groups: dict[str, Any] = {"": parser}
+    for item in dataclasses.fields(owner):
+        title = item.metadata.get("group") or heading
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        _add_option(groups[title], item, hints[item.name])
+
+
+def _add_option(group: Any, item: dataclasses.Field[Any], kind: Any) -> None:
+    """Add one option with the type, default and help of a field."""
+    about, flag = item.metadata, "--" + item.name.replace("_", "-")
+    text = about["help"]
+    if about.get("default"):
+        text += f" (default: {about['default']})"
+    kinds = get_args(kind) or (kind,)
+    if bool in kinds:
+        _add_switch(group, flag, kind, item.default, text)
+        return
+    if kind == list[str]:
+        shown = about.get("metavar") or "VALUE"
+        group.add_argument(
+            flag, type=_Texts(), action="extend", default=[], help=text, metavar=shown
+        )
+        return
+    flags = [flag, f"--{about['alias']}"] if about.get("alias") else [flag]
+    shown = about.get("metavar") or helptext.metavar(kind) or item.name.upper()
+    settings = {"type": kind, "help": text, "metavar": shown}
+    if item.default is dataclasses.MISSING:
+        group.add_argument(*flags, required=True, **settings)
+    else:
+        group.add_argument(*flags, default=item.default, **settings)
+
+
+def _add_switch(group: Any, flag: str, kind: Any, default: object, text: str) -> None:
+    """Add `--name`, `--name VALUE` and `--no-name`; the last one on the command line wins.
+
+    jsonargparse's ActionYesNo is not used: it accepts no value but true and false, and it reads
+    `--no-name false` as true.
+    """
+    others = [
+        value for member in get_args(kind) if member is not bool for value in get_args(member)
+    ]
+    group.add_argument(
+        flag,
+        type=kind,
+        nargs="?",
+        const=True,
+        default=default,
+        help=text,
+        metavar="|".join(others),
+    )
+    group.add_argument(
+        f"--no-{flag.removeprefix('--')}",
+        dest=flag.removeprefix("--").replace("-", "_"),
+        action=SwitchOff,
+        default=default,
+        help=argparse.SUPPRESS,
+    )
+
+
+class SwitchOff(argparse.Action):
+    """Sets a boolean option to False."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(nargs=0, **settings)
+
+    def __call__(self, parser: Any, namespace: Any, *ignored: Any) -> None:
+        """Set the option to False."""
+        setattr(namespace, self.dest, False)
+
+
+def select_fields(kind: type[Options], values: Mapping[str, Any]) -> Options:
+    """Return a dataclass filled with those of the parsed values that are its fields."""
+    names = [item.name for item in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    return kind(**{name: values[name] for name in names})
+
+
+class _Texts:
+    """The type of an option that may be repeated: one value, or a list from a file."""
+
+    def __call__(self, value: Any) -> list[str]:
+        texts = value if isinstance(value, list) else [value]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"must be text, not {value}")
+        return texts
+
+    def __repr__(self) -> str:
+        return "str"  # in the help
+
+
+def _files_first(words: Sequence[str]) -> list[str]:
+    """Put every `--config FILE` before the other options."""
+    files: list[str] = []
+    others: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        if word == "--config":
+            files += [word, *itertools.islice(rest, 1)]
+        else:
+            (files if word.startswith("--config=") else others).append(word)
+    return files + others
+
+
+def _long_options(parser: ArgumentParser) -> set[str]:
+    """Return the options of a parser and of its commands, for which it may report errors."""
+    names: set[str] = set()
+    for action in parser._actions:
+        names.update(flag for flag in action.option_strings if flag.startswith("--"))
+    for command in helptext.subcommands(parser).values():
+        names |= _long_options(command)
+    return names - {"--help", "--version", "--print_shtab", "--print_config"}
+
+
+def _unknown_option(name: str, options: Iterable[str], command: str) -> str:
+    if not name.startswith("-"):
+        return f"{command} does not expect {name}: options start with --"
+    longer = [option for option in options if option.startswith(name)][:3]
+    if not longer and OPTION_ALIASES.get(name, "").partition(" ")[0] in options:
+        return f"unknown option {name}: use {OPTION_ALIASES[name]}"
+    if "--sbatch" in options and name.removeprefix("--") in SBATCH_ONLY:
+        text = name.removeprefix("--")
+        return f"unknown option {name}: write --sbatch {text}, or --sbatch {text}=VALUE"
+    suggestion = f"; did you mean {' or '.join(longer)}?" if longer else nearest(name, options)
+    if not suggestion or suggestion.count(",") > MOST_NAMES:
+        suggestion = f": {command} --help lists the options"
+        if "--sbatch" in options:
+            suggestion += ", and --sbatch NAME=VALUE passes another one to sbatch"
+    return f"unknown option {name}{suggestion}"
+
+
+def _as_typed(key: str, options: Iterable[str]) -> str:
+    """Return the prefix of a value on the command line: an option and a space, or nothing."""
+    flag = f"--{key.split('.')[-1].replace('_', '-')}"
+    return f"{flag} " if flag in options else ""
+
+
+def _wrong_value(typed: str, expected: str, value: Any) -> str:
+    match = re.search(r"Literal\[(.*?)\]", expected)
+    literals = re.findall(r"'(.*?)'", match[1]) if match else []
+    if "bool" in expected:
+        *others, last = ["true", "false", *literals]
+        return f"{typed}must be {', '.join(others)} or {last}, not {value}"
+    if VALUE_ALIASES.get(value) in literals:
+        return f"{typed}{value} is not supported: use {VALUE_ALIASES[value]}"
+    if literals:
+        return f"{typed}{value} is not known" + nearest(str(value), literals)
+    if form := VALUE_FORMS.get(typed.strip()):
+        return f"{typed}{value} is not understood: give {form}"
+    kind = "a whole number" if "int" in expected else "a number" if "float" in expected else "text"
+    if "int" in expected and "str" in expected:
+        kind = "text or a whole number"
+    return f"{typed}must be {kind}, not {value}"

@@ -1,0 +1,1 @@
+"""Plans and schedules: pure functions, without PyTorch and MPI."""

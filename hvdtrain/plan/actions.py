@@ -1,0 +1,193 @@
+"""Actions, the elements of schedules: their text and CSV forms, and the messages they send.
+
+Actions are printed as they are stored in files: `0F2` is the forward of micro-batch 2 on stage 0,
+`1SEND_F3` sends stage 1's activations of micro-batch 3, `0REDUCE` reduces stage 0's gradients.
+"""
+
+import csv
+import io
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hvdtrain.errors import UsageError
+from hvdtrain.plan.cut import Cut
+
+COMPUTE = ("F", "B", "I", "W")
+BACKWARD = ("B", "I")  # compute a stage's input gradients
+WEIGHTS = ("B", "W")  # compute a stage's weight gradients
+SENDS = ("SEND_F", "SEND_B")
+RECEIPTS = ("RECV_F", "RECV_B")
+COMMUNICATION = frozenset((*SENDS, *RECEIPTS, "REDUCE"))
+PER_MICROBATCH = ("LOAD", *COMPUTE, *SENDS, *RECEIPTS)
+PER_STAGE = ("REDUCE", "STEP")
+_SEND_FOR = {"RECV_F": "SEND_F", "RECV_B": "SEND_B"}
+
+_FORM = re.compile(rf"(\d+)({'|'.join((*PER_MICROBATCH, *PER_STAGE))})(\d+)?")
+
+
+class ScheduleError(UsageError):
+    """A schedule that is not a correct step of its plan."""
+
+
+class Action(NamedTuple):
+    """One action of a rank: `kind` on `stage`, for one micro-batch or (None) for all.
+
+    Per micro-batch:
+        LOAD: load images (first stage), labels (last stage), or both if there is one stage.
+        F, B: forward; whole backward.
+        I, W: the halves of a backward: gradients of the input, then of the weights.
+        SEND_F, RECV_F: send activations to the next stage; post the receipt of the input.
+        SEND_B, RECV_B: send input gradients to the previous stage; post the receipt of gradients
+            of the output. No SEND or RECV blocks: the action that needs the data waits, and the
+            rank waits for the completion of its SENDs in its STEPs.
+
+    Per stage:
+        REDUCE: start the sum of the gradients over the replicas, once they are complete.
+        STEP: wait for that sum and update.
+    """
+
+    stage: int
+    kind: str
+    microbatch: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{'' if self.microbatch is None else self.microbatch}"
+
+
+Schedule = dict[int, list[Action]]  # rank -> its actions, in order
+
+
+def parse_action(text: str) -> Action:
+    """Return the action whose `str` is `text`.
+
+    Raises:
+        UsageError: if the text is not an action.
+    """
+    match = _FORM.fullmatch(text)
+    if not match or (match[2] in PER_MICROBATCH) != (match[3] is not None):
+        raise UsageError(f"{text!r} is not an action: use a form such as 0F2 or 0REDUCE")
+    return Action(int(match[1]), match[2], None if match[3] is None else int(match[3]))
+
+
+def last_backward(actions: Sequence[Action], stage: int) -> Action | None:
+    """Return the action of one rank after which the gradients of `stage` are complete."""
+    return next((a for a in reversed(actions) if a.stage == stage and a.kind in WEIGHTS), None)
+
+
+def inputs(action: Action, last: int) -> list[tuple[Action, ...]]:
+    """Return the inputs of a compute action in a plan whose last stage is `last`.
+
+    The action needs one action of each tuple. Data of another stage is represented by the action
+    that computes it.
+    """
+    stage, kind, k = action
+    if kind == "F":
+        return [(Action(stage - 1, "F", k),)] if stage else []
+    if kind == "W":
+        return [(Action(stage, "I", k),)]
+    after = [(Action(stage + 1, "B", k), Action(stage + 1, "I", k))] if stage < last else []
+    return [(Action(stage, "F", k),), *after]
+
+
+def boundary(stage: int, kind: str) -> int:
+    """Return the boundary that a SEND or RECV of `stage` crosses.
+
+    Boundary s lies between stages s and s + 1.
+    """
+    return stage if kind in ("SEND_F", "RECV_B") else stage - 1
+
+
+def peers(cut: Cut, rank: int, action: Action) -> tuple[int, ...]:
+    """Return the other ranks with which `rank` exchanges in a SEND or RECV; possibly none."""
+    stage, kind, microbatch = action
+    if kind in ("SEND_F", "RECV_B"):
+        return cut.receivers.get((boundary(stage, kind), microbatch, rank), ())
+    if kind in ("RECV_F", "SEND_B"):
+        return cut.senders.get((boundary(stage, kind), microbatch, rank), ())
+    return ()
+
+
+def receipt_for(action: Action, last: int) -> Action | None:
+    """Return the RECV whose data a compute action uses; None if it uses no other stage's data."""
+    stage, kind, k = action
+    if kind == "F" and stage > 0:
+        return Action(stage, "RECV_F", k)
+    if kind in BACKWARD and stage < last:
+        return Action(stage, "RECV_B", k)
+    return None
+
+
+def send_of(receipt: Action) -> Action:
+    """Return the neighbouring stage's SEND that a RECV receives."""
+    stage, kind, k = receipt
+    return Action(stage - 1 if kind == "RECV_F" else stage + 1, _SEND_FOR[kind], k)
+
+
+def rows_sent(cut: Cut, sender: int, receiver: int, action: Action) -> int:
+    """Return the number of samples that `sender` sends to `receiver` in its SEND `action`."""
+    assert action.microbatch is not None
+    # Gradients go the other way, from the later stage.
+    before, behind = (sender, receiver) if action.kind == "SEND_F" else (receiver, sender)
+    return sum(
+        piece.sent[1] - piece.sent[0]
+        for piece in cut.pieces[boundary(action.stage, action.kind), action.microbatch]
+        if (piece.sender, piece.receiver) == (before, behind)
+    )
+
+
+def tag(stage: int, kind: str, microbatch: int, microbatches: int) -> int:
+    """Return the message tag of a SEND or RECV, the same on both sides.
+
+    Each (boundary, direction, micro-batch) has a different tag, independent of the ranks.
+    """
+    is_gradient = kind in ("SEND_B", "RECV_B")
+    return (2 * boundary(stage, kind) + is_gradient) * microbatches + microbatch
+
+
+def to_text(schedule: Schedule) -> str:
+    """Return the schedule as text, one line per rank: `0: 0LOAD0 0F0 0B0`."""
+    lines = (f"{rank}: {' '.join(map(str, schedule[rank]))}".rstrip() for rank in sorted(schedule))
+    return "".join(f"{line}\n" for line in lines)
+
+
+def from_text(text: str) -> Schedule:
+    """Parse the output of `to_text`; skip empty lines.
+
+    Raises:
+        UsageError: if a word is not an action, or a rank occurs twice.
+    """
+    rows = []
+    for line in filter(str.strip, text.splitlines()):
+        rank, _, actions = line.partition(":")
+        rows.append([rank, *actions.split()])
+    return _from_rows(rows)
+
+
+def to_csv(schedule: Schedule) -> str:
+    """Return the schedule as CSV, one row per rank; the first cell is the rank."""
+    target = io.StringIO()
+    writer = csv.writer(target, lineterminator="\n")
+    writer.writerows([rank, *map(str, schedule[rank])] for rank in sorted(schedule))
+    return target.getvalue()
+
+
+def from_csv(text: str) -> Schedule:
+    """Parse the output of `to_csv`; skip empty rows and empty cells.
+
+    Raises:
+        UsageError: if a cell is not an action, or a rank occurs twice.
+    """
+    rows = ([cell.strip() for cell in row] for row in csv.reader(io.StringIO(text)))
+    return _from_rows([[cell for cell in row if cell] for row in rows if any(row)])
+
+
+def _from_rows(rows: Sequence[Sequence[str]]) -> Schedule:
+    schedule: Schedule = {}
+    for rank, *actions in rows:
+        if not rank.strip().isdecimal():
+            raise UsageError(f"a schedule line starts with {rank!r}: start it with the rank")
+        if int(rank) in schedule:
+            raise UsageError(f"the schedule has two lines of rank {int(rank)}: keep one of them")
+        schedule[int(rank)] = [parse_action(action) for action in actions]
+    return schedule

@@ -1,0 +1,230 @@
+"""Cut a global batch: the samples that each rank works on, and the rows that ranks transfer.
+
+Micro-batch k is the k-th contiguous slice of the batch, and the replicas of each stage take
+contiguous ranges of it. Where two neighbouring stages cut it differently, a replica sends each
+replica of the next stage the overlap of their ranges.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from hvdtrain.data import order
+from hvdtrain.plan.plan import Plan
+
+Range = tuple[int, int]  # [start, stop)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows of a micro-batch that `sender` (of `stage`) sends to `receiver` (of the next stage).
+
+    Gradients of the same rows come back the same way.
+
+    Attributes:
+        sent: the rows, relative to the sender's range of the micro-batch.
+        received: the same rows, relative to the receiver's range.
+    """
+
+    stage: int
+    microbatch: int
+    sender: int
+    receiver: int
+    sent: Range
+    received: Range
+
+    @property
+    def is_local(self) -> bool:
+        """Return whether nothing has to be sent, because one rank holds both stages."""
+        return self.sender == self.receiver
+
+
+@dataclass(frozen=True)
+class Share:
+    """A replica's share of a batch, the weight of its running statistics.
+
+    Attributes:
+        weight: its samples divided by those of the whole batch.
+        first: whether it is the first replica of its stage with samples.
+    """
+
+    weight: float
+    first: bool
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A batch of `batch_size` samples, cut for a plan.
+
+    Attributes:
+        microbatches: the number of micro-batches.
+        parts: per stage, by rank: its samples of each micro-batch, as ranges relative to the
+            start of the batch.
+        pieces: the transferred rows by (stage, micro-batch), local pieces included.
+    """
+
+    batch_size: int
+    microbatches: int
+    parts: tuple[dict[int, tuple[Range, ...]], ...]
+    pieces: dict[tuple[int, int], tuple[Piece, ...]]
+
+    @cached_property
+    def receivers(self) -> "Peers":
+        """The other ranks to which a rank sends rows."""
+        return _by_rank((piece.sender, piece.receiver, piece) for piece in self._sent())
+
+    @cached_property
+    def senders(self) -> "Peers":
+        """The other ranks from which a rank receives rows."""
+        return _by_rank((piece.receiver, piece.sender, piece) for piece in self._sent())
+
+    @cached_property
+    def kept(self) -> frozenset[tuple[int, int | None, int]]:
+        """The (boundary, micro-batch, rank) at which a rank that holds both stages keeps rows."""
+        return frozenset((p.stage, p.microbatch, p.sender) for p in self._all() if p.is_local)
+
+    def _sent(self) -> Iterator[Piece]:
+        return (piece for piece in self._all() if not piece.is_local)
+
+    def _all(self) -> Iterator[Piece]:
+        return (piece for pieces in self.pieces.values() for piece in pieces)
+
+    def rows(self, stage: int, rank: int, microbatch: int) -> int:
+        """Return the number of samples of a micro-batch that `rank` works on in `stage`."""
+        start, stop = self.parts[stage][rank][microbatch]
+        return stop - start
+
+    def samples(self, stage: int, rank: int) -> int:
+        """Return the number of samples of the batch that `rank` works on in `stage`, maybe 0."""
+        return sum(stop - start for start, stop in self.parts[stage].get(rank, ()))
+
+    def share(self, stage: int, rank: int) -> Share:
+        """Return the share of the batch that `rank` works on in `stage`."""
+        first = next(other for other in self.parts[stage] if self.samples(stage, other))
+        return Share(self.samples(stage, rank) / self.batch_size, rank == first)
+
+
+# By (boundary, micro-batch, rank); boundary s lies between stages s and s + 1.
+Peers = dict[tuple[int, int | None, int], tuple[int, ...]]
+
+
+def _by_rank(pairs: Iterable[tuple[int, int, Piece]]) -> Peers:
+    peers: Peers = {}
+    for rank, other, piece in pairs:
+        key = piece.stage, piece.microbatch, rank
+        peers[key] = (*peers.get(key, ()), other)
+    return peers
+
+
+@lru_cache(maxsize=64)
+def cut(plan: Plan, batch_size: int) -> Cut:
+    """Cut a global batch; use fewer micro-batches if it is too small for the plan's number."""
+    number = _microbatches(plan, batch_size)
+    parts = tuple(
+        {
+            rank: tuple(order.share_rows(0, batch_size, number, stage.shares, replica))
+            for replica, rank in enumerate(stage.ranks)
+        }
+        for stage in plan.stages
+    )
+    pieces = {
+        (stage, k): tuple(_pieces(parts, stage, k))
+        for stage in range(plan.last)
+        for k in range(number)
+    }
+    return Cut(batch_size, number, parts, pieces)
+
+
+def offsets(parts: Sequence[Range]) -> list[Range]:
+    """Return the place of each of `parts`, ranges of the whole batch, in the rank's samples."""
+    ranges, offset = [], 0
+    for start, stop in parts:
+        ranges.append((offset, offset + stop - start))
+        offset += stop - start
+    return ranges
+
+
+def _microbatches(plan: Plan, batch_size: int) -> int:
+    number, before = plan.microbatches, 0
+    while number != before:
+        before = number
+        for stage in plan.stages:
+            number = order.microbatches(batch_size, number, stage.shares)
+    return number
+
+
+def _pieces(
+    parts: Sequence[dict[int, tuple[Range, ...]]], stage: int, microbatch: int
+) -> Iterator[Piece]:
+    # The ranges of both stages ascend: a receiver that ends before a sender's range starts ends
+    # before those of all later senders too.
+    receivers = [(rank, ranges[microbatch]) for rank, ranges in parts[stage + 1].items()]
+    passed = 0
+    for sender, sent in parts[stage].items():
+        first, last = sent[microbatch]
+        while passed < len(receivers) and receivers[passed][1][1] <= first:
+            passed += 1
+        for receiver, (start, stop) in receivers[passed:]:
+            if start >= last:
+                break
+            low, high = max(first, start), min(last, stop)
+            if low < high:
+                yield Piece(
+                    *(stage, microbatch, sender, receiver),
+                    sent=(low - first, high - first),
+                    received=(low - start, high - start),
+                )
+
+
+Groups = tuple[tuple[Range, ...], ...]  # per replica: ranges of samples normalised together
+
+
+def groups_of(plan: Plan, pieces: Cut, stage: int, is_synchronised: bool) -> Groups:
+    """Return the groups of a stage: per replica, or one set for all if synchronised."""
+    parts = list(pieces.parts[stage].values())
+    if is_synchronised:
+        microbatches = zip(*parts, strict=True)
+        parts = [tuple((ranges[0][0], ranges[-1][1]) for ranges in microbatches)]
+    return tuple(tuple(r for r in ranges if r[0] < r[1]) for ranges in parts)
+
+
+def is_same(
+    before: Plan, after: Plan, sizes: Collection[int], normed: Collection[str], is_synced: bool
+) -> bool:
+    """Return whether batch norm, running statistics included, computes the same under both plans.
+
+    Args:
+        sizes: the batch sizes to compare.
+        normed: the components that have batch norms.
+    """
+    return all(
+        _by_component(before, size, normed, is_synced)
+        == _by_component(after, size, normed, is_synced)
+        for size in sizes
+    )
+
+
+def _by_component(
+    plan: Plan, size: int, normed: Collection[str], is_synced: bool
+) -> dict[str, Groups]:
+    pieces = cut(plan, size)
+    return {
+        name: groups_of(plan, pieces, number, is_synced)
+        for number, stage in enumerate(plan.stages)
+        for name in stage.components
+        if name in normed
+    }
+
+
+def sample_counts(
+    plan: Plan, pieces: Cut, normed: Collection[str], synchronised: Collection[int]
+) -> list[int]:
+    """Return the sizes of the groups, ascending; an empty list without batch norms."""
+    counts = {
+        stop - start
+        for number, stage in enumerate(plan.stages)
+        if any(name in normed for name in stage.components)
+        for ranges in groups_of(plan, pieces, number, number in synchronised)
+        for start, stop in ranges
+    }
+    return sorted(counts)

@@ -1,0 +1,193 @@
+"""Read and write plans: the short forms of `--plan`, and JSON plan files."""
+
+import json
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.errors import UsageError
+from hvdtrain.host.files import write_text
+from hvdtrain.host.harmless import parse_json
+from hvdtrain.options.fields import CHOSEN_PLANS
+from hvdtrain.options.frameworks import mirrored_devices
+from hvdtrain.options.parser import nearest, unknown_key
+from hvdtrain.plan.plan import (
+    CHUNKS_PER_RANK,
+    DEFAULT_SCHEDULE,
+    MICROBATCHES_PER_STAGE,
+    Plan,
+    Stage,
+    check_schedule,
+    pipeline,
+    replicated,
+    with_options,
+)
+
+LARGEST = 4 * 2**20  # bytes: hundreds of stages of a thousand ranks
+SHORT_FORMS = ("single", "dp", "mp", "hp:SxR", *CHOSEN_PLANS)
+
+
+def parse(
+    text: str | None,
+    components: Sequence[str],
+    ranks: int,
+    microbatches: int | None = None,
+    schedule: str | None = None,
+    costs: Callable[[], Sequence[float]] | None = None,
+) -> Plan:
+    """Return the plan that `--plan` names, for a model's components on a number of ranks.
+
+    Args:
+        text: "single", "dp", "mp", "hp:SxR", the path of a JSON file, or None: single on one
+            rank, dp on more.
+        components: the names of the model's components, in order.
+        ranks: the world size.
+        microbatches: overrides the file's value.
+        schedule: overrides the file's value.
+        costs: returns the cost of each component, to balance a pipeline; by default all are equal.
+
+    Raises:
+        UsageError: if the plan is unknown, malformed, or does not fit the model or the ranks.
+    """
+    text = text or ("single" if ranks == 1 else "dp")
+    if schedule is not None:
+        check_schedule(schedule)
+    if text == "single" and ranks > 1:
+        raise UsageError(f"--plan single runs on one rank, not on {ranks}: use --plan dp")
+    if text in CHOSEN_PLANS:
+        raise UsageError(
+            f"--plan {text} depends on the ranks of a run and is for train only: name another plan"
+        )
+    if text in ("single", "dp"):
+        return replicated(components, ranks, microbatches, schedule)
+    if shape := _pipeline_shape(text, ranks, schedule):
+        weights = costs() if costs else [1.0] * len(components)
+        return pipeline(components, weights, ranks, *shape, microbatches, schedule, text)
+    path = Path(text)
+    # For a text that cannot be a path os.path.exists returns False where pathlib raises.
+    if path.suffix != ".json" and not os.path.exists(path):  # noqa: PTH110
+        raise UsageError(f"unknown plan {text}{nearest(text, (*SHORT_FORMS, 'FILE.json'))}")
+    plan = from_json(_read(path), text, components)
+    return with_options(plan, microbatches, schedule)
+
+
+def refit(text: str | None, ranks: int) -> str | None:
+    """Return the `--plan` with which to resume on another number of ranks, as close as possible.
+
+    A pipeline keeps its number of stages, or takes the next smaller one that divides the ranks. A
+    plan file names its ranks, so data parallelism replaces it.
+    """
+    if text is None or text in ("dp", "mp", *CHOSEN_PLANS) or mirrored_devices(text) is not None:
+        return text
+    if ranks == 1 or not text.startswith("hp:"):
+        return "single" if ranks == 1 else "dp"
+    stages, _ = _pipeline_shape(text, ranks, None) or (1, 1)
+    stages = max(number for number in range(1, min(stages, ranks) + 1) if ranks % number == 0)
+    return f"hp:{stages}x{ranks // stages}" if stages > 1 else "dp"
+
+
+def _pipeline_shape(text: str, ranks: int, schedule: str | None) -> tuple[int, int] | None:
+    """Return (stages, replicas) of a short form, None for any other text."""
+    if text == "mp":
+        return ranks * (CHUNKS_PER_RANK if schedule == "interleaved" and ranks > 1 else 1), 1
+    if not text.startswith("hp:"):
+        return None
+    match = re.fullmatch(r"hp:(\d{1,6})x(\d{1,6})", text)
+    if not match or not int(match[1]) or not int(match[2]):
+        raise UsageError(
+            f"--plan {text} is not valid: use hp:SxR, S stages of R replicas each, such as hp:2x2"
+        )
+    return int(match[1]), int(match[2])
+
+
+def from_json(content: Any, source: str, components: Sequence[str]) -> Plan:
+    """Return the plan in the content of a plan file.
+
+    A file with one stage may omit `components`; omitted `shares` are equal.
+
+    Args:
+        content: the parsed JSON.
+        source: the file's name, for errors.
+        components: the names of the model's components, in order.
+
+    Raises:
+        UsageError: with the file and the key.
+    """
+    known = {"stages", "microbatches", "schedule"}
+    _check_keys(content, known, source)
+    stages = content.get("stages")
+    if not isinstance(stages, list) or not stages:
+        raise UsageError(f"{source}: stages must be a list of at least one stage")
+    schedule = content.get("schedule", DEFAULT_SCHEDULE)
+    if not isinstance(schedule, str):
+        raise UsageError(f"{source}: schedule must be a name, not {schedule!r}")
+    check_schedule(schedule)
+    everything = list(components) if len(stages) == 1 else None
+    default = MICROBATCHES_PER_STAGE * len(stages) if len(stages) > 1 else 1
+    return Plan(
+        tuple(_stage(stage, f"{source}: stage {i}", everything) for i, stage in enumerate(stages)),
+        _count(content.get("microbatches", default), f"{source}: microbatches"),
+        schedule,
+    )
+
+
+def save(plan: Plan, path: Path) -> None:
+    """Write a plan as a file that `--plan` reads.
+
+    Raises:
+        UsageError: if it cannot be written.
+    """
+    write_text(path, json.dumps(plan.to_json(), indent=1) + "\n", "the plan")
+
+
+def _stage(content: Any, source: str, everything: list[str] | None) -> Stage:
+    _check_keys(content, {"components", "ranks", "shares"}, source)
+    components = content.get("components", everything)
+    if not isinstance(components, list) or not all(isinstance(name, str) for name in components):
+        raise UsageError(f"{source}: components must be a list of names")
+    ranks = content.get("ranks")
+    if not isinstance(ranks, list) or not ranks or not all(_is_count(rank) for rank in ranks):
+        raise UsageError(f"{source}: ranks must be a list of rank numbers")
+    if len(set(ranks)) != len(ranks):
+        raise UsageError(f"{source}: ranks {ranks} names a rank twice: name each rank once")
+    shares = content.get("shares", [1] * len(ranks))
+    if not isinstance(shares, list) or not all(_is_count(share) for share in shares):
+        raise UsageError(f"{source}: shares must be a list of whole numbers")
+    if len(shares) != len(ranks) or sum(shares) == 0:
+        raise UsageError(
+            f"{source}: shares must have one number for each of the {len(ranks)} ranks, not all 0"
+        )
+    return Stage(tuple(components), tuple(ranks), tuple(shares))
+
+
+def _read(path: Path) -> Any:
+    try:
+        with path.open("rb") as file:
+            text = file.read(LARGEST + 1)
+        if len(text) > LARGEST:
+            raise UsageError(f"{path} is not a plan file: it is larger than {LARGEST:,} bytes")
+        return parse_json(text)
+    except OSError as error:
+        raise UsageError(f"the plan {path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise UsageError(f"the plan {path} cannot be used: {error}") from None
+
+
+def _check_keys(content: Any, known: set[str], source: str) -> None:
+    if not isinstance(content, dict):
+        raise UsageError(f"{source}: expected an object with the keys {', '.join(sorted(known))}")
+    for key in content:
+        if key not in known:
+            raise unknown_key(source, key, known)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _count(value: Any, source: str) -> int:
+    if not _is_count(value) or value == 0:
+        raise UsageError(f"{source} must be a whole number above 0, not {value!r}")
+    return int(value)

@@ -1,0 +1,347 @@
+"""Schedules: for each rank, the list of actions that make up one step.
+
+One list-scheduling generator makes all compute orders. It simulates a step in discrete time with
+unit costs and starts, as soon as ranks are free, the action that a policy prefers; an action of a
+stage occupies all its ranks, so that all replicas run a stage's actions in the same order. Passes
+then add the actions that do not compute. Nothing in this module knows of processes or tensors.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from hvdtrain.plan import passes
+from hvdtrain.plan.actions import (
+    Action,
+    Schedule,
+    ScheduleError,
+    from_csv,
+    from_text,
+    last_backward,
+    parse_action,
+    peers,
+    tag,
+    to_csv,
+    to_text,
+)
+from hvdtrain.plan.cut import Cut
+from hvdtrain.plan.passes import UNITS
+from hvdtrain.plan.plan import Plan
+
+Key = tuple[int, ...]
+UNLIMITED = 10**9
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The stages of a plan on groups of ranks; a group is the set of ranks of a stage.
+
+    Attributes:
+        microbatches: per step.
+        stages: the number of stages.
+        groups: the number of different groups.
+        group: the group of each stage, numbered in the order of the stages.
+    """
+
+    microbatches: int
+    stages: int
+    groups: int
+    group: tuple[int, ...]
+
+    def sharing(self, stage: int) -> list[int]:
+        """Return all stages of a stage's group, including itself."""
+        return [other for other in range(self.stages) if self.group[other] == self.group[stage]]
+
+
+def as_pipeline(plan: Plan, microbatches: int) -> Pipeline:
+    """Return the stages of a plan on groups of ranks."""
+    held = [stage.ranks for stage in plan.stages]
+    groups = list(dict.fromkeys(held))
+    group = tuple(groups.index(ranks) for ranks in held)
+    return Pipeline(microbatches, len(held), len(groups), group)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The rules in which one schedule differs from another.
+
+    Attributes:
+        cap: the most micro-batches in flight (forward started, backward not ended) at a stage.
+        priorities: kinds of actions, the most urgent first.
+        order: sort key of the actions of one kind.
+        is_grouped: whether the stages of a group of ranks share one cap and follow `order`
+            strictly: a stage waits until it is its turn.
+        splits: whether the backward is split where other ranks wait for its input gradients.
+        unfinished: the most micro-batches whose weight gradients are not done, including those
+            in flight.
+        forwards_first: whether a rank does all its forwards before any backward.
+    """
+
+    cap: Callable[[Pipeline, int], int]
+    priorities: str
+    order: Callable[[Pipeline, Action], Key]
+    is_grouped: bool = False
+    splits: bool = False
+    unfinished: Callable[[Pipeline], int] = lambda pipeline: UNLIMITED
+    forwards_first: bool = False
+
+
+def later_stage_first(pipeline: Pipeline, action: Action) -> Key:
+    """Return the sort key that prefers later stages, then earlier micro-batches."""
+    return -action.stage, action.microbatch or 0
+
+
+def no_cap(pipeline: Pipeline, stage: int) -> int:
+    """Return a cap that is never reached."""
+    return UNLIMITED
+
+
+def remaining_stages(pipeline: Pipeline, stage: int) -> int:
+    """Return the cap of 1F1B: one micro-batch for this stage and for each later one."""
+    return pipeline.stages - stage
+
+
+def turns(pipeline: Pipeline) -> int:
+    """Return the number of turns: sets of micro-batches that go through a group's stages in turn.
+
+    Each turn has at least as many micro-batches as there are groups, if there are enough, so that
+    it fills the pipeline. For whole multiples of the groups, the only numbers that Megatron
+    accepts, the turns are the same as Megatron's.
+    """
+    return max(1, pipeline.microbatches // pipeline.groups)
+
+
+def megatron_order(pipeline: Pipeline, action: Action) -> Key:
+    """Return the sort key that runs all micro-batches of a turn on one stage, then on the next.
+
+    Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
+    Megatron-LM", SC 2021, 2.2.
+    """
+    microbatch = action.microbatch or 0
+    stage = action.stage if action.kind == "F" else -action.stage
+    return microbatch * turns(pipeline) // pipeline.microbatches, stage, microbatch
+
+
+def megatron_cap(pipeline: Pipeline, stage: int) -> int:
+    """Return the cap of interleaved 1F1B: the group's warm-up forwards and one more."""
+    behind = pipeline.groups - pipeline.group[stage] - 1
+    longest_turn = -(-pipeline.microbatches // turns(pipeline))
+    return 2 * behind + (pipeline.stages // pipeline.groups - 1) * longest_turn + 1
+
+
+ONE_F_ONE_B = Policy(remaining_stages, "BF", later_stage_first)
+POLICIES = {
+    "gpipe": Policy(no_cap, "BF", later_stage_first, forwards_first=True),
+    "1f1b": ONE_F_ONE_B,
+    "interleaved": Policy(megatron_cap, "FB", megatron_order, is_grouped=True),
+    # Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, 2.3. Forwards come first: otherwise
+    # the backwards of the first stages, which arrive twice as fast, would delay them.
+    "zb-h1": Policy(
+        *(remaining_stages, "FBIW", later_stage_first),
+        splits=True,
+        unfinished=lambda pipeline: pipeline.stages,
+    ),
+}
+FORWARD_ONLY = Policy(no_cap, "F", later_stage_first)
+
+
+def choose(plan: Plan, pipeline: Pipeline) -> Policy:
+    """Return the policy of a plan's schedule; 1F1B's if the schedule does not fit the stages.
+
+    With one group there is no bubble to fill, and interleaving needs stages that repeat the groups
+    in the same order.
+    """
+    if plan.schedule != "gpipe" and pipeline.groups == 1:
+        return ONE_F_ONE_B
+    if plan.schedule == "interleaved" and not plan.repeats_groups():
+        return ONE_F_ONE_B
+    return POLICIES[plan.schedule]
+
+
+__all__ = [
+    "Action",
+    "Schedule",
+    "ScheduleError",
+    "compute_order",
+    "evaluation",
+    "from_csv",
+    "from_text",
+    "last_backward",
+    "parse_action",
+    "peers",
+    "tag",
+    "to_csv",
+    "to_text",
+    "training_step",
+]
+
+
+def training_step(plan: Plan, cut: Cut) -> Schedule:
+    """Return the schedule of a training step: forwards and backwards, then the updates."""
+    schedule = passes.merge_halves(compute_order(plan, cut.microbatches), plan)
+    schedule = passes.add_exchange(schedule, plan, cut)
+    schedule = passes.add_loads(schedule, plan)
+    return passes.add_steps(passes.add_reductions(schedule))
+
+
+def evaluation(plan: Plan, cut: Cut) -> Schedule:
+    """Return a forward-only schedule."""
+    schedule = _by_rank(
+        plan, _list_schedule(plan, as_pipeline(plan, cut.microbatches), FORWARD_ONLY)
+    )
+    return passes.add_loads(passes.add_exchange(schedule, plan, cut), plan)
+
+
+def compute_order(plan: Plan, microbatches: int) -> Schedule:
+    """Return only the forwards and backwards of a training step, in the order of each rank."""
+    pipeline = as_pipeline(plan, microbatches)
+    return _by_rank(plan, _list_schedule(plan, pipeline, choose(plan, pipeline)))
+
+
+def _by_rank(plan: Plan, actions: list[Action]) -> Schedule:
+    return {
+        rank: [action for action in actions if rank in plan.stages[action.stage].ranks]
+        for rank in plan.ranks
+    }
+
+
+@dataclass
+class _Progress:
+    """The state of a step under simulation.
+
+    The micro-batches of a stage run each kind of action in order, so that the number of ended
+    ones is the next one. A whole backward counts as its two halves.
+
+    Attributes:
+        ends: end times of the micro-batches, by kind (F, I, W) and stage.
+        busy: the time from which a rank is free, by rank.
+    """
+
+    plan: Plan
+    pipeline: Pipeline
+    policy: Policy
+    ends: dict[str, list[list[int]]]
+    busy: dict[int, int]
+
+    def next(self, kind: str, stage: int) -> int:
+        """Return the next micro-batch of a kind of action on a stage."""
+        return len(self.ends["I" if kind == "B" else kind][stage])
+
+    def has_ended(self, kind: str, stage: int, microbatch: int, now: int) -> bool:
+        """Return whether an action has ended."""
+        ends = self.ends[kind][stage]
+        return microbatch < len(ends) and ends[microbatch] <= now
+
+    def is_free(self, stage: int, now: int) -> bool:
+        """Return whether all ranks of a stage are free."""
+        return all(self.busy[rank] <= now for rank in self.plan.stages[stage].ranks)
+
+    def start(self, action: Action, now: int) -> None:
+        """Start an action: all ranks of the stage are busy until it ends."""
+        end = now + UNITS[action.kind]
+        for kind in "IW" if action.kind == "B" else action.kind:
+            self.ends[kind][action.stage].append(end)
+        for rank in self.plan.stages[action.stage].ranks:
+            self.busy[rank] = end
+
+
+def _list_schedule(plan: Plan, pipeline: Pipeline, policy: Policy) -> list[Action]:
+    """Return all actions by start time, an order that every rank can follow."""
+    stages = range(pipeline.stages)
+    progress = _Progress(
+        *(plan, pipeline, policy),
+        ends={kind: [[] for _ in stages] for kind in "FIW"},
+        busy=dict.fromkeys(plan.ranks, 0),
+    )
+    kinds_of_stages = sum(len(_kinds(plan, policy, stage)) for stage in stages)
+    order: list[Action] = []
+    now = 0
+    while len(order) < pipeline.microbatches * kinds_of_stages:
+        startable = _startable(progress, now)
+        for action in sorted(startable, key=lambda action: _preference(progress, action)):
+            if progress.is_free(action.stage, now):
+                progress.start(action, now)
+                order.append(action)
+        # Some rank is always busy: a cap never blocks the actions that would free it.
+        now = min(end for end in progress.busy.values() if end > now)
+    return order
+
+
+def _kinds(plan: Plan, policy: Policy, stage: int) -> list[str]:
+    """Return the kinds of actions that a stage runs for each micro-batch.
+
+    A backward is split only if other ranks can wait for its input gradients.
+    """
+    held = {plan.stages[number].ranks for number in range(stage + 1)}
+    kinds = "FIW" if policy.splits and len(held) > 1 else "FB"
+    return [kind for kind in kinds if kind in policy.priorities]
+
+
+def _preference(progress: _Progress, action: Action) -> Key:
+    policy = progress.policy
+    kind = policy.priorities.index(action.kind)
+    return kind, *policy.order(progress.pipeline, action)
+
+
+def _startable(progress: _Progress, now: int) -> Iterator[Action]:
+    """Yield the actions that can start now."""
+    for stage in range(progress.pipeline.stages):
+        if not progress.is_free(stage, now):
+            continue
+        for kind in _kinds(progress.plan, progress.policy, stage):
+            action = Action(stage, kind, progress.next(kind, stage))
+            has_room = kind != "F" or _has_room(progress, stage)
+            if has_room and _is_ready(progress, action, now) and _has_turn(progress, action):
+                yield action
+
+
+def _is_ready(progress: _Progress, action: Action, now: int) -> bool:
+    """Return whether the inputs of an action are there."""
+    stage, kind, k = action
+    if k is None or k >= progress.pipeline.microbatches:
+        return False
+    if kind == "F":
+        return stage == 0 or progress.has_ended("F", stage - 1, k, now)
+    if kind == "W":
+        return progress.has_ended("I", stage, k, now)
+    if progress.policy.forwards_first and not _did_all_forwards(progress, stage):
+        return False
+    is_last = stage == progress.plan.last
+    return progress.has_ended("F", stage, k, now) and (
+        is_last or progress.has_ended("I", stage + 1, k, now)
+    )
+
+
+def _did_all_forwards(progress: _Progress, stage: int) -> bool:
+    """Return whether every rank of a stage has done the forwards of all the stages it holds."""
+    ranks = set(progress.plan.stages[stage].ranks)
+    return all(
+        progress.next("F", other) == progress.pipeline.microbatches
+        for other, held in enumerate(progress.plan.stages)
+        if ranks & set(held.ranks)
+    )
+
+
+def _has_room(progress: _Progress, stage: int) -> bool:
+    """Return whether the caps allow one more forward."""
+    policy, pipeline = progress.policy, progress.pipeline
+    in_flight = sum(
+        progress.next("F", other) - progress.next("I", other)
+        for other in (pipeline.sharing(stage) if policy.is_grouped else [stage])
+    )
+    unfinished = progress.next("F", stage) - progress.next("W", stage)
+    return in_flight < policy.cap(pipeline, stage) and unfinished < policy.unfinished(pipeline)
+
+
+def _has_turn(progress: _Progress, action: Action) -> bool:
+    """Return whether no other stage of the group comes first in the group's order."""
+    if not progress.policy.is_grouped:
+        return True
+    others = (
+        Action(stage, action.kind, progress.next(action.kind, stage))
+        for stage in progress.pipeline.sharing(action.stage)
+    )
+    return all(
+        other.microbatch == progress.pipeline.microbatches
+        or _preference(progress, action) <= _preference(progress, other)
+        for other in others
+    )

@@ -1,0 +1,295 @@
+"""Simulate a schedule on all ranks: times, waits, bubble, memory, deadlocks.
+
+Each rank runs its actions in order. An action waits for a list of marks, "this rank has reached,
+or has ended, this action", and starts at the latest of their times. A mark that is never set is a
+deadlock. Transfers do not compete for the network.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Set
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from hvdtrain.plan.actions import (
+    BACKWARD,
+    COMMUNICATION,
+    SENDS,
+    WEIGHTS,
+    Action,
+    Schedule,
+    ScheduleError,
+    boundary,
+    peers,
+    receipt_for,
+    send_of,
+)
+from hvdtrain.plan.cut import Cut
+from hvdtrain.plan.plan import Plan
+
+
+class Event(NamedTuple):
+    """One action of a rank, simulated or measured, with its start and end in seconds.
+
+    `kind` is "compute", "communication" or "wait" (idle until `action` can start). Events of one
+    rank do not overlap.
+    """
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+    kind: str
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds per action, as functions.
+
+    Attributes:
+        compute: of (rank, action), where the action is F, B, I, W, LOAD or STEP.
+        hand_over: of a transfer (sender, receiver, action), from the SEND to the arrival.
+        reduce: of a stage's REDUCE, from the time at which all its replicas have reached it.
+        communicate: of (rank, action), while the rank does nothing else: the overhead of a SEND
+            or RECV, or of a compute action that copies arrived data.
+    """
+
+    compute: Callable[[int, Action], float]
+    hand_over: Callable[[int, int, Action], float] = lambda sender, receiver, action: 0.0
+    reduce: Callable[[int], float] = lambda stage: 0.0
+    communicate: Callable[[int, Action], float] = lambda rank, action: 0.0
+
+
+def unit_costs(
+    forward: float = 1.0,
+    input_half: float = 1.0,
+    weight_half: float = 1.0,
+    hand_over: float = 0.0,
+    reduce: float = 0.0,
+) -> Costs:
+    """Return costs that are the same on every rank and stage.
+
+    A whole backward costs the sum of its halves; LOAD and STEP cost nothing.
+    """
+    table = {"F": forward, "I": input_half, "W": weight_half, "B": input_half + weight_half}
+    return Costs(
+        lambda rank, action: table.get(action.kind, 0.0),
+        lambda sender, receiver, action: hand_over,
+        lambda stage: reduce,
+    )
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The events of all ranks: by rank, then in order."""
+
+    events: tuple[Event, ...]
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that did something, ascending."""
+        return tuple(sorted({event.rank for event in self.events}))
+
+    @cached_property
+    def seconds(self) -> float:
+        """Seconds from the first start to the last end."""
+        start = min((event.start for event in self.events), default=0.0)
+        return max((event.end for event in self.events), default=0.0) - start
+
+    @cached_property
+    def bubble_fraction(self) -> float:
+        """The fraction of all ranks' time in which they do not compute."""
+        busy = sum(event.end - event.start for event in self.events if event.kind == "compute")
+        total = len(self.ranks) * self.seconds
+        return (total - busy) / total if total else 0.0
+
+    @cached_property
+    def peak_in_flight(self) -> dict[tuple[int, int], int]:
+        """The most micro-batches whose activations are held at once, by (rank, stage).
+
+        Activations are held from the start of F to the end of B or W.
+        """
+        held: dict[tuple[int, int], int] = defaultdict(int)
+        peak: dict[tuple[int, int], int] = defaultdict(int)
+        for rank, action, *_, kind in self.events:
+            place = rank, action.stage
+            if kind == "compute":
+                held[place] += (action.kind == "F") - (action.kind in WEIGHTS)
+                peak[place] = max(peak[place], held[place])
+        return dict(peak)
+
+    def peak(self, size: Callable[[int, Action], float]) -> dict[int, float]:
+        """Return the most that each rank holds at once, in the unit of `size`.
+
+        Args:
+            size: of the activations that a forward makes: (rank, F action) -> size.
+        """
+        held: dict[int, float] = dict.fromkeys(self.ranks, 0.0)
+        peak = dict(held)
+        for rank, action, *_, kind in self.events:
+            if kind == "compute" and action.kind == "F":
+                held[rank] += size(rank, action)
+                peak[rank] = max(peak[rank], held[rank])
+            elif kind == "compute" and action.kind in WEIGHTS:
+                held[rank] -= size(rank, action._replace(kind="F"))
+        return peak
+
+
+class Mark(NamedTuple):
+    """A condition: `rank` has ended `action`, or (`is_start`) has reached it with all inputs."""
+
+    rank: int
+    action: Action
+    is_start: bool = False
+
+
+class Deadlock(ScheduleError):
+    """Ranks that wait for each other.
+
+    Attributes:
+        stuck: by rank, its action and the mark that the action waits for.
+    """
+
+    def __init__(self, stuck: dict[int, tuple[Action, Mark]]) -> None:
+        self.stuck = stuck
+        waits = (
+            f"rank {rank} at {action} waits for {mark.action} on rank {mark.rank}"
+            for rank, (action, mark) in stuck.items()
+        )
+        super().__init__(f"deadlock: {'; '.join(waits)}")
+
+
+@dataclass
+class _Run:
+    """The state of a simulation.
+
+    Attributes:
+        held: the actions of each rank as a set.
+        marks: the times of the marks that are set.
+        waiting: the ranks that wait for a mark.
+        runnable: the ranks that may continue.
+    """
+
+    plan: Plan
+    cut: Cut
+    costs: Costs
+    rendezvous: bool
+    synchronised: Set[int]
+    held: dict[int, set[Action]]
+    marks: dict[Mark, float] = field(default_factory=dict)
+    waiting: dict[Mark, list[int]] = field(default_factory=lambda: defaultdict(list))
+    events: dict[int, list[Event]] = field(default_factory=lambda: defaultdict(list))
+    runnable: deque[int] = field(default_factory=deque)
+
+    def set(self, mark: Mark, time: float) -> None:
+        """Set a mark and let the ranks continue that wait for it."""
+        self.marks[mark] = time
+        self.runnable.extend(self.waiting.pop(mark, ()))
+
+
+def simulate(
+    schedule: Schedule,
+    plan: Plan,
+    cut: Cut,
+    costs: Costs,
+    *,
+    rendezvous: bool = False,
+    synchronised: Set[int] = frozenset(),
+) -> Timeline:
+    """Simulate a schedule.
+
+    Args:
+        rendezvous: whether a SEND blocks until all its receivers have posted their RECV.
+        synchronised: stages whose replicas start each forward and backward together, as with
+            synchronised batch norm.
+
+    Raises:
+        Deadlock: if ranks wait for each other, or for an action that is never run.
+    """
+    held = {rank: set(actions) for rank, actions in schedule.items()}
+    run = _Run(plan, cut, costs, rendezvous, synchronised, held)
+    run.runnable.extend(sorted(schedule))
+    clock = dict.fromkeys(schedule, 0.0)
+    position = dict.fromkeys(schedule, 0)
+    stuck: dict[int, tuple[Action, Mark]] = {}
+    while run.runnable:
+        stuck.pop(rank := run.runnable.popleft(), None)
+        while position[rank] < len(schedule[rank]):
+            action = schedule[rank][position[rank]]
+            start = _start(run, rank, action, clock[rank])
+            if isinstance(start, Mark):
+                stuck[rank] = action, start
+                run.waiting[start].append(rank)
+                break
+            clock[rank] = _perform(run, rank, action, clock[rank], start)
+            position[rank] += 1
+    if stuck:
+        raise Deadlock(dict(sorted(stuck.items())))
+    return Timeline(tuple(event for rank in sorted(schedule) for event in run.events[rank]))
+
+
+def _start(run: _Run, rank: int, action: Action, now: float) -> float | Mark:
+    """Return the time at which an action can start, or the first mark that is not set yet."""
+    for mark, delay in _needs(run, rank, action):
+        if mark not in run.marks:
+            return mark
+        now = max(now, run.marks[mark] + delay)
+    if action.stage not in run.synchronised or action.kind not in ("F", "B"):
+        return now
+    reached = Mark(rank, action, is_start=True)
+    if reached not in run.marks:
+        run.set(reached, now)
+    for other in run.plan.stages[action.stage].ranks:
+        mark = Mark(other, action, is_start=True)
+        if mark not in run.marks:
+            return mark
+        now = max(now, run.marks[mark])
+    return now
+
+
+def _perform(run: _Run, rank: int, action: Action, before: float, start: float) -> float:
+    """Record the events of an action; return the time at which the rank is free again."""
+    is_communication = action.kind in COMMUNICATION
+    communicated = start + run.costs.communicate(rank, action)
+    end = communicated if is_communication else communicated + run.costs.compute(rank, action)
+    if start > before:
+        run.events[rank].append(Event(rank, action, before, start, "wait"))
+    if is_communication or communicated > start:
+        run.events[rank].append(Event(rank, action, start, communicated, "communication"))
+    if not is_communication:
+        run.events[rank].append(Event(rank, action, communicated, end, "compute"))
+    run.set(Mark(rank, action), end)
+    return end
+
+
+def _needs(run: _Run, rank: int, action: Action) -> list[tuple[Mark, float]]:
+    """Return the marks that an action waits for, each with a delay in seconds after it."""
+    stage, kind, k = action
+    if kind == "F" or kind in BACKWARD:
+        forward = [] if kind == "F" else [(Mark(rank, Action(stage, "F", k)), 0.0)]
+        receipt = receipt_for(action, run.plan.last)
+        return forward + (_arrivals(run, rank, receipt) if receipt else [])
+    if kind == "W":
+        return [(Mark(rank, Action(stage, "I", k)), 0.0)]
+    if kind in SENDS and run.rendezvous:
+        other = stage + 1 if kind == "SEND_F" else stage - 1
+        receipt = Action(other, kind.replace("SEND", "RECV"), k)
+        return [(Mark(peer, receipt), 0.0) for peer in peers(run.cut, rank, action)]
+    if kind == "STEP":
+        seconds, reduction = run.costs.reduce(stage), Action(stage, "REDUCE")
+        return [(Mark(other, reduction), seconds) for other in run.plan.stages[stage].ranks]
+    return []
+
+
+def _arrivals(run: _Run, rank: int, receipt: Action) -> list[tuple[Mark, float]]:
+    """Return the marks, with delays, that a user of the received or local data waits for."""
+    stage, kind, k = receipt
+    send = send_of(receipt)
+    other, sent = send.stage, send.kind[-1]
+    senders = peers(run.cut, rank, receipt)
+    needs = [(Mark(rank, receipt), 0.0)] if senders else []
+    needs += [(Mark(peer, send), run.costs.hand_over(peer, rank, send)) for peer in senders]
+    if (boundary(stage, kind), k, rank) in run.cut.kept:
+        halves = sent == "B" and Action(other, "I", k) in run.held[rank]
+        needs.append((Mark(rank, Action(other, "I" if halves else sent, k)), 0.0))
+    return needs

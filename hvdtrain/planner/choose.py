@@ -1,0 +1,296 @@
+"""`--plan auto`: measures components and network on the ranks of the run, and chooses its plan."""
+
+import socket
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import psutil
+import torch
+
+from hvdtrain.backends.pytorch.parts import (
+    build_model,
+    reason_against_split_backward,
+    recomputed_components,
+    stage_optimizer,
+)
+from hvdtrain.config import TrainConfig
+from hvdtrain.host.files import check_target
+from hvdtrain.host.memory import return_freed_memory
+from hvdtrain.models.component import Component
+from hvdtrain.models.costs import ComponentCost, component_costs
+from hvdtrain.parallel.exchange import Exchange
+from hvdtrain.parallel.stage import DTYPES, Images
+from hvdtrain.plan.passes import group_by_bytes
+from hvdtrain.plan.plan import replicated
+from hvdtrain.planner import profilefile
+from hvdtrain.planner.candidates import play
+from hvdtrain.planner.chain import Built
+from hvdtrain.planner.components import Profile, RankTimes
+from hvdtrain.planner.cost import Known
+from hvdtrain.planner.explain import explain
+from hvdtrain.planner.measure import Setting, measure_rank, measured_sizes
+from hvdtrain.planner.network import MeasuredNetwork
+from hvdtrain.planner.overview import OPTIMIZER_COPIES
+from hvdtrain.planner.probe import measure_network, message_to_self
+from hvdtrain.planner.solve import GIB, solve
+from hvdtrain.planner.tables import Question
+from hvdtrain.training.session import Chosen
+from hvdtrain.world import World, temporary_horovod
+
+RESERVE = 0.15  # share of a memory limit for memory that is not counted: up to 0.106 was measured
+MORE = 2  # factor on the counted activations before anything is measured
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model that is measured, with the settings of a run.
+
+    Attributes:
+        costs: costs of the components, in their order.
+        image_size: height and width in pixels.
+    """
+
+    config: TrainConfig
+    components: Sequence[Component]
+    costs: Sequence[ComponentCost]
+    image_size: int
+    images: Images
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the components."""
+        return [cost.name for cost in self.costs]
+
+    @property
+    def recomputed(self) -> Collection[str]:
+        """Names of the components that are recomputed in backward."""
+        return recomputed_components(self.config.recompute, self.names)
+
+    def words(self, world: World) -> str:
+        """Return the settings that decide the measurements. Collective.
+
+        A profile of equal settings is valid for this subject on these ranks.
+        """
+        config, hosts = self.config, world.gather(socket.gethostname())
+        places = ",".join(str(list(dict.fromkeys(hosts)).index(host)) for host in hosts)
+        patches = f", patches of {config.patch_size}" if config.patch_size else ""
+        compiled = ", compiled" if config.compile else ""
+        return (
+            f"{config.model}{patches}, {self.costs[-1].output_shape[-1]} classes, "
+            f"{self.image_size} px, {config.batch_size} images, {config.precision}{compiled}, "
+            f"{config.optimizer}, all-reduce {config.allreduce}, {self.images.device.type}, "
+            f"ranks on hosts {places} x {world.threads} threads"
+        )
+
+
+def subject_of(
+    config: TrainConfig,
+    components: Sequence[Component],
+    image_size: int,
+    classes: int,
+    images: Images,
+) -> Subject:
+    """Return the subject that a run measures."""
+    dtype = DTYPES[config.precision]
+    autocast = images.device.type if config.precision == "bf16" else None
+    costs = component_costs(
+        components, image_size, classes=classes, dtype=dtype, autocast=autocast
+    )
+    return Subject(config, components, costs, image_size, images)
+
+
+def choose_plan(subject: Subject, world: World) -> Chosen:
+    """Measure, choose a plan on rank 0, and broadcast it. Collective.
+
+    Raises:
+        UsageError: if nothing fits.
+    """
+    config = subject.config
+    if world.size == 1 and config.memory_limit is None:
+        return Chosen(replicated(subject.names, 1, config.microbatches, config.schedule))
+    started = time.perf_counter()
+    known, how = _known(subject, world)
+    measured = time.perf_counter()
+    chosen = None
+    if known is not None:
+        problem = question(config, known, world.size)
+        solution = solve(problem)
+        ended = time.perf_counter()
+        remarks = (
+            f"plan: {how} in {measured - started:.1f} s, chosen in {ended - measured:.2f} s",
+            *explain(problem, solution),
+        )
+        best = solution.chosen
+        chosen = Chosen(best.plan, remarks, best.seconds, problem)
+    plan = world.broadcast(chosen.plan if chosen else None)
+    return chosen or Chosen(plan)
+
+
+def without_split_backward(chosen: Chosen, remark: str = "") -> Chosen:
+    """Return the choice without a backward pass in halves, for this plan and for replans."""
+    plan, question = chosen.plan, chosen.question
+    if plan.splits_backward:
+        plan = replace(plan, schedule="1f1b")
+    if question is None:  # not on rank 0
+        return replace(chosen, plan=plan)
+    question = replace(
+        question, schedules=[name for name in question.schedules if name != "zb-h1"]
+    )
+    remarks = (*chosen.remarks, remark) if remark else chosen.remarks
+    seconds = play(question, plan, "").seconds
+    return Chosen(plan, remarks, seconds, question)
+
+
+def _known(subject: Subject, world: World) -> tuple[Known | None, str]:
+    """Return what is known of the ranks (on rank 0) and how it was obtained. Collective.
+
+    Raises:
+        UsageError: if --profile is not a profile, or cannot be written.
+    """
+    path, words, first = subject.config.profile, subject.words(world), world.rank == 0
+    read, why = None, ""
+    if path is not None and first:
+        read, why = _read(subject, Path(path), words, world.size)
+    if world.broadcast(read is not None):
+        return read, f"read from {path}"
+    known = measure(subject, world)
+    if not first:
+        return None, ""
+    if path is not None and not why:
+        assert isinstance(known.network, MeasuredNetwork)
+        profilefile.save(Path(path), words, known.profile, known.network)
+    return known, f"measured{why}"
+
+
+def _read(subject: Subject, path: Path, words: str, ranks: int) -> tuple[Known | None, str]:
+    """Read a profile.
+
+    Returns:
+        Its content, or None. With None, the reason why the file is not used and must not be
+        overwritten; empty if there is no file yet.
+
+    Raises:
+        UsageError: if the file is not a profile, or cannot be written.
+    """
+    if not path.exists():
+        check_target(str(path), "--profile")
+        return None, ""
+    profile = profilefile.load(path, words, subject.names, ranks)
+    if isinstance(profile, str):
+        return None, f" ({path} has other settings: {profile})"
+    return Known(subject.costs, *profile, subject.recomputed), ""
+
+
+def question(config: TrainConfig, known: Known, ranks: int) -> Question:
+    """Return the question that the solver answers with a plan."""
+    limit = config.memory_limit
+    return Question(
+        replace(known, is_synchronised=config.batch_norm == "sync"),
+        config.batch_size,
+        config.optimizer,
+        _schedules(config, [cost.name for cost in known.costs]),
+        config.microbatches,
+        None if limit is None else ((1 - RESERVE) * limit * GIB,) * ranks,
+    )
+
+
+def _schedules(config: TrainConfig, names: Sequence[str]) -> Collection[str]:
+    """Return the schedules that the runtime supports for this run, or the requested one."""
+    if config.schedule is not None:
+        return (config.schedule,)
+    # A schedule that splits backward is verified on one rank first, which may exceed the limit.
+    splits = not reason_against_split_backward(config, names) and config.memory_limit is None
+    return ("1f1b", "interleaved", "zb-h1") if splits else ("1f1b", "interleaved")
+
+
+def measure(subject: Subject, world: World) -> Known:
+    """Measure the ranks and the network of this run. Collective."""
+    costs, recomputed = subject.costs, subject.recomputed
+    if world.communicator is None:
+        profile = Profile((local_times(subject, world),))
+        return Known(costs, profile, MeasuredNetwork((socket.gethostname(),)), recomputed)
+    exchange = Exchange(world.communicator, subject.images.device)
+    parameter_bytes = sum(cost.parameter_bytes for cost in costs)
+    handed = max(cost.output_bytes for cost in costs) * subject.config.batch_size
+    with temporary_horovod() as horovod:
+        network = measure_network(world, horovod, exchange, parameter_bytes, handed)
+    # After it, so that the memory that Horovod holds is counted.
+    times = local_times(subject, world, partial(message_to_self, exchange))
+    profile = Profile(tuple(world.gather(times)))
+    return Known(costs, profile, network, recomputed)
+
+
+def local_times(
+    subject: Subject, world: World, message: Callable[[], None] | None = None
+) -> RankTimes:
+    """Return the measured times and memory of each component on this rank. Collective."""
+    config, images = subject.config, subject.images
+    by_name = {part.name: part for part in subject.components}
+
+    def build(name: str) -> Built:
+        # Measured without recomputation: in a plan its forward counts twice.
+        model = build_model([by_name[name]], config, images.device)
+        return Built(model, stage_optimizer(config, model))
+
+    setting = Setting(
+        build=build,
+        images=images,
+        image_size=subject.image_size,
+        sizes=measured_sizes(config.batch_size, world.size, config.microbatches),
+        is_bf16=config.precision == "bf16",
+        in_halves="zb-h1" in _schedules(config, subject.names),
+        message=message,
+        counted={cost.name: _bytes(cost, config.optimizer) for cost in subject.costs},
+        held=partial(_held_bytes, subject),
+        give_back=partial(_give_back, subject),
+    )
+    return measure_rank(_chains(subject, setting.sizes[-1], world), setting, world)
+
+
+def _chains(subject: Subject, rows: int, world: World) -> list[list[str]]:
+    """Return groups of components to measure together; each fits in half of the free memory."""
+    counted = [_bytes(cost, subject.config.optimizer) for cost in subject.costs]
+    held = [fixed + MORE * rows * per_row for fixed, per_row in counted]
+    # All ranks measure a chain at the same time, so all need the same chains.
+    room = max(1, int(min(world.gather(_spare_bytes(subject, world))) / 2))
+    groups = group_by_bytes(held, room, room)
+    return [[subject.names[k] for k in group] for group in groups]
+
+
+def _bytes(cost: ComponentCost, optimizer: str) -> tuple[int, int]:
+    """Return the counted bytes of a component in its measurement: fixed, and per sample."""
+    copies = 2 + OPTIMIZER_COPIES[optimizer]
+    fixed = copies * cost.parameter_bytes + cost.buffer_bytes
+    return fixed, cost.saved_bytes + cost.output_bytes
+
+
+def _give_back(subject: Subject) -> None:
+    """Return free memory to the system or to the GPU."""
+    if subject.images.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return_freed_memory()
+
+
+def _spare_bytes(subject: Subject, world: World) -> float:
+    """Return the bytes that this rank may still allocate."""
+    device, limit = subject.images.device, subject.config.memory_limit
+    if device.type == "cuda":
+        spare = float(torch.cuda.mem_get_info(device)[0])
+    else:
+        spare = psutil.virtual_memory().available / world.local_size
+    if limit is not None:
+        spare = min(spare, limit * GIB - _held_bytes(subject))
+    return max(spare, 0.0)
+
+
+def _held_bytes(subject: Subject) -> int:
+    """Return the bytes that this process holds, or has reserved on its GPU.
+
+    Memory that was freed but not returned counts.
+    """
+    if subject.images.device.type == "cuda":
+        return torch.cuda.memory_reserved(subject.images.device)
+    return psutil.Process().memory_info().rss

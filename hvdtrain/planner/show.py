@@ -1,0 +1,357 @@
+"""The commands `plan show`, `plan simulate` and `plan check`, and the predictions they print."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hvdtrain import models
+from hvdtrain.backends.pytorch.parts import build_parts_alone, probe_forms, recomputed_components
+from hvdtrain.backends.pytorch.setup import make_plan
+from hvdtrain.check.parity import Parity
+from hvdtrain.check.plan import MEAN, STD, check_plan
+from hvdtrain.config import TrainConfig
+from hvdtrain.errors import UsageError
+from hvdtrain.host.files import check_target, write_text
+from hvdtrain.models.component import Component, boundaries
+from hvdtrain.models.costs import component_costs
+from hvdtrain.parallel.boundary import Boundaries
+from hvdtrain.parallel.runtime import Runtime
+from hvdtrain.parallel.stage import DTYPES, Images
+from hvdtrain.plan import planfile
+from hvdtrain.plan.actions import to_csv
+from hvdtrain.plan.cut import cut
+from hvdtrain.plan.plan import Plan
+from hvdtrain.plan.simulate import Costs
+from hvdtrain.plan.trace import write_trace
+from hvdtrain.planner import clusters, predict
+from hvdtrain.planner.candidates import Candidate, play
+from hvdtrain.planner.choose import local_times, question, subject_of
+from hvdtrain.planner.clusters import Cluster, ClusterNetwork
+from hvdtrain.planner.components import Profile
+from hvdtrain.planner.cost import Known
+from hvdtrain.planner.explain import component_table, explain, paper_objective
+from hvdtrain.planner.options import PlanConfig
+from hvdtrain.planner.overview import Overview, overview
+from hvdtrain.planner.predict import PREDICTED, StrategyTable
+from hvdtrain.planner.profile import Table, measured_costs, profile_parts
+from hvdtrain.planner.solve import lower_bound, solve
+from hvdtrain.planner.tables import Question
+from hvdtrain.world import World
+from hvdtrain.world import start as start_world
+from hvdtrain.world import stop as stop_world
+
+# Assumed network between ranks of one machine; `train --plan auto` measures it.
+SHARED_MEMORY = {"latency_microseconds": 20.0, "gbytes": 4.0}
+
+
+@dataclass(frozen=True)
+class Explained:
+    """A plan with the costs of its components, and the reasons for it."""
+
+    question: Question
+    candidate: Candidate
+    reasons: tuple[str, ...]  # why it was chosen, or how it compares with the best
+    remark: str
+
+    @property
+    def plan(self) -> Plan:
+        """The plan."""
+        return self.candidate.plan
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the content as one JSON object."""
+        known, plan = self.question.known, self.candidate.plan
+        return self.candidate.overview.as_json() | {
+            "reasons": list(self.reasons),
+            "bound_seconds": lower_bound(self.question),
+            "paper_objective_seconds": paper_objective(known, plan, self.question.batch_size),
+            "rank_bytes": list(self.candidate.rank_bytes),
+            "remark": self.remark,
+        }
+
+    def as_text(self) -> str:
+        """Return the content as tables and sentences."""
+        known, plan = self.question.known, self.candidate.plan
+        sum_form = paper_objective(known, plan, self.question.batch_size)
+        return "\n".join(
+            [
+                self.candidate.overview.as_text(),
+                "",
+                *component_table(self.question, plan),
+                "",
+                *self.reasons,
+                f"paper B's sum over components of computing and communicating: "
+                f"{1e3 * sum_form:.2f} ms",
+                self.remark,
+            ]
+        )
+
+
+def explained(
+    config: PlanConfig, training: TrainConfig, components: Sequence[Component]
+) -> Explained:
+    """Return the requested or the chosen plan, by component.
+
+    Raises:
+        UsageError: if the plan does not fit, or none does.
+    """
+    question = _question(config, training, components)
+    remark = PREDICTED if config.cluster else "All ranks are assumed to be as fast as this one."
+    if config.plan == "auto":
+        solution = solve(question)
+        reasons = tuple(explain(question, solution))
+        return Explained(question, solution.chosen, reasons, remark)
+    plan = make_plan(training, components, config.image_size, config.classes, config.ranks)
+    candidate = play(question, plan, config.plan or "dp")
+    return Explained(question, candidate, (_against_the_best(question, plan, candidate),), remark)
+
+
+def _against_the_best(question: Question, plan: Plan, candidate: Candidate) -> str:
+    try:
+        best = solve(question).chosen
+    except UsageError as error:
+        return f"--plan auto would not find a plan: {error}"
+    if best.plan == plan:
+        return "--plan auto would choose the same plan"
+    part = candidate.seconds / best.seconds - 1
+    return (
+        f"--plan auto would choose {best.name}, {1e3 * best.seconds:.2f} ms per step: this plan "
+        f"is {abs(part):.1%} {'slower' if part > 0 else 'faster'}"
+    )
+
+
+def table(
+    config: PlanConfig, training: TrainConfig, components: Sequence[Component]
+) -> StrategyTable:
+    """Return paper B's five columns for a cluster.
+
+    Raises:
+        UsageError: if there is no such cluster, or if no plan fits.
+    """
+    cluster = clusters.load(config.cluster or "", config.ranks)
+    return predict.five_columns(config.model, cluster, _question(config, training, components))
+
+
+def _question(
+    config: PlanConfig, training: TrainConfig, components: Sequence[Component]
+) -> Question:
+    images = Images(MEAN, STD, torch.device("cpu"), training.precision)
+    subject = subject_of(training, components, config.image_size, config.classes, images)
+    costs, recomputed = subject.costs, subject.recomputed
+    if config.cluster:
+        cluster = clusters.load(config.cluster, config.ranks)
+        predicted = predict.question_of(
+            *(cluster, costs, config.batch_size, config.optimizer),
+            recomputed,
+        )
+        return replace(question(training, predicted.known, config.ranks), limits=predicted.limits)
+    world = start_world()
+    torch.set_num_threads(world.threads)
+    times = local_times(subject, world)
+    machine = Cluster(
+        ranks=config.ranks,
+        ranks_per_node=config.ranks,
+        gflops=1.0,
+        memory_gbytes=1.0,
+        memory_gib=1.0,
+        **SHARED_MEMORY,
+    )
+    profile = Profile.alike(times, config.ranks)
+    known = Known(costs, profile, ClusterNetwork(machine), recomputed)
+    return question(training, known, config.ranks)
+
+
+# A transfer between ranks of one machine; that of a cluster has to be measured there.
+TRANSFER_SECONDS = 20e-6
+SECONDS_PER_BYTE = 1 / 4e9
+
+
+def show(config: PlanConfig) -> Overview | Explained:
+    """Return the stages, labels and memory of a plan, and a step timed by counted operations.
+
+    Writes the plan to `config.save` and the step to `config.trace` if they are set.
+
+    Raises:
+        UsageError: for any mistake of the user.
+    """
+    training = _checked(config)
+    if config.cluster and not config.explain:
+        raise UsageError(
+            "plan show --cluster needs --explain: add --explain, or use plan simulate"
+        )
+    components = _components(config, training)
+    if config.explain:
+        return _written(config, explained(config, training, components))
+    plan = make_plan(training, components, config.image_size, config.classes, config.ranks)
+    return _finish(config, training, components, plan, None)
+
+
+def simulate(config: PlanConfig) -> Overview | Explained | StrategyTable:
+    """Return what `show` does, with measured times: this process runs the stages of each rank.
+
+    Raises:
+        UsageError: for any mistake of the user.
+    """
+    training = _checked(config)
+    if config.explain or config.picture:
+        raise UsageError("plan simulate has no --explain and no --picture: use plan show")
+    if config.cluster:
+        components = _components(config, training)
+        if config.plan is None:
+            if config.save or config.actions or config.trace:
+                raise UsageError("--save, --actions and --trace need one plan: give --plan")
+            return table(config, training, components)
+        return _written(config, explained(config, training, components))
+    world = start_world()
+    torch.set_num_threads(world.threads)
+    components = _components(config, training)
+    plan = make_plan(training, components, config.image_size, config.classes, config.ranks)
+    return _finish(
+        config, training, components, plan, _measure(config, training, components, plan)
+    )
+
+
+def _written(config: PlanConfig, explained: Explained) -> Explained:
+    """Write the requested files, and return `explained`."""
+    shown = explained.candidate.overview
+    if config.save:
+        planfile.save(shown.plan, Path(config.save))
+    if config.actions:
+        write_text(Path(config.actions), to_csv(shown.schedule), "the actions")
+    if config.trace:
+        write_trace(Path(config.trace), shown.timeline.events, shown.unit)
+    return explained
+
+
+def _checked(config: PlanConfig) -> TrainConfig:
+    for name in ("trace", "save", "actions", "picture"):
+        if (path := getattr(config, name)) is not None:
+            check_target(path, f"--{name}")
+    return config.training("fp32")
+
+
+def _measure(
+    config: PlanConfig, training: TrainConfig, components: Sequence[Component], plan: Plan
+) -> Costs:
+    pieces, device = cut(plan, config.batch_size), torch.device("cpu")
+    images = Images(MEAN, STD, device, training.precision)
+    alone = World("none", 0, 1, 0, 1, 1)
+    everything = replace(
+        plan, stages=tuple(replace(s, ranks=(0,), shares=(1,)) for s in plan.stages)
+    )
+    whole = build_parts_alone(training, everything, components, 0, device)
+    forms = probe_forms(everything, whole, config.image_size, training, alone, device)[1:]
+    tables: dict[int, Table] = {}
+    alike: dict[object, Table] = {}
+    for rank in plan.ranks:
+        held = plan.stages_of(rank)
+        work = tuple((stage, tuple(b - a for a, b in pieces.parts[stage][rank])) for stage in held)
+        if work not in alike:
+            parts = build_parts_alone(training, plan, components, rank, device)
+            rank_boundaries = Boundaries(rank, forms, None, device)
+            runtime = Runtime(rank, parts, plan.last, images, rank_boundaries, training.precision)
+            alike[work] = profile_parts(runtime, plan, pieces, config.image_size)
+        tables[rank] = alike[work]
+    return measured_costs(plan, pieces, forms, tables, TRANSFER_SECONDS, SECONDS_PER_BYTE)
+
+
+def check(config: PlanConfig) -> Parity:
+    """Compare steps under the plan with serial steps from the same weights. Collective.
+
+    Raises:
+        UsageError: for any mistake of the user.
+    """
+    training = config.training("fp64")
+    if any(path is not None for path in (config.trace, config.save, config.actions)):
+        raise UsageError("plan check has no --trace, --save or --actions: use plan show")
+    if config.cluster or config.explain or config.picture:
+        raise UsageError(
+            "plan check has no --cluster, --explain or --picture: use plan show or plan simulate"
+        )
+    world = start_world()
+    if world.size != config.ranks:
+        raise UsageError(
+            f"--ranks {config.ranks}, but the launcher started {world.size}: "
+            f"give --ranks {world.size}"
+        )
+    torch.set_num_threads(world.threads)
+    components = _components(config, training)
+    plan = make_plan(training, components, config.image_size, config.classes, world.size)
+    parity = check_plan(training, components, plan, config.image_size, config.classes, world)
+    stop_world()
+    return parity
+
+
+def parity_as_json(parity: Parity, components: Sequence[str]) -> dict[str, Any]:
+    """Return the output of `plan check --json`."""
+    return {
+        "within_tolerance": parity.is_within,
+        "tolerance": parity.tolerance,
+        "largest": parity.largest,
+        "components": parity.by_component(components),
+        "updates": parity.update,
+        "statistics": parity.statistics,
+        "loss": parity.loss,
+    }
+
+
+def parity_as_text(parity: Parity, components: Sequence[str]) -> str:
+    """Return the output of `plan check`."""
+    errors = parity.by_component(components)
+    width = max(len(name) for name in (*errors, "running statistics"))
+    lines = [f"{'component':<{width}}  largest relative error of a gradient"]
+    lines += [f"{name:<{width}}  {error:.2e}" for name, error in errors.items()]
+    lines += [f"{'updates':<{width}}  {parity.update:.2e}"]
+    lines += [f"{'running statistics':<{width}}  {parity.statistics:.2e}"]
+    lines += [f"{'loss':<{width}}  {parity.loss:.2e}"]
+    verdict = "within" if parity.is_within else "NOT within"
+    lines.append(f"{verdict} the tolerance of {parity.tolerance:g}, in {parity.steps} steps")
+    lines += [parity.fault] if parity.fault else []
+    return "\n".join(lines)
+
+
+def component_names(config: PlanConfig) -> list[str]:
+    """Return the names of the model's components."""
+    return [part.name for part in _components(config, config.training("fp32"))]
+
+
+def _components(config: PlanConfig, training: TrainConfig) -> list[Component]:
+    components = models.components(
+        config.model, config.classes, config.image_size, config.patch_size
+    )
+    dtype = DTYPES[training.precision]
+    boundaries(components, config.image_size, classes=config.classes, dtype=dtype)
+    return components
+
+
+def _finish(
+    config: PlanConfig,
+    training: TrainConfig,
+    components: Sequence[Component],
+    plan: Plan,
+    measured: Costs | None,
+) -> Overview:
+    names = [part.name for part in components]
+    dtype = DTYPES[training.precision]
+    costs = component_costs(
+        *(components, config.image_size),
+        classes=config.classes,
+        dtype=dtype,
+        autocast="cpu" if training.precision == "bf16" else None,
+    )
+    shown = overview(
+        *(plan, costs, config.batch_size, config.optimizer),
+        recomputed_components(config.recompute, names),
+        measured,
+        plan.replicated_stages if config.batch_norm == "sync" else (),
+    )
+    if config.save:
+        planfile.save(plan, Path(config.save))
+    if config.actions:
+        write_text(Path(config.actions), to_csv(shown.schedule), "the actions")
+    if config.trace:
+        write_trace(Path(config.trace), shown.timeline.events, shown.unit)
+    return shown

@@ -1,0 +1,47 @@
+"""The options that each framework supports."""
+
+from typing import Any
+
+import pytest
+
+from hvdtrain.config import TrainConfig
+from hvdtrain.errors import UsageError
+from hvdtrain.options.frameworks import mirrored_devices
+
+
+def config(**values: Any) -> TrainConfig:
+    return TrainConfig(**{"model": "cnn", "data": "d", "framework": "tensorflow", **values})
+
+
+@pytest.mark.parametrize("plan", [None, "single", "dp", "mirrored", "mirrored:4"])
+def test_keras_is_data_parallel(plan: str | None) -> None:
+    assert config(plan=plan).check().plan == plan
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"plan": "mp"}, "--plan mp is not supported with --framework tensorflow: use sin"),
+        ({"plan": "plan.json"}, "--plan plan.json is not supported"),
+        ({"plan": "mirrored:0"}, "mirrored:0 is not known: write mirrored:N for N devices"),
+        ({"plan": "mirrored:x"}, "--plan mirrored:x is not known"),
+        ({"plan": "mirrored:65"}, "has more devices than --batch-size 64 has images"),
+        ({"plan": "mirrored", "ranks": 2}, "runs in one process, not on 2 ranks"),
+        ({"plan": "mirrored", "clip_norm": 1.0}, "--clip-norm is not supported with --plan mir"),
+        ({"plan": "mirrored", "on_bad_step": "skip"}, "--on-bad-step is not supported with"),
+        ({"plan": "mirrored", "framework": "torch"}, "add --framework tensorflow"),
+        ({"schedule": "1f1b"}, "--schedule is not supported with --framework tensorflow"),
+        ({"compile": True}, "--compile is not supported with"),
+        ({"batch_norm": "sync"}, "--batch-norm is not supported with"),
+        ({"weights": "w.pth"}, "--weights is not supported with"),
+        ({"trace": "t.json"}, "--trace is not supported with"),
+    ],
+)
+def test_what_a_framework_does_not_do_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message.replace("(", r"\(")):
+        config(**values).check()
+
+
+def test_mirrors_are_counted() -> None:
+    plans = (None, "single", "mirrored", "mirrored:3")
+    assert [mirrored_devices(plan) for plan in plans] == [None, None, 0, 3]

@@ -1,0 +1,113 @@
+"""Help pages: every command in one line, every option under its heading, with its default."""
+
+import dataclasses
+import re
+
+import pytest
+
+from hvdtrain import cli
+from hvdtrain.commands import COMMANDS
+from hvdtrain.config import TrainConfig, option_names
+from hvdtrain.errors import UsageError
+from hvdtrain.options import helptext
+
+
+@pytest.fixture(autouse=True)
+def _eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def page(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Return the help page of a command."""
+    with pytest.raises(SystemExit) as ended:
+        cli.run([*words, "--help"])
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_the_program_alone_lists_every_command_in_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(UsageError, match="a command is missing"):
+        cli.run([])
+    printed = capsys.readouterr().out
+    assert printed == page(capsys)
+    table = printed.partition("commands:\n")[2].partition("\n\n")[0].splitlines()
+    rows = [re.fullmatch(r"  (\S+(?: \S+)?) {2,}(\S.*)", line) for line in table]
+    assert [row and row[1] for row in rows] == list(COMMANDS)
+    assert max(map(len, table)) <= 80
+
+
+def test_a_group_alone_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UsageError, match="one of submit, sweep, status, logs, cancel"):
+        cli.run(["jobs"])
+    printed = capsys.readouterr().out
+    assert printed.startswith("usage: hvdtrain jobs COMMAND [options]\n")
+    assert re.findall(r"^  ([a-z]+) ", printed, re.MULTILINE) == [
+        *("submit", "sweep", "status", "logs", "cancel")
+    ]
+
+
+def test_the_options_of_train_stand_under_headings_with_true_defaults(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    printed = page(capsys, "train")
+    assert printed.startswith("usage: hvdtrain train --model NAME --data DIR [options]\n")
+    headings = re.findall(r"^(\S.*):$", printed, re.MULTILINE)
+    assert headings == [
+        *("options", "model and data", "plan", "length and batch", "precision and devices"),
+        *("optimisation", "fault tolerance", "output"),
+    ]
+    assert {field.metadata["group"] for field in dataclasses.fields(TrainConfig)} == {
+        *headings[1:]
+    }
+    shown = re.findall(r"^  (?:-h, )?(--[a-z_-]+)", printed, re.MULTILINE)
+    assert sorted(shown) == sorted([*option_names(), "--help", "--config", "--print_config"])
+    text = " ".join(printed.split())
+    for part in (
+        "--precision {fp32,bf16,fp64} bf16: autocast with fp32 weights (default: fp32)",
+        "--device {cpu,cuda} device to train on (default: cuda if there is one)",
+        "--epochs N passes over the training set (default: 10, or",
+        "--lr X learning rate, used as given (default: 0.001)",
+        "--warmup-epochs X epochs of linear warm-up from zero (default: 0.0)",
+        "--microbatches N, --accumulate N gradient accumulation: micro-batches that each step",
+        "--compile, --no-compile compile each component",
+        "--resume [auto], --no-resume resume the run",
+        "at 50 % and at 75 % of the run (default: constant)",
+    ):
+        assert part in text
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_page_shows_types_of_python_or_empty_defaults(
+    capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    """jsonargparse alone prints `(type: Optional[Literal[...]], default: null)`."""
+    printed = page(capsys, *command.split())
+    assert not re.search(r"type:|null|None|Optional|Literal|Union|%%|\[options\] ", printed)
+    assert printed.startswith(f"usage: hvdtrain {command}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "word"),
+    [(int, "N"), (float | None, "X"), (str, None), (int | None, "N"), (bool, None)],
+)
+def test_a_type_says_what_stands_for_a_value(kind: object, word: str | None) -> None:
+    assert helptext.metavar(kind) == word
+
+
+@pytest.mark.parametrize("columns", ["1", "2", "30"])
+def test_a_page_is_readable_in_a_terminal_too_narrow_for_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    """textwrap alone raises an error with 2 columns."""
+    monkeypatch.setenv("COLUMNS", columns)
+    assert "hvdtrain" in page(capsys)
+    assert "--precision {fp32,bf16,fp64}" in page(capsys, "train")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_default_is_written_the_same_way(
+    capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert not re.search(r"[^(]default:", page(capsys, *command.split()))

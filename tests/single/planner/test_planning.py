@@ -1,0 +1,337 @@
+"""`--plan auto` and `adaptive`: measurements on the ranks of a run, and the chosen plans."""
+
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from hvdtrain import models
+from hvdtrain.config import TrainConfig
+from hvdtrain.host.activity import last_activity
+from hvdtrain.models.costs import component_costs
+from hvdtrain.parallel.stage import Images
+from hvdtrain.planner import choose
+from hvdtrain.planner.measure import measured_sizes
+from hvdtrain.world import World
+from tests import warm
+from tests.conftest import Program
+from tests.single.training.jobs import (
+    assert_each_sample_once,
+    begin,
+    clients_of,
+    events_of,
+    ranks_of,
+    resume,
+    samples_of,
+    saves,
+    summary_of,
+    suspend,
+)
+
+ADAPTIVE: tuple[Any, ...] = (
+    *("train", "--model", "cnn", "--batch-size", 20, "--threads", 1),
+    *("--plan", "adaptive"),
+)
+# A change of plans at a known step, on a machine of any speed.
+REPLAN = "replan step=200"
+RUN = ("train", "--model", "cnn", "--batch-size", 32, "--max-steps", 4, "--threads", 1)
+
+
+def test_a_plan_is_measured_chosen_and_trained(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    profile = tmp_path / "profile.json"
+    options = (*RUN, "--data", small_set, "--plan", "auto", "--ranks", 3, "--profile", profile)
+    done = hvdtrain(*options, "--run", run)
+    assert done.returncode == 0, done.stderr
+    assert "plan: measured in " in done.stdout
+    assert "chosen: " in done.stdout
+    assert "above the lower bound of" in done.stdout
+    (plan,) = events_of(run, "plan")
+    assert plan["predicted_seconds"] > 0
+    held = {rank for stage in plan["stages"] for rank in stage["ranks"]}
+    assert held == {0, 1, 2}
+    assert summary_of(run)["steps"] == 4
+    done = hvdtrain(*options, "--run", tmp_path / "again")
+    assert done.returncode == 0, done.stderr
+    assert f"plan: read from {profile} in " in done.stdout
+    (again,) = events_of(tmp_path / "again", "plan")
+    assert {key: again[key] for key in ("stages", "microbatches", "schedule")} == {
+        key: plan[key] for key in ("stages", "microbatches", "schedule")
+    }
+    kept = profile.read_bytes()
+    done = hvdtrain(*options, "--batch-size", 16, "--run", tmp_path / "other")
+    assert done.returncode == 0, done.stderr
+    assert f"plan: measured ({profile} has other settings: cnn, 5 classes, 16 px, 32 images" in (
+        done.stdout
+    )
+    assert profile.read_bytes() == kept
+
+
+@pytest.mark.proof
+def test_a_plan_is_changed_while_training(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    """A rank that becomes slow gets less work; no sample is lost or repeated.
+
+    Each rank is slow in turn until one has lost work: a rank may have too little to lose any, and
+    on a busy machine another change may come first.
+    """
+    run, ledger = tmp_path / "run", tmp_path / "ledger.csv"
+    options = (*ADAPTIVE, "--ranks", 2, "--data", small_set, "--run", run, "--ledger", ledger)
+    slow = "; ".join(
+        f"slow step={100 * number} steps=50 rank={number % 2} seconds=0.2"
+        for number in range(2, 40)
+    )
+    command = [*map(str, options), "--epochs", "128", "--inject", slow]
+    process = begin(command, lambda: change_for_a_slow_rank(run))
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == 75, process.communicate()
+    change = change_for_a_slow_rank(run)
+    assert change is not None
+    assert re.match(r"rank [01] is \d", change["cause"])
+    assert change["predicted_seconds"] < change["before_seconds"]
+    assert " saves " in change["reason"]
+    assert change["candidates"][0]["seconds"] > 0
+    assert "decision" not in events_of(run, "plan")[0]
+    whole_epochs = events_of(run, "checkpoint")[-1]["step"] // 31
+    for ids in samples_of(ledger, whole_epochs)[:whole_epochs]:
+        assert len(ids) == len(set(ids)) == 601
+
+
+def change_for_a_slow_rank(run: Path) -> dict[str, Any] | None:
+    """Return the first change that gives the rank that was slow last less to compute."""
+    if not (run / "metrics.jsonl").exists():
+        return None
+    changes = [line for line in events_of(run, "plan") if line.get("decision") == "change"]
+    fitting = [
+        line
+        for line in changes
+        if line["step"] > 200 and has_less(line["step"] // 100 % 2, line["stages"])
+    ]
+    return fitting[0] if fitting else None
+
+
+def has_less(rank: int, stages: list[dict[str, Any]]) -> bool:
+    """Return whether a plan for the CNN gives this rank less work than the other one."""
+    costs = component_costs(models.components("cnn", 5, 16), 16, classes=5)
+    flops = {cost.name: cost.forward_flops for cost in costs}
+    work = dict.fromkeys((0, 1), 0.0)
+    for stage in stages:
+        for holder, share in zip(stage["ranks"], stage["shares"], strict=True):
+            part = share / sum(stage["shares"])
+            work[holder] += part * sum(flops[name] for name in stage["components"])
+    return work[rank] < work[1 - rank]
+
+
+@pytest.mark.proof
+def test_components_are_compared_with_their_predictions_while_training(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    # 1f1b: under a schedule that splits backward, components cannot be timed separately.
+    options = (*ADAPTIVE, "--ranks", 2, "--max-steps", 120, "--schedule", "1f1b")
+    done = hvdtrain(*options, "--data", small_set, "--run", run)
+    assert done.returncode == 0, done.stderr
+    profiles = events_of(run, "profile")
+    assert profiles
+    compared = set()
+    for line in profiles:
+        assert len(line["ranks"]) == 2
+        for rank in line["ranks"]:
+            assert all(0.05 < ratio < 20 for ratio in rank["times_predicted"].values())
+            compared |= set(rank["times_predicted"])
+    assert compared >= {"conv1", "conv2"}  # the others take almost no time
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_killed_while_the_plan_changes(
+    small_set: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    """A killed or hung rank: the run resumes from its last checkpoint and trains to the end."""
+    run, ledger = tmp_path / "run", tmp_path / "ledger.csv"
+    options = (*ADAPTIVE, "--ranks", 2, "--epochs", 9, "--data", small_set)
+    options += ("--run", run, "--ledger", ledger, "--checkpoint-every", "1 epoch")
+    options += ("--restarts", 1, "--inject", REPLAN, "--stall-timeout", 10)
+    process = begin([str(word) for word in options], lambda: saves(run))
+    victim = ranks_of(process)[1]
+    doing = wait_for_change(process)
+    victim.send_signal(number)
+    _, errors = process.communicate()
+    assert process.returncode == 0, errors
+    assert ("was ended by signal 9" if number == signal.SIGKILL else "stuck for longer") in errors
+    assert "changing the plan" in errors
+    assert summary_of(run)["steps"] == 279, doing
+    (again,) = [line for line in events_of(run, "plan") if "decision" not in line][1:]
+    assert again["step"] > 0
+    assert again["step"] % 31 == 0
+    assert_each_sample_once(ledger, 9)
+
+
+@pytest.mark.proof
+def test_a_job_suspended_and_asked_to_leave_while_the_plan_changes(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    """The job completes the migration, saves and leaves; another start trains the rest."""
+    run, ledger = tmp_path / "run", tmp_path / "ledger.csv"
+    options = [*ADAPTIVE, "--ranks", 2, "--data", small_set, "--run", run, "--ledger", ledger]
+    process = begin([*map(str, options), "--epochs", "9", "--inject", REPLAN], lambda: saves(run))
+    job = [warm.fork_of(psutil.Process(process.pid)), *ranks_of(process)]
+    doing = wait_for_change(process)
+    suspend(job)
+    process.send_signal(signal.SIGTERM)
+    resume(job)
+    errors = process.communicate(timeout=60)[1]
+    assert process.returncode == 75, errors
+    assert "state saved" in errors, doing
+    assert any(line.get("decision") == "change" for line in events_of(run, "plan"))
+    left = events_of(run, "checkpoint")[-1]["step"]
+    epochs = left // 31 + 1
+    done = hvdtrain(*options, "--resume", "--epochs", epochs)
+    assert done.returncode == 0, done.stderr
+    for ids in samples_of(ledger, epochs):
+        assert len(ids) == len(set(ids)) == 601
+
+
+def wait_for_change(process: "subprocess.Popen[str]") -> str:
+    """Wait until rank 1 migrates, and return its current action."""
+    activity = Path(clients_of(process)[1].environ()["HVDTRAIN_ACTIVITY"])
+    while "changing the plan" not in (doing := last_activity(activity, 1)):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.001)
+    return doing
+
+
+@pytest.mark.proof
+def test_a_bad_component_is_found_after_a_change_too(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    options = (*ADAPTIVE, "--ranks", 2, "--epochs", 2, "--data", small_set)
+    fault = "replan step=20; nan step=50 component=dense steps=1"
+    done = hvdtrain(*options, "--run", run, "--inject", fault, "--on-bad-step", "skip")
+    assert done.returncode == 0, done.stderr
+    first, change, *_ = events_of(run, "plan")
+    assert 20 <= change["step"] < 50
+    assert (change["decision"], change["cause"]) == ("change", "--inject replan")
+    assert change["stages"] != first["stages"]
+    assert f"step {change['step']:,}: --inject replan: change" in done.stdout
+    assert summary_of(run)["skipped_steps"] == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ("--plan", "auto", "--schedule", "zb-h1", "--recompute", "all"),
+            "zb-h1 splits the backward, which --recompute does not allow: use 1f1b",
+        ),
+        (
+            ("--plan", "dp", "--memory-limit", 4),
+            "--memory-limit needs --plan auto or --plan adaptive",
+        ),
+        (
+            ("--plan", "auto", "--profile", "/nowhere/profile.json"),
+            "--profile /nowhere/profile.json: its folder does not exist: create it first",
+        ),
+    ],
+)
+def test_what_cannot_be_is_one_line(
+    hvdtrain: Program, small_set: Path, tmp_path: Path, options: tuple[Any, ...], message: str
+) -> None:
+    common = (*RUN, "--data", small_set, "--ranks", 2, "--run", tmp_path / "run")
+    done = hvdtrain(*common, *options)
+    assert (done.returncode, done.stderr) == (2, f"hvdtrain: {message}\n")
+    assert not (tmp_path / "run").exists()
+
+
+def test_one_rank_may_have_a_limit(hvdtrain: Program, small_set: Path, tmp_path: Path) -> None:
+    common = (*RUN, "--data", small_set, "--plan", "auto", "--run", tmp_path / "run")
+    done = hvdtrain(*common, "--memory-limit", 8)
+    assert done.returncode == 0, done.stderr
+    assert "chosen: single" in done.stdout
+
+
+def test_a_run_that_used_more_than_its_limit_reports_it(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    """The profile is outdated: it claims that a process needs almost no memory."""
+    profile = tmp_path / "profile.json"
+    common = (*RUN, "--data", small_set, "--plan", "auto", "--profile", profile, "--memory-limit")
+    done = hvdtrain(*common, 8, "--run", tmp_path / "within")
+    assert done.returncode == 0, done.stderr
+    assert not events_of(tmp_path / "within", "fault")
+    text = profile.read_text()
+    changed = re.sub(r'"resident_bytes": ?\d+', '"resident_bytes": 1', text)
+    assert changed != text
+    profile.write_text(changed)
+    done = hvdtrain(*common, 0.1, "--run", tmp_path / "beyond")
+    assert done.returncode == 0, done.stderr
+    (fault,) = events_of(tmp_path / "beyond", "fault")
+    assert fault["cause"] == "memory limit"
+    assert re.fullmatch(
+        r"rank 0 used 0\.\d+ GiB, more than --memory-limit 0\.1: .*", fault["message"]
+    )
+    assert fault["message"] in done.stdout
+
+
+def test_nothing_fits_is_one_line(hvdtrain: Program, small_set: Path, tmp_path: Path) -> None:
+    options = (*RUN, "--data", small_set, "--plan", "auto", "--ranks", 2, "--run", tmp_path / "r")
+    done = hvdtrain(*options, "--memory-limit", 0.1)
+    assert done.returncode == 2
+    assert done.stderr.startswith("hvdtrain: no plan fits: ")
+    assert "raise --memory-limit" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.proof
+def test_what_a_limit_allows_is_not_exceeded(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    """Data parallelism needs more memory than the limit, the chosen plan less, as measured."""
+    common: tuple[Any, ...] = ("train", "--model", "resnet18", "--data", small_set, "--ranks", 2)
+    common += ("--threads", 1, "--batch-size", 512, "--max-steps", 2, "--optimizer", "sgd")
+    peaks: list[int] = []
+    for plan in (("dp",), ("auto", "--memory-limit")):
+        plan_options = (*plan, f"{0.85 * peaks[0] / 2**30:.3f}") if peaks else plan
+        done = hvdtrain(*common, "--plan", *plan_options, "--run", tmp_path / plan[0], cold=True)
+        assert done.returncode == 0, done.stderr
+        peaks.append(max(summary_of(tmp_path / plan[0])["peak_memory_bytes"]))
+    assert peaks[1] <= 0.85 * peaks[0]
+
+
+@pytest.mark.parametrize("model", ["cnn", pytest.param("vit_tiny", marks=pytest.mark.proof)])
+def test_every_component_is_measured_in_every_way(model: str) -> None:
+    """A process without MPI measures its own times only."""
+    import torch
+
+    config = TrainConfig(model=model, data="", plan="auto", batch_size=16).check()
+    components = models.components(model, 10, 32)
+    images = Images([0.5] * 3, [0.25] * 3, torch.device("cpu"), "fp32")
+    world = World("none", 0, 1, 0, 1, 1)
+    subject = choose.subject_of(config, components, 32, 10, images)
+    measured, costs = choose.local_times(subject, world), subject.costs
+    assert list(measured.components) == [cost.name for cost in costs]
+    assert measured.resident_bytes > 2**20
+    sizes = measured_sizes(16, 1)
+    for number, times in enumerate(measured.components.values()):
+        assert [size for size, _ in times.forward.points] == list(sizes)
+        assert times.forward(8) > 0
+        assert times.backward(8) > 0
+        assert (times.input_half is None) == (number == 0 or not costs[number].parameters)
+    assert sum(times.update for times in measured.components.values()) > 0
+
+
+def test_what_is_measured_goes_down_by_halves() -> None:
+    assert measured_sizes(64, 2) == (2, 4, 8, 16, 32)
+    assert measured_sizes(64, 4, 16) == (2, 4, 8, 16)
+    assert measured_sizes(64, 1) == (4, 8, 16, 32, 64)
+    assert measured_sizes(3, 4) == (2,)
