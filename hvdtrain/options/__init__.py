@@ -1,1 +1,1 @@
-"""From a command line and YAML to a configuration."""
+"""Parsing of command lines and YAML files into a configuration."""

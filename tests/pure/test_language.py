@@ -31,7 +31,7 @@ PHRASES = re.compile(
     r"|(?:bring|brings|brought) in"
     r"|times as (?:long|much|many)"
     r"|(?:hold|holds|held) (?:the )?others up"
-    r"|repair(?:s|ed|ing)?"
+    r"|mend(?:s|ed|ing)?"
     r"|made to happen|make[s]? (?:it )?happen"
     r"|for ever|in silence"
     r"|ask(?:s|ed|ing)? for"

@@ -32,8 +32,8 @@ COMMON = (
     *("numpy", "h5py", "psutil", "yaml", "jsonargparse", "rich.console", "rich.progress"),
     *("safetensors.numpy", "ml_dtypes", "tensorboard.summary.writer.event_file_writer"),
 )
-PACKAGES = {"torch": "*.py", "tensorflow": "tf/*.py"}
-NOT_LOADED = ("hvdtrain.__main__", "hvdtrain.doctor", "hvdtrain.keras.")
+OF_TENSORFLOW = ("hvdtrain.keras.", "hvdtrain.backends.tensorflow.")
+NOT_LOADED = ("hvdtrain.__main__", "hvdtrain.doctor", "hvdtrain.tf")
 PR_SET_PDEATHSIG = 1
 
 
@@ -72,9 +72,10 @@ def load(framework: str) -> None:
     with warnings.catch_warnings(action="ignore"):
         for name in (*LIBRARIES[framework], *COMMON):
             importlib.import_module(name)
-        for path in sorted(package.rglob(PACKAGES[framework])):
+        for path in sorted(package.rglob("*.py")):
             name = ".".join(path.relative_to(package.parent).with_suffix("").parts)
-            if not name.startswith(NOT_LOADED) or framework == "tensorflow":
+            is_of_tensorflow = name.startswith(OF_TENSORFLOW)
+            if is_of_tensorflow == (framework == "tensorflow") and not name.startswith(NOT_LOADED):
                 importlib.import_module(name.removesuffix(".__init__"))
     assert not {"torch", "tensorflow"} - {framework} & sys.modules.keys()
     assert len(list(Path("/proc/self/task").iterdir())) == 1

@@ -9,6 +9,7 @@ import pytest
 from hvdtrain import cli
 from hvdtrain.errors import CheckFailed
 from hvdtrain.plan.plan import Plan, Stage
+from hvdtrain.planner import choose
 from hvdtrain.planner.choose import Subject
 from hvdtrain.planner.tables import Question
 from hvdtrain.training.session import Chosen
@@ -86,7 +87,7 @@ def halves_are_chosen(monkeypatch: pytest.MonkeyPatch) -> list[Chosen]:
     """Make `--plan auto` choose a split backward without measuring; return its choices."""
     made: list[Chosen] = []
 
-    def choose(subject: Subject, world: World) -> Chosen:
+    def choose_split(subject: Subject, world: World) -> Chosen:
         names = subject.names
         stages = tuple(Stage((name,), (0,), (1,)) for name in names)
         costs = known(subject.costs, [1.0] * len(names), [1.0], network(1))
@@ -94,7 +95,7 @@ def halves_are_chosen(monkeypatch: pytest.MonkeyPatch) -> list[Chosen]:
         made.append(Chosen(Plan(stages, 4, "zb-h1"), ("chosen: divided, zb-h1",), 1.0, question))
         return made[0]
 
-    monkeypatch.setattr(choose, "choose_plan", choose)
+    monkeypatch.setattr(choose, "choose_plan", choose_split)
     return made
 
 
