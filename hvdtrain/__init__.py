@@ -1,3 +1,3 @@
 """hvdtrain trains image classifiers on many processes and explains what it got for them."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

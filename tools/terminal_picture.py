@@ -22,7 +22,7 @@ COMMANDS = (
     "hvdtrain train --model cnn --data data/synthetic --ranks 2 --epochs 2 --run runs/first "
     '--verify --inject "kill step=90 rank=1"',
     "hvdtrain train --model cnn --data data/synthetic --ranks 3 --epochs 2 --run runs/first "
-    "--resume --checkpoint-every '1 epoch'",
+    "--resume",
 )
 # Fonts of the reader's machine: the picture loads nothing from a network.
 SVG = """<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
