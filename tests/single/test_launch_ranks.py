@@ -242,7 +242,7 @@ def test_a_rank_that_fails_when_the_first_has_gone_is_not_heard(tmp_path: Path) 
     script = tmp_path / "fail.py"
     script.write_text(
         "import sys\n"
-        "from hvdtrain import failure\n"
+        "from hvdtrain.health import failure\n"
         "from hvdtrain.errors import UsageError\n"
         "failure.SECONDS_TO_BE_ENDED = 0\n"
         "failure.fail(UsageError(f'rank {sys.argv[1]} was wrong'))\n"
@@ -483,7 +483,7 @@ def test_nothing_lives_on_when_the_launcher_is_killed(
 def test_a_users_own_script_that_raises_on_one_rank_ends_on_all(tmp_path: Path) -> None:
     script = tmp_path / "own.py"
     script.write_text(
-        "from hvdtrain import failure, world\n"
+        "from hvdtrain import world\nfrom hvdtrain.health import failure\n"
         "current = world.start()\n"
         "failure.end_all_on_exception()\n"
         "if current.rank == 1:\n"

@@ -82,7 +82,7 @@ def test_a_run_starts_from_the_file_under_any_plan(
     ("arguments", "code", "message"),
     [
         (("export", "absent", "x.pth"), 2, "absent is not the folder of a run"),
-        (("export", "{run}", "absent/x.pth"), 2, "there is no such folder"),
+        (("export", "{run}", "absent/x.pth"), 2, "its folder does not exist: create it first"),
         (("export", "{run}", "."), 2, "the file '.' is not a file"),
         (
             ("train", "--model", "cnn", "--data", "{data}", "--weights", "{weights}"),

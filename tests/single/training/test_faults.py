@@ -225,7 +225,7 @@ def test_a_full_disk_ends_the_run_in_one_line_and_the_run_goes_on_with_room(
             "the model has no component 'body': use conv1, conv2, dense",
         ),
         ("nan step=3 rank=1 component=body", "rank 1 holds no component 'body': use conv1"),
-        ("kill step=3 rank=2", "there are 2 rank(s)"),
+        ("kill step=3 rank=2", "rank 2 does not exist, use 0 to 1"),
         ("replan step=3", "use --plan adaptive on 2 ranks or more"),
     ],
 )

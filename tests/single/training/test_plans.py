@@ -203,7 +203,7 @@ def test_what_needs_one_process_says_so_to_several(hvdtrain: Program) -> None:
             "zb-h1 splits the backward, which --recompute does not allow: use 1f1b",
         ),
         (("--recompute", "conv3"), "names no component of the model; did you mean conv"),
-        (("--trace", "absent/trace.json"), "there is no such folder"),
+        (("--trace", "absent/trace.json"), "its folder does not exist: create it first"),
         (("--trace", "."), "--trace '.' is not a file"),
         (("--trace", "/dev/null"), "--trace '/dev/null' is not a file"),
         (("--plan", "x" * 300), "unknown plan xxx"),

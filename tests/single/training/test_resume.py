@@ -147,7 +147,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_both_sides(
     assert done.returncode == 2
     assert (
         "holds the parameters of another model than --model changed:build: first.1.weight is "
-        "4 x 768 in the checkpoint, 50 x 768 in the model (and 2 more); use the code of the model"
+        "4 x 768 in the checkpoint, 50 x 768 in the model (and 2 more): use the model code that"
     ) in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
