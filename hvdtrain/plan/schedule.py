@@ -10,19 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from hvdtrain.plan import passes
-from hvdtrain.plan.actions import (
-    Action,
-    Schedule,
-    ScheduleError,
-    from_csv,
-    from_text,
-    last_backward,
-    parse_action,
-    peers,
-    tag,
-    to_csv,
-    to_text,
-)
+from hvdtrain.plan.actions import BACKWARD, Action, Schedule, inputs
 from hvdtrain.plan.cut import Cut
 from hvdtrain.plan.passes import UNITS
 from hvdtrain.plan.plan import Plan
@@ -157,24 +145,6 @@ def choose(plan: Plan, pipeline: Pipeline) -> Policy:
     return POLICIES[plan.schedule]
 
 
-__all__ = [
-    "Action",
-    "Schedule",
-    "ScheduleError",
-    "compute_order",
-    "evaluation",
-    "from_csv",
-    "from_text",
-    "last_backward",
-    "parse_action",
-    "peers",
-    "tag",
-    "to_csv",
-    "to_text",
-    "training_step",
-]
-
-
 def training_step(plan: Plan, cut: Cut) -> Schedule:
     """Return the schedule of a training step: forwards and backwards, then the updates."""
     schedule = passes.merge_halves(compute_order(plan, cut.microbatches), plan)
@@ -226,10 +196,11 @@ class _Progress:
         """Return the next micro-batch of a kind of action on a stage."""
         return len(self.ends["I" if kind == "B" else kind][stage])
 
-    def has_ended(self, kind: str, stage: int, microbatch: int, now: int) -> bool:
-        """Return whether an action has ended."""
-        ends = self.ends[kind][stage]
-        return microbatch < len(ends) and ends[microbatch] <= now
+    def has_ended(self, action: Action, now: int) -> bool:
+        """Return whether an action of one micro-batch has ended."""
+        ends = self.ends["I" if action.kind == "B" else action.kind][action.stage]
+        assert action.microbatch is not None
+        return action.microbatch < len(ends) and ends[action.microbatch] <= now
 
     def is_free(self, stage: int, now: int) -> bool:
         """Return whether all ranks of a stage are free."""
@@ -299,15 +270,12 @@ def _is_ready(progress: _Progress, action: Action, now: int) -> bool:
     stage, kind, k = action
     if k is None or k >= progress.pipeline.microbatches:
         return False
-    if kind == "F":
-        return stage == 0 or progress.has_ended("F", stage - 1, k, now)
-    if kind == "W":
-        return progress.has_ended("I", stage, k, now)
-    if progress.policy.forwards_first and not _did_all_forwards(progress, stage):
+    forwards_first = kind in BACKWARD and progress.policy.forwards_first
+    if forwards_first and not _did_all_forwards(progress, stage):
         return False
-    is_last = stage == progress.plan.last
-    return progress.has_ended("F", stage, k, now) and (
-        is_last or progress.has_ended("I", stage + 1, k, now)
+    return all(
+        any(progress.has_ended(needed, now) for needed in alternatives)
+        for alternatives in inputs(action, progress.plan.last)
     )
 
 

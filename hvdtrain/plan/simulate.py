@@ -12,14 +12,15 @@ from functools import cached_property
 from typing import NamedTuple
 
 from hvdtrain.plan.actions import (
-    BACKWARD,
     COMMUNICATION,
+    COMPUTE,
     SENDS,
     WEIGHTS,
     Action,
     Schedule,
     ScheduleError,
     boundary,
+    inputs,
     peers,
     receipt_for,
     send_of,
@@ -265,12 +266,11 @@ def _perform(run: _Run, rank: int, action: Action, before: float, start: float) 
 def _needs(run: _Run, rank: int, action: Action) -> list[tuple[Mark, float]]:
     """Return the marks that an action waits for, each with a delay in seconds after it."""
     stage, kind, k = action
-    if kind == "F" or kind in BACKWARD:
-        forward = [] if kind == "F" else [(Mark(rank, Action(stage, "F", k)), 0.0)]
+    if kind in COMPUTE:
+        needed = [alternatives[0] for alternatives in inputs(action, run.plan.last)]
+        local = [(Mark(rank, other), 0.0) for other in needed if other.stage == stage]
         receipt = receipt_for(action, run.plan.last)
-        return forward + (_arrivals(run, rank, receipt) if receipt else [])
-    if kind == "W":
-        return [(Mark(rank, Action(stage, "I", k)), 0.0)]
+        return local + (_arrivals(run, rank, receipt) if receipt else [])
     if kind in SENDS and run.rendezvous:
         other = stage + 1 if kind == "SEND_F" else stage - 1
         receipt = Action(other, kind.replace("SEND", "RECV"), k)

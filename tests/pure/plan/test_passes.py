@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 
 from hvdtrain.plan import passes, schedule
+from hvdtrain.plan.actions import Schedule, ScheduleError, from_text, to_text
 from hvdtrain.plan.cut import Cut, cut
 from hvdtrain.plan.plan import Plan
-from hvdtrain.plan.schedule import Schedule, ScheduleError, from_text, to_text
 from tests.pure.parallel.plans import Case, a_plan, cases
 
 TWO = a_plan((0,), (1,), microbatches=2)

@@ -10,9 +10,19 @@ from hypothesis import strategies as st
 
 from hvdtrain.errors import UsageError
 from hvdtrain.plan import schedule
+from hvdtrain.plan.actions import (
+    Action,
+    from_csv,
+    from_text,
+    last_backward,
+    parse_action,
+    peers,
+    tag,
+    to_csv,
+    to_text,
+)
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import SCHEDULES, Plan
-from hvdtrain.plan.schedule import Action
 from hvdtrain.plan.simulate import simulate, unit_costs
 from hvdtrain.plan.trace import draw
 from tests.pure.parallel.plans import Case, a_pipeline, a_plan, cases, plans
@@ -57,7 +67,7 @@ def picture(plan: Plan, batch_size: int) -> list[str]:
 
 def golden_text(name: str, ranks: int) -> str:
     plan = a_pipeline(name, ranks, 2 * ranks)
-    lines = schedule.to_text(schedule.training_step(plan, cut(plan, 2 * ranks)))
+    lines = to_text(schedule.training_step(plan, cut(plan, 2 * ranks)))
     return "\n".join([*picture(plan, 2 * ranks), "", lines])
 
 
@@ -195,8 +205,8 @@ def test_evaluation_of_one_stage_loads_and_goes_forward() -> None:
 def test_schedules_read_back_from_text_and_csv(case: Case) -> None:
     plan, batch_size = case
     steps = schedule.training_step(plan, cut(plan, batch_size))
-    assert schedule.from_text(schedule.to_text(steps)) == steps
-    assert schedule.from_csv(schedule.to_csv(steps)) == steps
+    assert from_text(to_text(steps)) == steps
+    assert from_csv(to_csv(steps)) == steps
 
 
 @given(
@@ -204,7 +214,7 @@ def test_schedules_read_back_from_text_and_csv(case: Case) -> None:
 )
 def test_every_action_reads_back_from_its_printed_form(stage: int, kind: str, k: int) -> None:
     for action in Action(stage, kind, k), Action(stage, "REDUCE"), Action(stage, "STEP"):
-        assert schedule.parse_action(str(action)) == action
+        assert parse_action(str(action)) == action
 
 
 @pytest.mark.parametrize(
@@ -212,35 +222,35 @@ def test_every_action_reads_back_from_its_printed_form(stage: int, kind: str, k:
 )
 def test_what_is_no_action_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="is not an action"):
-        schedule.parse_action(text)
+        parse_action(text)
 
 
 def test_a_malformed_schedule_is_refused_with_the_reason() -> None:
     with pytest.raises(UsageError, match="'0G0' is not an action"):
-        schedule.from_text("0: 0F0 0G0")
+        from_text("0: 0F0 0G0")
     with pytest.raises(UsageError, match="has two lines of rank 1"):
-        schedule.from_csv("1,0F0\n\n1,0B0\n")
+        from_csv("1,0F0\n\n1,0B0\n")
     with pytest.raises(UsageError, match="starts with '0F0': start it with the rank"):
-        schedule.from_csv("0F0,0B0\n")
+        from_csv("0F0,0B0\n")
 
 
 def test_gradients_are_complete_after_the_last_backward_or_weight_half() -> None:
-    actions = schedule.from_text("0: 0F0 1F0 1I0 0B0 1W0 1SEND_B0")[0]
-    assert schedule.last_backward(actions, 0) == Action(0, "B", 0)
-    assert schedule.last_backward(actions, 1) == Action(1, "W", 0)
-    assert schedule.last_backward(actions, 2) is None
+    actions = from_text("0: 0F0 1F0 1I0 0B0 1W0 1SEND_B0")[0]
+    assert last_backward(actions, 0) == Action(0, "B", 0)
+    assert last_backward(actions, 1) == Action(1, "W", 0)
+    assert last_backward(actions, 2) is None
 
 
 def test_peers_are_the_other_ranks_that_hold_the_same_samples() -> None:
     plan = a_plan((0, 1), (1, 2, 3), microbatches=1)
     made = cut(plan, 12)  # rank 0 sends samples 0-5 to ranks 1 and 2; rank 1 has 6-11
-    assert schedule.peers(made, 0, Action(0, "SEND_F", 0)) == (1, 2)
-    assert schedule.peers(made, 1, Action(0, "RECV_B", 0)) == (2, 3)
-    assert schedule.peers(made, 1, Action(1, "RECV_F", 0)) == (0,)
-    assert schedule.peers(made, 2, Action(1, "SEND_B", 0)) == (0, 1)
-    assert schedule.peers(made, 0, Action(0, "RECV_F", 0)) == ()
-    assert schedule.peers(made, 0, Action(0, "F", 0)) == ()
-    assert schedule.peers(made, 0, Action(0, "REDUCE")) == ()
+    assert peers(made, 0, Action(0, "SEND_F", 0)) == (1, 2)
+    assert peers(made, 1, Action(0, "RECV_B", 0)) == (2, 3)
+    assert peers(made, 1, Action(1, "RECV_F", 0)) == (0,)
+    assert peers(made, 2, Action(1, "SEND_B", 0)) == (0, 1)
+    assert peers(made, 0, Action(0, "RECV_F", 0)) == ()
+    assert peers(made, 0, Action(0, "F", 0)) == ()
+    assert peers(made, 0, Action(0, "REDUCE")) == ()
 
 
 @settings(max_examples=50, deadline=None)
@@ -253,10 +263,10 @@ def test_both_sides_of_a_message_know_its_tag_and_no_other_message_has_it(case: 
     for rank, actions in steps.items():
         for action in actions:
             stage, kind, k = action
-            for peer in schedule.peers(made, rank, action):
+            for peer in peers(made, rank, action):
                 assert k is not None
                 ends = (rank, peer) if kind.startswith("SEND") else (peer, rank)
-                number = schedule.tag(stage, kind, k, made.microbatches)
+                number = tag(stage, kind, k, made.microbatches)
                 messages[kind[:4]].append((*ends, number))
     assert sorted(messages["SEND"]) == sorted(messages["RECV"])
     assert len(set(messages["SEND"])) == len(messages["SEND"])

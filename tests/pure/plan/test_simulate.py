@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 
 from hvdtrain.plan import schedule
+from hvdtrain.plan.actions import Action, from_text
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan
-from hvdtrain.plan.schedule import Action, from_text
 from hvdtrain.plan.simulate import Costs, Deadlock, Event, Timeline, simulate, unit_costs
 from tests.pure.parallel.plans import Case, a_pipeline, a_plan, cases
 

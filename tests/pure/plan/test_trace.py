@@ -7,8 +7,8 @@ import pytest
 
 from hvdtrain.errors import UsageError
 from hvdtrain.plan import schedule, trace
+from hvdtrain.plan.actions import Action
 from hvdtrain.plan.cut import cut
-from hvdtrain.plan.schedule import Action
 from hvdtrain.plan.simulate import Event, simulate, unit_costs
 from tests.pure.parallel.plans import a_pipeline
 

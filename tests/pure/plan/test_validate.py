@@ -5,10 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.plan import schedule
-from hvdtrain.plan.actions import PER_STAGE
+from hvdtrain.plan.actions import PER_STAGE, Schedule, ScheduleError, from_text, to_text
 from hvdtrain.plan.cut import Cut, cut
 from hvdtrain.plan.plan import Plan
-from hvdtrain.plan.schedule import Schedule, ScheduleError, from_text, to_text
 from hvdtrain.plan.validate import grid, validate
 from tests.pure.parallel.plans import Case, a_pipeline, a_plan, cases
 
