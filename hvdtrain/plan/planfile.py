@@ -12,7 +12,7 @@ from hvdtrain.host.files import write_text
 from hvdtrain.host.harmless import parse_json
 from hvdtrain.options.fields import CHOSEN_PLANS
 from hvdtrain.options.frameworks import mirrored_devices
-from hvdtrain.options.parser import nearest, unknown_key
+from hvdtrain.options.nearest import nearest, unknown_key
 from hvdtrain.plan.plan import (
     CHUNKS_PER_RANK,
     DEFAULT_SCHEDULE,
