@@ -389,7 +389,7 @@ class TrainConfig:
 
     @property
     def plan_request(self) -> PlanRequest:
-        """What --plan requests."""
+        """Return the parsed value of --plan."""
         return parse_plan_request(self.plan)
 
     def total_samples(self, epoch_length: int) -> int:

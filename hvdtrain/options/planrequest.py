@@ -1,4 +1,4 @@
-"""What `--plan` requests: its text, parsed into one value per form."""
+"""Parse the text of `--plan` into one value per form."""
 
 import re
 from dataclasses import dataclass
@@ -62,7 +62,7 @@ def parse_plan_request(text: str | None) -> PlanRequest:
     Raises:
         UsageError: if `hp:SxR` or `mirrored[:N]` is malformed.
     """
-    text = text or "dp"
+    text = "dp" if text is None else text
     if text in NAMES:
         return NAMES[text]
     if text.startswith("hp:"):
