@@ -26,6 +26,7 @@ from hvdtrain.options.fields import (
     interval,
 )
 from hvdtrain.options.frameworks import check_framework
+from hvdtrain.options.planrequest import PlanRequest, parse_plan_request
 
 Precision = Literal["fp32", "bf16", "fp64"]
 Device = Literal["cpu", "cuda"]
@@ -385,6 +386,11 @@ class TrainConfig:
             injection.parse(self.inject, self.ranks or MOST_RANKS)
         check_together(vars(self))
         return self
+
+    @property
+    def plan_request(self) -> PlanRequest:
+        """Return the parsed value of --plan."""
+        return parse_plan_request(self.plan)
 
     def total_samples(self, epoch_length: int) -> int:
         """Return the samples that the whole run consumes: the lesser by epochs and by steps."""

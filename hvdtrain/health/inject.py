@@ -15,6 +15,7 @@ from typing import IO
 from hvdtrain.checkpoint import store
 from hvdtrain.errors import UsageError
 from hvdtrain.options.injection import Fault, parse
+from hvdtrain.options.planrequest import ADAPTIVE
 from hvdtrain.training.console import Console
 from hvdtrain.training.metrics import RunFolder
 from hvdtrain.training.session import Session
@@ -157,7 +158,7 @@ def _check_component(fault: Fault, session: Session) -> None:
 
 
 def _check_plan(fault: Fault, session: Session) -> None:
-    adapts = session.config.plan == "adaptive" and session.world.size > 1
+    adapts = session.config.plan_request == ADAPTIVE and session.world.size > 1
     if fault.kind == "replan" and not adapts:
         raise UsageError(
             "--inject replan: this run does not change its plan; use --plan adaptive on 2 ranks "

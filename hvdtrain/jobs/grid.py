@@ -14,7 +14,8 @@ from hvdtrain.host import harmless
 from hvdtrain.host.files import plain_name
 from hvdtrain.jobs.options import JobOptions, SlurmOptions
 from hvdtrain.options.fields import about
-from hvdtrain.options.parser import Parser, add_dataclass, select_fields, unknown_key
+from hvdtrain.options.nearest import unknown_key
+from hvdtrain.options.parser import Parser, add_dataclass, select_fields
 
 MOST_RUNS = 1000
 SINGLE_RUN_KEYS = ("run", "resume", "restarts", "ledger", "trace", "dry_run", "chain")

@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 from hvdtrain.errors import UsageError
 from hvdtrain.host import harmless
 from hvdtrain.jobs.options import SBATCH_OPTIONS
-from hvdtrain.options.parser import unknown_key
+from hvdtrain.options.nearest import unknown_key
 
 VARIABLE = "HVDTRAIN_SITE"
 

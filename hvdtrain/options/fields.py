@@ -6,6 +6,7 @@ from typing import Any
 
 from hvdtrain.errors import UsageError
 from hvdtrain.host.harmless import LARGEST_WHOLE
+from hvdtrain.options.planrequest import ADAPTIVE, Chosen, parse_plan_request
 
 # Headings of the help. Under each, options are listed in the order of their fields.
 DATA = "model and data"
@@ -37,7 +38,6 @@ POSITIVE_OR_NONE = (
     *("epochs", "max_steps", "ranks", "min_ranks", "threads", "lr_base_batch", "microbatches"),
     *("clip_norm", "gradient_limit", "memory_limit", "cutout", "image_size", "patch_size"),
 )
-CHOSEN_PLANS = ("auto", "adaptive")  # chosen from measurements on the ranks of a run
 CHOSEN_PLANS_ONLY = ("memory_limit", "profile")
 DEFAULT_EPOCHS = 10
 ONE_LINE = (
@@ -110,9 +110,10 @@ def check_together(values: Mapping[str, Any]) -> None:
     if values["compile"] and (values["recompute"] or values["batch_norm"] == "sync"):
         other = "--recompute" if values["recompute"] else "--batch-norm sync"
         raise UsageError(f"--compile and {other} exclude each other: leave one of them out")
-    if values["change_batch_norm"] and values["plan"] != "adaptive":
+    request = parse_plan_request(values["plan"])
+    if values["change_batch_norm"] and request != ADAPTIVE:
         raise UsageError("--change-batch-norm needs --plan adaptive: add it, or leave this out")
-    if values["plan"] not in CHOSEN_PLANS:
+    if not isinstance(request, Chosen):
         for name in CHOSEN_PLANS_ONLY:
             if values[name] is not None:
                 raise UsageError(f"{flag(name)} needs --plan auto or --plan adaptive")

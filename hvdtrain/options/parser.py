@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import difflib
 import itertools
 import re
 import sys
@@ -12,9 +11,10 @@ from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 
 from jsonargparse import ArgumentParser, Namespace
 
-from hvdtrain.errors import UsageError, on_one_line
+from hvdtrain.errors import UsageError
 from hvdtrain.host import harmless
 from hvdtrain.options import helptext, timelimit
+from hvdtrain.options.nearest import nearest, unknown_key
 
 Options = TypeVar("Options")
 
@@ -156,30 +156,6 @@ def explain(message: str, options: Iterable[str], command: str) -> str:
     ):
         return _wrong_value(_as_typed(match[1], options), match[2], match[3])
     return re.sub(r'^Parser key "(?:\S+\.)?(.*?)": ', r"--\1: ", message)
-
-
-def nearest(name: str, valid: Iterable[str]) -> str:
-    """Return a suggestion to append to an error about an unknown name, empty if `valid` is."""
-    valid = sorted(valid)
-    close = difflib.get_close_matches(name, valid, n=3, cutoff=0.6)
-    if close:
-        return f"; did you mean {' or '.join(close)}?"
-    return f"; valid are {', '.join(valid)}" if valid else ""
-
-
-def unknown_key(
-    source: object, key: object, valid: Iterable[str], switches: Iterable[str] = ()
-) -> UsageError:
-    """Return the error for an unknown key in a file, always in one line.
-
-    Args:
-        switches: keys of boolean options, which the command line also accepts as --no-KEY.
-    """
-    shown = on_one_line(key)
-    switch = shown[3:].replace("-", "_")
-    if shown.startswith(("no-", "no_")) and switch in switches:
-        return UsageError(f"{source}: write `{switch}: false` instead of `{shown}`")
-    return UsageError(f"{source}: unknown key {shown}{nearest(shown, valid)}")
 
 
 def add_config(parser: ArgumentParser) -> None:

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from hvdtrain.errors import UsageError
-from hvdtrain.options.parser import nearest
+from hvdtrain.options.nearest import nearest
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
 DEFAULT_SCHEDULE = "1f1b"

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,17 @@ from typing import Any
 from hvdtrain.errors import UsageError
 from hvdtrain.host.files import write_text
 from hvdtrain.host.harmless import parse_json
-from hvdtrain.options.fields import CHOSEN_PLANS
-from hvdtrain.options.frameworks import mirrored_devices
-from hvdtrain.options.parser import nearest, unknown_key
+from hvdtrain.options.nearest import nearest, unknown_key
+from hvdtrain.options.planrequest import (
+    DP,
+    SHORT_FORMS,
+    Chosen,
+    Mirrored,
+    Pipeline,
+    Replicated,
+    check_one_rank,
+    parse_plan_request,
+)
 from hvdtrain.plan.plan import (
     CHUNKS_PER_RANK,
     DEFAULT_SCHEDULE,
@@ -26,7 +33,6 @@ from hvdtrain.plan.plan import (
 )
 
 LARGEST = 4 * 2**20  # bytes: hundreds of stages of a thousand ranks
-SHORT_FORMS = ("single", "dp", "mp", "hp:SxR", *CHOSEN_PLANS)
 
 
 def parse(
@@ -54,15 +60,17 @@ def parse(
     text = text or ("single" if ranks == 1 else "dp")
     if schedule is not None:
         check_schedule(schedule)
-    if text == "single" and ranks > 1:
-        raise UsageError(f"--plan single runs on one rank, not on {ranks}: use --plan dp")
-    if text in CHOSEN_PLANS:
+    check_one_rank(text, ranks)
+    request = parse_plan_request(text)
+    if isinstance(request, Chosen):
         raise UsageError(
             f"--plan {text} depends on the ranks of a run and is for train only: name another plan"
         )
-    if text in ("single", "dp"):
+    if isinstance(request, Replicated):
         return replicated(components, ranks, microbatches, schedule)
-    if shape := _pipeline_shape(text, ranks, schedule):
+    if isinstance(request, Pipeline):
+        chunks = CHUNKS_PER_RANK if schedule == "interleaved" and ranks > 1 else 1
+        shape = request.stages or ranks * chunks, request.replicas
         weights = costs() if costs else [1.0] * len(components)
         return pipeline(components, weights, ranks, *shape, microbatches, schedule, text)
     path = Path(text)
@@ -79,27 +87,18 @@ def refit(text: str | None, ranks: int) -> str | None:
     A pipeline keeps its number of stages, or takes the next smaller one that divides the ranks. A
     plan file names its ranks, so data parallelism replaces it.
     """
-    if text is None or text in ("dp", "mp", *CHOSEN_PLANS) or mirrored_devices(text) is not None:
+    request = parse_plan_request(text)
+    if text is None or request == DP or isinstance(request, Chosen | Mirrored):
         return text
-    if ranks == 1 or not text.startswith("hp:"):
+    if not isinstance(request, Pipeline):
         return "single" if ranks == 1 else "dp"
-    stages, _ = _pipeline_shape(text, ranks, None) or (1, 1)
-    stages = max(number for number in range(1, min(stages, ranks) + 1) if ranks % number == 0)
+    if request.stages is None:
+        return text
+    if ranks == 1:
+        return "single"
+    most = min(request.stages, ranks)
+    stages = max(number for number in range(1, most + 1) if ranks % number == 0)
     return f"hp:{stages}x{ranks // stages}" if stages > 1 else "dp"
-
-
-def _pipeline_shape(text: str, ranks: int, schedule: str | None) -> tuple[int, int] | None:
-    """Return (stages, replicas) of a short form, None for any other text."""
-    if text == "mp":
-        return ranks * (CHUNKS_PER_RANK if schedule == "interleaved" and ranks > 1 else 1), 1
-    if not text.startswith("hp:"):
-        return None
-    match = re.fullmatch(r"hp:(\d{1,6})x(\d{1,6})", text)
-    if not match or not int(match[1]) or not int(match[2]):
-        raise UsageError(
-            f"--plan {text} is not valid: use hp:SxR, S stages of R replicas each, such as hp:2x2"
-        )
-    return int(match[1]), int(match[2])
 
 
 def from_json(content: Any, source: str, components: Sequence[str]) -> Plan:

@@ -17,6 +17,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.host.files import check_target, write_text
 from hvdtrain.models.component import Component, boundaries
 from hvdtrain.models.costs import component_costs
+from hvdtrain.options.planrequest import AUTO
 from hvdtrain.parallel.boundary import Boundaries
 from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.stage import DTYPES, Images
@@ -100,7 +101,7 @@ def explained(
     """
     question = _question(config, training, components)
     remark = PREDICTED if config.cluster else "All ranks are assumed to be as fast as this one."
-    if config.plan == "auto":
+    if training.plan_request == AUTO:
         solution = solve(question)
         reasons = tuple(explain(question, solution))
         return Explained(question, solution.chosen, reasons, remark)

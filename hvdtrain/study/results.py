@@ -1,7 +1,6 @@
 """Read the result of a finished run from its folder."""
 
 import json
-import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.options import configfile
-from hvdtrain.options.frameworks import mirrored_devices
+from hvdtrain.options.planrequest import ADAPTIVE, Chosen, Mirrored, PlanFile, parse_plan_request
 
 # Runs that differ only in these are compared: sizes, repeats, and the names and handling of files.
 NOT_SETTINGS = frozenset(
@@ -32,7 +31,6 @@ UNREADABLE = (
     *(OSError, ValueError, LookupError, TypeError, AttributeError, UsageError),
     *(ArithmeticError, RecursionError),
 )
-SHORT_PLANS = re.compile(r"single|dp|mp|hp:\d+x\d+")
 
 
 @dataclass(frozen=True)
@@ -163,7 +161,7 @@ def _check_size(
         ValueError: if it did.
     """
     # An adaptive run changes its plan, but not its ranks.
-    part = _ranks if config.get("plan") == "adaptive" else _stages
+    part = _ranks if parse_plan_request(config.get("plan")) == ADAPTIVE else _stages
     if any(
         part(line) != part(plan) or line.get("devices_a_rank", 1) != devices
         for line in lines
@@ -239,9 +237,10 @@ def plan_name(plan: dict[str, Any]) -> str:
 
 def _plan(plan: dict[str, Any], option: str | None) -> str:
     """Return the short name of a plan, or its file: the shape does not distinguish such plans."""
-    if option is not None and mirrored_devices(option) is not None:
+    request = parse_plan_request(option)
+    if isinstance(request, Mirrored):
         return "mirrored"
-    return plan_name(plan) if option is None or SHORT_PLANS.fullmatch(option) else option
+    return str(option) if isinstance(request, Chosen | PlanFile) else plan_name(plan)
 
 
 def machines(results: list[Result]) -> list[str]:

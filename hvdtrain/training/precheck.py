@@ -7,6 +7,7 @@ from hvdtrain import models
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.index import Index, read_index
 from hvdtrain.errors import UsageError
+from hvdtrain.options.planrequest import check_one_rank
 from hvdtrain.training.metrics import holds_run, no_run
 from hvdtrain.world import World
 
@@ -25,8 +26,7 @@ def check_before_launch(config: TrainConfig) -> None:
     if config.framework == "tensorflow" and find_spec("tensorflow") is None:
         raise UsageError(NO_TENSORFLOW)
     read_index(config.data)
-    if config.plan == "single" and (config.ranks or 1) > 1:
-        raise UsageError(f"--plan single runs on one rank, not on {config.ranks}: use --plan dp")
+    check_one_rank(config.plan, config.ranks or 1)
     # With --replicate the ranks search for copies of a run whose folder is lost.
     may_resume = config.resume and (config.replicate or holds_run(Path(config.run or "")))
     if config.weights is not None and not may_resume and not Path(config.weights).exists():

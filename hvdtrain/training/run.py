@@ -23,6 +23,7 @@ from hvdtrain.host import alert
 from hvdtrain.host.activity import Activity
 from hvdtrain.host.ownership import Owner, claim
 from hvdtrain.host.stop import StopRequest
+from hvdtrain.options.planrequest import ADAPTIVE
 from hvdtrain.training import metrics
 from hvdtrain.training.console import Console
 from hvdtrain.training.control import Control
@@ -271,7 +272,7 @@ def _saver(session: Session, folder: metrics.RunFolder, token: str) -> Saver:
 
 def _adapter(session: Session) -> "Adapter | None":
     """Return what replans, if --plan adaptive is set and there are several ranks."""
-    if session.config.plan != "adaptive" or session.world.size == 1:
+    if session.config.plan_request != ADAPTIVE or session.world.size == 1:
         return None
     from hvdtrain.training.adapting import Adapter  # loads torch
 

@@ -7,7 +7,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
 from hvdtrain.data.index import read_index
 from hvdtrain.errors import DataError
-from hvdtrain.options.fields import CHOSEN_PLANS
+from hvdtrain.options.planrequest import Chosen
 from hvdtrain.training.precheck import check_before_launch
 
 
@@ -46,7 +46,7 @@ def _check_plan(config: TrainConfig) -> None:
     index = read_index(config.data)
     components = model_components(config, index)
     boundaries = check_components(components, config, index)
-    if config.plan in CHOSEN_PLANS:
+    if isinstance(config.plan_request, Chosen):
         check_choice(config, components)
         return
     size, classes = index.image_shape[0], index.classes

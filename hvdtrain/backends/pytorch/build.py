@@ -13,6 +13,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.health.heartbeat import patience, stalled
 from hvdtrain.host.activity import Activity
 from hvdtrain.models.component import Component
+from hvdtrain.options.planrequest import ADAPTIVE
 from hvdtrain.parallel.boundary import Boundaries
 from hvdtrain.parallel.clock import ComponentClock
 from hvdtrain.parallel.dropout import Draws, follow_samples
@@ -82,7 +83,7 @@ def _make_ready(
         # Torch loads it in the first backward pass that starts from a gradient, while other ranks
         # would wait.
         import_module("torch.fx.experimental.symbolic_shapes")
-    if config.plan == "adaptive" and device.type == "cpu":
+    if config.plan_request == ADAPTIVE and device.type == "cpu":
         for part in parts.values():
             part.model.clock = ComponentClock()
 

@@ -11,7 +11,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError, one_line
 from hvdtrain.models.component import Component, build_component
 from hvdtrain.options import decay
-from hvdtrain.options.parser import nearest
+from hvdtrain.options.nearest import nearest
 from hvdtrain.parallel.batchnorm import synchronise
 from hvdtrain.parallel.boundary import Form
 from hvdtrain.parallel.exchange import Exchange

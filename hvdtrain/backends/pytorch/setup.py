@@ -20,7 +20,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.host.files import check_target
 from hvdtrain.models.component import Boundary, Component, parameter_count, tensor_shapes
 from hvdtrain.models.costs import component_costs
-from hvdtrain.options.fields import CHOSEN_PLANS
+from hvdtrain.options.planrequest import ADAPTIVE, AUTO
 from hvdtrain.parallel.stage import Images
 from hvdtrain.plan import plan as plans
 from hvdtrain.plan import planfile
@@ -51,7 +51,7 @@ def open_session(config: TrainConfig, world: World) -> TorchSession:
     plan = chosen.plan if chosen else plan
     assert plan is not None
     at_an_end = {0, plan.last} & set(plan.stages_of(world.rank)) != set()
-    splits = open_splits(index, world, at_an_end or config.plan == "adaptive")
+    splits = open_splits(index, world, at_an_end or config.plan_request == ADAPTIVE)
     trial = Trial(config, components, index, splits, train_rows, normal, images, world)
     if chosen is not None:
         chosen = _without_wrong_halves(trial, chosen)
@@ -105,7 +105,7 @@ def _choose(
     """
     from hvdtrain.planner import choose  # not needed for other plans
 
-    if config.plan == "adaptive":
+    if config.plan_request == ADAPTIVE:
         _check_adaptive(images.device)
         allow_new_groups()
     size, classes = index.image_shape[0], index.classes
@@ -128,7 +128,7 @@ def _without_wrong_halves(trial: Trial, chosen: Chosen) -> Chosen:
     if config.schedule is not None:
         return chosen
     if not plan.splits_backward:
-        return choose.without_split_backward(chosen) if config.plan == "adaptive" else chosen
+        return choose.without_split_backward(chosen) if config.plan_request == ADAPTIVE else chosen
     fault = trial.parity(plan).fault
     if not fault:
         return chosen
@@ -161,7 +161,7 @@ def _agreed_plan(
     plan = None
     if world.rank == 0:
         boundaries = check_components(components, config, index)
-        if config.plan in CHOSEN_PLANS:
+        if config.plan_request in (AUTO, ADAPTIVE):
             check_choice(config, components)
         else:
             plan = make_plan(config, components, index.image_shape[0], index.classes, world.size)

@@ -25,7 +25,8 @@ from hvdtrain.keras.start import (
     use_gpus,
     use_own_threads,
 )
-from hvdtrain.options.frameworks import REMARKS, mirrored_devices
+from hvdtrain.options.frameworks import REMARKS
+from hvdtrain.options.planrequest import Mirrored, check_one_rank
 from hvdtrain.plan.plan import replicated
 from hvdtrain.training.feed import normalisation, open_splits
 from hvdtrain.training.precheck import check_images, check_started
@@ -86,11 +87,8 @@ def _devices(config: TrainConfig, world: World) -> tuple[Any, int]:
     Raises:
         UsageError: if there are fewer devices than the options request.
     """
-    devices = mirrored_devices(config.plan)
-    if world.size > 1 and (config.plan == "single" or devices is not None):
-        raise UsageError(
-            f"--plan {config.plan} runs on one rank, not on {world.size}: use --plan dp"
-        )
+    check_one_rank(config.plan, world.size)
+    request = config.plan_request
     available = len(tf.config.list_physical_devices("GPU"))
     if config.device == "cuda" and not available:
         raise UsageError("--device cuda: TensorFlow sees no GPU on this host: use --device cpu")
@@ -100,12 +98,12 @@ def _devices(config: TrainConfig, world: World) -> tuple[Any, int]:
             if available:
                 tf.config.set_visible_devices([], "GPU")
             gpus = 0
-        elif devices is None:
-            gpus = use_gpus([world.local_rank])
+        elif isinstance(request, Mirrored):
+            gpus = use_gpus(range(min(request.devices or available, available)))
         else:
-            gpus = use_gpus(range(min(devices or available, available)))
-        if devices is not None:
-            return make_strategy(config.plan or "", devices, gpus, world), gpus
+            gpus = use_gpus([world.local_rank])
+        if isinstance(request, Mirrored):
+            return make_strategy(config.plan or "", request.devices or 0, gpus, world), gpus
         tf.zeros(1)  # initialises TensorFlow, which prints its remarks
     return None, gpus
 

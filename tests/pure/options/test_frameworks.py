@@ -6,7 +6,7 @@ import pytest
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
-from hvdtrain.options.frameworks import mirrored_devices
+from hvdtrain.options.planrequest import SINGLE, Mirrored, parse_plan_request
 
 
 def config(**values: Any) -> TrainConfig:
@@ -43,5 +43,5 @@ def test_what_a_framework_does_not_do_is_refused(values: dict[str, Any], message
 
 
 def test_mirrors_are_counted() -> None:
-    plans = (None, "single", "mirrored", "mirrored:3")
-    assert [mirrored_devices(plan) for plan in plans] == [None, None, 0, 3]
+    plans = ("single", "mirrored", "mirrored:3")
+    assert [parse_plan_request(plan) for plan in plans] == [SINGLE, Mirrored(None), Mirrored(3)]
