@@ -11,7 +11,7 @@ from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan, moves
 from hvdtrain.planner.components import Profile, RankTimes
 from hvdtrain.planner.cost import stage_seconds
-from hvdtrain.planner.overview import OPTIMIZER_COPIES
+from hvdtrain.planner.memory import OPTIMIZER_COPIES
 from hvdtrain.planner.tables import Question
 
 WINDOW = 8  # steps that a drift must last, at least; the base is the median of as many times

@@ -12,8 +12,9 @@ from hvdtrain.plan.schedule import training_step
 from hvdtrain.planner.components import RankTimes
 from hvdtrain.planner.cost import plan_costs
 from hvdtrain.planner.divide import UNFIT, Division, Run, Times, divide
+from hvdtrain.planner.memory import copied_bytes
 from hvdtrain.planner.network import MeasuredNetwork
-from hvdtrain.planner.overview import Overview, copies_held, played
+from hvdtrain.planner.overview import Overview, played
 from hvdtrain.planner.refine import refined
 from hvdtrain.planner.tables import Question, Tables, shares_of
 
@@ -56,12 +57,12 @@ class Candidate:
         """Return the bytes of the temporary copies for a checkpoint and for all-reduces."""
         plan, costs = self.plan, self.overview.costs
         return sum(
-            round(
-                copies_held(self.overview.optimizer, len(plan.stages[stage].ranks))
-                * costs[name].parameter_bytes
+            copied_bytes(
+                [costs[name] for name in plan.stages[stage].components],
+                self.overview.optimizer,
+                len(plan.stages[stage].ranks),
             )
             for stage in plan.stages_of(rank)
-            for name in plan.stages[stage].components
         )
 
     @property

@@ -32,8 +32,8 @@ from hvdtrain.planner.components import Profile, RankTimes
 from hvdtrain.planner.cost import Known
 from hvdtrain.planner.explain import explain
 from hvdtrain.planner.measure import Setting, measure_rank, measured_sizes
+from hvdtrain.planner.memory import held_memory
 from hvdtrain.planner.network import MeasuredNetwork
-from hvdtrain.planner.overview import OPTIMIZER_COPIES
 from hvdtrain.planner.probe import measure_network, message_to_self
 from hvdtrain.planner.solve import GIB, solve
 from hvdtrain.planner.tables import Question
@@ -262,9 +262,7 @@ def _chains(subject: Subject, rows: int, world: World) -> list[list[str]]:
 
 def _bytes(cost: ComponentCost, optimizer: str) -> tuple[int, int]:
     """Return the counted bytes of a component in its measurement: fixed, and per sample."""
-    copies = 2 + OPTIMIZER_COPIES[optimizer]
-    fixed = copies * cost.parameter_bytes + cost.buffer_bytes
-    return fixed, cost.saved_bytes + cost.output_bytes
+    return held_memory([cost], optimizer).total, cost.saved_bytes + cost.output_bytes
 
 
 def _give_back(subject: Subject) -> None:

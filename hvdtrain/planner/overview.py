@@ -13,37 +13,13 @@ from hvdtrain.plan.plan import Plan, labels
 from hvdtrain.plan.simulate import Costs, Timeline, simulate
 from hvdtrain.plan.trace import draw
 from hvdtrain.plan.validate import validate
+from hvdtrain.planner.memory import Memory, held_memory, kept_bytes
 
-OPTIMIZER_COPIES = {"sgd": 1, "adam": 2, "adamw": 2}  # copies of the parameters
 BACKWARD_FLOPS = 2  # forwards: one for the gradients of the input, one for those of the weights
 MIB = 2**20
 COUNTED = "Only computing counts here: transfers and all-reduces take no time."
 TIMED_ALONE = "Each rank was timed alone: all-reduces between replicas take no time here."
 LONGEST_NAMES = 44
-
-
-def copies_held(optimizer: str, replicas: int) -> float:
-    """Return how many temporary copies of its parameters a rank holds.
-
-    A checkpoint is written from a copy while training continues; each replica writes its share.
-    Horovod copies the gradients if there are replicas.
-    """
-    return (1 + OPTIMIZER_COPIES[optimizer]) / replicas + (replicas > 1)
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes that a rank holds; activations at their peak."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    activations: int
-
-    @property
-    def total(self) -> int:
-        """Return the sum of all parts."""
-        return self.parameters + self.gradients + self.optimizer + self.activations
 
 
 @dataclass(frozen=True)
@@ -138,25 +114,15 @@ class Overview:
 
     def _memory(self, rank: int, activations: int) -> Memory:
         names = [n for s in self.plan.stages_of(rank) for n in self.plan.stages[s].components]
-        weights = sum(self.costs[name].parameter_bytes for name in names)
-        buffers = sum(self.costs[name].buffer_bytes for name in names)
-        copies = OPTIMIZER_COPIES[self.optimizer]
-        return Memory(weights + buffers, weights, copies * weights, activations)
+        costs = [self.costs[name] for name in names]
+        return held_memory(costs, self.optimizer, activations)
 
     def _activation_bytes(self, rank: int, action: Action) -> float:
-        """Return the bytes that a forward keeps for its backward.
-
-        Components that are recomputed keep only their input.
-        """
+        """Return the bytes that a forward keeps for its backward."""
         assert action.microbatch is not None
-        stage = self.plan.stages[action.stage]
         rows = self.cut.rows(action.stage, rank, action.microbatch)
-        costs = [self.costs[name] for name in stage.components]
-        kept = [cost for cost in costs if cost.name not in self.recomputed]
-        row_bytes = sum(cost.output_bytes for cost in costs) + sum(
-            cost.saved_bytes for cost in kept
-        )
-        return float(rows * row_bytes + (sum(cost.fixed_bytes for cost in kept) if rows else 0))
+        costs = [self.costs[name] for name in self.plan.stages[action.stage].components]
+        return kept_bytes(costs, rows, self.recomputed)
 
 
 def overview(

@@ -6,6 +6,7 @@ number of micro-batches, and the plans that users know by name, are simulated wi
 the fastest plan that fits is chosen.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ import numpy as np
 from hvdtrain.errors import UsageError
 from hvdtrain.plan.plan import Plan
 from hvdtrain.planner.candidates import Candidate, candidates
-from hvdtrain.planner.overview import OPTIMIZER_COPIES, copies_held
+from hvdtrain.planner.memory import copied_bytes, held_memory, kept_bytes
 from hvdtrain.planner.tables import Question
 
 if TYPE_CHECKING:
@@ -99,15 +100,25 @@ def lower_bound(question: Question) -> float:
 def _nothing_fits(question: Question, played: "list[Candidate]") -> str:
     """Return the message that names the component or the rank that does not fit."""
     limits = question.limits or ()
-    room = max(
-        limit - rank.resident_bytes
-        for limit, rank in zip(limits, question.known.profile.ranks, strict=True)
-    )
-    optimizer = question.optimizer
-    copies = 2 + OPTIMIZER_COPIES[optimizer] + copies_held(optimizer, replicas=1)
+    resident = [rank.resident_bytes for rank in question.known.profile.ranks]
+    left = [limit - held for limit, held in zip(limits, resident, strict=True)]
+    fullest = int(np.argmin(left))
+    if left[fullest] <= 0:
+        return (
+            f"no plan fits: the process of rank {fullest} alone holds "
+            f"{resident[fullest] / GIB:.2f} GiB, and only {limits[fullest] / GIB:.2f} GiB "
+            "are allowed after the reserve: raise --memory-limit"
+        )
+    room, optimizer = max(left), question.optimizer
+    # The most micro-batches that a plan has here: each of them has the fewest samples.
+    most = max(candidate.plan.microbatches for candidate in played)
+    rows = -(-question.batch_size // most)
 
     def held(cost: "ComponentCost") -> float:
-        return copies * cost.parameter_bytes + cost.buffer_bytes + cost.saved_bytes
+        activations = kept_bytes([cost], rows, question.known.recomputed)
+        return held_memory([cost], optimizer, activations).total + copied_bytes(
+            [cost], optimizer, replicas=1
+        )
 
     largest = max(question.known.costs, key=held)
     if held(largest) > room:
@@ -116,6 +127,13 @@ def _nothing_fits(question: Question, played: "list[Candidate]") -> str:
             f"{(held(largest) - room) / GIB:.2f} GiB more than any rank has left: "
             "raise --memory-limit"
         )
+    return _closest(limits, played, lambda name: held(question.known.by_name[name]))
+
+
+def _closest(
+    limits: Sequence[float], played: "list[Candidate]", held: Callable[[str], float]
+) -> str:
+    """Return the message that names the plan closest to fitting; `held` is by component."""
     closest = min(played, key=lambda candidate: candidate.shortage(limits))
     lacking = closest.shortage(limits)
     fullest = int(np.argmax([a - b for a, b in zip(closest.rank_bytes, limits, strict=True)]))
@@ -124,7 +142,7 @@ def _nothing_fits(question: Question, played: "list[Candidate]") -> str:
         for stage in closest.plan.stages_of(fullest)
         for name in closest.plan.stages[stage].components
     ]
-    heaviest = max(held_there, key=lambda name: held(question.known.by_name[name]))
+    heaviest = max(held_there, key=held)
     return (
         f"no plan fits: the closest, {closest.name}, lacks {lacking / GIB:.2f} GiB on rank "
         f"{fullest}, mostly for {heaviest}: raise --memory-limit, use --recompute all, "

@@ -11,7 +11,7 @@ from hvdtrain.plan.cut import is_same
 from hvdtrain.plan.plan import Plan
 from hvdtrain.planner.cost import Known
 from hvdtrain.planner.divide import UNFIT, Run, Times
-from hvdtrain.planner.overview import OPTIMIZER_COPIES, copies_held
+from hvdtrain.planner.memory import copied_bytes, held_memory, kept_bytes
 
 ALIKE = 1.2  # measurements of equal ranks differ by up to this factor on a shared machine
 
@@ -70,15 +70,9 @@ class Tables:
         self.places = np.arange(len(costs) + 1) if places is None else np.asarray(places)
         self.valid = self.places[:, None] < self.places[None, :]
         self.weights = self._spans([cost.parameter_bytes for cost in costs])
-        self.buffers = self._spans([cost.buffer_bytes for cost in costs])
         recomputed = self.known.recomputed
         self.times_forward = np.array([1.0 + (cost.name in recomputed) for cost in costs])
-        self.saved = self._spans(
-            [c.output_bytes + (0 if c.name in recomputed else c.saved_bytes) for c in costs]
-        )
         self.norms = self._spans([cost.batch_norms for cost in costs])
-        fixed = [0 if cost.name in recomputed else cost.fixed_bytes for cost in costs]
-        self.fixed = self._spans(fixed)
         # Bytes of one sample; the last component sends nothing.
         crossing = np.array([0, *(cost.output_bytes for cost in costs[:-1]), 0], float)
         self.crossing = crossing[self.places]
@@ -133,19 +127,30 @@ class Tables:
         receiving, latency = self._receiving(ranks, max(rows))
         reduced = self._reduced(ranks)
         update = _largest(map(self._update, ranks))
-        optimizer = self.question.optimizer
-        copies = 2 + OPTIMIZER_COPIES[optimizer] + copies_held(optimizer, len(ranks))
         profile = self.known.profile.ranks
         return Times(
             # Receiving activations at the start and gradients at the end does not overlap.
             np.where(self.valid, passing + receiving[:, None] + receiving[None, :], UNFIT),
             np.where(self.valid, reduced + update, UNFIT),
-            copies * self.weights + self.buffers,
-            self.saved * max(rows) * max(profile[rank].activation_factor for rank in ranks)
-            + self.fixed,
+            self._once("held", len(ranks), make=lambda: self._held(len(ranks))),
+            self._once("kept", max(rows), make=lambda: self._kept(max(rows)))
+            * max(profile[rank].activation_factor for rank in ranks),
             # The latencies of the input and of its gradient; the rank works meanwhile.
             np.where(self.valid & (self.crossing > 0)[:, None], 2 * latency, 0.0),
         )
+
+    def _held(self, replicas: int) -> np.ndarray:
+        optimizer = self.question.optimizer
+        return self._spans(
+            [
+                held_memory([cost], optimizer).total + copied_bytes([cost], optimizer, replicas)
+                for cost in self.known.costs
+            ]
+        )
+
+    def _kept(self, rows: int) -> np.ndarray:
+        recomputed = self.known.recomputed
+        return self._spans([kept_bytes([cost], rows, recomputed) for cost in self.known.costs])
 
     def _once(self, *key: object, make: Callable[[], np.ndarray]) -> np.ndarray:
         if key not in self.cached_arrays:

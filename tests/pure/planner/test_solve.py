@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -60,6 +61,28 @@ def test_a_limit_below_what_replicas_need_gives_stages() -> None:
         solve(Question(machine, 8, "adam", limits=[1300 * MIB] * 2))
     with pytest.raises(UsageError, match=r"part0 alone needs 0.68 GiB, 0.\d\d GiB more than"):
         solve(Question(machine, 8, "adam", limits=[600 * MIB] * 2))
+
+
+def test_the_message_counts_a_whole_micro_batch_unless_it_is_recomputed() -> None:
+    """One sample's saved bytes were counted, and also those of recomputed components."""
+    costs = [component(number, saved_bytes=MIB) for number in range(2)]
+    machine = known(costs, [1] * 2, [1], network(1))
+    problem = Question(machine, 64, "sgd", microbatches=2, limits=[16 * MIB])
+    with pytest.raises(UsageError, match=r"part0 alone needs 0.03 GiB, 0.02 GiB more than"):
+        solve(problem)
+    machine = replace(machine, recomputed=("part0", "part1"))
+    assert solve(replace(problem, known=machine)).chosen.name == "single"
+    with pytest.raises(UsageError, match=r"the closest, single, lacks 0.00 GiB"):
+        solve(replace(problem, known=machine, limits=[12_000]))
+
+
+def test_a_process_that_exceeds_the_limit_is_named() -> None:
+    """The message blamed a component that needed 0.00 GiB."""
+    machine = known([component(0)], [1], [1], network(1))
+    ranks = tuple(replace(rank, resident_bytes=300 * MIB) for rank in machine.profile.ranks)
+    machine = replace(machine, profile=replace(machine.profile, ranks=ranks))
+    with pytest.raises(UsageError, match=r"process of rank 0 alone holds 0.29 GiB, and only 0.10"):
+        solve(Question(machine, 8, "sgd", limits=[100 * MIB]))
 
 
 @pytest.mark.parametrize("seed", range(12))
