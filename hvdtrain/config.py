@@ -5,7 +5,7 @@ and only `world` reads the environment. The names of the fields are the keys of 
 options of the command line are the same names with dashes.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from hvdtrain.errors import UsageError
@@ -19,11 +19,12 @@ from hvdtrain.options.fields import (
     OPTIMISATION,
     OUTPUT,
     PLAN,
-    about,
+    Rule,
     check_ranges,
     check_together,
     flag,
     interval,
+    option,
 )
 from hvdtrain.options.frameworks import check_framework
 from hvdtrain.options.planrequest import PlanRequest, parse_plan_request
@@ -41,336 +42,335 @@ class TrainConfig:
         UsageError: from `check`, if a value is out of range or two values exclude each other.
     """
 
-    model: str = field(
-        metadata=about(
-            "cnn, resnet18, resnet50, vit_tiny, vit_b16, or package.module:function of your own",
-            DATA,
-            "NAME",
-        )
+    model: str = option(
+        MISSING,
+        "cnn, resnet18, resnet50, vit_tiny, vit_b16, or package.module:function of your own",
+        DATA,
+        Rule.ONE_LINE,
+        "NAME",
     )
-    framework: Literal["torch", "tensorflow"] = field(
-        default="torch", metadata=about("torch, or tensorflow: Keras 3, data parallel", DATA)
+    framework: Literal["torch", "tensorflow"] = option(
+        "torch", "torch, or tensorflow: Keras 3, data parallel", DATA
     )
-    data: str = field(
-        metadata=about("folder of a packed data set (hvdtrain data pack)", DATA, "DIR")
+    data: str = option(
+        MISSING,
+        "folder of a packed data set (hvdtrain data pack)",
+        DATA,
+        Rule.ONE_LINE | Rule.ON_RESUME,
+        "DIR",
     )
-    stage: str | None = field(
-        default=None,
-        metadata=about(
-            "copy the data set into this folder on each host's own disk first, and check the "
-            "copy; $VARIABLES are those of the host",
-            DATA,
-            "DIR",
-        ),
+    stage: str | None = option(
+        None,
+        "copy the data set into this folder on each host's own disk first, and check the "
+        "copy; $VARIABLES are those of the host",
+        DATA,
+        Rule.ONE_LINE | Rule.ON_RESUME,
+        "DIR",
     )
-    plan: str | None = field(
-        default=None,
-        metadata=about(
-            "single, dp, mp, hp:SxR (S stages of R replicas), auto (measured and chosen before "
-            "training), adaptive (also replanned during training), or a JSON file; with "
-            "tensorflow single, dp, or mirrored[:N] (MirroredStrategy on N devices of one "
-            "process)",
-            PLAN,
-            default="single on one rank, dp on more",
-        ),
+    plan: str | None = option(
+        None,
+        "single, dp, mp, hp:SxR (S stages of R replicas), auto (measured and chosen before "
+        "training), adaptive (also replanned during training), or a JSON file; with "
+        "tensorflow single, dp, or mirrored[:N] (MirroredStrategy on N devices of one "
+        "process)",
+        PLAN,
+        Rule.ON_RESUME | Rule.NOT_COMPARED,
+        shown_default="single on one rank, dp on more",
     )
-    ranks: int | None = field(
-        default=None,
-        metadata=about(
-            "start this many ranks on this machine",
-            PLAN,
-            default="as many as the launcher started, else 1",
-        ),
+    ranks: int | None = option(
+        None,
+        "start this many ranks on this machine",
+        PLAN,
+        Rule.POSITIVE | Rule.ON_RESUME | Rule.NOT_COMPARED,
+        shown_default="as many as the launcher started, else 1",
     )
-    epochs: int | None = field(
-        default=None,
-        metadata=about(
-            "passes over the training set",
-            LENGTH,
-            default=f"{DEFAULT_EPOCHS}, or what --max-steps takes",
-        ),
+    epochs: int | None = option(
+        None,
+        "passes over the training set",
+        LENGTH,
+        Rule.POSITIVE | Rule.ON_RESUME,
+        shown_default=f"{DEFAULT_EPOCHS}, or what --max-steps takes",
     )
-    max_steps: int | None = field(
-        default=None, metadata=about("stop after this many steps", LENGTH)
+    max_steps: int | None = option(
+        None, "stop after this many steps", LENGTH, Rule.POSITIVE | Rule.ON_RESUME
     )
-    batch_size: int = field(
-        default=64, metadata=about("images per step, over all ranks together", LENGTH)
+    batch_size: int = option(
+        64, "images per step, over all ranks together", LENGTH, Rule.POSITIVE | Rule.NOT_COMPARED
     )
-    microbatches: int | None = field(
-        default=None,
-        metadata=about(
-            "gradient accumulation: micro-batches that each step is cut into, with one forward "
-            "and one backward pass each",
-            LENGTH,
-            default="that of the plan file, else 1, or 4 per stage where there are several",
-            alias="accumulate",
-        ),
+    microbatches: int | None = option(
+        None,
+        "gradient accumulation: micro-batches that each step is cut into, with one forward "
+        "and one backward pass each",
+        LENGTH,
+        Rule.POSITIVE | Rule.ON_RESUME | Rule.TORCH_ONLY,
+        shown_default="that of the plan file, else 1, or 4 per stage where there are several",
+        alias="accumulate",
     )
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] | None = field(
-        default=None,
-        metadata=about(
-            "order of forward and backward passes in a pipeline",
-            PLAN,
-            default="that of the plan file, else 1f1b",
-        ),
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] | None = option(
+        None,
+        "order of forward and backward passes in a pipeline",
+        PLAN,
+        Rule.ON_RESUME | Rule.TORCH_ONLY,
+        shown_default="that of the plan file, else 1f1b",
     )
-    verify: bool = field(
-        default=False,
-        metadata=about(
-            "before the first step, compare three steps under the plan with three steps on one "
-            "rank and the same data: gradients, updates, statistics; end the run if they differ",
-            PLAN,
-        ),
+    verify: bool = option(
+        False,
+        "before the first step, compare three steps under the plan with three steps on one "
+        "rank and the same data: gradients, updates, statistics; end the run if they differ",
+        PLAN,
+        Rule.ON_RESUME | Rule.TORCH_ONLY | Rule.NOT_COMPARED,
     )
-    memory_limit: float | None = field(
-        default=None,
-        metadata=about("GiB that the process of a rank may use, under --plan auto", PLAN, "GIB"),
+    memory_limit: float | None = option(
+        None,
+        "GiB that the process of a rank may use, under --plan auto",
+        PLAN,
+        Rule.POSITIVE | Rule.ON_RESUME,
+        "GIB",
     )
-    profile: str | None = field(
-        default=None,
-        metadata=about(
-            "file with the measurements of --plan auto: read if it exists, else written",
-            PLAN,
-            "FILE",
-        ),
+    profile: str | None = option(
+        None,
+        "file with the measurements of --plan auto: read if it exists, else written",
+        PLAN,
+        Rule.ONE_LINE | Rule.ON_RESUME,
+        "FILE",
     )
-    precision: Precision = field(
-        default="fp32", metadata=about("bf16: autocast with fp32 weights", DEVICES)
+    precision: Precision = option("fp32", "bf16: autocast with fp32 weights", DEVICES)  # noqa: RUF009
+    optimizer: Literal["sgd", "adam", "adamw"] = option(
+        "adam", "sgd: with Nesterov momentum", OPTIMISATION
     )
-    optimizer: Literal["sgd", "adam", "adamw"] = field(
-        default="adam", metadata=about("sgd: with Nesterov momentum", OPTIMISATION)
+    lr: float = option(0.001, "learning rate, used as given", OPTIMISATION, Rule.POSITIVE)
+    lr_base_batch: int | None = option(
+        None,
+        "scale the learning rate by batch size / N (Goyal et al., arXiv 1706.02677)",
+        OPTIMISATION,
+        Rule.POSITIVE,
     )
-    lr: float = field(default=0.001, metadata=about("learning rate, used as given", OPTIMISATION))
-    lr_base_batch: int | None = field(
-        default=None,
-        metadata=about(
-            "scale the learning rate by batch size / N (Goyal et al., arXiv 1706.02677)",
-            OPTIMISATION,
-        ),
+    lr_schedule: Literal["constant", "cosine", "step"] = option(
+        "constant",
+        "constant; cosine to zero; or step: divided by 10 at 50 % and at 75 % of the run",
+        OPTIMISATION,
     )
-    lr_schedule: Literal["constant", "cosine", "step"] = field(
-        default="constant",
-        metadata=about(
-            "constant; cosine to zero; or step: divided by 10 at 50 % and at 75 % of the run",
-            OPTIMISATION,
-        ),
+    warmup_epochs: float = option(
+        0.0, "epochs of linear warm-up from zero", OPTIMISATION, Rule.NOT_NEGATIVE
     )
-    warmup_epochs: float = field(
-        default=0.0, metadata=about("epochs of linear warm-up from zero", OPTIMISATION)
+    momentum: float = option(0.9, "momentum of sgd", OPTIMISATION, Rule.NOT_NEGATIVE)
+    weight_decay: float = option(0.0, "weight decay", OPTIMISATION, Rule.NOT_NEGATIVE)
+    no_decay: str = option(
+        "norm,bias,position",
+        "parameters without weight decay: norm (scales and shifts of normalisation layers), "
+        "bias, position (position embeddings and class tokens), or none",
+        OPTIMISATION,
+        metavar="KINDS",
     )
-    momentum: float = field(default=0.9, metadata=about("momentum of sgd", OPTIMISATION))
-    weight_decay: float = field(default=0.0, metadata=about("weight decay", OPTIMISATION))
-    no_decay: str = field(
-        default="norm,bias,position",
-        metadata=about(
-            "parameters without weight decay: norm (scales and shifts of normalisation layers), "
-            "bias, position (position embeddings and class tokens), or none",
-            OPTIMISATION,
-            "KINDS",
-        ),
+    label_smoothing: float = option(
+        0.0,
+        "share of each target that is spread over all classes, 0 to below 1",
+        OPTIMISATION,
+        Rule.BELOW_ONE,
     )
-    label_smoothing: float = field(
-        default=0.0,
-        metadata=about(
-            "share of each target that is spread over all classes, 0 to below 1", OPTIMISATION
-        ),
+    clip_norm: float | None = option(
+        None,
+        "scale gradients down to this norm over the whole model",
+        OPTIMISATION,
+        Rule.POSITIVE | Rule.NOT_MIRRORED,
     )
-    clip_norm: float | None = field(
-        default=None,
-        metadata=about("scale gradients down to this norm over the whole model", OPTIMISATION),
+    gradient_limit: float | None = option(
+        None,
+        "a step whose gradients have a larger norm than this is bad",
+        FAULTS,
+        Rule.POSITIVE | Rule.ON_RESUME | Rule.NOT_MIRRORED,
     )
-    gradient_limit: float | None = field(
-        default=None,
-        metadata=about("a step whose gradients have a larger norm than this is bad", FAULTS),
+    on_bad_step: Literal["stop", "skip"] = option(
+        "stop",
+        "if loss or gradients are not finite, or above --gradient-limit: stop with the name "
+        "of the component, or skip the step",
+        FAULTS,
+        Rule.ON_RESUME | Rule.NOT_MIRRORED,
     )
-    on_bad_step: Literal["stop", "skip"] = field(
-        default="stop",
-        metadata=about(
-            "if loss or gradients are not finite, or above --gradient-limit: stop with the name "
-            "of the component, or skip the step",
-            FAULTS,
-        ),
+    batch_norm: Literal["local", "sync"] = option(
+        "local",
+        "local: over a replica's share of a micro-batch; sync: over the whole micro-batch",
+        PLAN,
+        Rule.TORCH_ONLY,
     )
-    batch_norm: Literal["local", "sync"] = field(
-        default="local",
-        metadata=about(
-            "local: over a replica's share of a micro-batch; sync: over the whole micro-batch",
-            PLAN,
-        ),
+    change_batch_norm: bool = option(
+        False,
+        "let --plan adaptive change shares and micro-batches, and with them the samples that "
+        "batch norm normalises together",
+        PLAN,
+        Rule.ON_RESUME | Rule.NOT_COMPARED,
     )
-    change_batch_norm: bool = field(
-        default=False,
-        metadata=about(
-            "let --plan adaptive change shares and micro-batches, and with them the samples that "
-            "batch norm normalises together",
-            PLAN,
-        ),
+    recompute: str | None = option(
+        None,
+        "components that keep no activations and repeat the forward pass during the backward "
+        "pass: names or patterns with commas, such as 'layer1.*,layer2.*', or all",
+        PLAN,
+        Rule.ON_RESUME | Rule.TORCH_ONLY,
+        "COMPONENTS",
     )
-    recompute: str | None = field(
-        default=None,
-        metadata=about(
-            "components that keep no activations and repeat the forward pass during the backward "
-            "pass: names or patterns with commas, such as 'layer1.*,layer2.*', or all",
-            PLAN,
-            "COMPONENTS",
-        ),
+    holdout: float = option(
+        0.0, "share of the training set held out as validation, 0 to 0.9", DATA, Rule.HOLDOUT
     )
-    holdout: float = field(
-        default=0.0,
-        metadata=about("share of the training set held out as validation, 0 to 0.9", DATA),
+    augment: Literal["none", "crop-flip"] = option(
+        "none", "crop-flip: random crops and flips", DATA
     )
-    augment: Literal["none", "crop-flip"] = field(
-        default="none", metadata=about("crop-flip: random crops and flips", DATA)
+    cutout: int | None = option(
+        None,
+        "side in pixels of a square that is blanked in each training image",
+        DATA,
+        Rule.POSITIVE,
     )
-    cutout: int | None = field(
-        default=None,
-        metadata=about("side in pixels of a square that is blanked in each training image", DATA),
+    normalise: Literal["meanstd", "split", "unit"] = option(
+        "meanstd",
+        "meanstd: per channel, of the images trained on; split: of held-out images too; "
+        "unit: pixels / 255",
+        DATA,
     )
-    normalise: Literal["meanstd", "split", "unit"] = field(
-        default="meanstd",
-        metadata=about(
-            "meanstd: per channel, of the images trained on; split: of held-out images too; "
-            "unit: pixels / 255",
-            DATA,
-        ),
+    image_size: int | None = option(
+        None, "image size of the model", DATA, Rule.POSITIVE, shown_default="that of the data set"
     )
-    image_size: int | None = field(
-        default=None,
-        metadata=about("image size of the model", DATA, default="that of the data set"),
+    patch_size: int | None = option(
+        None,
+        "patch size of a vision transformer",
+        DATA,
+        Rule.POSITIVE | Rule.TORCH_ONLY,
+        shown_default="4 up to 64 pixels, else 16",
     )
-    patch_size: int | None = field(
-        default=None,
-        metadata=about(
-            "patch size of a vision transformer", DATA, default="4 up to 64 pixels, else 16"
-        ),
+    weights: str | None = option(
+        None,
+        "start from the weights in this file (torchvision's names; hvdtrain export writes "
+        "one); a last layer for other classes is initialised",
+        DATA,
+        Rule.ONE_LINE | Rule.ON_RESUME | Rule.TORCH_ONLY,
+        "FILE",
     )
-    weights: str | None = field(
-        default=None,
-        metadata=about(
-            "start from the weights in this file (torchvision's names; hvdtrain export writes "
-            "one); a last layer for other classes is initialised",
-            DATA,
-            "FILE",
-        ),
+    compile: bool = option(
+        False,
+        "compile each component with torch.compile (takes minutes)",
+        DEVICES,
+        Rule.ON_RESUME | Rule.TORCH_ONLY,
     )
-    compile: bool = field(
-        default=False,
-        metadata=about("compile each component with torch.compile (takes minutes)", DEVICES),
+    device: Device | None = option(  # noqa: RUF009
+        None, "device to train on", DEVICES, Rule.ON_RESUME, shown_default="cuda if there is one"
     )
-    device: Device | None = field(
-        default=None, metadata=about("device to train on", DEVICES, default="cuda if there is one")
+    threads: int | None = option(
+        None,
+        "threads per rank",
+        DEVICES,
+        Rule.POSITIVE | Rule.ON_RESUME | Rule.NOT_COMPARED,
+        shown_default="the rank's share of the cores",
     )
-    threads: int | None = field(
-        default=None,
-        metadata=about("threads per rank", DEVICES, default="the rank's share of the cores"),
+    allreduce: Literal["ring", "auto"] = option(
+        "auto",
+        "ring: request the MPI library's ring algorithm; auto: let the library choose",
+        DEVICES,
+        Rule.ON_RESUME,
     )
-    allreduce: Literal["ring", "auto"] = field(
-        default="auto",
-        metadata=about(
-            "ring: request the MPI library's ring algorithm; auto: let the library choose", DEVICES
-        ),
+    seed: int = option(
+        0,
+        "seed of the weights, sample order, augmentation and hold-out",
+        DATA,
+        Rule.NOT_NEGATIVE | Rule.NOT_COMPARED,
     )
-    seed: int = field(
-        default=0,
-        metadata=about("seed of the weights, sample order, augmentation and hold-out", DATA),
+    log_every: int = option(
+        20,
+        "steps between two step lines of metrics.jsonl",
+        OUTPUT,
+        Rule.POSITIVE | Rule.ALWAYS | Rule.NOT_COMPARED,
     )
-    log_every: int = field(
-        default=20, metadata=about("steps between two step lines of metrics.jsonl", OUTPUT)
+    eval_every: int = option(
+        1,
+        "epochs between two evaluations; the last epoch is always evaluated; 0: never "
+        "evaluate, for timing",
+        OUTPUT,
+        Rule.NOT_NEGATIVE | Rule.ON_RESUME,
     )
-    eval_every: int = field(
-        default=1,
-        metadata=about(
-            "epochs between two evaluations; the last epoch is always evaluated; 0: never "
-            "evaluate, for timing",
-            OUTPUT,
-        ),
+    stall_timeout: float = option(
+        300.0,
+        "end the job if an action of a step takes longer than this (ten times this with "
+        "--compile)",
+        FAULTS,
+        Rule.POSITIVE | Rule.ON_RESUME | Rule.NOT_COMPARED,
+        "SECONDS",
     )
-    stall_timeout: float = field(
-        default=300.0,
-        metadata=about(
-            "end the job if an action of a step takes longer than this (ten times this with "
-            "--compile)",
-            FAULTS,
-            "SECONDS",
-        ),
+    trace: str | None = option(
+        None,
+        "write what all ranks did in the first 20 steps as a Chrome trace",
+        OUTPUT,
+        Rule.ONE_LINE | Rule.ON_RESUME | Rule.TORCH_ONLY | Rule.NOT_COMPARED,
+        "FILE",
     )
-    trace: str | None = field(
-        default=None,
-        metadata=about(
-            "write what all ranks did in the first 20 steps as a Chrome trace", OUTPUT, "FILE"
-        ),
+    run: str | None = option(
+        None,
+        "run folder",
+        OUTPUT,
+        Rule.ONE_LINE | Rule.ALWAYS | Rule.NOT_COMPARED,
+        "DIR",
+        shown_default="a new one in runs/, by time and model",
     )
-    run: str | None = field(
-        default=None,
-        metadata=about(
-            "run folder", OUTPUT, "DIR", default="a new one in runs/, by time and model"
-        ),
+    resume: bool | Literal["auto"] = option(
+        False,
+        "resume the run in the run folder from its last checkpoint; auto: resume if the "
+        "folder holds a run, else start one",
+        FAULTS,
+        Rule.ALWAYS | Rule.NOT_COMPARED,
     )
-    resume: bool | Literal["auto"] = field(
-        default=False,
-        metadata=about(
-            "resume the run in the run folder from its last checkpoint; auto: resume if the "
-            "folder holds a run, else start one",
-            FAULTS,
-        ),
+    checkpoint_every: str = option(
+        "1 epoch",
+        "save every 'N epochs', or after each epoch and also every 'N steps' or 'N minutes'",
+        FAULTS,
+        Rule.ON_RESUME,
+        "INTERVAL",
     )
-    checkpoint_every: str = field(
-        default="1 epoch",
-        metadata=about(
-            "save every 'N epochs', or after each epoch and also every 'N steps' or 'N minutes'",
-            FAULTS,
-            "INTERVAL",
-        ),
+    keep_checkpoints: int = option(
+        2,
+        "newest checkpoints to keep, besides the best one",
+        FAULTS,
+        Rule.POSITIVE | Rule.ALWAYS | Rule.NOT_COMPARED,
     )
-    keep_checkpoints: int = field(
-        default=2, metadata=about("newest checkpoints to keep, besides the best one", FAULTS)
+    replicate: str | None = option(
+        None,
+        "keep a second copy of each checkpoint file in this folder on another host's own "
+        "disk, and resume from it if the first one is lost",
+        FAULTS,
+        Rule.ONE_LINE | Rule.ON_RESUME,
+        "DIR",
     )
-    replicate: str | None = field(
-        default=None,
-        metadata=about(
-            "keep a second copy of each checkpoint file in this folder on another host's own "
-            "disk, and resume from it if the first one is lost",
-            FAULTS,
-            "DIR",
-        ),
+    restarts: int = option(
+        0,
+        "restart from the last checkpoint after a rank failed, up to N times",
+        FAULTS,
+        Rule.NOT_NEGATIVE | Rule.ON_RESUME | Rule.NOT_COMPARED,
     )
-    restarts: int = field(
-        default=0,
-        metadata=about(
-            "restart from the last checkpoint after a rank failed, up to N times", FAULTS
-        ),
+    min_ranks: int | None = option(
+        None,
+        "with --restarts: restart with one rank fewer each time, down to N",
+        FAULTS,
+        Rule.POSITIVE | Rule.ON_RESUME | Rule.NOT_COMPARED,
+        shown_default="with all ranks",
     )
-    min_ranks: int | None = field(
-        default=None,
-        metadata=about(
-            "with --restarts: restart with one rank fewer each time, down to N",
-            FAULTS,
-            default="with all ranks",
-        ),
+    on_alert: str | None = option(
+        None,
+        "shell command to run when something goes wrong, with HVDTRAIN_CAUSE, "
+        "HVDTRAIN_MESSAGE and HVDTRAIN_RUN in its environment",
+        FAULTS,
+        Rule.ALWAYS | Rule.NOT_COMPARED,
+        "COMMAND",
     )
-    on_alert: str | None = field(
-        default=None,
-        metadata=about(
-            "shell command to run when something goes wrong, with HVDTRAIN_CAUSE, "
-            "HVDTRAIN_MESSAGE and HVDTRAIN_RUN in its environment",
-            FAULTS,
-            "COMMAND",
-        ),
+    inject: str | None = option(
+        None,
+        "inject a fault, for a test: kill, segfault, memory, stop, slow, nan, corrupt, "
+        "truncate, fill or replan, such as 'kill step=20 rank=1'",
+        FAULTS,
+        Rule.ON_RESUME,
+        "FAULT",
     )
-    inject: str | None = field(
-        default=None,
-        metadata=about(
-            "inject a fault, for a test: kill, segfault, memory, stop, slow, nan, corrupt, "
-            "truncate, fill or replan, such as 'kill step=20 rank=1'",
-            FAULTS,
-            "FAULT",
-        ),
-    )
-    ledger: str | None = field(
-        default=None,
-        metadata=about(
-            "write a CSV line (epoch,step,rank,sample) for every sample trained on", OUTPUT, "FILE"
-        ),
+    ledger: str | None = option(
+        None,
+        "write a CSV line (epoch,step,rank,sample) for every sample trained on",
+        OUTPUT,
+        Rule.ONE_LINE | Rule.ON_RESUME | Rule.NOT_COMPARED,
+        "FILE",
     )
 
     def check(self) -> "TrainConfig":
@@ -378,8 +378,8 @@ class TrainConfig:
         for item in fields(self):
             if getattr(self, item.name) is None and type(None) not in get_args(item.type):
                 raise UsageError(f"{flag(item.name)} must have a value")
-        check_ranges(vars(self))
-        check_framework(vars(self))
+        check_ranges(fields(self), vars(self))
+        check_framework(fields(self), vars(self))
         self.checkpoint_interval()
         decay.parse(self.no_decay)
         if self.inject:

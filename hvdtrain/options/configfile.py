@@ -1,40 +1,23 @@
 """The configuration that a run folder keeps: written, read, and compared with a new one."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError
 from hvdtrain.host import files, harmless
-from hvdtrain.options.fields import flag
+from hvdtrain.options.fields import Rule, flag
 
 # A run may resume with other values of these: they decide where, how and how long it runs. In the
 # results of a step they change only rounding, and the samples that local batch norm sees together.
 MAY_CHANGE_ON_RESUME = frozenset(
-    {
-        "data",
-        "plan",
-        "ranks",
-        "memory_limit",
-        "profile",
-        "epochs",
-        "max_steps",
-        "microbatches",
-        "schedule",
-        "recompute",
-    }
-    | {"device", "threads", "compile", "allreduce", "log_every", "eval_every", "ledger"}
-    | {"weights", "trace", "run", "resume", "checkpoint_every", "keep_checkpoints"}
-    | {"restarts", "min_ranks", "gradient_limit", "on_bad_step", "on_alert", "inject"}
-    | {"replicate", "stage", "stall_timeout", "verify", "change_batch_norm"}
+    item.name for item in fields(TrainConfig) if Rule.ON_RESUME in item.metadata["rule"]
 )
-
-
 # In a run of a study only these may change: else the study would report one run as another.
-MAY_CHANGE_IN_STUDY = frozenset({"run", "resume", "log_every", "keep_checkpoints", "on_alert"})
-
-
+MAY_CHANGE_IN_STUDY = frozenset(
+    item.name for item in fields(TrainConfig) if Rule.IN_STUDY in item.metadata["rule"]
+)
 # Values with the behaviour of versions that had no such key. A missing key identifies them.
 OLDER_DEFAULTS = {"no_decay": "none"}
 

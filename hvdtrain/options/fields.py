@@ -1,7 +1,9 @@
 """The metadata of a configuration field that describe its option: help, heading and default."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import Field, field
+from enum import Flag, auto
 from typing import Any
 
 from hvdtrain.errors import UsageError
@@ -18,9 +20,36 @@ FAULTS = "fault tolerance"
 OUTPUT = "output"
 
 
+class Rule(Flag):
+    """A rule for the values of one option, besides their type."""
+
+    POSITIVE = auto()
+    NOT_NEGATIVE = auto()
+    HOLDOUT = auto()
+    BELOW_ONE = auto()
+    ONE_LINE = auto()
+    ON_RESUME = auto()  # a resumed run may have another value
+    IN_STUDY = auto()
+    ALWAYS = ON_RESUME | IN_STUDY  # and so may the same run of a study
+    TORCH_ONLY = auto()
+    NOT_MIRRORED = auto()  # it needs the gradients before MirroredStrategy applies them
+    NOT_COMPARED = auto()  # runs that a study compares may differ in it
+
+
+NO_RULE = Rule(0)
+# The allowed values, as the end of a message about another one.
+LIMITS = {
+    Rule.POSITIVE: "above 0",
+    Rule.NOT_NEGATIVE: "0 or more",
+    Rule.HOLDOUT: "between 0 and 0.9",
+    Rule.BELOW_ONE: "0 or more and below 1",
+    Rule.ONE_LINE: "one line of text",
+}
+
+
 def about(
     text: str, group: str = "", metavar: str = "", default: str = "", alias: str = ""
-) -> dict[str, str]:
+) -> dict[str, Any]:
     """Return the metadata of a field that is an option.
 
     Args:
@@ -33,25 +62,28 @@ def about(
     return {"help": text, "group": group, "metavar": metavar, "default": default, "alias": alias}
 
 
-POSITIVE = ("batch_size", "lr", "log_every", "stall_timeout", "keep_checkpoints")
-POSITIVE_OR_NONE = (
-    *("epochs", "max_steps", "ranks", "min_ranks", "threads", "lr_base_batch", "microbatches"),
-    *("clip_norm", "gradient_limit", "memory_limit", "cutout", "image_size", "patch_size"),
-)
+def option(
+    default: Any,
+    text: str,
+    group: str,
+    rule: Rule = NO_RULE,
+    metavar: str = "",
+    shown_default: str = "",
+    alias: str = "",
+) -> Any:
+    """Return a field of `TrainConfig`: everything that is known about one option of `train`.
+
+    Args:
+        default: value of the option, MISSING if it is required.
+        text, group, metavar, shown_default, alias: as in `about`.
+        rule: rules for its values.
+    """
+    metadata = about(text, group, metavar, shown_default, alias) | {"rule": rule}
+    return field(default=default, metadata=metadata)
+
+
 CHOSEN_PLANS_ONLY = ("memory_limit", "profile")
 DEFAULT_EPOCHS = 10
-ONE_LINE = (
-    "model",
-    "data",
-    "run",
-    "ledger",
-    "trace",
-    "weights",
-    "stage",
-    "replicate",
-    "profile",
-)
-NOT_NEGATIVE = ("warmup_epochs", "momentum", "weight_decay", "seed", "eval_every", "restarts")
 
 
 def flag(name: str) -> str:
@@ -59,7 +91,7 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def check_ranges(values: Mapping[str, Any]) -> None:
+def check_ranges(options: Iterable[Field[Any]], values: Mapping[str, Any]) -> None:
     """Refuse values that are out of range for every machine, data set and model.
 
     Raises:
@@ -68,28 +100,22 @@ def check_ranges(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if isinstance(value, int) and abs(value) >= LARGEST_WHOLE:
             raise UsageError(f"{flag(name)} must be below {LARGEST_WHOLE:,}")
-    for name in (*POSITIVE, *POSITIVE_OR_NONE):
-        value = values[name]
-        if value is None and name in POSITIVE_OR_NONE:
-            continue
-        if not 0 < value < float("inf"):
-            raise UsageError(f"{flag(name)} must be above 0, not {value}")
-    for name, value in values.items():
-        if (
-            name in ONE_LINE
-            and value is not None
-            and (len(value.splitlines()) > 1 or "\0" in value)
-        ):
-            raise UsageError(f"{flag(name)} must be one line of text, not {value!r}")
-    for name in NOT_NEGATIVE:
-        if not 0 <= values[name] < float("inf"):
-            raise UsageError(f"{flag(name)} must be 0 or more, not {values[name]}")
-    if not 0 <= values["holdout"] <= 0.9:
-        raise UsageError(f"--holdout must be between 0 and 0.9, not {values['holdout']}")
-    if not 0 <= values["label_smoothing"] < 1:
-        raise UsageError(
-            f"--label-smoothing must be 0 or more and below 1, not {values['label_smoothing']}"
-        )
+    for item in options:
+        value = values[item.name]
+        for rule, limits in LIMITS.items():
+            if rule in item.metadata["rule"] and value is not None and not _holds(rule, value):
+                shown = repr(value) if rule is Rule.ONE_LINE else value
+                raise UsageError(f"{flag(item.name)} must be {limits}, not {shown}")
+
+
+def _holds(rule: Rule, value: Any) -> bool:
+    if rule is Rule.ONE_LINE:
+        return len(value.splitlines()) <= 1 and "\0" not in value
+    if rule is Rule.POSITIVE:
+        return bool(0 < value < float("inf"))
+    if rule is Rule.HOLDOUT:
+        return bool(0 <= value <= 0.9)
+    return bool(0 <= value < (1 if rule is Rule.BELOW_ONE else float("inf")))
 
 
 def check_together(values: Mapping[str, Any]) -> None:

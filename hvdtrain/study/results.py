@@ -2,30 +2,22 @@
 
 import json
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 
+from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.options import configfile
+from hvdtrain.options.fields import Rule
 from hvdtrain.options.planrequest import ADAPTIVE, Chosen, Mirrored, PlanFile, parse_plan_request
 
 # Runs that differ only in these are compared: sizes, repeats, and the names and handling of files.
 NOT_SETTINGS = frozenset(
-    {"plan", "ranks", "threads", "seed", "batch_size", "run", "resume", "ledger", "trace"}
-    | {
-        "log_every",
-        "stall_timeout",
-        "keep_checkpoints",
-        "restarts",
-        "min_ranks",
-        "on_alert",
-        "verify",
-        "change_batch_norm",
-    }
+    item.name for item in fields(TrainConfig) if Rule.NOT_COMPARED in item.metadata["rule"]
 )
 UNREADABLE = (
     *(OSError, ValueError, LookupError, TypeError, AttributeError, UsageError),
