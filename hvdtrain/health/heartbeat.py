@@ -17,10 +17,7 @@ from typing import Any
 
 import psutil
 
-from hvdtrain import world
-from hvdtrain.config import TrainConfig
-from hvdtrain.errors import DataError, RankError
-from hvdtrain.health import failure
+from hvdtrain.errors import DataError
 from hvdtrain.host.ownership import BEAT_SECONDS, Owner
 
 SILENT_BEATS = 4  # a rank is silent after 4 missing beats
@@ -142,38 +139,3 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-# Loading libraries, and reading and writing checkpoints, takes longer on disks that are shared.
-START_FACTOR, SAVE_FACTOR = 5.0, 5.0
-OTHERS_SAVE_FACTOR = 6.0  # for ranks that wait: the slow rank reaches its limit first
-
-
-def patience(config: TrainConfig) -> float:
-    """Return the seconds that an action may take, including the compilation of components."""
-    return config.stall_timeout * (10 if config.compile else 1)
-
-
-def start_patience(config: TrainConfig) -> float:
-    """Return the seconds that an action before the first step may take.
-
-    `--stage` may copy for hours.
-    """
-    return patience(config) * START_FACTOR * (10 if config.stage else 1)
-
-
-def stalled(line: str, suspects: str = "", listener: failure.Listener | None = None) -> None:
-    """End the job from the watchdog's thread.
-
-    Args:
-        suspects: the ranks that this one may be waiting for, if they are known.
-    """
-    rank, host = world.current().rank, socket.gethostname()
-    advice = suspects or "check the ranks or the disk it waits for, or raise --stall-timeout"
-    failure.fail(
-        RankError(
-            f"rank {rank} on {host} has been stuck for longer than --stall-timeout allows, in "
-            f"{line}: {advice}"
-        ),
-        listener,
-    )

@@ -15,7 +15,6 @@ from typing import IO
 from hvdtrain.checkpoint import store
 from hvdtrain.errors import UsageError
 from hvdtrain.options.injection import Fault, parse
-from hvdtrain.options.planrequest import ADAPTIVE
 from hvdtrain.training.console import Console
 from hvdtrain.training.metrics import RunFolder
 from hvdtrain.training.session import Session
@@ -27,15 +26,23 @@ MORE_THAN_THERE_IS = 2**60  # bytes
 class Injector:
     """Injects this rank's faults. A fault that ends a run is injected once, despite restarts.
 
+    Args:
+        replan: requests another plan; None if the run does not change its plan.
+
     Raises:
         UsageError: if a fault cannot be injected in this run.
     """
 
-    def __init__(self, faults: Sequence[Fault], session: Session, folder: RunFolder) -> None:
+    def __init__(
+        self,
+        faults: Sequence[Fault],
+        session: Session,
+        folder: RunFolder,
+        replan: Callable[[], object] | None,
+    ) -> None:
         self.session, self.folder = session, folder
         self.faults = [fault for fault in faults if fault.rank in (None, session.world.rank)]
         self._held: list[IO[bytes]] = []
-        self._is_replan_due = False
         self._do: dict[str, Callable[[Fault], object]] = {
             "kill": lambda fault: os.kill(os.getpid(), signal.SIGKILL),
             "segfault": lambda fault: ctypes.string_at(0),
@@ -44,11 +51,16 @@ class Injector:
             "corrupt": self._corrupt,
             "truncate": self._truncate,
             "fill": self._fill,
-            "replan": lambda fault: setattr(self, "_is_replan_due", True),
         }
+        if replan is not None:
+            self._do["replan"] = lambda fault: replan()
         for fault in faults:
             _check_component(fault, session)  # on every rank, so that all raise together
-            _check_plan(fault, session)
+            if fault.kind == "replan" and replan is None:
+                raise UsageError(
+                    "--inject replan: this run does not change its plan; use --plan adaptive on 2 "
+                    "ranks or more"
+                )
         for fault in self.faults:
             if fault.kind == "nan":
                 self._spoil(fault)
@@ -62,11 +74,6 @@ class Injector:
                 time.sleep(fault.seconds)
             elif fault.kind in self._do and step >= fault.step:
                 self._once(fault)
-
-    def take_replan(self) -> bool:
-        """Return whether another plan is due, once per fault."""
-        is_due, self._is_replan_due = self._is_replan_due, False
-        return is_due
 
     def _once(self, fault: Fault) -> None:
         mark = self._place(f"{fault.kind}-step-{fault.step}-rank-{fault.rank}")
@@ -157,16 +164,9 @@ def _check_component(fault: Fault, session: Session) -> None:
         )
 
 
-def _check_plan(fault: Fault, session: Session) -> None:
-    adapts = session.config.plan_request == ADAPTIVE and session.world.size > 1
-    if fault.kind == "replan" and not adapts:
-        raise UsageError(
-            "--inject replan: this run does not change its plan; use --plan adaptive on 2 ranks "
-            "or more"
-        )
-
-
-def make_injector(session: Session, folder: RunFolder, console: Console) -> Injector | None:
+def make_injector(
+    session: Session, folder: RunFolder, console: Console, replan: Callable[[], object] | None
+) -> Injector | None:
     """Return the injector of `--inject`, or None without that option."""
     if not session.config.inject:
         return None
@@ -174,4 +174,4 @@ def make_injector(session: Session, folder: RunFolder, console: Console) -> Inje
     for fault in faults:
         where = f"on rank {fault.rank}" if fault.rank is not None else f"in {fault.component}"
         console.say(f"injecting {fault.kind} at step {fault.step} {where}")
-    return Injector(faults, session, folder)
+    return Injector(faults, session, folder, replan)

@@ -67,6 +67,9 @@ class Activity:
     def step(self, number: int) -> None:
         """Assign the following actions to step `number`."""
         self._step, self._prefix = number, f"{IN_TRAINING}{number}, "
+        if self._line is None:  # otherwise the last action would be shown, of the step before
+            self.note("starting")
+            self.rest()
 
     def note(self, line: str, factor: float = 1.0, after_others: bool = False) -> None:
         """Record `line` as the current action, which may take `factor` times the limit.
@@ -189,12 +192,17 @@ class Watch:
         return rank, line
 
 
+def stuck(rank: int, line: str) -> str:
+    """Return the start of a message about a rank of this host that takes too long."""
+    host = socket.gethostname()
+    return (
+        f"rank {rank} on {host} has been stuck for longer than --stall-timeout allows, in {line}"
+    )
+
+
 def stuck_message(rank: int, line: str) -> str:
     """Return the message about a stuck rank of this host whose job was ended."""
-    return (
-        f"rank {rank} on {socket.gethostname()} has been stuck for longer than --stall-timeout "
-        f"allows, in {line}; the job was ended with it"
-    )
+    return f"{stuck(rank, line)}; the job was ended with it"
 
 
 def last_activity(path: Path, rank: int) -> str:

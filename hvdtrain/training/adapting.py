@@ -56,6 +56,7 @@ class Adapter:
         replanning: the thread that replans, while it runs and until its outcome is read.
         replans: the outcome of that thread, once there is one.
         pending: a plan that all ranks will migrate to.
+        is_forced: whether to migrate to another plan, whatever that saves.
     """
 
     session: Session
@@ -105,15 +106,12 @@ class Adapter:
             ]
         }
 
-    def follow(
-        self, agreed: Agreed, steps_left: int, is_forced: bool = False
-    ) -> list[dict[str, Any]]:
-        """Take a step that all ranks have done; return the decisions to keep the plan.
+    def force(self) -> None:
+        """Migrate to another plan after the next step, whatever that saves."""
+        self.is_forced = True
 
-        Args:
-            is_forced: whether to migrate to another plan at once, whatever that saves.
-        """
-        self.is_forced |= is_forced
+    def follow(self, agreed: Agreed, steps_left: int) -> list[dict[str, Any]]:
+        """Take a step that all ranks have done; return the decisions to keep the plan."""
         if self.question is None or self.pending is not None:
             return []
         if self.replanning is not None:

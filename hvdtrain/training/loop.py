@@ -63,9 +63,8 @@ def train(config: TrainConfig, stop: StopRequest | None = None) -> dict[str, Any
         atexit.register(_note_the_end, ended)
         if world.size > 1:
             failure.end_all_on_exception()
-        repair_records(
-            config, world
-        )  # first: with_older_defaults reads the version of a run from its records
+        # First: with_older_defaults reads the version of a run from its records.
+        repair_records(config, world)
         resolved: TrainConfig = world.broadcast(
             with_older_defaults(config) if world.rank == 0 else None
         )
@@ -301,8 +300,7 @@ def _is_change_due(run: Run, agreed: Agreed | None) -> bool:
         return False
     config, length = run.session.config, len(run.session.train_rows)
     left = config.total_samples(length) - run.progress.position
-    is_forced = run.injector is not None and run.injector.take_replan()
-    for decision in run.adapter.follow(agreed, left // config.batch_size, is_forced):
+    for decision in run.adapter.follow(agreed, left // config.batch_size):
         _say_decision(run, decision)
     profile = run.adapter.profile()
     if profile is not None and run.records is not None:

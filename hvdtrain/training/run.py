@@ -16,8 +16,9 @@ from hvdtrain.checkpoint.saver import Saver
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
 from hvdtrain.health import failure, starts
-from hvdtrain.health.heartbeat import Heartbeat, stalled, suspects
+from hvdtrain.health.heartbeat import Heartbeat, suspects
 from hvdtrain.health.inject import Injector, make_injector
+from hvdtrain.health.stall import stalled
 from hvdtrain.health.stragglers import Stragglers, peers
 from hvdtrain.host import alert
 from hvdtrain.host.activity import Activity
@@ -64,10 +65,10 @@ class Run:
     saver: Saver
     heartbeat: Heartbeat
     injector: Injector | None
+    adapter: "Adapter | None"
     replication: Replication | None
     stragglers: Stragglers
     interval: tuple[float, str]
-    adapter: "Adapter | None" = None
     step_records: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=4))
     skipped_in_a_row: int = 0
     failed_saves: int = 0
@@ -174,7 +175,8 @@ def open_run(session: Session, stop: StopRequest) -> Run:
     console = Console(world.rank, launched=world.size > 1 or activity_path() is not None)
     if config.stage is not None:
         console.say(f"reading the copy of {config.data} in {session.index.folder} on each host")
-    injector = make_injector(session, folder, console)
+    adapter = _adapter(session)
+    injector = make_injector(session, folder, console, adapter.force if adapter else None)
     owner, resumes = world.broadcast(_claim(config, folder, console) if world.rank == 0 else None)
     heartbeat = Heartbeat(
         *(folder.heartbeats, world.rank, session.memory_bytes, session.celsius),
@@ -182,7 +184,7 @@ def open_run(session: Session, stop: StopRequest) -> Run:
     )
     try:
         config = replace(config, resume=resumes)
-        return _open_owned(session, stop, config, folder, console, heartbeat, injector)
+        return _open_owned(session, stop, config, folder, console, heartbeat, injector, adapter)
     except BaseException:
         heartbeat.give_up()
         raise
@@ -221,6 +223,7 @@ def _open_owned(
     console: Console,
     heartbeat: Heartbeat,
     injector: Injector | None,
+    adapter: "Adapter | None",
 ) -> Run:
     """Return the run in a folder that this run has claimed. Collective."""
     world = session.world
@@ -235,20 +238,20 @@ def _open_owned(
     if world.rank == 0:
         records = metrics.Records(folder, config, kept or {})
     return Run(
-        session,
-        progress,
-        console,
-        Control(world, session.loss_delay),
-        stop,
-        folder,
-        records,
-        _saver(session, folder, heartbeat.owner.token),
-        heartbeat,
-        injector,
-        replication,
-        Stragglers(peers(session.plan, world.size)),
-        config.checkpoint_interval(),
-        _adapter(session),
+        session=session,
+        progress=progress,
+        console=console,
+        control=Control(world, session.loss_delay),
+        stop=stop,
+        folder=folder,
+        records=records,
+        saver=_saver(session, folder, heartbeat.owner.token),
+        heartbeat=heartbeat,
+        injector=injector,
+        adapter=adapter,
+        replication=replication,
+        stragglers=Stragglers(peers(session.plan, world.size)),
+        interval=config.checkpoint_interval(),
         first_step=progress.step,
         saved_step=progress.step,
         saved_best=progress.best,

@@ -8,7 +8,7 @@ from typing import Any
 
 from hvdtrain.checkpoint import store
 from hvdtrain.errors import DataError
-from hvdtrain.health.heartbeat import OTHERS_SAVE_FACTOR, SAVE_FACTOR
+from hvdtrain.health.stall import OTHERS_SAVE_FACTOR, SAVE_FACTOR
 from hvdtrain.options import configfile
 from hvdtrain.training.control import Agreed
 from hvdtrain.training.metrics import Records

@@ -10,7 +10,7 @@ from hvdtrain.backends.pytorch.buffers import find_states
 from hvdtrain.backends.pytorch.parts import build_parts, probe_forms
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
-from hvdtrain.health.heartbeat import patience, stalled
+from hvdtrain.health.stall import patience, stalled
 from hvdtrain.host.activity import Activity
 from hvdtrain.models.component import Component
 from hvdtrain.options.planrequest import ADAPTIVE

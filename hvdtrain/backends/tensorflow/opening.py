@@ -15,7 +15,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
 from hvdtrain.data.shards import read_index
 from hvdtrain.errors import UsageError
-from hvdtrain.health.heartbeat import patience, stalled
+from hvdtrain.health.stall import patience, stalled
 from hvdtrain.host import quiet
 from hvdtrain.host.activity import Activity
 from hvdtrain.keras.start import (

@@ -30,6 +30,20 @@ def test_each_rank_has_a_line_whatever_the_order(tmp_path: Path) -> None:
         activity.close()
 
 
+def test_a_rank_that_starts_a_step_is_not_shown_in_the_step_before(tmp_path: Path) -> None:
+    path = tmp_path / "activity"
+    activity = Activity(path, 0, 60, print)
+    activity.step(7)
+    with activity.doing("reading"):
+        assert last_activity(path, 0) == "step 7, reading"
+        activity.step(8)
+        assert last_activity(path, 0) == "step 7, reading"  # still the same action
+    activity.step(9)
+    assert last_activity(path, 0) == "step 9, starting"
+    assert activity.now() == (9, "")
+    activity.close()
+
+
 def test_what_was_never_written_is_unknown(tmp_path: Path) -> None:
     assert last_activity(tmp_path / "absent", 0) == ""
     Activity(tmp_path / "activity", 0, 60, print).close()

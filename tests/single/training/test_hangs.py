@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hvdtrain.health.heartbeat import SAVE_FACTOR, START_FACTOR
+from hvdtrain.health.stall import SAVE_FACTOR, START_FACTOR
 from hvdtrain.host import activity
 from hvdtrain.launch import mpirun
 from tests.conftest import Program
@@ -113,7 +113,7 @@ def test_a_rank_of_another_launcher_is_watched_from_outside(
     lines = [line for line in done.stderr.splitlines() if line.startswith("hvdtrain: ")]
     assert len(lines) == 1, done.stderr
     assert lines[0].startswith("hvdtrain: rank 0 on ")
-    assert "in its own work after step 3, " in lines[0]
+    assert "in its own work after step 4, starting" in lines[0]
     assert alerts.read_text() == lines[0].replace("hvdtrain", "job failed") + "\n"
     assert monitors_of(run) == []
 
