@@ -33,10 +33,10 @@ def jobs_sweep(arguments: Sequence[str], study: str, to: str, dry_run: bool, **v
 
 def jobs_status(arguments: Sequence[str], runs: list[str], json: bool) -> int:
     """Print the state of the jobs of runs as a table."""
-    from hvdtrain.jobs import watch
+    from hvdtrain.jobs import table, watch
 
     rows = watch.rows(watch.runs_of(runs or ["runs"]))
-    print(common.as_json([asdict(row) for row in rows]) if json else watch.as_text(rows))
+    print(common.as_json([asdict(row) for row in rows]) if json else table.as_text(rows))
     return 0
 
 

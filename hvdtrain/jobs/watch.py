@@ -1,18 +1,14 @@
 """Report the state of runs' jobs, from Slurm and from the files that the runs write."""
 
-import io
 import json
-import shutil
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
-from rich.console import Console
-from rich.table import Table
 
 from hvdtrain.errors import UsageError
 from hvdtrain.jobs import record, slurm
@@ -210,7 +206,7 @@ def _heartbeat(run: Path, ranks: int) -> float | None:
 
 
 def _beat(run: Path, rank: int) -> dict[str, float] | None:
-    """Return `time` and `pid` of a rank's last sign of life, or None if it cannot be read."""
+    """Return `time` and `pid` of a rank's last heartbeat, or None if it cannot be read."""
     path = run / "heartbeats" / f"rank-{rank:04d}.json"
     try:
         content = json.loads(path.read_text())
@@ -233,38 +229,3 @@ def _is_alive(number: str) -> bool:
         return "submitit" in " ".join(psutil.Process(int(number)).cmdline())
     except (psutil.Error, ValueError):
         return False
-
-
-COLUMNS = ("run", "job", "state", "nodes", "elapsed", "epoch", "step", "accuracy", "images/s")
-
-
-def as_text(rows: Sequence[Row]) -> str:
-    """Return a table as wide as the terminal, followed by the last messages of failed jobs."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in (*COLUMNS, "last sign of life"):
-        is_text = name in ("run", "job", "state", "nodes")
-        table.add_column(name, justify="left" if is_text else "right", overflow="fold")
-    for row in rows:
-        table.add_row(
-            *(row.run, row.job, row.state, row.nodes, row.elapsed),
-            *(_known(row.epoch), _known(row.step, ","), _known(row.accuracy, ".4f")),
-            *(_known(row.images_per_second, ",.0f"), _ago(row.heartbeat_seconds)),
-        )
-    text = io.StringIO()
-    width = max(shutil.get_terminal_size((160, 24)).columns, 100)
-    Console(file=text, width=width, highlight=False).print(table)
-    notes = [f"{row.run}: {row.note}" for row in rows if row.note]
-    return "\n".join([*(line.rstrip() for line in text.getvalue().splitlines()), *notes])
-
-
-def _known(value: Any, form: str = "") -> str:
-    return "-" if value is None else format(value, form)
-
-
-def _ago(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit} ago"
-    return f"{seconds:.0f} s ago"

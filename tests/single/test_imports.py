@@ -87,6 +87,19 @@ def test_version_and_help_are_shown_without_loading_anything_slow(
     assert not SLOW & set(done.stdout.splitlines()[-1].split())
 
 
+def test_the_launcher_of_ranks_loads_nothing_slow() -> None:
+    program = (
+        "import sys\n"
+        "from hvdtrain.commands import training\n"
+        "from hvdtrain.training import precheck, restarts\n"
+        "print(*sorted(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert not (SLOW | {"tensorboard", "rich", "psutil"}) & set(done.stdout.split())
+
+
 def test_imports_point_one_way() -> None:
     assert imports_that_point_up(ROOT / "hvdtrain") == []
 

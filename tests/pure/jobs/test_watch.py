@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import DataError, UsageError
-from hvdtrain.jobs import record, watch
+from hvdtrain.jobs import record, table, watch
 from hvdtrain.jobs.record import Record
 
 RECORD = Record(
@@ -87,7 +87,7 @@ def test_the_last_words_of_hvdtrain_are_the_note(tmp_path: Path) -> None:
     )
     (row,) = watch.rows(watch.runs_of([str(tmp_path)]))
     assert row.note == "disk full"
-    assert "disk full" in watch.as_text([row])
+    assert "disk full" in table.as_text([row])
 
 
 def test_the_sign_of_life_is_that_of_the_rank_silent_longest(tmp_path: Path) -> None:
