@@ -95,7 +95,7 @@ endif
 	  && echo $(MPI) $(CPU) > $@ \
 	  || { code=$$?; test $$code -eq 2 || exit $$code; \
 	       echo "WARNING: without Horovod, training works on one process and not on several;" \
-	            "mend what the line above says, then run make setup again" >&2; }
+	            "fix what the line above names, then run make setup again" >&2; }
 
 # Python must not write bytecode into the source folders.
 lint test proof demo: export PYTHONDONTWRITEBYTECODE := 1

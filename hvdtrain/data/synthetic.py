@@ -97,9 +97,8 @@ def _images(
     more = splitmix64(bits)
     other = _moved(patterns, others, _field(more, 0, size), _field(more, 1, size))
     noise = _random_bytes(seed, 2, numbers, 2 * main[0].size).astype(np.int32)
-    noise = (noise[:, ::2] + noise[:, 1::2] - 255).reshape(
-        main.shape
-    )  # -255..255, triangular distribution
+    # -255..255, in a triangular distribution
+    noise = (noise[:, ::2] + noise[:, 1::2] - 255).reshape(main.shape)
     strength = 24 + _field(more, 2, 24).reshape(count, 1, 1, 1)  # of 64
     mixed = 128 + (main * strength + other * 20 + noise * 24) // 64
     images: NDArray[np.uint8] = np.clip(mixed, 0, 255).astype(np.uint8)

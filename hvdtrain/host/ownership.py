@@ -2,7 +2,7 @@
 
 `owner.json` names the run that writes to a folder. A second run is refused while the first one
 gives signs of life. An owner that is known to have ended is replaced at once, any other owner
-after STALE_SECONDS without a sign of life. Each owner has its own token. The token is part of the
+after STALE_SECONDS without a heartbeat. Each owner has its own token. The token is part of the
 names of unfinished files, and is compared again right before they become final, so that a run that
 was replaced while it was suspended or disconnected commits and removes nothing.
 
@@ -213,7 +213,7 @@ def _in_use(folder: Path, held: Claimant | None) -> UsageError:
     return UsageError(
         f"{folder} is in use by {held or 'another run'}, which is alive: wait until it ends, or "
         f"choose another --run (a run that was killed on another host counts as ended "
-        f"{STALE_SECONDS:.0f} s after its last sign of life)"
+        f"{STALE_SECONDS:.0f} s after its last heartbeat)"
     )
 
 
@@ -296,7 +296,7 @@ def _parse(text: str) -> Claimant | None:
 
 
 def _newest(path: Path, beats: Path) -> int:
-    """Return the disk's time in ns of the newest sign of life, 0 if there is none."""
+    """Return the disk's time in ns of the newest heartbeat, 0 if there is none."""
     times = [0]
     for file in (path, *beats.glob("rank-*.json")):
         with suppress(OSError), file.open("rb") as opened:

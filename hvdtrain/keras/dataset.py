@@ -17,7 +17,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.training.feed import Normalisation, normalisation
 
 Rows = order.Rows
-StepRecord = tuple[np.ndarray, np.ndarray, np.ndarray]  # images, labels, weights
+WeightedBatch = tuple[np.ndarray, np.ndarray, np.ndarray]  # images, labels, weights
 AHEAD = 2  # batches prepared in advance
 CACHE_BYTES = 2 * 2**30
 
@@ -118,13 +118,13 @@ def _own_share(rows: Rows) -> Rows:
 
 def _epochs(
     index: Index, samples: Samples, rows: Rows, seed: int, first_epoch: int, batch_size: int
-) -> Iterator[StepRecord]:
+) -> Iterator[WeightedBatch]:
     """Yield this rank's part of all batches, epoch after epoch, without an end."""
     for epoch in count(first_epoch):
         yield from _training(samples, order.training_order(index, rows, seed, epoch), batch_size)
 
 
-def _training(samples: Samples, rows: Rows, batch_size: int) -> Iterator[StepRecord]:
+def _training(samples: Samples, rows: Rows, batch_size: int) -> Iterator[WeightedBatch]:
     """Yield this rank's contiguous share of each global batch of `rows`."""
     current = world.current()
     for start, stop in order.step_slices(len(rows), batch_size):
@@ -137,7 +137,7 @@ def _training(samples: Samples, rows: Rows, batch_size: int) -> Iterator[StepRec
         yield batch.images, batch.labels, np.full(last - first, weight, np.float32)
 
 
-def _evaluation(samples: Samples, rows: Rows, images: int) -> Iterator[StepRecord]:
+def _evaluation(samples: Samples, rows: Rows, images: int) -> Iterator[WeightedBatch]:
     """Yield all of `rows`, in batches of `images` images."""
     for start, stop in order.step_slices(len(rows), images):
         batch = samples.gather(rows[start:stop])
@@ -145,7 +145,7 @@ def _evaluation(samples: Samples, rows: Rows, images: int) -> Iterator[StepRecor
 
 
 def _dataset(
-    make: Callable[[], Iterator[StepRecord]], steps: int, index: Index, normal: Normalisation
+    make: Callable[[], Iterator[WeightedBatch]], steps: int, index: Index, normal: Normalisation
 ) -> tf.data.Dataset:
     """Return the pipeline of `steps` batches from `make`."""
     signature = (

@@ -130,24 +130,27 @@ def pipeline(
     Raises:
         UsageError: if the number of stages does not fit the model or the ranks.
     """
-    name = name or f"hp:{stages}x{replicas}"
-    if stages > len(components):
+    _check_shape(name or f"hp:{stages}x{replicas}", len(components), ranks, stages, replicas)
+    made, start = [], 0
+    for number, size in enumerate(balance(costs, stages)):
+        first = number * replicas % ranks
+        held = tuple(range(first, first + replicas))
+        made.append(Stage(tuple(components[start : start + size]), held, (1,) * replicas))
+        start += size
+    default = MICROBATCHES_PER_STAGE * stages if stages > 1 else 1
+    return Plan(tuple(made), microbatches or default, schedule or DEFAULT_SCHEDULE)
+
+
+def _check_shape(name: str, components: int, ranks: int, stages: int, replicas: int) -> None:
+    if stages > components:
         raise UsageError(
-            f"{name} has {stages} stages, but the model has {len(components)} component(s): "
+            f"{name} has {stages} stages, but the model has {components} component(s): "
             "use fewer stages"
         )
     groups, left = divmod(ranks, replicas)
     if left or not groups or stages % groups:
         possible = [str(replicas * n) for n in range(1, stages + 1) if stages % n == 0]
         raise UsageError(f"{name} does not fit {ranks} ranks: start {' or '.join(possible)}")
-    made, start = [], 0
-    for number, size in enumerate(balance(costs, stages)):
-        first = number % groups * replicas
-        held = tuple(range(first, first + replicas))
-        made.append(Stage(tuple(components[start : start + size]), held, (1,) * replicas))
-        start += size
-    default = MICROBATCHES_PER_STAGE * stages if stages > 1 else 1
-    return Plan(tuple(made), microbatches or default, schedule or DEFAULT_SCHEDULE)
 
 
 def balance(costs: Sequence[float], parts: int) -> list[int]:

@@ -212,9 +212,7 @@ def exposed_seconds(
     late = 0.0  # delay of the backward so far
     for earliest, length in zip(ready, seconds, strict=True):
         now = max(ended, earliest + late)
-        remaining = max(
-            0.0, computed + late - now
-        )  # rest of the backward if nothing slows it down
+        remaining = max(0.0, computed + late - now)  # of the backward, if nothing slows it down
         overlap = min(length * reduce, remaining * compute)
         late += overlap * (1 - 1 / compute)
         rest = length - overlap / reduce

@@ -77,9 +77,8 @@ class Tables:
         crossing = np.array([0, *(cost.output_bytes for cost in costs[:-1]), 0], float)
         self.crossing = crossing[self.places]
         self.cached_times: dict[tuple[object, ...], Times] = {}
-        self.cached_arrays: dict[
-            tuple[object, ...], np.ndarray
-        ] = {}  # arrays that several of them need
+        # Arrays that several of the times need.
+        self.cached_arrays: dict[tuple[object, ...], np.ndarray] = {}
         # A stage cannot end with a component whose output has no gradient, such as integers.
         ends = [True, *(cost.is_differentiable for cost in costs[:-1]), True]
         self.valid &= np.array(ends)[self.places][None, :]

@@ -7,7 +7,6 @@ The commands on pages of the site can use a packed data set at data/synthetic, w
 start makes.
 """
 
-import dataclasses
 import os
 import re
 import subprocess
@@ -17,11 +16,9 @@ from pathlib import Path
 import pytest
 
 from hvdtrain import data
-from hvdtrain.config import TrainConfig
-from hvdtrain.options.fields import flag
-from hvdtrain.options.parser import Parser, add_dataclass
 from tests import warm
 from tests.conftest import ROOT, program_environment
+from tests.pure.test_language import PHRASES
 
 README = ROOT / "README.md"
 SITE = sorted((ROOT / "docs").rglob("*.md"))
@@ -37,14 +34,6 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 # On busy cores a rank may be reported as a straggler, though the page shows none.
 STRAGGLER = re.compile(r"^rank \d+ is slow:.*\n", re.MULTILINE)
 NUMBER = re.compile(r"\b\d[\d,.]*(?:e[+-]\d+)?(?:nan)?")
-# The left column of the project's rules for plain English, as far as a pattern can tell.
-NOT_PLAIN = re.compile(
-    r"\b(stands?\sstill|is\sno\snumber|hand(?:s|ed|ing)?[-\s]overs?|thinks?\s\w+\s\w+\sover"
-    r"|brings?\sin|holds?\sthe\sothers\sup|repair(?:s|ed|ing)?|for\sever|in\ssilence|go(?:es)?\son"
-    r"|wish(?:es|ed)?|begin(?:s|ning)?|begun|began|so\s(?:many|often)"
-    r"|a\s(?:step|epoch|node|rank)\seach)\b",
-    re.IGNORECASE,
-)
 
 
 @dataclass(frozen=True)
@@ -152,11 +141,15 @@ def test_each_block_of_code_is_run_or_says_why_not(page: Path) -> None:
     assert not unmarked
 
 
-@pytest.mark.parametrize("page", [README, *SITE], ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page",
+    [README, ROOT / "CONTRIBUTING.md", *SITE],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
 def test_prose_is_plain_english(page: Path) -> None:
     prose = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     prose = re.sub(r"`[^`\n]*`", "", prose)
-    assert not [match[0] for match in NOT_PLAIN.finditer(prose)]
+    assert not [match[0] for match in PHRASES.finditer(" ".join(prose.split()))]
 
 
 def test_the_readme_is_short() -> None:
@@ -167,30 +160,6 @@ def test_output_that_is_not_the_page_s_is_told_from_it() -> None:
     assert is_shown("loss 1.5\n...\nend 3\n", "loss  12,000.25\nmore\nend 7")
     assert not is_shown("loss 1.5\n", "loss 1.5\nmore")
     assert not is_shown("2 rank(s)\n", "2 ranks")
-
-
-def test_the_table_of_options_is_that_of_the_program() -> None:
-    page = (ROOT / "docs" / "reference" / "options.md").read_text()
-    rows = re.findall(r"^\| `--(?!config).*", page, flags=re.MULTILINE)
-    assert rows == shown_rows()
-
-
-def shown_rows() -> list[str]:
-    """Return the rows of the table of options, with the names and texts of `train --help`."""
-    parser = Parser()
-    add_dataclass(parser, TrainConfig)
-    page = re.findall(r"^  (--.*?)(?:  .*)?$", parser.format_help(), flags=re.MULTILINE)
-    typed = {words.split()[0].rstrip(","): words for words in page}
-    rows = []
-    for field in dataclasses.fields(TrainConfig):
-        default = f"`{field.default}`"
-        if field.default is dataclasses.MISSING:
-            default = "required"
-        elif field.default is None or field.default is False:
-            default = field.metadata["default"]
-        words = typed[flag(field.name)]
-        rows.append(f"| `{words}` | {default} | {field.metadata['help']} |")
-    return rows
 
 
 @pytest.mark.parametrize("page", ON_GITHUB)

@@ -29,7 +29,7 @@ def take(folder: Path, messages: list[str] | None = None, waits: "Waits | None" 
 
 
 def elsewhere(folder: Path, age: float = 0.0, **changed: object) -> Owner:
-    """Return an owner on another host, whose newest sign of life is `age` seconds old."""
+    """Return an owner on another host, whose newest heartbeat is `age` seconds old."""
     owner = take(folder)
     content = json.loads(owner.path.read_text())
     owner.path.write_text(json.dumps(content | {"host": "far", "place": "far"} | changed))
@@ -79,7 +79,7 @@ def test_an_owner_that_lives_is_not_replaced_whatever_the_clocks_of_the_hosts_sa
         take(tmp_path, waits=beats)
     assert beats.now == LOOK_SECONDS, "the first sign of life is enough"
     assert f"{tmp_path} is in use by process {os.getpid()} on far" in str(caught.value)
-    assert f"{STALE_SECONDS:.0f} s after its last sign of life" in str(caught.value)
+    assert f"{STALE_SECONDS:.0f} s after its last heartbeat" in str(caught.value)
     owner.check()
 
 

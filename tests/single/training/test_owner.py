@@ -27,7 +27,7 @@ def command(data: Path, run: Path, *options: object) -> list[str]:
 
 
 def grow_old(run: Path) -> None:
-    """Change the last sign of life to some time ago."""
+    """Change the last heartbeat to some time ago."""
     for path in (run / NAME, *(run / "heartbeats").iterdir()):
         then = path.stat().st_mtime - STALE_SECONDS - 1
         os.utime(path, (then, then))
