@@ -20,6 +20,9 @@ from hvdtrain.plan.plan import Plan
 from hvdtrain.training.feed import step_seed
 
 ROUNDINGS = 4  # rounding errors of a weight that an update may contain
+# Rounding errors of the largest gradient of a layer that its other gradients may contain. A bias
+# before a batch norm has a gradient of zero, and what is computed for it is rounding errors.
+GRADIENT_ROUNDINGS = 16
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ class SerialRun:
         gradients = {
             name: done.gradients.get(name, gradient) for name, gradient in serial.gradients.items()
         }
-        _keep(self.gradients, largest_errors(gradients, serial.gradients))
+        _keep(self.gradients, gradient_errors(gradients, serial.gradients))
         for name, value in serial.buffers.items():
             _keep(self.buffers, largest_errors(done.tensors, {name: value}))
         _keep(self.updates, self._update_errors(batch.rate, gradients, done.tensors, before))
@@ -124,7 +127,7 @@ class SerialRun:
             expected[name] = difference(parameter.detach(), before[name])
             error = difference(after[name], parameter.detach())
             rounding = ROUNDINGS * torch.finfo(parameter.dtype).eps * before[name].abs()
-            actual[name] = expected[name] + error.sign() * (error.abs() - rounding).clamp(min=0)
+            actual[name] = expected[name] + _beyond(error, rounding)
         return largest_errors(actual, expected)
 
     def parity(self) -> Parity:
@@ -150,6 +153,34 @@ def plain_optimizer(
         return torch.optim.SGD(groups, lr, config.momentum, nesterov=nesterov, foreach=False)
     adam = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
     return adam(groups, lr=lr, foreach=False)
+
+
+def gradient_errors(
+    measured: Mapping[str, Tensor], reference: Mapping[str, Tensor]
+) -> dict[str, float]:
+    """Return the error of each gradient, by name: `largest_errors` beyond rounding errors.
+
+    A sum of terms that cancel has rounding errors of the size of the terms. Their size is that of
+    the largest gradient of the same layer, which is computed from the same terms.
+    """
+    largest: dict[str, float] = {}
+    for name, value in reference.items():
+        layer = name.rpartition(".")[0]
+        size = float(value.abs().max()) * torch.finfo(value.dtype).eps if value.numel() else 0.0
+        largest[layer] = max(largest.get(layer, 0.0), size)
+    actual, expected = {}, {}
+    for name, value in reference.items():
+        actual[name] = other = measured[name]
+        expected[name] = value.cpu().double()
+        if other.shape == value.shape:
+            rounding = torch.tensor(GRADIENT_ROUNDINGS * largest[name.rpartition(".")[0]])
+            actual[name] = expected[name] + _beyond(difference(other, value), rounding)
+    return largest_errors(actual, expected)
+
+
+def _beyond(error: Tensor, rounding: Tensor) -> Tensor:
+    """Return what of an error is more than a rounding error."""
+    return error.sign() * (error.abs() - rounding).clamp(min=0)
 
 
 def _keep(largest: dict[str, float], errors: Mapping[str, float]) -> None:

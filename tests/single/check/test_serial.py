@@ -1,0 +1,40 @@
+"""The errors of gradients against serial ones: what is an error, and what is rounding."""
+
+import torch
+from torch import Tensor
+
+from hvdtrain.check.serial import gradient_errors
+
+EPSILON = torch.finfo(torch.float64).eps
+
+
+def gradients(bias: float) -> dict[str, Tensor]:
+    """Return the gradients of a convolution whose bias is before a batch norm, and of a head."""
+    return {
+        "stem.conv.weight": torch.tensor([0.5, -0.25], dtype=torch.float64),
+        "stem.conv.bias": torch.tensor([bias], dtype=torch.float64),
+        "head.bias": torch.tensor([8.0], dtype=torch.float64),
+    }
+
+
+def test_a_gradient_that_cancels_may_be_any_rounding_error() -> None:
+    errors = gradient_errors(gradients(2 * EPSILON), gradients(-EPSILON))
+    assert set(errors.values()) == {0.0}
+
+
+def test_more_than_rounding_errors_of_the_layer_is_an_error() -> None:
+    # 1e-14 of the gradients of its layer: the head, whose gradients are larger, does not count.
+    errors = gradient_errors(gradients(5e-15), gradients(0.0))
+    assert errors["stem.conv.bias"] > 1e-12 > errors["stem.conv.weight"]
+
+
+def test_a_missing_or_infinite_gradient_is_an_error() -> None:
+    wrong = gradients(0.0) | {
+        "head.bias": torch.zeros(2),
+        "stem.conv.bias": torch.tensor([torch.inf]),
+    }
+    errors = gradient_errors(wrong, gradients(0.0))
+    assert errors["head.bias"] == errors["stem.conv.bias"] == float("inf")
+    assert gradient_errors({"a.b": torch.tensor([torch.nan])}, {"a.b": torch.zeros(1)})[
+        "a.b"
+    ] == float("inf")
