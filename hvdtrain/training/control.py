@@ -42,7 +42,6 @@ class Vitals(NamedTuple):
         data_seconds: the wait for its data.
         memory_bytes: resident set, or memory allocated on the GPU.
         load: processes of the host that are ready to run.
-        celsius: the hottest sensor of the processor or GPU; NaN where there is none.
     """
 
     seconds: float
@@ -50,7 +49,6 @@ class Vitals(NamedTuple):
     data_seconds: float = 0.0
     memory_bytes: float = 0.0
     load: float = 0.0
-    celsius: float = math.nan
 
 
 @dataclass(frozen=True)

@@ -358,9 +358,14 @@ def _vitals(run: Run, result: Result, seconds: float, data_seconds: float) -> Vi
     Args:
         seconds: duration of the step without the wait for its data, `data_seconds`.
     """
-    pulse, whole = run.heartbeat, data_seconds + seconds
-    measured = pulse.memory_bytes, pulse.load, pulse.celsius
-    return Vitals(whole, whole - result.waited_seconds, data_seconds, *measured)
+    whole = data_seconds + seconds
+    return Vitals(
+        seconds=whole,
+        own_seconds=whole - result.waited_seconds,
+        data_seconds=data_seconds,
+        memory_bytes=run.heartbeat.memory_bytes,
+        load=run.heartbeat.load,
+    )
 
 
 def _leave(run: Run, code: int) -> None:

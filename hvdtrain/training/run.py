@@ -179,7 +179,7 @@ def open_run(session: Session, stop: StopRequest) -> Run:
     injector = make_injector(session, folder, console, adapter.force if adapter else None)
     owner, resumes = world.broadcast(_claim(config, folder, console) if world.rank == 0 else None)
     heartbeat = Heartbeat(
-        *(folder.heartbeats, world.rank, session.memory_bytes, session.celsius),
+        *(folder.heartbeats, world.rank, session.memory_bytes),
         *(session.activity.now, owner),
     )
     try:

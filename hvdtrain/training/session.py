@@ -1,10 +1,8 @@
 """The interface between the training loop and a framework: PyTorch or Keras."""
 
-import math
 import resource
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
@@ -22,8 +20,6 @@ from hvdtrain.world import World
 
 if TYPE_CHECKING:
     from hvdtrain.planner.tables import Question
-
-PROCESSOR_SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "acpitz")
 
 Shape = tuple[int, ...]
 
@@ -265,15 +261,6 @@ class Session(ABC):
     def peak_memory_bytes(self) -> int:
         """Return the largest `memory_bytes` so far."""
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-    def celsius(self) -> float:
-        """Return the temperature of the GPU, or of the hottest CPU sensor; NaN if unknown."""
-        with suppress(Exception):  # not on every system
-            sensors = psutil.sensors_temperatures()
-            for name in PROCESSOR_SENSORS:
-                if sensors.get(name):
-                    return max(sensor.current for sensor in sensors[name])
-        return math.nan
 
     def close(self) -> None:
         """Free the memory and close the files of the data set."""

@@ -1,8 +1,6 @@
 """A run's session in PyTorch: the interpreter of a plan, and the state that it works on."""
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -273,14 +271,6 @@ class TorchSession(Session):
         if self.device == "cuda":
             return torch.cuda.max_memory_allocated(self.runtime.device)
         return super().peak_memory_bytes()
-
-    @override
-    def celsius(self) -> float:
-        if self.device == "cuda":
-            with suppress(Exception):  # the driver's library may be missing or fail
-                return float(torch.cuda.temperature(self.runtime.device))
-            return math.nan
-        return super().celsius()
 
     def _seed(self, position: int) -> None:
         """Seed the generators that a step can draw from.

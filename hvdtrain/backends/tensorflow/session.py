@@ -220,10 +220,6 @@ class KerasSession(Session):
         info = tf.config.experimental.get_memory_info
         return sum(int(info(f"GPU:{number}")[which]) for number in range(self.gpus))
 
-    @override
-    def celsius(self) -> float:
-        return float("nan") if self.gpus else super().celsius()
-
     def _seed(self, position: int) -> None:
         """Seed the layers' generators, so that draws depend on seed, position and rank only."""
         self._set_spoiled(is_training=True)
