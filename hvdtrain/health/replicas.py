@@ -24,7 +24,7 @@ def compare_fingerprints(run: Run, log: StepLog) -> int | None:
     if run.progress.step % CHECK_EVERY or not _has_replicas(run):
         return None
     with run.activity.doing("comparing the replicas"):
-        fingerprints = session.world.gather(session.fingerprints())
+        fingerprints = session.world.gather(session.state.fingerprints())
     if all(
         len({fingerprints[rank][number] for rank in stage.ranks}) == 1
         for number, stage in enumerate(session.plan.stages)
@@ -46,7 +46,7 @@ def check_replicas(run: Run) -> None:
         return
     session = run.session
     with run.activity.doing("comparing the replicas"):
-        digests = session.world.gather(session.digests())
+        digests = session.world.gather(session.state.digests())
     try:
         weights_sha256(digests)
     except CheckFailed as error:

@@ -122,7 +122,8 @@ def _train(run: Run) -> dict[str, Any]:
     if not saving.finish(run):
         saving.save(run)
     run.count_seconds()
-    run.session.write_trace()
+    if run.session.timeline is not None:
+        run.session.timeline.write()
     with run.activity.doing("summing up the run"):
         summary = summarise(run)
     if run.session.config.memory_limit is not None:
@@ -200,21 +201,19 @@ def _announce(run: Run) -> None:
     run.console.say(
         f"{config.model}, {session.parameters:,} parameters, {config.precision}; "
         f"{session.world.size} rank(s) x {session.world.threads} thread(s) on "
-        f"{session.device}; {len(session.train_rows):,} training samples, "
+        f"{session.device.kind}; {len(session.train_rows):,} training samples, "
         f"{math.ceil(len(session.train_rows) / config.batch_size):,} steps per epoch"
     )
     run.console.say_plan(session.plan)
-    for line in session.chosen.remarks if session.chosen else ():
+    for line in session.remarks:
         run.console.say(line)
-    if session.verified:
-        run.console.say(session.verified)
     if run.progress.step:
         run.console.say(f"resumed after step {run.progress.step:,}")
     run.console.header()
     if run.records is not None:
-        plan_record = session.plan.to_json() | {"devices_a_rank": session.devices}
-        if session.chosen is not None and session.chosen.predicted_seconds is not None:
-            plan_record["predicted_seconds"] = session.chosen.predicted_seconds
+        plan_record = session.plan.to_json() | {"devices_a_rank": session.device.count}
+        if session.predicted_seconds is not None:
+            plan_record["predicted_seconds"] = session.predicted_seconds
         run.records.event("plan", step=run.progress.step, **plan_record)
 
 
@@ -243,7 +242,7 @@ def _change_plan(run: Run) -> None:
 def _say_decision(run: Run, decision: dict[str, Any]) -> None:
     """Record and print a decision on the plan; on rank 0."""
     assert run.records is not None
-    plan = run.session.plan.to_json() | {"devices_a_rank": run.session.devices}
+    plan = run.session.plan.to_json() | {"devices_a_rank": run.session.device.count}
     run.records.event("plan", step=run.progress.step, **plan, **decision)
     run.console.say(
         f"step {run.progress.step:,}: {decision['cause']}: "
@@ -257,7 +256,8 @@ def _train_under_plan(run: Run) -> int | None:
     """Train to the end of the epoch or to a migration; return the exit code if all ranks stop."""
     session, progress, config = run.session, run.progress, run.session.config
     length = len(session.train_rows)
-    session.align_clocks()
+    if session.timeline is not None:
+        session.timeline.align()
     epoch, offset = order.locate(progress.position, length)
     started = time.perf_counter()
     rows = order.training_order(session.index, session.train_rows, config.seed, epoch)
@@ -335,8 +335,8 @@ def _step(run: Run, feed: Feed, epoch: int, batch_size: int, data_seconds: float
     if config.ledger and not result.is_bad:
         stem = f"{epoch + 1},{progress.step},{session.world.rank}"
         run.ledger += [f"{stem},{sample}\n" for sample in feed.ids.tolist()]
-    if progress.step - run.first_step == TRACED_STEPS:
-        session.write_trace()
+    if session.timeline is not None and progress.step - run.first_step == TRACED_STEPS:
+        session.timeline.write()
     vitals = _vitals(run, result, time.perf_counter() - started, data_seconds)
     with run.activity.doing("agreeing with all ranks on the step before"):
         return run.control.post(result.read_loss, result.samples, _flags(run, result), vitals)

@@ -179,7 +179,7 @@ def open_run(session: Session, stop: StopRequest) -> Run:
     injector = make_injector(session, folder, console, adapter.force if adapter else None)
     owner, resumes = world.broadcast(_claim(config, folder, console) if world.rank == 0 else None)
     heartbeat = Heartbeat(
-        *(folder.heartbeats, world.rank, session.memory_bytes),
+        *(folder.heartbeats, world.rank, session.device.memory_bytes),
         *(session.activity.now, owner),
     )
     try:
@@ -231,8 +231,8 @@ def _open_owned(
     kept = restore(session, folder, console) if config.resume else None
     progress = Progress.of(kept) if kept else Progress(session.index.hash)
     if kept is None and config.weights is not None:
-        console.say(session.start_from(Path(config.weights)))
-    session.agree()
+        console.say(session.state.start_from(Path(config.weights)))
+    session.state.agree()
     replication = open_replication(config, folder, world, console)
     records = None
     if world.rank == 0:
@@ -241,7 +241,7 @@ def _open_owned(
         session=session,
         progress=progress,
         console=console,
-        control=Control(world, session.loss_delay),
+        control=Control(world, session.device.loss_delay),
         stop=stop,
         folder=folder,
         records=records,
@@ -275,12 +275,13 @@ def _saver(session: Session, folder: metrics.RunFolder, token: str) -> Saver:
 
 def _adapter(session: Session) -> "Adapter | None":
     """Return what replans, if --plan adaptive is set and there are several ranks."""
-    if session.config.plan_request != ADAPTIVE or session.world.size == 1:
+    migration = session.migration
+    is_adaptive = session.config.plan_request == ADAPTIVE and session.world.size > 1
+    if migration is None or not is_adaptive:
         return None
     from hvdtrain.training.adapting import Adapter  # loads torch
 
-    assert session.chosen is not None
-    return Adapter(session, session.chosen.question, session.build_seconds)
+    return Adapter(session, migration, migration.question, migration.building_seconds)
 
 
 def _stalled(line: str, config: TrainConfig, folder: metrics.RunFolder, world: World) -> None:

@@ -84,7 +84,7 @@ def begin(run: Run) -> None:
             error = caught
     if run.replication is not None:
         run.replication.expect(name)
-    run.saver.begin(name, session.share, partial(_settle, run, name, commit), error)
+    run.saver.begin(name, session.state.share, partial(_settle, run, name, commit), error)
 
 
 def follow(run: Run, agreed: Agreed) -> None:

@@ -22,7 +22,7 @@ def summarise(run: Run) -> dict[str, Any]:
         CheckFailed: if ranks hold different weights.
     """
     session, progress = run.session, run.progress
-    digest = weights_sha256(session.world.gather(session.digests()))
+    digest = weights_sha256(session.world.gather(session.state.digests()))
     # Fractions of each rank's own seconds: a rank measures its waits with its own clock.
     rank_seconds = max(progress.train_seconds, 1e-9)
     spent = [
@@ -37,7 +37,7 @@ def summarise(run: Run) -> dict[str, Any]:
         "model": session.config.model,
         "parameters": session.parameters,
         "ranks": session.world.size,
-        "devices_a_rank": session.devices,
+        "devices_a_rank": session.device.count,
         "plan": session.plan.to_json(),
         "epochs": progress.position / len(session.train_rows),
         "steps": progress.step,
@@ -50,11 +50,11 @@ def summarise(run: Run) -> dict[str, Any]:
         "communication": {"exposed_fraction": exposed, "total_fraction": total},
         "bubble_fraction": bubble,
         "compute_fraction": compute,
-        "peak_memory_bytes": session.world.gather(session.peak_memory_bytes()),
+        "peak_memory_bytes": session.world.gather(session.device.peak_memory_bytes()),
         "final": progress.final,
         "best": progress.best,
         "weights_sha256": digest,
-        "machine": machine(session.accelerator, session.world.threads),
+        "machine": machine(session.device.accelerator, session.world.threads),
         "versions": versions(session.libraries),
     }
 
