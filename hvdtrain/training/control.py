@@ -113,6 +113,14 @@ def stop_code(interrupted: bool, preempted: bool) -> int | None:
     return Preempted.exit_code if preempted else None
 
 
+class Stopped(Exception):
+    """The ranks agreed to stop, with the exit code `code`, in an epoch or its evaluation."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
 class Control:
     """Sends each step's control vector and returns the agreement on the step before.
 

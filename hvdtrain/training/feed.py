@@ -32,16 +32,16 @@ class Feed:
     labels: Rows
 
 
-class Feeder:
-    """Reads feeds from a split; takes the place of the split in a `Loader`.
+Request = tuple[Rows, Rows]  # the rows whose images, and whose labels, a rank needs
 
-    A request has the rows whose images this rank needs, and the rows whose labels it needs.
-    """
+
+class Feeder:
+    """Reads feeds from a split; takes the place of the split in a `Loader`."""
 
     def __init__(self, samples: Samples, augment: Callable[[Batch], Batch] | None = None) -> None:
         self.samples, self.augment = samples, augment
 
-    def gather(self, request: tuple[Rows, Rows]) -> Feed:
+    def gather(self, request: Request) -> Feed:
         """Read one step's feed; rows whose images and labels are needed are read once."""
         for_images, for_labels = request
         if not len(for_images):
@@ -79,8 +79,8 @@ def augmentation(
 
 
 def requests(
-    rows: Rows, slices: Iterable[Range], local_rows: Callable[[Rows], tuple[Rows, Rows]]
-) -> Iterator[tuple[Rows, Rows]]:
+    rows: Rows, slices: Iterable[Range], local_rows: Callable[[Rows], Request]
+) -> Iterator[Request]:
     """Yield this rank's request for each global batch.
 
     Args:

@@ -273,7 +273,7 @@ class Session(ABC):
 
     @property
     def plan(self) -> Plan:
-        """Which ranks hold which components."""
+        """The plan of this run: which ranks hold which components."""
         return self.state.plan
 
     @property

@@ -14,7 +14,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
 from hvdtrain.models import vit
 from hvdtrain.models.component import Component
-from hvdtrain.training.rate import learning_rate
+from hvdtrain.training.progress import learning_rate
 
 
 def config(**values: Any) -> TrainConfig:
