@@ -232,21 +232,10 @@ def _add_switch(group: Any, flag: str, kind: Any, default: object, text: str) ->
     group.add_argument(
         f"--no-{flag.removeprefix('--')}",
         dest=flag.removeprefix("--").replace("-", "_"),
-        action=SwitchOff,
+        action=helptext.SwitchOff,
         default=default,
         help=argparse.SUPPRESS,
     )
-
-
-class SwitchOff(argparse.Action):
-    """Sets a boolean option to False."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(nargs=0, **settings)
-
-    def __call__(self, parser: Any, namespace: Any, *ignored: Any) -> None:
-        """Set the option to False."""
-        setattr(namespace, self.dest, False)
 
 
 def select_fields(kind: type[Options], values: Mapping[str, Any]) -> Options:

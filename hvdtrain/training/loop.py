@@ -23,7 +23,6 @@ from hvdtrain.host import quiet
 from hvdtrain.host.activity import Activity
 from hvdtrain.host.stop import StopRequest
 from hvdtrain.options.configfile import differing, with_older_defaults
-from hvdtrain.options.frameworks import REMARKS
 from hvdtrain.training.control import Agreed, Flags, Stopped, Vitals, stop_code
 from hvdtrain.training.evaluate import end_epoch, evaluate_end
 from hvdtrain.training.feed import Feed, Feeder, Request, augmentation, requests, watched
@@ -100,7 +99,7 @@ def _open_session(config: TrainConfig, world: World) -> Session:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
         if find_spec("tensorflow") is None:
             raise UsageError(NO_TENSORFLOW)
-        with quiet.without(REMARKS):
+        with quiet.without(quiet.TENSORFLOW_REMARKS):
             from hvdtrain.backends.tensorflow import opening
         return opening.open_session(config, world)
     from hvdtrain.backends.pytorch import setup

@@ -17,6 +17,7 @@ from hvdtrain.health.stall import OTHERS_SAVE_FACTOR, SAVE_FACTOR, stalled
 from hvdtrain.host.activity import Activity
 from hvdtrain.host.ownership import Owner
 from hvdtrain.options import configfile
+from hvdtrain.options.checks import interval
 from hvdtrain.training.console import Journal
 from hvdtrain.training.control import Agreed
 from hvdtrain.training.metrics import Records, RunFolder
@@ -53,7 +54,7 @@ class Saving:
         self.session, self.progress, self.clock = session, progress, clock
         self.journal, self.owner, self.replication = journal, owner, replication
         self.saver = _saver(session, journal.folder, owner.token)
-        self.interval = session.config.checkpoint_interval()
+        self.interval = interval(session.config.checkpoint_every)
         self.saved_at = time.monotonic()
         self.saved_step: int | None = progress.step
         self.saved_best = self.pending_best = progress.best

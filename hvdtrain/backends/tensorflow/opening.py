@@ -25,7 +25,6 @@ from hvdtrain.keras.start import (
     use_gpus,
     use_own_threads,
 )
-from hvdtrain.options.frameworks import REMARKS
 from hvdtrain.options.planrequest import Mirrored, check_one_rank
 from hvdtrain.plan.plan import replicated
 from hvdtrain.training.feed import normalisation, open_splits
@@ -98,7 +97,7 @@ def _devices(config: TrainConfig, world: World) -> tuple[Any, int]:
     available = len(tf.config.list_physical_devices("GPU"))
     if config.device == "cuda" and not available:
         raise UsageError("--device cuda: TensorFlow sees no GPU on this host: use --device cpu")
-    with before_any_model(), quiet.without(REMARKS):
+    with before_any_model(), quiet.without(quiet.TENSORFLOW_REMARKS):
         use_own_threads(world)
         if config.device == "cpu":
             if available:
