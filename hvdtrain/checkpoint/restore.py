@@ -17,7 +17,7 @@ from hvdtrain.checkpoint.manifest import Manifest
 from hvdtrain.checkpoint.partfile import PAUSES, Damaged, Unreadable
 from hvdtrain.checkpoint.store import MODEL
 from hvdtrain.errors import DataError, UsageError
-from hvdtrain.health.stall import START_FACTOR
+from hvdtrain.health.failure import START_FACTOR
 from hvdtrain.options import configfile
 from hvdtrain.training.console import Console
 from hvdtrain.training.metrics import RunFolder

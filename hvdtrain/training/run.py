@@ -13,9 +13,9 @@ from hvdtrain.checkpoint.replication import Replication, open_replication, refus
 from hvdtrain.checkpoint.restore import restore
 from hvdtrain.config import TrainConfig
 from hvdtrain.health import failure, starts
+from hvdtrain.health.failure import stalled
 from hvdtrain.health.heartbeat import Heartbeat, suspects
 from hvdtrain.health.inject import Injector, make_injector
-from hvdtrain.health.stall import stalled
 from hvdtrain.health.stragglers import Stragglers, peers
 from hvdtrain.host import alert
 from hvdtrain.host.activity import Activity

@@ -13,7 +13,7 @@ from hvdtrain.checkpoint.replication import Replication
 from hvdtrain.checkpoint.saver import Saver
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.health import failure
-from hvdtrain.health.stall import OTHERS_SAVE_FACTOR, SAVE_FACTOR, stalled
+from hvdtrain.health.failure import OTHERS_SAVE_FACTOR, SAVE_FACTOR, stalled
 from hvdtrain.host.activity import Activity
 from hvdtrain.host.ownership import Owner
 from hvdtrain.options import configfile

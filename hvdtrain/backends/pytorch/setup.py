@@ -32,10 +32,15 @@ from hvdtrain.parallel.stage import Images
 from hvdtrain.plan import plan as plans
 from hvdtrain.plan import planfile
 from hvdtrain.plan.plan import Plan
-from hvdtrain.training.feed import Normalisation, normalisation, open_splits
-from hvdtrain.training.precheck import check_images, check_started
+from hvdtrain.training.feed import (
+    Normalisation,
+    check_images,
+    check_started,
+    normalisation,
+    open_splits,
+    staged,
+)
 from hvdtrain.training.session import Chosen
-from hvdtrain.training.staging import staged
 from hvdtrain.world import World, allow_new_groups
 
 

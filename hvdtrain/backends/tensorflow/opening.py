@@ -8,14 +8,13 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.tensorflow.build import build_model, build_optimizer
-from hvdtrain.backends.tensorflow.mirrored import MirroredSteps, make_strategy
 from hvdtrain.backends.tensorflow.session import KerasFaults, KerasSession, KerasState
-from hvdtrain.backends.tensorflow.step import Steps
+from hvdtrain.backends.tensorflow.step import MirroredSteps, Steps, make_strategy
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
 from hvdtrain.data.shards import read_index
 from hvdtrain.errors import UsageError
-from hvdtrain.health.stall import patience, stalled
+from hvdtrain.health.failure import patience, stalled
 from hvdtrain.host import quiet
 from hvdtrain.host.activity import Activity
 from hvdtrain.keras.start import (
@@ -27,10 +26,8 @@ from hvdtrain.keras.start import (
 )
 from hvdtrain.options.planrequest import Mirrored, check_one_rank
 from hvdtrain.plan.plan import replicated
-from hvdtrain.training.feed import normalisation, open_splits
-from hvdtrain.training.precheck import check_images, check_started
+from hvdtrain.training.feed import check_images, check_started, normalisation, open_splits, staged
 from hvdtrain.training.session import Device
-from hvdtrain.training.staging import staged
 from hvdtrain.world import World, notes
 
 

@@ -2,7 +2,8 @@
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,14 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from hvdtrain.backends.tensorflow import diagnosis
-from hvdtrain.backends.tensorflow.mirrored import MirroredSteps
-from hvdtrain.backends.tensorflow.step import Steps
+from hvdtrain.backends.tensorflow.step import MirroredSteps, Steps
 from hvdtrain.checkpoint.store import MODEL, OPTIMIZER, owners
 from hvdtrain.data import order
 from hvdtrain.data.order import Rows
 from hvdtrain.errors import UsageError
+from hvdtrain.health.badstep import Sighting, as_words
 from hvdtrain.keras import agreement
+from hvdtrain.keras.optimizer import sums
 from hvdtrain.training.feed import Feed, step_seed
 from hvdtrain.training.session import Faults, Result, Session, Shape, State, StepRecord
 from hvdtrain.world import World
@@ -197,7 +198,7 @@ class KerasSession(Session):
         self.activity.step(record.step)
         kept = [statistic.numpy() for statistic in self.steps.statistics]
         arguments = self._arguments(record.feed, record.batch_size)
-        explanation = diagnosis.diagnose(
+        explanation = diagnose(
             self.steps, self.world, arguments, lambda: self._seed(record.position)
         )
         for variable, before in zip(self.steps.statistics, kept, strict=True):
@@ -219,3 +220,63 @@ def _digest(array: np.ndarray) -> str:
     digest = hashlib.sha256(f"{array.dtype} {array.shape}".encode())
     digest.update(np.ascontiguousarray(array).tobytes())
     return digest.hexdigest()
+
+
+def diagnose(
+    steps: Steps, world: World, arguments: tuple[Any, ...], seed: Callable[[], Any]
+) -> str:
+    """Run a step again without updates; return what is wrong with it, in words. Collective.
+
+    This changes running statistics.
+
+    Args:
+        arguments: of `Steps.gradients`.
+        seed: sets the generators to their state at the start of the step.
+    """
+    sightings: list[Sighting] = []
+    seed()
+    with _watched(steps, world.rank, sightings):
+        _, gradients = steps.gradients(*arguments)
+    seen = [sighting for rank_sightings in world.gather(sightings) for sighting in rank_sightings]
+    if world.size > 1:
+        gradients = sums(gradients, "diagnosis")
+    norms = {
+        weight.path: float(np.linalg.norm(gradient.numpy().astype(np.float64)))
+        for weight, gradient in zip(steps.weights, gradients, strict=True)
+    }
+    return as_words(seen, norms, {name: place for place, name in enumerate(norms)})
+
+
+@contextmanager
+def _watched(steps: Steps, rank: int, sightings: list[Sighting]) -> Iterator[None]:
+    """Note the layers that return values that are not finite for finite inputs."""
+    layers = list(steps.model.layers)
+    before = [layer.call for layer in layers]
+    for number, layer in enumerate(layers):
+        layer.call = _looking(number, layer, rank, sightings)
+    try:
+        yield
+    finally:
+        for layer, call in zip(layers, before, strict=True):
+            layer.call = call
+
+
+def _looking(number: int, layer: Any, rank: int, sightings: list[Sighting]) -> Callable[..., Any]:
+    call = layer.call
+
+    def look(*inputs: Any, **options: Any) -> Any:
+        output = call(*inputs, **options)
+        if _are_finite(inputs) and not _are_finite(output):
+            has_bad_weights = not _are_finite(layer.weights)
+            sightings.append(Sighting(number, layer.name, rank, has_bad_weights))
+        return output
+
+    return look
+
+
+def _are_finite(values: Any) -> bool:
+    tensors = (
+        tf.convert_to_tensor(tensor) for tensor in tf.nest.flatten(values) if tensor is not None
+    )
+    numbers = (tensor for tensor in tensors if tensor.dtype.is_floating)
+    return all(bool(tf.reduce_all(tf.math.is_finite(tensor))) for tensor in numbers)
