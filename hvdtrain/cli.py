@@ -15,7 +15,7 @@ from hvdtrain.health import failure
 from hvdtrain.host import launchers
 from hvdtrain.host.stop import STOP_SIGNALS
 from hvdtrain.jobs.options import JobOptions, SlurmOptions
-from hvdtrain.options.completion import SHELLS, PrintCompletion
+from hvdtrain.options.helptext import SHELLS, PrintCompletion
 from hvdtrain.options.parser import Parser, add_config, add_dataclass
 from hvdtrain.planner.options import PlanConfig
 

@@ -6,32 +6,14 @@ options of the command line are the same names with dashes.
 """
 
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from hvdtrain.errors import UsageError
-from hvdtrain.options import decay, injection
-from hvdtrain.options.fields import (
-    DATA,
-    DEFAULT_EPOCHS,
-    DEVICES,
-    FAULTS,
-    LENGTH,
-    OPTIMISATION,
-    OUTPUT,
-    PLAN,
-    Rule,
-    check_ranges,
-    check_together,
-    flag,
-    interval,
-    option,
-)
-from hvdtrain.options.frameworks import check_framework
+from hvdtrain.options.checks import check_values
+from hvdtrain.options.fields import DEFAULT_EPOCHS, Group, Rule, option
 from hvdtrain.options.planrequest import PlanRequest, parse_plan_request
 
 Precision = Literal["fp32", "bf16", "fp64"]
 Device = Literal["cpu", "cuda"]
-MOST_RANKS = 2**20  # upper bound where only the launcher knows the number of ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,17 +27,17 @@ class TrainConfig:
     model: str = option(
         MISSING,
         "cnn, resnet18, resnet50, vit_tiny, vit_b16, or package.module:function of your own",
-        DATA,
+        Group.DATA,
         Rule.ONE_LINE,
         "NAME",
     )
     framework: Literal["torch", "tensorflow"] = option(
-        "torch", "torch, or tensorflow: Keras 3, data parallel", DATA
+        "torch", "torch, or tensorflow: Keras 3, data parallel", Group.DATA
     )
     data: str = option(
         MISSING,
         "folder of a packed data set (hvdtrain data pack)",
-        DATA,
+        Group.DATA,
         Rule.ONE_LINE | Rule.ON_RESUME,
         "DIR",
     )
@@ -63,7 +45,7 @@ class TrainConfig:
         None,
         "copy the data set into this folder on each host's own disk first, and check the "
         "copy; $VARIABLES are those of the host",
-        DATA,
+        Group.DATA,
         Rule.ONE_LINE | Rule.ON_RESUME,
         "DIR",
     )
@@ -73,35 +55,38 @@ class TrainConfig:
         "training), adaptive (also replanned during training), or a JSON file; with "
         "tensorflow single, dp, or mirrored[:N] (MirroredStrategy on N devices of one "
         "process)",
-        PLAN,
+        Group.PLAN,
         Rule.ON_RESUME | Rule.NOT_COMPARED,
         shown_default="single on one rank, dp on more",
     )
     ranks: int | None = option(
         None,
         "start this many ranks on this machine",
-        PLAN,
+        Group.PLAN,
         Rule.POSITIVE | Rule.ON_RESUME | Rule.NOT_COMPARED,
         shown_default="as many as the launcher started, else 1",
     )
     epochs: int | None = option(
         None,
         "passes over the training set",
-        LENGTH,
+        Group.LENGTH,
         Rule.POSITIVE | Rule.ON_RESUME,
         shown_default=f"{DEFAULT_EPOCHS}, or what --max-steps takes",
     )
     max_steps: int | None = option(
-        None, "stop after this many steps", LENGTH, Rule.POSITIVE | Rule.ON_RESUME
+        None, "stop after this many steps", Group.LENGTH, Rule.POSITIVE | Rule.ON_RESUME
     )
     batch_size: int = option(
-        64, "images per step, over all ranks together", LENGTH, Rule.POSITIVE | Rule.NOT_COMPARED
+        64,
+        "images per step, over all ranks together",
+        Group.LENGTH,
+        Rule.POSITIVE | Rule.NOT_COMPARED,
     )
     microbatches: int | None = option(
         None,
         "gradient accumulation: micro-batches that each step is cut into, with one forward "
         "and one backward pass each",
-        LENGTH,
+        Group.LENGTH,
         Rule.POSITIVE | Rule.ON_RESUME | Rule.TORCH_ONLY,
         shown_default="that of the plan file, else 1, or 4 per stage where there are several",
         alias="accumulate",
@@ -109,7 +94,7 @@ class TrainConfig:
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] | None = option(
         None,
         "order of forward and backward passes in a pipeline",
-        PLAN,
+        Group.PLAN,
         Rule.ON_RESUME | Rule.TORCH_ONLY,
         shown_default="that of the plan file, else 1f1b",
     )
@@ -117,122 +102,126 @@ class TrainConfig:
         False,
         "before the first step, compare three steps under the plan with three steps on one "
         "rank and the same data: gradients, updates, statistics; end the run if they differ",
-        PLAN,
+        Group.PLAN,
         Rule.ON_RESUME | Rule.TORCH_ONLY | Rule.NOT_COMPARED,
     )
     memory_limit: float | None = option(
         None,
         "GiB that the process of a rank may use, under --plan auto",
-        PLAN,
+        Group.PLAN,
         Rule.POSITIVE | Rule.ON_RESUME,
         "GIB",
     )
     profile: str | None = option(
         None,
         "file with the measurements of --plan auto: read if it exists, else written",
-        PLAN,
+        Group.PLAN,
         Rule.ONE_LINE | Rule.ON_RESUME,
         "FILE",
     )
-    precision: Precision = option("fp32", "bf16: autocast with fp32 weights", DEVICES)  # noqa: RUF009
+    precision: Precision = option("fp32", "bf16: autocast with fp32 weights", Group.DEVICES)  # noqa: RUF009
     optimizer: Literal["sgd", "adam", "adamw"] = option(
-        "adam", "sgd: with Nesterov momentum", OPTIMISATION
+        "adam", "sgd: with Nesterov momentum", Group.OPTIMISATION
     )
-    lr: float = option(0.001, "learning rate, used as given", OPTIMISATION, Rule.POSITIVE)
+    lr: float = option(0.001, "learning rate, used as given", Group.OPTIMISATION, Rule.POSITIVE)
     lr_base_batch: int | None = option(
         None,
         "scale the learning rate by batch size / N (Goyal et al., arXiv 1706.02677)",
-        OPTIMISATION,
+        Group.OPTIMISATION,
         Rule.POSITIVE,
     )
     lr_schedule: Literal["constant", "cosine", "step"] = option(
         "constant",
         "constant; cosine to zero; or step: divided by 10 at 50 % and at 75 % of the run",
-        OPTIMISATION,
+        Group.OPTIMISATION,
     )
     warmup_epochs: float = option(
-        0.0, "epochs of linear warm-up from zero", OPTIMISATION, Rule.NOT_NEGATIVE
+        0.0, "epochs of linear warm-up from zero", Group.OPTIMISATION, Rule.NOT_NEGATIVE
     )
-    momentum: float = option(0.9, "momentum of sgd", OPTIMISATION, Rule.NOT_NEGATIVE)
-    weight_decay: float = option(0.0, "weight decay", OPTIMISATION, Rule.NOT_NEGATIVE)
+    momentum: float = option(0.9, "momentum of sgd", Group.OPTIMISATION, Rule.NOT_NEGATIVE)
+    weight_decay: float = option(0.0, "weight decay", Group.OPTIMISATION, Rule.NOT_NEGATIVE)
     no_decay: str = option(
         "norm,bias,position",
         "parameters without weight decay: norm (scales and shifts of normalisation layers), "
         "bias, position (position embeddings and class tokens), or none",
-        OPTIMISATION,
+        Group.OPTIMISATION,
         metavar="KINDS",
     )
     label_smoothing: float = option(
         0.0,
         "share of each target that is spread over all classes, 0 to below 1",
-        OPTIMISATION,
+        Group.OPTIMISATION,
         Rule.BELOW_ONE,
     )
     clip_norm: float | None = option(
         None,
         "scale gradients down to this norm over the whole model",
-        OPTIMISATION,
+        Group.OPTIMISATION,
         Rule.POSITIVE | Rule.NOT_MIRRORED,
     )
     gradient_limit: float | None = option(
         None,
         "a step whose gradients have a larger norm than this is bad",
-        FAULTS,
+        Group.FAULTS,
         Rule.POSITIVE | Rule.ON_RESUME | Rule.NOT_MIRRORED,
     )
     on_bad_step: Literal["stop", "skip"] = option(
         "stop",
         "if loss or gradients are not finite, or above --gradient-limit: stop with the name "
         "of the component, or skip the step",
-        FAULTS,
+        Group.FAULTS,
         Rule.ON_RESUME | Rule.NOT_MIRRORED,
     )
     batch_norm: Literal["local", "sync"] = option(
         "local",
         "local: over a replica's share of a micro-batch; sync: over the whole micro-batch",
-        PLAN,
+        Group.PLAN,
         Rule.TORCH_ONLY,
     )
     change_batch_norm: bool = option(
         False,
         "let --plan adaptive change shares and micro-batches, and with them the samples that "
         "batch norm normalises together",
-        PLAN,
+        Group.PLAN,
         Rule.ON_RESUME | Rule.NOT_COMPARED,
     )
     recompute: str | None = option(
         None,
         "components that keep no activations and repeat the forward pass during the backward "
         "pass: names or patterns with commas, such as 'layer1.*,layer2.*', or all",
-        PLAN,
+        Group.PLAN,
         Rule.ON_RESUME | Rule.TORCH_ONLY,
         "COMPONENTS",
     )
     holdout: float = option(
-        0.0, "share of the training set held out as validation, 0 to 0.9", DATA, Rule.HOLDOUT
+        0.0, "share of the training set held out as validation, 0 to 0.9", Group.DATA, Rule.HOLDOUT
     )
     augment: Literal["none", "crop-flip"] = option(
-        "none", "crop-flip: random crops and flips", DATA
+        "none", "crop-flip: random crops and flips", Group.DATA
     )
     cutout: int | None = option(
         None,
         "side in pixels of a square that is blanked in each training image",
-        DATA,
+        Group.DATA,
         Rule.POSITIVE,
     )
     normalise: Literal["meanstd", "split", "unit"] = option(
         "meanstd",
         "meanstd: per channel, of the images trained on; split: of held-out images too; "
         "unit: pixels / 255",
-        DATA,
+        Group.DATA,
     )
     image_size: int | None = option(
-        None, "image size of the model", DATA, Rule.POSITIVE, shown_default="that of the data set"
+        None,
+        "image size of the model",
+        Group.DATA,
+        Rule.POSITIVE,
+        shown_default="that of the data set",
     )
     patch_size: int | None = option(
         None,
         "patch size of a vision transformer",
-        DATA,
+        Group.DATA,
         Rule.POSITIVE | Rule.TORCH_ONLY,
         shown_default="4 up to 64 pixels, else 16",
     )
@@ -240,70 +229,74 @@ class TrainConfig:
         None,
         "start from the weights in this file (torchvision's names; hvdtrain export writes "
         "one); a last layer for other classes is initialised",
-        DATA,
+        Group.DATA,
         Rule.ONE_LINE | Rule.ON_RESUME | Rule.TORCH_ONLY,
         "FILE",
     )
     compile: bool = option(
         False,
         "compile each component with torch.compile (takes minutes)",
-        DEVICES,
+        Group.DEVICES,
         Rule.ON_RESUME | Rule.TORCH_ONLY,
     )
     device: Device | None = option(  # noqa: RUF009
-        None, "device to train on", DEVICES, Rule.ON_RESUME, shown_default="cuda if there is one"
+        None,
+        "device to train on",
+        Group.DEVICES,
+        Rule.ON_RESUME,
+        shown_default="cuda if there is one",
     )
     threads: int | None = option(
         None,
         "threads per rank",
-        DEVICES,
+        Group.DEVICES,
         Rule.POSITIVE | Rule.ON_RESUME | Rule.NOT_COMPARED,
         shown_default="the rank's share of the cores",
     )
     allreduce: Literal["ring", "auto"] = option(
         "auto",
         "ring: request the MPI library's ring algorithm; auto: let the library choose",
-        DEVICES,
+        Group.DEVICES,
         Rule.ON_RESUME,
     )
     seed: int = option(
         0,
         "seed of the weights, sample order, augmentation and hold-out",
-        DATA,
+        Group.DATA,
         Rule.NOT_NEGATIVE | Rule.NOT_COMPARED,
     )
     log_every: int = option(
         20,
         "steps between two step lines of metrics.jsonl",
-        OUTPUT,
+        Group.OUTPUT,
         Rule.POSITIVE | Rule.ALWAYS | Rule.NOT_COMPARED,
     )
     eval_every: int = option(
         1,
         "epochs between two evaluations; the last epoch is always evaluated; 0: never "
         "evaluate, for timing",
-        OUTPUT,
+        Group.OUTPUT,
         Rule.NOT_NEGATIVE | Rule.ON_RESUME,
     )
     stall_timeout: float = option(
         300.0,
         "end the job if an action of a step takes longer than this (ten times this with "
         "--compile)",
-        FAULTS,
+        Group.FAULTS,
         Rule.POSITIVE | Rule.ON_RESUME | Rule.NOT_COMPARED,
         "SECONDS",
     )
     trace: str | None = option(
         None,
         "write what all ranks did in the first 20 steps as a Chrome trace",
-        OUTPUT,
+        Group.OUTPUT,
         Rule.ONE_LINE | Rule.ON_RESUME | Rule.TORCH_ONLY | Rule.NOT_COMPARED,
         "FILE",
     )
     run: str | None = option(
         None,
         "run folder",
-        OUTPUT,
+        Group.OUTPUT,
         Rule.ONE_LINE | Rule.ALWAYS | Rule.NOT_COMPARED,
         "DIR",
         shown_default="a new one in runs/, by time and model",
@@ -312,40 +305,40 @@ class TrainConfig:
         False,
         "resume the run in the run folder from its last checkpoint; auto: resume if the "
         "folder holds a run, else start one",
-        FAULTS,
+        Group.FAULTS,
         Rule.ALWAYS | Rule.NOT_COMPARED,
     )
     checkpoint_every: str = option(
         "1 epoch",
         "save every 'N epochs', or after each epoch and also every 'N steps' or 'N minutes'",
-        FAULTS,
+        Group.FAULTS,
         Rule.ON_RESUME,
         "INTERVAL",
     )
     keep_checkpoints: int = option(
         2,
         "newest checkpoints to keep, besides the best one",
-        FAULTS,
+        Group.FAULTS,
         Rule.POSITIVE | Rule.ALWAYS | Rule.NOT_COMPARED,
     )
     replicate: str | None = option(
         None,
         "keep a second copy of each checkpoint file in this folder on another host's own "
         "disk, and resume from it if the first one is lost",
-        FAULTS,
+        Group.FAULTS,
         Rule.ONE_LINE | Rule.ON_RESUME,
         "DIR",
     )
     restarts: int = option(
         0,
         "restart from the last checkpoint after a rank failed, up to N times",
-        FAULTS,
+        Group.FAULTS,
         Rule.NOT_NEGATIVE | Rule.ON_RESUME | Rule.NOT_COMPARED,
     )
     min_ranks: int | None = option(
         None,
         "with --restarts: restart with one rank fewer each time, down to N",
-        FAULTS,
+        Group.FAULTS,
         Rule.POSITIVE | Rule.ON_RESUME | Rule.NOT_COMPARED,
         shown_default="with all ranks",
     )
@@ -353,7 +346,7 @@ class TrainConfig:
         None,
         "shell command to run when something goes wrong, with HVDTRAIN_CAUSE, "
         "HVDTRAIN_MESSAGE and HVDTRAIN_RUN in its environment",
-        FAULTS,
+        Group.FAULTS,
         Rule.ALWAYS | Rule.NOT_COMPARED,
         "COMMAND",
     )
@@ -361,30 +354,21 @@ class TrainConfig:
         None,
         "inject a fault, for a test: kill, segfault, memory, stop, slow, nan, corrupt, "
         "truncate, fill or replan, such as 'kill step=20 rank=1'",
-        FAULTS,
+        Group.FAULTS,
         Rule.ON_RESUME,
         "FAULT",
     )
     ledger: str | None = option(
         None,
         "write a CSV line (epoch,step,rank,sample) for every sample trained on",
-        OUTPUT,
+        Group.OUTPUT,
         Rule.ONE_LINE | Rule.ON_RESUME | Rule.NOT_COMPARED,
         "FILE",
     )
 
     def check(self) -> "TrainConfig":
         """Return the configuration itself if every value is in range."""
-        for item in fields(self):
-            if getattr(self, item.name) is None and type(None) not in get_args(item.type):
-                raise UsageError(f"{flag(item.name)} must have a value")
-        check_ranges(fields(self), vars(self))
-        check_framework(fields(self), vars(self))
-        self.checkpoint_interval()
-        decay.parse(self.no_decay)
-        if self.inject:
-            injection.parse(self.inject, self.ranks or MOST_RANKS)
-        check_together(vars(self))
+        check_values(fields(self), vars(self))
         return self
 
     @property
@@ -402,14 +386,6 @@ class TrainConfig:
             limits.append(epochs * epoch_length + min(steps * self.batch_size, epoch_length))
         return min(limits)
 
-    def checkpoint_interval(self) -> tuple[float, str]:
-        """Return the interval between checkpoints as a number and "epoch", "step" or "minute".
-
-        Raises:
-            UsageError: if --checkpoint-every is not such an interval.
-        """
-        return interval(self.checkpoint_every)
-
     def learning_rate(self) -> float:
         """Return the peak learning rate, scaled by --lr-base-batch."""
         scale = self.batch_size / self.lr_base_batch if self.lr_base_batch else 1.0
@@ -420,8 +396,3 @@ def field_of_train(name: str) -> Any:
     """Return a field for another dataclass with the default and the help of the `train` option."""
     (item,) = (item for item in fields(TrainConfig) if item.name == name)
     return field(default=item.default, metadata=item.metadata)
-
-
-def option_names() -> list[str]:
-    """Return the command line options of `train`, in order."""
-    return [flag(item.name) for item in fields(TrainConfig)]

@@ -53,7 +53,7 @@ def bench_step(config: StepConfig, data: str) -> StepReport:
             f"--batch-size {training.batch_size} is more than the {len(session.train_rows)} "
             "training images: use a larger set or a smaller batch"
         )
-    session.agree()
+    session.state.agree()
     with StopRequest() as stop:
         times = _timed_steps(session, config.steps, stop)
     job.barrier()
@@ -95,10 +95,10 @@ def _timed_steps(session: TorchSession, count: int, stop: StopRequest) -> _Times
     slices = list(islice(cycle(whole), WARM_UP + count))
     program = session.program(size, is_training=True)
     samples = program.cut.samples(session.plan.last, session.world.rank)
-    control = Control(session.world, session.loss_delay)
+    control = Control(session.world, session.device.loss_delay)
     local_rows = partial(session.local_rows, is_training=True)
     feeder = Feeder(session.splits["train"], augmentation(config, session.normalisation[0], 0))
-    totals, marks = dict.fromkeys(SHARES, 0.0), _Marks(session.device == "cuda")
+    totals, marks = dict.fromkeys(SHARES, 0.0), _Marks(session.device.kind == "cuda")
     with Loader(feeder, requests(rows, slices, local_rows)) as loader:
         session.world.barrier()
         for number in range(len(slices)):
@@ -120,7 +120,7 @@ def _timed_steps(session: TorchSession, count: int, stop: StopRequest) -> _Times
         control.drain()
     seconds = marks.seconds()
     spent = {name: total / count for name, total in totals.items()}
-    rest = "rest" if session.device == "cpu" else "compute"
+    rest = "rest" if session.device.kind == "cpu" else "compute"
     spent[rest] += max(0.0, statistics.mean(seconds) - sum(spent.values()))
     return _Times(seconds, spent)
 
@@ -170,14 +170,14 @@ def _my_components(session: TorchSession) -> dict[str, tuple[float, float]]:
     pieces, rank = session.cut(session.config.batch_size, is_training=True), session.world.rank
     rows = {
         stage: [pieces.rows(stage, rank, k) for k in range(pieces.microbatches)]
-        for stage in session.parts
+        for stage in session.state.parts
     }
     inputs = {stage: _input(session, stage, max(2, *sizes)) for stage, sizes in rows.items()}
     measured = component_seconds(session.runtime, inputs)
     seconds = {}
     for stage, sizes in rows.items():
         steps = sum(sizes) / max(2, *sizes)
-        for name in session.parts[stage].model.components:
+        for name in session.state.parts[stage].model.components:
             forward, backward = measured[name]
             seconds[name] = steps * forward, steps * backward
     return seconds
@@ -231,7 +231,7 @@ def _setting(session: TorchSession) -> str:
     config, job = session.config, session.world
     return (
         f"{config.model}, {session.parameters:,} parameters, {config.precision}, {job.size} "
-        f"rank(s) x {job.threads} thread(s) on {session.device}, {len(session.plan.stages)} "
+        f"rank(s) x {job.threads} thread(s) on {session.device.kind}, {len(session.plan.stages)} "
         f"stage(s), {config.batch_size} images per step"
     )
 

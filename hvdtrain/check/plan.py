@@ -14,8 +14,8 @@ from torch import Tensor
 
 from hvdtrain.backends.pytorch.batches import check_sizes, input_boundaries
 from hvdtrain.backends.pytorch.build import build_runtime
-from hvdtrain.backends.pytorch.layout import agree_on_weights, gather_tensors
-from hvdtrain.backends.pytorch.optimizer import set_learning_rate
+from hvdtrain.backends.pytorch.parts import set_learning_rate
+from hvdtrain.backends.pytorch.state import agree_on_weights, gather_tensors
 from hvdtrain.check.parity import Parity
 from hvdtrain.check.serial import Batch, Done, SerialRun
 from hvdtrain.config import TrainConfig

@@ -7,8 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.backends.pytorch.optimizer import set_learning_rate
-from hvdtrain.backends.pytorch.parts import build_model
+from hvdtrain.backends.pytorch.parts import build_model, set_learning_rate
 from hvdtrain.check.parity import Parity, tolerances
 from hvdtrain.config import TrainConfig
 from hvdtrain.models.component import Component

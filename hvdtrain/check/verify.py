@@ -16,7 +16,7 @@ from hvdtrain.parallel.stage import Images
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan
 from hvdtrain.training.feed import Feeder, Normalisation, augmentation, take_rows
-from hvdtrain.training.rate import learning_rate
+from hvdtrain.training.progress import learning_rate
 from hvdtrain.world import World
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Literal
 
 from hvdtrain import checkpoint
-from hvdtrain.backends.pytorch.layout import to_tensor
+from hvdtrain.backends.pytorch.state import to_tensor
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host.files import check_target
 from hvdtrain.models import weights

@@ -17,7 +17,7 @@ from hvdtrain.checkpoint.manifest import Manifest
 from hvdtrain.checkpoint.partfile import PAUSES, Damaged, Unreadable
 from hvdtrain.checkpoint.store import MODEL
 from hvdtrain.errors import DataError, UsageError
-from hvdtrain.health.stall import START_FACTOR
+from hvdtrain.health.failure import START_FACTOR
 from hvdtrain.options import configfile
 from hvdtrain.training.console import Console
 from hvdtrain.training.metrics import RunFolder
@@ -212,14 +212,14 @@ def _put(session: Session, checkpoint: _Verified) -> None:
         for name, shape in checkpoint.shapes.items()
         if name.startswith(MODEL)
     }
-    if difference := _difference(model, session.shapes):
+    if difference := _difference(model, session.state.shapes):
         raise UsageError(
             f"{checkpoint.path} holds the parameters of another model than --model "
             f"{config.model}: {difference}: use the model code that the run was started with, "
             "or another --run"
         )
     progress = checkpoint.progress
-    expected = session.expected(progress["step"] > progress.get("skipped_steps", 0))
+    expected = session.state.expected(progress["step"] > progress.get("skipped_steps", 0))
     for name, shape in expected.items():
         if checkpoint.shapes.get(name) != shape:
             raise DataError(f"{checkpoint.path} contains no {name} of shape {shape}")
@@ -228,7 +228,7 @@ def _put(session: Session, checkpoint: _Verified) -> None:
         for part in sorted({checkpoint.places[name] for name in expected})
         for name, tensor in _read(checkpoint.path / part, expected.keys()).items()
     }
-    session.put(held)
+    session.state.put(held)
 
 
 def _read(path: Path, names: Collection[str]) -> dict[str, np.ndarray]:

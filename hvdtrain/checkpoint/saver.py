@@ -11,7 +11,7 @@ import numpy as np
 
 from hvdtrain.checkpoint import store
 from hvdtrain.errors import DataError
-from hvdtrain.health.stall import SAVE_FACTOR
+from hvdtrain.health.failure import SAVE_FACTOR
 from hvdtrain.host.activity import Activity
 
 # The kernel's nice value: the writing thread yields to threads that compute.

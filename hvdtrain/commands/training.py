@@ -8,7 +8,7 @@ from typing import Any, Literal
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import Interrupted, Preempted, UsageError
 from hvdtrain.health import failure, monitor
-from hvdtrain.health.stall import start_patience
+from hvdtrain.health.failure import start_patience
 from hvdtrain.host import alert, launchers
 from hvdtrain.host.stop import StopRequest
 from hvdtrain.launch import RanksStop

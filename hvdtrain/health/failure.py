@@ -1,4 +1,7 @@
-"""The end of a job after a failure: one rank reports the error and ends all the others."""
+"""The end of a job after a failure: one rank reports the error and ends all the others.
+
+The limits of --stall-timeout, which end a job in which a rank hangs, are here too.
+"""
 
 import contextlib
 import os
@@ -14,10 +17,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
+from hvdtrain.config import TrainConfig
 from hvdtrain.errors import EXIT_INTERNAL, HvdtrainError, Interrupted, RankError, UsageError
 from hvdtrain.host import alert
+from hvdtrain.host.activity import stuck
 from hvdtrain.host.launchers import Launch, detect, torchrun
-from hvdtrain.world import activity_path, import_mpi
+from hvdtrain.world import activity_path, current, import_mpi
 
 # A rank that is not the first to fail waits this long and prints nothing, so that the message of
 # the first one is printed before the job ends.
@@ -25,8 +30,14 @@ SECONDS_TO_BE_ENDED = 5.0
 SECONDS_TO_JOIN = 20
 # Texts of the frameworks' out-of-memory errors, which have no class of their own on CPU and GPU.
 OUT_OF_MEMORY = (
-    *("can't allocate memory", "cannot allocate memory", "out of memory", "oom when allocating"),
+    "can't allocate memory",
+    "cannot allocate memory",
+    "out of memory",
+    "oom when allocating",
 )
+# Loading libraries, and reading and writing checkpoints, takes longer on disks that are shared.
+START_FACTOR, SAVE_FACTOR = 5.0, 5.0
+OTHERS_SAVE_FACTOR = 6.0  # for ranks that wait: the slow rank reaches its limit first
 
 _ALONE = (("RANK", 0), ("SIZE", 1))
 _first_failure: socket.socket | None = None
@@ -187,3 +198,26 @@ def _mark_of_failure() -> Path | None:
     if folder and job and "SLURM_STEP_ID" not in os.environ and Path(folder).is_dir():
         return Path(folder, f"hvdtrain-failed-{job}")
     return None
+
+
+def patience(config: TrainConfig) -> float:
+    """Return the seconds that an action may take, including the compilation of components."""
+    return config.stall_timeout * (10 if config.compile else 1)
+
+
+def start_patience(config: TrainConfig) -> float:
+    """Return the seconds that an action before the first step may take.
+
+    `--stage` may copy for hours.
+    """
+    return patience(config) * START_FACTOR * (10 if config.stage else 1)
+
+
+def stalled(line: str, suspects: str = "", listener: Listener | None = None) -> None:
+    """End the job from the watchdog's thread.
+
+    Args:
+        suspects: the ranks that this one may be waiting for, if they are known.
+    """
+    advice = suspects or "check the ranks or the disk it waits for, or raise --stall-timeout"
+    fail(RankError(f"{stuck(current().rank, line)}: {advice}"), listener)

@@ -5,7 +5,6 @@ the rank is stopped or its host is down.
 """
 
 import json
-import math
 import os
 import socket
 import threading
@@ -28,12 +27,12 @@ class Heartbeat:
 
     Args:
         folder: the folder of all ranks' files, which exists.
-        memory_bytes, celsius: as the methods of `Session`.
+        memory_bytes: returns the bytes that this rank has allocated.
         doing: returns the step of this rank and its current action.
         owner: the owner of the run folder; rank 0 checks at each beat that it still is.
 
     Attributes:
-        memory_bytes, load, celsius: as in `Vitals`, at the last beat.
+        memory_bytes, load: as in `Vitals`, at the last beat.
         is_replaced: whether the run folder belonged to another run at the last beat.
     """
 
@@ -42,15 +41,14 @@ class Heartbeat:
         folder: Path,
         rank: int,
         memory_bytes: Callable[[], float],
-        celsius: Callable[[], float],
         doing: Callable[[], tuple[int, str]],
         owner: Owner,
     ) -> None:
         self.path = file_of(folder, rank)
         self.rank, self.doing, self.owner = rank, doing, owner
         self.is_replaced = False
-        self._measure_memory, self._measure_celsius = memory_bytes, celsius
-        self.memory_bytes, self.load, self.celsius = 0.0, 0.0, math.nan
+        self._measure_memory = memory_bytes
+        self.memory_bytes, self.load = 0.0, 0.0
         self._closed = threading.Event()
         self._beat()
         self._thread = threading.Thread(target=self._run, name="hvdtrain-heartbeat", daemon=True)
@@ -77,7 +75,6 @@ class Heartbeat:
             with suppress(DataError):  # the disk may answer at the next beat
                 self.is_replaced = not self.owner.holds()
         self.load = os.getloadavg()[0]
-        self.celsius = self._measure_celsius()
         self.memory_bytes = self._measure_memory()
         step, action = self.doing()
         content = {
@@ -90,7 +87,6 @@ class Heartbeat:
             "memory_bytes": int(self.memory_bytes),
             "host_memory_available_bytes": psutil.virtual_memory().available,
             "load": self.load,
-            "celsius": None if math.isnan(self.celsius) else self.celsius,
         }
         if self.is_replaced:
             return  # the file belongs to another run now

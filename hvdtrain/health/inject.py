@@ -15,6 +15,7 @@ from typing import IO
 from hvdtrain.checkpoint import store
 from hvdtrain.errors import UsageError
 from hvdtrain.options.injection import Fault, parse
+from hvdtrain.plan.plan import Plan
 from hvdtrain.training.console import Console
 from hvdtrain.training.metrics import RunFolder
 from hvdtrain.training.session import Session
@@ -46,7 +47,7 @@ class Injector:
         self._do: dict[str, Callable[[Fault], object]] = {
             "kill": lambda fault: os.kill(os.getpid(), signal.SIGKILL),
             "segfault": lambda fault: ctypes.string_at(0),
-            "memory": lambda fault: self.session.allocate_memory(MORE_THAN_THERE_IS),
+            "memory": lambda fault: self.session.faults.allocate_memory(MORE_THAN_THERE_IS),
             "stop": lambda fault: os.kill(os.getpid(), signal.SIGSTOP),
             "corrupt": self._corrupt,
             "truncate": self._truncate,
@@ -97,9 +98,9 @@ class Injector:
             if session.activity.now()[0] not in steps:
                 return False
             # Looked up each time: an adaptive plan moves components.
-            return fault.rank is not None or session.holders()[component][0] == rank
+            return fault.rank is not None or _computing_ranks(session.plan)[component][0] == rank
 
-        session.spoil(component, is_due)
+        session.faults.spoil(component, is_due)
 
     def _newest_parts(self) -> list[Path]:
         newest = store.stored(self.folder.checkpoints)[-1:]
@@ -152,7 +153,17 @@ class Injector:
 
 def _components(session: Session, rank: int | None) -> list[str]:
     """Return the components that a rank holds, or those of the model if `rank` is None."""
-    return [name for name, ranks in session.holders().items() if rank is None or rank in ranks]
+    holders = _computing_ranks(session.plan)
+    return [name for name, ranks in holders.items() if rank is None or rank in ranks]
+
+
+def _computing_ranks(plan: Plan) -> dict[str, tuple[int, ...]]:
+    """Return the ranks that compute each component."""
+    return {
+        name: tuple(rank for rank, share in zip(stage.ranks, stage.shares, strict=True) if share)
+        for stage in plan.stages
+        for name in stage.components
+    }
 
 
 def _check_component(fault: Fault, session: Session) -> None:

@@ -80,7 +80,9 @@ class Stragglers:
         self.slow = np.where(is_slow, self.slow + 1, 0)
         return [
             Straggler(
-                *(int(rank), float(own_seconds[rank]), float(expected[rank])),
+                rank=int(rank),
+                own_seconds=float(own_seconds[rank]),
+                expected_seconds=float(expected[rank]),
                 lost_fraction=float(min(1.0, excess[rank] / max(seconds[rank], 1e-9))),
             )
             for rank in np.flatnonzero(self.slow == TIMES)

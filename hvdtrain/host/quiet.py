@@ -6,6 +6,9 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+# Lines that TensorFlow writes to standard error whatever its log level is.
+TENSORFLOW_REMARKS = ("oneDNN custom operations are on", "absl::InitializeLog()")
+
 
 @contextmanager
 def without(remarks: Sequence[str]) -> Iterator[None]:

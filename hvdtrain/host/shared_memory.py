@@ -15,8 +15,10 @@ from pathlib import Path
 
 BASE = Path("/dev/shm")
 SETTINGS = (  # environment variables of Open MPI 5, and 4
-    *("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_btl_vader_backing_directory"),
-    *("OMPI_MCA_osc_sm_backing_directory", "OMPI_MCA_osc_rdma_backing_directory"),
+    "OMPI_MCA_btl_sm_backing_directory",
+    "OMPI_MCA_btl_vader_backing_directory",
+    "OMPI_MCA_osc_sm_backing_directory",
+    "OMPI_MCA_osc_rdma_backing_directory",
 )
 TRIES = 10
 

@@ -105,7 +105,7 @@ def check_runs(runs: Iterable[TrainConfig]) -> None:
     Raises:
         UsageError, DataError: with the reason.
     """
-    from hvdtrain.training.submission import check_before_submission
+    from hvdtrain.training.precheck import check_before_submission
 
     check_before_submission(runs)
 

@@ -1,6 +1,7 @@
-"""Help pages: one line per command, options under headings, with their defaults."""
+"""Help pages, with options under headings and their defaults, and the completion of shells."""
 
 import shutil
+import sys
 import textwrap
 from argparse import SUPPRESS, Action, HelpFormatter
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,8 +9,14 @@ from typing import Any, Literal, get_args, get_origin
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
+from hvdtrain.errors import UsageError
+
 NARROWEST, WIDEST = 40, 100  # columns
 OPTION_COLUMNS = 30  # columns for the names of options
+SHELLS = ("bash", "zsh")
+# The metavars that are completed as paths, with shtab's name for the kind of path.
+FILES = {"FILE": "FILE", "SRC": "FILE", "STUDY": "FILE"}
+PATHS = FILES | {"DIR": "DIRECTORY", "DEST": "DIRECTORY", "RUN": "DIRECTORY"}
 
 
 class Formatter(DefaultHelpFormatter):
@@ -52,6 +59,17 @@ class Formatter(DefaultHelpFormatter):
 def is_switch(action: Action) -> bool:
     """Return whether an option may be used without a value, and with `--no-` before its name."""
     return action.const is True and action.nargs == "?"
+
+
+class SwitchOff(Action):
+    """Sets a boolean option to False."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(nargs=0, **settings)
+
+    def __call__(self, parser: Any, namespace: Any, *ignored: Any) -> None:
+        """Set the option to False."""
+        setattr(namespace, self.dest, False)
 
 
 def metavar(kind: object) -> str | None:
@@ -126,3 +144,44 @@ def _table(rows: Sequence[tuple[str, str]]) -> list[str]:
         textwrap.fill(f"  {name:<{column - 2}}{text}", width(), subsequent_indent=" " * column)
         for name, text in rows
     ]
+
+
+class PrintCompletion(Action):
+    """Prints the script of a shell, and ends the process."""
+
+    def __call__(self, parser: Any, namespace: Any, shell: Any, *ignored: Any) -> None:
+        """Print the script and exit."""
+        print(completion_script(parser, shell))
+        sys.exit()  # jsonargparse's parser cannot be used after this
+
+
+def completion_script(parser: ArgumentParser, shell: str) -> str:
+    """Return the script with which a shell completes the words after `hvdtrain`.
+
+    The parser cannot be used after this call.
+
+    Raises:
+        UsageError: if shtab, which writes the script, is not installed.
+    """
+    try:
+        import shtab
+    except ImportError:
+        raise UsageError("--print-completion needs shtab: pip install shtab") from None
+    for action in _actions(parser):
+        if action.metavar in PATHS:
+            action.complete = getattr(shtab, PATHS[action.metavar])  # type: ignore[attr-defined]
+        elif isinstance(action, SwitchOff):
+            action.help = ""  # shtab leaves out options without help
+        elif is_switch(action):
+            if action.metavar:  # there are values besides true and false
+                action.choices = str(action.metavar).split("|")
+            else:
+                action.nargs = 0  # else the next word would be completed as its value
+    text: str = parser.get_completion_script(f"shtab-{shell}")
+    return text
+
+
+def _actions(parser: ArgumentParser) -> Iterator[Action]:
+    yield from parser._actions
+    for command in subcommands(parser).values():
+        yield from _actions(command)

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from hvdtrain.errors import UsageError
 
 KINDS = (
-    *("kill", "segfault", "memory", "stop", "slow", "nan", "corrupt", "truncate", "fill"),
+    "kill",
+    "segfault",
+    "memory",
+    "stop",
+    "slow",
+    "nan",
+    "corrupt",
+    "truncate",
+    "fill",
     "replan",
 )
 OPTIONS = {"slow": ("seconds", "steps"), "nan": ("component", "steps")}

@@ -31,9 +31,9 @@ OPTION_ALIASES = {
 }
 # Options of sbatch without a counterpart in hvdtrain.
 SBATCH_ONLY = (
-    *("mem-per-cpu", "mem-per-gpu", "exclusive", "gres", "mail-type", "mail-user", "nodelist"),
-    *("exclude", "hint", "licenses", "reservation", "begin", "comment", "tmp", "gpus-per-task"),
-    *("hold", "nice", "priority", "export", "ntasks", "cpus-per-task", "switches", "contiguous"),
+    "mem-per-cpu mem-per-gpu exclusive gres mail-type mail-user nodelist exclude hint licenses "
+    "reservation begin comment tmp gpus-per-task hold nice priority export ntasks cpus-per-task "
+    "switches contiguous"
 )
 # Formats of values that are more than text or a number.
 VALUE_FORMS = {"--time": timelimit.FORMS, "--mem": timelimit.MEMORY_FORMS}
@@ -232,21 +232,10 @@ def _add_switch(group: Any, flag: str, kind: Any, default: object, text: str) ->
     group.add_argument(
         f"--no-{flag.removeprefix('--')}",
         dest=flag.removeprefix("--").replace("-", "_"),
-        action=SwitchOff,
+        action=helptext.SwitchOff,
         default=default,
         help=argparse.SUPPRESS,
     )
-
-
-class SwitchOff(argparse.Action):
-    """Sets a boolean option to False."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(nargs=0, **settings)
-
-    def __call__(self, parser: Any, namespace: Any, *ignored: Any) -> None:
-        """Set the option to False."""
-        setattr(namespace, self.dest, False)
 
 
 def select_fields(kind: type[Options], values: Mapping[str, Any]) -> Options:
@@ -297,7 +286,7 @@ def _unknown_option(name: str, options: Iterable[str], command: str) -> str:
     longer = [option for option in options if option.startswith(name)][:3]
     if not longer and OPTION_ALIASES.get(name, "").partition(" ")[0] in options:
         return f"unknown option {name}: use {OPTION_ALIASES[name]}"
-    if "--sbatch" in options and name.removeprefix("--") in SBATCH_ONLY:
+    if "--sbatch" in options and name.removeprefix("--") in SBATCH_ONLY.split():
         text = name.removeprefix("--")
         return f"unknown option {name}: write --sbatch {text}, or --sbatch {text}=VALUE"
     suggestion = f"; did you mean {' or '.join(longer)}?" if longer else nearest(name, options)

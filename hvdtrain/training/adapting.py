@@ -27,7 +27,7 @@ from hvdtrain.planner.explain import candidate_json
 from hvdtrain.planner.solve import Solution, solve
 from hvdtrain.planner.tables import Question
 from hvdtrain.training.control import Agreed
-from hvdtrain.training.session import Session, StepTimes
+from hvdtrain.training.session import Migration, Session, StepTimes
 
 PROFILE_STEPS = 50  # the components are compared with their predictions every 50 steps
 SAME_LAYOUT_SECONDS = 0.2  # a migration that moves no component: the loader restarts
@@ -60,6 +60,7 @@ class Adapter:
     """
 
     session: Session
+    migration: Migration
     question: Question | None
     building_seconds: float
     followed: int = 0
@@ -83,10 +84,10 @@ class Adapter:
         """
         self.followed += 1
         if self.followed == SETTLING:
-            self.session.read_times()  # discards the first steps, which are not typical
+            self.migration.read_times()  # discards the first steps, which are not typical
         if self.followed % PROFILE_STEPS:
             return None
-        step_times: list[StepTimes] = self.session.world.gather(self.session.read_times())
+        step_times: list[StepTimes] = self.session.world.gather(self.migration.read_times())
         if self.question is None or self.replanning is not None or self.pending is not None:
             return None
         question, plan = self.question, self.session.plan
@@ -217,14 +218,14 @@ class Adapter:
         plan, refusal = replan.solution.chosen.plan if replan else None, ""
         if plan is not None:
             try:  # not in the thread: no training draws random numbers at this point
-                self.session.check_plan(plan)
+                self.migration.check(plan)
             except HvdtrainError as error:
                 plan, refusal = None, str(error)
         plan = world.broadcast(plan)
         if plan is None:
             return self._stay(replan, refusal)
         started = time.perf_counter()
-        self.session.change_plan(plan)
+        self.migration.change(plan)
         world.barrier()
         seconds = time.perf_counter() - started
         if replan is not None and not is_same_layout(before, plan):
@@ -232,7 +233,7 @@ class Adapter:
             self.building_seconds = max(0.0, seconds - moving)
         self.pending, self.followed, self.expected_transfer = None, 0, ()
         self.watch.restart()
-        self.session.read_times()  # discards those of the old plan
+        self.migration.read_times()  # discards those of the old plan
         if replan is None:
             return None
         return decision_record(replan) | {"change_seconds": seconds}

@@ -1,15 +1,20 @@
-"""Output of rank 0: one line per epoch, and a progress bar on a terminal."""
+"""Everything that a run reports: output of rank 0, records and alerts."""
 
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from hvdtrain.config import TrainConfig
+from hvdtrain.host import alert
 from hvdtrain.plan.plan import Plan
+from hvdtrain.training.metrics import Records, RunFolder
 
 COLUMNS = {
     "epoch": "d",
@@ -92,3 +97,37 @@ class Console:
             for name, form in COLUMNS.items()
         ]
         self.say("  ".join(f"{cell:>9}" for cell in cells))
+
+
+@dataclass
+class Journal:
+    """The reports of a run.
+
+    Attributes:
+        records: on rank 0 only.
+        ledger: lines of this rank that are not yet in a checkpoint.
+    """
+
+    config: TrainConfig
+    folder: RunFolder
+    console: Console
+    records: Records | None
+    ledger: list[str] = field(default_factory=list)
+    alerts: list[threading.Thread] = field(default_factory=list)
+
+    def event(self, event: str, **values: Any) -> None:
+        """Append a line to metrics.jsonl; nothing on other ranks than 0."""
+        if self.records is not None:
+            self.records.event(event, **values)
+
+    def fault(self, step: int, cause: str, message: str) -> None:
+        """Write what went wrong to metrics.jsonl."""
+        self.event("fault", step=step, cause=cause, message=message)
+
+    def report(self, step: int, cause: str, message: str) -> None:
+        """Report a fault that does not end the run: to the user, and by `--on-alert`."""
+        self.fault(step, cause, message)
+        self.console.say(message)
+        if self.records is not None:
+            folder = str(self.folder.path)
+            self.alerts += alert.send(self.config.on_alert, cause, message, folder)

@@ -42,7 +42,6 @@ class Vitals(NamedTuple):
         data_seconds: the wait for its data.
         memory_bytes: resident set, or memory allocated on the GPU.
         load: processes of the host that are ready to run.
-        celsius: the hottest sensor of the processor or GPU; NaN where there is none.
     """
 
     seconds: float
@@ -50,7 +49,6 @@ class Vitals(NamedTuple):
     data_seconds: float = 0.0
     memory_bytes: float = 0.0
     load: float = 0.0
-    celsius: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -113,6 +111,14 @@ def stop_code(interrupted: bool, preempted: bool) -> int | None:
     if interrupted:
         return Interrupted.exit_code
     return Preempted.exit_code if preempted else None
+
+
+class Stopped(Exception):
+    """The ranks agreed to stop, with the exit code `code`, in an epoch or its evaluation."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
 
 
 class Control:

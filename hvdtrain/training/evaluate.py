@@ -8,20 +8,11 @@ import numpy as np
 
 from hvdtrain.data import order
 from hvdtrain.data.loader import Loader
-from hvdtrain.training import saving
-from hvdtrain.training.control import Flags, Vitals
+from hvdtrain.training.control import Flags, Stopped, Vitals
 from hvdtrain.training.feed import Feed, Feeder, requests, watched
 from hvdtrain.training.run import Run
 
 MEASURED = ("val_loss", "val_accuracy", "test_loss", "test_accuracy")
-
-
-class Stopped(Exception):
-    """The ranks agreed to stop, with the exit code `code`, in an epoch or its evaluation."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(code)
-        self.code = code
 
 
 def _until_stopped(run: Run, batches: Iterable[tuple[Feed, int]]) -> Iterator[tuple[Feed, int]]:
@@ -34,19 +25,20 @@ def _until_stopped(run: Run, batches: Iterable[tuple[Feed, int]]) -> Iterator[tu
     for batch in batches:
         yield batch
         flags = Flags(
-            *(run.stop.interrupted, run.stop.preempted),
-            written=run.saver.written,
-            failed=run.saver.failed,
+            interrupted=run.stop.interrupted,
+            preempted=run.stop.preempted,
+            written=run.saving.saver.written,
+            failed=run.saving.saver.failed,
         )
         with run.activity.doing("agreeing with all ranks on an evaluation"):
             agreed = run.control.post(lambda: 0.0, 0, flags, Vitals(0.0, 0.0))
         if agreed is not None:
-            saving.follow(run, agreed)
+            run.saving.follow(agreed)
             code = agreed.stop
         if code is not None:
             break
     for agreed in run.control.drain():
-        saving.follow(run, agreed)
+        run.saving.follow(agreed)
         code = code or agreed.stop
     if code is not None:
         raise Stopped(code)
@@ -85,7 +77,7 @@ def end_epoch(run: Run, may_be_best: bool) -> None:
     final["train_loss"] = progress.epoch_loss_sum / counted if counted else None
     if run.evaluation_due:
         final |= _measure(run)
-    run.saved_step = None
+    run.saving.saved_step = None
     progress.epoch_loss_sum, progress.epoch_samples = 0.0, 0
     _record(run, final)
     # Without a hold-out the training loss decides, never the test split.
@@ -107,19 +99,18 @@ def _record(run: Run, final: dict[str, Any]) -> None:
     """Write the results of an epoch to the records and the console."""
     progress = run.progress
     progress.final = final
-    run.count_seconds()
+    run.clock.count()
     rate = progress.position / max(progress.train_seconds, 1e-9)
-    if run.records is not None:
-        run.records.event(
-            "epoch",
-            step=progress.step,
-            epoch=run.epoch,
-            position=progress.position,
-            seconds=progress.seconds,
-            train_seconds=progress.train_seconds,
-            images_per_second=rate,
-            **final,
-        )
+    run.journal.event(
+        "epoch",
+        step=progress.step,
+        epoch=run.epoch,
+        position=progress.position,
+        seconds=progress.seconds,
+        train_seconds=progress.train_seconds,
+        images_per_second=rate,
+        **final,
+    )
     cells = {name.replace("_", " ").replace("accuracy", "acc"): final[name] for name in final}
     run.console.row(
         {**cells, "epoch": run.epoch, "loss": final["train_loss"], "images/s": rate}

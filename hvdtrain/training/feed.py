@@ -2,15 +2,18 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.augment import crop_flip, cutout
 from hvdtrain.data.histogram import count_values, mean_and_std
+from hvdtrain.data.index import read_index
 from hvdtrain.data.order import Range, Rows
 from hvdtrain.data.shards import Batch, Index, Samples, open_split
+from hvdtrain.data.staging import stage, staged_folder
+from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host.activity import Activity
 from hvdtrain.world import World
 
@@ -32,16 +35,16 @@ class Feed:
     labels: Rows
 
 
-class Feeder:
-    """Reads feeds from a split; takes the place of the split in a `Loader`.
+Request = tuple[Rows, Rows]  # the rows whose images, and whose labels, a rank needs
 
-    A request has the rows whose images this rank needs, and the rows whose labels it needs.
-    """
+
+class Feeder:
+    """Reads feeds from a split; takes the place of the split in a `Loader`."""
 
     def __init__(self, samples: Samples, augment: Callable[[Batch], Batch] | None = None) -> None:
         self.samples, self.augment = samples, augment
 
-    def gather(self, request: tuple[Rows, Rows]) -> Feed:
+    def gather(self, request: Request) -> Feed:
         """Read one step's feed; rows whose images and labels are needed are read once."""
         for_images, for_labels = request
         if not len(for_images):
@@ -79,8 +82,8 @@ def augmentation(
 
 
 def requests(
-    rows: Rows, slices: Iterable[Range], local_rows: Callable[[Rows], tuple[Rows, Rows]]
-) -> Iterator[tuple[Rows, Rows]]:
+    rows: Rows, slices: Iterable[Range], local_rows: Callable[[Rows], Request]
+) -> Iterator[Request]:
     """Yield this rank's request for each global batch.
 
     Args:
@@ -155,6 +158,28 @@ def _of_rows(index: Index, rows: Rows) -> Normalisation:
     return mean_and_std(histogram)
 
 
+def check_started(config: TrainConfig, world: World) -> None:
+    """Raise UsageError unless the launcher started the requested number of ranks."""
+    if config.ranks is not None and config.ranks != world.size:
+        raise UsageError(
+            f"--ranks {config.ranks}, but the launcher started {world.size}: leave --ranks out"
+        )
+
+
+def check_images(config: TrainConfig, index: Index) -> None:
+    """Raise UsageError unless images are square, have 3 channels, and have the requested size."""
+    height, width, channels = index.image_shape
+    if channels != 3 or height != width:
+        raise UsageError(
+            f"{config.data} holds images of {height}x{width}x{channels}: "
+            "models need square images of 3 channels"
+        )
+    if config.image_size not in (None, height):
+        raise UsageError(
+            f"--image-size {config.image_size}, but the images of {config.data} are {height}"
+        )
+
+
 def step_seed(seed: int, position: int, rank: int | None) -> int:
     """Return the seed of this rank's generators in the step that starts at `position`.
 
@@ -168,3 +193,28 @@ def step_seed(seed: int, position: int, rank: int | None) -> int:
     """
     digest = hashlib.blake2b(repr((seed, position, rank)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def staged(index: Index, directory: str | None, world: World) -> Index:
+    """Return the index of this host's copy; of the data set itself without a copy. Collective.
+
+    Args:
+        directory: for the copy; None for no copy.
+
+    Raises:
+        DataError, UsageError: on all ranks, the error of the first host that has one.
+    """
+    if directory is None:
+        return index
+    own_error: DataError | UsageError | None = None
+    if world.local_rank == 0:
+        try:
+            stage(index, directory)
+        except (DataError, UsageError) as error:
+            own_error = error
+    for rank_error in world.gather(own_error):
+        if rank_error is not None:
+            raise rank_error
+    folder = staged_folder(index, directory)
+    read_index(folder)
+    return replace(index, folder=folder)  # with the data set's hashes, to check the copy

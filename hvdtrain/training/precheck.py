@@ -1,15 +1,18 @@
-"""Checks before the ranks are started; this module does not load torch."""
+"""Checks before a run waits in a queue, and before its ranks are started.
 
+This module loads neither torch nor NumPy, except for a run that will wait in a queue.
+"""
+
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
-from hvdtrain import models
+from hvdtrain import data, models
 from hvdtrain.config import TrainConfig
-from hvdtrain.data.index import Index, read_index
-from hvdtrain.errors import UsageError
-from hvdtrain.options.planrequest import check_one_rank
+from hvdtrain.data.index import read_index
+from hvdtrain.errors import DataError, UsageError
+from hvdtrain.options.planrequest import Chosen, check_one_rank
 from hvdtrain.training.metrics import holds_run, no_run
-from hvdtrain.world import World
 
 NO_TENSORFLOW = "TensorFlow is not installed: pip install tensorflow-cpu, or leave --framework out"
 
@@ -35,23 +38,46 @@ def check_before_launch(config: TrainConfig) -> None:
         raise no_run(Path(config.run or ""))
 
 
-def check_started(config: TrainConfig, world: World) -> None:
-    """Raise UsageError unless the launcher started the requested number of ranks."""
-    if config.ranks is not None and config.ranks != world.size:
-        raise UsageError(
-            f"--ranks {config.ranks}, but the launcher started {world.size}: leave --ranks out"
-        )
+def check_before_submission(runs: Iterable[TrainConfig]) -> None:
+    """Refuse mistakes that the ranks of these runs would otherwise report hours later.
+
+    Raises:
+        UsageError: if model, plan and ranks do not fit each other.
+        DataError: if the data set is damaged.
+    """
+    good: set[str] = set()  # data sets that were read completely, once
+    for config in runs:
+        check_before_launch(config)
+        if config.data not in good:
+            _verify(config.data)
+            good.add(config.data)
+        if config.framework == "torch":
+            _check_plan(config)
 
 
-def check_images(config: TrainConfig, index: Index) -> None:
-    """Raise UsageError unless images are square, have 3 channels, and have the requested size."""
-    height, width, channels = index.image_shape
-    if channels != 3 or height != width:
-        raise UsageError(
-            f"{config.data} holds images of {height}x{width}x{channels}: "
-            "models need square images of 3 channels"
-        )
-    if config.image_size not in (None, height):
-        raise UsageError(
-            f"--image-size {config.image_size}, but the images of {config.data} are {height}"
-        )
+def _verify(folder: str) -> None:
+    if faults := data.verify(folder):
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        raise DataError(f"{folder} is damaged: {faults[0]}{more}")
+
+
+def _check_plan(config: TrainConfig) -> None:
+    from hvdtrain.backends.pytorch.batches import check_batches
+    from hvdtrain.backends.pytorch.setup import (
+        check_choice,
+        check_components,
+        make_plan,
+        model_components,
+    )
+    from hvdtrain.data import order
+
+    index = read_index(config.data)
+    components = model_components(config, index)
+    boundaries = check_components(components, config, index)
+    if isinstance(config.plan_request, Chosen):
+        check_choice(config, components)
+        return
+    size, classes = index.image_shape[0], index.classes
+    plan = make_plan(config, components, size, classes, config.ranks or 1)
+    rows, _ = order.holdout(index.splits["train"].count, config.holdout, index.hash, config.seed)
+    check_batches(config, plan, components, boundaries, len(rows))

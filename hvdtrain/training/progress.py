@@ -1,10 +1,12 @@
-"""Progress of a run: the values that a checkpoint has besides tensors, and their validation."""
+"""Progress of a run: what a checkpoint has besides tensors, and the learning rate by position."""
 
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError
 from hvdtrain.training.session import Result
 
@@ -71,6 +73,46 @@ class Progress:
         self.communication_seconds += result.communication_seconds
         self.bubble_seconds += result.bubble_seconds
         self.compute_seconds += result.compute_seconds
+
+
+class Stopwatch:
+    """Counts the seconds that pass into one field of a run's progress."""
+
+    def __init__(self, progress: Progress, name: str) -> None:
+        self.progress, self.name = progress, name
+        self.restart()
+
+    def restart(self) -> None:
+        """Count from now on."""
+        self.since = time.perf_counter()
+
+    def count(self) -> None:
+        """Add the seconds since the last count."""
+        now = time.perf_counter()
+        seconds = getattr(self.progress, self.name) + now - self.since
+        setattr(self.progress, self.name, seconds)
+        self.since = now
+
+
+def learning_rate(config: TrainConfig, epoch_length: int, position: int) -> float:
+    """Return the learning rate of the step that starts at `position` (samples consumed so far).
+
+    Linear warm-up from zero (Goyal et al., arXiv 1706.02677). Then it is constant, follows a
+    cosine to zero (Loshchilov and Hutter, arXiv 1608.03983), or is divided by ten at 50 % and at
+    75 % of training.
+    """
+    peak = config.learning_rate()
+    warmup = config.warmup_epochs * epoch_length
+    if position < warmup:
+        return peak * min(1.0, (position + config.batch_size) / warmup)
+    total = config.total_samples(epoch_length)
+    done = min(1.0, (position - warmup) / max(1.0, total - warmup))
+    if config.lr_schedule == "cosine":
+        return peak * 0.5 * (1 + math.cos(math.pi * done))
+    if config.lr_schedule == "step":
+        progress = position / total
+        return peak * (0.01 if progress >= 0.75 else 0.1 if progress >= 0.5 else 1.0)
+    return peak
 
 
 def _fits(value: Any, kind: Any) -> bool:

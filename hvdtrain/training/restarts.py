@@ -9,7 +9,7 @@ from pathlib import Path
 from hvdtrain import launch
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import Interrupted, Preempted, RankError, shortened
-from hvdtrain.health.stall import start_patience
+from hvdtrain.health.failure import start_patience
 from hvdtrain.health.starts import MOST_FRUITLESS_STARTS, newest
 from hvdtrain.host import alert
 from hvdtrain.host.ownership import LAUNCH

@@ -1,24 +1,21 @@
 """The objects of one run, and how a run is opened or resumed."""
 
 import math
-import socket
 import threading
-import time
 from collections import deque
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.checkpoint import store
 from hvdtrain.checkpoint.replication import Replication, open_replication, refuse_to_start_over
 from hvdtrain.checkpoint.restore import restore
-from hvdtrain.checkpoint.saver import Saver
 from hvdtrain.config import TrainConfig
-from hvdtrain.errors import UsageError
 from hvdtrain.health import failure, starts
+from hvdtrain.health.failure import stalled
 from hvdtrain.health.heartbeat import Heartbeat, suspects
 from hvdtrain.health.inject import Injector, make_injector
-from hvdtrain.health.stall import stalled
 from hvdtrain.health.stragglers import Stragglers, peers
 from hvdtrain.host import alert
 from hvdtrain.host.activity import Activity
@@ -26,10 +23,11 @@ from hvdtrain.host.ownership import Owner, claim
 from hvdtrain.host.stop import StopRequest
 from hvdtrain.options.planrequest import ADAPTIVE
 from hvdtrain.training import metrics
-from hvdtrain.training.console import Console
+from hvdtrain.training.console import Console, Journal
 from hvdtrain.training.control import Control
 from hvdtrain.training.feed import READING
-from hvdtrain.training.progress import Progress
+from hvdtrain.training.progress import Progress, Stopwatch
+from hvdtrain.training.saving import Saving
 from hvdtrain.training.session import Session, StepRecord
 from hvdtrain.world import World, activity_path
 
@@ -37,50 +35,33 @@ if TYPE_CHECKING:
     from hvdtrain.training.adapting import Adapter
 
 SECONDS_TO_LOOK = 5.0  # for reading the heartbeats, before the job is ended
-SECONDS_TO_SHOW = 30.0  # until a network file system shows a new folder to other hosts
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Run:
     """A session, and what records and controls it.
 
     Attributes:
-        records: on rank 0 only.
-        interval: between checkpoints, in epochs, steps or minutes.
+        clock: counts the seconds of the run.
         step_records: the last steps.
-        failed_saves: in a row.
+        skipped_in_a_row: bad steps since the last good one.
         first_step: steps done when this process started.
-        saved_best: the best epoch as of the last checkpoint that was committed.
-        pending_best: the best epoch as of the last checkpoint that was started.
-        saved_step: the step whose state is saved as it is now; 0 needs no checkpoint.
     """
 
     session: Session
-    progress: Progress
-    console: Console
-    control: Control
     stop: StopRequest
-    folder: metrics.RunFolder
-    records: metrics.Records | None
-    saver: Saver
+    control: Control
+    progress: Progress
+    clock: Stopwatch
+    journal: Journal
+    saving: Saving
     heartbeat: Heartbeat
+    stragglers: Stragglers
     injector: Injector | None
     adapter: "Adapter | None"
-    replication: Replication | None
-    stragglers: Stragglers
-    interval: tuple[float, str]
+    first_step: int
     step_records: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=4))
     skipped_in_a_row: int = 0
-    failed_saves: int = 0
-    alerts: list[threading.Thread] = field(default_factory=list)
-    ledger: list[str] = field(default_factory=list)
-    startup_seconds: float = 0.0
-    clock: float = field(default_factory=time.perf_counter)
-    saved_at: float = field(default_factory=time.monotonic)
-    first_step: int = 0
-    saved_best: dict[str, Any] | None = None
-    pending_best: dict[str, Any] | None = None
-    saved_step: int | None = 0
 
     @property
     def activity(self) -> Activity:
@@ -88,9 +69,9 @@ class Run:
         return self.session.activity
 
     @property
-    def owner(self) -> Owner:
-        """The claim on the run folder."""
-        return self.heartbeat.owner
+    def console(self) -> Console:
+        """The output of rank 0."""
+        return self.journal.console
 
     @property
     def trained(self) -> bool:
@@ -124,19 +105,6 @@ class Run:
         """Return the record of one of the last steps."""
         return next(record for record in self.step_records if record.step == step)
 
-    def record_fault(self, step: int, cause: str, message: str) -> None:
-        """Write what went wrong to metrics.jsonl."""
-        if self.records is not None:
-            self.records.event("fault", step=step, cause=cause, message=message)
-
-    def report(self, step: int, cause: str, message: str) -> None:
-        """Report a fault that does not end the run: to the user, and by `--on-alert`."""
-        self.record_fault(step, cause, message)
-        self.console.say(message)
-        if self.records is not None:
-            command = self.session.config.on_alert
-            self.alerts += alert.send(command, cause, message, str(self.folder.path))
-
     def close(self, summary: dict[str, Any] | None) -> None:
         """Write the records to the disk.
 
@@ -146,20 +114,14 @@ class Run:
         Raises:
             UsageError: if the run folder belongs to another run by now.
         """
-        self.saver.activity.close()
+        self.saving.saver.activity.close()
         self.heartbeat.close()
         with self.activity.doing("waiting for --on-alert", after_others=True):
-            alert.wait(self.alerts)
-        if self.records is not None:
-            self.owner.check()
-            self.records.close(summary)
+            alert.wait(self.journal.alerts)
+        if self.journal.records is not None:
+            self.heartbeat.owner.check()
+            self.journal.records.close(summary)
         self.heartbeat.give_up()
-
-    def count_seconds(self) -> None:
-        """Add the time since the last count, or since the first step, to the run's seconds."""
-        now = time.perf_counter()
-        self.progress.seconds += now - self.clock
-        self.clock = now
 
 
 def open_run(session: Session, stop: StopRequest) -> Run:
@@ -179,12 +141,31 @@ def open_run(session: Session, stop: StopRequest) -> Run:
     injector = make_injector(session, folder, console, adapter.force if adapter else None)
     owner, resumes = world.broadcast(_claim(config, folder, console) if world.rank == 0 else None)
     heartbeat = Heartbeat(
-        *(folder.heartbeats, world.rank, session.memory_bytes, session.celsius),
-        *(session.activity.now, owner),
+        folder.heartbeats,
+        world.rank,
+        session.device.memory_bytes,
+        session.activity.now,
+        owner,
     )
     try:
+        session.activity.on_stall = partial(_stalled, config=config, folder=folder, world=world)
         config = replace(config, resume=resumes)
-        return _open_owned(session, stop, config, folder, console, heartbeat, injector, adapter)
+        progress, replication, records = _start_or_resume(session, config, folder, console)
+        clock, journal = Stopwatch(progress, "seconds"), Journal(config, folder, console, records)
+        return Run(
+            session=session,
+            stop=stop,
+            control=Control(world, session.device.loss_delay),
+            progress=progress,
+            clock=clock,
+            journal=journal,
+            saving=Saving(session, progress, clock, journal, owner, replication),
+            heartbeat=heartbeat,
+            stragglers=Stragglers(peers(session.plan, world.size)),
+            injector=injector,
+            adapter=adapter,
+            first_step=progress.step,
+        )
     except BaseException:
         heartbeat.give_up()
         raise
@@ -215,72 +196,33 @@ def _claim(config: TrainConfig, folder: metrics.RunFolder, console: Console) -> 
     return owner, resumes
 
 
-def _open_owned(
-    session: Session,
-    stop: StopRequest,
-    config: TrainConfig,
-    folder: metrics.RunFolder,
-    console: Console,
-    heartbeat: Heartbeat,
-    injector: Injector | None,
-    adapter: "Adapter | None",
-) -> Run:
-    """Return the run in a folder that this run has claimed. Collective."""
-    world = session.world
-    session.activity.on_stall = lambda line: _stalled(line, config, folder, world)
+def _start_or_resume(
+    session: Session, config: TrainConfig, folder: metrics.RunFolder, console: Console
+) -> tuple[Progress, Replication | None, metrics.Records | None]:
+    """Restore the state of a run if it is resumed, and open its records. Collective.
+
+    Args:
+        config: the configuration, with `resume` as the claimed folder decides it.
+    """
     kept = restore(session, folder, console) if config.resume else None
     progress = Progress.of(kept) if kept else Progress(session.index.hash)
     if kept is None and config.weights is not None:
-        console.say(session.start_from(Path(config.weights)))
-    session.agree()
-    replication = open_replication(config, folder, world, console)
-    records = None
-    if world.rank == 0:
-        records = metrics.Records(folder, config, kept or {})
-    return Run(
-        session=session,
-        progress=progress,
-        console=console,
-        control=Control(world, session.loss_delay),
-        stop=stop,
-        folder=folder,
-        records=records,
-        saver=_saver(session, folder, heartbeat.owner.token),
-        heartbeat=heartbeat,
-        injector=injector,
-        adapter=adapter,
-        replication=replication,
-        stragglers=Stragglers(peers(session.plan, world.size)),
-        interval=config.checkpoint_interval(),
-        first_step=progress.step,
-        saved_step=progress.step,
-        saved_best=progress.best,
-    )
-
-
-def _saver(session: Session, folder: metrics.RunFolder, token: str) -> Saver:
-    """Return the writer of this rank's checkpoint files. Collective.
-
-    Raises:
-        UsageError: if a rank does not see the run folder.
-    """
-    world = session.world
-    listener = failure.Listener(session.config.on_alert, str(folder.path))
-    # The thread that writes waits for no other rank, so its message names none.
-    activity = Activity(
-        None, world.rank, session.activity.limit, lambda line: stalled(line, "", listener)
-    )
-    return Saver(_shared(folder.checkpoints, world), world.rank, token, activity)
+        console.say(session.state.start_from(Path(config.weights)))
+    session.state.agree()
+    replication = open_replication(config, folder, session.world, console)
+    is_first = session.world.rank == 0
+    return progress, replication, metrics.Records(folder, config, kept or {}) if is_first else None
 
 
 def _adapter(session: Session) -> "Adapter | None":
     """Return what replans, if --plan adaptive is set and there are several ranks."""
-    if session.config.plan_request != ADAPTIVE or session.world.size == 1:
+    migration = session.migration
+    is_adaptive = session.config.plan_request == ADAPTIVE and session.world.size > 1
+    if migration is None or not is_adaptive:
         return None
     from hvdtrain.training.adapting import Adapter  # loads torch
 
-    assert session.chosen is not None
-    return Adapter(session, session.chosen.question, session.build_seconds)
+    return Adapter(session, migration, migration.question, migration.building_seconds)
 
 
 def _stalled(line: str, config: TrainConfig, folder: metrics.RunFolder, world: World) -> None:
@@ -297,23 +239,3 @@ def _stalled(line: str, config: TrainConfig, folder: metrics.RunFolder, world: W
     search.join(SECONDS_TO_LOOK)
     listener = failure.Listener(config.on_alert, str(folder.path))
     stalled(line, "; ".join(silent), listener)
-
-
-def _shared(folder: Path, world: World) -> Path:
-    """Return the path of the folder that rank 0 has made, once all ranks see it. Collective.
-
-    Raises:
-        UsageError: if a rank does not see it.
-    """
-    path: Path = world.broadcast(folder.resolve())
-    until = time.monotonic() + SECONDS_TO_SHOW
-    while not path.is_dir() and time.monotonic() < until:
-        time.sleep(0.1)
-    missing = [
-        host for host in world.gather("" if path.is_dir() else socket.gethostname()) if host
-    ]
-    if missing:
-        raise UsageError(
-            f"{path} does not exist on {missing[0]}: put --run on a disk that all ranks share"
-        )
-    return path

@@ -1,10 +1,8 @@
 """The interface between the training loop and a framework: PyTorch or Keras."""
 
-import math
 import resource
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
@@ -22,8 +20,6 @@ from hvdtrain.world import World
 
 if TYPE_CHECKING:
     from hvdtrain.planner.tables import Question
-
-PROCESSOR_SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "acpitz")
 
 Shape = tuple[int, ...]
 
@@ -102,107 +98,46 @@ class StepTimes:
     transfer: float = 0.0
 
 
+def _resident_bytes() -> float:
+    return float(psutil.Process().memory_info().rss)
+
+
+def _peak_resident_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@dataclass(frozen=True)
+class Device:
+    """The device that a rank computes on; by default the CPU.
+
+    Attributes:
+        kind: "cpu" or "cuda".
+        accelerator: name of the GPU, None for a CPU.
+        count: number of devices of this rank.
+        loss_delay: steps after which the loss is read, see `Control`.
+        memory_bytes: returns the bytes allocated on the GPU, or the resident set of the process.
+        peak_memory_bytes: returns the largest `memory_bytes` so far.
+    """
+
+    kind: str = "cpu"
+    accelerator: str | None = None
+    count: int = 1
+    loss_delay: int = 0
+    memory_bytes: Callable[[], float] = _resident_bytes
+    peak_memory_bytes: Callable[[], int] = _peak_resident_bytes
+
+
 @dataclass(kw_only=True)
-class Session(ABC):
-    """One rank's part of a run, ready to train.
+class State(ABC):
+    """The weights, statistics and optimizer state that this rank holds.
 
     Attributes:
         plan: which ranks hold which components.
         shapes: of all parameters and buffers of the model, by name.
-        parameters: their number.
-        normalisation: mean and deviation per channel.
-        train_rows, held_rows: of the train split, to train on and held out.
-        chosen: the plan that training started with, if it was chosen automatically.
-        verified: the result of --verify, in words.
-        build_seconds: for building this rank's part of the plan.
-        libraries: distributions whose versions affect the results.
     """
 
-    config: TrainConfig
-    world: World
-    index: Index
     plan: Plan
     shapes: dict[str, Shape]
-    parameters: int
-    activity: Activity
-    normalisation: Normalisation
-    train_rows: Rows
-    held_rows: Rows
-    splits: Mapping[str, Samples]
-    chosen: Chosen | None = None
-    verified: str = ""
-    build_seconds: float = 0.0
-    libraries: ClassVar[tuple[str, ...]]
-
-    @property
-    @abstractmethod
-    def device(self) -> str:
-        """The device of the model: "cpu" or "cuda"."""
-
-    @property
-    @abstractmethod
-    def accelerator(self) -> str | None:
-        """The name of the GPU, None for a CPU."""
-
-    @property
-    def loss_delay(self) -> int:
-        """Steps after which the loss is read, see `Control`."""
-        return 0
-
-    @property
-    @abstractmethod
-    def evaluation_images(self) -> int:
-        """Images of a global batch in evaluation."""
-
-    @property
-    def devices(self) -> int:
-        """Number of devices that this rank computes on."""
-        return 1
-
-    @abstractmethod
-    def local_rows(self, batch: Rows, is_training: bool) -> tuple[Rows, Rows]:
-        """Return the rows of a global batch whose images, and whose labels, this rank needs."""
-
-    @abstractmethod
-    def train(self, feed: Feed, position: int, batch_size: int, rate: float) -> Result:
-        """Do one step of all ranks, on the global batch that starts at `position`. Collective."""
-
-    @abstractmethod
-    def evaluate(self, batches: Iterable[tuple[Feed, int]]) -> tuple[float, float]:
-        """Return the sum of losses and the number of correct answers on this rank. Collective.
-
-        Args:
-            batches: this rank's samples, with the size of their global batch.
-        """
-
-    @abstractmethod
-    def diagnose(self, record: StepRecord) -> str:
-        """Run a step again without updates; return what is wrong with it. Collective."""
-
-    def read_times(self) -> StepTimes:
-        """Return the mean times of the parts of a step since the last call."""
-        return StepTimes()
-
-    def check_plan(self, plan: Plan) -> None:  # noqa: B027
-        """Try out every batch size of the run under a plan.
-
-        Raises:
-            UsageError, ScheduleError: if one cannot be trained.
-        """
-
-    def change_plan(self, plan: Plan) -> None:
-        """Continue under another plan with the same state. Collective; between two steps."""
-        raise NotImplementedError("this framework has one plan per run")
-
-    def align_clocks(self) -> None:  # noqa: B027
-        """Compare the clocks of the hosts, if anything needs that. Collective."""
-
-    def write_trace(self) -> None:  # noqa: B027
-        """Write the file of --trace, if it is not yet written. Collective.
-
-        Raises:
-            UsageError: if the file cannot be written.
-        """
 
     @abstractmethod
     def agree(self) -> None:
@@ -243,9 +178,9 @@ class Session(ABC):
     def put(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Load the arrays of a checkpoint into the model and the optimizer."""
 
-    @abstractmethod
-    def holders(self) -> dict[str, tuple[int, ...]]:
-        """Return the ranks that compute each component, or each layer that has weights."""
+
+class Faults(ABC):
+    """The faults of `--inject` that need the framework."""
 
     @abstractmethod
     def spoil(self, component: str, is_due: Callable[[], bool]) -> None:
@@ -258,22 +193,113 @@ class Session(ABC):
     def allocate_memory(self, count: int) -> None:
         """Allocate `count` bytes on the device of the model."""
 
-    def memory_bytes(self) -> float:
-        """Return the bytes allocated on the GPU, or the resident set of the process."""
-        return float(psutil.Process().memory_info().rss)
 
-    def peak_memory_bytes(self) -> int:
-        """Return the largest `memory_bytes` so far."""
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+@dataclass(kw_only=True)
+class Migration(ABC):
+    """The change of plans during a run, and the measurements on which it rests.
 
-    def celsius(self) -> float:
-        """Return the temperature of the GPU, or of the hottest CPU sensor; NaN if unknown."""
-        with suppress(Exception):  # not on every system
-            sensors = psutil.sensors_temperatures()
-            for name in PROCESSOR_SENSORS:
-                if sensors.get(name):
-                    return max(sensor.current for sensor in sensors[name])
-        return math.nan
+    Attributes:
+        question: the model, batch and machine that the plan was chosen for, on rank 0 only.
+        building_seconds: for building this rank's part of the plan.
+    """
+
+    question: "Question | None"
+    building_seconds: float
+
+    @abstractmethod
+    def check(self, plan: Plan) -> None:
+        """Try out every batch size of the run under a plan.
+
+        Raises:
+            UsageError, ScheduleError: if one cannot be trained.
+        """
+
+    @abstractmethod
+    def change(self, plan: Plan) -> None:
+        """Continue under another plan with the same state. Collective; between two steps."""
+
+    @abstractmethod
+    def read_times(self) -> StepTimes:
+        """Return the mean times of the parts of a step since the last call."""
+
+
+class Timeline(ABC):
+    """The events of all ranks on one clock."""
+
+    @abstractmethod
+    def align(self) -> None:
+        """Compare the clocks of the hosts, if there are several ranks. Collective."""
+
+    @abstractmethod
+    def write(self) -> None:
+        """Write the file of --trace, if it is requested and not yet written. Collective.
+
+        Raises:
+            UsageError: if the file cannot be written.
+        """
+
+
+@dataclass(kw_only=True)
+class Session(ABC):
+    """One rank's part of a run, ready to train.
+
+    Attributes:
+        parameters: number of the model's parameters.
+        normalisation: mean and deviation per channel.
+        train_rows, held_rows: of the train split, to train on and held out.
+        remarks: notes on the plan and the result of --verify, in words.
+        predicted_seconds: per step, on rank 0 only, if the plan was chosen automatically.
+        migration, timeline: only of a framework that has them.
+        libraries: distributions whose versions affect the results.
+    """
+
+    config: TrainConfig
+    world: World
+    activity: Activity
+    device: Device
+    state: State
+    faults: Faults
+    parameters: int
+    index: Index
+    normalisation: Normalisation
+    train_rows: Rows
+    held_rows: Rows
+    splits: Mapping[str, Samples]
+    remarks: tuple[str, ...] = ()
+    predicted_seconds: float | None = None
+    migration: Migration | None = None
+    timeline: Timeline | None = None
+    libraries: ClassVar[tuple[str, ...]]
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of this run: which ranks hold which components."""
+        return self.state.plan
+
+    @property
+    @abstractmethod
+    def evaluation_images(self) -> int:
+        """Images of a global batch in evaluation."""
+
+    @abstractmethod
+    def local_rows(self, batch: Rows, is_training: bool) -> tuple[Rows, Rows]:
+        """Return the rows of a global batch whose images, and whose labels, this rank needs."""
+
+    @abstractmethod
+    def train(self, feed: Feed, position: int, batch_size: int, rate: float) -> Result:
+        """Do one step of all ranks, on the global batch that starts at `position`. Collective."""
+
+    @abstractmethod
+    def evaluate(self, batches: Iterable[tuple[Feed, int]]) -> tuple[float, float]:
+        """Return the sum of losses and the number of correct answers on this rank. Collective.
+
+        Args:
+            batches: this rank's samples, with the size of their global batch.
+        """
+
+    @abstractmethod
+    def diagnose(self, record: StepRecord) -> str:
+        """Run a step again without updates; return what is wrong with it. Collective."""
 
     def close(self) -> None:
         """Free the memory and close the files of the data set."""

@@ -7,32 +7,39 @@ import numpy as np
 
 from hvdtrain.errors import CheckFailed
 from hvdtrain.health.stragglers import as_lists
-from hvdtrain.training import saving
-from hvdtrain.training.control import Agreed
-from hvdtrain.training.rate import learning_rate
+from hvdtrain.training.control import Agreed, Stopped
+from hvdtrain.training.progress import learning_rate
 from hvdtrain.training.run import Run
+from hvdtrain.training.summary import weights_sha256
 
 MOST_SKIPPED = 10  # in a row
+CHECK_EVERY = 100  # steps from one comparison of replicas inside an epoch to the next
 
 
 class StepLog:
-    """Reads the agreements on the steps of an epoch, on all ranks at the same step."""
+    """Reads the agreements on the steps of an epoch, on all ranks at the same step.
+
+    Attributes:
+        last_start: position of the newest step.
+        stop: the exit code, once the ranks agreed to stop.
+    """
 
     def __init__(self, run: Run, epoch: int, epoch_length: int) -> None:
         self.run, self.epoch, self.epoch_length = run, epoch, epoch_length
         self.step, self.position = run.progress.step, run.progress.position
-        self.last_start = self.position  # of the newest step
+        self.last_start = self.position
+        self.stop: int | None = None
         self.window: list[Agreed] = []
         self.window_start = time.perf_counter()
 
-    def add(self, agreed: Agreed) -> int | None:
-        """Process one agreement; return the exit code if the ranks agreed to stop.
+    def add(self, agreed: Agreed) -> None:
+        """Process one agreement.
 
         Raises:
             CheckFailed: on all ranks at the same step, if it is a bad step and is not skipped.
         """
         run, config = self.run, self.run.session.config
-        saving.follow(run, agreed)
+        run.saving.follow(agreed)
         self.step += 1
         self.last_start, self.position = self.position, self.position + agreed.samples
         if agreed.bad or not agreed.finite:
@@ -45,14 +52,17 @@ class StepLog:
         self.window.append(agreed)
         if len(self.window) == config.log_every:
             self.flush()
-        return agreed.stop
+        self.stop = agreed.stop or self.stop
 
-    def drain(self) -> int | None:
-        """Process all pending agreements; return the exit code if the ranks agreed to stop."""
-        code = None
+    def drain(self) -> None:
+        """Process all pending agreements."""
         for agreed in self.run.control.drain():
-            code = self.add(agreed) or code
-        return code
+            self.add(agreed)
+
+    def check_stop(self) -> None:
+        """Raise Stopped, on all ranks at the same step, if they agreed to stop."""
+        if self.stop is not None:
+            raise Stopped(self.stop)
 
     @property
     def rate(self) -> float:
@@ -67,10 +77,10 @@ class StepLog:
         good = [agreed for agreed in self.window if agreed.finite and not agreed.bad]
         loss = sum(agreed.loss_sum for agreed in good) / max(1, sum(one.samples for one in good))
         now = self.window[-1].posted_at
-        if self.run.records is not None:
+        if self.run.journal.records is not None:
             vitals = np.stack([agreed.vitals for agreed in self.window])
             ranks = as_lists(vitals)
-            self.run.records.event(
+            self.run.journal.event(
                 "step",
                 step=self.step,
                 epoch=self.epoch + 1,
@@ -83,7 +93,7 @@ class StepLog:
                 ranks=ranks,
             )
             for straggler in self.run.stragglers.look(vitals):
-                self.run.report(self.step, "straggler", str(straggler))
+                self.run.journal.report(self.step, "straggler", str(straggler))
         self.window.clear()
         self.window_start = now
 
@@ -107,11 +117,59 @@ class StepLog:
         was_skipped = config.on_bad_step == "skip" and agreed.bad == run.session.world.size
         if was_skipped and run.skipped_in_a_row <= MOST_SKIPPED:
             run.progress.skipped_steps += 1
-            run.report(self.step, "bad step", f"{message}; skipped")
+            run.journal.report(self.step, "bad step", f"{message}; skipped")
             return
-        run.record_fault(self.step, "bad step", message)
+        run.journal.fault(self.step, "bad step", message)
         row = f"; {MOST_SKIPPED} steps before it were skipped" if was_skipped else ""
         raise CheckFailed(
             f"{message}{row}; try a learning rate below {self.rate:g}, warm-up, or another "
             "precision"
         )
+
+
+def compare_fingerprints(run: Run, log: StepLog) -> None:
+    """Compare the replicas of each stage after every 100th step. Collective; inside an epoch.
+
+    Only if they differ, the pending agreements are read and all weights are hashed.
+
+    Raises:
+        CheckFailed: on all ranks, if any differ.
+        Stopped: on all ranks, if they agreed to stop meanwhile.
+    """
+    session = run.session
+    # All ranks are at the same step: each has sent the control vector of it.
+    if run.progress.step % CHECK_EVERY or not _has_replicas(run):
+        return
+    with run.activity.doing("comparing the replicas"):
+        fingerprints = session.world.gather(session.state.fingerprints())
+    if all(
+        len({fingerprints[rank][number] for rank in stage.ranks}) == 1
+        for number, stage in enumerate(session.plan.stages)
+    ):
+        return
+    log.drain()
+    log.flush()
+    check_replicas(run)
+    log.check_stop()
+
+
+def check_replicas(run: Run) -> None:
+    """Compare the weights of ranks that hold the same components. Collective.
+
+    Raises:
+        CheckFailed: on all ranks, if any differ.
+    """
+    if not _has_replicas(run):
+        return
+    session = run.session
+    with run.activity.doing("comparing the replicas"):
+        digests = session.world.gather(session.state.digests())
+    try:
+        weights_sha256(digests)
+    except CheckFailed as error:
+        run.journal.fault(run.progress.step, "replicas differ", str(error))
+        raise
+
+
+def _has_replicas(run: Run) -> bool:
+    return any(len(stage.ranks) > 1 for stage in run.session.plan.stages)

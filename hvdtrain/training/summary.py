@@ -1,6 +1,7 @@
-"""The summary of a finished run."""
+"""Reports of a run about itself: its settings at the start, and its summary at the end."""
 
 import hashlib
+import math
 import os
 import platform
 import socket
@@ -15,19 +16,45 @@ from hvdtrain.errors import CheckFailed
 from hvdtrain.training.run import Run
 
 
-def summarise(run: Run) -> dict[str, Any]:
+def announce(run: Run) -> None:
+    """Print and record the settings that a run starts or resumes with."""
+    session, config = run.session, run.session.config
+    run.console.say(
+        f"{config.model}, {session.parameters:,} parameters, {config.precision}; "
+        f"{session.world.size} rank(s) x {session.world.threads} thread(s) on "
+        f"{session.device.kind}; {len(session.train_rows):,} training samples, "
+        f"{math.ceil(len(session.train_rows) / config.batch_size):,} steps per epoch"
+    )
+    run.console.say_plan(session.plan)
+    for line in session.remarks:
+        run.console.say(line)
+    if run.progress.step:
+        run.console.say(f"resumed after step {run.progress.step:,}")
+    run.console.header()
+    plan_record = session.plan.to_json() | {"devices_a_rank": session.device.count}
+    if session.predicted_seconds is not None:
+        plan_record["predicted_seconds"] = session.predicted_seconds
+    run.journal.event("plan", step=run.progress.step, **plan_record)
+
+
+def summarise(run: Run, startup_seconds: float) -> dict[str, Any]:
     """Return the content of summary.json.
+
+    Args:
+        startup_seconds: from the start of this process to the first step.
 
     Raises:
         CheckFailed: if ranks hold different weights.
     """
     session, progress = run.session, run.progress
-    digest = weights_sha256(session.world.gather(session.digests()))
+    digest = weights_sha256(session.world.gather(session.state.digests()))
     # Fractions of each rank's own seconds: a rank measures its waits with its own clock.
     rank_seconds = max(progress.train_seconds, 1e-9)
     spent = [
-        *(progress.exposed_seconds, progress.communication_seconds),
-        *(progress.bubble_seconds, progress.compute_seconds),
+        progress.exposed_seconds,
+        progress.communication_seconds,
+        progress.bubble_seconds,
+        progress.compute_seconds,
     ]
     exposed, total, bubble, compute = np.mean(
         session.world.gather([seconds / rank_seconds for seconds in spent]), axis=0
@@ -37,26 +64,39 @@ def summarise(run: Run) -> dict[str, Any]:
         "model": session.config.model,
         "parameters": session.parameters,
         "ranks": session.world.size,
-        "devices_a_rank": session.devices,
+        "devices_a_rank": session.device.count,
         "plan": session.plan.to_json(),
         "epochs": progress.position / len(session.train_rows),
         "steps": progress.step,
         "skipped_steps": progress.skipped_steps,
         "samples": progress.position,
         "seconds": progress.seconds,
-        "startup_seconds": run.startup_seconds,
+        "startup_seconds": startup_seconds,
         "train_seconds": progress.train_seconds,
         "images_per_second": progress.position / max(progress.train_seconds, 1e-9),
         "communication": {"exposed_fraction": exposed, "total_fraction": total},
         "bubble_fraction": bubble,
         "compute_fraction": compute,
-        "peak_memory_bytes": session.world.gather(session.peak_memory_bytes()),
+        "peak_memory_bytes": session.world.gather(session.device.peak_memory_bytes()),
         "final": progress.final,
         "best": progress.best,
         "weights_sha256": digest,
-        "machine": machine(session.accelerator, session.world.threads),
+        "machine": machine(session.device.accelerator, session.world.threads),
         "versions": versions(session.libraries),
     }
+
+
+def check_memory(run: Run, limit_gib: float, peaks: list[int]) -> None:
+    """Report the rank with the highest peak memory, if that exceeds --memory-limit."""
+    used = max(peaks) / 2**30
+    if used > limit_gib:
+        run.journal.report(
+            run.progress.step,
+            "memory limit",
+            f"rank {peaks.index(max(peaks))} used {used:.3f} GiB, more than --memory-limit "
+            f"{limit_gib:g}: give a lower limit, more --microbatches or --recompute all, or "
+            "remove the file of --profile if it is old",
+        )
 
 
 def weights_sha256(rank_digests: Sequence[Mapping[str, str]]) -> str:

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdtrain.backends.pytorch import layout
-from hvdtrain.backends.pytorch.layout import under_plan
+from hvdtrain.backends.pytorch.migration import under_plan
+from hvdtrain.backends.pytorch.state import local_share
 from hvdtrain.config import TrainConfig
 from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.plan.plan import Plan, replicated
@@ -21,7 +21,7 @@ ADAM = TrainConfig(model="own", data="", precision="fp64", optimizer="adam", lr=
 
 def whole_optimizer(plan: Plan, runtime: Runtime, world: World) -> dict[str, bytes]:
     """Return the optimizers' state as checkpoints hold it, on all ranks."""
-    share = layout.local_share(plan, runtime.parts, world.rank)
+    share = local_share(plan, runtime.parts, world.rank)
     held = {name: tensor.detach().numpy().tobytes() for name, tensor in share.items()}
     return {name: value for theirs in world.gather(held) for name, value in theirs.items()}
 

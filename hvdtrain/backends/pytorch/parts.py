@@ -3,10 +3,12 @@
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from fnmatch import fnmatchcase
+from inspect import unwrap
+from typing import Any, TypeVar, cast
 
 import torch
+from torch import Tensor, nn
 
-from hvdtrain.backends.pytorch.optimizer import make_optimizer
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError, one_line
 from hvdtrain.models.component import Component, build_component
@@ -20,6 +22,8 @@ from hvdtrain.parallel.stage import DTYPES, Part, StageModel
 from hvdtrain.parallel.states import States
 from hvdtrain.plan.plan import Plan
 from hvdtrain.world import World, process_set, start_horovod
+
+Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
 
 PROBED_IMAGES = 2  # a batch of one image does not show its memory format
 COMPILED_VARIANTS = 1024
@@ -85,6 +89,48 @@ def stage_optimizer(config: TrainConfig, model: StageModel) -> torch.optim.Optim
     parameters = model.parameters()
     free = model.undecayed(decay.parse(config.no_decay))
     return make_optimizer(config, parameters, free) if parameters else None
+
+
+def make_optimizer(
+    config: TrainConfig,
+    parameters: Mapping[str, nn.Parameter],
+    undecayed: frozenset[str] = frozenset(),
+) -> torch.optim.Optimizer:
+    """Return the optimizer of a run, with torch's fused kernels.
+
+    Args:
+        undecayed: names of the parameters without weight decay.
+    """
+    lr, decay = config.learning_rate(), config.weight_decay
+    values: list[Any] = list(parameters.values())
+    if decay and not undecayed.isdisjoint(parameters):
+        free = [value for name, value in parameters.items() if name in undecayed]
+        others = [value for name, value in parameters.items() if name not in undecayed]
+        values = [{"params": others}] if others else []
+        values.append({"params": free, "weight_decay": 0.0})
+    if config.optimizer == "sgd":
+        nesterov = config.momentum > 0
+        sgd = _without_compiler(torch.optim.SGD)
+        return sgd(values, lr, config.momentum, 0, decay, nesterov, fused=True)
+    adam = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
+    return _without_compiler(adam)(values, lr=lr, weight_decay=decay, fused=True)
+
+
+def _without_compiler(kind: type[Kind]) -> type[Kind]:
+    """Return the class with methods that have no guards against being compiled.
+
+    Torch's guards load its compiler, which takes a third of a rank's start-up time, and this
+    toolkit never compiles an optimizer.
+    """
+    methods = {name: unwrap(getattr(kind, name)) for name in ("add_param_group", "zero_grad")}
+    step = torch.no_grad()(unwrap(kind.step))
+    return cast(type[Kind], type(kind.__name__, (kind,), methods | {"step": step}))
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
+    """Use `value` as the learning rate of the next steps."""
+    for group in optimizer.param_groups:
+        group["lr"] = value
 
 
 def build_model(
@@ -177,7 +223,7 @@ def probe_forms(
     return forms
 
 
-def _emitted(model: StageModel, images: torch.Tensor, precision: str) -> Form:
+def _emitted(model: StageModel, images: Tensor, precision: str) -> Form:
     model.train(False)
     autocast = torch.autocast(images.device.type, dtype=torch.bfloat16)
     with torch.no_grad(), autocast if precision == "bf16" else nullcontext():
@@ -226,7 +272,11 @@ def _gradients(plan: Plan, models: Mapping[int, StageModel], world: World) -> di
         else:
             states = States(model.states, model.put)
             gradients[number] = horovod_gradients(
-                *(model.parameters(), model.statistics(), states, horovod, replicas),
+                model.parameters(),
+                model.statistics(),
+                states,
+                horovod,
+                replicas,
                 name=f"stage{number}",
             )
     return gradients

@@ -1,70 +1,169 @@
-"""A run's session in PyTorch: the interpreter of a plan, and the state that it works on."""
+"""A run's session in PyTorch: the interpreter of a plan, and the diagnosis of its bad steps.
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+A bad step makes no update and its random draws are seeded, so that it can be repeated as long as
+its images are in memory. The ranks learn of it after the next step (on a GPU after the one after
+that), and by then the weights have the update of that step, if it was a good one.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hvdtrain.backends.pytorch import layout
-from hvdtrain.backends.pytorch.batches import check_batches, input_boundaries
-from hvdtrain.backends.pytorch.diagnosis import diagnose
-from hvdtrain.backends.pytorch.layout import under_plan
-from hvdtrain.backends.pytorch.optimizer import set_learning_rate, state_shapes
-from hvdtrain.checkpoint import store
-from hvdtrain.checkpoint.store import MODEL, OPTIMIZER
+from hvdtrain.backends.pytorch.parts import set_learning_rate
+from hvdtrain.backends.pytorch.state import TorchState
 from hvdtrain.data.order import Rows
-from hvdtrain.models import weights
-from hvdtrain.models.component import Component
+from hvdtrain.health.badstep import Sighting, as_words
+from hvdtrain.host.activity import Activity
+from hvdtrain.parallel.reduce import all_finite
 from hvdtrain.parallel.runtime import Runtime
-from hvdtrain.parallel.stage import Part
-from hvdtrain.parallel.step import Step
-from hvdtrain.plan import program
+from hvdtrain.parallel.stage import Part, StageModel
+from hvdtrain.parallel.step import Step, copied_buffers, restore_buffers
+from hvdtrain.plan import program, trace
 from hvdtrain.plan.actions import COMPUTE
 from hvdtrain.plan.cut import Cut, cut
-from hvdtrain.plan.plan import Plan, is_same_layout
+from hvdtrain.plan.plan import Plan
 from hvdtrain.plan.program import Program
 from hvdtrain.training.feed import Feed, step_seed, take_rows
-from hvdtrain.training.session import Result, Session, Shape, StepRecord, StepTimes
-from hvdtrain.training.tracing import write_trace
+from hvdtrain.training.session import (
+    Device,
+    Faults,
+    Result,
+    Session,
+    StepRecord,
+    StepTimes,
+    Timeline,
+)
+from hvdtrain.world import World
+
+
+def device_of(device: torch.device) -> Device:
+    """Return the description of a CPU, or of one GPU."""
+    if device.type == "cpu":
+        return Device()
+    return Device(
+        kind="cuda",
+        accelerator=torch.cuda.get_device_name(device),
+        loss_delay=1,
+        memory_bytes=lambda: float(torch.cuda.memory_allocated(device)),
+        peak_memory_bytes=lambda: torch.cuda.max_memory_allocated(device),
+    )
+
+
+@dataclass
+class Times:
+    """Times of this rank's steps since they were last read."""
+
+    state: TorchState
+    steps: int = 0
+    transfer_seconds: float = 0.0
+
+    def add(self, transfer_seconds: float) -> None:
+        """Count a step, and the seconds in which it waited for data sent already."""
+        self.steps += 1
+        self.transfer_seconds += transfer_seconds
+
+    def read(self) -> StepTimes:
+        """Return the means, and start again from zero."""
+        steps, parts = max(1, self.steps), self.state.parts.values()
+        clocks = [part.model.clock for part in parts]
+        seconds = {
+            name: total for clock in clocks if clock for name, total in clock.read().items()
+        }
+        if self.state.plan.splits_backward or any(part.synchronised for part in parts):
+            # Weight gradients come later, all together; or the times include waits for others.
+            seconds = {}
+        transfer, self.steps, self.transfer_seconds = self.transfer_seconds / steps, 0, 0.0
+        return StepTimes({name: total / steps for name, total in seconds.items()}, transfer)
+
+
+@dataclass
+class TorchFaults(Faults):
+    """Faults in this rank's stages.
+
+    Attributes:
+        spoiled: by component, functions that return whether its output becomes NaN.
+    """
+
+    state: TorchState
+    spoiled: dict[str, list[Callable[[], bool]]] = field(default_factory=dict)
+
+    @override
+    def spoil(self, component: str, is_due: Callable[[], bool]) -> None:
+        self.spoiled.setdefault(component, []).append(is_due)
+        if len(self.spoiled[component]) == 1:
+            self._spoil(component)
+
+    @override
+    def allocate_memory(self, count: int) -> None:
+        torch.empty(count, dtype=torch.uint8, device=self.state.runtime.device)
+
+    def renew(self) -> None:
+        """Inject the same faults into the stages of another plan."""
+        for name in self.spoiled:
+            self._spoil(name)
+
+    def _spoil(self, name: str) -> None:
+        """Make a component emit NaN when that is due, if this rank holds it."""
+        held = (part.model for part in self.state.parts.values() if name in part.model.calls)
+        model = next(held, None)
+        if model is None:
+            return
+        compute, dues = model.calls[name], self.spoiled[name]
+
+        def spoiled(inputs: Tensor) -> Tensor:
+            output = compute(inputs)
+            is_due = torch.is_grad_enabled() and any(due() for due in dues)
+            return output * torch.nan if is_due else output
+
+        model.calls[name] = spoiled
+
+
+@dataclass
+class TorchTimeline(Timeline):
+    """The events of the runtime of each rank, and the Chrome trace of the first steps."""
+
+    state: TorchState
+    activity: Activity
+
+    @override
+    def align(self) -> None:
+        if (exchange := self.state.runtime.exchange) is not None:
+            with self.activity.doing("comparing the hosts' clocks"):
+                exchange.align_clocks()
+
+    @override
+    def write(self) -> None:
+        runtime, world, path = self.state.runtime, self.state.world, self.state.config.trace
+        if not runtime.events or path is None:
+            return
+        offset = runtime.exchange.offset_to_first_clock() if runtime.exchange else 0.0
+        events = [
+            event._replace(start=event.start + offset, end=event.end + offset)
+            for event in runtime.events
+        ]
+        runtime.events = None
+        everywhere = world.gather_on_first(events)
+        if world.rank == 0:
+            trace.write_trace(Path(path), [event for rank in everywhere for event in rank])
 
 
 @dataclass(kw_only=True)
 class TorchSession(Session):
-    """A `Session` under any plan.
+    """A `Session` under any plan."""
 
-    Attributes:
-        spoiled: by component, functions that return whether its output becomes NaN.
-        timed_steps, transfer_seconds: steps and seconds of waiting since `read_times`.
-    """
-
-    runtime: Runtime
-    components: Sequence[Component]
-    copies: layout.Copies = field(default_factory=layout.Copies)
-    spoiled: dict[str, list[Callable[[], bool]]] = field(default_factory=dict)
-    timed_steps: int = 0
-    transfer_seconds: float = 0.0
+    state: TorchState
+    times: Times
     libraries = ("torch",)
 
     @property
-    @override
-    def device(self) -> str:
-        return self.runtime.device.type
-
-    @property
-    @override
-    def accelerator(self) -> str | None:
-        return torch.cuda.get_device_name(self.runtime.device) if self.device == "cuda" else None
-
-    @property
-    @override
-    def loss_delay(self) -> int:
-        return 1 if self.device == "cuda" else 0
+    def runtime(self) -> Runtime:
+        """The interpreter of the plan on this rank."""
+        return self.state.runtime
 
     @property
     @override
@@ -72,11 +171,6 @@ class TorchSession(Session):
         # With a memory limit, the planner counted the memory of one training batch.
         is_limited = self.config.memory_limit is not None
         return program.evaluation_images(self.plan, self.config.batch_size if is_limited else None)
-
-    @property
-    def parts(self) -> Mapping[int, Part]:
-        """The parts of the model that this rank holds, by stage."""
-        return self.runtime.parts
 
     def cut(self, batch_size: int, is_training: bool) -> Cut:
         """Return how a global batch of this size is split among ranks and micro-batches."""
@@ -94,14 +188,13 @@ class TorchSession(Session):
 
     @override
     def train(self, feed: Feed, position: int, batch_size: int, rate: float) -> Result:
-        for part in self.parts.values():
+        for part in self.state.parts.values():
             if part.optimizer is not None:
                 set_learning_rate(part.optimizer, rate)
         self._seed(position)
         todo = self.program(batch_size, is_training=True)
         step = self.runtime.train(todo, Step(feed.images, feed.labels))
-        self.timed_steps += 1
-        self.transfer_seconds += step.waited.transfer
+        self.times.add(step.waited.transfer)
         return Result(
             read_loss=read_later(step.loss_sum),
             samples=todo.cut.samples(self.plan.last, self.world.rank),
@@ -112,37 +205,6 @@ class TorchSession(Session):
             bubble_seconds=step.waited.bubble,
             compute_seconds=sum(step.seconds[kind] for kind in COMPUTE),
         )
-
-    @override
-    def read_times(self) -> StepTimes:
-        steps, self.timed_steps = max(1, self.timed_steps), 0
-        clocks = [part.model.clock for part in self.parts.values()]
-        seconds = {
-            name: total for clock in clocks if clock for name, total in clock.read().items()
-        }
-        if self.plan.splits_backward or any(part.synchronised for part in self.parts.values()):
-            # Weight gradients come later, all together; or the times include waits for others.
-            seconds = {}
-        transfer, self.transfer_seconds = self.transfer_seconds / steps, 0.0
-        return StepTimes({name: total / steps for name, total in seconds.items()}, transfer)
-
-    @override
-    def check_plan(self, plan: Plan) -> None:
-        config, size, classes = self.config, self.index.image_shape[0], self.index.classes
-        boundaries = input_boundaries(self.components, config, size, classes)
-        check_batches(config, plan, self.components, boundaries, len(self.train_rows))
-
-    @override
-    def change_plan(self, plan: Plan) -> None:
-        if not is_same_layout(self.plan, plan):
-            self.runtime = under_plan(
-                *(self.runtime, self.config, self.plan, plan, self.components),
-                self.index.image_shape[0],
-                self.world,
-            )
-            for name in self.spoiled:
-                self._spoil(name)
-        self.plan = plan
 
     @override
     def evaluate(self, batches: Iterable[tuple[Feed, int]]) -> tuple[float, float]:
@@ -160,127 +222,8 @@ class TorchSession(Session):
         self._seed(record.position)
         todo = self.program(record.batch_size, is_training=True)
         explanation = diagnose(self.runtime, self.plan, self.world, todo, record)
-        self.read_times()  # drops the times of the diagnosis
+        self.times.read()  # drops the times of the diagnosis
         return explanation
-
-    @override
-    def align_clocks(self) -> None:
-        if self.runtime.exchange is not None:
-            with self.activity.doing("comparing the hosts' clocks"):
-                self.runtime.exchange.align_clocks()
-
-    @override
-    def write_trace(self) -> None:
-        if self.runtime.events and self.config.trace is not None:
-            write_trace(self.runtime, self.world, self.config.trace)
-
-    @override
-    def agree(self) -> None:
-        layout.agree_on_weights(self.plan, self.parts, self.digests(), self.world)
-
-    @override
-    def start_from(self, path: Path) -> str:
-        last = self.plan.stages[-1].components[-1]
-        values, is_other = weights.read(path, self.config.model, self.shapes, last)
-        layout.put_tensors(self.parts, values)
-        return f"started from {path}" + (f"; {last} keeps its initial weights" if is_other else "")
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the parameters and buffers that this rank holds, by name."""
-        return {
-            name: tensor
-            for part in self.parts.values()
-            for name, tensor in part.model.tensors().items()
-        }
-
-    @override
-    def digests(self) -> dict[str, str]:
-        return {
-            name: digest
-            for part in self.parts.values()
-            for name, digest in part.model.digests().items()
-        }
-
-    @override
-    def fingerprints(self) -> dict[int, int]:
-        return {number: part.model.fingerprint() for number, part in self.parts.items()}
-
-    @override
-    def share(self) -> dict[str, np.ndarray]:
-        return self.copies.of(layout.local_share(self.plan, self.parts, self.world.rank))
-
-    @override
-    def expected(self, was_updated: bool) -> dict[str, Shape]:
-        expected = {f"{MODEL}{name}": tuple(value.shape) for name, value in self.tensors().items()}
-        for part in self.parts.values():
-            if part.optimizer is None or not was_updated:
-                continue  # an optimizer has no state before its first update
-            for name, parameter in part.model.parameters().items():
-                entries = state_shapes(self.config, parameter.shape)
-                expected |= {f"{OPTIMIZER}{name}/{key}": shape for key, shape in entries.items()}
-        return expected
-
-    @override
-    def put(self, arrays: Mapping[str, np.ndarray]) -> None:
-        state, optimizer = store.by_kind(
-            {name: layout.to_tensor(array) for name, array in arrays.items()}
-        )
-        layout.put_state(self.parts, state, optimizer)
-
-    @override
-    def holders(self) -> dict[str, tuple[int, ...]]:
-        return {
-            name: tuple(
-                rank for rank, share in zip(stage.ranks, stage.shares, strict=True) if share
-            )
-            for stage in self.plan.stages
-            for name in stage.components
-        }
-
-    @override
-    def spoil(self, component: str, is_due: Callable[[], bool]) -> None:
-        self.spoiled.setdefault(component, []).append(is_due)
-        if len(self.spoiled[component]) == 1:
-            self._spoil(component)
-
-    def _spoil(self, name: str) -> None:
-        """Make a component emit NaN when that is due, if this rank holds it."""
-        held = (part.model for part in self.parts.values() if name in part.model.calls)
-        model = next(held, None)
-        if model is None:
-            return
-        compute, dues = model.calls[name], self.spoiled[name]
-
-        def spoiled(inputs: Tensor) -> Tensor:
-            output = compute(inputs)
-            is_due = torch.is_grad_enabled() and any(due() for due in dues)
-            return output * torch.nan if is_due else output
-
-        model.calls[name] = spoiled
-
-    @override
-    def allocate_memory(self, count: int) -> None:
-        torch.empty(count, dtype=torch.uint8, device=self.runtime.device)
-
-    @override
-    def memory_bytes(self) -> float:
-        if self.device == "cuda":
-            return float(torch.cuda.memory_allocated(self.runtime.device))
-        return super().memory_bytes()
-
-    @override
-    def peak_memory_bytes(self) -> int:
-        if self.device == "cuda":
-            return torch.cuda.max_memory_allocated(self.runtime.device)
-        return super().peak_memory_bytes()
-
-    @override
-    def celsius(self) -> float:
-        if self.device == "cuda":
-            with suppress(Exception):  # the driver's library may be missing or fail
-                return float(torch.cuda.temperature(self.runtime.device))
-            return math.nan
-        return super().celsius()
 
     def _seed(self, position: int) -> None:
         """Seed the generators that a step can draw from.
@@ -290,7 +233,7 @@ class TorchSession(Session):
         seed = step_seed(self.config.seed, position, self.world.rank)
         self.runtime.draws.seed = step_seed(self.config.seed, position, None)
         torch.default_generator.manual_seed(seed)
-        if self.device == "cuda":
+        if self.device.kind == "cuda":
             torch.cuda.manual_seed(seed)
 
 
@@ -313,3 +256,82 @@ def read_later(value: Tensor | None) -> Callable[[], float]:
         return float(host)
 
     return read
+
+
+def diagnose(
+    runtime: Runtime, plan: Plan, world: World, program: Program, step: StepRecord
+) -> str:
+    """Repeat a step without updating anything, and return what is wrong with it. Collective.
+
+    The caller has reset the random generators to their state before the step.
+    """
+    sightings, places = list[Sighting](), _places(plan)
+    kept = copied_buffers(runtime.parts)
+    events, runtime.events = runtime.events, None
+    assert runtime.activity is not None
+    newest, _ = runtime.activity.now()
+    runtime.activity.step(step.step)
+    with _watched(runtime.parts, places, world.rank, sightings):
+        gradients = runtime.gradients(program, Step(step.feed.images, step.feed.labels))
+    runtime.events = events
+    runtime.activity.step(newest)
+    restore_buffers(runtime.parts, kept)
+    with runtime.activity.doing("gathering what all ranks saw in a bad step"):
+        reports = world.gather((sightings, _norms(runtime.parts, gradients)))
+    seen = [sighting for theirs, _ in reports for sighting in theirs]
+    norms = {name: norm for _, theirs in reports for name, norm in theirs.items()}
+    return as_words(seen, norms, places)
+
+
+def _norms(parts: Mapping[int, Part], gradients: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the norm of the gradients of each component that this rank holds."""
+    norms = {}
+    for part in parts.values():
+        for component in part.model.components:
+            values = [
+                value for name, value in gradients.items() if name.startswith(f"{component}.")
+            ]
+            if values:
+                norms[component] = float(torch.nn.utils.get_total_norm(values))
+    return norms
+
+
+def _places(plan: Plan) -> dict[str, int]:
+    names = [name for stage in plan.stages for name in stage.components]
+    return {name: place for place, name in enumerate(names)}
+
+
+@contextmanager
+def _watched(
+    parts: Mapping[int, Part], places: Mapping[str, int], rank: int, sightings: list[Sighting]
+) -> Iterator[None]:
+    """Note the components whose output is not finite although their input is."""
+    models = [part.model for part in parts.values()]
+    before = [dict(model.calls) for model in models]
+    for model in models:
+        for name, call in model.calls.items():
+            model.calls[name] = _looking(model, name, call, places[name], rank, sightings)
+    try:
+        yield
+    finally:
+        for model, calls in zip(models, before, strict=True):
+            model.calls = calls
+
+
+def _looking(
+    model: StageModel,
+    name: str,
+    call: Callable[[Tensor], Tensor],
+    place: int,
+    rank: int,
+    sightings: list[Sighting],
+) -> Callable[[Tensor], Tensor]:
+    def look(inputs: Tensor) -> Tensor:
+        output = call(inputs)
+        if not all_finite([output.detach()]) and all_finite([inputs.detach()]):
+            weights = list(model.components[name].parameters())
+            has_bad_weights = not all_finite([value.detach() for value in weights])
+            sightings.append(Sighting(place, name, rank, has_bad_weights))
+        return output
+
+    return look

@@ -6,11 +6,18 @@ from collections.abc import Sequence
 import torch
 
 from hvdtrain import models
-from hvdtrain.backends.pytorch import layout
 from hvdtrain.backends.pytorch.batches import check_batches, input_boundaries
 from hvdtrain.backends.pytorch.build import build_runtime
+from hvdtrain.backends.pytorch.migration import TorchMigration
 from hvdtrain.backends.pytorch.parts import check_compiler, reason_against_split_backward
-from hvdtrain.backends.pytorch.session import TorchSession
+from hvdtrain.backends.pytorch.session import (
+    Times,
+    TorchFaults,
+    TorchSession,
+    TorchTimeline,
+    device_of,
+)
+from hvdtrain.backends.pytorch.state import TorchState, check_dtypes
 from hvdtrain.check.verify import Trial, verify
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
@@ -25,10 +32,15 @@ from hvdtrain.parallel.stage import Images
 from hvdtrain.plan import plan as plans
 from hvdtrain.plan import planfile
 from hvdtrain.plan.plan import Plan
-from hvdtrain.training.feed import Normalisation, normalisation, open_splits
-from hvdtrain.training.precheck import check_images, check_started
+from hvdtrain.training.feed import (
+    Normalisation,
+    check_images,
+    check_started,
+    normalisation,
+    open_splits,
+    staged,
+)
 from hvdtrain.training.session import Chosen
-from hvdtrain.training.staging import staged
 from hvdtrain.world import World, allow_new_groups
 
 
@@ -58,7 +70,7 @@ def open_session(config: TrainConfig, world: World) -> TorchSession:
         plan = chosen.plan
     verified = verify(trial, plan) if config.verify else ""
     session = _built(trial, plan, chosen, held_rows, verified)
-    layout.check(session.tensors())
+    check_dtypes(session.state.tensors())
     return session
 
 
@@ -70,23 +82,41 @@ def _built(
     started = time.perf_counter()
     runtime = build_runtime(config, plan, components, trial.images, index.image_shape[0], world)
     assert runtime.activity is not None
+    state = TorchState(
+        plan=plan,
+        shapes=tensor_shapes(components),
+        runtime=runtime,
+        config=config,
+        world=world,
+    )
+    times, faults = Times(state), TorchFaults(state)
     return TorchSession(
         config=config,
         world=world,
-        index=index,
-        plan=plan,
-        shapes=tensor_shapes(components),
-        parameters=parameter_count(components),
-        runtime=runtime,
-        components=components,
-        chosen=chosen,
-        verified=verified,
-        build_seconds=time.perf_counter() - started,
         activity=runtime.activity,
+        device=device_of(trial.images.device),
+        state=state,
+        times=times,
+        faults=faults,
+        parameters=parameter_count(components),
+        index=index,
         normalisation=trial.normalisation,
         train_rows=trial.rows,
         held_rows=held_rows,
         splits=trial.splits,
+        remarks=(*(chosen.remarks if chosen else ()), *([verified] if verified else [])),
+        predicted_seconds=chosen.predicted_seconds if chosen else None,
+        migration=TorchMigration(
+            question=chosen.question if chosen else None,
+            building_seconds=time.perf_counter() - started,
+            state=state,
+            times=times,
+            faults=faults,
+            components=components,
+            index=index,
+            epoch_length=len(trial.rows),
+        ),
+        timeline=TorchTimeline(state, runtime.activity),
     )
 
 

@@ -8,14 +8,13 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.backends.tensorflow.build import build_model, build_optimizer
-from hvdtrain.backends.tensorflow.mirrored import MirroredSteps, make_strategy
-from hvdtrain.backends.tensorflow.session import KerasSession
-from hvdtrain.backends.tensorflow.step import Steps
+from hvdtrain.backends.tensorflow.session import KerasFaults, KerasSession, KerasState
+from hvdtrain.backends.tensorflow.step import MirroredSteps, Steps, make_strategy
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
 from hvdtrain.data.shards import read_index
 from hvdtrain.errors import UsageError
-from hvdtrain.health.stall import patience, stalled
+from hvdtrain.health.failure import patience, stalled
 from hvdtrain.host import quiet
 from hvdtrain.host.activity import Activity
 from hvdtrain.keras.start import (
@@ -25,12 +24,10 @@ from hvdtrain.keras.start import (
     use_gpus,
     use_own_threads,
 )
-from hvdtrain.options.frameworks import REMARKS
 from hvdtrain.options.planrequest import Mirrored, check_one_rank
 from hvdtrain.plan.plan import replicated
-from hvdtrain.training.feed import normalisation, open_splits
-from hvdtrain.training.precheck import check_images, check_started
-from hvdtrain.training.staging import staged
+from hvdtrain.training.feed import check_images, check_started, normalisation, open_splits, staged
+from hvdtrain.training.session import Device
 from hvdtrain.world import World, notes
 
 
@@ -58,24 +55,29 @@ def open_session(config: TrainConfig, world: World) -> KerasSession:
     steps = Steps(model, optimizer, config, normal, world.size, mirrors)
     names = [layer.name for layer in model.layers if layer.weights] or [model.name]
     saved = {id(weight) for weight in model.weights}
+    mirrored = MirroredSteps(steps, strategy) if strategy else None
     session = KerasSession(
         config=config,
         world=world,
-        index=index,
-        plan=replicated(names, world.size, None, None),
-        shapes={weight.path: tuple(weight.shape) for weight in model.weights},
-        parameters=sum(int(np.prod(weight.shape)) for weight in model.trainable_weights),
         activity=Activity(*notes(world.rank), patience(config), stalled),
+        device=_device(gpus, mirrored.count if mirrored else 1),
+        state=KerasState(
+            plan=replicated(names, world.size, None, None),
+            shapes={weight.path: tuple(weight.shape) for weight in model.weights},
+            model=model,
+            optimizer=optimizer,
+            world=world,
+        ),
+        faults=KerasFaults(steps, mirrored),
+        steps=steps,
+        mirrored=mirrored,
+        seeds=[variable for variable in model.variables if id(variable) not in saved],
+        parameters=sum(int(np.prod(weight.shape)) for weight in model.trainable_weights),
+        index=index,
         normalisation=normal,
         train_rows=train_rows,
         held_rows=held_rows,
         splits=open_splits(index, world, reads=True),
-        model=model,
-        optimizer=optimizer,
-        steps=steps,
-        mirrored=MirroredSteps(steps, strategy) if strategy else None,
-        seeds=[variable for variable in model.variables if id(variable) not in saved],
-        gpus=gpus,
     )
     session.trace()
     return session
@@ -92,7 +94,7 @@ def _devices(config: TrainConfig, world: World) -> tuple[Any, int]:
     available = len(tf.config.list_physical_devices("GPU"))
     if config.device == "cuda" and not available:
         raise UsageError("--device cuda: TensorFlow sees no GPU on this host: use --device cpu")
-    with before_any_model(), quiet.without(REMARKS):
+    with before_any_model(), quiet.without(quiet.TENSORFLOW_REMARKS):
         use_own_threads(world)
         if config.device == "cpu":
             if available:
@@ -106,6 +108,30 @@ def _devices(config: TrainConfig, world: World) -> tuple[Any, int]:
             return make_strategy(config.plan or "", request.devices or 0, gpus, world), gpus
         tf.zeros(1)  # initialises TensorFlow, which prints its remarks
     return None, gpus
+
+
+def _device(gpus: int, count: int) -> Device:
+    """Return the description of this rank's devices.
+
+    Args:
+        gpus: number of GPUs; 0 if the rank computes on the CPU.
+        count: number of devices.
+    """
+    if not gpus:
+        return Device(count=count)
+
+    def memory_bytes(which: str) -> int:
+        info = tf.config.experimental.get_memory_info
+        return sum(int(info(f"GPU:{number}")[which]) for number in range(gpus))
+
+    details = tf.config.experimental.get_device_details(tf.config.get_visible_devices("GPU")[0])
+    return Device(
+        kind="cuda",
+        accelerator=str(details.get("device_name", "unknown GPU")),
+        count=count,
+        memory_bytes=lambda: float(memory_bytes("current")),
+        peak_memory_bytes=lambda: memory_bytes("peak"),
+    )
 
 
 def _bytes(weight: keras.Variable) -> int:

@@ -2,7 +2,8 @@
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,130 +13,28 @@ import numpy as np
 import tensorflow as tf
 from typing_extensions import override
 
-from hvdtrain.backends.tensorflow import diagnosis
-from hvdtrain.backends.tensorflow.mirrored import MirroredSteps
-from hvdtrain.backends.tensorflow.step import Steps
+from hvdtrain.backends.tensorflow.step import MirroredSteps, Steps
 from hvdtrain.checkpoint.store import MODEL, OPTIMIZER, owners
 from hvdtrain.data import order
 from hvdtrain.data.order import Rows
 from hvdtrain.errors import UsageError
+from hvdtrain.health.badstep import Sighting, as_words
 from hvdtrain.keras import agreement
+from hvdtrain.keras.optimizer import sums
 from hvdtrain.training.feed import Feed, step_seed
-from hvdtrain.training.session import Result, Session, Shape, StepRecord
+from hvdtrain.training.session import Faults, Result, Session, Shape, State, StepRecord
+from hvdtrain.world import World
 
 EVALUATION_IMAGES = 256  # per rank
 
 
 @dataclass(kw_only=True)
-class KerasSession(Session):
-    """A data-parallel `Session`.
-
-    Attributes:
-        steps: the traced functions. mirrored: the same on the devices of a strategy.
-        seeds: states of the generators that layers draw from.
-        spoiled: factors of layers' outputs, and functions that return whether they become NaN.
-        rate: the current learning rate of the optimizer.
-    """
+class KerasState(State):
+    """The state of a Keras model, the same on all ranks."""
 
     model: keras.Model
     optimizer: Any
-    steps: Steps
-    mirrored: MirroredSteps | None
-    seeds: list[Any]
-    gpus: int
-    spoiled: list[tuple[Any, Callable[[], bool]]] = field(default_factory=list)
-    rate: float | None = None
-    libraries = ("tensorflow", "tensorflow-cpu", "keras")
-
-    @property
-    @override
-    def device(self) -> str:
-        return "cuda" if self.gpus else "cpu"
-
-    @property
-    @override
-    def accelerator(self) -> str | None:
-        if not self.gpus:
-            return None
-        gpu = tf.config.get_visible_devices("GPU")[0]
-        details = tf.config.experimental.get_device_details(gpu)
-        return str(details.get("device_name", "unknown GPU"))
-
-    @property
-    @override
-    def devices(self) -> int:
-        return self.mirrored.count if self.mirrored else 1
-
-    @property
-    @override
-    def evaluation_images(self) -> int:
-        return EVALUATION_IMAGES * self.world.size
-
-    @override
-    def local_rows(self, batch: Rows, is_training: bool) -> tuple[Rows, Rows]:
-        first, last = order.split(len(batch), [1] * self.world.size)[self.world.rank]
-        return batch[first:last], batch[first:last]
-
-    @override
-    def train(self, feed: Feed, position: int, batch_size: int, rate: float) -> Result:
-        if rate != self.rate:
-            self.optimizer.learning_rate = self.rate = rate
-        self._seed(position)
-        started = time.perf_counter()
-        with self.activity.doing("forward, backward, all-reduce and update"):
-            done = (self.mirrored or self.steps).train(*self._arguments(feed, batch_size))
-            exposed = float(done.exposed_seconds)
-        seconds = time.perf_counter() - started
-        return Result(
-            read_loss=lambda: float(done.loss_sum),
-            samples=len(feed.ids),
-            norm=float(done.norm),
-            is_bad=bool(done.is_bad),
-            exposed_seconds=exposed,
-            communication_seconds=exposed,  # nothing is hidden: all gradients are sent at the end
-            bubble_seconds=0.0,
-            compute_seconds=seconds - exposed,
-        )
-
-    def trace(self) -> None:
-        """Trace a step on a full batch, so that the first step does not include the tracing."""
-        batch = np.zeros(min(self.config.batch_size, len(self.train_rows)), np.int64)
-        rows, _ = self.local_rows(batch, is_training=True)
-        images = np.zeros((len(rows), *self.index.image_shape), np.uint8)
-        arguments = self._arguments(Feed(images, rows, rows), len(batch))
-        (self.mirrored or self.steps).trace(*arguments)
-
-    def _arguments(self, feed: Feed, batch_size: int) -> tuple[Any, ...]:
-        return feed.images, feed.labels, self.steps.dtype.as_numpy_dtype(batch_size)
-
-    @override
-    def evaluate(self, batches: Iterable[tuple[Feed, int]]) -> tuple[float, float]:
-        loss_sum, correct = 0.0, 0.0
-        self._set_spoiled(is_training=False)
-        for feed, _ in batches:
-            if len(feed.images):
-                losses, right = self.steps.evaluate(feed.images, feed.labels)
-                loss_sum, correct = loss_sum + float(losses), correct + float(right)
-        return loss_sum, correct
-
-    @override
-    def diagnose(self, record: StepRecord) -> str:
-        if self.mirrored is not None:
-            return (
-                "the weights are already updated, so the layer is not known: use --plan dp to "
-                "find it"
-            )
-        newest, _ = self.activity.now()
-        self.activity.step(record.step)
-        kept = [statistic.numpy() for statistic in self.steps.statistics]
-        arguments = self._arguments(record.feed, record.batch_size)
-        explanation = diagnosis.diagnose(
-            self.steps, self.world, arguments, lambda: self._seed(record.position)
-        )
-        for variable, before in zip(self.steps.statistics, kept, strict=True):
-            variable.assign(before)
-        self.activity.step(newest)
-        return explanation
+    world: World
 
     @override
     def agree(self) -> None:
@@ -179,15 +78,23 @@ class KerasSession(Session):
         for name, variable in self._kept().items():
             variable.assign(arrays[name])
 
-    @override
-    def holders(self) -> dict[str, tuple[int, ...]]:
-        ranks = tuple(range(self.world.size))
-        return {layer.name: ranks for layer in self.model.layers if layer.weights}
+
+@dataclass
+class KerasFaults(Faults):
+    """Faults in the layers of a Keras model.
+
+    Attributes:
+        spoiled: factors of layers' outputs, and functions that return whether they become NaN.
+    """
+
+    steps: Steps
+    mirrored: MirroredSteps | None
+    spoiled: list[tuple[Any, Callable[[], bool]]] = field(default_factory=list)
 
     @override
     def spoil(self, component: str, is_due: Callable[[], bool]) -> None:
         factor = tf.Variable(1.0)
-        layer = self.model.get_layer(component)
+        layer = self.steps.model.get_layer(component)
         compute = layer.call
 
         def spoiled(*inputs: Any, **options: Any) -> Any:
@@ -200,33 +107,108 @@ class KerasSession(Session):
         if self.mirrored is not None:
             self.mirrored.forget()
 
-    def _set_spoiled(self, is_training: bool) -> None:
-        for factor, is_due in self.spoiled:
-            factor.assign(float("nan") if is_training and is_due() else 1.0)
-
     @override
     def allocate_memory(self, count: int) -> None:
         tf.zeros([count], tf.uint8)
 
+    def set(self, is_training: bool) -> None:
+        """Set the factors for the next step or evaluation."""
+        for factor, is_due in self.spoiled:
+            factor.assign(float("nan") if is_training and is_due() else 1.0)
+
+
+@dataclass(kw_only=True)
+class KerasSession(Session):
+    """A data-parallel `Session`.
+
+    Attributes:
+        steps: the traced functions. mirrored: the same on the devices of a strategy.
+        seeds: states of the generators that layers draw from.
+        rate: the current learning rate of the optimizer.
+    """
+
+    state: KerasState
+    faults: KerasFaults
+    steps: Steps
+    mirrored: MirroredSteps | None
+    seeds: list[Any]
+    rate: float | None = None
+    libraries = ("tensorflow", "tensorflow-cpu", "keras")
+
+    @property
     @override
-    def memory_bytes(self) -> float:
-        return float(self._gpu_memory("current")) if self.gpus else super().memory_bytes()
+    def evaluation_images(self) -> int:
+        return EVALUATION_IMAGES * self.world.size
 
     @override
-    def peak_memory_bytes(self) -> int:
-        return self._gpu_memory("peak") if self.gpus else super().peak_memory_bytes()
-
-    def _gpu_memory(self, which: str) -> int:
-        info = tf.config.experimental.get_memory_info
-        return sum(int(info(f"GPU:{number}")[which]) for number in range(self.gpus))
+    def local_rows(self, batch: Rows, is_training: bool) -> tuple[Rows, Rows]:
+        first, last = order.split(len(batch), [1] * self.world.size)[self.world.rank]
+        return batch[first:last], batch[first:last]
 
     @override
-    def celsius(self) -> float:
-        return float("nan") if self.gpus else super().celsius()
+    def train(self, feed: Feed, position: int, batch_size: int, rate: float) -> Result:
+        if rate != self.rate:
+            self.state.optimizer.learning_rate = self.rate = rate
+        self._seed(position)
+        started = time.perf_counter()
+        with self.activity.doing("forward, backward, all-reduce and update"):
+            done = (self.mirrored or self.steps).train(*self._arguments(feed, batch_size))
+            exposed = float(done.exposed_seconds)
+        seconds = time.perf_counter() - started
+        return Result(
+            read_loss=lambda: float(done.loss_sum),
+            samples=len(feed.ids),
+            norm=float(done.norm),
+            is_bad=bool(done.is_bad),
+            exposed_seconds=exposed,
+            communication_seconds=exposed,  # nothing is hidden: all gradients are sent at the end
+            bubble_seconds=0.0,
+            compute_seconds=seconds - exposed,
+        )
+
+    def trace(self) -> None:
+        """Trace a step on a full batch, so that the first step does not include the tracing."""
+        batch = np.zeros(min(self.config.batch_size, len(self.train_rows)), np.int64)
+        rows, _ = self.local_rows(batch, is_training=True)
+        images = np.zeros((len(rows), *self.index.image_shape), np.uint8)
+        arguments = self._arguments(Feed(images, rows, rows), len(batch))
+        (self.mirrored or self.steps).trace(*arguments)
+
+    def _arguments(self, feed: Feed, batch_size: int) -> tuple[Any, ...]:
+        return feed.images, feed.labels, self.steps.dtype.as_numpy_dtype(batch_size)
+
+    @override
+    def evaluate(self, batches: Iterable[tuple[Feed, int]]) -> tuple[float, float]:
+        loss_sum, correct = 0.0, 0.0
+        self.faults.set(is_training=False)
+        for feed, _ in batches:
+            if len(feed.images):
+                losses, right = self.steps.evaluate(feed.images, feed.labels)
+                loss_sum, correct = loss_sum + float(losses), correct + float(right)
+        return loss_sum, correct
+
+    @override
+    def diagnose(self, record: StepRecord) -> str:
+        if self.mirrored is not None:
+            return (
+                "the weights are already updated, so the layer is not known: use --plan dp to "
+                "find it"
+            )
+        newest, _ = self.activity.now()
+        self.activity.step(record.step)
+        kept = [statistic.numpy() for statistic in self.steps.statistics]
+        arguments = self._arguments(record.feed, record.batch_size)
+        explanation = diagnose(
+            self.steps, self.world, arguments, lambda: self._seed(record.position)
+        )
+        for variable, before in zip(self.steps.statistics, kept, strict=True):
+            variable.assign(before)
+        self.activity.step(newest)
+        return explanation
 
     def _seed(self, position: int) -> None:
         """Seed the layers' generators, so that draws depend on seed, position and rank only."""
-        self._set_spoiled(is_training=True)
+        self.faults.set(is_training=True)
         if self.seeds:
             seed = step_seed(self.config.seed, position, self.world.rank)
             for number, state in enumerate(self.seeds):
@@ -238,3 +220,63 @@ def _digest(array: np.ndarray) -> str:
     digest = hashlib.sha256(f"{array.dtype} {array.shape}".encode())
     digest.update(np.ascontiguousarray(array).tobytes())
     return digest.hexdigest()
+
+
+def diagnose(
+    steps: Steps, world: World, arguments: tuple[Any, ...], seed: Callable[[], Any]
+) -> str:
+    """Run a step again without updates; return what is wrong with it, in words. Collective.
+
+    This changes running statistics.
+
+    Args:
+        arguments: of `Steps.gradients`.
+        seed: sets the generators to their state at the start of the step.
+    """
+    sightings: list[Sighting] = []
+    seed()
+    with _watched(steps, world.rank, sightings):
+        _, gradients = steps.gradients(*arguments)
+    seen = [sighting for rank_sightings in world.gather(sightings) for sighting in rank_sightings]
+    if world.size > 1:
+        gradients = sums(gradients, "diagnosis")
+    norms = {
+        weight.path: float(np.linalg.norm(gradient.numpy().astype(np.float64)))
+        for weight, gradient in zip(steps.weights, gradients, strict=True)
+    }
+    return as_words(seen, norms, {name: place for place, name in enumerate(norms)})
+
+
+@contextmanager
+def _watched(steps: Steps, rank: int, sightings: list[Sighting]) -> Iterator[None]:
+    """Note the layers that return values that are not finite for finite inputs."""
+    layers = list(steps.model.layers)
+    before = [layer.call for layer in layers]
+    for number, layer in enumerate(layers):
+        layer.call = _looking(number, layer, rank, sightings)
+    try:
+        yield
+    finally:
+        for layer, call in zip(layers, before, strict=True):
+            layer.call = call
+
+
+def _looking(number: int, layer: Any, rank: int, sightings: list[Sighting]) -> Callable[..., Any]:
+    call = layer.call
+
+    def look(*inputs: Any, **options: Any) -> Any:
+        output = call(*inputs, **options)
+        if _are_finite(inputs) and not _are_finite(output):
+            has_bad_weights = not _are_finite(layer.weights)
+            sightings.append(Sighting(number, layer.name, rank, has_bad_weights))
+        return output
+
+    return look
+
+
+def _are_finite(values: Any) -> bool:
+    tensors = (
+        tf.convert_to_tensor(tensor) for tensor in tf.nest.flatten(values) if tensor is not None
+    )
+    numbers = (tensor for tensor in tensors if tensor.dtype.is_floating)
+    return all(bool(tf.reduce_all(tf.math.is_finite(tensor))) for tensor in numbers)

@@ -12,7 +12,7 @@ NAMES = ["stem", "body", "neck", "head"]
 def window(*own_seconds: float, steps: int = 10, seconds: float = 0.2) -> NDArray[np.float64]:
     """Return a window of steps with these seconds per rank without waiting, with some noise."""
     noise = np.random.default_rng(1).uniform(0.95, 1.05, (steps, len(own_seconds), 1))
-    vitals = np.full((steps, len(own_seconds), 6), np.nan)
+    vitals = np.full((steps, len(own_seconds), 5), np.nan)
     vitals[..., 0], vitals[..., 1:2] = seconds, noise * np.array(own_seconds)[:, None]
     return vitals
 
@@ -63,6 +63,6 @@ def test_what_is_short_or_alone_is_not_judged() -> None:
 
 def test_step_lines_have_null_for_what_is_not_measured() -> None:
     lists = as_lists(window(0.1, 0.2))
-    assert lists["celsius"] == [None, None]
+    assert lists["load"] == [None, None]
     assert lists["own_seconds"][1] is not None
     assert "seconds" not in lists

@@ -12,6 +12,7 @@ from hvdtrain.checkpoint.manifest import Manifest
 from hvdtrain.checkpoint.store import owners
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError, UsageError
+from hvdtrain.options import checks
 from hvdtrain.training.progress import Progress
 
 JSON = st.recursive(
@@ -44,7 +45,7 @@ def test_every_tensor_has_one_owner_and_owners_have_about_the_same(
 
 def interval(text: str) -> tuple[float, str]:
     config = TrainConfig(model="cnn", data="x", checkpoint_every=text)
-    return config.check().checkpoint_interval()
+    return checks.interval(config.check().checkpoint_every)
 
 
 def test_an_interval_is_epochs_steps_or_minutes() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hvdtrain import checkpoint
-from hvdtrain.backends.pytorch.layout import Copies, to_array, to_tensor
+from hvdtrain.backends.pytorch.state import Copies, to_array, to_tensor
 from hvdtrain.checkpoint import manifest as manifests
 from hvdtrain.checkpoint import partfile, store
 from hvdtrain.errors import DataError

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from hvdtrain.backends.pytorch import setup
+from hvdtrain.backends.pytorch.migration import TorchMigration
 from hvdtrain.backends.pytorch.session import TorchSession
 from hvdtrain.config import TrainConfig
 from hvdtrain.models.costs import component_costs
@@ -20,7 +21,8 @@ ALONE = World("none", 0, 1, 0, 1, 1)
 
 def replan(session: TorchSession, microbatches: int) -> Replan:
     """Return a replan by which another number of micro-batches is better."""
-    costs = component_costs(session.components, 16, classes=5)
+    assert isinstance(session.migration, TorchMigration)
+    costs = component_costs(session.migration.components, 16, classes=5)
     question = Question(known(costs, [1.0] * len(costs), [1.0], network(1)), 86, "adam")
     plan = Plan(session.plan.stages, microbatches)
     chosen = play(question, plan, "other")
@@ -34,7 +36,8 @@ def test_a_plan_that_cannot_take_the_tail_is_not_taken(small_set: Path) -> None:
     config = TrainConfig(model=model, data=str(small_set), batch_size=86, plan="single").check()
     session = setup.open_session(config, ALONE)
     before = session.plan
-    adapter = Adapter(session, None, 0.0)
+    assert session.migration is not None
+    adapter = Adapter(session, session.migration, None, 0.0)
     adapter.pending = replan(session, 43)
     record = adapter.change()
     assert record is not None

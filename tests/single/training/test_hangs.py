@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hvdtrain.health.stall import SAVE_FACTOR, START_FACTOR
+from hvdtrain.health.failure import SAVE_FACTOR, START_FACTOR
 from hvdtrain.host import activity
 from hvdtrain.launch import mpirun
 from tests.conftest import Program

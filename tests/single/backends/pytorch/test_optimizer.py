@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from hvdtrain.backends.pytorch.optimizer import make_optimizer, restore_state, state_by_name
-from hvdtrain.backends.pytorch.parts import build_model, stage_optimizer
+from hvdtrain.backends.pytorch.parts import build_model, make_optimizer, stage_optimizer
+from hvdtrain.backends.pytorch.state import restore_state, state_by_name
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
 from hvdtrain.models import vit
 from hvdtrain.models.component import Component
-from hvdtrain.training.rate import learning_rate
+from hvdtrain.training.progress import learning_rate
 
 
 def config(**values: Any) -> TrainConfig:
@@ -119,7 +119,7 @@ def test_a_rank_loads_no_compiler() -> None:
         "import sys\n"
         "import torch\n"
         "from hvdtrain.config import TrainConfig\n"
-        "from hvdtrain.backends.pytorch.optimizer import make_optimizer\n"
+        "from hvdtrain.backends.pytorch.parts import make_optimizer\n"
         "weight = torch.nn.Parameter(torch.ones(3))\n"
         "config = TrainConfig(model='cnn', data='d', epochs=1, batch_size=1)\n"
         "optimizer = make_optimizer(config, {'weight': weight})\n"

@@ -1,0 +1,275 @@
+"""The state of a model and its optimizers, by the names that its tensors have in a checkpoint."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from hvdtrain.checkpoint import partfile, store
+from hvdtrain.checkpoint.store import MODEL, OPTIMIZER, owners
+from hvdtrain.config import TrainConfig
+from hvdtrain.errors import UsageError
+from hvdtrain.models import weights
+from hvdtrain.parallel.runtime import Runtime
+from hvdtrain.parallel.stage import Part
+from hvdtrain.plan.plan import Plan
+from hvdtrain.training.session import Shape, State
+from hvdtrain.world import World
+
+STATE_TAG = 1
+
+
+class Copies:
+    """Contiguous copies of tensors on the CPU, whose memory is used again for the same name."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def of(self, tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+        """Return copies of the tensors, by name; they overwrite those of the last call."""
+        self._buffers = {name: self._copy(name, tensor) for name, tensor in tensors.items()}
+        if any(tensor.device.type == "cuda" for tensor in tensors.values()):
+            torch.cuda.synchronize()
+        return {name: to_array(tensor) for name, tensor in self._buffers.items()}
+
+    def _copy(self, name: str, tensor: Tensor) -> Tensor:
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            on_gpu = tensor.device.type == "cuda"
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
+        return buffer.copy_(tensor.detach(), non_blocking=True)
+
+
+@dataclass(kw_only=True)
+class TorchState(State):
+    """The state under any plan.
+
+    Attributes:
+        plan, runtime: the current ones, which a migration replaces.
+    """
+
+    runtime: Runtime
+    config: TrainConfig
+    world: World
+    copies: Copies = field(default_factory=Copies)
+
+    @property
+    def parts(self) -> Mapping[int, Part]:
+        """The parts of the model that this rank holds, by stage."""
+        return self.runtime.parts
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the parameters and buffers that this rank holds, by name."""
+        return {
+            name: tensor
+            for part in self.parts.values()
+            for name, tensor in part.model.tensors().items()
+        }
+
+    @override
+    def agree(self) -> None:
+        agree_on_weights(self.plan, self.parts, self.digests(), self.world)
+
+    @override
+    def start_from(self, path: Path) -> str:
+        last = self.plan.stages[-1].components[-1]
+        values, is_other = weights.read(path, self.config.model, self.shapes, last)
+        put_tensors(self.parts, values)
+        return f"started from {path}" + (f"; {last} keeps its initial weights" if is_other else "")
+
+    @override
+    def digests(self) -> dict[str, str]:
+        return {
+            name: digest
+            for part in self.parts.values()
+            for name, digest in part.model.digests().items()
+        }
+
+    @override
+    def fingerprints(self) -> dict[int, int]:
+        return {number: part.model.fingerprint() for number, part in self.parts.items()}
+
+    @override
+    def share(self) -> dict[str, np.ndarray]:
+        return self.copies.of(local_share(self.plan, self.parts, self.world.rank))
+
+    @override
+    def expected(self, was_updated: bool) -> dict[str, Shape]:
+        expected = {f"{MODEL}{name}": tuple(value.shape) for name, value in self.tensors().items()}
+        for part in self.parts.values():
+            if part.optimizer is None or not was_updated:
+                continue  # an optimizer has no state before its first update
+            for name, parameter in part.model.parameters().items():
+                entries = state_shapes(self.config, parameter.shape)
+                expected |= {f"{OPTIMIZER}{name}/{key}": shape for key, shape in entries.items()}
+        return expected
+
+    @override
+    def put(self, arrays: Mapping[str, np.ndarray]) -> None:
+        put_arrays(self.parts, arrays)
+
+
+def gather_tensors(plan: Plan, parts: Mapping[int, Part], world: World) -> dict[str, Tensor]:
+    """Return all parameters and buffers by name on rank 0, nothing on other ranks. Collective.
+
+    The first replica of each stage sends its tensors, one stage after another.
+    """
+    tensors: dict[str, Tensor] = {}
+    for number, stage in enumerate(plan.stages):
+        owner = stage.ranks[0]
+        if world.rank == 0:
+            tensors |= (
+                _tensors_of(parts[number]) if owner == 0 else world.receive(owner, STATE_TAG)
+            )
+        elif world.rank == owner and world.communicator is not None:
+            world.communicator.send(_tensors_of(parts[number]), 0, STATE_TAG)
+    return tensors
+
+
+def local_share(plan: Plan, parts: Mapping[int, Part], rank: int) -> dict[str, Tensor]:
+    """Return the tensors that this rank writes into a checkpoint; one rank writes each tensor.
+
+    The replicas of a stage hold the same tensors, and each writes about the same number of bytes.
+    Training continues to change the returned tensors: copy them.
+    """
+    share: dict[str, Tensor] = {}
+    for number, part in parts.items():
+        named = named_state(part)
+        sizes = [tensor.nbytes for tensor in part.model.tensors().values()]
+        ranks = plan.stages[number].ranks
+        for group, owner in zip(named.values(), owners(sizes, len(ranks)), strict=True):
+            if ranks[owner] == rank:
+                share |= group
+    return share
+
+
+def named_state(part: Part) -> dict[str, dict[str, Tensor]]:
+    """Return for each parameter and buffer its tensors by their names in a checkpoint.
+
+    These are the tensor itself and those of the optimizer.
+    """
+    parameters = part.model.parameters()
+    state = state_by_name(part.optimizer, parameters) if part.optimizer else {}
+    return {
+        name: {f"{MODEL}{name}": tensor}
+        | {f"{OPTIMIZER}{name}/{key}": value for key, value in state.get(name, {}).items()}
+        for name, tensor in part.model.tensors().items()
+    }
+
+
+def put_arrays(parts: Mapping[int, Part], arrays: Mapping[str, np.ndarray]) -> None:
+    """Copy this rank's part of the whole state, in the form of a checkpoint, into its parts."""
+    tensors, optimizer = store.by_kind({name: to_tensor(value) for name, value in arrays.items()})
+    put_tensors(parts, tensors)
+    for part in parts.values():
+        if part.optimizer is None:
+            continue
+        parameters = part.model.parameters()
+        states = {name: optimizer[name] for name in parameters if name in optimizer}
+        restore_state(part.optimizer, parameters, states)
+
+
+def put_tensors(parts: Mapping[int, Part], tensors: Mapping[str, Tensor]) -> None:
+    """Copy those of `tensors` that this rank holds into its model."""
+    for part in parts.values():
+        part.model.put(tensors)
+
+
+def agree_on_weights(
+    plan: Plan, parts: Mapping[int, Part], local_digests: Mapping[str, str], world: World
+) -> None:
+    """Give replicas the weights of the first replica, if they differ. Collective.
+
+    The toolkit's components are seeded, but those of a user may not be.
+
+    Args:
+        local_digests: digest of each tensor that this rank holds, by name.
+    """
+    digests = world.gather(local_digests)
+    for number, stage in enumerate(plan.stages):
+        owner = stage.ranks[0]
+        if all(
+            digests[rank].get(name) == digest
+            for rank in stage.ranks
+            for name, digest in digests[owner].items()
+            if name.startswith(tuple(f"{component}." for component in stage.components))
+        ):
+            continue
+        part = parts.get(number)
+        state = world.broadcast(_tensors_of(part) if part and world.rank == owner else None, owner)
+        if part is not None:
+            part.model.put(state)
+
+
+def _tensors_of(part: Part) -> dict[str, Tensor]:
+    return {name: value.detach().cpu() for name, value in part.model.tensors().items()}
+
+
+def check_dtypes(tensors: Mapping[str, Tensor]) -> None:
+    """Refuse a model that cannot be saved, before training starts.
+
+    Raises:
+        UsageError: if a tensor has a dtype that a checkpoint cannot hold.
+    """
+    for name, tensor in tensors.items():
+        if str(tensor.dtype).removeprefix("torch.") not in partfile.DTYPES:
+            raise UsageError(
+                f"{name} has dtype {tensor.dtype}, which a checkpoint cannot hold: "
+                "use another dtype for it"
+            )
+
+
+def to_array(tensor: Tensor) -> np.ndarray:
+    """Return an array on the memory of a CPU tensor that needs no gradient."""
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
+
+
+def to_tensor(array: np.ndarray) -> Tensor:
+    """Return a tensor on the memory of an array."""
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def state_by_name(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
+) -> dict[str, dict[str, Tensor]]:
+    """Return the optimizer's tensors by parameter name and key; empty before the first step."""
+    return {
+        name: {key: torch.as_tensor(value) for key, value in optimizer.state[parameter].items()}
+        for name, parameter in parameters.items()
+        if optimizer.state.get(parameter)
+    }
+
+
+def state_shapes(
+    config: TrainConfig, parameter: torch.Size | tuple[int, ...]
+) -> dict[str, tuple[int, ...]]:
+    """Return keys and shapes of the optimizer's tensors for a parameter after the first step."""
+    same = tuple(parameter)
+    if config.optimizer == "sgd":
+        return {"momentum_buffer": same} if config.momentum > 0 else {}
+    return {"step": (), "exp_avg": same, "exp_avg_sq": same}
+
+
+def restore_state(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    state: Mapping[str, Mapping[str, Tensor]],
+) -> None:
+    """Restore saved tensors into the optimizer, in the memory format of their parameters."""
+    for name, entries in state.items():
+        parameter = parameters[name]
+        for key, value in entries.items():
+            if value.shape == parameter.shape and value.dim() > 0:
+                restored = torch.empty_like(parameter, requires_grad=False).copy_(value)
+            else:
+                restored = value.to(parameter.device, copy=True)
+            optimizer.state[parameter][key] = restored
