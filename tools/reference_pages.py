@@ -1,9 +1,10 @@
-"""Write the pages of commands and options of the documentation from the program's own parser.
+"""Write the parts of the documentation that have another source.
 
-    python tools/reference_pages.py            (writes docs/reference/commands.md and options.md)
+    python tools/reference_pages.py            (writes the pages)
     python tools/reference_pages.py --check    (exits with 1 if a page is not up to date)
 
-The pages are the same on every terminal.
+docs/reference/commands.md and options.md are written from the program's own parser, and the tables
+of figures in README.md and docs/benchmarks.md from docs/figures.yml.
 """
 
 import argparse
@@ -12,10 +13,12 @@ import dataclasses
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
+import yaml
 from jsonargparse import ArgumentParser
 
 from hvdtrain import cli
@@ -25,7 +28,11 @@ from hvdtrain.options import helptext
 from hvdtrain.options.fields import flag
 from hvdtrain.options.parser import Parser, add_config, add_dataclass
 
-REFERENCE = Path(__file__).resolve().parent.parent / "docs" / "reference"
+ROOT = Path(__file__).resolve().parent.parent
+FIGURES = ROOT / "docs" / "figures.yml"
+TABLE = re.compile(
+    r"(<!-- figures: ([\w-]+)([ \d]*) -->\n).*?(?=<!-- end of figures -->)", re.DOTALL
+)
 COLUMNS = 80  # width of the help pages
 
 ABOUT_COMMANDS = """\
@@ -73,14 +80,20 @@ options [by subject](commands.md#hvdtrain-train), and
 def main() -> None:
     """Write the pages, or exit with 1 if one is not up to date."""
     if parse_arguments().check:
-        sys.exit(bool(outdated(REFERENCE, pages())))
+        sys.exit(bool(outdated(ROOT, pages())))
     for name, text in pages().items():
-        (REFERENCE / name).write_text(text)
+        (ROOT / name).write_text(text)
 
 
 def pages() -> dict[str, str]:
-    """Return the text of each page by its name."""
-    return {"commands.md": commands_page(), "options.md": options_page()}
+    """Return the text of each page by its path from the root of the repository."""
+    tables = yaml.safe_load(FIGURES.read_text())
+    return {
+        "docs/reference/commands.md": commands_page(),
+        "docs/reference/options.md": options_page(),
+        "docs/benchmarks.md": with_figures(ROOT / "docs" / "benchmarks.md", tables),
+        "README.md": with_figures(ROOT / "README.md", tables),
+    }
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -161,6 +174,26 @@ def option_rows() -> list[str]:
             default = field.metadata["default"]
         rows.append(f"| `{typed[flag(field.name)]}` | {default} | {field.metadata['help']} |")
     return rows
+
+
+def with_figures(page: Path, tables: dict[str, Any]) -> str:
+    """Return the text of a page with the tables of figures that its comments name."""
+
+    def filled(match: re.Match[str]) -> str:
+        start, name, numbers = match.groups()
+        return f"{start}\n{figures(tables[name], [int(number) for number in numbers.split()])}\n"
+
+    return TABLE.sub(filled, page.read_text())
+
+
+def figures(table: dict[str, Any], numbers: Sequence[int] = ()) -> str:
+    """Return a table of figures with its command and date, or its rows of these numbers alone."""
+    rows = [table["rows"][number - 1] for number in numbers] or table["rows"]
+    lines = [table["columns"], ["---"] * len(table["columns"]), *rows]
+    text = "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+    if numbers:
+        return text
+    return f"{text}\nCommand: {table['command']}, {table['date']}. Spread: {table['spread']}.\n"
 
 
 if __name__ == "__main__":

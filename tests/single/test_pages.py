@@ -156,6 +156,13 @@ def test_the_readme_is_short() -> None:
     assert len(README.read_text().splitlines()) <= 180
 
 
+def test_the_citation_is_that_of_the_last_release() -> None:
+    release = re.search(r"^## ([\d.]+) \((.*)\)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert release is not None
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {release[1]}\ndate-released: {release[2]}\n" in citation
+
+
 def test_output_that_is_not_the_page_s_is_told_from_it() -> None:
     assert is_shown("loss 1.5\n...\nend 3\n", "loss  12,000.25\nmore\nend 7")
     assert not is_shown("loss 1.5\n", "loss 1.5\nmore")

@@ -1,11 +1,14 @@
-"""tools/reference_pages.py: the pages of commands and options match the program."""
+"""tools/reference_pages.py: pages match the program, and figures those of docs/figures.yml."""
 
+import re
 from pathlib import Path
 
 import pytest
 import reference_pages
+import yaml
 
 from hvdtrain.commands import COMMANDS
+from tests.conftest import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -14,13 +17,13 @@ def pages() -> dict[str, str]:
 
 
 def test_the_pages_are_up_to_date(pages: dict[str, str]) -> None:
-    assert reference_pages.outdated(reference_pages.REFERENCE, pages) == []
+    assert reference_pages.outdated(ROOT, pages) == []
 
 
 def test_each_command_has_its_help_page(pages: dict[str, str]) -> None:
     for command in COMMANDS:
         start = f"## hvdtrain {command}\n\n```text\nusage: hvdtrain {command} "
-        assert start in pages["commands.md"]
+        assert start in pages["docs/reference/commands.md"]
 
 
 def test_the_pages_do_not_depend_on_the_terminal(
@@ -34,9 +37,29 @@ def test_the_pages_do_not_depend_on_the_terminal(
 def test_a_changed_row_and_a_missing_page_are_found(
     pages: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "options.md").write_text(pages["options.md"].replace("| `64` |", "| `65` |"))
-    assert reference_pages.outdated(tmp_path, pages) == ["commands.md", "options.md"]
-    assert "options.md is not up to date: run" in capsys.readouterr().err
     for name, text in pages.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert reference_pages.outdated(tmp_path, pages) == []
+    (tmp_path / "README.md").unlink()
+    options = tmp_path / "docs" / "reference" / "options.md"
+    options.write_text(options.read_text().replace("| `64` |", "| `65` |"))
+    assert reference_pages.outdated(tmp_path, pages) == ["docs/reference/options.md", "README.md"]
+    assert "options.md is not up to date: run" in capsys.readouterr().err
+
+
+def test_figures_that_other_pages_quote_are_those_of_the_file(pages: dict[str, str]) -> None:
+    tables = yaml.safe_load(reference_pages.FIGURES.read_text())
+    assert set(re.findall("<!-- figures: (.*) -->", pages["docs/benchmarks.md"])) == set(tables)
+    for table in tables.values():
+        for page, texts in table.get("quoted", {}).items():
+            for text in texts:
+                assert text in reference_pages.figures(table), text
+                assert text in (ROOT / page).read_text(), f"{page} does not quote {text}"
+
+
+def test_the_readme_shows_three_rows_of_figures(pages: dict[str, str]) -> None:
+    shown = pages["README.md"].partition("\n## Figures\n")[2].partition("\n## ")[0]
+    rows = [line for line in shown.splitlines() if re.match(r"\| \w", line)]
+    assert len(rows) == 3
+    assert all(row in pages["docs/benchmarks.md"] for row in rows)
