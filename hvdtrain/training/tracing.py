@@ -16,9 +16,9 @@ def write_trace(runtime: Runtime, world: World, path: str) -> None:
     offset = runtime.exchange.offset_to_first_clock() if runtime.exchange else 0.0
     events = [
         event._replace(start=event.start + offset, end=event.end + offset)
-        for event in runtime.events or []
+        for event in runtime.observer.events or []
     ]
-    runtime.events = None
+    runtime.observer.events = None
     everywhere = world.gather_on_first(events)
     if world.rank == 0:
         trace.write_trace(Path(path), [event for rank in everywhere for event in rank])

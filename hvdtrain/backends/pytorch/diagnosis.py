@@ -31,16 +31,17 @@ def diagnose(
     """
     sightings, places = list[Sighting](), _places(plan)
     kept = copied_buffers(runtime.parts)
-    events, runtime.events = runtime.events, None
-    assert runtime.activity is not None
-    newest, _ = runtime.activity.now()
-    runtime.activity.step(step.step)
+    observer, activity = runtime.observer, runtime.observer.activity
+    events, observer.events = observer.events, None
+    assert activity is not None
+    newest, _ = activity.now()
+    activity.step(step.step)
     with _watched(runtime.parts, places, world.rank, sightings):
-        gradients = runtime.gradients(program, Step(step.feed.images, step.feed.labels))
-    runtime.events = events
-    runtime.activity.step(newest)
+        gradients = runtime.gradients(Step(program, step.feed.images, step.feed.labels))
+    observer.events = events
+    activity.step(newest)
     restore_buffers(runtime.parts, kept)
-    with runtime.activity.doing("gathering what all ranks saw in a bad step"):
+    with activity.doing("gathering what all ranks saw in a bad step"):
         reports = world.gather((sightings, _norms(runtime.parts, gradients)))
     seen = [sighting for theirs, _ in reports for sighting in theirs]
     norms = {name: norm for _, theirs in reports for name, norm in theirs.items()}

@@ -183,11 +183,10 @@ def under_plan(
     """
     arrays = state_under(before, after, runtime.parts, world)
     migrated = build_runtime(
-        config, after, components, runtime.images, image_size, world, before=runtime
+        config, after, components, runtime.settings.images, image_size, world, before=runtime
     )
     state, optimizer = store.by_kind({name: to_tensor(array) for name, array in arrays.items()})
     put_state(migrated.parts, state, optimizer)
-    migrated.events = runtime.events
     # The table `do` refers to methods of the old runtime: this cycle would keep the runtime and
     # its weights in memory until the collector runs.
     runtime.do, runtime.parts = {}, {}

@@ -99,7 +99,7 @@ class TorchSession(Session):
                 set_learning_rate(part.optimizer, rate)
         self._seed(position)
         todo = self.program(batch_size, is_training=True)
-        step = self.runtime.train(todo, Step(feed.images, feed.labels))
+        step = self.runtime.train(Step(todo, feed.images, feed.labels))
         self.timed_steps += 1
         self.transfer_seconds += step.waited.transfer
         return Result(
@@ -149,7 +149,7 @@ class TorchSession(Session):
         totals = torch.zeros(2, dtype=torch.float64, device=self.runtime.device)
         for feed, batch_size in batches:
             todo = self.program(batch_size, is_training=False)
-            step = self.runtime.evaluate(todo, Step(feed.images, feed.labels))
+            step = self.runtime.evaluate(Step(todo, feed.images, feed.labels))
             if step.loss_sum is not None and step.correct is not None:
                 totals += torch.stack([step.loss_sum.double(), step.correct.double()])
         loss_sum, correct = totals.tolist()
@@ -171,7 +171,7 @@ class TorchSession(Session):
 
     @override
     def write_trace(self) -> None:
-        if self.runtime.events and self.config.trace is not None:
+        if self.runtime.observer.events and self.config.trace is not None:
             write_trace(self.runtime, self.world, self.config.trace)
 
     @override
@@ -288,7 +288,7 @@ class TorchSession(Session):
         Not by torch.manual_seed: it takes 0.5 ms, because it seeds the generators of all devices.
         """
         seed = step_seed(self.config.seed, position, self.world.rank)
-        self.runtime.draws.seed = step_seed(self.config.seed, position, None)
+        self.runtime.settings.draws.seed = step_seed(self.config.seed, position, None)
         torch.default_generator.manual_seed(seed)
         if self.device == "cuda":
             torch.cuda.manual_seed(seed)

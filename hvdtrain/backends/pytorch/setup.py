@@ -69,7 +69,7 @@ def _built(
     config, components, index, world = trial.config, trial.components, trial.index, trial.world
     started = time.perf_counter()
     runtime = build_runtime(config, plan, components, trial.images, index.image_shape[0], world)
-    assert runtime.activity is not None
+    assert runtime.observer.activity is not None
     return TorchSession(
         config=config,
         world=world,
@@ -82,7 +82,7 @@ def _built(
         chosen=chosen,
         verified=verified,
         build_seconds=time.perf_counter() - started,
-        activity=runtime.activity,
+        activity=runtime.observer.activity,
         normalisation=trial.normalisation,
         train_rows=trial.rows,
         held_rows=held_rows,
