@@ -36,15 +36,16 @@ from hvdtrain import launch, models, world
 from hvdtrain.backends.pytorch.build import build_runtime
 from hvdtrain.backends.pytorch.parts import build_model
 from hvdtrain.backends.pytorch.setup import make_plan
-from hvdtrain.check.plan import MEAN, STD, local_step, random_batch
+from hvdtrain.check.plan import MEAN, STD, local_batch, random_batch
 from hvdtrain.config import TrainConfig
 from hvdtrain.models.component import Component
-from hvdtrain.parallel.runtime import Runtime, Step
+from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.stage import Images
+from hvdtrain.parallel.step import Step
 from hvdtrain.plan import schedule
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan
-from hvdtrain.plan.program import Program, program
+from hvdtrain.plan.program import program
 from hvdtrain.plan.simulate import Timeline, simulate
 from hvdtrain.planner.profile import Table, measured_costs, profile_parts
 from hvdtrain.world import World
@@ -176,31 +177,31 @@ def _ours(options: argparse.Namespace) -> None:
     pieces = cut(plan, options.images)
     actions = schedule.training_step(plan, pieces)
     ready = program(plan, pieces, actions[job.rank], job.rank)
-    mine = local_step(plan, pieces, job.rank, *random_batch(options.images, SIZE, CLASSES, SEED))
+    whole = random_batch(options.images, SIZE, CLASSES, SEED)
+    mine = Step(ready, *local_batch(plan, pieces, job.rank, *whole))
     steps, profiles = [], []
     for count in (WARM_UP, options.steps // 2, options.steps - options.steps // 2):
-        steps += [_timed_step(runtime, ready, mine, job) for _ in range(count)]
+        steps += [_timed_step(runtime, mine, job) for _ in range(count)]
         profiles.append(profile_parts(runtime, plan, pieces, SIZE, PROFILED, job))
     alpha, beta = _transfer_seconds(runtime, options.images // options.microbatches, job)
     tables = dict(enumerate(job.gather(_medians(profiles))))
     costs = measured_costs(plan, pieces, runtime.boundaries.forms, tables, alpha, beta)
     result = _summary(job.gather(steps), simulate(actions, plan, pieces, costs))
-    result["loop"] = _loop_seconds(runtime, ready, mine)
+    result["loop"] = _loop_seconds(runtime, mine)
     result["overhead"] = result["loop"] / result["seconds"]
     if job.rank == 0:
         print(json.dumps(result))
-    if runtime.activity is not None:
-        runtime.activity.close()
+    runtime.observer.close()
     world.stop()
 
 
-def _timed_step(runtime: Runtime, ready: Program, mine: Step, job: World) -> dict[str, float]:
+def _timed_step(runtime: Runtime, mine: Step, job: World) -> dict[str, float]:
     """Run one step of this rank; return its seconds, its loss and its waiting times."""
     job.barrier()
     began = time.perf_counter()
-    step = runtime.run(ready, Step(mine.images, mine.labels))
+    step = runtime.run(Step(mine.program, mine.images, mine.labels))
     seconds = time.perf_counter() - began
-    loss = 0.0 if step.loss_sum is None else float(step.loss_sum) / ready.cut.batch_size
+    loss = 0.0 if step.loss_sum is None else float(step.loss_sum) / mine.program.cut.batch_size
     return {"seconds": seconds, "loss": loss} | vars(step.waited)
 
 
@@ -234,12 +235,12 @@ def _transfer_seconds(runtime: Runtime, rows: int, job: World) -> tuple[float, f
     return medians[0], max(0.0, medians[1] - medians[0]) / size
 
 
-def _loop_seconds(runtime: Runtime, ready: Program, mine: Step) -> float:
+def _loop_seconds(runtime: Runtime, mine: Step) -> float:
     """Return the seconds of a step whose actions do nothing."""
     runtime.do = dict.fromkeys(runtime.do, lambda step, task: None)
     began = time.perf_counter()
     for _ in range(EMPTY_STEPS):
-        runtime.run(ready, Step(mine.images, mine.labels))
+        runtime.run(Step(mine.program, mine.images, mine.labels))
     return (time.perf_counter() - began) / EMPTY_STEPS
 
 

@@ -29,7 +29,7 @@ from scipy import stats
 
 from hvdtrain import launch, models, world
 from hvdtrain.backends.pytorch.build import build_runtime
-from hvdtrain.check.plan import MEAN, STD, local_step, random_batch
+from hvdtrain.check.plan import MEAN, STD, local_batch, random_batch
 from hvdtrain.config import TrainConfig
 from hvdtrain.models.component import Component
 from hvdtrain.models.costs import component_costs
@@ -40,7 +40,7 @@ from hvdtrain.parallel.step import Step
 from hvdtrain.plan import schedule
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan, Stage, pipeline, replicated
-from hvdtrain.plan.program import Program, program
+from hvdtrain.plan.program import program
 from hvdtrain.planner import choose
 from hvdtrain.planner.candidates import play
 from hvdtrain.planner.components import Profile
@@ -184,9 +184,7 @@ def _rank(options: argparse.Namespace) -> None:
             "plans": rounds,
         }
         print(json.dumps(result))
-    activity = next(iter(ready.values()))[0].activity
-    if activity is not None:
-        activity.close()
+    next(iter(ready.values()))[0].observer.close()
     world.stop()
 
 
@@ -195,7 +193,7 @@ def _rounds(
     subject: choose.Subject,
     question: Question,
     plans: dict[str, Plan],
-    ready: dict[str, tuple[Runtime, Program, Step]],
+    ready: dict[str, tuple[Runtime, Step]],
     job: World,
 ) -> dict[str, tuple[list[float], list[float]]]:
     """Return the predicted and measured seconds of each plan in each round. Collective."""
@@ -215,7 +213,7 @@ def _rounds(
 
 def _ready(
     subject: choose.Subject, plans: dict[str, Plan], job: World
-) -> dict[str, tuple[Runtime, Program, Step]]:
+) -> dict[str, tuple[Runtime, Step]]:
     """Return what a step of each plan needs on this rank."""
     config, size = subject.config, subject.config.batch_size
     first: Runtime | None = None
@@ -227,16 +225,17 @@ def _ready(
         first = first or runtime
         pieces = cut(plan, size)
         actions = schedule.training_step(plan, pieces)[job.rank]
-        batch = local_step(plan, pieces, job.rank, *random_batch(size, SIZE, CLASSES, 0))
-        ready[name] = runtime, program(plan, pieces, actions, job.rank), batch
+        todo = program(plan, pieces, actions, job.rank)
+        batch = local_batch(plan, pieces, job.rank, *random_batch(size, SIZE, CLASSES, 0))
+        ready[name] = runtime, Step(todo, *batch)
     return ready
 
 
-def _timed(runtime: Runtime, todo: Program, batch: Step, job: World) -> float:
+def _timed(runtime: Runtime, step: Step, job: World) -> float:
     """Return the seconds of one step on the slowest rank."""
     job.barrier()
     began = time.perf_counter()
-    runtime.run(todo, Step(batch.images, batch.labels))
+    runtime.run(Step(step.program, step.images, step.labels))
     return float(max(job.gather(time.perf_counter() - began)))
 
 

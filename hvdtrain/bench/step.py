@@ -107,7 +107,7 @@ def _timed_steps(session: TorchSession, count: int, stop: StopRequest) -> _Times
             began = time.perf_counter()
             feed: Feed = next(loader)
             waited = time.perf_counter() - began
-            step = session.runtime.train(program, Step(feed.images, feed.labels))
+            step = session.runtime.train(Step(program, feed.images, feed.labels))
             agreed = control.post(
                 *(read_later(step.loss_sum), samples, Flags(stop.interrupted, stop.preempted)),
                 Vitals(0.0, 0.0),
@@ -188,7 +188,7 @@ def _input(session: TorchSession, stage: int, rows: int) -> Tensor:
     if stage == 0:
         shape = (rows, *session.index.image_shape)
         pixels = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
-        return session.runtime.images(pixels)
+        return session.runtime.settings.images(pixels)
     form = session.runtime.boundaries.forms[stage - 1]
     return form.empty(rows, session.runtime.device).normal_().requires_grad_()
 

@@ -58,9 +58,8 @@ def check_plan(
     batches = []
     for number, count in enumerate(sizes or _sizes(config, components, plan, image_size, classes)):
         whole = random_batch(count, image_size, classes, config.seed + number)
-        step = local_step(plan, cut(plan, count), world.rank, *whole)
-        local_batch, rate = (step.images, step.labels), config.learning_rate()
-        batches.append(Batch(count, number * size, local_batch, whole, rate))
+        own = local_batch(plan, cut(plan, count), world.rank, *whole)
+        batches.append(Batch(count, number * size, own, whole, config.learning_rate()))
     return compare(config, components, plan, batches, images, world, synchronous)
 
 
@@ -101,7 +100,9 @@ def compare(
     with torch.random.fork_rng():
         ranks = _Ranks(
             build_runtime(config, plan, components, images, image_size, world, synchronous),
-            *(plan, world, config.seed),
+            plan,
+            world,
+            config.seed,
         )
         serial = SerialRun(config, components, plan, images) if world.rank == 0 else None
         try:
@@ -113,7 +114,7 @@ def compare(
                 world.barrier()  # the watchdog would count a wait within a step, but not this
                 before = done.tensors
         finally:
-            ranks.close()
+            ranks.runtime.observer.close()
     parity: Parity = world.broadcast(serial.parity() if serial is not None else None)
     return parity
 
@@ -150,9 +151,9 @@ class _Ranks:
             if part.optimizer is not None:
                 set_learning_rate(part.optimizer, batch.rate)
         torch.manual_seed(step_seed(self.seed, batch.position, self.world.rank))
-        self.runtime.draws.seed = step_seed(self.seed, batch.position, None)
+        self.runtime.settings.draws.seed = step_seed(self.seed, batch.position, None)
         program = program_of(self.plan, batch.size, self.world.rank, True)
-        step = self.runtime.train(program, Step(*batch.own))
+        step = self.runtime.train(Step(program, *batch.own))
         losses = self.world.gather(0.0 if step.loss_sum is None else float(step.loss_sum))
         return Done(sum(losses) / batch.size, self._gradients(), self.tensors())
 
@@ -195,11 +196,6 @@ class _Ranks:
             }
         return differing
 
-    def close(self) -> None:
-        """Stop the watchdog of the runtime."""
-        if self.runtime.activity is not None:
-            self.runtime.activity.close()
-
 
 def _marked(tensors: Mapping[str, Tensor], names: set[str]) -> dict[str, Tensor]:
     return {
@@ -217,7 +213,9 @@ def random_batch(
     return images, random.integers(0, classes, size)
 
 
-def local_step(plan: Plan, pieces: Cut, rank: int, images: np.ndarray, labels: np.ndarray) -> Step:
-    """Return this rank's share of a global batch."""
+def local_batch(
+    plan: Plan, pieces: Cut, rank: int, images: np.ndarray, labels: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return this rank's images and labels of a global batch."""
     first, last = pieces.parts[0], pieces.parts[plan.last]
-    return Step(take_rows(images, first.get(rank, ())), take_rows(labels, last.get(rank, ())))
+    return take_rows(images, first.get(rank, ())), take_rows(labels, last.get(rank, ()))

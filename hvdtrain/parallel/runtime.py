@@ -7,7 +7,7 @@ are kept in the `Step`, by (stage, micro-batch), until the last action that need
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -18,58 +18,82 @@ from hvdtrain.host.activity import Activity
 from hvdtrain.parallel import halves
 from hvdtrain.parallel.boundary import Boundaries
 from hvdtrain.parallel.dropout import Draws
-from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.stage import Images, Part
 from hvdtrain.parallel.step import Step, UpdateRule, copied_buffers, restore_buffers, update
 from hvdtrain.plan.actions import RECEIPTS, SENDS
-from hvdtrain.plan.program import Program, Task
+from hvdtrain.plan.program import Task
 from hvdtrain.plan.simulate import Event
 from hvdtrain.plan.trace import WaitTime
 
 TRANSFERS = (*SENDS, *RECEIPTS, "REDUCE")
 
 
+@dataclass(frozen=True)
+class Settings:
+    """The settings of a run that its steps depend on, the same under every plan.
+
+    Attributes:
+        images: prepares the images of the first stage.
+        bf16: whether forwards run under bf16 autocast.
+        rule: the conditions for an update; the default updates unless gradients are not finite.
+        label_smoothing: in training; Szegedy et al., "Rethinking the Inception Architecture for
+            Computer Vision", CVPR 2016, section 7.
+        draws: the source of masks for the dropout layers.
+    """
+
+    images: Images
+    bf16: bool = False
+    rule: UpdateRule = field(default_factory=UpdateRule)
+    label_smoothing: float = 0.0
+    draws: Draws = field(default_factory=Draws)
+
+
+@dataclass
+class Observer:
+    """The records of a rank's actions.
+
+    Attributes:
+        activity: records each action before it runs; None in measurements.
+        events: every action's times, for a trace; None if they are not kept.
+    """
+
+    activity: Activity | None = None
+    events: list[Event] | None = None
+
+    def close(self) -> None:
+        """Stop the watchdog of the activity."""
+        if self.activity is not None:
+            self.activity.close()
+
+
 class Runtime:
     """Runs programs on the stage replicas that this rank holds.
 
     Args:
-        rank: this rank.
+        settings: of the run.
         parts: this rank's stage replicas by stage.
-        last: the number of the plan's last stage.
-        images: prepares the images of the first stage.
         boundaries: transfers activations and gradients across this rank's boundaries.
-        precision: one of "fp32", "bf16", "fp64".
-        activity: records each action before it runs.
-        rule: the conditions for an update; the default updates unless gradients are not finite.
-        label_smoothing: in training; Szegedy et al., "Rethinking the Inception Architecture for
-            Computer Vision", CVPR 2016, section 7.
-        keep_events: whether to keep every action's times in `events`, for a trace.
-        draws: the source of masks for the dropout layers.
+        observer: records the actions.
+
+    Attributes:
+        rank: this rank.
+        last: the number of the plan's last stage.
+        exchange: None if this rank exchanges with no other.
+        device: of the tensors.
+        do: the function that runs an action, by its kind.
     """
 
     def __init__(
         self,
-        rank: int,
+        settings: Settings,
         parts: Mapping[int, Part],
-        last: int,
-        images: Images,
         boundaries: Boundaries,
-        precision: str,
-        activity: Activity | None = None,
-        rule: UpdateRule | None = None,
-        label_smoothing: float = 0.0,
-        keep_events: bool = False,
-        draws: Draws | None = None,
+        observer: Observer,
     ) -> None:
-        self.rank, self.parts, self.last = rank, parts, last
-        self.images, self.boundaries = images, boundaries
-        self.exchange: Exchange | None = boundaries.exchange
-        self.device = images.device
-        self.bf16 = precision == "bf16"
-        self.activity, self.rule = activity, rule or UpdateRule()
-        self.label_smoothing, self.draws = label_smoothing, draws or Draws()
-        self.events: list[Event] | None = [] if keep_events else None
-        self.program: Program
+        self.settings, self.parts, self.boundaries = settings, parts, boundaries
+        self.observer = observer
+        self.rank, self.last = boundaries.rank, len(boundaries.forms)
+        self.exchange, self.device = boundaries.exchange, boundaries.device
         self.do: dict[str, Callable[[Step, Task], None]] = {
             "LOAD": self._load,
             "F": self._forward,
@@ -84,47 +108,48 @@ class Runtime:
             "STEP": self._update,
         }
 
-    def run(self, program: Program, step: Step) -> Step:
-        """Run a program's actions in order; return `step` with the results."""
-        self.program = program
+    def run(self, step: Step) -> Step:
+        """Run the actions of the step's program in order; return `step` with the results."""
+        activity, events = self.observer.activity, self.observer.events
         waited = self.exchange.waited if self.exchange else WaitTime()
-        clock, note = time.perf_counter, self.activity.note if self.activity else _ignore
+        clock, note = time.perf_counter, activity.note if activity else _ignore
         bubble, transfer, task = waited.bubble, waited.transfer, None
-        self.draws.begin_step()
+        self.settings.draws.begin_step()
         try:
-            for task in program.tasks:
+            for task in step.program.tasks:
                 note(task.line)
                 start, before = clock(), waited.seconds + step.reduction.exposed
                 self.do[task.action.kind](step, task)
                 waiting = waited.seconds + step.reduction.exposed - before
                 step.seconds[task.action.kind] += clock() - start - waiting
-                if self.events is not None:
-                    self._keep_event(task, start, waiting)
+                if events is not None:
+                    events += self._events(task, start, waiting)
         except Exception as error:
             if task is not None and "Expected more than 1 value per channel" in str(error):
                 raise _too_few_values(task) from error
             error.add_note(f"rank {self.rank} was at {task.line if task else 'the first action'}")
             raise
-        if self.activity:
-            self.activity.rest()
+        if activity:
+            activity.rest()
         step.waited = WaitTime(waited.bubble - bubble, waited.transfer - transfer)
         return step
 
-    def train(self, program: Program, step: Step) -> Step:
+    def train(self, step: Step) -> Step:
         """Run a training program; restore the buffers if the whole step is left out.
 
         `step.is_bad` is whether this rank left out an update.
         """
-        kept = copied_buffers(self.parts) if self.rule.skips else {}
-        self.run(program, step)
-        if step.is_bad and self.rule.skips:
+        skips = self.settings.rule.skips
+        kept = copied_buffers(self.parts) if skips else {}
+        self.run(step)
+        if step.is_bad and skips:
             restore_buffers(self.parts, kept)
         return step
 
-    def gradients(self, program: Program, step: Step) -> dict[str, Tensor]:
+    def gradients(self, step: Step) -> dict[str, Tensor]:
         """Run a training program without its updates; return copies of the reduced gradients."""
-        tasks = tuple(task for task in program.tasks if task.action.kind != "STEP")
-        self.run(replace(program, tasks=tasks), step)
+        tasks = tuple(task for task in step.program.tasks if task.action.kind != "STEP")
+        self.run(replace(step, program=replace(step.program, tasks=tasks)))
         if self.exchange:
             self.exchange.flush()
         gradients = {}
@@ -136,12 +161,12 @@ class Runtime:
             part.gradients.zero()
         return gradients
 
-    def evaluate(self, program: Program, step: Step) -> Step:
+    def evaluate(self, step: Step) -> Step:
         """Run a forward-only program with the model in evaluation mode."""
         for part in self.parts.values():
             part.model.train(False)
         with torch.inference_mode():
-            self.run(program, step)
+            self.run(step)
         if self.exchange:
             self.exchange.flush()  # a STEP does so in training: outputs must live until sent
         for part in self.parts.values():
@@ -153,11 +178,11 @@ class Runtime:
         return task.rows > 0 or (self.parts[task.key[0]].synchronised and torch.is_grad_enabled())
 
     def _load(self, step: Step, task: Task) -> None:
-        (stage, k), program = task.key, self.program
+        (stage, k), program = task.key, step.program
         if not self._takes_part(task):
             return
         if stage == 0:
-            step.inputs[task.key] = self.images(step.images[slice(*program.images[k])])
+            step.inputs[task.key] = self.settings.images(step.images[slice(*program.images[k])])
         if stage == self.last:
             labels = torch.from_numpy(step.labels[slice(*program.labels[k])])
             step.targets[task.key] = labels.to(self.device)
@@ -171,7 +196,7 @@ class Runtime:
             local = step.outputs.use((stage - 1, k)) if has_local else None
             activations = self.boundaries.collect(task, is_gradient=False, local=local)
             step.inputs[task.key] = activations.requires_grad_(torch.is_grad_enabled())
-        self.draws.begin_forward(task.samples)
+        self.settings.draws.begin_forward(task.samples)
         with self.autocast():
             output = part.model(step.inputs[task.key])
         if stage == self.last:
@@ -180,28 +205,28 @@ class Runtime:
             if not torch.is_grad_enabled() and self.boundaries.is_pooled(task.key, output):
                 # The stage returns its input: the buffer would be reused before it is sent.
                 output = output.clone(memory_format=torch.preserve_format)
-            step.outputs.put(task.key, output, self.program.output_uses[task.key])
+            step.outputs.put(task.key, output, step.program.output_uses[task.key])
         if not torch.is_grad_enabled():
             self._forget(step, task)
 
     def _finish_forward(self, step: Step, task: Task, logits: Tensor) -> None:
         labels = step.targets.pop(task.key)
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        smoothing = self.label_smoothing if torch.is_grad_enabled() else 0.0
+        smoothing = self.settings.label_smoothing if torch.is_grad_enabled() else 0.0
         loss_sum = functional.cross_entropy(
             logits, labels, reduction="sum", label_smoothing=smoothing
         )
         step.loss_sum = _add(step.loss_sum, loss_sum.detach())
         if torch.is_grad_enabled():
-            loss = loss_sum / self.program.cut.batch_size
-            step.outputs.put(task.key, loss, self.program.output_uses[task.key])
+            loss = loss_sum / step.program.cut.batch_size
+            step.outputs.put(task.key, loss, step.program.output_uses[task.key])
         else:
             step.correct = _add(step.correct, (logits.argmax(1) == labels).sum())
 
     def _backward(self, step: Step, task: Task) -> None:
         stage, part = task.key[0], self.parts[task.key[0]]
-        if task.action in self.program.completing:
-            part.gradients.announce(self.program.shares[stage])
+        if task.action in step.program.completing:
+            part.gradients.announce(step.program.shares[stage])
         if not self._takes_part(task):
             return
         gradient = self._output_gradient(step, task)
@@ -218,8 +243,10 @@ class Runtime:
             return
         gradient = self._output_gradient(step, task)
         step.pending_weights[task.key] = halves.backward_input(
-            *(step.outputs.use(task.key), gradient, step.inputs[task.key]),
-            self.parts[task.key[0]].parameters,
+            output=step.outputs.use(task.key),
+            gradient=gradient,
+            input=step.inputs[task.key],
+            parameters=self.parts[task.key[0]].parameters,
         )
         self._take_input_gradient(step, task)
 
@@ -251,7 +278,7 @@ class Runtime:
         input.grad = None
         if self.boundaries.is_pooled(task.key, gradient):
             gradient = gradient.clone(memory_format=torch.preserve_format)
-        step.input_gradients.put(task.key, gradient, self.program.gradient_uses[task.key])
+        step.input_gradients.put(task.key, gradient, step.program.gradient_uses[task.key])
 
     def _forget(self, step: Step, task: Task) -> None:
         step.inputs.pop(task.key)
@@ -268,28 +295,25 @@ class Runtime:
 
     def _reduce(self, step: Step, task: Task) -> None:
         stage = task.key[0]
-        self.parts[stage].gradients.start(self.program.shares[stage])
+        self.parts[stage].gradients.start(step.program.shares[stage])
 
     def _update(self, step: Step, task: Task) -> None:
         if self.exchange:
             self.exchange.flush()
-        update(self.rule, task.key[0], self.parts, self.exchange, step)
+        update(self.settings.rule, task.key[0], self.parts, self.exchange, step)
 
-    def _keep_event(self, task: Task, start: float, waiting: float) -> None:
+    def _events(self, task: Task, start: float, waiting: float) -> list[Event]:
+        """Return the events of a task that has just run, its wait apart."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        if waiting > 0:
-            self._add_event(task, start, start + waiting, "wait")
+        middle, end = start + waiting, time.perf_counter()
         kind = "communication" if task.action.kind in TRANSFERS else "compute"
-        self._add_event(task, start + waiting, time.perf_counter(), kind)
-
-    def _add_event(self, task: Task, start: float, end: float, kind: str) -> None:
-        assert self.events is not None
-        self.events.append(Event(self.rank, task.action, start, end, kind))
+        wait = [Event(self.rank, task.action, start, middle, "wait")] if waiting > 0 else []
+        return [*wait, Event(self.rank, task.action, middle, end, kind)]
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the context in which forwards run."""
-        if self.bf16:
+        if self.settings.bf16:
             return torch.autocast(self.device.type, dtype=torch.bfloat16)
         return nullcontext()
 

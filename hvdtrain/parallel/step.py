@@ -12,7 +12,7 @@ from torch import Tensor
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.halves import Group
 from hvdtrain.parallel.stage import Part
-from hvdtrain.plan.program import Key
+from hvdtrain.plan.program import Key, Program
 from hvdtrain.plan.trace import ReductionTime, WaitTime
 
 
@@ -36,6 +36,7 @@ class Step:
     """One step of one rank.
 
     Attributes:
+        program: the actions.
         images: uint8 [n, H, W, C], this rank's samples in the first stage.
         labels: int64 [n], of this rank's samples in the last stage.
         inputs: of this rank's stages, until their backward has run.
@@ -53,6 +54,7 @@ class Step:
         is_bad: whether an update was left out because of bad gradients.
     """
 
+    program: Program
     images: np.ndarray
     labels: np.ndarray
     inputs: dict[Key, Tensor] = field(default_factory=dict)

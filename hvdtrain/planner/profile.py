@@ -22,8 +22,9 @@ from hvdtrain.models.component import IMAGE_CHANNELS
 from hvdtrain.parallel.batchnorm import SynchronisedBatchNorm
 from hvdtrain.parallel.boundary import Boundaries, Form
 from hvdtrain.parallel.reduce import Gradients
-from hvdtrain.parallel.runtime import Runtime, Step
+from hvdtrain.parallel.runtime import Observer, Runtime
 from hvdtrain.parallel.stage import Part
+from hvdtrain.parallel.step import Step
 from hvdtrain.plan import schedule
 from hvdtrain.plan.actions import COMMUNICATION, Action, boundary, rows_sent
 from hvdtrain.plan.cut import Cut, Share
@@ -61,7 +62,7 @@ def profile_parts(
     """
     alone = _runtime_alone(runtime)
     ready = _without_communication(plan, cut, runtime.rank)
-    step = _random_input(plan, cut, runtime.rank, image_size)
+    batch = _random_input(plan, cut, runtime.rank, image_size)
     tables: list[Table] = []
     with (
         _unchanged(runtime.parts, runtime.device) as put_weights_back,
@@ -69,7 +70,7 @@ def profile_parts(
     ):
         for _ in range(WARM_UP):
             began = time.perf_counter()
-            _run(alone, ready, step)
+            _run(alone, ready, batch)
             seconds = time.perf_counter() - began
             _fill(alone.boundaries)
             put_weights_back()
@@ -78,7 +79,7 @@ def profile_parts(
             world.barrier()
         until = time.perf_counter() + (repeats * seconds if world else 0.0)
         while len(tables) < repeats or time.perf_counter() < until:
-            tables.append(_run(alone, ready, step))
+            tables.append(_run(alone, ready, batch))
             put_weights_back()
     return {key: statistics.median(table[key] for table in tables) for key in tables[0]}
 
@@ -141,13 +142,7 @@ def _runtime_alone(runtime: Runtime) -> Runtime:
         for stage, part in runtime.parts.items()
     }
     boundaries = Boundaries(runtime.rank, runtime.boundaries.forms, None, runtime.device)
-    return Runtime(
-        *(runtime.rank, parts, runtime.last, runtime.images, boundaries),
-        precision="bf16" if runtime.bf16 else "fp32",  # a runtime treats all others alike
-        rule=runtime.rule,
-        label_smoothing=runtime.label_smoothing,
-        keep_events=True,
-    )
+    return Runtime(runtime.settings, parts, boundaries, Observer(events=[]))
 
 
 def _without_communication(plan: Plan, cut: Cut, rank: int) -> Program:
@@ -156,18 +151,18 @@ def _without_communication(plan: Plan, cut: Cut, rank: int) -> Program:
     return program(plan, cut, kept, rank)
 
 
-def _random_input(plan: Plan, cut: Cut, rank: int, size: int) -> Step:
+def _random_input(plan: Plan, cut: Cut, rank: int, size: int) -> tuple[np.ndarray, np.ndarray]:
     shape = (cut.samples(0, rank), size, size, IMAGE_CHANNELS)
     images = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
-    return Step(images, np.zeros(cut.samples(plan.last, rank), np.int64))
+    return images, np.zeros(cut.samples(plan.last, rank), np.int64)
 
 
-def _run(alone: Runtime, ready: Program, batch: Step) -> Table:
+def _run(alone: Runtime, ready: Program, batch: tuple[np.ndarray, np.ndarray]) -> Table:
     """Run one step; return the mean seconds by stage, kind and number of samples."""
-    alone.events = []
-    alone.run(ready, Step(batch.images, batch.labels))
+    events = alone.observer.events = []
+    alone.run(Step(ready, *batch))
     seconds: dict[tuple[int, str, int], list[float]] = defaultdict(list)
-    for event in alone.events:
+    for event in events:
         rows = _rows(ready.cut, alone.rank, event.action)
         seconds[event.action.stage, event.action.kind, rows].append(event.end - event.start)
     return {key: statistics.mean(values) for key, values in seconds.items()}

@@ -19,7 +19,7 @@ from hvdtrain.models.component import Component, boundaries
 from hvdtrain.models.costs import component_costs
 from hvdtrain.options.planrequest import AUTO
 from hvdtrain.parallel.boundary import Boundaries
-from hvdtrain.parallel.runtime import Runtime
+from hvdtrain.parallel.runtime import Observer, Runtime, Settings
 from hvdtrain.parallel.stage import DTYPES, Images
 from hvdtrain.plan import planfile
 from hvdtrain.plan.actions import to_csv
@@ -239,6 +239,7 @@ def _measure(
 ) -> Costs:
     pieces, device = cut(plan, config.batch_size), torch.device("cpu")
     images = Images(MEAN, STD, device, training.precision)
+    settings = Settings(images, bf16=training.precision == "bf16")
     alone = World("none", 0, 1, 0, 1, 1)
     everything = replace(
         plan, stages=tuple(replace(s, ranks=(0,), shares=(1,)) for s in plan.stages)
@@ -253,7 +254,7 @@ def _measure(
         if work not in alike:
             parts = build_parts_alone(training, plan, components, rank, device)
             rank_boundaries = Boundaries(rank, forms, None, device)
-            runtime = Runtime(rank, parts, plan.last, images, rank_boundaries, training.precision)
+            runtime = Runtime(settings, parts, rank_boundaries, Observer(events=[]))
             alike[work] = profile_parts(runtime, plan, pieces, config.image_size)
         tables[rank] = alike[work]
     return measured_costs(plan, pieces, forms, tables, TRANSFER_SECONDS, SECONDS_PER_BYTE)

@@ -10,7 +10,7 @@ from torch import nn
 
 from hvdtrain import models
 from hvdtrain.backends.pytorch.build import build_runtime
-from hvdtrain.check.plan import MEAN, STD, local_step, random_batch
+from hvdtrain.check.plan import MEAN, STD, local_batch, random_batch
 from hvdtrain.config import TrainConfig
 from hvdtrain.models import resnet, vit
 from hvdtrain.models.component import Component
@@ -64,12 +64,12 @@ def run_step(
     runtime: Runtime, plan: Plan, world: World, size: int, batch_size: int, seed: int
 ) -> Step:
     """Run one training step on a random batch."""
-    runtime.draws.seed = seed
+    runtime.settings.draws.seed = seed
     pieces = cut(plan, batch_size)
     batch = random_batch(batch_size, size, CLASSES, seed)
-    step = local_step(plan, pieces, world.rank, *batch)
     actions = schedule.training_step(plan, pieces)[world.rank]
-    return runtime.run(program(plan, pieces, actions, world.rank), step)
+    todo = program(plan, pieces, actions, world.rank)
+    return runtime.run(Step(todo, *local_batch(plan, pieces, world.rank, *batch)))
 
 
 def on_first(world: World, compute: Callable[[], Result]) -> Result:

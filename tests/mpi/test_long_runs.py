@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.check.plan import MEAN, STD, local_step, random_batch
+from hvdtrain.check.plan import MEAN, STD, local_batch, random_batch
 from hvdtrain.check.serial import SerialRun
 from hvdtrain.config import TrainConfig
 from hvdtrain.models.component import Component
 from hvdtrain.parallel.stage import Images
+from hvdtrain.parallel.step import Step
 from hvdtrain.plan import schedule
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan
@@ -72,10 +73,10 @@ def train(
         todo = program(plan, pieces, actions, world.rank)
         if step == doubled and world.rank == world.size - 1:
             todo = replace(todo, cut=replace(pieces, batch_size=len(labels) / 2))  # type: ignore[arg-type]
-        done = runtime.run(todo, local_step(plan, pieces, world.rank, images, labels))
+        held = local_batch(plan, pieces, world.rank, images, labels)
+        done = runtime.run(Step(todo, *held))
         losses.append(0.0 if done.loss_sum is None else float(done.loss_sum) / len(labels))
-    assert runtime.activity is not None
-    runtime.activity.close()
+    runtime.observer.close()
     return np.sum(world.gather(losses), axis=0).tolist(), whole_state(plan, runtime, world)
 
 

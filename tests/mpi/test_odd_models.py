@@ -326,8 +326,7 @@ def test_buffers_that_cannot_be_written_to_are_checked_and_restored(world: World
     assert all((value == 3).all() for value in model.tensors().values())
     model.tensors()["odd0.repeated"][0] = 4
     assert model.tensors()["odd0.repeated"].tolist() == [4.0] + [3.0] * (WIDTH - 1)
-    assert runtime.activity is not None
-    runtime.activity.close()
+    runtime.observer.close()
 
 
 @pytest.mark.several_ranks
@@ -347,8 +346,7 @@ def test_the_first_replica_is_followed(world: World) -> None:
     run_step(runtime, plan, world, IMAGE_SIZE, 13, seed=1)
     with pytest.raises(AssertionError, match="odd0"):
         whole_state(plan, runtime, world)
-    assert runtime.activity is not None
-    runtime.activity.close()
+    runtime.observer.close()
 
 
 class Token(nn.Module):

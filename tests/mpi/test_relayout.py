@@ -52,8 +52,7 @@ def test_weights_statistics_and_optimizer_are_those_of_before(
         assert any(name.endswith(("exp_avg", "momentum_buffer")) for name in held)
         before = after
     assert len(seen) == len(plans)  # each step had changed it
-    assert runtime.activity is not None
-    runtime.activity.close()
+    runtime.observer.close()
 
 
 @pytest.mark.parametrize("steps", [12, pytest.param(50, marks=pytest.mark.proof)])
@@ -80,12 +79,10 @@ def walk(
         run_step(runtime, plan, world, IMAGE_SIZE, STEP_SIZES[seed % len(STEP_SIZES)], seed)
         after = plans[(seed + 1) % len(plans)]
         if forgets:
-            assert runtime.activity is not None
-            runtime.activity.close()
+            runtime.observer.close()
             runtime = runtime_of(ADAM, after, components, IMAGE_SIZE, world)
         elif len(plans) > 1:
             runtime = under_plan(runtime, ADAM, plan, after, components, IMAGE_SIZE, world)
         plan = after
-    assert runtime.activity is not None
-    runtime.activity.close()
+    runtime.observer.close()
     return whole_state(plan, runtime, world)

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from hvdtrain.check.plan import local_step, random_batch
+from hvdtrain.check.plan import local_batch, random_batch
 from hvdtrain.config import TrainConfig
 from hvdtrain.models.component import Component
 from hvdtrain.parallel.runtime import Runtime
+from hvdtrain.parallel.step import Step
 from hvdtrain.plan import schedule
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan, replicated
@@ -47,8 +48,7 @@ def train(
     sizes = sizes or STEP_SIZES
     for seed in range(steps):
         run_step(runtime, plan, world, IMAGE_SIZE, sizes[seed % len(sizes)], seed)
-    assert runtime.activity is not None
-    runtime.activity.close()
+    runtime.observer.close()
     return whole_state(plan, runtime, world)
 
 
@@ -159,10 +159,9 @@ def evaluated(plan: Plan, runtime: Runtime, world: World, batch_size: int) -> tu
     ready = program(plan, pieces, actions, world.rank)
     loss, correct = 0.0, 0
     for seed in range(3):
-        step = local_step(
-            plan, pieces, world.rank, *random_batch(batch_size, IMAGE_SIZE, CLASSES, seed)
-        )
-        runtime.evaluate(ready, step)
+        batch = random_batch(batch_size, IMAGE_SIZE, CLASSES, seed)
+        step = Step(ready, *local_batch(plan, pieces, world.rank, *batch))
+        runtime.evaluate(step)
         if step.loss_sum is not None and step.correct is not None:
             loss, correct = loss + float(step.loss_sum), correct + int(step.correct)
     if runtime.exchange is not None:

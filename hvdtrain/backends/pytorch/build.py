@@ -24,7 +24,7 @@ from hvdtrain.parallel.boundary import Boundaries, Form
 from hvdtrain.parallel.clock import ComponentClock
 from hvdtrain.parallel.dropout import Draws, follow_samples
 from hvdtrain.parallel.exchange import Exchange
-from hvdtrain.parallel.runtime import Runtime
+from hvdtrain.parallel.runtime import Observer, Runtime, Settings
 from hvdtrain.parallel.stage import DTYPES, Images, Part, StageModel
 from hvdtrain.parallel.states import bytes_of
 from hvdtrain.parallel.step import UpdateRule
@@ -59,19 +59,16 @@ def build_runtime(
     _make_ready(config, plan, parts, world, device)
     forms = probe_forms(plan, parts, image_size, config, world, device)
     find_states(config, plan, parts, components, forms, world, device)
-    return Runtime(
-        world.rank,
-        parts,
-        plan.last,
-        images,
-        Boundaries(world.rank, forms[1:], exchange, device),
-        config.precision,
-        activity=before.activity if before else _activity(config, world),
+    settings = Settings(
+        images=images,
+        bf16=config.precision == "bf16",
         rule=_rule(config),
         label_smoothing=config.label_smoothing,
-        keep_events=config.trace is not None,
         draws=_draws(config, parts),
     )
+    boundaries = Boundaries(world.rank, forms[1:], exchange, device)
+    observer = before.observer if before else _observer(config, world)
+    return Runtime(settings, parts, boundaries, observer)
 
 
 def _make_ready(
@@ -107,8 +104,9 @@ def _draws(config: TrainConfig, parts: Mapping[int, Part]) -> Draws:
     return draws
 
 
-def _activity(config: TrainConfig, world: World) -> Activity:
-    return Activity(*notes(world.rank), patience(config), stalled)
+def _observer(config: TrainConfig, world: World) -> Observer:
+    activity = Activity(*notes(world.rank), patience(config), stalled)
+    return Observer(activity, [] if config.trace is not None else None)
 
 
 def _rule(config: TrainConfig) -> UpdateRule:

@@ -82,10 +82,9 @@ def under_plan(
     """
     arrays = state_under(before, after, runtime.parts, world)
     migrated = build_runtime(
-        config, after, components, runtime.images, image_size, world, before=runtime
+        config, after, components, runtime.settings.images, image_size, world, before=runtime
     )
     put_arrays(migrated.parts, arrays)
-    migrated.events = runtime.events
     # The table `do` refers to methods of the old runtime: this cycle would keep the runtime and
     # its weights in memory until the collector runs.
     runtime.do, runtime.parts = {}, {}

@@ -139,14 +139,15 @@ class TorchTimeline(Timeline):
     @override
     def write(self) -> None:
         runtime, world, path = self.state.runtime, self.state.world, self.state.config.trace
-        if not runtime.events or path is None:
+        observer = runtime.observer
+        if not observer.events or path is None:
             return
         offset = runtime.exchange.offset_to_first_clock() if runtime.exchange else 0.0
         events = [
             event._replace(start=event.start + offset, end=event.end + offset)
-            for event in runtime.events
+            for event in observer.events
         ]
-        runtime.events = None
+        observer.events = None
         everywhere = world.gather_on_first(events)
         if world.rank == 0:
             trace.write_trace(Path(path), [event for rank in everywhere for event in rank])
@@ -193,7 +194,7 @@ class TorchSession(Session):
                 set_learning_rate(part.optimizer, rate)
         self._seed(position)
         todo = self.program(batch_size, is_training=True)
-        step = self.runtime.train(todo, Step(feed.images, feed.labels))
+        step = self.runtime.train(Step(todo, feed.images, feed.labels))
         self.times.add(step.waited.transfer)
         return Result(
             read_loss=read_later(step.loss_sum),
@@ -211,7 +212,7 @@ class TorchSession(Session):
         totals = torch.zeros(2, dtype=torch.float64, device=self.runtime.device)
         for feed, batch_size in batches:
             todo = self.program(batch_size, is_training=False)
-            step = self.runtime.evaluate(todo, Step(feed.images, feed.labels))
+            step = self.runtime.evaluate(Step(todo, feed.images, feed.labels))
             if step.loss_sum is not None and step.correct is not None:
                 totals += torch.stack([step.loss_sum.double(), step.correct.double()])
         loss_sum, correct = totals.tolist()
@@ -231,7 +232,7 @@ class TorchSession(Session):
         Not by torch.manual_seed: it takes 0.5 ms, because it seeds the generators of all devices.
         """
         seed = step_seed(self.config.seed, position, self.world.rank)
-        self.runtime.draws.seed = step_seed(self.config.seed, position, None)
+        self.runtime.settings.draws.seed = step_seed(self.config.seed, position, None)
         torch.default_generator.manual_seed(seed)
         if self.device.kind == "cuda":
             torch.cuda.manual_seed(seed)
@@ -267,16 +268,17 @@ def diagnose(
     """
     sightings, places = list[Sighting](), _places(plan)
     kept = copied_buffers(runtime.parts)
-    events, runtime.events = runtime.events, None
-    assert runtime.activity is not None
-    newest, _ = runtime.activity.now()
-    runtime.activity.step(step.step)
+    observer, activity = runtime.observer, runtime.observer.activity
+    events, observer.events = observer.events, None
+    assert activity is not None
+    newest, _ = activity.now()
+    activity.step(step.step)
     with _watched(runtime.parts, places, world.rank, sightings):
-        gradients = runtime.gradients(program, Step(step.feed.images, step.feed.labels))
-    runtime.events = events
-    runtime.activity.step(newest)
+        gradients = runtime.gradients(Step(program, step.feed.images, step.feed.labels))
+    observer.events = events
+    activity.step(newest)
     restore_buffers(runtime.parts, kept)
-    with runtime.activity.doing("gathering what all ranks saw in a bad step"):
+    with activity.doing("gathering what all ranks saw in a bad step"):
         reports = world.gather((sightings, _norms(runtime.parts, gradients)))
     seen = [sighting for theirs, _ in reports for sighting in theirs]
     norms = {name: norm for _, theirs in reports for name, norm in theirs.items()}

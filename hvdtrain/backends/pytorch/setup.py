@@ -81,7 +81,7 @@ def _built(
     config, components, index, world = trial.config, trial.components, trial.index, trial.world
     started = time.perf_counter()
     runtime = build_runtime(config, plan, components, trial.images, index.image_shape[0], world)
-    assert runtime.activity is not None
+    assert runtime.observer.activity is not None
     state = TorchState(
         plan=plan,
         shapes=tensor_shapes(components),
@@ -93,7 +93,7 @@ def _built(
     return TorchSession(
         config=config,
         world=world,
-        activity=runtime.activity,
+        activity=runtime.observer.activity,
         device=device_of(trial.images.device),
         state=state,
         times=times,
@@ -116,7 +116,7 @@ def _built(
             index=index,
             epoch_length=len(trial.rows),
         ),
-        timeline=TorchTimeline(state, runtime.activity),
+        timeline=TorchTimeline(state, runtime.observer.activity),
     )
 
 

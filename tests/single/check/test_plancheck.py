@@ -16,7 +16,7 @@ from hvdtrain.backends.pytorch import build, parts
 from hvdtrain.parallel import runtime as runtimes
 from hvdtrain.parallel import step as updates
 from hvdtrain.parallel.reduce import SerialGradients
-from hvdtrain.parallel.runtime import Runtime
+from hvdtrain.parallel.runtime import Runtime, Settings
 
 PLAN = ("--model", "cnn", "--plan", "single", "--ranks", "1", "--image-size", "8")
 OPTIONS = (
@@ -49,10 +49,10 @@ def a_tail_that_counts_as_a_whole_batch(monkeypatch: pytest.MonkeyPatch) -> None
     whole = Runtime._finish_forward
 
     def wrong(self: Runtime, step: Any, task: Any, logits: torch.Tensor) -> None:
-        kept = self.program
-        self.program = replace(kept, cut=replace(kept.cut, batch_size=9))
+        kept = step.program
+        step.program = replace(kept, cut=replace(kept.cut, batch_size=9))
         whole(self, step, task, logits)
-        self.program = kept
+        step.program = kept
 
     monkeypatch.setattr(Runtime, "_finish_forward", wrong)
 
@@ -68,8 +68,8 @@ def no_clipping(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def no_label_smoothing(monkeypatch: pytest.MonkeyPatch) -> None:
     class Plain(Runtime):
-        def __init__(self, *arguments: Any, **settings: Any) -> None:
-            super().__init__(*arguments, **settings | {"label_smoothing": 0.0})
+        def __init__(self, settings: Settings, *others: Any) -> None:
+            super().__init__(replace(settings, label_smoothing=0.0), *others)
 
     monkeypatch.setattr(build, "Runtime", Plain)
 

@@ -12,7 +12,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.models.component import Component
 from hvdtrain.parallel.batchnorm import SynchronisedBatchNorm, synchronise
 from hvdtrain.parallel.boundary import Boundaries, Form
-from hvdtrain.parallel.runtime import Runtime
+from hvdtrain.parallel.runtime import Observer, Runtime, Settings
 from hvdtrain.parallel.stage import Images, Part
 from hvdtrain.plan import schedule
 from hvdtrain.plan.actions import COMPUTE
@@ -58,8 +58,9 @@ def runtime_of(plan: Plan, rank: int, **options: Any) -> Runtime:
     device = torch.device("cpu")
     parts = build_parts(config, plan, components(), world, None, device)
     images = Images([0.5] * 3, [0.25] * 3, device, config.precision)
-    boundaries = Boundaries(rank, [Form(HIDDEN, torch.float32, True)], None, device)
-    return Runtime(rank, parts, plan.last, images, boundaries, config.precision)
+    settings = Settings(images, bf16=config.precision == "bf16")
+    boundaries = Boundaries(rank, [Form(HIDDEN, torch.float32, True)] * plan.last, None, device)
+    return Runtime(settings, parts, boundaries, Observer())
 
 
 def state_of(parts: Mapping[int, Part]) -> list[torch.Tensor]:

@@ -23,7 +23,7 @@ def test_the_mean_is_that_of_the_images_trained_on(
     ).check()
     session = setup.open_session(config, ALONE)
     with open_split(session.index, "train") as samples:
-        seen = session.runtime.images(samples.gather(session.train_rows).images).numpy()
+        seen = session.runtime.settings.images(samples.gather(session.train_rows).images).numpy()
     session.close()
     centred = np.allclose(seen.mean(axis=(0, 2, 3)), 0, atol=1e-9)
     scaled = np.allclose(seen.std(axis=(0, 2, 3)), 1, atol=1e-9)
