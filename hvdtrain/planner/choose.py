@@ -27,7 +27,7 @@ from hvdtrain.plan.passes import group_by_bytes
 from hvdtrain.plan.plan import replicated
 from hvdtrain.planner import profilefile
 from hvdtrain.planner.candidates import play
-from hvdtrain.planner.chain import Built
+from hvdtrain.planner.chain import Link
 from hvdtrain.planner.components import Profile, RankTimes
 from hvdtrain.planner.cost import Known
 from hvdtrain.planner.explain import explain
@@ -230,10 +230,11 @@ def local_times(
     config, images = subject.config, subject.images
     by_name = {part.name: part for part in subject.components}
 
-    def build(name: str) -> Built:
+    def build(name: str) -> Link:
         # Measured without recomputation: in a plan its forward counts twice.
         model = build_model([by_name[name]], config, images.device)
-        return Built(model, stage_optimizer(config, model))
+        parameters = list(model.parameters().values())
+        return Link(model, parameters, stage_optimizer(config, model))
 
     setting = Setting(
         build=build,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hvdtrain.models.component import IMAGE_CHANNELS
 from hvdtrain.parallel.stage import Images
-from hvdtrain.planner.chain import Built, Chain, Halves, Seconds
+from hvdtrain.planner.chain import Chain, Halves, Link, Seconds
 from hvdtrain.planner.components import ComponentTimes, RankTimes
 from hvdtrain.planner.network import Curve
 from hvdtrain.world import World
@@ -43,7 +43,7 @@ class Setting:
         give_back: returns free memory to the system.
     """
 
-    build: Callable[[str], Built]
+    build: Callable[[str], Link]
     images: Images
     image_size: int
     sizes: tuple[int, ...]
@@ -93,9 +93,15 @@ def measure_rank(chains: Sequence[Sequence[str]], setting: Setting, world: World
     before, largest_sample_bytes = setting.held(), -1
     resident, factor = before, 1.0
     for number, names in enumerate(chains):
-        built = [setting.build(name) for name in names]
-        is_ends = number == 0, number == len(chains) - 1
-        chain = Chain(built, source, *is_ends, setting.is_bf16, setting.message)
+        chain = Chain(
+            links=[setting.build(name) for name in names],
+            source=source,
+            device=setting.images.device,
+            is_first=number == 0,
+            is_last=number == len(chains) - 1,
+            is_bf16=setting.is_bf16,
+            message=setting.message,
+        )
         measured = _measured(chain, setting, world)
         sample_bytes = sum(setting.counted[name][1] for name in names)
         if (
@@ -107,7 +113,7 @@ def measure_rank(chains: Sequence[Sequence[str]], setting: Setting, world: World
         first = first or measured.whole
         activations = chain.emitted(largest)
         source = partial(_first_rows, activations)
-        del built, chain
+        del chain
         setting.give_back()
     torch.set_rng_state(state)
     load = Curve.of(first, [float(np.median(seconds.load)) for seconds in first.values()])
