@@ -10,9 +10,8 @@ from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan, Stage, pipeline, replicated
 from hvdtrain.plan.schedule import training_step
 from hvdtrain.planner.components import RankTimes
-from hvdtrain.planner.cost import plan_costs
+from hvdtrain.planner.cost import lasting_bytes, plan_costs, process_bytes
 from hvdtrain.planner.divide import UNFIT, Division, Run, Times, divide
-from hvdtrain.planner.memory import copied_bytes
 from hvdtrain.planner.network import MeasuredNetwork
 from hvdtrain.planner.overview import Overview, played
 from hvdtrain.planner.refine import refined
@@ -44,25 +43,22 @@ class Candidate:
     @cached_property
     def rank_bytes(self) -> tuple[int, ...]:
         """Return the peak memory of each rank in bytes, with its process and temporary copies."""
-        memory = self.overview.memory
         return tuple(
-            held.total
-            + round((self.ranks[rank].activation_factor - 1) * held.activations)
-            + self.ranks[rank].resident_bytes
-            + self._copied_bytes(rank)
-            for rank, held in sorted(memory.items())
+            process_bytes(
+                lasting=self._lasting_bytes(rank),
+                activations=held.activations,
+                resident=self.ranks[rank].resident_bytes,
+                factor=self.ranks[rank].activation_factor,
+            )
+            for rank, held in sorted(self.overview.memory.items())
         )
 
-    def _copied_bytes(self, rank: int) -> int:
-        """Return the bytes of the temporary copies for a checkpoint and for all-reduces."""
-        plan, costs = self.plan, self.overview.costs
+    def _lasting_bytes(self, rank: int) -> int:
+        costs, optimizer = self.overview.costs, self.overview.optimizer
+        stages = [self.plan.stages[number] for number in self.plan.stages_of(rank)]
         return sum(
-            copied_bytes(
-                [costs[name] for name in plan.stages[stage].components],
-                self.overview.optimizer,
-                len(plan.stages[stage].ranks),
-            )
-            for stage in plan.stages_of(rank)
+            lasting_bytes([costs[name] for name in stage.components], optimizer, len(stage.ranks))
+            for stage in stages
         )
 
     @property
