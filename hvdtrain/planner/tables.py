@@ -10,7 +10,7 @@ import numpy as np
 from hvdtrain.plan.cut import is_same
 from hvdtrain.plan.plan import Plan
 from hvdtrain.planner.cost import Known, activation_bytes, lasting_bytes
-from hvdtrain.planner.divide import UNFIT, Run, Times
+from hvdtrain.planner.divide import UNFIT, Limit, Run, Times
 
 ALIKE = 1.2  # measurements of equal ranks differ by up to this factor on a shared machine
 
@@ -97,12 +97,12 @@ class Tables:
         total = sum(float((times.passing + times.arriving)[place]) for times, place in tables)
         return total + max(float(t.paces(self.microbatches)[place]) for t, place in tables)
 
-    def fit(self, runs: Sequence[Run], limit: float) -> bool:
-        """Return whether no rank holds more than `limit` bytes."""
+    def fit(self, runs: Sequence[Run], limit: Limit) -> bool:
+        """Return whether no rank holds more than the limit."""
         return all(
-            self.times_of(run.first, run.number).fits(
-                limit, min(self.microbatches, len(runs) - number)
-            )[run.start, run.stop]
+            limit.allows(self.times_of(run.first, run.number), len(runs) - number)[
+                run.start, run.stop
+            ]
             for number, run in enumerate(runs)
         )
 
