@@ -12,10 +12,10 @@ from hvdtrain.plan.actions import (
     SENDS,
     Action,
     boundary,
+    partner,
     peers,
     receipt_for,
     rows_sent,
-    send_of,
 )
 from hvdtrain.plan.cut import Cut
 from hvdtrain.plan.passes import BUCKET_BYTES, FIRST_BUCKET_BYTES, group_by_bytes
@@ -121,7 +121,7 @@ def receive_seconds(plan: Plan, cut: Cut, known: Known, rank: int, receipt: Acti
     A message moves only while its receiver waits for it: MPI makes no progress during computing,
     and copies within a host use the receiver's own processor.
     """
-    send = send_of(receipt)
+    send = partner(receipt)
     last = plan.stages[boundary(send.stage, send.kind)].components[-1]
     row_bytes = known.by_name[last].output_bytes
     return sum(
