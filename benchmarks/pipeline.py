@@ -52,7 +52,6 @@ from hvdtrain.world import World
 
 RANKS, CLASSES, SIZE, SEED = 2, 10, 32, 0
 WARM_UP = 2  # steps of each job that do not count
-PROFILED = 3  # repeats of each profile of a job
 EMPTY_STEPS, TRIPS = 50, 20
 NAMES = ("model", "schedule", "microbatches", "precision")  # options of TrainConfig, too
 CPU = torch.device("cpu")
@@ -182,7 +181,7 @@ def _ours(options: argparse.Namespace) -> None:
     steps, profiles = [], []
     for count in (WARM_UP, options.steps // 2, options.steps - options.steps // 2):
         steps += [_timed_step(runtime, mine, job) for _ in range(count)]
-        profiles.append(profile_parts(runtime, plan, pieces, SIZE, PROFILED, job))
+        profiles.append(profile_parts(runtime, plan, pieces, SIZE, job))
     alpha, beta = _transfer_seconds(runtime, options.images // options.microbatches, job)
     tables = dict(enumerate(job.gather(_medians(profiles))))
     costs = measured_costs(plan, pieces, runtime.boundaries.forms, tables, alpha, beta)

@@ -19,7 +19,6 @@ from torch import Tensor
 from hvdtrain import world
 from hvdtrain.backends.pytorch.session import TorchSession, read_later
 from hvdtrain.backends.pytorch.setup import model_components, open_session
-from hvdtrain.bench.components import component_seconds
 from hvdtrain.bench.options import StepConfig
 from hvdtrain.bench.report import StepReport
 from hvdtrain.data import order
@@ -31,6 +30,7 @@ from hvdtrain.parallel.runtime import TRANSFERS
 from hvdtrain.parallel.stage import DTYPES
 from hvdtrain.parallel.step import Step
 from hvdtrain.plan.actions import COMPUTE
+from hvdtrain.planner.chain import Chain, Link, now, without_gathering
 from hvdtrain.training.control import Control, Flags, Vitals
 from hvdtrain.training.feed import Feed, Feeder, augmentation, requests
 
@@ -108,10 +108,9 @@ def _timed_steps(session: TorchSession, count: int, stop: StopRequest) -> _Times
             feed: Feed = next(loader)
             waited = time.perf_counter() - began
             step = session.runtime.train(Step(program, feed.images, feed.labels))
-            agreed = control.post(
-                *(read_later(step.loss_sum), samples, Flags(stop.interrupted, stop.preempted)),
-                Vitals(0.0, 0.0),
-            )
+            flags = Flags(stop.interrupted, stop.preempted)
+            loss = read_later(step.loss_sum)
+            agreed = control.post(loss, samples, flags, Vitals(0.0, 0.0))
             if agreed is not None and agreed.stop is not None:
                 _leave(agreed.stop)
             if number >= WARM_UP:
@@ -168,19 +167,37 @@ def _my_components(session: TorchSession) -> dict[str, tuple[float, float]]:
     They are measured on the largest micro-batch and scaled to all of them.
     """
     pieces, rank = session.cut(session.config.batch_size, is_training=True), session.world.rank
-    rows = {
-        stage: [pieces.rows(stage, rank, k) for k in range(pieces.microbatches)]
-        for stage in session.state.parts
-    }
-    inputs = {stage: _input(session, stage, max(2, *sizes)) for stage, sizes in rows.items()}
-    measured = component_seconds(session.runtime, inputs)
     seconds = {}
-    for stage, sizes in rows.items():
-        steps = sum(sizes) / max(2, *sizes)
-        for name in session.state.parts[stage].model.components:
-            forward, backward = measured[name]
-            seconds[name] = steps * forward, steps * backward
+    with without_gathering(session.plan, session.state.parts):
+        for stage, part in session.state.parts.items():
+            sizes = [pieces.rows(stage, rank, k) for k in range(pieces.microbatches)]
+            largest = max(2, *sizes)
+            measured = _chain(session, stage, largest).whole(largest)
+            steps = sum(sizes) / largest
+            medians = [
+                np.median(values, axis=0) for values in (measured.forward, measured.backward)
+            ]
+            for name, forward, backward in zip(part.model.components, *medians, strict=True):
+                seconds[name] = steps * float(forward), steps * float(backward)
     return seconds
+
+
+def _chain(session: TorchSession, stage: int, rows: int) -> Chain:
+    """Return the components of a stage, to be timed without updates on `rows` samples."""
+    model, inputs = session.state.parts[stage].model, _input(session, stage, rows)
+    return Chain(
+        links=[
+            Link(call, [value for value in component.parameters() if value.requires_grad])
+            for component, call in zip(
+                model.components.values(), model.calls.values(), strict=True
+            )
+        ],
+        source=lambda _: inputs,
+        device=session.runtime.device,
+        is_first=stage == 0,
+        is_last=stage == session.plan.last,
+        is_bf16=session.runtime.settings.bf16,
+    )
 
 
 def _input(session: TorchSession, stage: int, rows: int) -> Tensor:
@@ -190,7 +207,7 @@ def _input(session: TorchSession, stage: int, rows: int) -> Tensor:
         pixels = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
         return session.runtime.settings.images(pixels)
     form = session.runtime.boundaries.forms[stage - 1]
-    return form.empty(rows, session.runtime.device).normal_().requires_grad_()
+    return form.empty(rows, session.runtime.device).normal_()
 
 
 def _flops(session: TorchSession) -> float:
@@ -263,11 +280,7 @@ def matrix_rate(device: torch.device, precision: str) -> float:
         size *= 2
 
 
-def _seconds(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> float:
-    if left.device.type == "cuda":
-        torch.cuda.synchronize(left.device)
-    began = time.perf_counter()
+def _seconds(left: Tensor, right: Tensor, out: Tensor) -> float:
+    started = now(left.device)
     torch.mm(left, right, out=out)
-    if left.device.type == "cuda":
-        torch.cuda.synchronize(left.device)
-    return time.perf_counter() - began
+    return now(left.device) - started

@@ -21,7 +21,8 @@ RECEIPTS = ("RECV_F", "RECV_B")
 COMMUNICATION = frozenset((*SENDS, *RECEIPTS, "REDUCE"))
 PER_MICROBATCH = ("LOAD", *COMPUTE, *SENDS, *RECEIPTS)
 PER_STAGE = ("REDUCE", "STEP")
-_SEND_FOR = {"RECV_F": "SEND_F", "RECV_B": "SEND_B"}
+_OTHER_SIDE = {"SEND_F": "RECV_F", "SEND_B": "RECV_B", "RECV_F": "SEND_F", "RECV_B": "SEND_B"}
+_UPSTREAM = ("SEND_F", "RECV_B")  # of the stage before a boundary; activations flow downstream
 
 _FORM = re.compile(rf"(\d+)({'|'.join((*PER_MICROBATCH, *PER_STAGE))})(\d+)?")
 
@@ -95,17 +96,20 @@ def boundary(stage: int, kind: str) -> int:
 
     Boundary s lies between stages s and s + 1.
     """
-    return stage if kind in ("SEND_F", "RECV_B") else stage - 1
+    return stage if kind in _UPSTREAM else stage - 1
+
+
+def is_upstream(action: Action) -> bool:
+    """Return whether the stage of a SEND or RECV is the one before the crossed boundary."""
+    return action.kind in _UPSTREAM
 
 
 def peers(cut: Cut, rank: int, action: Action) -> tuple[int, ...]:
     """Return the other ranks with which `rank` exchanges in a SEND or RECV; possibly none."""
-    stage, kind, microbatch = action
-    if kind in ("SEND_F", "RECV_B"):
-        return cut.receivers.get((boundary(stage, kind), microbatch, rank), ())
-    if kind in ("RECV_F", "SEND_B"):
-        return cut.senders.get((boundary(stage, kind), microbatch, rank), ())
-    return ()
+    if action.kind not in _OTHER_SIDE:
+        return ()
+    known = cut.receivers if is_upstream(action) else cut.senders
+    return known.get((boundary(action.stage, action.kind), action.microbatch, rank), ())
 
 
 def receipt_for(action: Action, last: int) -> Action | None:
@@ -118,10 +122,20 @@ def receipt_for(action: Action, last: int) -> Action | None:
     return None
 
 
-def send_of(receipt: Action) -> Action:
-    """Return the neighbouring stage's SEND that a RECV receives."""
-    stage, kind, k = receipt
-    return Action(stage - 1 if kind == "RECV_F" else stage + 1, _SEND_FOR[kind], k)
+def send_after(action: Action, last: int) -> Action | None:
+    """Return the SEND of a compute action's result; None if no other stage uses the result."""
+    stage, kind, k = action
+    if kind == "F" and stage < last:
+        return Action(stage, "SEND_F", k)
+    if kind in BACKWARD and stage > 0:
+        return Action(stage, "SEND_B", k)
+    return None
+
+
+def partner(action: Action) -> Action:
+    """Return the neighbouring stage's RECV of a SEND, or its SEND of a RECV."""
+    stage, kind, k = action
+    return Action(stage + 1 if is_upstream(action) else stage - 1, _OTHER_SIDE[kind], k)
 
 
 def rows_sent(cut: Cut, sender: int, receiver: int, action: Action) -> int:

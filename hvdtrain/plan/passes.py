@@ -9,7 +9,16 @@ even if SENDs block.
 from collections.abc import Sequence
 from itertools import pairwise
 
-from hvdtrain.plan.actions import WEIGHTS, Action, Schedule, ScheduleError, inputs, peers
+from hvdtrain.plan.actions import (
+    WEIGHTS,
+    Action,
+    Schedule,
+    ScheduleError,
+    inputs,
+    partner,
+    peers,
+    send_after,
+)
 from hvdtrain.plan.cut import Cut
 from hvdtrain.plan.plan import Plan
 
@@ -59,15 +68,10 @@ def add_exchange(schedule: Schedule, plan: Plan, cut: Cut) -> Schedule:
     ends = completions(schedule, plan)
     added: Schedule = {rank: [] for rank in schedule}
     for action in sorted(ends, key=lambda action: ends[action]):
-        stage, kind, microbatch = action
-        for rank in plan.stages[stage].ranks:
+        for rank in plan.stages[action.stage].ranks:
             added[rank].append(action)
-        direction, other = ("F", stage + 1) if kind == "F" else ("B", stage - 1)
-        if kind == "W" or not 0 <= other <= plan.last:
-            continue
-        receipt = Action(other, f"RECV_{direction}", microbatch)
-        send = Action(stage, f"SEND_{direction}", microbatch)
-        for exchange in (receipt, send):
+        send = send_after(action, plan.last)
+        for exchange in (partner(send), send) if send else ():
             for rank in plan.stages[exchange.stage].ranks:
                 if peers(cut, rank, exchange):
                     added[rank].append(exchange)

@@ -7,7 +7,16 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from hvdtrain.plan import schedule
-from hvdtrain.plan.actions import RECEIPTS, SENDS, Action, last_backward, tag
+from hvdtrain.plan.actions import (
+    RECEIPTS,
+    SENDS,
+    Action,
+    boundary,
+    is_upstream,
+    last_backward,
+    receipt_for,
+    tag,
+)
 from hvdtrain.plan.cut import Cut, Range, Share, cut, offsets
 from hvdtrain.plan.plan import Plan
 
@@ -96,14 +105,16 @@ def program(plan: Plan, cut: Cut, actions: Sequence[Action], rank: int) -> Progr
     held = plan.stages_of(rank)
     ends = {last_backward(actions, stage) for stage in held}
     tasks = tuple(_task(plan, cut, action, rank) for action in actions)
+    output_uses, gradient_uses = _uses(tasks, rank)
     return Program(
         cut,
         tasks,
-        frozenset(action for action in ends if action is not None),
-        {stage: cut.share(stage, rank) for stage in held},
-        tuple(offsets(cut.parts[0].get(rank, ()))),
-        tuple(offsets(cut.parts[plan.last].get(rank, ()))),
-        *_uses(tasks, rank),
+        completing=frozenset(action for action in ends if action is not None),
+        shares={stage: cut.share(stage, rank) for stage in held},
+        images=tuple(offsets(cut.parts[0].get(rank, ()))),
+        labels=tuple(offsets(cut.parts[plan.last].get(rank, ()))),
+        output_uses=output_uses,
+        gradient_uses=gradient_uses,
     )
 
 
@@ -126,35 +137,31 @@ def _uses(tasks: Sequence[Task], rank: int) -> tuple[Counter[Key], Counter[Key]]
 def _task(plan: Plan, cut: Cut, action: Action, rank: int) -> Task:
     stage, kind, k = action
     if k is None:
-        return Task(action, _line(plan, action, rank, ()), (stage, -1), (0, 0), (), 0)
-    lanes = {
-        "F": lambda: _downstream(cut, stage - 1, k, rank),
-        "RECV_F": lambda: _remote(_downstream(cut, stage - 1, k, rank), rank),
-        "SEND_F": lambda: _remote(_upstream(cut, stage, k, rank), rank),
-        "B": lambda: _upstream(cut, stage, k, rank),
-        "I": lambda: _upstream(cut, stage, k, rank),
-        "RECV_B": lambda: _remote(_upstream(cut, stage, k, rank), rank),
-        "SEND_B": lambda: _remote(_downstream(cut, stage - 1, k, rank), rank),
-    }.get(kind, tuple)()
-    number = tag(stage, kind, k, cut.microbatches) if kind in (*SENDS, *RECEIPTS) else 0
-    samples = cut.parts[stage][rank][k]
-    return Task(action, _line(plan, action, rank, lanes), (stage, k), samples, lanes, number)
+        return Task(
+            action, _line(plan, action, rank, ()), (stage, -1), samples=(0, 0), lanes=(), tag=0
+        )
+    is_exchange = kind in (*SENDS, *RECEIPTS)
+    exchange = action if is_exchange else receipt_for(action, plan.last)
+    lanes = _lanes(cut, rank, exchange) if exchange else ()
+    if is_exchange:
+        lanes = tuple(lane for lane in lanes if lane.peer != rank)
+    return Task(
+        action,
+        line=_line(plan, action, rank, lanes),
+        key=(stage, k),
+        samples=cut.parts[stage][rank][k],
+        lanes=lanes,
+        tag=tag(stage, kind, k, cut.microbatches) if is_exchange else 0,
+    )
 
 
-def _downstream(cut: Cut, boundary: int, k: int, rank: int) -> tuple[Lane, ...]:
-    """Return the lanes of a rank whose stage comes after a boundary."""
-    pieces = cut.pieces.get((boundary, k), ())
+def _lanes(cut: Cut, rank: int, exchange: Action) -> tuple[Lane, ...]:
+    """Return the lanes of a rank at the boundary that a SEND or RECV crosses."""
+    assert exchange.microbatch is not None
+    pieces = cut.pieces[boundary(exchange.stage, exchange.kind), exchange.microbatch]
+    if is_upstream(exchange):
+        return tuple(Lane(p.receiver, p.sent, p.received) for p in pieces if p.sender == rank)
     return tuple(Lane(p.sender, p.received, p.sent) for p in pieces if p.receiver == rank)
-
-
-def _upstream(cut: Cut, boundary: int, k: int, rank: int) -> tuple[Lane, ...]:
-    """Return the lanes of a rank whose stage comes before a boundary."""
-    pieces = cut.pieces.get((boundary, k), ())
-    return tuple(Lane(p.receiver, p.sent, p.received) for p in pieces if p.sender == rank)
-
-
-def _remote(lanes: tuple[Lane, ...], rank: int) -> tuple[Lane, ...]:
-    return tuple(lane for lane in lanes if lane.peer != rank)
 
 
 def _line(plan: Plan, action: Action, rank: int, lanes: tuple[Lane, ...]) -> str:

@@ -145,6 +145,20 @@ def choose(plan: Plan, pipeline: Pipeline) -> Policy:
     return POLICIES[plan.schedule]
 
 
+def most_in_flight(schedule: str, stages: int, stage: int, microbatches: int) -> int:
+    """Return the most micro-batches whose activations a stage holds at once.
+
+    Each stage has ranks of its own, so an interleaved schedule is 1F1B. If the backward is split,
+    a stage holds the activations until the weight gradients are done; the first stage runs whole
+    backwards.
+    """
+    policy = ONE_F_ONE_B if schedule == "interleaved" else POLICIES[schedule]
+    pipeline = Pipeline(microbatches, stages, stages, tuple(range(stages)))
+    is_split = policy.splits and stage > 0
+    cap = policy.unfinished(pipeline) if is_split else policy.cap(pipeline, stage)
+    return min(cap, microbatches)
+
+
 def training_step(plan: Plan, cut: Cut) -> Schedule:
     """Return the schedule of a training step: forwards and backwards, then the updates."""
     schedule = passes.merge_halves(compute_order(plan, cut.microbatches), plan)

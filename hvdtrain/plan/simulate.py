@@ -21,9 +21,9 @@ from hvdtrain.plan.actions import (
     ScheduleError,
     boundary,
     inputs,
+    partner,
     peers,
     receipt_for,
-    send_of,
 )
 from hvdtrain.plan.cut import Cut
 from hvdtrain.plan.plan import Plan
@@ -265,16 +265,14 @@ def _perform(run: _Run, rank: int, action: Action, before: float, start: float) 
 
 def _needs(run: _Run, rank: int, action: Action) -> list[tuple[Mark, float]]:
     """Return the marks that an action waits for, each with a delay in seconds after it."""
-    stage, kind, k = action
+    stage, kind, _ = action
     if kind in COMPUTE:
         needed = [alternatives[0] for alternatives in inputs(action, run.plan.last)]
         local = [(Mark(rank, other), 0.0) for other in needed if other.stage == stage]
         receipt = receipt_for(action, run.plan.last)
         return local + (_arrivals(run, rank, receipt) if receipt else [])
     if kind in SENDS and run.rendezvous:
-        other = stage + 1 if kind == "SEND_F" else stage - 1
-        receipt = Action(other, kind.replace("SEND", "RECV"), k)
-        return [(Mark(peer, receipt), 0.0) for peer in peers(run.cut, rank, action)]
+        return [(Mark(peer, partner(action)), 0.0) for peer in peers(run.cut, rank, action)]
     if kind == "STEP":
         seconds, reduction = run.costs.reduce(stage), Action(stage, "REDUCE")
         return [(Mark(other, reduction), seconds) for other in run.plan.stages[stage].ranks]
@@ -284,7 +282,7 @@ def _needs(run: _Run, rank: int, action: Action) -> list[tuple[Mark, float]]:
 def _arrivals(run: _Run, rank: int, receipt: Action) -> list[tuple[Mark, float]]:
     """Return the marks, with delays, that a user of the received or local data waits for."""
     stage, kind, k = receipt
-    send = send_of(receipt)
+    send = partner(receipt)
     other, sent = send.stage, send.kind[-1]
     senders = peers(run.cut, rank, receipt)
     needs = [(Mark(rank, receipt), 0.0)] if senders else []

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan, moves
 from hvdtrain.planner.components import Profile, RankTimes
-from hvdtrain.planner.cost import stage_seconds
-from hvdtrain.planner.memory import OPTIMIZER_COPIES
+from hvdtrain.planner.cost import held_memory, stage_seconds
 from hvdtrain.planner.tables import Question
 
 WINDOW = 8  # steps that a drift must last, at least; the base is the median of as many times
@@ -143,11 +142,11 @@ def seconds_to_migrate(question: Question, before: Plan, after: Plan) -> float:
 
     A rank sends or receives one component at a time.
     """
-    known, copies = question.known, 1 + OPTIMIZER_COPIES[question.optimizer]
+    known = question.known
     busy = dict.fromkeys(range(question.ranks), 0.0)
     for move in moves(before, after):
-        cost = known.by_name[move.component]
-        size = copies * cost.parameter_bytes + cost.buffer_bytes
+        memory = held_memory([known.by_name[move.component]], question.optimizer)
+        size = memory.parameters + memory.optimizer
         seconds = known.send_seconds(move.sender, move.receiver, size)
         busy[move.sender] += seconds
         busy[move.receiver] += seconds

@@ -8,14 +8,12 @@ import numpy as np
 
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan, Stage, pipeline, replicated
-from hvdtrain.plan.schedule import training_step
+from hvdtrain.plan.schedule import most_in_flight, training_step
 from hvdtrain.planner.components import RankTimes
-from hvdtrain.planner.cost import plan_costs
-from hvdtrain.planner.divide import UNFIT, Division, Run, Times, divide
-from hvdtrain.planner.memory import copied_bytes
+from hvdtrain.planner.cost import lasting_bytes, plan_costs, process_bytes
+from hvdtrain.planner.divide import UNFIT, Division, Limit, Run, Times, divide, refined
 from hvdtrain.planner.network import MeasuredNetwork
 from hvdtrain.planner.overview import Overview, played
-from hvdtrain.planner.refine import refined
 from hvdtrain.planner.tables import Question, Tables, shares_of
 
 WORK, TRANSFER = "compute", "communication"  # kinds of a timeline's events
@@ -44,25 +42,22 @@ class Candidate:
     @cached_property
     def rank_bytes(self) -> tuple[int, ...]:
         """Return the peak memory of each rank in bytes, with its process and temporary copies."""
-        memory = self.overview.memory
         return tuple(
-            held.total
-            + round((self.ranks[rank].activation_factor - 1) * held.activations)
-            + self.ranks[rank].resident_bytes
-            + self._copied_bytes(rank)
-            for rank, held in sorted(memory.items())
+            process_bytes(
+                lasting=self._lasting_bytes(rank),
+                activations=held.activations,
+                resident=self.ranks[rank].resident_bytes,
+                factor=self.ranks[rank].activation_factor,
+            )
+            for rank, held in sorted(self.overview.memory.items())
         )
 
-    def _copied_bytes(self, rank: int) -> int:
-        """Return the bytes of the temporary copies for a checkpoint and for all-reduces."""
-        plan, costs = self.plan, self.overview.costs
+    def _lasting_bytes(self, rank: int) -> int:
+        costs, optimizer = self.overview.costs, self.overview.optimizer
+        stages = [self.plan.stages[number] for number in self.plan.stages_of(rank)]
         return sum(
-            copied_bytes(
-                [costs[name] for name in plan.stages[stage].components],
-                self.overview.optimizer,
-                len(plan.stages[stage].ranks),
-            )
-            for stage in plan.stages_of(rank)
+            lasting_bytes([costs[name] for name in stage.components], optimizer, len(stage.ranks))
+            for stage in stages
         )
 
     @property
@@ -244,7 +239,7 @@ def _divisions(question: Question, schedule: str) -> Iterator[Candidate]:
     divisions: list[tuple[float, int, Division]] = []
     for number in _numbers_of_microbatches(question):
         better_than = SPREAD * min((entry[0] for entry in divisions), default=UNFIT)
-        division = _divided(question, number, better_than)
+        division = _divided(question, schedule, number, better_than)
         if division is not None:
             divisions.append((division.seconds, number, division))
     divisions.sort(key=lambda entry: entry[0])
@@ -253,23 +248,26 @@ def _divisions(question: Question, schedule: str) -> Iterator[Candidate]:
             yield play(question, _as_plan(question, division, number, schedule), "divided")
 
 
-def _divided(question: Question, microbatches: int, better_than: float) -> Division | None:
-    """Return the best division for one number of micro-batches.
+def _divided(
+    question: Question, schedule: str, microbatches: int, better_than: float
+) -> Division | None:
+    """Return the best division for one schedule and number of micro-batches.
 
     Its unit is a group of neighbouring ranks and components; see `unit_of` and `places_of`.
     """
-    tables, places, spare = Tables(question, microbatches), places_of(question), _spare(question)
+    tables, places = Tables(question, microbatches), places_of(question)
+    limit = limit_of(question, schedule, microbatches)
     runs = runs_at(tables, places, None, better_than)
     # If the best division without a limit fits, it is also the best one with the limit.
-    if runs is not None and spare is not None and not tables.fit(runs, spare):
-        runs = runs_at(tables, places, spare, better_than)
+    if runs is not None and limit is not None and not tables.fit(runs, limit):
+        runs = runs_at(tables, places, limit, better_than)
         if runs is None and len(places) < len(tables.places):
-            runs = runs_at(tables, tables.places.tolist(), spare, better_than)
+            runs = runs_at(tables, tables.places.tolist(), limit, better_than)
     return None if runs is None else Division(runs, tables.estimate(runs))
 
 
 def runs_at(
-    all_tables: Tables, places: Sequence[int], limit: float | None, better_than: float
+    all_tables: Tables, places: Sequence[int], limit: Limit | None, better_than: float
 ) -> tuple[Run, ...] | None:
     """Return the best division with boundaries at `places`, refined afterwards to all places."""
     question, microbatches = all_tables.question, all_tables.microbatches
@@ -280,8 +278,11 @@ def runs_at(
         return tables.times_of(unit * first, unit * number)
 
     division = divide(
-        *(len(places) - 1, question.ranks // unit, microbatches, times_of),
-        limit,
+        components=len(places) - 1,
+        ranks=question.ranks // unit,
+        microbatches=microbatches,
+        times_of=times_of,
+        limit=limit,
         tolerance=TOLERANCE,
         better_than=better_than,
     )
@@ -291,15 +292,21 @@ def runs_at(
         Run(places[run.start], places[run.stop], unit * run.first, unit * run.number)
         for run in division.runs
     )
-    return runs if is_whole else refined(all_tables, runs, limit)
+    return runs if is_whole else refined(runs, microbatches, all_tables.times_of, limit)
 
 
-def _spare(question: Question) -> float | None:
-    """Return the bytes that every rank has left for the model, or None without a limit."""
+def limit_of(question: Question, schedule: str, microbatches: int) -> Limit | None:
+    """Return the limit of what every rank has left for the model, if memory is limited.
+
+    Under zb-h1 a stage may hold as many micro-batches as there are stages before it, too. Their
+    number is not known while a division is made, so they are not counted here; the simulated step
+    of the division counts them.
+    """
     if question.limits is None:
         return None
     resident = [rank.resident_bytes for rank in question.known.profile.ranks]
-    return min(limit - held for limit, held in zip(question.limits, resident, strict=True))
+    spare = min(limit - held for limit, held in zip(question.limits, resident, strict=True))
+    return Limit(spare, lambda stages: most_in_flight(schedule, stages, 0, microbatches))
 
 
 def places_of(question: Question) -> list[int]:

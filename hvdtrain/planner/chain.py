@@ -5,31 +5,44 @@ would find everything in the processor's caches, and would seem up to a fifth fa
 """
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from hvdtrain.parallel import halves
+from hvdtrain.parallel.batchnorm import SynchronisedBatchNorm
 from hvdtrain.parallel.reduce import all_finite
-from hvdtrain.parallel.stage import StageModel
+from hvdtrain.parallel.stage import Part
+from hvdtrain.plan.plan import Plan
 
 REPEATS = 5
 LONG_SECONDS = 0.5
-ENOUGH_SECONDS = 1.0  # for one size: fewer repeats if this is exceeded, but at least LEAST
+ENOUGH_SECONDS = 1.0  # fewer repeats if this is exceeded, but at least LEAST
 LEAST = 3
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Built:
-    """A component that is ready for training; with an optimizer if it has parameters."""
+class Link:
+    """A component that is ready for training.
 
-    model: StageModel
-    optimizer: torch.optim.Optimizer | None
+    Attributes:
+        call: runs its forward.
+        parameters: the trainable ones.
+        optimizer: None if updates are not timed.
+    """
+
+    call: Callable[[Tensor], Tensor]
+    parameters: Sequence[nn.Parameter]
+    optimizer: torch.optim.Optimizer | None = None
 
 
 class Seconds(NamedTuple):
@@ -57,7 +70,15 @@ class Halves(NamedTuple):
     weights: np.ndarray
 
 
-@dataclass
+class _Passed(NamedTuple):
+    """Results of the forwards: their seconds, and the input and output of each component."""
+
+    seconds: list[float]
+    leaves: list[Tensor]
+    outputs: list[Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Chain:
     """Components that are in memory at the same time.
 
@@ -69,148 +90,173 @@ class Chain:
         message: sends one byte to this rank itself; None if there are no other ranks.
     """
 
-    built: Sequence[Built]
+    links: Sequence[Link]
     source: Callable[[int], Tensor]
+    device: torch.device
     is_first: bool
     is_last: bool
     is_bf16: bool
     message: Callable[[], None] | None = None
-    leaves: list[Tensor] = field(default_factory=list)
-    outputs: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for part in self.built:
-            if part.optimizer is not None:
-                for group in part.optimizer.param_groups:
+        for link in self.links:
+            if link.optimizer is not None:
+                for group in link.optimizer.param_groups:
                     group["lr"] = 0.0 * group["lr"]  # the weights must not diverge
-            for parameter in part.model.parameters().values():
-                parameter.grad = torch.zeros_like(parameter)
+            for parameter in link.parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
 
     def whole(self, rows: int) -> Seconds:
         """Return the seconds of whole steps on `rows` samples."""
-        return Seconds(*repeated(lambda: self._whole(rows)))
+        repeats = repeated(lambda: self._whole(rows))
+        return Seconds(*(np.array(values) for values in zip(*repeats, strict=True)))
 
     def in_halves(self, rows: int) -> Halves:
         """Return the seconds of backwards in halves on `rows` samples."""
-        return Halves(*repeated(lambda: self._in_halves(rows)))
+        repeats = repeated(lambda: self._in_halves(rows))
+        return Halves(*(np.array(values) for values in zip(*repeats, strict=True)))
 
     def emitted(self, rows: int) -> Tensor:
         """Return the output of the last component for `rows` samples."""
         activations = self.source(rows)
-        with torch.no_grad(), self._autocast(activations):
-            for part in self.built:
-                activations = part.model(activations)
+        with torch.no_grad(), self._autocast():
+            for link in self.links:
+                activations = link.call(activations)
         return activations.detach().clone(memory_format=torch.preserve_format)
 
     def _whole(self, rows: int) -> tuple[list[float], ...]:
-        place = self.source(0)
-        began = now(place)
+        started = self._now()
         inputs = self.source(rows)
-        loaded = now(place)
-        forward = self._forward(inputs)
-        turned = now(place)
+        loaded = self._now()
+        passed = self._forward(inputs)
+        turned = self._now()
         if self.message is not None:
             self.message()
-        message = now(place) - turned
-        backward = [0.0] * len(self.built)
-        gradient = self._first_gradient()
-        for number in reversed(range(len(self.built))):
-            output, leaf = self.outputs.pop(), self.leaves.pop()
-            since = now(inputs)
+        message = self._now() - turned
+        backward = [0.0] * len(self.links)
+        gradient = self._first_gradient(passed)
+        for number in reversed(range(len(self.links))):
+            output, leaf = passed.outputs.pop(), passed.leaves.pop()
+            since = self._now()
             if output.requires_grad:
                 torch.autograd.backward(output, gradient)
-            backward[number] = now(inputs) - since
+            backward[number] = self._now() - since
             gradient = _gradient_of(leaf)
-        return forward, backward, self._updates(place), [loaded - began], [message]
+        return passed.seconds, backward, self._updates(), [loaded - started], [message]
 
     def _in_halves(self, rows: int) -> tuple[list[float], ...]:
-        images = self.source(rows)
-        self._forward(images)
-        input_seconds, weight_seconds = [np.nan] * len(self.built), [np.nan] * len(self.built)
-        gradient, pending = self._first_gradient(), {}
-        for number in reversed(range(len(self.built))):
-            output, leaf = self.outputs.pop(), self.leaves.pop()
-            if output.requires_grad and self._splits(number, leaf):
-                parameters = list(self.built[number].model.parameters().values())
-                began = now(images)
+        passed = self._forward(self.source(rows))
+        input_seconds, weight_seconds = [np.nan] * len(self.links), [np.nan] * len(self.links)
+        gradient, pending = self._first_gradient(passed), {}
+        for number in reversed(range(len(self.links))):
+            output, leaf = passed.outputs.pop(), passed.leaves.pop()
+            parameters = list(self.links[number].parameters)
+            if output.requires_grad and leaf.requires_grad and parameters:
+                since = self._now()
                 pending[number] = halves.backward_input(output, gradient, leaf, parameters)
-                input_seconds[number] = now(images) - began
+                input_seconds[number] = self._now() - since
             elif output.requires_grad:
                 torch.autograd.backward(output, gradient)
             gradient = _gradient_of(leaf)
         for number in list(pending):
-            began = now(images)
+            since = self._now()
             halves.backward_weight(pending.pop(number))
-            weight_seconds[number] = now(images) - began
+            weight_seconds[number] = self._now() - since
         return input_seconds, weight_seconds
 
-    def _splits(self, place: int, leaf: Tensor) -> bool:
-        """Return whether the backward of a component has two halves."""
-        return leaf.requires_grad and bool(self.built[place].model.parameters())
-
-    def _forward(self, activations: Tensor) -> list[float]:
-        """Run all forwards and keep what the backwards need; return their seconds."""
-        seconds = []
-        for place, part in enumerate(self.built):
+    def _forward(self, activations: Tensor) -> _Passed:
+        """Run all forwards and keep what the backwards need."""
+        passed = _Passed([], [], [])
+        for place, link in enumerate(self.links):
             is_images = self.is_first and place == 0
             leaf = activations.detach().requires_grad_(
                 not is_images and activations.is_floating_point()
             )
-            began = now(activations)
-            with self._autocast(activations):
-                output = part.model(leaf)
-            if self.is_last and place == len(self.built) - 1:
+            since = self._now()
+            with self._autocast():
+                output = link.call(leaf)
+            if self.is_last and place == len(self.links) - 1:
                 labels = torch.zeros(len(output), dtype=torch.int64, device=output.device)
                 logits = output if output.dtype == torch.float64 else output.float()
                 output = functional.cross_entropy(logits, labels, reduction="sum")
-            seconds.append(now(activations) - began)
-            self.leaves.append(leaf)
-            self.outputs.append(output)
+            passed.seconds.append(self._now() - since)
+            passed.leaves.append(leaf)
+            passed.outputs.append(output)
             activations = output
-        return seconds
+        return passed
 
-    def _first_gradient(self) -> Tensor | None:
-        return None if self.is_last else torch.ones_like(self.outputs[-1])
+    def _first_gradient(self, passed: _Passed) -> Tensor | None:
+        return None if self.is_last else torch.ones_like(passed.outputs[-1])
 
-    def _updates(self, place: Tensor) -> list[float]:
+    def _updates(self) -> list[float]:
         seconds = []
-        for part in self.built:
-            gradients = [value.grad for value in part.model.parameters().values()]
-            held = [gradient for gradient in gradients if gradient is not None]
-            began = now(place)
-            if part.optimizer is not None:
-                all_finite(held)
-                part.optimizer.step()
-                for gradient in held:
-                    gradient.zero_()
-            seconds.append(now(place) - began)
+        for link in self.links:
+            gradients = [value.grad for value in link.parameters if value.grad is not None]
+            since = self._now()
+            if link.optimizer is not None:
+                all_finite(gradients)
+                link.optimizer.step()
+            for gradient in gradients:
+                gradient.zero_()
+            seconds.append(self._now() - since)
         return seconds
 
-    def _autocast(self, tensor: Tensor) -> Any:
-        return torch.autocast(tensor.device.type, dtype=torch.bfloat16, enabled=self.is_bf16)
+    def _autocast(self) -> Any:
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.is_bf16)
+
+    def _now(self) -> float:
+        return now(self.device)
 
 
-def repeated(once: Callable[[], tuple[list[float], ...]]) -> list[np.ndarray]:
-    """Repeat a measurement and return one array [repeats, n] for each list that it returns.
+def repeated(once: Callable[[], Result], least_seconds: float = 0.0) -> list[Result]:
+    """Repeat a measurement and return all of its results.
 
     The first repeat is dropped as a warm-up, unless it takes longer than LONG_SECONDS: then a
     warm-up does not matter.
+
+    Args:
+        least_seconds: how long to repeat at least.
     """
-    began = time.perf_counter()
-    first = once()
-    repeats = [first] if time.perf_counter() - began > LONG_SECONDS else []
-    while len(repeats) < REPEATS:
+    started = time.perf_counter()
+    first, seconds = once(), time.perf_counter() - started
+    repeats = [first] if seconds > LONG_SECONDS else []
+    while len(repeats) < REPEATS or seconds < least_seconds:
         repeats.append(once())
-        if len(repeats) >= LEAST and time.perf_counter() - began > ENOUGH_SECONDS:
+        seconds = time.perf_counter() - started
+        if len(repeats) >= LEAST and seconds > max(ENOUGH_SECONDS, least_seconds):
             break
-    return [np.array(values) for values in zip(*repeats, strict=True)]
+    return repeats
 
 
-def now(tensor: Tensor) -> float:
-    """Return the clock after the tensor's device has finished all its work."""
-    if tensor.device.type == "cuda":
-        torch.cuda.synchronize(tensor.device)
+def now(device: torch.device) -> float:
+    """Return the clock in seconds after a device has finished all its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+@contextmanager
+def without_gathering(plan: Plan, parts: Mapping[int, Part]) -> Iterator[None]:
+    """Let synchronised batch norms see as many replicas as there are, without communication."""
+    layers = {
+        layer: (stage, layer.all_gather)
+        for stage, part in parts.items()
+        for component in part.model.components.values()
+        for layer in component.modules()
+        if isinstance(layer, SynchronisedBatchNorm)
+    }
+    for layer, (stage, _) in layers.items():
+        layer.all_gather = partial(_expanded, len(plan.stages[stage].ranks))
+    try:
+        yield
+    finally:
+        for layer, (_, all_gather) in layers.items():
+            layer.all_gather = all_gather
+
+
+def _expanded(times: int, tensor: Tensor) -> Tensor:
+    return tensor.expand(times, *tensor.shape)
 
 
 def _gradient_of(leaf: Tensor) -> Tensor | None:

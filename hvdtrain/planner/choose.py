@@ -27,12 +27,11 @@ from hvdtrain.plan.passes import group_by_bytes
 from hvdtrain.plan.plan import replicated
 from hvdtrain.planner import profilefile
 from hvdtrain.planner.candidates import play
-from hvdtrain.planner.chain import Built
+from hvdtrain.planner.chain import Link
 from hvdtrain.planner.components import Profile, RankTimes
-from hvdtrain.planner.cost import Known
+from hvdtrain.planner.cost import Known, activation_bytes, held_memory
 from hvdtrain.planner.explain import explain
 from hvdtrain.planner.measure import Setting, measure_rank, measured_sizes
-from hvdtrain.planner.memory import held_memory
 from hvdtrain.planner.network import MeasuredNetwork
 from hvdtrain.planner.probe import measure_network, message_to_self
 from hvdtrain.planner.solve import GIB, solve
@@ -230,10 +229,11 @@ def local_times(
     config, images = subject.config, subject.images
     by_name = {part.name: part for part in subject.components}
 
-    def build(name: str) -> Built:
+    def build(name: str) -> Link:
         # Measured without recomputation: in a plan its forward counts twice.
         model = build_model([by_name[name]], config, images.device)
-        return Built(model, stage_optimizer(config, model))
+        parameters = list(model.parameters().values())
+        return Link(model, parameters, stage_optimizer(config, model))
 
     setting = Setting(
         build=build,
@@ -243,7 +243,7 @@ def local_times(
         is_bf16=config.precision == "bf16",
         in_halves="zb-h1" in _schedules(config, subject.names),
         message=message,
-        counted={cost.name: _bytes(cost, config.optimizer) for cost in subject.costs},
+        counted=partial(_counted_bytes, subject),
         held=partial(_held_bytes, subject),
         give_back=partial(_give_back, subject),
     )
@@ -252,17 +252,20 @@ def local_times(
 
 def _chains(subject: Subject, rows: int, world: World) -> list[list[str]]:
     """Return groups of components to measure together; each fits in half of the free memory."""
-    counted = [_bytes(cost, subject.config.optimizer) for cost in subject.costs]
-    held = [fixed + MORE * rows * per_row for fixed, per_row in counted]
+    held = []
+    for name in subject.names:
+        lasting, counted = (_counted_bytes(subject, [name], count) for count in (0, rows))
+        held.append(lasting + MORE * (counted - lasting))
     # All ranks measure a chain at the same time, so all need the same chains.
     room = max(1, int(min(world.gather(_spare_bytes(subject, world))) / 2))
     groups = group_by_bytes(held, room, room)
     return [[subject.names[k] for k in group] for group in groups]
 
 
-def _bytes(cost: ComponentCost, optimizer: str) -> tuple[int, int]:
-    """Return the counted bytes of a component in its measurement: fixed, and per sample."""
-    return held_memory([cost], optimizer).total, cost.saved_bytes + cost.output_bytes
+def _counted_bytes(subject: Subject, names: Sequence[str], rows: int) -> int:
+    """Return the counted bytes of components in their measurement on `rows` samples."""
+    costs = [cost for cost in subject.costs if cost.name in names]
+    return held_memory(costs, subject.config.optimizer, activation_bytes(costs, rows)).total
 
 
 def _give_back(subject: Subject) -> None:

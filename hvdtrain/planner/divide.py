@@ -13,6 +13,9 @@ Here the interval of possible values is bisected, best first. A division whose m
 `low`, and whose sum is at least the smallest one with a maximum below `high`, cannot be better
 than these two together. Intervals that cannot contain a better division than the best known one
 are skipped.
+
+A division of groups of components is refined afterwards: its boundaries move one at a time, as
+long as the estimate falls.
 """
 
 import heapq
@@ -69,12 +72,27 @@ class Times(NamedTuple):
         passing = np.where(possible, self.passing, 0.0)
         return np.where(possible, (microbatches - 1) * passing + self.rest, UNFIT)
 
-    def fits(self, limit: float, in_flight: int) -> np.ndarray:
-        """Return which runs fit into `limit` bytes with `in_flight` micro-batches in flight."""
-        return np.asarray(self.bytes + in_flight * self.flight_bytes <= limit)
-
 
 TimesOf = Callable[[int, int], Times]  # arguments: first rank, number of ranks
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The memory of a rank.
+
+    Attributes:
+        bytes: that a rank may hold.
+        in_flight: returns the micro-batches that a stage holds, by the number of stages from
+            itself to the end.
+    """
+
+    bytes: float
+    in_flight: Callable[[int], int]
+
+    def allows(self, times: "Times | _Tables", stages: int) -> np.ndarray:
+        """Return which runs fit if `stages` stages, including this one, are left to the end."""
+        held = times.bytes + self.in_flight(stages) * times.flight_bytes
+        return np.asarray(held <= self.bytes)
 
 
 def divide(
@@ -82,7 +100,7 @@ def divide(
     ranks: int,
     microbatches: int,
     times_of: TimesOf,
-    limit: float | None = None,
+    limit: Limit | None = None,
     tolerance: float = 0.0,
     better_than: float = math.inf,
 ) -> Division | None:
@@ -90,8 +108,7 @@ def divide(
 
     Args:
         times_of: called once for each run of ranks; runs that are alike may share a result.
-        limit: bytes that a rank may hold. A stage with s stages from itself to the end holds
-            min(s, m) micro-batches, as under 1F1B.
+        limit: None if memory is not limited.
         tolerance: by how much the estimate may exceed the smallest, as a part of it.
         better_than: divisions with a larger estimate are not of interest.
     """
@@ -99,7 +116,7 @@ def divide(
         [times_of(first, count) for count in range(1, ranks - first + 1)] for first in range(ranks)
     ]
     tables = _stacked(runs, microbatches, is_limited=limit is not None)
-    division = _Search(components, ranks, microbatches, tables, limit).best(tolerance, better_than)
+    division = _Search(components, ranks, tables, limit).best(tolerance, better_than)
     return division if division is not None and division.seconds <= better_than else None
 
 
@@ -174,9 +191,8 @@ class _Search:
 
     components: int
     ranks: int
-    microbatches: int
     tables: list[_Tables]
-    limit: float | None
+    limit: Limit | None
 
     def best(self, tolerance: float, better_than: float) -> Division | None:
         """Return the division with the smallest estimate, up to `tolerance` and `better_than`."""
@@ -256,11 +272,7 @@ class _Search:
         ]
 
     def _fits(self, tables: _Tables, slot: int) -> "np.ndarray | bool":
-        """Return which runs fit if `slot` stages, including this one, are left to the end."""
-        if self.limit is None:
-            return True
-        in_flight = min(slot, self.microbatches)
-        return np.asarray(tables.bytes + in_flight * tables.flight_bytes <= self.limit)
+        return True if self.limit is None else self.limit.allows(tables, slot)
 
     def _runs(self, choice: np.ndarray, slot: int) -> tuple[Run, ...]:
         runs: list[Run] = []
@@ -271,3 +283,50 @@ class _Search:
             first, start = first + more + 1, stop
             slot -= self.limit is not None
         return tuple(runs)
+
+
+MOST_ROUNDS = 20
+
+
+def refined(
+    runs: Sequence[Run], microbatches: int, times_of: TimesOf, limit: Limit | None
+) -> tuple[Run, ...]:
+    """Return a division over the same ranks that moving one boundary cannot improve."""
+    cuts = [runs[0].start, *(run.stop for run in runs)]
+    stages = []
+    for number, run in enumerate(runs):
+        times = times_of(run.first, run.number)
+        pace = times.paces(microbatches)
+        if limit is not None:
+            pace = np.where(limit.allows(times, len(runs) - number), pace, UNFIT)
+        stages.append(_Stage(times.passing + times.arriving, pace))
+    for _ in range(MOST_ROUNDS):
+        before = list(cuts)
+        for place in range(1, len(cuts) - 1):
+            cuts[place] = _best_place(stages, cuts, place)
+        if cuts == before:
+            break
+    return tuple(
+        run._replace(start=start, stop=stop)
+        for run, start, stop in zip(runs, cuts, cuts[1:], strict=False)
+    )
+
+
+class _Stage(NamedTuple):
+    """Seconds of every run of components on the ranks of one stage: fp64 [start, stop]."""
+
+    whole: np.ndarray
+    pace: np.ndarray
+
+
+def _best_place(stages: Sequence[_Stage], cuts: Sequence[int], place: int) -> int:
+    """Return the best place of one boundary if all others stay."""
+    before, behind = stages[place - 1], stages[place]
+    left, right = cuts[place - 1], cuts[place + 1]
+    pace = np.maximum(before.pace[left, :], behind.pace[:, right])
+    for number, stage in enumerate(stages):
+        if number not in (place - 1, place):
+            pace = np.maximum(pace, stage.pace[cuts[number], cuts[number + 1]])
+    estimates = before.whole[left, :] + behind.whole[:, right] + pace
+    best = int(np.argmin(estimates))
+    return best if estimates[best] < estimates[cuts[place]] else cuts[place]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hvdtrain.models.component import IMAGE_CHANNELS
 from hvdtrain.parallel.stage import Images
-from hvdtrain.planner.chain import Built, Chain, Halves, Seconds
+from hvdtrain.planner.chain import Chain, Halves, Link, Seconds
 from hvdtrain.planner.components import ComponentTimes, RankTimes
 from hvdtrain.planner.network import Curve
 from hvdtrain.world import World
@@ -38,19 +38,19 @@ class Setting:
         is_bf16: whether forwards run under autocast.
         in_halves: whether backwards are measured in halves, too.
         message: sends one byte to this rank itself; None if there are no other ranks.
-        counted: bytes of a component by its name: its own, and those of each sample.
+        counted: returns the bytes of components, by name, with the activations of some samples.
         held: returns the bytes that this process has in memory, or has allocated on its GPU.
         give_back: returns free memory to the system.
     """
 
-    build: Callable[[str], Built]
+    build: Callable[[str], Link]
     images: Images
     image_size: int
     sizes: tuple[int, ...]
     is_bf16: bool
     in_halves: bool
     message: Callable[[], None] | None
-    counted: Mapping[str, tuple[int, int]]
+    counted: Callable[[Sequence[str], int], int]
     held: Callable[[], int]
     give_back: Callable[[], None]
 
@@ -90,24 +90,27 @@ def measure_rank(chains: Sequence[Sequence[str]], setting: Setting, world: World
     state = torch.get_rng_state()
     components: dict[str, ComponentTimes] = {}
     first: dict[int, Seconds] = {}
-    before, largest_sample_bytes = setting.held(), -1
+    before, most_activations = setting.held(), -1
     resident, factor = before, 1.0
     for number, names in enumerate(chains):
-        built = [setting.build(name) for name in names]
-        is_ends = number == 0, number == len(chains) - 1
-        chain = Chain(built, source, *is_ends, setting.is_bf16, setting.message)
+        chain = Chain(
+            links=[setting.build(name) for name in names],
+            source=source,
+            device=setting.images.device,
+            is_first=number == 0,
+            is_last=number == len(chains) - 1,
+            is_bf16=setting.is_bf16,
+            message=setting.message,
+        )
         measured = _measured(chain, setting, world)
-        sample_bytes = sum(setting.counted[name][1] for name in names)
-        if (
-            sample_bytes > largest_sample_bytes
-        ):  # the chain with the largest activations is the most accurate one
-            largest_sample_bytes = sample_bytes
+        activations = setting.counted(names, largest) - setting.counted(names, 0)
+        if activations > most_activations:  # the chain with the most is the most accurate one
+            most_activations = activations
             resident, factor = _memory(names, setting, before, measured.held)
         components |= {name: _times(measured, place) for place, name in enumerate(names)}
         first = first or measured.whole
-        activations = chain.emitted(largest)
-        source = partial(_first_rows, activations)
-        del built, chain
+        source = partial(_first_rows, chain.emitted(largest))
+        del chain
         setting.give_back()
     torch.set_rng_state(state)
     load = Curve.of(first, [float(np.median(seconds.load)) for seconds in first.values()])
@@ -149,13 +152,12 @@ def _memory(
 
     The factor is that of real to counted bytes.
     """
-    fixed, row_bytes = (sum(setting.counted[name][k] for name in names) for k in (0, 1))
     fewest, most = min(held), max(held)
-    factor = 1.0
-    if row_bytes * (most - fewest) >= TELLING_BYTES:
-        grown = (held[most] - held[fewest]) / (most - fewest)
-        factor = min(MOST_MORE, max(1.0, grown / row_bytes))
-    return max(before, round(held[fewest] - fixed - factor * row_bytes * fewest)), factor
+    lasting, counted = setting.counted(names, 0), setting.counted(names, fewest)
+    more, factor = setting.counted(names, most) - counted, 1.0
+    if more >= TELLING_BYTES:
+        factor = min(MOST_MORE, max(1.0, (held[most] - held[fewest]) / more))
+    return max(before, round(held[fewest] - lasting - factor * (counted - lasting))), factor
 
 
 def _times(measured: Measured, place: int) -> ComponentTimes:

@@ -13,7 +13,7 @@ from hvdtrain.plan.plan import Plan, labels
 from hvdtrain.plan.simulate import Costs, Timeline, simulate
 from hvdtrain.plan.trace import draw
 from hvdtrain.plan.validate import validate
-from hvdtrain.planner.memory import Memory, held_memory, kept_bytes
+from hvdtrain.planner.cost import Memory, activation_bytes, held_memory
 
 BACKWARD_FLOPS = 2  # forwards: one for the gradients of the input, one for those of the weights
 MIB = 2**20
@@ -122,7 +122,7 @@ class Overview:
         assert action.microbatch is not None
         rows = self.cut.rows(action.stage, rank, action.microbatch)
         costs = [self.costs[name] for name in self.plan.stages[action.stage].components]
-        return kept_bytes(costs, rows, self.recomputed)
+        return activation_bytes(costs, rows, self.recomputed)
 
 
 def overview(

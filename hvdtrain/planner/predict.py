@@ -13,8 +13,7 @@ from hvdtrain.plan.plan import Plan, pipeline, replicated
 from hvdtrain.planner.candidates import Candidate, numbers_of_stages, play
 from hvdtrain.planner.clusters import Cluster, ClusterNetwork
 from hvdtrain.planner.components import Profile
-from hvdtrain.planner.cost import Known
-from hvdtrain.planner.memory import OPTIMIZER_COPIES
+from hvdtrain.planner.cost import OPTIMIZER_COPIES, Known
 from hvdtrain.planner.network import FreeNetwork
 from hvdtrain.planner.solve import GIB, lower_bound, solve
 from hvdtrain.planner.tables import Question

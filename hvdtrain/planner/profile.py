@@ -1,17 +1,16 @@
-"""Measures a rank's actions with the runtime itself, run on this rank alone.
+"""Times a rank's actions with the runtime itself, run on this rank alone.
 
-Real modules run the actions of a step in the order of the schedule, with their real gradient
-buffers. Only transfers and all-reduces are left out, and received data is random. Everything that
-a step changes is restored afterwards, so a run can be profiled between any two of its steps.
+Unlike a chain of components (`chain.py`) this includes what the runtime does around them: real
+gradient buffers, whole stages in the order of the schedule, several micro-batches in flight. Only
+transfers and all-reduces are left out, and received data is random. Everything that a step changes
+is restored afterwards, so a run can be profiled between any two of its steps.
 """
 
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ import torch
 from torch import Tensor
 
 from hvdtrain.models.component import IMAGE_CHANNELS
-from hvdtrain.parallel.batchnorm import SynchronisedBatchNorm
 from hvdtrain.parallel.boundary import Boundaries, Form
 from hvdtrain.parallel.reduce import Gradients
 from hvdtrain.parallel.runtime import Observer, Runtime
@@ -32,20 +30,14 @@ from hvdtrain.plan.plan import Plan
 from hvdtrain.plan.program import Program, program
 from hvdtrain.plan.simulate import Costs
 from hvdtrain.plan.trace import ReductionTime
+from hvdtrain.planner.chain import LEAST, now, repeated, without_gathering
 from hvdtrain.world import World
-
-WARM_UP = 2
 
 Table = dict[tuple[int, str, int], float]  # (stage, kind of action, samples) -> seconds
 
 
 def profile_parts(
-    runtime: Runtime,
-    plan: Plan,
-    cut: Cut,
-    image_size: int,
-    repeats: int = 5,
-    world: World | None = None,
+    runtime: Runtime, plan: Plan, cut: Cut, image_size: int, world: World | None = None
 ) -> Table:
     """Return the seconds of each action of a training step on this rank.
 
@@ -56,31 +48,31 @@ def profile_parts(
     Args:
         runtime: the runtime of this rank, between two steps.
         image_size: height and width of the images.
-        repeats: steps to measure, at least.
         world: given if all ranks call this at once; the call is then collective, and no rank stops
             before the slowest one, so that caches and memory are shared as in a step.
     """
     alone = _runtime_alone(runtime)
     ready = _without_communication(plan, cut, runtime.rank)
     batch = _random_input(plan, cut, runtime.rank, image_size)
-    tables: list[Table] = []
     with (
         _unchanged(runtime.parts, runtime.device) as put_weights_back,
-        _not_gathering(plan, alone),
+        without_gathering(plan, alone.parts),
     ):
-        for _ in range(WARM_UP):
-            began = time.perf_counter()
-            _run(alone, ready, batch)
-            seconds = time.perf_counter() - began
-            _fill(alone.boundaries)
+
+        def once() -> Table:
+            table = _run(alone, ready, batch)
             put_weights_back()
+            return table
+
+        once()  # the first step of an optimizer differs from all others
+        _fill(alone.boundaries)
+        started = now(alone.device)
+        once()
+        seconds, least_seconds = now(alone.device) - started, 0.0
         if world is not None:
-            seconds = max(world.gather(seconds))
+            least_seconds = LEAST * max(world.gather(seconds))
             world.barrier()
-        until = time.perf_counter() + (repeats * seconds if world else 0.0)
-        while len(tables) < repeats or time.perf_counter() < until:
-            tables.append(_run(alone, ready, batch))
-            put_weights_back()
+        tables = repeated(once, least_seconds)
     return {key: statistics.median(table[key] for table in tables) for key in tables[0]}
 
 
@@ -212,29 +204,6 @@ def _copied(optimizer: torch.optim.Optimizer) -> dict[Any, dict[str, Any]]:
         }
         for parameter, entries in optimizer.state.items()
     }
-
-
-@contextmanager
-def _not_gathering(plan: Plan, runtime: Runtime) -> Iterator[None]:
-    """Let synchronised batch norms see as many replicas as there are, without communication."""
-    layers = {
-        layer: (stage, layer.all_gather)
-        for stage, part in runtime.parts.items()
-        for component in part.model.components.values()
-        for layer in component.modules()
-        if isinstance(layer, SynchronisedBatchNorm)
-    }
-    for layer, (stage, _) in layers.items():
-        layer.all_gather = partial(_repeated, len(plan.stages[stage].ranks))
-    try:
-        yield
-    finally:
-        for layer, (_, all_gather) in layers.items():
-            layer.all_gather = all_gather
-
-
-def _repeated(times: int, tensor: Tensor) -> Tensor:
-    return tensor.expand(times, *tensor.shape)
 
 
 def _fill(boundaries: Boundaries) -> None:

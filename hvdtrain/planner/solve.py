@@ -15,7 +15,7 @@ import numpy as np
 from hvdtrain.errors import UsageError
 from hvdtrain.plan.plan import Plan
 from hvdtrain.planner.candidates import Candidate, candidates
-from hvdtrain.planner.memory import copied_bytes, held_memory, kept_bytes
+from hvdtrain.planner.cost import activation_bytes, lasting_bytes, process_bytes
 from hvdtrain.planner.tables import Question
 
 if TYPE_CHECKING:
@@ -99,41 +99,42 @@ def lower_bound(question: Question) -> float:
 
 def _nothing_fits(question: Question, played: "list[Candidate]") -> str:
     """Return the message that names the component or the rank that does not fit."""
-    limits = question.limits or ()
-    resident = [rank.resident_bytes for rank in question.known.profile.ranks]
-    left = [limit - held for limit, held in zip(limits, resident, strict=True)]
+    limits, ranks = question.limits or (), question.known.profile.ranks
+    left = [limit - rank.resident_bytes for limit, rank in zip(limits, ranks, strict=True)]
     fullest = int(np.argmin(left))
     if left[fullest] <= 0:
         return (
             f"no plan fits: the process of rank {fullest} alone holds "
-            f"{resident[fullest] / GIB:.2f} GiB, and only {limits[fullest] / GIB:.2f} GiB "
-            "are allowed after the reserve: raise --memory-limit"
+            f"{ranks[fullest].resident_bytes / GIB:.2f} GiB, and only "
+            f"{limits[fullest] / GIB:.2f} GiB are allowed after the reserve: raise --memory-limit"
         )
-    room, optimizer = max(left), question.optimizer
+    emptiest = int(np.argmax(left))
     # The most micro-batches that a plan has here: each of them has the fewest samples.
     most = max(candidate.plan.microbatches for candidate in played)
     rows = -(-question.batch_size // most)
 
-    def held(cost: "ComponentCost") -> float:
-        activations = kept_bytes([cost], rows, question.known.recomputed)
-        return held_memory([cost], optimizer, activations).total + copied_bytes(
-            [cost], optimizer, replicas=1
+    def needed(cost: "ComponentCost") -> int:
+        return process_bytes(
+            lasting=lasting_bytes([cost], question.optimizer, replicas=1),
+            activations=activation_bytes([cost], rows, question.known.recomputed),
+            resident=0,
+            factor=ranks[emptiest].activation_factor,
         )
 
-    largest = max(question.known.costs, key=held)
-    if held(largest) > room:
+    largest = max(question.known.costs, key=needed)
+    if needed(largest) > left[emptiest]:
         return (
-            f"no plan fits: {largest.name} alone needs {held(largest) / GIB:.2f} GiB, "
-            f"{(held(largest) - room) / GIB:.2f} GiB more than any rank has left: "
+            f"no plan fits: {largest.name} alone needs {needed(largest) / GIB:.2f} GiB, "
+            f"{(needed(largest) - left[emptiest]) / GIB:.2f} GiB more than any rank has left: "
             "raise --memory-limit"
         )
-    return _closest(limits, played, lambda name: held(question.known.by_name[name]))
+    return _closest(limits, played, lambda name: needed(question.known.by_name[name]))
 
 
 def _closest(
-    limits: Sequence[float], played: "list[Candidate]", held: Callable[[str], float]
+    limits: Sequence[float], played: "list[Candidate]", needed: Callable[[str], float]
 ) -> str:
-    """Return the message that names the plan closest to fitting; `held` is by component."""
+    """Return the message that names the plan closest to fitting; `needed` is by component."""
     closest = min(played, key=lambda candidate: candidate.shortage(limits))
     lacking = closest.shortage(limits)
     fullest = int(np.argmax([a - b for a, b in zip(closest.rank_bytes, limits, strict=True)]))
@@ -142,7 +143,7 @@ def _closest(
         for stage in closest.plan.stages_of(fullest)
         for name in closest.plan.stages[stage].components
     ]
-    heaviest = max(held_there, key=held)
+    heaviest = max(held_there, key=needed)
     return (
         f"no plan fits: the closest, {closest.name}, lacks {lacking / GIB:.2f} GiB on rank "
         f"{fullest}, mostly for {heaviest}: raise --memory-limit, use --recompute all, "

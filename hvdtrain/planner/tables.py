@@ -9,9 +9,8 @@ import numpy as np
 
 from hvdtrain.plan.cut import is_same
 from hvdtrain.plan.plan import Plan
-from hvdtrain.planner.cost import Known
-from hvdtrain.planner.divide import UNFIT, Run, Times
-from hvdtrain.planner.memory import copied_bytes, held_memory, kept_bytes
+from hvdtrain.planner.cost import Known, activation_bytes, lasting_bytes
+from hvdtrain.planner.divide import UNFIT, Limit, Run, Times
 
 ALIKE = 1.2  # measurements of equal ranks differ by up to this factor on a shared machine
 
@@ -98,12 +97,12 @@ class Tables:
         total = sum(float((times.passing + times.arriving)[place]) for times, place in tables)
         return total + max(float(t.paces(self.microbatches)[place]) for t, place in tables)
 
-    def fit(self, runs: Sequence[Run], limit: float) -> bool:
-        """Return whether no rank holds more than `limit` bytes."""
+    def fit(self, runs: Sequence[Run], limit: Limit) -> bool:
+        """Return whether no rank holds more than the limit."""
         return all(
-            self.times_of(run.first, run.number).fits(
-                limit, min(self.microbatches, len(runs) - number)
-            )[run.start, run.stop]
+            limit.allows(self.times_of(run.first, run.number), len(runs) - number)[
+                run.start, run.stop
+            ]
             for number, run in enumerate(runs)
         )
 
@@ -131,25 +130,20 @@ class Tables:
             # Receiving activations at the start and gradients at the end does not overlap.
             np.where(self.valid, passing + receiving[:, None] + receiving[None, :], UNFIT),
             np.where(self.valid, reduced + update, UNFIT),
-            self._once("held", len(ranks), make=lambda: self._held(len(ranks))),
-            self._once("kept", max(rows), make=lambda: self._kept(max(rows)))
+            self._once("lasting", len(ranks), make=lambda: self._lasting(len(ranks))),
+            self._once("activations", max(rows), make=lambda: self._activations(max(rows)))
             * max(profile[rank].activation_factor for rank in ranks),
             # The latencies of the input and of its gradient; the rank works meanwhile.
             np.where(self.valid & (self.crossing > 0)[:, None], 2 * latency, 0.0),
         )
 
-    def _held(self, replicas: int) -> np.ndarray:
-        optimizer = self.question.optimizer
-        return self._spans(
-            [
-                held_memory([cost], optimizer).total + copied_bytes([cost], optimizer, replicas)
-                for cost in self.known.costs
-            ]
-        )
+    def _lasting(self, replicas: int) -> np.ndarray:
+        costs, optimizer = self.known.costs, self.question.optimizer
+        return self._spans([lasting_bytes([cost], optimizer, replicas) for cost in costs])
 
-    def _kept(self, rows: int) -> np.ndarray:
-        recomputed = self.known.recomputed
-        return self._spans([kept_bytes([cost], rows, recomputed) for cost in self.known.costs])
+    def _activations(self, rows: int) -> np.ndarray:
+        costs, recomputed = self.known.costs, self.known.recomputed
+        return self._spans([activation_bytes([cost], rows, recomputed) for cost in costs])
 
     def _once(self, *key: object, make: Callable[[], np.ndarray]) -> np.ndarray:
         if key not in self.cached_arrays:

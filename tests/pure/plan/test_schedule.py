@@ -167,6 +167,21 @@ def test_each_schedule_keeps_its_limit_on_micro_batches_in_flight(plan: Plan) ->
         assert plan.schedule != "gpipe" or peak == made.microbatches
 
 
+@pytest.mark.parametrize(
+    ("name", "stages", "microbatches"), [*product(SCHEDULES, (1, 2, 3, 5), (1, 2, 4, 7))]
+)
+def test_what_a_stage_holds_is_what_the_simulator_counts(
+    name: str, stages: int, microbatches: int
+) -> None:
+    ranks = [(rank,) for rank in range(stages)]
+    plan = a_plan(*ranks, microbatches=microbatches, schedule=name)
+    made = cut(plan, microbatches)
+    line = simulate(schedule.training_step(plan, made), plan, made, unit_costs())
+    for stage in range(stages):
+        most = schedule.most_in_flight(name, stages, stage, microbatches)
+        assert line.peak_in_flight[stage, stage] == most
+
+
 @settings(max_examples=100, deadline=None)
 @given(plans(max_m=12))
 def test_replicas_do_the_actions_of_their_stages_in_the_same_order(plan: Plan) -> None:

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from hvdtrain.planner.divide import UNFIT, Run, Times, divide
+from hvdtrain.planner.divide import UNFIT, Limit, Run, Times, divide
 
 
 def instance(seed: int) -> tuple[int, int, int, dict[tuple[int, int], Times]]:
@@ -90,7 +90,8 @@ def test_the_best_of_those_that_fit_is_found(seed: int, alike: bool) -> None:
     whole = float(tables[0, ranks].bytes[0, n])
     limit = random.Random(seed).choice([0.2, 0.5, 0.8, 1.2]) * whole
     wanted = smallest_estimate(n, ranks, microbatches, tables, limit)
-    division = divide(n, ranks, microbatches, lambda first, count: tables[first, count], limit)
+    memory = Limit(limit, lambda stages: min(stages, microbatches))
+    division = divide(n, ranks, microbatches, lambda first, count: tables[first, count], memory)
     if wanted == UNFIT:
         assert division is None
     else:

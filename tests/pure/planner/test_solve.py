@@ -8,7 +8,7 @@ import pytest
 
 from hvdtrain.errors import UsageError
 from hvdtrain.plan.plan import Plan, Stage
-from hvdtrain.planner.candidates import places_of, play, runs_at
+from hvdtrain.planner.candidates import limit_of, places_of, play, runs_at
 from hvdtrain.planner.solve import lower_bound, solve
 from hvdtrain.planner.tables import Question, Tables
 from tests.pure.planner.machines import component, known, network, question
@@ -61,6 +61,20 @@ def test_a_limit_below_what_replicas_need_gives_stages() -> None:
         solve(Question(machine, 8, "adam", limits=[1300 * MIB] * 2))
     with pytest.raises(UsageError, match=r"part0 alone needs 0.68 GiB, 0.\d\d GiB more than"):
         solve(Question(machine, 8, "adam", limits=[600 * MIB] * 2))
+
+
+@pytest.mark.parametrize(("schedule", "stop"), [("1f1b", 2), ("gpipe", 3)])
+def test_a_division_counts_the_micro_batches_that_its_schedule_holds(
+    schedule: str, stop: int
+) -> None:
+    """Divisions for gpipe counted one micro-batch in the last stage, where it holds all four."""
+    costs = [component(number, 0, 0, MIB * (number > 1)) for number in range(4)]
+    machine = known(costs, [1] * 4, [1, 1], network(2, 0.0, 0.0, 1.0))
+    problem = Question(machine, 4, "sgd", schedules=(schedule,), limits=[4 * MIB] * 2)
+    tables = Tables(problem, 4)
+    runs = runs_at(tables, places_of(problem), limit_of(problem, schedule, 4), float("inf"))
+    assert runs is not None
+    assert runs[0].stop == stop
 
 
 def test_the_message_counts_a_whole_micro_batch_unless_it_is_recomputed() -> None:

@@ -75,7 +75,7 @@ def state_of(parts: Mapping[int, Part]) -> list[torch.Tensor]:
 
 def profiled(plan: Plan, rank: int, **options: Any) -> Table:
     runtime = runtime_of(plan, rank, **options)
-    return profile_parts(runtime, plan, cut(plan, BATCH), SIZE, repeats=3)
+    return profile_parts(runtime, plan, cut(plan, BATCH), SIZE)
 
 
 @pytest.mark.parametrize("kind", ["gpipe", "1f1b", "zb-h1"])
@@ -99,7 +99,7 @@ def test_a_profile_leaves_no_trace_before_the_first_step_and_after_others() -> N
     runtime = runtime_of(plan, 0)
     for _ in range(2):
         before = state_of(runtime.parts)
-        profile_parts(runtime, plan, cut(plan, BATCH), SIZE, repeats=1)
+        profile_parts(runtime, plan, cut(plan, BATCH), SIZE)
         after = state_of(runtime.parts)
         assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
         for part in runtime.parts.values():
@@ -140,7 +140,7 @@ def test_synchronised_batch_norms_ask_nobody() -> None:
         == 3
     )
     part.synchronised = True
-    table = profile_parts(runtime, plan, cut(plan, BATCH), SIZE, repeats=1)
+    table = profile_parts(runtime, plan, cut(plan, BATCH), SIZE)
     assert table[0, "F", 11] > 0
     layers = [m for c in part.model.components.values() for m in c.modules()]
     gathers = [m.all_gather for m in layers if isinstance(m, SynchronisedBatchNorm)]
