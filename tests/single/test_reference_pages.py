@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import reference_pages
 
-from hvdtrain.commands import COMMANDS
+from hvdtrain.cli import COMMANDS
 
 
 @pytest.fixture(scope="module")
