@@ -1,4 +1,4 @@
-"""Reading a packed data set: samples by row number, in bounded memory.
+"""Reading a packed data set by row number in bounded memory, checking it, and describing it.
 
 Example:
     index = read_index("data/cifar10")
@@ -9,14 +9,15 @@ Example:
 import os
 import threading
 from collections import OrderedDict
+from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.data.index import Index, Shard, Split, read_index
+from hvdtrain.data.index import RESTORE, Index, Shard, Split, parse_index, read_index, size_fault
 from hvdtrain.data.shardfile import (
     Batch,
     chunk_faults,
@@ -26,8 +27,6 @@ from hvdtrain.data.shardfile import (
     shard_sha256,
 )
 from hvdtrain.errors import DataError, UsageError
-
-__all__ = ["Batch", "Index", "Samples", "Shard", "Split", "open_split", "read_index"]
 
 _DEFAULT_MEMORY = 2**30
 _OPEN_FILES = 64
@@ -96,8 +95,7 @@ class Samples:
 
         Raises IndexError for a row outside the split, DataError for a damaged shard.
         """
-        if len(rows) and not (rows.min() >= 0 and rows.max() < self.split.count):
-            raise IndexError(f"a row outside 0..{self.split.count - 1} of {self.split.name}")
+        self._check(rows)
         self.load()
         if self._whole is not None:
             return _take(self._whole, rows)
@@ -106,8 +104,7 @@ class Samples:
 
     def labels(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the labels at these rows, as `gather` does but without copying the images."""
-        if len(rows) and not (rows.min() >= 0 and rows.max() < self.split.count):
-            raise IndexError(f"a row outside 0..{self.split.count - 1} of {self.split.name}")
+        self._check(rows)
         if not len(rows):
             return rows
         self.load()
@@ -125,6 +122,10 @@ class Samples:
             self._chunks.clear()
             self._verified.clear()
             self._whole = None
+
+    def _check(self, rows: NDArray[np.int64]) -> None:
+        if len(rows) and not (rows.min() >= 0 and rows.max() < self.split.count):
+            raise IndexError(f"a row outside 0..{self.split.count - 1} of {self.split.name}")
 
     def _gather_chunks(self, rows: NDArray[np.int64]) -> Batch:
         batch = Batch(
@@ -204,6 +205,72 @@ def _check_hash(index: Index, split: Split, shard: Shard) -> None:
     for fault in chunk_faults(index, split, shard):
         raise DataError(fault)
     raise DataError(
-        f"{index.folder / shard.file}: shard differs from the index (another SHA-256); "
-        "restore the file or pack the data set again"
+        f"{index.folder / shard.file}: shard differs from the index (another SHA-256); {RESTORE}"
     )
+
+
+def verify(folder: Path | str) -> list[str]:
+    """Return one line per damaged shard and per damaged chunk; an empty list if all are intact.
+
+    Every shard is compared with its SHA-256 in the index, and each chunk of a shard that differs
+    is read. Raises DataError for a missing or broken index.
+    """
+    index = parse_index(folder)
+    faults: list[str] = []
+    ids = []
+    for split in index.splits.values():
+        for shard in split.shards:
+            shard_faults = _shard_faults(index, split, shard)
+            faults += shard_faults
+            if not shard_faults:
+                try:
+                    ids.append(read_shard(index, split, shard).ids)
+                except DataError as error:
+                    faults.append(str(error))
+    if not faults and len(np.unique(np.concatenate(ids))) != sum(map(len, ids)):
+        faults.append(f"{folder}: two samples have the same id; pack the data set again")
+    return faults
+
+
+def _shard_faults(index: Index, split: Split, shard: Shard) -> list[str]:
+    fault = size_fault(index.folder, shard)
+    if fault:
+        return [fault]
+    try:
+        digest = shard_sha256(index, shard)
+    except DataError as error:
+        return [str(error)]
+    if digest == shard.sha256:
+        return []
+    damaged = chunk_faults(index, split, shard)
+    chunks = "its damaged chunks follow" if damaged else "but the checksums of its chunks match"
+    return [
+        f"{index.folder / shard.file}: shard differs from the index (another SHA-256); {chunks}",
+        *damaged,
+    ]
+
+
+def info(folder: Path | str) -> dict[str, Any]:
+    """Return a description of the data set, ready for JSON; raise DataError as read_index does."""
+    index = read_index(folder)
+    splits = {
+        name: {
+            "count": split.count,
+            "shards": len(split.shards),
+            "bytes": sum(shard.bytes for shard in split.shards),
+            "chunk_rows": split.chunk_rows,
+        }
+        for name, split in index.splits.items()
+    }
+    return {
+        "folder": str(index.folder),
+        "format_version": index.format_version,
+        "hash": index.hash,
+        "classes": index.classes,
+        "class_names": list(index.class_names),
+        "image_shape": list(index.image_shape),
+        "mean": list(index.mean),
+        "std": list(index.std),
+        "notes": list(index.notes),
+        "splits": splits,
+    }

@@ -12,7 +12,8 @@ import tensorflow as tf
 
 from hvdtrain import world
 from hvdtrain.data import order
-from hvdtrain.data.shards import Index, Samples, open_split, read_index
+from hvdtrain.data.index import Index, read_index
+from hvdtrain.data.shards import Samples, open_split
 from hvdtrain.errors import UsageError
 from hvdtrain.training.feed import Normalisation, normalisation
 

@@ -8,9 +8,11 @@ import numpy as np
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.augment import crop_flip, cutout
-from hvdtrain.data.histogram import count_values, mean_and_std
+from hvdtrain.data.index import Index
 from hvdtrain.data.order import Range, Rows
-from hvdtrain.data.shards import Batch, Index, Samples, open_split
+from hvdtrain.data.shardfile import Batch
+from hvdtrain.data.shards import Samples, open_split
+from hvdtrain.data.writer import count_values, mean_and_std
 from hvdtrain.host.activity import Activity
 from hvdtrain.world import World
 

@@ -14,8 +14,8 @@ from hvdtrain.backends.pytorch.session import TorchSession
 from hvdtrain.check.verify import Trial, verify
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
+from hvdtrain.data.index import Index, read_index
 from hvdtrain.data.order import Rows
-from hvdtrain.data.shards import Index, read_index
 from hvdtrain.errors import UsageError
 from hvdtrain.host.files import check_target
 from hvdtrain.models.component import Boundary, Component, parameter_count, tensor_shapes

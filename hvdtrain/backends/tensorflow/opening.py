@@ -13,7 +13,7 @@ from hvdtrain.backends.tensorflow.session import KerasSession
 from hvdtrain.backends.tensorflow.step import Steps
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
-from hvdtrain.data.shards import read_index
+from hvdtrain.data.index import read_index
 from hvdtrain.errors import UsageError
 from hvdtrain.health.stall import patience, stalled
 from hvdtrain.host import quiet
