@@ -63,7 +63,7 @@ def _measure(devices: int) -> list[float]:
     from hvdtrain.backends.tensorflow.mirrored import MirroredSteps, make_strategy
     from hvdtrain.backends.tensorflow.step import Steps
     from hvdtrain.config import TrainConfig
-    from hvdtrain.keras.start import use_own_threads
+    from hvdtrain.keras.ranks import use_own_threads
 
     job = world.start()
     use_own_threads(job)

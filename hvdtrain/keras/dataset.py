@@ -82,7 +82,15 @@ def datasets(
     memory = CACHE_BYTES // current.local_size
     split = {name: open_split(index, name, memory) for name in index.splits}
     normal = normalisation(normalise, index, rows, current)
-    training = partial(_epochs, index, split["train"], rows, seed, first_epoch, batch_size)
+    training = partial(
+        _epochs,
+        index=index,
+        samples=split["train"],
+        rows=rows,
+        seed=seed,
+        first_epoch=first_epoch,
+        batch_size=batch_size,
+    )
     evaluated = partial(
         _evaluated, index=index, normal=normal, images=-(-batch_size // current.size)
     )

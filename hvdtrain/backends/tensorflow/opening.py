@@ -18,7 +18,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.health.stall import patience, stalled
 from hvdtrain.host import quiet
 from hvdtrain.host.activity import Activity
-from hvdtrain.keras.start import (
+from hvdtrain.keras.ranks import (
     before_any_model,
     check_backend,
     start_horovod,

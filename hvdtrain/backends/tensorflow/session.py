@@ -19,7 +19,7 @@ from hvdtrain.checkpoint.store import MODEL, OPTIMIZER, owners
 from hvdtrain.data import order
 from hvdtrain.data.order import Rows
 from hvdtrain.errors import UsageError
-from hvdtrain.keras import agreement
+from hvdtrain.keras import ranks as keras_ranks
 from hvdtrain.training.feed import Feed, step_seed
 from hvdtrain.training.session import Result, Session, Shape, StepRecord
 
@@ -141,7 +141,7 @@ class KerasSession(Session):
     def agree(self) -> None:
         everywhere = self.world.gather(self.digests())
         if any(digests != everywhere[0] for digests in everywhere):
-            agreement.broadcast(self.model.weights)
+            keras_ranks.broadcast(self.model.weights)
 
     @override
     def start_from(self, path: Path) -> str:
@@ -153,7 +153,7 @@ class KerasSession(Session):
 
     @override
     def fingerprints(self) -> dict[int, int]:
-        return {0: int(agreement.fingerprint([weight.value for weight in self.model.weights]))}
+        return {0: int(keras_ranks.fingerprint([weight.value for weight in self.model.weights]))}
 
     def _kept(self) -> dict[str, Any]:
         """Return all variables that a checkpoint holds, by their names there."""

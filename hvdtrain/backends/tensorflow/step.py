@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from hvdtrain.backends.tensorflow.build import is_undecayed
 from hvdtrain.config import TrainConfig
-from hvdtrain.keras.agreement import is_float
 from hvdtrain.keras.optimizer import sums
+from hvdtrain.keras.ranks import is_float
 
 
 class Done(NamedTuple):
