@@ -91,18 +91,7 @@ def _parser() -> Parser:
         description="Train image classifiers on many processes.",
         exit_on_error=True,
     )
-    parser.add_argument(
-        "--version",
-        action="version",
-        version=f"hvdtrain {__version__}",
-        help="print the version and exit",
-    )
-    parser.add_argument(
-        "--print-completion",
-        action=PrintCompletion,
-        choices=SHELLS,
-        help="print the script that completes commands and options in a shell, and exit",
-    )
+    _add_general_options(parser)
     commands = parser.add_subcommands(dest="command")
     commands.add_subcommand("doctor", _doctor())
     _add_data_commands(
@@ -128,6 +117,21 @@ def _parser() -> Parser:
         BENCH_COMMANDS,
     )
     return parser
+
+
+def _add_general_options(parser: Parser) -> None:
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"hvdtrain {__version__}",
+        help="print the version and exit",
+    )
+    parser.add_argument(
+        "--print-completion",
+        action=PrintCompletion,
+        choices=SHELLS,
+        help="print the script that completes commands and options in a shell, and exit",
+    )
 
 
 def _group(commands: Any, name: str, text: str) -> Any:

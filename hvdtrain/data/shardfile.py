@@ -35,6 +35,15 @@ class Batch:
         return len(self.ids)
 
 
+def empty_batch(index: Index, rows: int) -> Batch:
+    """Return memory for `rows` samples of a data set."""
+    return Batch(
+        images=np.empty((rows, *index.image_shape), np.uint8),
+        labels=np.empty(rows, np.int64),
+        ids=np.empty(rows, np.int64),
+    )
+
+
 def chunk_rows(image_bytes: int) -> int:
     """Return the images per chunk: the power of two for 0.5 to 1 MiB, at least one image."""
     fit = max(1, CHUNK_BYTES // image_bytes)
@@ -124,15 +133,13 @@ def read_rows(file: h5py.File, index: Index, shard: Shard, start: int, stop: int
 
     Errors of h5py propagate: read_chunk and read_shard add the place.
     """
-    images = np.empty((stop - start, *index.image_shape), np.uint8)
-    labels = np.empty(stop - start, np.int64)
-    ids = np.empty(stop - start, np.int64)
-    for name, array in zip(DATA_SETS, (images, labels, ids), strict=True):
-        file[name].read_direct(array, np.s_[start:stop])
-    if labels.min() < 0 or labels.max() >= index.classes:
+    batch = empty_batch(index, stop - start)
+    for name in DATA_SETS:
+        file[name].read_direct(getattr(batch, name), np.s_[start:stop])
+    if batch.labels.min() < 0 or batch.labels.max() >= index.classes:
         path = index.folder / shard.file
         raise DataError(f"{path}: holds a label outside 0..{index.classes - 1}; pack it again")
-    return Batch(images, labels, ids)
+    return batch
 
 
 def read_chunk(file: h5py.File, index: Index, shard: Shard, rows: int, chunk: int) -> Batch:

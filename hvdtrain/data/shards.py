@@ -21,6 +21,7 @@ from hvdtrain.data.index import RESTORE, Index, Shard, Split, parse_index, read_
 from hvdtrain.data.shardfile import (
     Batch,
     chunk_faults,
+    empty_batch,
     open_shard,
     read_chunk,
     read_shard,
@@ -128,18 +129,12 @@ class Samples:
             raise IndexError(f"a row outside 0..{self.split.count - 1} of {self.split.name}")
 
     def _gather_chunks(self, rows: NDArray[np.int64]) -> Batch:
-        batch = Batch(
-            np.empty((len(rows), *self.index.image_shape), np.uint8),
-            np.empty(len(rows), np.int64),
-            np.empty(len(rows), np.int64),
-        )
+        batch = empty_batch(self.index, len(rows))
         chunks = rows // self.split.chunk_rows
         for chunk in np.unique(chunks):
             places = np.flatnonzero(chunks == chunk)
             samples = _take(self._chunk(int(chunk)), rows[places] - chunk * self.split.chunk_rows)
-            batch.images[places] = samples.images
-            batch.labels[places] = samples.labels
-            batch.ids[places] = samples.ids
+            _put(batch, places, samples)
         return batch
 
     def _chunk(self, chunk: int) -> Batch:
@@ -180,22 +175,21 @@ def _take(samples: Batch, rows: NDArray[np.int64]) -> Batch:
     return Batch(np.take(samples.images, rows, axis=0), samples.labels[rows], samples.ids[rows])
 
 
+def _put(batch: Batch, places: NDArray[np.int64] | slice, samples: Batch) -> None:
+    """Copy samples to these places of a batch."""
+    batch.images[places] = samples.images
+    batch.labels[places] = samples.labels
+    batch.ids[places] = samples.ids
+
+
 def _read_split(index: Index, split: Split) -> Batch:
     """Return the whole split, decoded; raise DataError for a shard that differs from the index."""
-    whole = Batch(
-        np.empty((split.count, *index.image_shape), np.uint8),
-        np.empty(split.count, np.int64),
-        np.empty(split.count, np.int64),
-    )
+    whole = empty_batch(index, split.count)
     start = 0
     for shard in split.shards:
         _check_hash(index, split, shard)
-        part = read_shard(index, split, shard)
-        stop = start + shard.count
-        whole.images[start:stop] = part.images
-        whole.labels[start:stop] = part.labels
-        whole.ids[start:stop] = part.ids
-        start = stop
+        _put(whole, slice(start, start + shard.count), read_shard(index, split, shard))
+        start += shard.count
     return whole
 
 

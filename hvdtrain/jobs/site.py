@@ -109,11 +109,7 @@ def parameters(job: JobOptions, site: Site, ranks_per_node: int, name: str) -> d
     Raises:
         UsageError: as `SlurmOptions.sbatch_options`.
     """
-    options: dict[str, Any] = {"requeue" if site.requeue else "no-requeue": True}
-    if job.gpus_per_node:
-        kind, _, model = site.gpus.partition(":")
-        gpus = f"{model}:{job.gpus_per_node}" if model else str(job.gpus_per_node)
-        options |= {"gres": f"gpu:{gpus}"} if kind == "gres" else {"gpus-per-node": gpus}
+    options = {"requeue" if site.requeue else "no-requeue": True, **_gpu_options(job, site)}
     overrides = {key: getattr(job, key) for key in SBATCH_OPTIONS if getattr(job, key) is not None}
     job_options = job.sbatch_options()
     site_options = {key: value for key, value in site.options.items() if key not in overrides}
@@ -141,3 +137,12 @@ def parameters(job: JobOptions, site: Site, ranks_per_node: int, name: str) -> d
         "additional_parameters": options,
     }
     return {key: value for key, value in submitit_parameters.items() if value is not None}
+
+
+def _gpu_options(job: JobOptions, site: Site) -> dict[str, str | bool]:
+    """Return the option of sbatch that requests a job's GPUs, in the form of the site."""
+    if not job.gpus_per_node:
+        return {}
+    kind, _, model = site.gpus.partition(":")
+    gpus = f"{model}:{job.gpus_per_node}" if model else str(job.gpus_per_node)
+    return {"gres": f"gpu:{gpus}"} if kind == "gres" else {"gpus-per-node": gpus}

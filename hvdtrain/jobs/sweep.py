@@ -4,7 +4,7 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -113,12 +113,7 @@ def load(path: str, folder: str, slurm: SlurmOptions | None = None) -> Study:
         # One rank runs the same under every plan, so that is a single size.
         cells.setdefault(repr([replace(cell.runs[0], run=None), cell.job]), cell)
     shuffled = list(cells.values())
-    folders = Counter(cell.runs[0].run for cell in shuffled)
-    if duplicate := next((run for run, count in folders.items() if count > 1), None):
-        raise UsageError(
-            f"{path}: two combinations of values have the same run folder {duplicate}: write the "
-            "values differently"
-        )
+    _check_folders(path, shuffled)
     # Random order: slow changes of the cluster's load must not correlate with the sizes.
     random.Random(0).shuffle(shuffled)
     return Study(tuple(shuffled), options)
@@ -145,6 +140,16 @@ def _axes(path: str) -> dict[str, list[Any]]:
     if not 0 < combinations <= MOST_RUNS:
         raise UsageError(f"{path} requests {combinations:,} sizes: give 1 to {MOST_RUNS:,}")
     return axes
+
+
+def _check_folders(path: str, cells: Iterable[Cell]) -> None:
+    """Refuse a study in which two sizes have the same run folder."""
+    folders = Counter(cell.runs[0].run for cell in cells)
+    if duplicate := next((run for run, count in folders.items() if count > 1), None):
+        raise UsageError(
+            f"{path}: two combinations of values have the same run folder {duplicate}: write the "
+            "values differently"
+        )
 
 
 def _cell(parsed: dict[str, Any], options: StudyOptions, stem: str) -> Cell:
