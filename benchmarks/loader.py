@@ -86,7 +86,7 @@ def _ours(
     from hvdtrain.data import order
     from hvdtrain.data.augment import crop_flip
     from hvdtrain.data.loader import Loader
-    from hvdtrain.data.shards import Batch
+    from hvdtrain.data.shardfile import Batch
 
     index = samples.index
     rows = order.epoch_order(

@@ -62,7 +62,7 @@ def _measure(devices: int) -> list[float]:
     from hvdtrain.backends.tensorflow.build import build_model, build_optimizer
     from hvdtrain.backends.tensorflow.step import MirroredSteps, Steps, make_strategy
     from hvdtrain.config import TrainConfig
-    from hvdtrain.keras.start import use_own_threads
+    from hvdtrain.keras.ranks import use_own_threads
 
     job = world.start()
     use_own_threads(job)

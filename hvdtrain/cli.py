@@ -3,12 +3,12 @@
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from hvdtrain import __version__
 from hvdtrain.bench.options import LoaderConfig, NetworkConfig, StepConfig
-from hvdtrain.commands import COMMANDS
+from hvdtrain.commands import datasets, jobs, machine, plans, training
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import Interrupted, Preempted, UsageError
 from hvdtrain.health import failure
@@ -19,6 +19,30 @@ from hvdtrain.options.helptext import SHELLS, PrintCompletion
 from hvdtrain.options.parser import Parser, add_config, add_dataclass
 from hvdtrain.planner.options import PlanConfig
 
+COMMANDS: dict[str, Callable[..., int]] = {
+    "doctor": machine.doctor,
+    "data fetch": datasets.data_fetch,
+    "data pack": datasets.data_pack,
+    "data synth": datasets.data_synth,
+    "data verify": datasets.data_verify,
+    "data info": datasets.data_info,
+    "train": training.train,
+    "export": training.export,
+    "jobs submit": jobs.jobs_submit,
+    "jobs sweep": jobs.jobs_sweep,
+    "jobs status": jobs.jobs_status,
+    "jobs logs": jobs.jobs_logs,
+    "jobs cancel": jobs.jobs_cancel,
+    "report": jobs.report,
+    "reproduce paper-a": jobs.reproduce_paper_a,
+    "plan show": plans.plan_show,
+    "plan simulate": plans.plan_simulate,
+    "plan check": plans.plan_check,
+    "bench step": machine.bench_step,
+    "bench loader": machine.bench_loader,
+    "bench allreduce": machine.bench_allreduce,
+    "bench exchange": machine.bench_exchange,
+}
 DIR, DEST, RUN = "DIR", "DEST", "RUN"  # metavars that shell completion treats as paths
 RUNS = "run folders, or folders of them"
 PLAN_COMMANDS: dict[str, tuple[type, str]] = {
@@ -67,6 +91,35 @@ def _parser() -> Parser:
         description="Train image classifiers on many processes.",
         exit_on_error=True,
     )
+    _add_general_options(parser)
+    commands = parser.add_subcommands(dest="command")
+    commands.add_subcommand("doctor", _doctor())
+    _add_data_commands(
+        _group(commands, "data", "Fetch, pack, make, check and describe data sets.")
+    )
+    train = Parser(description="Train a model.")
+    add_config(train)
+    add_dataclass(train, TrainConfig)
+    commands.add_subcommand("train", train)
+    commands.add_subcommand("export", _export())
+    _add_job_commands(
+        _group(commands, "jobs", "Run as jobs of Slurm, and see how they are doing.")
+    )
+    commands.add_subcommand("report", _report())
+    papers = _group(commands, "reproduce", "Repeat a published experiment, and write its tables.")
+    papers.add_subcommand("paper-a", _paper_a())
+    _add_commands(
+        _group(commands, "plan", "Look at a plan: which ranks hold what, and when they work."),
+        PLAN_COMMANDS,
+    )
+    _add_commands(
+        _group(commands, "bench", "Measure what a step costs here, and where its time goes."),
+        BENCH_COMMANDS,
+    )
+    return parser
+
+
+def _add_general_options(parser: Parser) -> None:
     parser.add_argument(
         "--version",
         action="version",
@@ -79,27 +132,6 @@ def _parser() -> Parser:
         choices=SHELLS,
         help="print the script that completes commands and options in a shell, and exit",
     )
-    commands = parser.add_subcommands(dest="command")
-    commands.add_subcommand("doctor", _doctor())
-    _add_data_commands(
-        _group(commands, "data", "Fetch, pack, make, check and describe data sets.")
-    )
-    training = Parser(description="Train a model.")
-    add_config(training)
-    add_dataclass(training, TrainConfig)
-    commands.add_subcommand("train", training)
-    commands.add_subcommand("export", _export())
-    _add_job_commands(
-        _group(commands, "jobs", "Run as jobs of Slurm, and see how they are doing.")
-    )
-    commands.add_subcommand("report", _report())
-    papers = _group(commands, "reproduce", "Repeat a published experiment, and write its tables.")
-    papers.add_subcommand("paper-a", _paper_a())
-    plans = _group(commands, "plan", "Look at a plan: which ranks hold what, and when they work.")
-    _add_commands(plans, PLAN_COMMANDS)
-    benches = _group(commands, "bench", "Measure what a step costs here, and where its time goes.")
-    _add_commands(benches, BENCH_COMMANDS)
-    return parser
 
 
 def _group(commands: Any, name: str, text: str) -> Any:

@@ -21,15 +21,27 @@ from typing import IO
 
 from typing_extensions import override
 
-from hvdtrain.errors import Interrupted, Preempted, RankError, UsageError, shortened
+from hvdtrain.errors import (
+    DataError,
+    HvdtrainError,
+    Interrupted,
+    Preempted,
+    RankError,
+    UsageError,
+    shortened,
+)
 from hvdtrain.host import memory, shared_memory
 from hvdtrain.host.activity import IN_TRAINING, WATCH_SECONDS, Watch, last_activity, stuck_message
 from hvdtrain.host.launchers import own_mpirun
 from hvdtrain.host.stop import StopRequest, end_with_parent
+from hvdtrain.world import ACTIVITY
 
 # Exit codes of ranks that have reported the reason themselves. mpirun also ends with 1 if it could
 # not start the ranks; its remark then does not mention a process that exited.
-REPORTED_BY_A_RANK = frozenset({0, 1, 2, 3, 4, 75, 130})
+REPORTED_BY_A_RANK = frozenset(
+    error.exit_code
+    for error in (HvdtrainError, UsageError, DataError, RankError, Preempted, Interrupted)
+) | {0}
 REMARKS_ON_A_RANK = ("MPI_ABORT was invoked", "non-zero status")
 EDGE = "-" * 70
 LAUNCHER_WORDS = (
@@ -38,6 +50,8 @@ LAUNCHER_WORDS = (
 # The parent folder of mpirun's files. mpirun names its folder by its process number alone, and
 # fails if a killed mpirun left a folder of the same number.
 SESSIONS = ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base")  # of Open MPI 5, and 4
+# Variables that a launcher sets for its ranks; with them a program would try to join the job.
+LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_", "PMIX_", "PRTE_", "PMI_")
 VERSION_SECONDS = 20
 SECONDS_TO_END = 15.0  # time that mpirun may take to end ranks that do not respond
 REPORT_PREFIX = "hvdtrain: "
@@ -57,6 +71,85 @@ class Outcome:
     message: str
 
 
+@dataclass(frozen=True)
+class _Job:
+    """A running mpirun, and its ranks.
+
+    Attributes:
+        activity: file in which the ranks record their actions.
+        start_limit: seconds that any action may take before the first step; None if the ranks do
+            not train, and so are not watched.
+    """
+
+    process: "subprocess.Popen[str]"
+    ranks: int
+    activity: Path
+    start_limit: float | None
+
+    def end(self, number: signal.Signals = signal.SIGINT) -> None:
+        """End mpirun and its ranks at once."""
+        os.killpg(self.process.pid, number)
+
+    def handles_requests(self) -> bool:
+        """Return whether the ranks stop by themselves on a request, after they have saved."""
+        if self.start_limit is None:
+            return True
+        lines = (last_activity(self.activity, rank) for rank in range(self.ranks))
+        return any(line.startswith(IN_TRAINING) for line in lines)
+
+
+class RanksStop(StopRequest):
+    """A request to stop that is forwarded to the ranks once, however many signals arrive.
+
+    Attributes:
+        job: the ranks; None while no rank runs.
+        ended: how this launcher ended the ranks itself; empty if it did not.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.job: _Job | None = None
+        self.ended = ""
+
+    @contextmanager
+    def forwarded_to(self, job: _Job) -> Iterator[None]:
+        """Forward requests to this job in the block, including one from before."""
+        self.job = job
+        if self.requested and not self.ended:
+            self.on_request()
+        yield
+        self.job = None
+
+    @override
+    def on_request(self) -> None:
+        if self.job is None:
+            if self.interrupted:
+                raise KeyboardInterrupt  # there is no rank to wait for
+        elif self.job.handles_requests():
+            self.job.process.send_signal(signal.SIGUSR1)
+        else:  # some schedulers do not wait until libraries are loaded, and nothing can be lost
+            self._end(self.job, BEFORE_TRAINING)
+
+    @override
+    def on_second_ctrl_c(self) -> None:
+        if self.job is None:
+            raise KeyboardInterrupt
+        self._end(self.job, AT_ONCE)
+
+    def _end(self, job: _Job, how: str) -> None:
+        self.ended = self.ended or how
+        job.end()
+
+    def raise_if_requested(self) -> None:
+        """End the command if it was requested to stop while no rank ran.
+
+        Raises:
+            Interrupted, Preempted: if it was.
+        """
+        if self.requested:
+            raise (Interrupted if self.interrupted else Preempted)(BEFORE_TRAINING)
+
+
 def run(ranks: int, arguments: Sequence[str]) -> int:
     """Run ranks as `supervise` does, and return the exit code alone."""
     return supervise(ranks, arguments).code
@@ -66,7 +159,7 @@ def supervise(
     ranks: int,
     arguments: Sequence[str],
     environment: Mapping[str, str] | None = None,
-    stop: "RanksStop | None" = None,
+    stop: RanksStop | None = None,
     start_limit: float | None = None,
 ) -> Outcome:
     """Run `hvdtrain ARGUMENTS` on `ranks` ranks of this machine.
@@ -81,150 +174,37 @@ def supervise(
         UsageError: if there is no MPI launcher.
         Interrupted, Preempted: if this process was requested to stop before it started the ranks.
     """
-    with nullcontext(stop) if stop else RanksStop() as stop:
-        return _supervise(ranks, arguments, environment or {}, stop, start_limit)
-
-
-def _supervise(
-    ranks: int,
-    arguments: Sequence[str],
-    environment: Mapping[str, str],
-    stop: "RanksStop",
-    start_limit: float | None,
-) -> Outcome:
-    # -P: no module in the current folder shadows one that hvdtrain needs.
-    command = [*mpirun(ranks), sys.executable, "-P", "-m", "hvdtrain", *arguments]
-    bases = (os.environ.get(name) for name in SESSIONS)
-    base = next((path for path in bases if path and Path(path).is_dir()), None)
     with (
-        tempfile.TemporaryDirectory("", "hvdtrain-", base, ignore_cleanup_errors=True) as folder,
-        _in_memory(Path(folder).name) as shared,
+        nullcontext(stop) if stop else RanksStop() as stop,
+        _folder_of_job() as (folder, folder_settings),
     ):
-        rank_environment = dict.fromkeys(SESSIONS, folder) | shared | dict(environment)
+        # -P: no module in the current folder shadows one that hvdtrain needs.
+        command = [*mpirun(ranks), sys.executable, "-P", "-m", "hvdtrain", *arguments]
         stop.raise_if_requested()
-        return _run(
-            command, _Ranks(ranks, Path(folder) / "activity", start_limit), rank_environment, stop
-        )
+        activity = folder / "activity"
+        settings = {ACTIVITY: str(activity)} | folder_settings | dict(environment or {})
+        killed_before = memory.processes_ended_for_memory()
+        job = _Job(_start(command, settings), ranks, activity, start_limit)
+        return _follow(job, stop, killed_before)
 
 
 @contextmanager
-def _in_memory(name: str) -> Iterator[dict[str, str]]:
-    """Yield settings with a folder for the ranks' shared memory, and remove the folder after."""
-    is_set = shared_memory.SETTINGS[0] in os.environ
-    folder = None if is_set else shared_memory.claim(name)
-    try:
-        yield dict.fromkeys(shared_memory.SETTINGS, str(folder)) if folder else {}
-    finally:
-        if folder:
-            shutil.rmtree(folder, ignore_errors=True)
+def _folder_of_job() -> Iterator[tuple[Path, dict[str, str]]]:
+    """Yield a temporary folder for a job, and the settings by which MPI keeps its files there.
 
-
-@dataclass(frozen=True)
-class _Ranks:
-    """The number of ranks, and the file in which they record their actions."""
-
-    count: int
-    activity: Path
-    start_limit: float | None  # seconds that any action may take before the first step
-
-    def have_started(self) -> bool:
-        """Return whether any rank has started to train."""
-        lines = (last_activity(self.activity, rank) for rank in range(self.count))
-        return any(line.startswith(IN_TRAINING) for line in lines)
-
-
-def _run(
-    command: Sequence[str], ranks: _Ranks, environment: Mapping[str, str], stop: "RanksStop"
-) -> Outcome:
-    """Run a launcher and its ranks until they end."""
-    activity = ranks.activity
-    out_of_memory = memory.processes_ended_for_memory()
-    process = subprocess.Popen(
-        command,
-        env=_environment() | {"HVDTRAIN_ACTIVITY": str(activity)} | dict(environment),
-        stdin=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-        preexec_fn=_end_with_parent,
-    )
-    banners: list[str] = []
-    reports: list[str] = []
-    reader = threading.Thread(target=_stream, args=(process.stderr, banners, reports), daemon=True)
-    reader.start()
-    stop.watch(process, ranks)
-    code, stalled = _wait(process, ranks)
-    stop.process = None
-    reader.join(timeout=5)
-    if code and sys.stdout.isatty():
-        sys.stdout.write(SHOW_CURSOR)  # a killed rank could not restore it after its progress bar
-    code, reason = judge(code, banners, stop, activity)
-    if stalled:
-        code, reason = RankError.exit_code, stalled
-    if reason:
-        if memory.processes_ended_for_memory() > out_of_memory:
-            reason += "; meanwhile the kernel killed a process on this host for lack of memory"
-        print(f"hvdtrain: {reason}", file=sys.stderr, flush=True)
-    # The message goes into environments, whose variables Linux limits to 128 KiB.
-    return Outcome(code, shortened(reason or "".join(reports[-1:])))
-
-
-def _wait(process: "subprocess.Popen[str]", ranks: _Ranks) -> tuple[int, str]:
-    """Return the exit code of mpirun, and why this launcher ended it; empty if it did not."""
-    if ranks.start_limit is None:
-        return process.wait(), ""
-    every = range(ranks.count)
-    watch, reason = Watch(ranks.activity, every, ranks.start_limit, WATCH_SECONDS), ""
-    while True:
-        try:
-            return process.wait(timeout=WATCH_SECONDS if not reason else SECONDS_TO_END), reason
-        except subprocess.TimeoutExpired:
-            if reason:
-                os.killpg(process.pid, signal.SIGKILL)
-            elif stalled := watch.stalled():
-                reason = stuck_message(*stalled)
-                os.killpg(process.pid, signal.SIGINT)
-
-
-def _whole_lines(lines: Iterable[str]) -> Iterator[str]:
-    """Yield lines without NULs; a frame's edge starts a new line, even after a partial line."""
-    for line in lines:
-        line = line.replace("\0", "")
-        start = line.find(EDGE)
-        if start > 0:
-            yield line[:start] + "\n"
-            line = line[start:]
-        yield line
-
-
-def judge(
-    code: int, banners: Sequence[str], stop: "RanksStop", activity: Path | None = None
-) -> tuple[int, str | None]:
-    """Return the exit code of a job, and the line to print if no rank has reported the reason.
-
-    Args:
-        code: exit code of mpirun.
-        banners: mpirun's own remarks.
-        stop: the request to stop, and how this launcher ended the ranks.
-        activity: file in which the ranks recorded their actions.
+    The ranks' shared memory gets a folder in memory. Both folders are removed after the block.
     """
-    stop_code = Interrupted.exit_code if stop.interrupted else Preempted.exit_code
-    is_reported = code != 1 or any(
-        remark in line for line in banners for remark in REMARKS_ON_A_RANK
-    )
-    if (
-        code in REPORTED_BY_A_RANK
-        and is_reported
-        and not (stop.ended and code == Interrupted.exit_code)
-    ):
-        # The ranks receive a Ctrl-C as SIGUSR1 and cannot tell it from a preemption.
-        return (stop_code if stop.requested and code == Preempted.exit_code else code), None
-    if stop.ended:
-        return stop_code, stop.ended
-    if stop.requested and re.search(BY_STOP_SIGNAL, " ".join(" ".join(banners).split())):
-        return stop_code, BEFORE_TRAINING
-    return RankError.exit_code, explain(code, banners, activity)
+    bases = (os.environ.get(name) for name in SESSIONS)
+    base = next((path for path in bases if path and Path(path).is_dir()), None)
+    with tempfile.TemporaryDirectory("", "hvdtrain-", base, ignore_cleanup_errors=True) as folder:
+        is_set = shared_memory.SETTINGS[0] in os.environ
+        shared = None if is_set else shared_memory.claim(Path(folder).name)
+        in_memory = dict.fromkeys(shared_memory.SETTINGS, str(shared)) if shared else {}
+        try:
+            yield Path(folder), dict.fromkeys(SESSIONS, folder) | in_memory
+        finally:
+            if shared:
+                shutil.rmtree(shared, ignore_errors=True)
 
 
 def mpirun(ranks: int) -> list[str]:
@@ -250,107 +230,27 @@ def mpirun(ranks: int) -> list[str]:
     return [program, "-n", str(ranks)]
 
 
-def without_launcher_banners(lines: Iterable[str], banners: list[str]) -> Iterator[str]:
-    """Yield the lines of the ranks, and collect mpirun's own framed remarks in `banners`."""
-    frame: list[str] = []
-    for line in _whole_lines(lines):
-        is_edge = line.startswith(EDGE)
-        if not frame and not is_edge:
-            if not re.match(r"\[[^\]]+\] PMIX ERROR", line):
-                yield line
-            continue
-        frame.append(line)
-        if is_edge and len(frame) > 1:
-            if re.search(LAUNCHER_WORDS, " ".join(" ".join(frame).split())):
-                banners += [text.rstrip("\n") for text in frame[1:-1]]
-            else:
-                yield from frame
-            frame = []
-    yield from frame
-
-
-def explain(code: int, banners: Sequence[str], activity: Path | None = None) -> str:
-    """Return one line from mpirun's remarks on a job that ended without a report by a rank."""
-    text = " ".join(" ".join(banners).split())
-    match = re.search(r"process rank (\d+) with PID \d+ on node (\S+) exited on (.*?)\.", text)
-    if match:
-        doing = last_activity(activity, int(match[1])) if activity else ""
-        where = f" in {doing}" if doing else ""
-        return (
-            f"rank {match[1]} on {match[2]} was ended by {match[3]}{where}; "
-            "the job was ended with it"
-        )
-    return f"mpirun ended with {code}: {text or 'it gave no reason'}"
-
-
-class RanksStop(StopRequest):
-    """A request to stop that is forwarded to the ranks once, however many signals arrive.
-
-    Attributes:
-        process: mpirun, while it runs.
-        ended: how this launcher ended the ranks itself; empty if it did not.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.process: subprocess.Popen[str] | None = None
-        self.ranks: _Ranks | None = None
-        self.ended = ""
-
-    def watch(self, process: "subprocess.Popen[str]", ranks: _Ranks) -> None:
-        """Forward requests to these ranks, including one that arrived while they started."""
-        self.process, self.ranks = process, ranks
-        if self.requested and not self.ended:
-            self.on_request()
-
-    @override
-    def on_request(self) -> None:
-        if self.process is None or self.ranks is None:
-            if self.interrupted:
-                raise KeyboardInterrupt  # there is no rank to wait for
-            return
-        if self.ranks.start_limit is None or self.ranks.have_started():  # None: no training
-            self.process.send_signal(signal.SIGUSR1)
-        else:  # some schedulers do not wait until libraries are loaded, and nothing can be lost
-            self._end(BEFORE_TRAINING)
-
-    @override
-    def on_second_ctrl_c(self) -> None:
-        if self.process is None:
-            raise KeyboardInterrupt
-        self._end(AT_ONCE)
-
-    def _end(self, how: str) -> None:
-        assert self.process is not None
-        self.ended = self.ended or how
-        os.killpg(self.process.pid, signal.SIGINT)
-
-    def raise_if_requested(self) -> None:
-        """End the command if it was requested to stop while no rank ran.
-
-        Raises:
-            Interrupted, Preempted: if it was.
-        """
-        if self.requested:
-            raise (Interrupted if self.interrupted else Preempted)(BEFORE_TRAINING)
-
-
-def _stream(source: IO[str] | None, banners: list[str], reports: list[str]) -> None:
-    """Forward the ranks' standard error, and collect the messages of hvdtrain in `reports`."""
-    assert source is not None
-    for line in without_launcher_banners(source, banners):
-        if line.startswith(REPORT_PREFIX):
-            reports.append(line.removeprefix(REPORT_PREFIX).strip())
-        elif reports and reports[-1].endswith(":") and re.match(r"(?!Traceback)\w", line):
-            reports[-1] += f" {line.strip()}"  # the last line of a traceback below its heading
-        sys.stderr.write(line)
-        sys.stderr.flush()
+def _start(command: Sequence[str], settings: Mapping[str, str]) -> "subprocess.Popen[str]":
+    """Start mpirun in a session of its own, with these variables for it and its ranks."""
+    return subprocess.Popen(
+        command,
+        env=_environment() | dict(settings),
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+        preexec_fn=_end_with_parent,
+    )
 
 
 def _environment() -> dict[str, str]:
     """Return the environment without other launchers' variables, and with permission for root."""
-    inherited = ("OMPI_COMM_WORLD_", "PMIX_", "PRTE_", "PMI_")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(inherited)}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(LAUNCHER_VARIABLES)
+    }
     kept |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     # In a Slurm allocation mpirun would spread the ranks over the nodes, but --ranks is local.
     kept = {"PRTE_MCA_ras": "^slurm", "PRTE_MCA_plm": "ssh"} | kept  # Open MPI 5
@@ -370,3 +270,129 @@ def _end_with_parent() -> None:
     """
     end_with_parent(signal.SIGINT)
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGHUP))
+
+
+def _follow(job: _Job, stop: RanksStop, killed_before: int) -> Outcome:
+    """Stream the output of the ranks until they end; print the reason if no rank has.
+
+    Args:
+        killed_before: processes on this host that the kernel had killed for memory by their start.
+    """
+    banners: list[str] = []
+    reports: list[str] = []
+    source = job.process.stderr
+    reader = threading.Thread(target=_stream, args=(source, banners, reports), daemon=True)
+    reader.start()
+    with stop.forwarded_to(job):
+        code, stalled = _wait(job)
+    reader.join(timeout=5)
+    if code and sys.stdout.isatty():
+        sys.stdout.write(SHOW_CURSOR)  # a killed rank could not restore it after its progress bar
+    code, reason = judge(code, banners, stop, job.activity)
+    if stalled:
+        code, reason = RankError.exit_code, stalled
+    if reason:
+        if memory.processes_ended_for_memory() > killed_before:
+            reason += "; meanwhile the kernel killed a process on this host for lack of memory"
+        print(f"{REPORT_PREFIX}{reason}", file=sys.stderr, flush=True)
+    # The message goes into environments, whose variables Linux limits to 128 KiB.
+    return Outcome(code, shortened(reason or "".join(reports[-1:])))
+
+
+def _wait(job: _Job) -> tuple[int, str]:
+    """Return the exit code of mpirun, and why this launcher ended it; empty if it did not."""
+    if job.start_limit is None:
+        return job.process.wait(), ""
+    watch, reason = Watch(job.activity, range(job.ranks), job.start_limit, WATCH_SECONDS), ""
+    while True:
+        try:
+            seconds = WATCH_SECONDS if not reason else SECONDS_TO_END
+            return job.process.wait(timeout=seconds), reason
+        except subprocess.TimeoutExpired:
+            if reason:
+                job.end(signal.SIGKILL)
+            elif stalled := watch.stalled():
+                reason = stuck_message(*stalled)
+                job.end()
+
+
+def _stream(source: IO[str] | None, banners: list[str], reports: list[str]) -> None:
+    """Forward the ranks' standard error, and collect the messages of hvdtrain in `reports`."""
+    assert source is not None
+    for line in without_launcher_banners(source, banners):
+        if line.startswith(REPORT_PREFIX):
+            reports.append(line.removeprefix(REPORT_PREFIX).strip())
+        elif reports and reports[-1].endswith(":") and re.match(r"(?!Traceback)\w", line):
+            reports[-1] += f" {line.strip()}"  # the last line of a traceback below its heading
+        sys.stderr.write(line)
+        sys.stderr.flush()
+
+
+def without_launcher_banners(lines: Iterable[str], banners: list[str]) -> Iterator[str]:
+    """Yield the lines of the ranks, and collect mpirun's own framed remarks in `banners`."""
+    frame: list[str] = []
+    for line in _whole_lines(lines):
+        is_edge = line.startswith(EDGE)
+        if not frame and not is_edge:
+            if not re.match(r"\[[^\]]+\] PMIX ERROR", line):
+                yield line
+            continue
+        frame.append(line)
+        if is_edge and len(frame) > 1:
+            if re.search(LAUNCHER_WORDS, " ".join(" ".join(frame).split())):
+                banners += [text.rstrip("\n") for text in frame[1:-1]]
+            else:
+                yield from frame
+            frame = []
+    yield from frame
+
+
+def _whole_lines(lines: Iterable[str]) -> Iterator[str]:
+    """Yield lines without NULs; a frame's edge starts a new line, even after a partial line."""
+    for line in lines:
+        line = line.replace("\0", "")
+        start = line.find(EDGE)
+        if start > 0:
+            yield line[:start] + "\n"
+            line = line[start:]
+        yield line
+
+
+def judge(
+    code: int, banners: Sequence[str], stop: RanksStop, activity: Path | None = None
+) -> tuple[int, str | None]:
+    """Return the exit code of a job, and the line to print if no rank has reported the reason.
+
+    Args:
+        code: exit code of mpirun.
+        banners: mpirun's own remarks.
+        stop: the request to stop, and how this launcher ended the ranks.
+        activity: file in which the ranks recorded their actions.
+    """
+    stop_code = Interrupted.exit_code if stop.interrupted else Preempted.exit_code
+    could_start = code != HvdtrainError.exit_code or any(
+        remark in line for line in banners for remark in REMARKS_ON_A_RANK
+    )
+    is_by_launcher = bool(stop.ended) and code == Interrupted.exit_code
+    if code in REPORTED_BY_A_RANK and could_start and not is_by_launcher:
+        # The ranks receive a Ctrl-C as SIGUSR1 and cannot tell it from a preemption.
+        return (stop_code if stop.requested and code == Preempted.exit_code else code), None
+    if stop.ended:
+        return stop_code, stop.ended
+    if stop.requested and re.search(BY_STOP_SIGNAL, " ".join(" ".join(banners).split())):
+        return stop_code, BEFORE_TRAINING
+    return RankError.exit_code, explain(code, banners, activity)
+
+
+def explain(code: int, banners: Sequence[str], activity: Path | None = None) -> str:
+    """Return one line from mpirun's remarks on a job that ended without a report by a rank."""
+    text = " ".join(" ".join(banners).split())
+    match = re.search(r"process rank (\d+) with PID \d+ on node (\S+) exited on (.*?)\.", text)
+    if match:
+        doing = last_activity(activity, int(match[1])) if activity else ""
+        where = f" in {doing}" if doing else ""
+        return (
+            f"rank {match[1]} on {match[2]} was ended by {match[3]}{where}; "
+            "the job was ended with it"
+        )
+    return f"mpirun ended with {code}: {text or 'it gave no reason'}"

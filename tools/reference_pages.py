@@ -22,7 +22,7 @@ import yaml
 from jsonargparse import ArgumentParser
 
 from hvdtrain import cli
-from hvdtrain.commands import COMMANDS
+from hvdtrain.cli import COMMANDS
 from hvdtrain.config import TrainConfig
 from hvdtrain.options import helptext
 from hvdtrain.options.fields import flag

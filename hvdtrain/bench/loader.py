@@ -10,8 +10,9 @@ import numpy as np
 from hvdtrain.bench.options import LoaderConfig
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
+from hvdtrain.data.index import read_index
 from hvdtrain.data.loader import Loader
-from hvdtrain.data.shards import open_split, read_index
+from hvdtrain.data.shards import open_split
 from hvdtrain.training.feed import augmentation
 
 WARM_UP = 3  # batches

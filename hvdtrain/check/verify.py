@@ -8,8 +8,9 @@ from hvdtrain.check.plan import compare
 from hvdtrain.check.serial import Batch
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
+from hvdtrain.data.index import Index
 from hvdtrain.data.order import Range, Rows
-from hvdtrain.data.shards import Index, Samples
+from hvdtrain.data.shards import Samples
 from hvdtrain.errors import CheckFailed
 from hvdtrain.models.component import Component
 from hvdtrain.parallel.stage import Images

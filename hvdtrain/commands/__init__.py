@@ -1,30 +1,38 @@
-"""The commands: one short function per command, in the order in which a user needs them."""
+"""The commands: one short function per command, and what several of them need."""
 
-from collections.abc import Callable
+import json
+import os
+from typing import Any
 
-from hvdtrain.commands import cluster, datasets, machine, plans, training
+from hvdtrain.errors import UsageError
+from hvdtrain.host import launchers
 
-COMMANDS: dict[str, Callable[..., int]] = {
-    "doctor": machine.doctor,
-    "data fetch": datasets.data_fetch,
-    "data pack": datasets.data_pack,
-    "data synth": datasets.data_synth,
-    "data verify": datasets.data_verify,
-    "data info": datasets.data_info,
-    "train": training.train,
-    "export": training.export,
-    "jobs submit": cluster.jobs_submit,
-    "jobs sweep": cluster.jobs_sweep,
-    "jobs status": cluster.jobs_status,
-    "jobs logs": cluster.jobs_logs,
-    "jobs cancel": cluster.jobs_cancel,
-    "report": cluster.report,
-    "reproduce paper-a": cluster.reproduce_paper_a,
-    "plan show": plans.plan_show,
-    "plan simulate": plans.plan_simulate,
-    "plan check": plans.plan_check,
-    "bench step": machine.bench_step,
-    "bench loader": machine.bench_loader,
-    "bench allreduce": machine.bench_allreduce,
-    "bench exchange": machine.bench_exchange,
-}
+
+def started_ranks() -> launchers.Launch:
+    """Return how this process was started, with what other ranks.
+
+    Raises:
+        UsageError: if the launcher's PMIx does not work with this MPI.
+    """
+    started = launchers.detect(os.environ)
+    launchers.check_pmix(started, os.environ)
+    return started
+
+
+def in_one_process(command: str) -> None:
+    """Refuse to run under a launcher."""
+    if launchers.detect(os.environ).size != 1:
+        raise UsageError(
+            f"{command} runs in one process: start it without a launcher (--ranks sets the ranks "
+            "of the plan)"
+        )
+
+
+def as_json(content: Any) -> str:
+    """Return the content as JSON, for programs."""
+    return json.dumps(content, indent=1)
+
+
+def as_lines(content: dict[str, Any]) -> str:
+    """Return the content as lines of `name: value`, for people."""
+    return "\n".join(f"{name}: {value}" for name, value in content.items())

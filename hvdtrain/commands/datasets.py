@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from hvdtrain.commands import common
+from hvdtrain.commands import as_json, as_lines
 from hvdtrain.errors import DataError
 
 
@@ -56,7 +56,7 @@ def data_info(arguments: Sequence[str], destination: str, json: bool) -> int:
     from hvdtrain import data
 
     content = data.info(destination)
-    print(common.as_json(content) if json else common.as_lines(content))
+    print(as_json(content) if json else as_lines(content))
     return 0
 
 

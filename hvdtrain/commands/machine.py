@@ -8,7 +8,7 @@ from typing import Any
 
 from hvdtrain import launch, models
 from hvdtrain.bench.options import LoaderConfig, NetworkConfig, StepConfig
-from hvdtrain.commands import common
+from hvdtrain.commands import as_json, in_one_process, started_ranks
 from hvdtrain.errors import UsageError
 from hvdtrain.host import launchers
 from hvdtrain.host.launchers import ALGORITHMS
@@ -19,7 +19,7 @@ BATCHES_MADE = 8  # size of the temporary data set of a benchmark without --data
 def doctor(arguments: Sequence[str], json: bool, job: bool) -> int:
     """Check this machine, or this job."""
     if job:
-        launchers.check_pmix(launchers.detect(os.environ), os.environ)
+        started_ranks()
         from hvdtrain.doctor.preflight import preflight
 
         return preflight(json)
@@ -33,8 +33,7 @@ def bench_step(arguments: Sequence[str], **values: Any) -> int:
     config = StepConfig(**values)
     config.training("")
     models.check_name(config.model)
-    started = launchers.detect(os.environ)
-    launchers.check_pmix(started, os.environ)
+    started = started_ranks()
     if config.data is None and started.size != 1:
         raise UsageError(
             "bench step under a launcher needs --data: make a data set with hvdtrain data synth"
@@ -47,9 +46,7 @@ def bench_step(arguments: Sequence[str], **values: Any) -> int:
         measurement = step.bench_step(config, data)
     if started.rank == 0:
         print(
-            common.as_json(report.as_json(measurement))
-            if config.json
-            else report.as_text(measurement),
+            as_json(report.as_json(measurement)) if config.json else report.as_text(measurement),
             flush=True,
         )
     return 0
@@ -57,12 +54,12 @@ def bench_step(arguments: Sequence[str], **values: Any) -> int:
 
 def bench_loader(arguments: Sequence[str], **values: Any) -> int:
     """Measure the images per second that a data set is read with."""
-    common.in_one_process("bench loader")
+    in_one_process("bench loader")
     config = LoaderConfig(**values).check()
     from hvdtrain.bench import loader
 
     measurement = loader.bench_loader(config)
-    print(common.as_json(measurement) if config.json else loader.as_text(measurement))
+    print(as_json(measurement) if config.json else loader.as_text(measurement))
     return 0
 
 
@@ -100,8 +97,7 @@ def bench_exchange(arguments: Sequence[str], **values: Any) -> int:
 
 def _print_table(name: str, config: NetworkConfig) -> int:
     """Measure on the ranks of this job, and print the table on rank 0."""
-    started = launchers.detect(os.environ)
-    launchers.check_pmix(started, os.environ)
+    started = started_ranks()
     from hvdtrain.bench import collectives
 
     if name == "allreduce":
@@ -109,7 +105,7 @@ def _print_table(name: str, config: NetworkConfig) -> int:
     else:
         table = collectives.bench_exchange(config.largest)
     if started.rank == 0:
-        print(common.as_json(table.as_json()) if config.json else table.as_text(), flush=True)
+        print(as_json(table.as_json()) if config.json else table.as_text(), flush=True)
     return 0
 
 

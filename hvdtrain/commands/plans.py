@@ -1,20 +1,18 @@
 """The commands for plans."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hvdtrain import launch, models
-from hvdtrain.commands import common
+from hvdtrain.commands import as_json, in_one_process, started_ranks
 from hvdtrain.errors import CheckFailed
-from hvdtrain.host import launchers
 from hvdtrain.planner.options import PlanConfig
 
 
 def plan_show(arguments: Sequence[str], **values: Any) -> int:
     """Print the stages, memory and timeline of a plan for a model."""
-    common.in_one_process("plan show")
+    in_one_process("plan show")
     from hvdtrain.planner import show
 
     config = PlanConfig(**values)
@@ -23,25 +21,24 @@ def plan_show(arguments: Sequence[str], **values: Any) -> int:
         from hvdtrain.study.plots import draw_strategies
 
         draw_strategies(description.plan, Path(config.picture))
-    print(common.as_json(description.as_json()) if values["json"] else description.as_text())
+    print(as_json(description.as_json()) if values["json"] else description.as_text())
     return 0
 
 
 def plan_simulate(arguments: Sequence[str], **values: Any) -> int:
     """Simulate a plan for a model with times measured on this machine."""
-    common.in_one_process("plan simulate")
+    in_one_process("plan simulate")
     from hvdtrain.planner import show
 
     simulation = show.simulate(PlanConfig(**values))
-    print(common.as_json(simulation.as_json()) if values["json"] else simulation.as_text())
+    print(as_json(simulation.as_json()) if values["json"] else simulation.as_text())
     return 0
 
 
 def plan_check(arguments: Sequence[str], **values: Any) -> int:
     """Check that a plan computes the gradients of the serial step."""
     config = PlanConfig(**values)
-    started = launchers.detect(os.environ)
-    launchers.check_pmix(started, os.environ)
+    started = started_ranks()
     if started.size == 1 and config.ranks > 1:
         models.check_name(config.model)
         return launch.run(config.ranks, arguments)
@@ -50,11 +47,9 @@ def plan_check(arguments: Sequence[str], **values: Any) -> int:
     parity = show.check(config)
     if started.rank == 0:
         names = show.component_names(config)
-        as_json = config.json
-        print(
-            common.as_json(show.parity_as_json(parity, names))
-            if as_json
-            else show.parity_as_text(parity, names),
-            flush=True,
-        )
+        if config.json:
+            text = as_json(show.parity_as_json(parity, names))
+        else:
+            text = show.parity_as_text(parity, names)
+        print(text, flush=True)
     return 0 if parity.is_within else CheckFailed.exit_code

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+from hvdtrain.commands import started_ranks
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import Interrupted, Preempted, UsageError
 from hvdtrain.health import failure, monitor
 from hvdtrain.health.failure import start_patience
-from hvdtrain.host import alert, launchers
+from hvdtrain.host import alert
 from hvdtrain.host.stop import StopRequest
 from hvdtrain.launch import RanksStop
 from hvdtrain.options.parser import select_fields
@@ -19,8 +20,7 @@ def train(arguments: Sequence[str], **values: Any) -> int:
     """Train on the ranks that a launcher started, or start --ranks of them on this machine."""
     settings = select_fields(TrainConfig, values).check()
     settings = replace(settings, on_alert=os.environ.get(alert.COMMAND, settings.on_alert))
-    started = launchers.detect(os.environ)
-    launchers.check_pmix(started, os.environ)
+    started = started_ranks()
     if settings.restarts and started.launcher != "none":
         raise UsageError(
             f"--restarts needs hvdtrain's own launcher (--ranks N), not {started.launcher}: "

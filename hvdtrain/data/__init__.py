@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from hvdtrain.data.cifar import fetch, pack
     from hvdtrain.data.index import Index, read_index
     from hvdtrain.data.loader import Loader
-    from hvdtrain.data.shards import Batch, Samples, open_split
+    from hvdtrain.data.shardfile import Batch
+    from hvdtrain.data.shards import Samples, info, open_split, verify
     from hvdtrain.data.synthetic import synth
-    from hvdtrain.data.verification import info, verify
 
 __all__ = [
     "Batch",
@@ -32,18 +32,18 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Batch": "shards",
+    "Batch": "shardfile",
     "Index": "index",
     "Loader": "loader",
     "Samples": "shards",
     "crop_flip": "augment",
     "fetch": "cifar",
-    "info": "verification",
+    "info": "shards",
     "open_split": "shards",
     "pack": "cifar",
     "read_index": "index",
     "synth": "synthetic",
-    "verify": "verification",
+    "verify": "shards",
 }
 
 

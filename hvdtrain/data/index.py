@@ -20,6 +20,7 @@ from hvdtrain.errors import DataError, UsageError
 INDEX_FILE = "index.json"
 FORMAT_VERSION = 1
 SPLITS = ("train", "test")
+RESTORE = "restore the file or pack the data set again"
 
 _INDEX_BYTES = 64 * 2**20  # hvdtrain writes no larger index
 _LARGEST = 2**48  # rows or bytes
@@ -131,7 +132,7 @@ def read_index(folder: Path | str) -> Index:
     for split in index.splits.values():
         for shard in split.shards:
             if fault := size_fault(index.folder, shard):
-                raise DataError(f"{fault}; restore the file or pack the data set again")
+                raise DataError(f"{fault}; {RESTORE}")
     return index
 
 
@@ -239,8 +240,16 @@ def _index(folder: Path, value: object) -> Index:
     parsed = {name: _split(name, splits[name], image_bytes) for name in SPLITS}
     files = [shard.file for split in parsed.values() for shard in split.shards]
     _require(len(files) == len(set(files)), "two shards have the same name")
-    shape = (height, width, channels)
-    return Index(folder, FORMAT_VERSION, parsed, tuple(names), shape, mean, std, notes)
+    return Index(
+        folder=folder,
+        format_version=FORMAT_VERSION,
+        splits=parsed,
+        class_names=tuple(names),
+        image_shape=(height, width, channels),
+        mean=mean,
+        std=std,
+        notes=notes,
+    )
 
 
 def _image_shape(value: object) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.data.index import Index, Shard, Split
+from hvdtrain.data.index import RESTORE, Index, Shard, Split
 from hvdtrain.errors import DataError
 
 DATA_SETS = ("images", "labels", "ids")
@@ -33,6 +33,15 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+
+def empty_batch(index: Index, rows: int) -> Batch:
+    """Return memory for `rows` samples of a data set."""
+    return Batch(
+        images=np.empty((rows, *index.image_shape), np.uint8),
+        labels=np.empty(rows, np.int64),
+        ids=np.empty(rows, np.int64),
+    )
 
 
 def chunk_rows(image_bytes: int) -> int:
@@ -77,14 +86,14 @@ def open_shard(index: Index, shard: Shard) -> h5py.File:
         # Chunks are read whole and once: HDF5's own cache would only copy them once more.
         file = h5py.File(path, "r", locking=False, rdcc_nbytes=0)
     except _READ_ERRORS as error:
-        raise DataError(f"{path}: shard cannot be opened ({one_line(error)})") from error
+        raise DataError(f"{path}: shard cannot be opened ({_one_line(error)})") from error
     try:
         fault = _layout_fault(file, index, shard)
     except _READ_ERRORS as error:
-        fault = f"is damaged outside its chunks ({one_line(error)})"
+        fault = f"is damaged outside its chunks ({_one_line(error)})"
     if fault:
         file.close()
-        raise DataError(f"{path}: shard {fault}; restore the file or pack the data set again")
+        raise DataError(f"{path}: shard {fault}; {RESTORE}")
     return file
 
 
@@ -124,15 +133,13 @@ def read_rows(file: h5py.File, index: Index, shard: Shard, start: int, stop: int
 
     Errors of h5py propagate: read_chunk and read_shard add the place.
     """
-    images = np.empty((stop - start, *index.image_shape), np.uint8)
-    labels = np.empty(stop - start, np.int64)
-    ids = np.empty(stop - start, np.int64)
-    for name, array in zip(DATA_SETS, (images, labels, ids), strict=True):
-        file[name].read_direct(array, np.s_[start:stop])
-    if labels.min() < 0 or labels.max() >= index.classes:
+    batch = empty_batch(index, stop - start)
+    for name in DATA_SETS:
+        file[name].read_direct(getattr(batch, name), np.s_[start:stop])
+    if batch.labels.min() < 0 or batch.labels.max() >= index.classes:
         path = index.folder / shard.file
         raise DataError(f"{path}: holds a label outside 0..{index.classes - 1}; pack it again")
-    return Batch(images, labels, ids)
+    return batch
 
 
 def read_chunk(file: h5py.File, index: Index, shard: Shard, rows: int, chunk: int) -> Batch:
@@ -147,8 +154,7 @@ def read_chunk(file: h5py.File, index: Index, shard: Shard, rows: int, chunk: in
         path = index.folder / shard.file
         where = f"chunk {chunk} (rows {start}..{stop - 1})"
         raise DataError(
-            f"{path}: {where} fails its checksum ({one_line(error)}); "
-            "restore the file or pack the data set again"
+            f"{path}: {where} fails its checksum ({_one_line(error)}); {RESTORE}"
         ) from error
 
 
@@ -161,7 +167,7 @@ def read_shard(index: Index, split: Split, shard: Shard) -> Batch:
             for chunk in range(-(-shard.count // split.chunk_rows)):
                 read_chunk(file, index, shard, split.chunk_rows, chunk)
             path = index.folder / shard.file
-            raise DataError(f"{path}: shard cannot be read ({one_line(error)})") from error
+            raise DataError(f"{path}: shard cannot be read ({_one_line(error)})") from error
 
 
 def chunk_faults(index: Index, split: Split, shard: Shard) -> list[str]:
@@ -192,6 +198,6 @@ def shard_sha256(index: Index, shard: Shard) -> str:
         raise DataError(f"{path}: shard cannot be read ({error.strerror})") from error
 
 
-def one_line(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     """Return the text of an h5py error without line breaks and enclosing quotation marks."""
     return " ".join(str(error).split()).strip("'\"")

@@ -1,4 +1,4 @@
-"""Reading a packed data set: samples by row number, in bounded memory.
+"""Reading a packed data set by row number in bounded memory, checking it, and describing it.
 
 Example:
     index = read_index("data/cifar10")
@@ -9,25 +9,25 @@ Example:
 import os
 import threading
 from collections import OrderedDict
+from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.data.index import Index, Shard, Split, read_index
+from hvdtrain.data.index import RESTORE, Index, Shard, Split, parse_index, read_index, size_fault
 from hvdtrain.data.shardfile import (
     Batch,
     chunk_faults,
+    empty_batch,
     open_shard,
     read_chunk,
     read_shard,
     shard_sha256,
 )
 from hvdtrain.errors import DataError, UsageError
-
-__all__ = ["Batch", "Index", "Samples", "Shard", "Split", "open_split", "read_index"]
 
 _DEFAULT_MEMORY = 2**30
 _OPEN_FILES = 64
@@ -96,8 +96,7 @@ class Samples:
 
         Raises IndexError for a row outside the split, DataError for a damaged shard.
         """
-        if len(rows) and not (rows.min() >= 0 and rows.max() < self.split.count):
-            raise IndexError(f"a row outside 0..{self.split.count - 1} of {self.split.name}")
+        self._check(rows)
         self.load()
         if self._whole is not None:
             return _take(self._whole, rows)
@@ -106,8 +105,7 @@ class Samples:
 
     def labels(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the labels at these rows, as `gather` does but without copying the images."""
-        if len(rows) and not (rows.min() >= 0 and rows.max() < self.split.count):
-            raise IndexError(f"a row outside 0..{self.split.count - 1} of {self.split.name}")
+        self._check(rows)
         if not len(rows):
             return rows
         self.load()
@@ -126,19 +124,17 @@ class Samples:
             self._verified.clear()
             self._whole = None
 
+    def _check(self, rows: NDArray[np.int64]) -> None:
+        if len(rows) and not (rows.min() >= 0 and rows.max() < self.split.count):
+            raise IndexError(f"a row outside 0..{self.split.count - 1} of {self.split.name}")
+
     def _gather_chunks(self, rows: NDArray[np.int64]) -> Batch:
-        batch = Batch(
-            np.empty((len(rows), *self.index.image_shape), np.uint8),
-            np.empty(len(rows), np.int64),
-            np.empty(len(rows), np.int64),
-        )
+        batch = empty_batch(self.index, len(rows))
         chunks = rows // self.split.chunk_rows
         for chunk in np.unique(chunks):
             places = np.flatnonzero(chunks == chunk)
             samples = _take(self._chunk(int(chunk)), rows[places] - chunk * self.split.chunk_rows)
-            batch.images[places] = samples.images
-            batch.labels[places] = samples.labels
-            batch.ids[places] = samples.ids
+            _put(batch, places, samples)
         return batch
 
     def _chunk(self, chunk: int) -> Batch:
@@ -179,22 +175,21 @@ def _take(samples: Batch, rows: NDArray[np.int64]) -> Batch:
     return Batch(np.take(samples.images, rows, axis=0), samples.labels[rows], samples.ids[rows])
 
 
+def _put(batch: Batch, places: NDArray[np.int64] | slice, samples: Batch) -> None:
+    """Copy samples to these places of a batch."""
+    batch.images[places] = samples.images
+    batch.labels[places] = samples.labels
+    batch.ids[places] = samples.ids
+
+
 def _read_split(index: Index, split: Split) -> Batch:
     """Return the whole split, decoded; raise DataError for a shard that differs from the index."""
-    whole = Batch(
-        np.empty((split.count, *index.image_shape), np.uint8),
-        np.empty(split.count, np.int64),
-        np.empty(split.count, np.int64),
-    )
+    whole = empty_batch(index, split.count)
     start = 0
     for shard in split.shards:
         _check_hash(index, split, shard)
-        part = read_shard(index, split, shard)
-        stop = start + shard.count
-        whole.images[start:stop] = part.images
-        whole.labels[start:stop] = part.labels
-        whole.ids[start:stop] = part.ids
-        start = stop
+        _put(whole, slice(start, start + shard.count), read_shard(index, split, shard))
+        start += shard.count
     return whole
 
 
@@ -204,6 +199,72 @@ def _check_hash(index: Index, split: Split, shard: Shard) -> None:
     for fault in chunk_faults(index, split, shard):
         raise DataError(fault)
     raise DataError(
-        f"{index.folder / shard.file}: shard differs from the index (another SHA-256); "
-        "restore the file or pack the data set again"
+        f"{index.folder / shard.file}: shard differs from the index (another SHA-256); {RESTORE}"
     )
+
+
+def verify(folder: Path | str) -> list[str]:
+    """Return one line per damaged shard and per damaged chunk; an empty list if all are intact.
+
+    Every shard is compared with its SHA-256 in the index, and each chunk of a shard that differs
+    is read. Raises DataError for a missing or broken index.
+    """
+    index = parse_index(folder)
+    faults: list[str] = []
+    ids = []
+    for split in index.splits.values():
+        for shard in split.shards:
+            shard_faults = _shard_faults(index, split, shard)
+            faults += shard_faults
+            if not shard_faults:
+                try:
+                    ids.append(read_shard(index, split, shard).ids)
+                except DataError as error:
+                    faults.append(str(error))
+    if not faults and len(np.unique(np.concatenate(ids))) != sum(map(len, ids)):
+        faults.append(f"{folder}: two samples have the same id; pack the data set again")
+    return faults
+
+
+def _shard_faults(index: Index, split: Split, shard: Shard) -> list[str]:
+    fault = size_fault(index.folder, shard)
+    if fault:
+        return [fault]
+    try:
+        digest = shard_sha256(index, shard)
+    except DataError as error:
+        return [str(error)]
+    if digest == shard.sha256:
+        return []
+    damaged = chunk_faults(index, split, shard)
+    chunks = "its damaged chunks follow" if damaged else "but the checksums of its chunks match"
+    return [
+        f"{index.folder / shard.file}: shard differs from the index (another SHA-256); {chunks}",
+        *damaged,
+    ]
+
+
+def info(folder: Path | str) -> dict[str, Any]:
+    """Return a description of the data set, ready for JSON; raise DataError as read_index does."""
+    index = read_index(folder)
+    splits = {
+        name: {
+            "count": split.count,
+            "shards": len(split.shards),
+            "bytes": sum(shard.bytes for shard in split.shards),
+            "chunk_rows": split.chunk_rows,
+        }
+        for name, split in index.splits.items()
+    }
+    return {
+        "folder": str(index.folder),
+        "format_version": index.format_version,
+        "hash": index.hash,
+        "classes": index.classes,
+        "class_names": list(index.class_names),
+        "image_shape": list(index.image_shape),
+        "mean": list(index.mean),
+        "std": list(index.std),
+        "notes": list(index.notes),
+        "splits": splits,
+    }

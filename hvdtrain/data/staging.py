@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import IO
 
-from hvdtrain.data.index import INDEX_FILE, Index, Shard, parse_index, size_fault
+from hvdtrain.data.index import INDEX_FILE, RESTORE, Index, Shard, parse_index, size_fault
 from hvdtrain.data.shardfile import shard_sha256
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host.files import make_own_folder
@@ -85,10 +85,7 @@ def _copy(source: Path, target: Path, sha256: str) -> None:
             digest.update(block)
             copy.write(block)
         if digest.hexdigest() != sha256:
-            raise DataError(
-                f"{source}: shard differs from the index (another SHA-256); restore the file or "
-                "pack the data set again"
-            )
+            raise DataError(f"{source}: shard differs from the index (another SHA-256); {RESTORE}")
 
 
 @contextmanager

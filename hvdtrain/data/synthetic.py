@@ -45,8 +45,13 @@ def synth(
         "train": Source(images, lambda start, stop: _samples(patterns, seed, start, stop)),
         "test": Source(test, lambda start, stop: _samples(patterns, seed, start, stop, images)),
     }
-    names = [f"class {number}" for number in range(classes)]
-    return write(destination, sources, (size, size, _CHANNELS), names, (), shard_mb)
+    return write(
+        destination,
+        sources,
+        image_shape=(size, size, _CHANNELS),
+        class_names=[f"class {number}" for number in range(classes)],
+        shard_mb=shard_mb,
+    )
 
 
 def _check(name: str, value: int, smallest: int, largest: int) -> None:

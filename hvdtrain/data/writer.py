@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.data.histogram import count_values, mean_and_std
 from hvdtrain.data.index import FORMAT_VERSION, INDEX_FILE, Index, Shard, Split
 from hvdtrain.data.shardfile import Batch, chunk_rows, encode_shard
 from hvdtrain.errors import DataError, UsageError
@@ -22,6 +21,7 @@ from hvdtrain.errors import DataError, UsageError
 PARTIAL_FOLDER = ".partial"
 
 _LARGEST_SHARD_MB = 2048
+_BLOCK_ROWS = 1024  # images counted at a time for the mean
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,16 @@ def write(
             )
             first_id += source.count
         mean, std = mean_and_std(histogram)
-        names, remarks = tuple(class_names), tuple(notes)
-        index = Index(destination, FORMAT_VERSION, splits, names, image_shape, mean, std, remarks)
+        index = Index(
+            folder=destination,
+            format_version=FORMAT_VERSION,
+            splits=splits,
+            class_names=tuple(class_names),
+            image_shape=image_shape,
+            mean=mean,
+            std=std,
+            notes=tuple(notes),
+        )
         text = json.dumps(index.to_json(), indent=1) + "\n"
         _write_file(partial / INDEX_FILE, text.encode())
         files = [shard.file for split in splits.values() for shard in split.shards]
@@ -179,3 +187,25 @@ def _cannot_write(path: Path, error: OSError) -> DataError:
     }
     fix = fixes.get(error.errno or 0, "choose another folder")
     return DataError(f"{path}: cannot be written ({error.strerror}); {fix}")
+
+
+def count_values(images: NDArray[np.uint8], histogram: NDArray[np.int64]) -> None:
+    """Add the counts of each value 0..255 in each channel to `histogram` [channels, 256]."""
+    for start in range(0, len(images), _BLOCK_ROWS):
+        block = images[start : start + _BLOCK_ROWS]
+        for channel in range(len(histogram)):
+            values = np.ascontiguousarray(block[..., channel]).reshape(-1)
+            histogram[channel] += np.bincount(values, minlength=256)
+
+
+def mean_and_std(histogram: NDArray[np.int64]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and standard deviation per channel of pixels in 0..1, from integer sums."""
+    mean, std = [], []
+    for counts in histogram.tolist():
+        pixels = sum(counts)
+        first = sum(value * count for value, count in enumerate(counts))
+        second = sum(value * value * count for value, count in enumerate(counts))
+        variance = (pixels * second - first * first) / (pixels * 255) ** 2
+        mean.append(first / (pixels * 255))
+        std.append(math.sqrt(variance) if variance > 0 else 1.0)
+    return tuple(mean), tuple(std)

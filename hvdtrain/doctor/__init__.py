@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hvdtrain import launch
-from hvdtrain.doctor import launchers, libraries, machine, precision, reduction
+from hvdtrain.doctor import launchers, libraries, machine, reduction
 from hvdtrain.doctor.check import Check, is_fit, report_as_json, show, waiting
 from hvdtrain.doctor.process import Answer, probe
 
@@ -54,7 +54,7 @@ def examine() -> Examination:
     """Run all checks, in about 20 s on two cores."""
     examination = Examination()
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        settings = QUIET | precision.ENVIRONMENT
+        settings = QUIET | machine.PRECISION_ENVIRONMENT
         names = ("torch", "tensorflow", "mpi")
         jobs = [pool.submit(probe, name, extra=settings) for name in names]
         slurm = launchers.find_slurm()
@@ -79,7 +79,7 @@ def examine() -> Examination:
         )
     examination.checks += [slurm, *machine.machine_checks(torch.facts)]
     reason = torch.reason or "PyTorch cannot be loaded"
-    examination.checks.append(precision.precision_check(torch.facts.get("precision"), reason))
+    examination.checks.append(machine.precision_check(torch.facts.get("precision"), reason))
     return examination
 
 

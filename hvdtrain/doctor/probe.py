@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import world
-from hvdtrain.doctor.precision import bf16_speedups
-from hvdtrain.doctor.protocol import WATCHED_SIZES, say
+from hvdtrain.doctor.machine import bf16_speedups
+from hvdtrain.doctor.process import WATCHED_SIZES, say
 from hvdtrain.health import failure
 
 REPETITIONS = 20

@@ -1,5 +1,6 @@
 """Programs and probes run in separate processes, which may fail, crash or hang without harm."""
 
+import json
 import os
 import re
 import signal
@@ -11,15 +12,14 @@ from typing import Any
 
 import psutil
 
-from hvdtrain.doctor.protocol import read_facts
-from hvdtrain.launch import without_launcher_banners
+from hvdtrain.launch import LAUNCHER_VARIABLES, without_launcher_banners
 
-# Variables that a launcher sets for its ranks; with them, a program that doctor starts would try
-# to join the job.
-LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_", "PMIX_", "PRTE_", "PMI_")
 # A first import from a network file system is slow.
 PROBE_SECONDS = 90.0
 SECONDS_TO_END = 3.0
+MARK = "hvdtrain-doctor-fact "  # starts a line of JSON that a probe prints
+# Sizes in bytes of the buffers whose all-reduce is watched.
+WATCHED_SIZES = (2**13, 2**20, 2**24)
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,21 @@ def probe(
         extra = {**allowed, **(extra or {})}
     outcome = run(command, seconds, extra)
     return Answer(read_facts(outcome.output), outcome.reason, outcome.errors)
+
+
+def say(**facts: Any) -> None:
+    """Print facts for doctor."""
+    print(f"{MARK}{json.dumps(facts)}", flush=True)
+
+
+def read_facts(output: str) -> dict[str, Any]:
+    """Return the facts in a probe's output, and ignore the output of libraries."""
+    facts: dict[str, Any] = {}
+    for line in output.splitlines():
+        _, mark, text = line.partition(MARK)
+        if mark:
+            facts |= json.loads(text)
+    return facts
 
 
 def failure(errors: str) -> str:

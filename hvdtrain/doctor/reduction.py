@@ -5,8 +5,7 @@ from itertools import groupby
 from typing import Any
 
 from hvdtrain.doctor.check import Check
-from hvdtrain.doctor.process import Answer
-from hvdtrain.doctor.protocol import WATCHED_SIZES
+from hvdtrain.doctor.process import WATCHED_SIZES, Answer
 
 RING = "ring"
 HALVES = "exchange of halves (the same as ring and Rabenseifner on 2 ranks)"

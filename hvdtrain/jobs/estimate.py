@@ -51,9 +51,9 @@ def _most_similar(training: TrainConfig, runs: Path) -> Result | None:
     for path in runs.glob("*/summary.json"):
         with suppress(DataError):
             result = results.read(path.parent)
-            if (result.model, result.settings.get("precision")) == (
-                *(training.model, training.precision),
-            ) and result.images_per_second > 0:
+            is_same = result.model == training.model
+            is_same &= result.settings.get("precision") == training.precision
+            if is_same and result.images_per_second > 0:
                 candidates.append(result)
 
     ranks = training.ranks or 1

@@ -1,18 +1,27 @@
-"""Records of a run's jobs in its folder: `job.json`, and the version of the code."""
+"""The jobs of a run: the record in its folder, and the states of the jobs that it names."""
 
 import json
+import socket
 import subprocess
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from hvdtrain import __version__
-from hvdtrain.errors import DataError
+from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host import files
+from hvdtrain.jobs import slurm
+from hvdtrain.jobs.slurm import State
 
 RECORD = "job.json"
 LOGS = "logs"
 PATCH = "code.patch"
+START_ONE = "start a job with hvdtrain jobs submit, or name the folder that holds the runs"
+FRESH_SECONDS = 60.0  # a run with a heartbeat younger than this is running
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,99 @@ def read(run: Path) -> Record | None:
         return None
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise DataError(f"{path} is not a valid job record ({error}): remove it") from None
+
+
+def runs_of(paths: Iterable[str]) -> dict[Path, Record]:
+    """Return the records of the runs with jobs among these folders and the folders in them.
+
+    Raises:
+        UsageError: if there is none.
+        DataError: if a record cannot be parsed.
+    """
+    paths, runs = list(paths), {}
+    for path in map(Path, paths):
+        if not path.is_dir():
+            raise UsageError(f"{path} is not a folder: {START_ONE}")
+        candidates = [path] if (path / RECORD).exists() else sorted(path.iterdir())
+        for folder in candidates:
+            if folder.is_dir() and (record := read(folder)) is not None:
+                runs[folder] = record
+    if not runs:
+        raise UsageError(f"{', '.join(paths)} holds no run with a job: {START_ONE}")
+    return runs
+
+
+def states(runs: Mapping[Path, Record]) -> dict[Path, dict[str, State]]:
+    """Return, for each run, the states of its jobs that are still known, by job number.
+
+    Slurm is queried once for all runs.
+
+    Raises:
+        UsageError: if Slurm does not answer.
+    """
+    on_slurm = [record for record in runs.values() if record.cluster == "slurm"]
+    known = slurm.states([number for record in on_slurm for number in record.jobs])
+    return {run: _states_of(run, record, known) for run, record in runs.items()}
+
+
+def active(runs: Iterable[Path]) -> dict[Path, list[str]]:
+    """Return the waiting and running jobs of each run folder; none for a run without a record.
+
+    Raises:
+        UsageError, DataError: as `states` and `runs_of`.
+    """
+    runs = list(runs)
+    known = states({run: record for run in runs if (record := read(run)) is not None})
+    return {
+        run: [number for number, state in known.get(run, {}).items() if state.is_active]
+        for run in runs
+    }
+
+
+def _states_of(run: Path, record: Record, known: Mapping[str, State]) -> dict[str, State]:
+    """Return the states of a run's jobs, from Slurm's or from this machine's."""
+    if record.cluster == "slurm":
+        # Compare names: job numbers start again after Slurm was set up again.
+        return {
+            number: known[number]
+            for number in record.jobs
+            if number in known and known[number].name == record.name
+        }
+    state = _local_state(run, record)
+    return {record.jobs[-1]: state} if state is not None else {}
+
+
+def _local_state(run: Path, record: Record) -> State | None:
+    """Return the state of a run without Slurm, or None if it is over.
+
+    One process makes the runs of a study in turn, so its state alone is not that of a run.
+    """
+    beat = heartbeat(run, 0)
+    if record.host != socket.gethostname():
+        is_fresh = beat is not None and time.time() - beat["time"] < FRESH_SECONDS
+        return State("RUNNING") if is_fresh else None
+    if not _is_alive(record.jobs[-1]):
+        return None
+    if beat is None or beat["time"] <= record.submitted:  # the run has not started
+        return State("PENDING")
+    return State("RUNNING") if psutil.pid_exists(int(beat["pid"])) else None
+
+
+def heartbeat(run: Path, rank: int) -> dict[str, float] | None:
+    """Return `time` and `pid` of a rank's last heartbeat, or None if it cannot be read."""
+    path = run / "heartbeats" / f"rank-{rank:04d}.json"
+    try:
+        content = json.loads(path.read_text())
+        return {name: float(content[name]) for name in ("time", "pid")}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _is_alive(number: str) -> bool:
+    try:
+        return "submitit" in " ".join(psutil.Process(int(number)).cmdline())
+    except (psutil.Error, ValueError):
+        return False
 
 
 def code_version() -> tuple[str, str]:

@@ -1,16 +1,31 @@
-"""Settings of a site's Slurm, from a YAML file."""
+"""Settings of a site's Slurm from a YAML file, and the script of a job on it."""
 
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import Preempted, UsageError
 from hvdtrain.host import harmless
-from hvdtrain.jobs.options import SBATCH_OPTIONS
+from hvdtrain.jobs.options import MEMORY, SBATCH_OPTIONS, JobOptions
 from hvdtrain.options.nearest import unknown_key
 
 VARIABLE = "HVDTRAIN_SITE"
+# A job that was preempted has saved: it is requeued if the site allows that.
+REQUEUE = (
+    "code=$?",
+    f"if ((code == {Preempted.exit_code})); then",
+    "    scontrol requeue $SLURM_JOB_ID && sleep 60",
+    "fi",
+    "exit $code",
+)
+KEEP_CODE = ("exit $?",)
+# Signals are blocked until the program can handle them; needs coreutils 8.31 or newer.
+BLOCK = (
+    "block='env --block-signal=HUP,TERM,USR1,USR2'",
+    "$block true 2>/dev/null || block=",
+)
+BLOCKED = "$block"  # before a command, in the script
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,3 +97,52 @@ def _check(path: str, name: str, value: Any) -> None:
         words = {bool: "true or false", int: "a number", list: "a list of lines", str: "text"}
         expected = words.get(kind, "keys and values")
         raise UsageError(f"{path}: {name} must be {expected}, not {value!r}")
+
+
+def parameters(job: JobOptions, site: Site, ranks_per_node: int, name: str) -> dict[str, Any]:
+    """Return the script of a job, as parameters of submitit's SlurmExecutor.
+
+    Args:
+        ranks_per_node: tasks per node.
+        name: name of the job.
+
+    Raises:
+        UsageError: as `SlurmOptions.sbatch_options`.
+    """
+    options = {"requeue" if site.requeue else "no-requeue": True, **_gpu_options(job, site)}
+    overrides = {key: getattr(job, key) for key in SBATCH_OPTIONS if getattr(job, key) is not None}
+    job_options = job.sbatch_options()
+    site_options = {key: value for key, value in site.options.items() if key not in overrides}
+    if "mem" in overrides or not job_options.keys().isdisjoint(MEMORY):
+        # sbatch accepts only one of the three: drop the site's.
+        site_options = {
+            key: value for key, value in site_options.items() if key not in ("mem", *MEMORY)
+        }
+    options |= site_options | job_options
+    values = {key: overrides.get(key, getattr(site, key)) for key in SBATCH_OPTIONS}
+    if not options.keys().isdisjoint(MEMORY):
+        values["mem"] = None
+    submitit_parameters = {
+        "job_name": name,
+        **values,
+        "time": job.minutes(),
+        "nodes": job.nodes,
+        "ntasks_per_node": ranks_per_node,
+        "cpus_per_task": job.cpus_per_rank,
+        "signal_delay_s": site.warning_seconds,
+        # Since Slurm 22.05 srun does not inherit the number of CPUs per task from sbatch.
+        "setup": [*site.setup, "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK", *BLOCK],
+        "teardown": list(REQUEUE if site.requeue else KEEP_CODE),
+        "srun_args": [f"--mpi={site.mpi}", "--kill-on-bad-exit=1"],
+        "additional_parameters": options,
+    }
+    return {key: value for key, value in submitit_parameters.items() if value is not None}
+
+
+def _gpu_options(job: JobOptions, site: Site) -> dict[str, str | bool]:
+    """Return the option of sbatch that requests a job's GPUs, in the form of the site."""
+    if not job.gpus_per_node:
+        return {}
+    kind, _, model = site.gpus.partition(":")
+    gpus = f"{model}:{job.gpus_per_node}" if model else str(job.gpus_per_node)
+    return {"gres": f"gpu:{gpus}"} if kind == "gres" else {"gpus-per-node": gpus}

@@ -1,10 +1,11 @@
-"""Query Slurm for jobs, partitions and kinds of MPI, without sacct."""
+"""Submit to Slurm through submitit, and query its jobs, partitions and kinds of MPI."""
 
 import io
 import os
 import re
 import secrets
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,10 +17,8 @@ from typing import Any
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
 from hvdtrain.health.starts import SUBMISSION
-from hvdtrain.jobs import script
 from hvdtrain.jobs.options import JobOptions
-from hvdtrain.jobs.site import Site
-from hvdtrain.jobs.task import children_ignore_signals
+from hvdtrain.jobs.site import BLOCKED, Site, parameters
 from hvdtrain.options import timelimit
 
 ACTIVE = frozenset(
@@ -27,6 +26,8 @@ ACTIVE = frozenset(
     | {"RESIZING", "STAGE_OUT", "STOPPED", "SIGNALING", "SPECIAL_EXIT", "REQUEUE_FED"}
 )
 SECONDS = 60
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SAFE_PATH = "PYTHONSAFEPATH"
 
 
 @dataclass(frozen=True)
@@ -150,9 +151,6 @@ def partitions() -> dict[str, Partition]:
     return by_name
 
 
-SAFE_PATH = "PYTHONSAFEPATH"
-
-
 @dataclass(frozen=True)
 class Request:
     """Runs of one size, which become one submission.
@@ -200,7 +198,7 @@ def submit_request(request: Request, dependency: str | None) -> list[str]:
         executor.parameters["additional_parameters"]["kill-on-invalid-dep"] = "yes"
     try:
         # submitit prints the messages of sbatch a second time.
-        with _outside_jobs(), redirect_stderr(io.StringIO()), children_ignore_signals():
+        with _outside_jobs(), redirect_stderr(io.StringIO()), _children_ignore_signals():
             number = executor._submit_command(_command(executor, runs)).job_id
     except submitit.core.utils.FailedJobError as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
@@ -232,10 +230,10 @@ def _task(mode: str) -> list[str]:
 def _command(executor: Any, runs: Sequence[str]) -> str:
     """Return the command for srun; several runs become an array."""
     if len(runs) == 1:
-        return f"{script.BLOCKED} {shlex.join([*_task('rank'), *runs])}"
+        return f"{BLOCKED} {shlex.join([*_task('rank'), *runs])}"
     executor.parameters["map_count"] = len(runs)
     executor.parameters["setup"].append(f"runs=({shlex.join(runs)})")
-    return f'{script.BLOCKED} {shlex.join(_task("rank"))} "${{runs[SLURM_ARRAY_TASK_ID]}}"'
+    return f'{BLOCKED} {shlex.join(_task("rank"))} "${{runs[SLURM_ARRAY_TASK_ID]}}"'
 
 
 def _local_command(runs: Sequence[str]) -> str:
@@ -260,6 +258,16 @@ def _without_modules_of_the_current_folder() -> Iterator[None]:
             del os.environ[SAFE_PATH]
         else:
             os.environ[SAFE_PATH] = before
+
+
+@contextmanager
+def _children_ignore_signals() -> Iterator[None]:
+    """Start programs with these signals blocked: a terminal sends Ctrl-C to all its programs."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 @contextmanager
@@ -308,7 +316,7 @@ def _executor(request: Request) -> Any:
     ranks = job.ranks_per_node(request.runs[0])
     slurm_executor = submitit.SlurmExecutor(folder=request.logs)
     slurm_executor.update_parameters(
-        **script.parameters(job, site, ranks, request.name), array_parallelism=request.parallel
+        **parameters(job, site, ranks, request.name), array_parallelism=request.parallel
     )
     slurm_executor.parameters["setup"].append(f"export {SUBMISSION}={request.submission}")
     slurm_executor.parameters["wckey"] = None  # some sites refuse submitit's default

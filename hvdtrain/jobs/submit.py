@@ -3,28 +3,32 @@
 import hashlib
 import json
 import shutil
+import signal
 import socket
 import stat
+import sys
+import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import FrameType
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError, Interrupted, UsageError
 from hvdtrain.host import files
-from hvdtrain.jobs import record, slurm, watch
+from hvdtrain.host.ownership import alone
+from hvdtrain.jobs import record, site, slurm
 from hvdtrain.jobs.estimate import estimate
 from hvdtrain.jobs.options import JobOptions
 from hvdtrain.jobs.record import LOGS, Record
-from hvdtrain.jobs.site import load
-from hvdtrain.jobs.slurm import Request, dry_run, submit_request
-from hvdtrain.jobs.task import defer_signals, submission_lock
+from hvdtrain.jobs.slurm import ENDING_SIGNALS, Request, dry_run, submit_request
 from hvdtrain.options import configfile
 from hvdtrain.training.metrics import holds_run
 
 SUMMARY_BEFORE = "summary-before.json"
+LOCK = ".submitting.lock"
 
 
 def submit(training: TrainConfig, job: JobOptions) -> list[str]:
@@ -46,7 +50,9 @@ def submit(training: TrainConfig, job: JobOptions) -> list[str]:
             threads=training.threads or job.cpus_per_rank,
         )
     )
-    request = Request((settled,), job, load(job.site), run / LOGS, run.name)
+    request = Request(
+        runs=(settled,), job=job, site=site.load(job.site), logs=run / LOGS, name=run.name
+    )
     check([request])
     check_runs([settled])
     time_needed = estimate(settled, job, run.parent)
@@ -147,7 +153,7 @@ def _check_folders(request: Request) -> None:
             f"{request.logs.parent} contains % or \\, which Slurm and submitit replace in names "
             "of log files: choose a folder whose path has neither"
         )
-    for folder in (request.logs, *(Path(training.run or "") for training in request.runs)):
+    for folder in (request.logs, *(run_folder(training) for training in request.runs)):
         if not folder.exists():
             continue
         if fault := files.ownership_problem(folder):
@@ -189,14 +195,14 @@ def reasons_to_skip(
     Raises:
         UsageError: if a folder holds a run of another configuration.
     """
-    active = watch.active(Path(run.run or "") for run in runs)
-    return [_reason_to_skip(run, active[Path(run.run or "")], may_change) for run in runs]
+    active = record.active(run_folder(run) for run in runs)
+    return [_reason_to_skip(run, active[run_folder(run)], may_change) for run in runs]
 
 
 def _reason_to_skip(
     training: TrainConfig, active: Sequence[str], may_change: frozenset[str]
 ) -> str:
-    run = Path(training.run or "")
+    run = run_folder(training)
     saved = run / "config.yaml"
     if not holds_run(run):
         return ""
@@ -228,14 +234,9 @@ def submit_and_record(
         DataError: if a run folder cannot be written.
         Interrupted: on a signal to stop; jobs that were submitted by then are recorded.
     """
-    with files.only_owner_may_write():
-        return _submit_and_record(request, dependency, chain)
-
-
-def _submit_and_record(request: Request, dependency: str | None, chain: int) -> list[str]:
     version, patch = record.code_version()
     links: list[list[str]] = []  # of the chain: the job number of each run
-    with defer_signals() as received:
+    with files.only_owner_may_write(), _defer_signals() as received:
         try:
             with ExitStack() as undo:
                 for training in request.runs:
@@ -269,7 +270,7 @@ def _interrupted(request: Request, links: Sequence[Sequence[str]]) -> Interrupte
 def _write_record(
     request: Request, training: TrainConfig, jobs: Sequence[str], version: str
 ) -> None:
-    run = Path(training.run or "")
+    run = run_folder(training)
     earlier = record.read(run)
     record.write(
         run,
@@ -292,7 +293,7 @@ def _write_configuration(training: TrainConfig, patch: str, undo: ExitStack) -> 
 
     An earlier `summary.json` is renamed, because a run with that file counts as done.
     """
-    run = Path(training.run or "")
+    run = run_folder(training)
     saved, summary = run / "config.yaml", run / "summary.json"
     try:
         if not run.exists():
@@ -314,3 +315,47 @@ def _write_configuration(training: TrainConfig, patch: str, undo: ExitStack) -> 
 def joined_numbers(jobs: Sequence[str]) -> str:
     """Return job numbers joined by colons, as in a dependency; an array has a single number."""
     return ":".join(dict.fromkeys(job.partition("_")[0] for job in jobs))
+
+
+@contextmanager
+def submission_lock(folder: Path) -> Iterator[None]:
+    """Be the only process that submits jobs for runs in a folder; wait for any other one.
+
+    Raises:
+        DataError: if the folder cannot be written to.
+    """
+    try:
+        files.make_folders(folder, files.OWN_FOLDER)
+        with alone(folder / LOCK, _say):
+            yield
+    except OSError as error:
+        raise DataError(f"{folder} cannot be written to: {error.strerror}") from None
+
+
+@contextmanager
+def _defer_signals() -> Iterator[list[int]]:
+    """Defer signals that would end this process; yield a list that grows as they arrive."""
+    received: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if not received:
+            _say("stopping once Slurm has answered, so that no job is lost")
+        received.append(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+    before = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
+    held = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+    for number in held:
+        signal.signal(number, note)
+    try:
+        yield received
+    finally:
+        for number in held:
+            signal.signal(number, before[number])
+
+
+def _say(line: str) -> None:
+    # Not sys.stderr, which is redirected while submitit runs.
+    print(f"hvdtrain: {line}", file=sys.__stderr__, flush=True)

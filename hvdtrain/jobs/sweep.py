@@ -1,26 +1,182 @@
-"""Submit the jobs of a study."""
+"""Submit the runs of a study, whose YAML file holds values and lists of values."""
 
-from collections.abc import Iterator
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any, Literal
 
-from hvdtrain.jobs import site, watch
-from hvdtrain.jobs.grid import Cell, Grid
-from hvdtrain.jobs.record import LOGS
+from hvdtrain.config import TrainConfig
+from hvdtrain.errors import UsageError
+from hvdtrain.host import harmless
+from hvdtrain.host.files import plain_name
+from hvdtrain.jobs import record, site
+from hvdtrain.jobs.options import JobOptions, SlurmOptions
 from hvdtrain.jobs.slurm import Request, dry_run
 from hvdtrain.jobs.submit import (
     check,
     check_runs,
     joined_numbers,
     reasons_to_skip,
+    run_folder,
+    submission_lock,
     submit_and_record,
 )
-from hvdtrain.jobs.task import submission_lock
 from hvdtrain.options.configfile import MAY_CHANGE_IN_STUDY
+from hvdtrain.options.fields import about
+from hvdtrain.options.nearest import unknown_key
+from hvdtrain.options.parser import Parser, add_dataclass, select_fields
+
+MOST_RUNS = 1000
+SINGLE_RUN_KEYS = ("run", "resume", "restarts", "ledger", "trace", "dry_run", "chain")
+WHOLE_STUDY_KEYS = ("repeats", "in_flight", "cluster", "site")
+LIST_KEYS = ("sbatch",)  # a list is one value, not several values to combine
 
 
-def sweep(grid: Grid, folder: str, is_dry: bool) -> Iterator[str]:
+@dataclass(frozen=True, kw_only=True)
+class StudyOptions:
+    """Options of a study, in addition to the options of its runs and jobs."""
+
+    repeats: int = field(default=1, metadata=about("runs per size, with consecutive seeds"))
+    scaling: Literal["strong", "weak"] = field(
+        default="strong",
+        metadata=about("strong: batch_size is the global batch size; weak: that of each rank"),
+    )
+    ranks_per_node: int | None = field(
+        default=None,
+        metadata=about("ranks per node; sets the number of nodes", default="all on one"),
+    )
+    in_flight: int | None = field(
+        default=None, metadata=about("runs that may run at the same time", default="any number")
+    )
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The repeats of one size, which differ only in their seeds and become one submission."""
+
+    runs: tuple[TrainConfig, ...]
+    job: JobOptions
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study: its sizes and its options.
+
+    Attributes:
+        cells: sizes in the order of submission, which is random.
+        options: options of the study.
+    """
+
+    cells: tuple[Cell, ...]
+    options: StudyOptions
+
+
+OPTION_CLASSES = (StudyOptions, JobOptions, TrainConfig)  # their fields are keys of a study's file
+
+
+def load(path: str, folder: str, slurm: SlurmOptions | None = None) -> Study:
+    """Return the study that a file describes.
+
+    The keys are options of `train`, of `jobs submit` and of `StudyOptions`. A list means each of
+    its values; all combinations of all lists are run.
+
+    Args:
+        path: YAML file.
+        folder: parent of the run folders.
+        slurm: options that override those of the file.
+
+    Raises:
+        UsageError: if a key is unknown, or a value has the wrong type or is out of range.
+    """
+    axes, slurm = _axes(path), slurm or SlurmOptions()
+    parser = Parser()
+    for option_class in OPTION_CLASSES:
+        add_dataclass(parser, option_class)
+    cells: dict[str, Cell] = {}
+    for values in itertools.product(*axes.values()):
+        chosen = dict(zip(axes, values, strict=True))
+        parser.check_keys(path, chosen)
+        try:
+            parsed = parser.parse_object(chosen).as_dict()
+        except UsageError as error:
+            raise UsageError(f"{path}: {error}") from None
+        options = select_fields(StudyOptions, parsed)
+        varied = [key for key in axes if len(axes[key]) > 1]
+        name = "-".join(f"{key}={plain_name(str(chosen[key]))}" for key in varied)
+        cell = _cell(parsed, options, str(Path(folder) / (name or "run")))
+        cell = replace(cell, job=cell.job.overridden_by(slurm))
+        # One rank runs the same under every plan, so that is a single size.
+        cells.setdefault(repr([replace(cell.runs[0], run=None), cell.job]), cell)
+    shuffled = list(cells.values())
+    _check_folders(path, shuffled)
+    # Random order: slow changes of the cluster's load must not correlate with the sizes.
+    random.Random(0).shuffle(shuffled)
+    return Study(tuple(shuffled), options)
+
+
+def _axes(path: str) -> dict[str, list[Any]]:
+    """Return the list of values for each key of a file."""
+    content = harmless.read_mapping(Path(path), "study")
+    options = [item for option_class in OPTION_CLASSES for item in fields(option_class)]
+    known = [item.name for item in options]
+    switches = [item.name for item in options if isinstance(item.default, bool)]
+    for name in content:
+        if name not in known:
+            raise unknown_key(path, name, known, switches)
+        if name in SINGLE_RUN_KEYS:
+            raise UsageError(f"{path}: {name} is an option of a single run: leave it out")
+        if name in WHOLE_STUDY_KEYS and isinstance(content[name], list):
+            raise UsageError(f"{path}: {name} applies to the whole study: give one value")
+    axes = {
+        name: value if isinstance(value, list) and name not in LIST_KEYS else [value]
+        for name, value in content.items()
+    }
+    combinations = math.prod(map(len, axes.values()))
+    if not 0 < combinations <= MOST_RUNS:
+        raise UsageError(f"{path} requests {combinations:,} sizes: give 1 to {MOST_RUNS:,}")
+    return axes
+
+
+def _check_folders(path: str, cells: Iterable[Cell]) -> None:
+    """Refuse a study in which two sizes have the same run folder."""
+    folders = Counter(cell.runs[0].run for cell in cells)
+    if duplicate := next((run for run, count in folders.items() if count > 1), None):
+        raise UsageError(
+            f"{path}: two combinations of values have the same run folder {duplicate}: write the "
+            "values differently"
+        )
+
+
+def _cell(parsed: dict[str, Any], options: StudyOptions, stem: str) -> Cell:
+    """Return the repeats of one combination of values, in run folders that start with `stem`."""
+    for name in ("repeats", "ranks_per_node", "in_flight"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value <= MOST_RUNS:
+            raise UsageError(f"{name} must be between 1 and {MOST_RUNS}, not {value}")
+    job, run = select_fields(JobOptions, parsed), select_fields(TrainConfig, parsed)
+    ranks = run.ranks or 1
+    if options.scaling == "weak":
+        run = replace(run, batch_size=run.batch_size * ranks)
+    if ranks == 1:
+        run = replace(run, plan=None, change_batch_norm=False)
+    if options.ranks_per_node:
+        job = replace(job, nodes=-(-ranks // options.ranks_per_node))
+    if job.gpus_per_node:
+        job = replace(job, gpus_per_node=ranks // job.nodes)
+    if run.threads is None:
+        run = replace(run, threads=job.cpus_per_rank)
+    seeds = range(run.seed, run.seed + options.repeats)
+    runs = [replace(run, ranks=ranks, seed=n, run=f"{stem}-seed={n}").check() for n in seeds]
+    job.ranks_per_node(run)
+    return Cell(tuple(runs), job)
+
+
+def sweep(study: Study, folder: str, is_dry: bool) -> Iterator[str]:
     """Submit every run of a study that is not done yet; yield the lines to print.
 
     Each size is one submission, because the runs of an array request the same nodes; its repeats
@@ -30,45 +186,45 @@ def sweep(grid: Grid, folder: str, is_dry: bool) -> Iterator[str]:
     Raises:
         UsageError, DataError: as `submit`; nothing is submitted if any run is refused.
     """
-    requests = [_request(cell, grid, folder) for cell in grid.cells]
+    requests = [_request(cell, study, folder) for cell in study.cells]
     check(requests)
     check_runs(request.runs[0] for request in requests)
     with nullcontext() if is_dry else submission_lock(Path(folder)):
-        yield from _submit(requests, grid, folder, is_dry)
+        yield from _submit(requests, study, folder, is_dry)
 
 
-def _submit(requests: list[Request], grid: Grid, folder: str, is_dry: bool) -> Iterator[str]:
+def _submit(requests: list[Request], study: Study, folder: str, is_dry: bool) -> Iterator[str]:
     all_runs = [run for request in requests for run in request.runs]
-    folders = [run.run for run in all_runs]
+    folders = list(map(run_folder, all_runs))
     reasons = dict(zip(folders, reasons_to_skip(all_runs, MAY_CHANGE_IN_STUDY), strict=True))
     yield from filter(None, reasons.values())
     pending = []
     for request in requests:
-        if runs := tuple(run for run in request.runs if not reasons[run.run]):
+        if runs := tuple(run for run in request.runs if not reasons[run_folder(run)]):
             pending.append(replace(request, runs=runs))
     if is_dry:
         yield from map(dry_run, pending)
         return
     if pending and pending[0].job.cluster == "local":
         pending = [_merged(pending, Path(folder))]
-    limit = grid.options.in_flight
-    others = watch.active(map(Path, filter(None, folders))) if limit is not None else {}
+    limit = study.options.in_flight
+    others = record.active(folders) if limit is not None else {}
     earlier = [number for numbers in others.values() for number in numbers]
     submitted: list[list[str]] = []
     for request in pending:
-        submitted.append(submit_and_record(request, _dependency(grid, earlier, submitted)))
+        submitted.append(submit_and_record(request, _dependency(study, earlier, submitted)))
         count = f"{len(request.runs)} run{'s' if len(request.runs) > 1 else ''}"
         yield f"{request.name}: {count}, job {joined_numbers(submitted[-1]).replace(':', ', ')}"
 
 
-def _request(cell: Cell, grid: Grid, folder: str) -> Request:
-    most = grid.options.in_flight or len(cell.runs)
+def _request(cell: Cell, study: Study, folder: str) -> Request:
+    most = study.options.in_flight or len(cell.runs)
     return Request(
         runs=cell.runs,
         job=cell.job,
         site=site.load(cell.job.site),
-        logs=Path(folder) / LOGS,
-        name=Path(cell.runs[0].run or "").name.rpartition("-seed=")[0],
+        logs=Path(folder) / record.LOGS,
+        name=run_folder(cell.runs[0]).name.rpartition("-seed=")[0],
         parallel=min(most, len(cell.runs)),
     )
 
@@ -81,15 +237,15 @@ def _merged(requests: list[Request], folder: Path) -> Request:
     return replace(requests[0], runs=tuple(runs), job=job, name=folder.name)
 
 
-def _dependency(grid: Grid, earlier: list[str], submitted: list[list[str]]) -> str | None:
+def _dependency(study: Study, earlier: list[str], submitted: list[list[str]]) -> str | None:
     """Return the dependency of the next submission that keeps to the study's `in_flight`.
 
     Args:
         earlier: jobs of the study that were waiting or running before this sweep.
         submitted: job numbers of the submissions of this sweep.
     """
-    if grid.options.in_flight is None:
+    if study.options.in_flight is None:
         return None
-    together = max(1, grid.options.in_flight // grid.options.repeats)
+    together = max(1, study.options.in_flight // study.options.repeats)
     before = submitted[-together] if len(submitted) >= together else earlier
     return f"afterany:{joined_numbers(before)}" if before else None

@@ -1,9 +1,14 @@
-"""Report the state of runs' jobs, from Slurm and from the files that the runs write."""
+"""Show and cancel the jobs of runs, from Slurm and from the files that the runs write."""
 
+import io
 import json
+import shutil
+import signal
 import socket
+import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +22,8 @@ from hvdtrain.jobs.slurm import State
 
 TAIL = 2**20  # bytes that are read from the end of a file
 SAVED = ", state saved"
-START_ONE = "start a job with hvdtrain jobs submit, or name the folder that holds the runs"
-FRESH_SECONDS = 60.0  # a run with a heartbeat younger than this is running
+POLL_SECONDS = 1.0
+STATE_POLL_SECONDS = 15.0  # between two queries of a job's state
 
 
 @dataclass(frozen=True)
@@ -38,95 +43,20 @@ class Row:
     note: str
 
 
-def runs_of(paths: Iterable[str]) -> list[tuple[Path, Record]]:
-    """Return the runs with jobs among these folders and the folders in them.
-
-    Raises:
-        UsageError: if there is none.
-        DataError: if a record cannot be parsed.
-    """
-    paths, runs = list(paths), []
-    for path in map(Path, paths):
-        if not path.is_dir():
-            raise UsageError(f"{path} is not a folder: {START_ONE}")
-        candidates = [path] if (path / record.RECORD).exists() else sorted(path.iterdir())
-        for folder in candidates:
-            if folder.is_dir() and (job_record := record.read(folder)) is not None:
-                runs.append((folder, job_record))
-    if not runs:
-        raise UsageError(f"{', '.join(paths)} holds no run with a job: {START_ONE}")
-    return runs
-
-
-def states(runs: Iterable[tuple[Path, Record]]) -> list[dict[str, State]]:
-    """Return, for each run, the states of its jobs that are still known, by job number.
-
-    Slurm is queried once for all runs.
-
-    Raises:
-        UsageError: if Slurm does not answer.
-    """
-    runs = list(runs)
-    on_slurm = [job_record for _, job_record in runs if job_record.cluster == "slurm"]
-    known = slurm.states([number for job_record in on_slurm for number in job_record.jobs])
-    return [_states_of(run, job_record, known) for run, job_record in runs]
-
-
-def active(runs: Iterable[Path]) -> dict[Path, list[str]]:
-    """Return the waiting and running jobs of each run folder; none for a run without a record.
-
-    Raises:
-        UsageError, DataError: as `states` and `runs_of`.
-    """
-    active_jobs: dict[Path, list[str]] = {run: [] for run in runs}
-    with_record = [
-        (run, job_record) for run in active_jobs if (job_record := record.read(run)) is not None
-    ]
-    for (run, _), job_states in zip(with_record, states(with_record), strict=True):
-        active_jobs[run] = [number for number, state in job_states.items() if state.is_active]
-    return active_jobs
-
-
-def _states_of(run: Path, job_record: Record, known: Mapping[str, State]) -> dict[str, State]:
-    """Return the states of a run's jobs, from Slurm's or from this machine's."""
-    if job_record.cluster == "slurm":
-        # Compare names: job numbers start again after Slurm was set up again.
-        same_number = {number: known[number] for number in job_record.jobs if number in known}
-        return {
-            number: state for number, state in same_number.items() if state.name == job_record.name
-        }
-    state = _local_state(run, job_record)
-    return {job_record.jobs[-1]: state} if state is not None else {}
-
-
-def _local_state(run: Path, job_record: Record) -> State | None:
-    """Return the state of a run without Slurm, or None if it is over.
-
-    One process makes the runs of a study in turn, so its state alone is not that of a run.
-    """
-    beat = _beat(run, 0)
-    has_started = beat is not None and beat["time"] > job_record.submitted
-    if job_record.host != socket.gethostname():
-        is_fresh = beat is not None and time.time() - beat["time"] < FRESH_SECONDS
-        return State("RUNNING") if is_fresh else None
-    if not _is_alive(job_record.jobs[-1]):
-        return None
-    if not has_started:
-        return State("PENDING")
-    assert beat is not None
-    return State("RUNNING") if psutil.pid_exists(int(beat["pid"])) else None
-
-
-def rows(runs: Iterable[tuple[Path, Record]]) -> list[Row]:
+def rows(runs: Mapping[Path, Record]) -> list[Row]:
     """Return one row per run: its first running job, else the first waiting, else the newest."""
-    runs = list(runs)
+    states = record.states(runs)
     table = []
-    for (run, job_record), known in zip(runs, states(runs), strict=True):
-        jobs = job_record.jobs
-        job = next((n for n in jobs if n in known and known[n].state == "RUNNING"), "")
-        job = job or next((n for n in jobs if n in known and known[n].is_active), jobs[-1])
-        table.append(_row(run, job_record, job, known.get(job)))
+    for run, job_record in runs.items():
+        job = (_in_order(job_record, states[run]) or job_record.jobs[::-1])[0]
+        table.append(_row(run, job_record, job, states[run].get(job)))
     return table
+
+
+def _in_order(job_record: Record, states: Mapping[str, State]) -> list[str]:
+    """Return the running jobs of a run, then the waiting ones."""
+    active = [job for job in job_record.jobs if job in states and states[job].is_active]
+    return sorted(active, key=lambda job: states[job].state != "RUNNING")
 
 
 def _row(run: Path, job_record: Record, job: str, state: State | None) -> Row:
@@ -141,7 +71,7 @@ def _row(run: Path, job_record: Record, job: str, state: State | None) -> Row:
     last = steps[-1] if steps else {}
     note = state.reason if state.is_active else ""
     if not state.is_active and state.state != "COMPLETED":
-        note = last_line(job_record, job) or (faults[-1].get("message", "") if faults else "")
+        note = _last_line(job_record, job) or (faults[-1].get("message", "") if faults else "")
     return Row(
         run=str(run),
         job=job,
@@ -152,7 +82,7 @@ def _row(run: Path, job_record: Record, job: str, state: State | None) -> Row:
         step=last.get("step"),
         accuracy=_accuracy(epochs),
         images_per_second=last.get("images_per_second"),
-        heartbeat_seconds=_heartbeat(run, job_record.ranks),
+        heartbeat_seconds=_heartbeat_seconds(run, job_record.ranks),
         note=note,
     )
 
@@ -164,13 +94,14 @@ def _accuracy(epochs: list[dict[str, Any]]) -> float | None:
     return next((value for value in known if value is not None), None)
 
 
-def log_files(job_record: Record, job: str, rank: int) -> list[Path]:
-    """Return the existing log files of a rank: standard output, then standard error."""
-    paths = [Path(job_record.logs) / f"{job}_{rank}_log.{end}" for end in ("out", "err")]
-    return [path for path in paths if path.exists()]
+def _heartbeat_seconds(run: Path, ranks: int) -> float | None:
+    """Return the seconds since the oldest of the ranks' last signs of life, or None."""
+    beats = [record.heartbeat(run, rank) for rank in range(ranks)]
+    times = [beat["time"] for beat in beats if beat is not None]
+    return time.time() - min(times) if times else None
 
 
-def last_line(job_record: Record, job: str) -> str:
+def _last_line(job_record: Record, job: str) -> str:
     """Return the last error line of hvdtrain in a job's logs, else the last line of any program.
 
     Lines of earlier starts of the job, which ended with their state saved, are skipped.
@@ -198,23 +129,6 @@ def _metrics(run: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _heartbeat(run: Path, ranks: int) -> float | None:
-    """Return the seconds since the oldest of the ranks' last signs of life, or None."""
-    beats = [_beat(run, rank) for rank in range(ranks)]
-    times = [beat["time"] for beat in beats if beat is not None]
-    return time.time() - min(times) if times else None
-
-
-def _beat(run: Path, rank: int) -> dict[str, float] | None:
-    """Return `time` and `pid` of a rank's last heartbeat, or None if it cannot be read."""
-    path = run / "heartbeats" / f"rank-{rank:04d}.json"
-    try:
-        content = json.loads(path.read_text())
-        return {name: float(content[name]) for name in ("time", "pid")}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
-
-
 def _tail(path: Path) -> str:
     try:
         with path.open("rb") as file:
@@ -224,8 +138,133 @@ def _tail(path: Path) -> str:
         return ""
 
 
-def _is_alive(number: str) -> bool:
-    try:
-        return "submitit" in " ".join(psutil.Process(int(number)).cmdline())
-    except (psutil.Error, ValueError):
-        return False
+def as_text(rows: Sequence[Row]) -> str:
+    """Return a table as wide as the terminal, followed by the last messages of failed jobs."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    cells = [_cells(row) for row in rows]
+    for name in cells[0]:
+        is_text = name in ("run", "job", "state", "nodes")
+        table.add_column(name, justify="left" if is_text else "right", overflow="fold")
+    for row_cells in cells:
+        table.add_row(*row_cells.values())
+    text = io.StringIO()
+    width = max(shutil.get_terminal_size((160, 24)).columns, 100)
+    Console(file=text, width=width, highlight=False).print(table)
+    notes = [f"{row.run}: {row.note}" for row in rows if row.note]
+    return "\n".join([*(line.rstrip() for line in text.getvalue().splitlines()), *notes])
+
+
+def _cells(row: Row) -> dict[str, str]:
+    """Return the cells of a row by the name of their column."""
+    return {
+        "run": row.run,
+        "job": row.job,
+        "state": row.state,
+        "nodes": row.nodes,
+        "elapsed": row.elapsed,
+        "epoch": _known(row.epoch),
+        "step": _known(row.step, ","),
+        "accuracy": _known(row.accuracy, ".4f"),
+        "images/s": _known(row.images_per_second, ",.0f"),
+        "last heartbeat": _ago(row.heartbeat_seconds),
+    }
+
+
+def _known(value: Any, form: str = "") -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _ago(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"
+
+
+def show_logs(run: str, rank: int, follow: bool) -> None:
+    """Print standard output and standard error of a rank of the running or newest job.
+
+    With `follow`, continue until that job has ended; wait if the job has not started yet.
+
+    Raises:
+        UsageError: if the run has no job, or the job no such rank.
+    """
+    folder = Path(run)
+    job_record = record.read(folder)
+    if job_record is None:
+        raise UsageError(f"{run} has no job: start one with hvdtrain jobs submit")
+    if not 0 <= rank < job_record.ranks:
+        raise UsageError(f"--rank {rank} does not exist: give 0 to {job_record.ranks - 1}")
+    rank = rank if job_record.cluster == "slurm" else 0  # locally one task starts all ranks
+    job = _job_to_show(folder, job_record, rank)
+    if not follow and not _log_files(job_record, job, rank):
+        raise UsageError(f"job {job} has printed nothing yet: wait for it with --follow")
+    offsets: dict[Path, int] = {}
+    last_query, is_over = 0.0, not follow
+    while True:
+        if follow and time.monotonic() - last_query > STATE_POLL_SECONDS:
+            state = record.states({folder: job_record})[folder].get(job)
+            last_query, is_over = time.monotonic(), state is None or not state.is_active
+        for path in _log_files(job_record, job, rank):
+            offsets[path] = _print_from(path, offsets.get(path, 0))
+        if is_over:
+            return
+        time.sleep(POLL_SECONDS)
+
+
+def _job_to_show(run: Path, job_record: Record, rank: int) -> str:
+    """Return the running job, else the first waiting one, else the newest that has output."""
+    active = _in_order(job_record, record.states({run: job_record})[run])
+    newest_first = job_record.jobs[::-1]
+    printed = [job for job in newest_first if _log_files(job_record, job, rank)]
+    return [*active, *printed, *newest_first][0]
+
+
+def _log_files(job_record: Record, job: str, rank: int) -> list[Path]:
+    """Return the existing log files of a rank: standard output, then standard error."""
+    paths = [Path(job_record.logs) / f"{job}_{rank}_log.{end}" for end in ("out", "err")]
+    return [path for path in paths if path.exists()]
+
+
+def _print_from(path: Path, offset: int) -> int:
+    with path.open("rb") as file:
+        file.seek(offset)
+        content = file.read()
+    target = sys.stderr if path.suffix == ".err" else sys.stdout
+    target.write(content.decode(errors="replace"))
+    target.flush()
+    return offset + len(content)
+
+
+def cancel(runs: Iterable[str]) -> list[str]:
+    """Cancel all waiting and running jobs of these runs; return one line per job.
+
+    Raises:
+        UsageError: if there is no such run, or Slurm refuses.
+        DataError: if a job record cannot be parsed.
+    """
+    lines = []
+    queued: list[str] = []
+    processes: set[int] = set()  # without Slurm one process makes all runs of a study
+    records = record.runs_of(runs)
+    for run, active in record.active(records).items():
+        if records[run].cluster == "slurm":
+            queued += active
+        elif records[run].host == socket.gethostname():
+            processes |= set(map(int, active))
+        elif active:
+            raise UsageError(f"{run} runs on {records[run].host}: cancel it there")
+        lines += [f"{run}: job {job} cancelled" for job in active]
+        if not active:
+            lines.append(f"{run}: no job is waiting or running")
+    if queued:
+        slurm.cancel(queued)
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            psutil.Process(process).send_signal(signal.SIGINT)
+    return lines

@@ -10,11 +10,17 @@ Horovod's own Keras layer runs under Keras 3 without an error, but averages noth
 package the optimizer itself averages, where Keras 3 calls it, and different weights are detected.
 """
 
-from hvdtrain.keras.callbacks import SameWeights, SaveOnFirstRank, WarmUp, callbacks
+from hvdtrain.keras.callbacks import (
+    ExactMetrics,
+    SameWeights,
+    SaveOnFirstRank,
+    WarmUp,
+    callbacks,
+    evaluate,
+)
 from hvdtrain.keras.dataset import Datasets, datasets
-from hvdtrain.keras.metrics import ExactMetrics, evaluate
 from hvdtrain.keras.optimizer import optimizer
-from hvdtrain.keras.start import start
+from hvdtrain.keras.ranks import start
 
 __all__ = [
     "Datasets",

@@ -12,7 +12,8 @@ import tensorflow as tf
 
 from hvdtrain import world
 from hvdtrain.data import order
-from hvdtrain.data.shards import Index, Samples, open_split, read_index
+from hvdtrain.data.index import Index, read_index
+from hvdtrain.data.shards import Samples, open_split
 from hvdtrain.errors import UsageError
 from hvdtrain.training.feed import Normalisation, normalisation
 
@@ -81,7 +82,15 @@ def datasets(
     memory = CACHE_BYTES // current.local_size
     split = {name: open_split(index, name, memory) for name in index.splits}
     normal = normalisation(normalise, index, rows, current)
-    training = partial(_epochs, index, split["train"], rows, seed, first_epoch, batch_size)
+    training = partial(
+        _epochs,
+        index=index,
+        samples=split["train"],
+        rows=rows,
+        seed=seed,
+        first_epoch=first_epoch,
+        batch_size=batch_size,
+    )
     evaluated = partial(
         _evaluated, index=index, normal=normal, images=-(-batch_size // current.size)
     )

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from hvdtrain import world
 from hvdtrain.errors import UsageError
-from hvdtrain.keras.agreement import broadcast, fingerprint, gather
+from hvdtrain.keras.ranks import broadcast, fingerprint, gather
 
 if TYPE_CHECKING:
     _Mixed = Any

@@ -4,17 +4,27 @@ Paper A: Abdulkarim et al., "Optimizing Training Time in Deep Learning Models Us
 Computing Techniques", AJEST 5(1), 2026, doi 10.55145/ajest.2026.05.01.009.
 """
 
+import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from hvdtrain import launch
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.index import read_index
-from hvdtrain.errors import DataError, UsageError
+from hvdtrain.errors import (
+    CheckFailed,
+    DataError,
+    HvdtrainError,
+    Interrupted,
+    Preempted,
+    RankError,
+    UsageError,
+)
 from hvdtrain.host import files
+from hvdtrain.options import configfile
 from hvdtrain.study import plots
-from hvdtrain.study.report import number, origin
-from hvdtrain.study.reproduction import Arm, run_all
+from hvdtrain.study.report import markdown_table, number, origin
 from hvdtrain.study.results import Result, read
 from hvdtrain.study.statistics import Estimate, difference, median, ratio
 
@@ -26,6 +36,28 @@ PAPER = {SINGLE: (156.63, 0.6892), MIRRORED: (126.12, 0.6907)}
 CLAIMED = 0.195  # the claimed saving of time
 POINT = 0.01  # a percentage point of accuracy
 SMALL_BATCH, SMALL_STEPS = 2, 500  # such a step computes hardly anything
+# The exit code of a run that stopped selects the error.
+KINDS: dict[int, type[HvdtrainError]] = {
+    kind.exit_code: kind
+    for kind in (CheckFailed, UsageError, DataError, RankError, Preempted, Interrupted)
+}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One side of a comparison.
+
+    Attributes:
+        key: first part of the names of its run folders.
+        name: name in tables and pictures.
+        ranks: number of processes that are started.
+        config: configuration of its runs, without seed and run folder.
+    """
+
+    key: str
+    name: str
+    ranks: int
+    config: TrainConfig
 
 
 def arms(data: str, epochs: int, ranks: int) -> list[Arm]:
@@ -96,6 +128,62 @@ def reproduce(
     return write(folder, {arm.key: arm.name for arm in compared}, results)
 
 
+def run_all(
+    arms: Sequence[Arm], repeats: int, to: Path, say: Callable[[str], object]
+) -> dict[str, list[Path]]:
+    """Train `repeats` runs of each arm, with seeds from 0; return the run folders by arm key.
+
+    The order is random but the same each time, so that slow changes of the machine are spread over
+    all arms. Finished runs are kept; interrupted runs resume.
+
+    Raises:
+        UsageError: if a folder holds a run of other settings.
+        HvdtrainError: the error of a run that failed; the other runs stay.
+    """
+    todo = [(arm, seed) for arm in arms for seed in range(repeats)]
+    random.Random(0).shuffle(todo)
+    folders: dict[str, list[Path]] = {arm.key: [] for arm in arms}
+    for place, (arm, seed) in enumerate(todo, 1):
+        folder = to / "runs" / f"{arm.key}-{seed}"
+        folders[arm.key].append(folder)
+        config = replace(arm.config, seed=seed, run=str(folder))
+        _check_same(folder / "config.yaml", config)
+        if (folder / "summary.json").exists():
+            say(f"run {place} of {len(todo)}: {folder} is finished")
+            continue
+        say(f"run {place} of {len(todo)}: {arm.name}, seed {seed}")
+        _run(config, arm.ranks, to / "configs")
+    return folders
+
+
+def _check_same(path: Path, config: TrainConfig) -> None:
+    """Raise UsageError if the folder holds a run of other settings."""
+    if path.exists():
+        saved = configfile.load(path)
+        changed = configfile.differences(saved, config, configfile.MAY_CHANGE_IN_STUDY)
+        if changed:
+            raise UsageError(
+                f"{path.parent} holds a run of other settings ({'; '.join(changed)}): "
+                "choose another --to"
+            )
+
+
+def _run(config: TrainConfig, ranks: int, folder: Path) -> None:
+    """Train as `hvdtrain train --config` does, with this number of ranks on this machine."""
+    run = Path(config.run or "")
+    path = folder / f"{run.name}.yaml"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{folder} cannot be created: {error.strerror}") from None
+    files.write_text(path, configfile.to_yaml(config), "the configuration", DataError)
+    outcome = launch.supervise(ranks, ["train", "--config", str(path), "--resume", "auto"])
+    if outcome.code == 0:
+        return
+    kind = KINDS.get(outcome.code, RankError)
+    raise kind(f"{run} stopped: fix the cause above, then run the same command again to resume")
+
+
 def write(folder: Path, names: Mapping[str, str], results: Mapping[str, list[Result]]) -> Path:
     """Write the report with its figures into the folder; return the path of `report.md`.
 
@@ -131,31 +219,27 @@ def write(folder: Path, names: Mapping[str, str], results: Mapping[str, list[Res
 
 
 def _table(main: Mapping[str, list[Result]], names: Mapping[str, str]) -> str:
-    heads = [
-        "arm",
-        "ranks x threads",
-        "seconds",
-        "time against single device",
-        "images/s of steps",
-    ]
-    heads += ["test accuracy", "paper: seconds", "paper: accuracy"]
-    rows = [heads, ["---"] * len(heads)]
+    rows = []
     for key, runs in main.items():
         first = runs[0]
         published = PAPER.get(key)
         rows.append(
-            [
-                names[key],
-                f"{first.ranks} x {first.threads}",
-                number(median([run.seconds for run in runs]), ".1f"),
-                number(_time_ratio(main, key), ".3f") if key in BASES else "1",
-                number(median([run.images_per_second for run in runs]), ",.0f"),
-                number(median(_accuracies(runs)), ".4f"),
-                f"{published[0]:.2f}" if published else "-",
-                f"{published[1]:.4f}" if published else "-",
-            ]
+            {
+                "arm": names[key],
+                "ranks x threads": f"{first.ranks} x {first.threads}",
+                "seconds": number(median([run.seconds for run in runs]), ".1f"),
+                "time against single device": (
+                    number(_time_ratio(main, key), ".3f") if key in BASES else "1"
+                ),
+                "images/s of steps": number(
+                    median([run.images_per_second for run in runs]), ",.0f"
+                ),
+                "test accuracy": number(median(_accuracies(runs)), ".4f"),
+                "paper: seconds": f"{published[0]:.2f}" if published else "-",
+                "paper: accuracy": f"{published[1]:.4f}" if published else "-",
+            }
         )
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return markdown_table(rows)
 
 
 def _time_ratio(main: Mapping[str, list[Result]], key: str) -> Estimate:

@@ -10,17 +10,12 @@ import numpy as np
 from matplotlib import pyplot
 from matplotlib.patches import Patch, Rectangle
 
-from hvdtrain.plan.plan import Plan, labels
-
-matplotlib.use("Agg")
-
 from hvdtrain.errors import DataError
 from hvdtrain.host import files
+from hvdtrain.plan.plan import Plan, labels
 from hvdtrain.study.results import Result
 from hvdtrain.study.series import Lost, Series
 from hvdtrain.study.statistics import Estimate
-
-matplotlib.use("Agg")
 
 matplotlib.use("Agg")
 
@@ -268,15 +263,20 @@ def _by_ranks(axes: Any, all_series: Sequence[Series], label: str) -> None:
 
 def _label(series: Series, all_series: Sequence[Series]) -> str:
     """Return the settings in which a series differs from the others."""
-    words = []
-    for name, text in (
-        *(("model", series.model), ("framework", series.framework), ("plan", series.plan)),
-        ("precision", series.precision),
-        *(("scaling", series.scaling), ("batch_size", f"batch {series.batch_size}")),
-    ):
-        if len({getattr(other, name) for other in all_series}) > 1:
-            words.append(text)
-    return ", ".join(words) or "measured"
+    texts = {
+        "model": series.model,
+        "framework": series.framework,
+        "plan": series.plan,
+        "precision": series.precision,
+        "scaling": series.scaling,
+        "batch_size": f"batch {series.batch_size}",
+    }
+    differing = [
+        text
+        for name, text in texts.items()
+        if len({getattr(other, name) for other in all_series}) > 1
+    ]
+    return ", ".join(differing) or "measured"
 
 
 MEANINGS = {

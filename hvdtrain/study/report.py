@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,9 +16,24 @@ from hvdtrain.study.series import Series, Size, arrange
 from hvdtrain.study.statistics import Estimate, Fit, usl_peak
 
 RUN_COLUMNS = (
-    *("model", "plan", "ranks", "threads", "batch_size", "seed", "samples", "seconds"),
-    *("startup_seconds", "train_seconds", "images_per_second", "exposed", "bubble", "data"),
-    *("imbalance", "peak_memory_bytes", "accuracy", "core_hours"),
+    "model",
+    "plan",
+    "ranks",
+    "threads",
+    "batch_size",
+    "seed",
+    "samples",
+    "seconds",
+    "startup_seconds",
+    "train_seconds",
+    "images_per_second",
+    "exposed",
+    "bubble",
+    "data",
+    "imbalance",
+    "peak_memory_bytes",
+    "accuracy",
+    "core_hours",
 )
 
 
@@ -138,53 +153,47 @@ def _section(series: Series, efficiency: float, price: float | None) -> str:
 
 
 def _table(series: Series, price: float | None) -> str:
-    heads = ["ranks", "repeats", "images/s", "speed-up", "efficiency", "over the best serial run"]
     epochs = max(len(run.epochs) for size in series.sizes for run in size.runs)
-    heads += [
-        f"seconds ({epochs} epochs)",
-        "communication",
-        "bubble",
-        "peak memory (MiB)",
-        "accuracy",
-        "core-hours",
-    ]
-    if price is not None:
-        heads.append("cost")
     rows = []
     for size in series.sizes:
         trained = [run.train_seconds for run in size.runs]
-        row = [
-            *(str(size.ranks), str(len(size.runs)), number(size.images_per_second, ",.0f")),
-            *(number(size.speedup, ".2f"), number(size.efficiency, ".2f")),
-            *(number(size.speedup_over_best, ".2f"), number(size.seconds, ",.1f")),
-            _part([run.exposed for run in size.runs], trained),
-            _part([run.bubble for run in size.runs], trained),
-            f"{median([run.peak_memory_bytes for run in size.runs]) / 2**20:,.0f}",
-            _accuracy(size),
-            number(size.core_hours, ".4f"),
-        ]
+        memory = median([run.peak_memory_bytes for run in size.runs])
+        row = {
+            "ranks": str(size.ranks),
+            "repeats": str(len(size.runs)),
+            "images/s": number(size.images_per_second, ",.0f"),
+            "speed-up": number(size.speedup, ".2f"),
+            "efficiency": number(size.efficiency, ".2f"),
+            "over the best serial run": number(size.speedup_over_best, ".2f"),
+            f"seconds ({epochs} epochs)": number(size.seconds, ",.1f"),
+            "communication": _part([run.exposed for run in size.runs], trained),
+            "bubble": _part([run.bubble for run in size.runs], trained),
+            "peak memory (MiB)": f"{memory / 2**20:,.0f}",
+            "accuracy": _accuracy(size),
+            "core-hours": number(size.core_hours, ".4f"),
+        }
         if price is not None:
-            row.append(f"{size.core_hours.value * price:.3g}")
+            row["cost"] = f"{size.core_hours.value * price:.3g}"
         rows.append(row)
-    return _markdown_table(heads, rows)
+    return markdown_table(rows)
 
 
 def _lost_table(series: Series) -> str:
-    heads = ["ranks", "steps (s)", "ideal", "slower computing", "communication", "imbalance"]
-    heads += ["bubble", "data", "start-up (not in steps)"]
-    rows = []
-    for size in series.sizes:
-        lost = size.lost
-        whole = median([run.train_seconds for run in size.runs])
-        values = [lost.computing, lost.communication, lost.imbalance, lost.bubble, lost.data]
-        rows.append(
-            [
-                *(str(size.ranks), f"{whole:,.1f}", f"{lost.ideal:,.1f}"),
-                *(f"{value:+,.1f}" for value in values),
-                f"{lost.startup:,.1f}",
-            ]
-        )
-    return "Why scaling is not linear, in seconds:\n\n" + _markdown_table(heads, rows)
+    rows = [
+        {
+            "ranks": str(size.ranks),
+            "steps (s)": f"{median([run.train_seconds for run in size.runs]):,.1f}",
+            "ideal": f"{size.lost.ideal:,.1f}",
+            "slower computing": f"{size.lost.computing:+,.1f}",
+            "communication": f"{size.lost.communication:+,.1f}",
+            "imbalance": f"{size.lost.imbalance:+,.1f}",
+            "bubble": f"{size.lost.bubble:+,.1f}",
+            "data": f"{size.lost.data:+,.1f}",
+            "start-up (not in steps)": f"{size.lost.startup:,.1f}",
+        }
+        for size in series.sizes
+    ]
+    return "Why scaling is not linear, in seconds:\n\n" + markdown_table(rows)
 
 
 def _worth(series: Series, efficiency: float) -> str:
@@ -228,8 +237,10 @@ def _threads(count: int) -> str:
     return f"{count} thread{'s' if count > 1 else ''}"
 
 
-def _markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [heads, ["---"] * len(heads), *rows]
+def markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
+    """Return a table with a row per mapping, whose keys are the heads of the columns."""
+    heads = list(rows[0])
+    lines = [heads, ["---"] * len(heads), *(list(row.values()) for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

@@ -20,8 +20,14 @@ NOT_SETTINGS = frozenset(
     item.name for item in fields(TrainConfig) if Rule.NOT_COMPARED in item.metadata["rule"]
 )
 UNREADABLE = (
-    *(OSError, ValueError, LookupError, TypeError, AttributeError, UsageError),
-    *(ArithmeticError, RecursionError),
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    UsageError,
+    ArithmeticError,
+    RecursionError,
 )
 
 

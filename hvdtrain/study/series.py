@@ -9,6 +9,7 @@ from typing import Literal
 
 import numpy as np
 
+from hvdtrain.options.planrequest import Pipeline, parse_plan_request
 from hvdtrain.study.results import Result
 from hvdtrain.study.statistics import Estimate, Fit, amdahl, median, ratio, usl
 
@@ -127,13 +128,19 @@ def _by_plan(runs: Iterable[Result]) -> dict[str, list[Result]]:
     """
     groups: dict[str, list[Result]] = defaultdict(list)
     for run in sorted(runs, key=lambda run: run.plan):
-        groups["hp" if run.plan.startswith("hp:") else run.plan].append(run)
+        groups["hp" if _is_hybrid(run.plan) else run.plan].append(run)
     hybrid = groups.get("hp", [])
     if len({(run.ranks, run.plan) for run in hybrid}) > len({run.ranks for run in hybrid}):
         del groups["hp"]
         for run in hybrid:
             groups[run.plan].append(run)
     return groups
+
+
+def _is_hybrid(plan: str) -> bool:
+    """Return whether a plan is `hp:SxR`, with numbers of its own, unlike `mp`."""
+    request = parse_plan_request(plan)
+    return isinstance(request, Pipeline) and request.stages is not None
 
 
 def _all_series(

@@ -8,11 +8,12 @@ import numpy as np
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.augment import crop_flip, cutout
-from hvdtrain.data.histogram import count_values, mean_and_std
-from hvdtrain.data.index import read_index
+from hvdtrain.data.index import Index, read_index
 from hvdtrain.data.order import Range, Rows
-from hvdtrain.data.shards import Batch, Index, Samples, open_split
+from hvdtrain.data.shardfile import Batch
+from hvdtrain.data.shards import Samples, open_split
 from hvdtrain.data.staging import stage, staged_folder
+from hvdtrain.data.writer import count_values, mean_and_std
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host.activity import Activity
 from hvdtrain.world import World

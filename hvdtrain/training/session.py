@@ -11,8 +11,9 @@ import numpy as np
 import psutil
 
 from hvdtrain.config import TrainConfig
+from hvdtrain.data.index import Index
 from hvdtrain.data.order import Rows
-from hvdtrain.data.shards import Index, Samples
+from hvdtrain.data.shards import Samples
 from hvdtrain.host.activity import Activity
 from hvdtrain.plan.plan import Plan
 from hvdtrain.training.feed import Feed, Normalisation

@@ -10,7 +10,8 @@ from hvdtrain import data as packed
 from hvdtrain import keras as distributed
 from hvdtrain.backends.tensorflow.build import cnn
 from hvdtrain.data import order
-from hvdtrain.data.shards import open_split, read_index
+from hvdtrain.data.index import read_index
+from hvdtrain.data.shards import open_split
 from hvdtrain.errors import UsageError
 from hvdtrain.world import World
 

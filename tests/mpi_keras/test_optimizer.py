@@ -11,8 +11,8 @@ import tensorflow as tf
 from hvdtrain import keras as distributed
 from hvdtrain.backends.tensorflow.build import cnn
 from hvdtrain.errors import CheckFailed, UsageError
-from hvdtrain.keras.agreement import check_same
 from hvdtrain.keras.optimizer import is_distributed
+from hvdtrain.keras.ranks import check_same
 from hvdtrain.world import World
 
 CLASSES, SIZE, BATCH = 5, 16, 24

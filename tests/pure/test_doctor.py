@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.doctor import launchers, libraries, machine, precision
+from hvdtrain.doctor import launchers, libraries, machine
 from hvdtrain.doctor.check import Check, is_fit, report_as_json, report_as_text, verdict
-from hvdtrain.doctor.process import Answer, Outcome, failure, run
-from hvdtrain.doctor.protocol import read_facts
+from hvdtrain.doctor.process import Answer, Outcome, failure, read_facts, run
 
 LIBRARY = "/env/lib/libmpi.so.40"
 MPI = {"library": "Open MPI v5.0.11, package: x", "libraries": [LIBRARY], "thread_multiple": True}
@@ -184,17 +183,17 @@ def test_the_faster_precision_is_named_with_its_option(
 ) -> None:
     speedups = {"matrices": matrices, "convolutions": convolutions}
     facts = {"device": "cpu", "threads": 2, "speedups": speedups}
-    check = precision.precision_check(facts, "")
+    check = machine.precision_check(facts, "")
     assert (check.name, check.state, check.cure) == ("precision", "ok", "")
     assert expected in check.text
-    on_gpu = precision.precision_check(facts | {"device": "cuda"}, "")
+    on_gpu = machine.precision_check(facts | {"device": "cuda"}, "")
     assert " on the GPU (bf16: " in on_gpu.text
-    on_one = precision.precision_check(facts | {"threads": 1}, "")
+    on_one = machine.precision_check(facts | {"threads": 1}, "")
     assert " on 1 thread (bf16: " in on_one.text
 
 
 def test_precisions_that_could_not_be_compared_are_a_note_with_the_reason() -> None:
-    check = precision.precision_check(None, "it was killed by SIGILL")
+    check = machine.precision_check(None, "it was killed by SIGILL")
     assert (check.state, is_fit([check])) == ("note", True)
     assert "not compared: it was killed by SIGILL" in check.text
 
@@ -208,7 +207,7 @@ def test_a_speed_up_is_that_of_most_rounds() -> None:
         steps += 1
         now += (1.0 if is_bf16 else 2.0) * (10 if steps % 7 == 0 else 1)
 
-    assert precision._speedup(act, lambda: now) == 2.0
+    assert machine._speedup(act, lambda: now) == 2.0
 
 
 def test_little_shared_memory_or_disk_is_a_note() -> None:

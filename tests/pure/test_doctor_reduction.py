@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from hvdtrain.doctor import reduction
-from hvdtrain.doctor.process import Answer
-from hvdtrain.doctor.protocol import WATCHED_SIZES
+from hvdtrain.doctor.process import WATCHED_SIZES, Answer
 
 # Pieces by rank of real all-reduces of 1024 elements on 4 ranks with Open MPI 5.0.11.
 RING = [

@@ -17,7 +17,7 @@ from hvdtrain.checkpoint import manifest
 from hvdtrain.checkpoint.partfile import Entry
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError, UsageError
-from hvdtrain.jobs import grid, site
+from hvdtrain.jobs import site, sweep
 from hvdtrain.plan import plan as plans
 from hvdtrain.plan import planfile
 from hvdtrain.planner import clusters
@@ -102,8 +102,8 @@ def test_a_file_of_a_study_is_one_or_one_line(
 ) -> None:
     file = folder / "study.yaml"
     file.write_text(yaml.safe_dump(hostile.changed(STUDY, path, to)))
-    loaded = hostile.understood(lambda: grid.load(str(file), "runs"))
-    assert loaded is None or 0 < len(loaded.cells) <= grid.MOST_RUNS
+    loaded = hostile.understood(lambda: sweep.load(str(file), "runs"))
+    assert loaded is None or 0 < len(loaded.cells) <= sweep.MOST_RUNS
 
 
 @pytest.mark.parametrize(

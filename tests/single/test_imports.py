@@ -97,7 +97,7 @@ def test_the_launcher_of_ranks_loads_nothing_slow() -> None:
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert not (SLOW | {"tensorboard", "rich", "psutil"}) & set(done.stdout.split())
+    assert not (SLOW | {"tensorboard", "rich", "psutil", "submitit"}) & set(done.stdout.split())
 
 
 def test_imports_point_one_way() -> None:

@@ -7,7 +7,7 @@ import pytest
 import reference_pages
 import yaml
 
-from hvdtrain.commands import COMMANDS
+from hvdtrain.cli import COMMANDS
 from tests.conftest import ROOT
 
 

@@ -21,8 +21,8 @@ from hvdtrain.backends.pytorch.state import TorchState, check_dtypes
 from hvdtrain.check.verify import Trial, verify
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
+from hvdtrain.data.index import Index, read_index
 from hvdtrain.data.order import Rows
-from hvdtrain.data.shards import Index, read_index
 from hvdtrain.errors import UsageError
 from hvdtrain.host.files import check_target
 from hvdtrain.models.component import Boundary, Component, parameter_count, tensor_shapes

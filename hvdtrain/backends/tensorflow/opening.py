@@ -12,12 +12,12 @@ from hvdtrain.backends.tensorflow.session import KerasFaults, KerasSession, Kera
 from hvdtrain.backends.tensorflow.step import MirroredSteps, Steps, make_strategy
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
-from hvdtrain.data.shards import read_index
+from hvdtrain.data.index import read_index
 from hvdtrain.errors import UsageError
 from hvdtrain.health.failure import patience, stalled
 from hvdtrain.host import quiet
 from hvdtrain.host.activity import Activity
-from hvdtrain.keras.start import (
+from hvdtrain.keras.ranks import (
     before_any_model,
     check_backend,
     start_horovod,

@@ -19,7 +19,7 @@ from hvdtrain.data import order
 from hvdtrain.data.order import Rows
 from hvdtrain.errors import UsageError
 from hvdtrain.health.badstep import Sighting, as_words
-from hvdtrain.keras import agreement
+from hvdtrain.keras import ranks as keras_ranks
 from hvdtrain.keras.optimizer import sums
 from hvdtrain.training.feed import Feed, step_seed
 from hvdtrain.training.session import Faults, Result, Session, Shape, State, StepRecord
@@ -40,7 +40,7 @@ class KerasState(State):
     def agree(self) -> None:
         everywhere = self.world.gather(self.digests())
         if any(digests != everywhere[0] for digests in everywhere):
-            agreement.broadcast(self.model.weights)
+            keras_ranks.broadcast(self.model.weights)
 
     @override
     def start_from(self, path: Path) -> str:
@@ -52,7 +52,7 @@ class KerasState(State):
 
     @override
     def fingerprints(self) -> dict[int, int]:
-        return {0: int(agreement.fingerprint([weight.value for weight in self.model.weights]))}
+        return {0: int(keras_ranks.fingerprint([weight.value for weight in self.model.weights]))}
 
     def _kept(self) -> dict[str, Any]:
         """Return all variables that a checkpoint holds, by their names there."""

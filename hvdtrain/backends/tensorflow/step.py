@@ -11,8 +11,8 @@ from hvdtrain.backends.tensorflow.build import is_undecayed
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
 from hvdtrain.errors import UsageError
-from hvdtrain.keras.agreement import is_float
 from hvdtrain.keras.optimizer import sums
+from hvdtrain.keras.ranks import is_float
 from hvdtrain.world import World
 
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from hvdtrain.errors import UsageError
 from hvdtrain.jobs.options import SBATCH_OPTIONS, JobOptions
-from hvdtrain.jobs.script import parameters
-from hvdtrain.jobs.site import VARIABLE, Site, load
+from hvdtrain.jobs.site import VARIABLE, Site, load, parameters
 from tests.conftest import ROOT
 
 

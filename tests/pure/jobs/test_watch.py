@@ -10,12 +10,19 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import DataError, UsageError
-from hvdtrain.jobs import record, table, watch
+from hvdtrain.jobs import record, watch
 from hvdtrain.jobs.record import Record
 
 RECORD = Record(
-    *("local", socket.gethostname(), "run", ("999999999",), 2, 1),
-    *("logs", 0.0, "0.1.0"),
+    cluster="local",
+    host=socket.gethostname(),
+    name="run",
+    jobs=("999999999",),
+    ranks=2,
+    nodes=1,
+    logs="logs",
+    submitted=0.0,
+    version="0.1.0",
 )
 
 
@@ -25,10 +32,10 @@ def test_a_run_whose_process_is_gone_has_failed_unless_it_has_a_summary(tmp_path
         json.dumps({"event": "step", "step": 7, "epoch": 2, "images_per_second": 10.5})
         + '\n{"event": "epo'
     )
-    (row,) = watch.rows(watch.runs_of([str(tmp_path)]))
+    (row,) = watch.rows(record.runs_of([str(tmp_path)]))
     assert (row.state, row.step, row.epoch, row.images_per_second) == ("FAILED", 7, 2, 10.5)
     (tmp_path / "summary.json").write_text("{}")
-    (row,) = watch.rows(watch.runs_of([str(tmp_path)]))
+    (row,) = watch.rows(record.runs_of([str(tmp_path)]))
     assert row.state == "COMPLETED"
 
 
@@ -44,7 +51,7 @@ def test_the_accuracy_is_that_of_the_last_evaluation(tmp_path: Path) -> None:
         lines = [{"event": "epoch", "step": 1, "epoch": 1, **line} for line in epochs[:last]]
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (tmp_path / "metrics.jsonl").write_text(text)
-        (row,) = watch.rows(watch.runs_of([str(tmp_path)]))
+        (row,) = watch.rows(record.runs_of([str(tmp_path)]))
         accuracies.append(row.accuracy)
     assert accuracies == [None, 0.3, 0.4, 0.4]
 
@@ -53,7 +60,7 @@ def test_a_run_whose_turn_has_not_come_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One process makes all runs of a study without Slurm."""
-    monkeypatch.setattr(watch, "_is_alive", lambda number: number == RECORD.jobs[0])
+    monkeypatch.setattr(record, "_is_alive", lambda number: number == RECORD.jobs[0])
     record.write(tmp_path, replace(RECORD, submitted=1000.0))
     beat = tmp_path / "heartbeats" / "rank-0000.json"
     beat.parent.mkdir()
@@ -62,7 +69,7 @@ def test_a_run_whose_turn_has_not_come_waits(
     for moment, process in ((None, 0), (900, os.getpid()), (1100, os.getpid()), (1200, 2**22 + 1)):
         if moment is not None:
             beat.write_text(json.dumps({"time": moment, "pid": process}))
-        (row,) = watch.rows(watch.runs_of([str(tmp_path)]))
+        (row,) = watch.rows(record.runs_of([str(tmp_path)]))
         states.append(row.state)
     assert states == ["PENDING", "PENDING", "RUNNING", "FAILED"]
 
@@ -74,7 +81,7 @@ def test_a_run_of_another_host_runs_as_long_as_it_gives_signs_of_life(tmp_path: 
     active = []
     for ago in (3, 600):
         beat.write_text(json.dumps({"time": time.time() - ago, "pid": 1}))
-        active.append(watch.active([tmp_path])[tmp_path])
+        active.append(record.active([tmp_path])[tmp_path])
     assert active == [list(RECORD.jobs), []]
 
 
@@ -85,9 +92,9 @@ def test_the_last_words_of_hvdtrain_are_the_note(tmp_path: Path) -> None:
     (logs / f"{RECORD.jobs[0]}_0_log.err").write_text(
         "hvdtrain: disk full\nslurmstepd: error: killed\n"
     )
-    (row,) = watch.rows(watch.runs_of([str(tmp_path)]))
+    (row,) = watch.rows(record.runs_of([str(tmp_path)]))
     assert row.note == "disk full"
-    assert "disk full" in table.as_text([row])
+    assert "disk full" in watch.as_text([row])
 
 
 def test_the_sign_of_life_is_that_of_the_rank_silent_longest(tmp_path: Path) -> None:
@@ -97,7 +104,7 @@ def test_the_sign_of_life_is_that_of_the_rank_silent_longest(tmp_path: Path) -> 
     for rank, ago in enumerate((5, 90)):
         text = json.dumps({"time": time.time() - ago, "pid": 1})
         (beats / f"rank-{rank:04d}.json").write_text(text)
-    (row,) = watch.rows(watch.runs_of([str(tmp_path)]))
+    (row,) = watch.rows(record.runs_of([str(tmp_path)]))
     assert row.heartbeat_seconds == pytest.approx(90, abs=5)
 
 
@@ -106,10 +113,10 @@ def test_a_folder_of_runs_is_looked_into(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         record.write(tmp_path / name, RECORD)
     (tmp_path / "c").mkdir()
-    assert [run.name for run, _ in watch.runs_of([str(tmp_path)])] == ["a", "b"]
+    assert [run.name for run in record.runs_of([str(tmp_path)])] == ["a", "b"]
     for name, problem in (("c", "c holds no run with a job"), ("d", "d is not a folder")):
         with pytest.raises(UsageError, match=f"{problem}: start a job with hvdtrain jobs submit"):
-            watch.runs_of([str(tmp_path / name)])
+            record.runs_of([str(tmp_path / name)])
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"jobs": 3}', "[" * 5000])

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from hvdtrain import cli
-from hvdtrain.commands import COMMANDS
+from hvdtrain.cli import COMMANDS
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
 from hvdtrain.options import helptext

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from hvdtrain.data.cifar import CIFAR10, CIFAR100, EDITIONS, Edition, fetch, pack
 from hvdtrain.data.index import read_index
-from hvdtrain.data.shards import open_split
-from hvdtrain.data.verification import verify
+from hvdtrain.data.shards import open_split, verify
 from hvdtrain.errors import DataError, UsageError
 
 Contents = dict[str, bytes]

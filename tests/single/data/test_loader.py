@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from hvdtrain.data.augment import crop_flip
 from hvdtrain.data.index import read_index
 from hvdtrain.data.loader import Loader
-from hvdtrain.data.shards import Batch, Samples, open_split
+from hvdtrain.data.shardfile import Batch
+from hvdtrain.data.shards import Samples, open_split
 from hvdtrain.errors import DataError, UsageError
 
 Rows = NDArray[np.int64]

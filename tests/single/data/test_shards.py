@@ -11,7 +11,8 @@ import pytest
 from numpy.typing import NDArray
 
 from hvdtrain.data.index import read_index
-from hvdtrain.data.shards import Batch, Samples, open_split
+from hvdtrain.data.shardfile import Batch
+from hvdtrain.data.shards import Samples, open_split
 from hvdtrain.data.synthetic import synth
 from hvdtrain.errors import DataError, UsageError
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.data.index import read_index
-from hvdtrain.data.shards import open_split
-from hvdtrain.data.verification import info, verify
+from hvdtrain.data.shards import info, open_split, verify
 from hvdtrain.data.writer import Source, write
 from hvdtrain.errors import DataError
 

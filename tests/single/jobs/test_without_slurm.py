@@ -13,7 +13,7 @@ import pytest
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
-from hvdtrain.jobs import record, submit, watch
+from hvdtrain.jobs import record, submit
 from hvdtrain.jobs.options import JobOptions
 from hvdtrain.jobs.site import Site
 from hvdtrain.jobs.slurm import Request
@@ -62,7 +62,13 @@ def test_names_that_would_be_replaced_are_refused(
     """All ranks wrote into the same file, or into one that `jobs logs` does not find."""
     run = tmp_path / name
     training = TrainConfig(model="cnn", data=str(small_set), run=str(run))
-    request = Request((training,), JobOptions(cluster=cluster), Site(), run / "logs", "run")
+    request = Request(
+        runs=(training,),
+        job=JobOptions(cluster=cluster),
+        site=Site(),
+        logs=run / "logs",
+        name="run",
+    )
     with pytest.raises(UsageError, match="Slurm and submitit replace") as caught:
         submit.check([request])
     assert len(str(caught.value).splitlines()) == 1
@@ -113,6 +119,6 @@ def test_two_submissions_of_one_run_at_once_make_one_job(small_set: Path, tmp_pa
     assert job_record is not None
     assert job_record.jobs == (number,)
     assert not list(tmp_path.glob(".*"))
-    while watch.active([run])[run]:
+    while record.active([run])[run]:
         time.sleep(0.1)
     assert summary_of(run)["steps"] == 1

@@ -11,7 +11,8 @@ from torch._dynamo.utils import counters
 
 from hvdtrain.backends.pytorch.parts import build_model, check_compiler
 from hvdtrain.config import TrainConfig
-from hvdtrain.data.shards import Batch, read_index
+from hvdtrain.data.index import read_index
+from hvdtrain.data.shardfile import Batch
 from hvdtrain.errors import UsageError
 from hvdtrain.models import components
 from hvdtrain.training.feed import augmentation

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from hvdtrain.commands import common
+from hvdtrain.commands import as_json
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
 from hvdtrain.jobs.options import JobOptions, SlurmOptions
@@ -14,7 +14,6 @@ from hvdtrain.options.parser import select_fields
 def jobs_submit(arguments: Sequence[str], **values: Any) -> int:
     """Submit a run as a job of the cluster."""
     training, job = select_fields(TrainConfig, values).check(), select_fields(JobOptions, values)
-    job.ranks_per_node(training)
     from hvdtrain.jobs.submit import submit
 
     print("\n".join(submit(training, job)))
@@ -23,36 +22,36 @@ def jobs_submit(arguments: Sequence[str], **values: Any) -> int:
 
 def jobs_sweep(arguments: Sequence[str], study: str, to: str, dry_run: bool, **values: Any) -> int:
     """Submit the runs of a study as jobs."""
-    from hvdtrain.jobs import grid, sweep
+    from hvdtrain.jobs import sweep
 
     slurm = select_fields(SlurmOptions, values)
-    for line in sweep.sweep(grid.load(study, to, slurm), to, dry_run):
+    for line in sweep.sweep(sweep.load(study, to, slurm), to, dry_run):
         print(line, flush=True)
     return 0
 
 
 def jobs_status(arguments: Sequence[str], runs: list[str], json: bool) -> int:
     """Print the state of the jobs of runs as a table."""
-    from hvdtrain.jobs import table, watch
+    from hvdtrain.jobs import record, watch
 
-    rows = watch.rows(watch.runs_of(runs or ["runs"]))
-    print(common.as_json([asdict(row) for row in rows]) if json else table.as_text(rows))
+    rows = watch.rows(record.runs_of(runs or ["runs"]))
+    print(as_json([asdict(row) for row in rows]) if json else watch.as_text(rows))
     return 0
 
 
 def jobs_logs(arguments: Sequence[str], run: str, rank: int, follow: bool) -> int:
     """Print the output of a rank of a run's newest job."""
-    from hvdtrain.jobs import logs
+    from hvdtrain.jobs import watch
 
-    logs.show(run, rank, follow)
+    watch.show_logs(run, rank, follow)
     return 0
 
 
 def jobs_cancel(arguments: Sequence[str], runs: list[str]) -> int:
     """Cancel the jobs of runs."""
-    from hvdtrain.jobs import cancel
+    from hvdtrain.jobs import watch
 
-    for line in cancel.cancel(runs):
+    for line in watch.cancel(runs):
         print(line)
     return 0
 
@@ -77,7 +76,8 @@ def reproduce_paper_a(
     """Train the runs of paper A, and write a report of their results."""
     from hvdtrain.study import paper_a
 
-    print(
-        paper_a.reproduce(data, to, epochs, repeats, ranks, lambda line: print(line, flush=True))
-    )
+    def say(line: str) -> None:
+        print(line, flush=True)
+
+    print(paper_a.reproduce(data, to, epochs=epochs, repeats=repeats, ranks=ranks, say=say))
     return 0

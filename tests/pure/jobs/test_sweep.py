@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import UsageError
-from hvdtrain.jobs import grid
-from hvdtrain.jobs.grid import Grid
+from hvdtrain.jobs import sweep
 from hvdtrain.jobs.options import SlurmOptions
+from hvdtrain.jobs.sweep import Study
 
 
-def _load(tmp_path: Path, text: str) -> Grid:
+def _load(tmp_path: Path, text: str) -> Study:
     path = tmp_path / "study.yaml"
     path.write_text(f"model: cnn\ndata: d\n{text}")
-    return grid.load(str(path), "runs")
+    return sweep.load(str(path), "runs")
 
 
 def test_lists_are_combined_and_one_rank_is_the_base_of_all_plans(tmp_path: Path) -> None:
@@ -97,16 +97,16 @@ def test_options_of_sbatch_are_one_list_and_the_command_line_overrides_the_file(
     path.write_text(
         "model: cnn\ndata: d\nmem: 4000\nconstraint: [icelake, milan]\nsbatch: [exclusive, hold]\n"
     )
-    study = grid.load(str(path), "runs", SlurmOptions(mem="8G", sbatch=["mail-type=END"]))
+    study = sweep.load(str(path), "runs", SlurmOptions(mem="8G", sbatch=["mail-type=END"]))
     assert sorted(str(cell.job.constraint) for cell in study.cells) == ["icelake", "milan"]
     for cell in study.cells:
         assert cell.job.mem == "8G"
         assert cell.job.sbatch == ["exclusive", "hold", "mail-type=END"]
-    assert {cell.job.mem for cell in grid.load(str(path), "runs").cells} == {4000}
+    assert {cell.job.mem for cell in sweep.load(str(path), "runs").cells} == {4000}
 
 
 def test_a_study_without_model_or_data_says_so(tmp_path: Path) -> None:
     path = tmp_path / "study.yaml"
     path.write_text("ranks: 2\n")
     with pytest.raises(UsageError, match="model"):
-        grid.load(str(path), "runs")
+        sweep.load(str(path), "runs")
