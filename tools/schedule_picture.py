@@ -24,8 +24,8 @@ KINDS = {
     "I": ("backward, input half", "#f4c08f"),
     "W": ("backward, weight half", "#8fc98f"),
 }
-LEFT, WIDTH, ROW, GAP = 64, 900, 24, 40  # pixels
-HEAD = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}">\n'
+LEFT, WIDTH, ROW, GAP = 64, 560, 24, 40  # pixels
+SIZE = 'width="{width}" viewBox="0 0 {width} {height}"'
 STYLE = "<style>text { font: 13px sans-serif; fill: #222 } .n { text-anchor: middle }</style>\n"
 
 
@@ -73,19 +73,18 @@ def picture() -> str:
         body += timeline(schedule, step, top, WIDTH / longest)
         top += ROW * (1 + max(event["tid"] for event in step)) + GAP
     for number, (name, color) in enumerate(KINDS.values()):
-        x = LEFT + 200 * number
-        body += (
-            box(x, top - 16, 20, color, "") + f'<text x="{x + 28}" y="{top - 1}">{name}</text>\n'
-        )
-    size = {"width": LEFT + WIDTH + 4, "height": top + 16}
-    return HEAD.format(**size) + STYLE + '<rect width="100%" height="100%" fill="white"/>\n' + body
+        x, y = LEFT + 240 * (number % 2), top - 16 + ROW * (number // 2)
+        body += box(x, y, 20, color, "") + f'<text x="{x + 28}" y="{y + 15}">{name}</text>\n'
+    size = SIZE.format(width=LEFT + WIDTH + 4, height=top + 16 + ROW)
+    ground = '<rect width="100%" height="100%" fill="white"/>\n'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n{STYLE}{ground}{body}</svg>\n'
 
 
 def main() -> None:
     """Write the picture to the file that the command line names."""
     if len(sys.argv) != 2:
         sys.exit("usage: python tools/schedule_picture.py FILE")
-    Path(sys.argv[1]).write_text(picture() + "</svg>\n")
+    Path(sys.argv[1]).write_text(picture())
 
 
 if __name__ == "__main__":
