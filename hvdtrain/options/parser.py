@@ -31,9 +31,9 @@ OPTION_ALIASES = {
 }
 # Options of sbatch without a counterpart in hvdtrain.
 SBATCH_ONLY = (
-    "mem-per-cpu mem-per-gpu exclusive gres mail-type mail-user nodelist exclude hint licenses "
-    "reservation begin comment tmp gpus-per-task hold nice priority export ntasks cpus-per-task "
-    "switches contiguous"
+    "mem-per-cpu,mem-per-gpu,exclusive,gres,mail-type,mail-user,nodelist,exclude,hint,licenses,"
+    "reservation,begin,comment,tmp,gpus-per-task,hold,nice,priority,export,ntasks,cpus-per-task,"
+    "switches,contiguous"
 )
 # Formats of values that are more than text or a number.
 VALUE_FORMS = {"--time": timelimit.FORMS, "--mem": timelimit.MEMORY_FORMS}
@@ -286,7 +286,7 @@ def _unknown_option(name: str, options: Iterable[str], command: str) -> str:
     longer = [option for option in options if option.startswith(name)][:3]
     if not longer and OPTION_ALIASES.get(name, "").partition(" ")[0] in options:
         return f"unknown option {name}: use {OPTION_ALIASES[name]}"
-    if "--sbatch" in options and name.removeprefix("--") in SBATCH_ONLY.split():
+    if "--sbatch" in options and name.removeprefix("--") in SBATCH_ONLY.split(","):
         text = name.removeprefix("--")
         return f"unknown option {name}: write --sbatch {text}, or --sbatch {text}=VALUE"
     suggestion = f"; did you mean {' or '.join(longer)}?" if longer else nearest(name, options)
