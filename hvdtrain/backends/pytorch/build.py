@@ -32,20 +32,18 @@ def build_runtime(
     images: Images,
     image_size: int,
     world: World,
-    synchronous: bool = False,
     before: Runtime | None = None,
 ) -> Runtime:
     """Return the runtime of a plan on this rank. Collective.
 
     Args:
-        synchronous: as in `Exchange`.
         before: the runtime of the previous plan, which the new one replaces; it must not be used
             any more.
     """
     device = images.device
     exchange = before.exchange if before else None
     if exchange is None and world.communicator is not None:
-        exchange = Exchange(world.communicator, device, synchronous)
+        exchange = Exchange(world.communicator, device)
     parts = build_parts(config, plan, components, world, exchange, device)
     _make_ready(config, plan, parts, world, device)
     forms = probe_forms(plan, parts, image_size, config, world, device)
