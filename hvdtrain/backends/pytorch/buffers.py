@@ -13,8 +13,8 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
 from hvdtrain.models.component import Component, build_component
 from hvdtrain.parallel.boundary import Form
+from hvdtrain.parallel.reduce import bytes_of
 from hvdtrain.parallel.stage import DTYPES, Part, StageModel
-from hvdtrain.parallel.states import bytes_of
 from hvdtrain.plan.plan import Plan
 from hvdtrain.world import World
 

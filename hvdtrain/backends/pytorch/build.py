@@ -15,11 +15,10 @@ from hvdtrain.host.activity import Activity
 from hvdtrain.models.component import Component
 from hvdtrain.options.planrequest import ADAPTIVE
 from hvdtrain.parallel.boundary import Boundaries
-from hvdtrain.parallel.clock import ComponentClock
 from hvdtrain.parallel.dropout import Draws, follow_samples
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.runtime import Observer, Runtime, Settings
-from hvdtrain.parallel.stage import Images, Part
+from hvdtrain.parallel.stage import ComponentClock, Images, Part
 from hvdtrain.parallel.step import UpdateRule
 from hvdtrain.plan.plan import Plan
 from hvdtrain.world import World, notes
