@@ -20,7 +20,7 @@ from pathlib import Path
 import common
 import numpy as np
 
-from hvdtrain import checkpoint, models
+from hvdtrain import models
 from hvdtrain.checkpoint import store
 from hvdtrain.models.component import tensor_shapes
 
@@ -84,7 +84,7 @@ def _disk(rounds: int, folder: Path) -> None:
         store.commit(folder, "step-00000001", [0], {"step": 1, "position": 1}, {})
 
     def load() -> None:
-        checkpoint.load(folder / "step-00000001")
+        store.load(folder / "step-00000001")
 
     sides: list[tuple[str, Callable[[], object], Path | None]] = [
         ("plain write", write, None),

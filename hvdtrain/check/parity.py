@@ -1,10 +1,22 @@
-"""Deviation of steps under a plan from serial steps, and its tolerances."""
+"""Deviation of steps under a plan from serial steps, which torch's own optimizers update."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.backends.pytorch.parts import build_model, set_learning_rate
 from hvdtrain.config import TrainConfig
+from hvdtrain.models.component import Component
+from hvdtrain.options import decay
+from hvdtrain.parallel.dropout import Draws, follow_samples
+from hvdtrain.parallel.reference import Reference, Rules, difference, largest_errors
+from hvdtrain.parallel.stage import Images, StageModel
+from hvdtrain.plan.plan import Plan
+from hvdtrain.training.feed import step_seed
 
 # DESIGN's bounds. Kernels get the same rows on both sides, so that bf16 values are rounded alike.
 # Replicas with synchronised batch norm get other rows, and their sums are split differently.
@@ -12,29 +24,33 @@ TOLERANCES = {"fp64": 1e-12, "fp32": 1e-4, "bf16": 1e-3}
 SYNCHRONISED_BF16 = 0.1
 LOOSER = {("fp64", "resnet50"): 1e-11}
 UPDATES = {"fp64": 1e-12, "fp32": 1e-4, "bf16": 1e-4}  # weights are fp32 under bf16
+ROUNDINGS = 4  # rounding errors of a weight that an update may contain
+# Rounding errors of the largest gradient of a layer that its other gradients may contain. A bias
+# before a batch norm has a gradient of zero, and what is computed for it is rounding errors.
+GRADIENT_ROUNDINGS = 16
 
 
-@dataclass(frozen=True)
+@dataclass
 class Parity:
     """Largest relative errors of steps under a plan against serial steps, by the design's measure.
 
     Attributes:
+        tolerance: bound on all errors but those of updates, at this precision.
+        update_tolerance: bound on the errors of updates.
         parameters: error of each parameter's gradient.
         updates: error of the change of each parameter, computed from the ranks' gradients.
         buffers: error of each running statistic and other buffer.
         loss: error of the loss.
-        tolerance: bound on all errors but those of updates, at this precision.
-        update_tolerance: bound on the errors of updates.
         steps: number of compared steps.
     """
 
-    parameters: dict[str, float]
-    updates: dict[str, float]
-    buffers: dict[str, float]
-    loss: float
     tolerance: float
     update_tolerance: float
-    steps: int
+    parameters: dict[str, float] = field(default_factory=dict)
+    updates: dict[str, float] = field(default_factory=dict)
+    buffers: dict[str, float] = field(default_factory=dict)
+    loss: float = 0.0
+    steps: int = 0
 
     @property
     def statistics(self) -> float:
@@ -91,3 +107,165 @@ def tolerances(config: TrainConfig) -> tuple[float, float]:
     if precision == "bf16" and config.batch_norm == "sync":
         return SYNCHRONISED_BF16, UPDATES[precision]
     return LOOSER.get((precision, config.model), TOLERANCES[precision]), UPDATES[precision]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A global batch: one rank's part of it, and on rank 0 all samples.
+
+    Attributes:
+        position: of its first sample in training.
+        local: this rank's images, uint8 [n, H, W, C], and labels, int64 [m], as in a `Step`.
+        whole: all images, uint8 [size, H, W, C], and labels, int64 [size]; on rank 0.
+        rate: the learning rate.
+    """
+
+    size: int
+    position: int
+    local: tuple[np.ndarray, np.ndarray]
+    whole: tuple[np.ndarray, np.ndarray] | None
+    rate: float
+
+
+@dataclass(frozen=True)
+class Done:
+    """The results of one step of all ranks.
+
+    Attributes:
+        loss: the mean over the samples.
+        gradients: by name, as the optimizers received them.
+        tensors: parameters and buffers after the step, by name.
+    """
+
+    loss: float
+    gradients: dict[str, Tensor]
+    tensors: dict[str, Tensor]
+
+
+class SerialRun:
+    """Rank 0's serial steps.
+
+    Attributes:
+        parity: the largest errors so far.
+    """
+
+    def __init__(
+        self, config: TrainConfig, components: Sequence[Component], plan: Plan, images: Images
+    ) -> None:
+        by_name, draws = {part.name: part for part in components}, Draws()
+
+        def build(names: Sequence[str]) -> StageModel:
+            model = build_model([by_name[name] for name in names], config, images.device)
+            for name in names if not config.compile else ():
+                follow_samples(name, model.components[name], draws)
+            return model
+
+        rules = Rules(
+            config.batch_norm == "sync",
+            config.precision == "bf16",
+            config.label_smoothing,
+            config.clip_norm,
+        )
+        self.config, self.images = config, images
+        self.reference = Reference(plan, build, rules, draws)
+        undecayed = self.reference.undecayed(decay.parse(config.no_decay))
+        self.optimizer = plain_optimizer(config, self.reference.parameters, undecayed)
+        self.parity = Parity(*tolerances(config))
+
+    def compare(self, batch: Batch, done: Done, before: Mapping[str, Tensor]) -> None:
+        """Do the same step serially, from the weights before it, and note the largest errors."""
+        assert batch.whole is not None
+        images, labels = batch.whole
+        self.reference.put(before)
+        self.reference.draws.seed = step_seed(self.config.seed, batch.position, None)
+        torch.manual_seed(step_seed(self.config.seed, batch.position, 0))
+        serial = self.reference.step(
+            self.images(images), torch.from_numpy(labels).to(self.images.device)
+        )
+        parity = self.parity
+        parity.steps += 1
+        parity.loss = max(parity.loss, _relative(done.loss, serial.loss))
+        # If an optimizer was not called, its gradients are missing: the updates will differ.
+        gradients = {
+            name: done.gradients.get(name, gradient) for name, gradient in serial.gradients.items()
+        }
+        _keep(parity.parameters, gradient_errors(gradients, serial.gradients))
+        for name, value in serial.buffers.items():
+            _keep(parity.buffers, largest_errors(done.tensors, {name: value}))
+        _keep(parity.updates, self._update_errors(batch.rate, gradients, done.tensors, before))
+
+    def _update_errors(
+        self,
+        rate: float,
+        gradients: Mapping[str, Tensor],
+        after: Mapping[str, Tensor],
+        before: Mapping[str, Tensor],
+    ) -> dict[str, float]:
+        """Return the errors of the ranks' updates, against torch's with the same gradients."""
+        set_learning_rate(self.optimizer, rate)
+        parameters = self.reference.parameters
+        for name, parameter in parameters.items():
+            parameter.grad = gradients[name].to(parameter)
+        self.optimizer.step()
+        expected, actual = {}, {}
+        for name, parameter in parameters.items():
+            parameter.grad = None
+            expected[name] = difference(parameter.detach(), before[name])
+            error = difference(after[name], parameter.detach())
+            rounding = ROUNDINGS * torch.finfo(parameter.dtype).eps * before[name].abs()
+            actual[name] = expected[name] + _beyond(error, rounding)
+        return largest_errors(actual, expected)
+
+
+def plain_optimizer(
+    config: TrainConfig, parameters: Mapping[str, nn.Parameter], undecayed: Collection[str] = ()
+) -> torch.optim.Optimizer:
+    """Return the optimizer of a run as torch's plain loop over tensors."""
+    groups = [
+        {"params": [value], "weight_decay": 0.0 if name in undecayed else config.weight_decay}
+        for name, value in parameters.items()
+    ]
+    lr = config.learning_rate()
+    if config.optimizer == "sgd":
+        nesterov = config.momentum > 0
+        return torch.optim.SGD(groups, lr, config.momentum, nesterov=nesterov, foreach=False)
+    adam = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
+    return adam(groups, lr=lr, foreach=False)
+
+
+def gradient_errors(
+    measured: Mapping[str, Tensor], reference: Mapping[str, Tensor]
+) -> dict[str, float]:
+    """Return the error of each gradient, by name: `largest_errors` beyond rounding errors.
+
+    A sum of terms that cancel has rounding errors of the size of the terms. Their size is that of
+    the largest gradient of the same layer, which is computed from the same terms.
+    """
+    rounding: dict[str, float] = {}
+    for name, value in reference.items():
+        layer = name.rpartition(".")[0]
+        size = float(value.abs().max()) * torch.finfo(value.dtype).eps if value.numel() else 0.0
+        rounding[layer] = max(rounding.get(layer, 0.0), GRADIENT_ROUNDINGS * size)
+    actual, expected = {}, {}
+    for name, value in reference.items():
+        actual[name] = other = measured[name]
+        expected[name] = value.cpu().double()
+        if other.shape == value.shape:
+            error = difference(other, value)
+            actual[name] = expected[name] + _beyond(error, rounding[name.rpartition(".")[0]])
+    return largest_errors(actual, expected)
+
+
+def _beyond(error: Tensor, rounding: Tensor | float) -> Tensor:
+    """Return what of an error is more than a rounding error."""
+    return error.sign() * (error.abs() - rounding).clamp(min=0)
+
+
+def _keep(largest: dict[str, float], errors: Mapping[str, float]) -> None:
+    for name, error in errors.items():
+        largest[name] = max(largest.get(name, 0.0), error)
+
+
+def _relative(value: float, reference: float) -> float:
+    error = abs(value - reference) / max(abs(reference), 1e-30)
+    return error if error == error else float("inf")  # NaN does not match

@@ -16,8 +16,7 @@ from hvdtrain.backends.pytorch.batches import check_sizes, input_boundaries
 from hvdtrain.backends.pytorch.build import build_runtime
 from hvdtrain.backends.pytorch.parts import set_learning_rate
 from hvdtrain.backends.pytorch.state import agree_on_weights, gather_tensors
-from hvdtrain.check.parity import Parity
-from hvdtrain.check.serial import Batch, Done, SerialRun
+from hvdtrain.check.parity import Batch, Done, Parity, SerialRun
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
 from hvdtrain.models.component import Component
@@ -41,8 +40,6 @@ def check_plan(
     image_size: int,
     classes: int,
     world: World,
-    device: torch.device | str = "cpu",
-    synchronous: bool = False,
     sizes: Sequence[int] | None = None,
 ) -> Parity:
     """Compare steps under a plan with serial steps on rank 0 from the same weights. Collective.
@@ -50,17 +47,16 @@ def check_plan(
     Both get the same batches of random images, from the seed of the configuration.
 
     Args:
-        synchronous: as in `Exchange`.
         sizes: batch sizes; by default a whole batch, one of about two thirds (in place of the
             last one of an epoch) if the model can take it, and another whole one.
     """
-    images, size = Images(MEAN, STD, torch.device(device), config.precision), config.batch_size
+    images, size = Images(MEAN, STD, torch.device("cpu"), config.precision), config.batch_size
     batches = []
     for number, count in enumerate(sizes or _sizes(config, components, plan, image_size, classes)):
         whole = random_batch(count, image_size, classes, config.seed + number)
-        own = local_batch(plan, cut(plan, count), world.rank, *whole)
-        batches.append(Batch(count, number * size, own, whole, config.learning_rate()))
-    return compare(config, components, plan, batches, images, world, synchronous)
+        local = local_batch(plan, cut(plan, count), world.rank, *whole)
+        batches.append(Batch(count, number * size, local, whole, config.learning_rate()))
+    return compare(config, components, plan, batches, images, world)
 
 
 def _sizes(
@@ -87,7 +83,6 @@ def compare(
     batches: Sequence[Batch],
     images: Images,
     world: World,
-    synchronous: bool = False,
 ) -> Parity:
     """Compare steps under a plan on these batches with serial steps. Collective.
 
@@ -96,14 +91,10 @@ def compare(
     config = replace(config, trace=None)
     if config.gradient_limit is not None:  # keeps the code path of the limit, but no step is bad
         config = replace(config, gradient_limit=sys.float_info.max)
-    image_size = batches[0].own[0].shape[1]
+    image_size = batches[0].local[0].shape[1]
     with torch.random.fork_rng():
-        ranks = _Ranks(
-            build_runtime(config, plan, components, images, image_size, world, synchronous),
-            plan,
-            world,
-            config.seed,
-        )
+        runtime = build_runtime(config, plan, components, images, image_size, world)
+        ranks = _Ranks(runtime, plan, world, config.seed)
         serial = SerialRun(config, components, plan, images) if world.rank == 0 else None
         try:
             before = ranks.tensors()
@@ -114,8 +105,8 @@ def compare(
                 world.barrier()  # the watchdog would count a wait within a step, but not this
                 before = done.tensors
         finally:
-            ranks.runtime.observer.close()
-    parity: Parity = world.broadcast(serial.parity() if serial is not None else None)
+            runtime.observer.close()
+    parity: Parity = world.broadcast(serial.parity if serial is not None else None)
     return parity
 
 
@@ -153,7 +144,7 @@ class _Ranks:
         torch.manual_seed(step_seed(self.seed, batch.position, self.world.rank))
         self.runtime.settings.draws.seed = step_seed(self.seed, batch.position, None)
         program = program_of(self.plan, batch.size, self.world.rank, True)
-        step = self.runtime.train(Step(program, *batch.own))
+        step = self.runtime.train(Step(program, *batch.local))
         losses = self.world.gather(0.0 if step.loss_sum is None else float(step.loss_sum))
         return Done(sum(losses) / batch.size, self._gradients(), self.tensors())
 
@@ -169,10 +160,8 @@ class _Ranks:
 
     def _gradients(self) -> dict[str, Tensor]:
         """Return the gradients that all optimizers used, on rank 0; NaN where replicas differ."""
-        differing, gradients = (
-            self._differing(self.optimizer_gradients),
-            dict(self.optimizer_gradients),
-        )
+        differing = self._differing(self.optimizer_gradients)
+        gradients = dict(self.optimizer_gradients)
         firsts = {stage.ranks[0] for stage in self.plan.stages} - {0}
         if self.world.rank in firsts and self.world.communicator is not None:
             self.world.communicator.send(self.optimizer_gradients, 0, GRADIENTS_TAG)

@@ -3,9 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hvdtrain.check.parity import Parity
+from hvdtrain.check.parity import Batch, Parity
 from hvdtrain.check.plan import compare
-from hvdtrain.check.serial import Batch
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
 from hvdtrain.data.index import Index
@@ -63,9 +62,11 @@ class Trial:
         local = feeder.gather((take_rows(rows, first), take_rows(rows, last)))
         whole = feeder.gather((rows, rows)) if self.world.rank == 0 else None
         return Batch(
-            *(len(rows), start, (local.images, local.labels)),
-            (whole.images, whole.labels) if whole else None,
-            learning_rate(config, len(self.rows), start),
+            size=len(rows),
+            position=start,
+            local=(local.images, local.labels),
+            whole=(whole.images, whole.labels) if whole else None,
+            rate=learning_rate(config, len(self.rows), start),
         )
 
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Literal
 
-from hvdtrain import checkpoint
 from hvdtrain.backends.pytorch.state import to_tensor
+from hvdtrain.checkpoint import store
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host.files import check_target
 from hvdtrain.models import weights
@@ -35,11 +35,11 @@ def export(run: str, file: str, which: Literal["best", "last"] = "best") -> Path
             "which are safetensors files with Keras's names"
         )
     checkpoints = folder / "checkpoints"
-    best = checkpoint.best(checkpoints) if which == "best" else None
+    best = store.best(checkpoints) if which == "best" else None
     if best is not None:
-        saved, path = checkpoint.load(best), best
+        saved, path = store.load(best), best
     else:
-        newest, newest_path, skipped = checkpoint.load_newest(checkpoints)
+        newest, newest_path, skipped = store.load_newest(checkpoints)
         if newest is None or newest_path is None:
             raise DataError(
                 skipped[0] if skipped else f"{run} holds no checkpoint yet: train it on"

@@ -11,10 +11,18 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hvdtrain.checkpoint import copies, partfile, store
-from hvdtrain.checkpoint import manifest as manifests
-from hvdtrain.checkpoint.manifest import Manifest
-from hvdtrain.checkpoint.partfile import PAUSES, Damaged, Unreadable
+from hvdtrain.checkpoint import replication, store
+from hvdtrain.checkpoint.format import (
+    PAUSES,
+    Damaged,
+    Manifest,
+    Unreadable,
+    patiently,
+    read_manifest,
+    read_shapes,
+    read_tensors,
+    verify,
+)
 from hvdtrain.checkpoint.store import MODEL
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.health.failure import START_FACTOR
@@ -62,7 +70,7 @@ def restore(session: Session, run: RunFolder, console: Console) -> dict[str, Any
 def _restore(session: Session, run: RunFolder, console: Console) -> dict[str, Any] | None:
     world, folder = session.world, run.checkpoints.resolve()
     directory = session.config.replicate
-    home = copies.home(directory, run.path, world.rank) if directory else None
+    home = replication.home_of(directory, run.path, world.rank) if directory else None
     faulty: list[tuple[Path, DataError]] = []
     for path in _candidates(folder, home, session):
         outcome = fault = _verify(path, session)
@@ -109,7 +117,7 @@ def _gather(session: Session, value: Value) -> list[Value]:
 def _candidates(folder: Path, home: Path | None, session: Session) -> list[Path]:
     """Return all checkpoints that exist at least in part, the newest first. Collective."""
     local = [path.name for path in store.stored(folder)]
-    everywhere = _gather(session, [*local, *(copies.names(home) if home else [])])
+    everywhere = _gather(session, [*local, *(replication.copied(home) if home else [])])
     names = {name for rank_names in everywhere for name in rank_names}
     return [folder / name for name in sorted(names, key=store.step_of, reverse=True)]
 
@@ -118,7 +126,7 @@ def _repair(path: Path, home: Path, session: Session) -> _Verified | DataError:
     """Repair a checkpoint from the ranks' copies; return it, or what is still wrong with it."""
     fault = None
     try:
-        copies.repair(path, home)
+        replication.repair(path, home)
     except DataError as error:
         fault = error
     return _worst(_gather(session, fault)) or _verify(path, session)
@@ -140,9 +148,9 @@ def _verify(path: Path, session: Session) -> _Verified | DataError:
         _wait_for(path)
         for entry in manifest.parts[world.rank :: world.size]:
             with session.activity.doing("reading a checkpoint", START_FACTOR):
-                partfile.patiently(partial(partfile.verify, path, entry))
-                shapes_of = partial(partfile.shapes, path / entry.name)
-                own_shapes[entry.name] = partfile.patiently(shapes_of)
+                patiently(partial(verify, path, entry))
+                shapes_of = partial(read_shapes, path / entry.name)
+                own_shapes[entry.name] = patiently(shapes_of)
     except DataError as error:
         fault = error
     results = _gather(session, (fault, own_shapes))
@@ -178,7 +186,7 @@ def _wait_for(path: Path) -> None:
 
 def _manifest(path: Path) -> Manifest | DataError:
     try:
-        manifest = partfile.patiently(partial(manifests.read, path))
+        manifest = patiently(partial(read_manifest, path))
         try:
             Progress.of(manifest.progress)
         except DataError as error:
@@ -232,7 +240,7 @@ def _put(session: Session, checkpoint: _Verified) -> None:
 
 
 def _read(path: Path, names: Collection[str]) -> dict[str, np.ndarray]:
-    return partfile.patiently(partial(partfile.read, path, names))
+    return patiently(partial(read_tensors, path, names))
 
 
 def _difference(checkpoint: Mapping[str, Shape], model: Mapping[str, Shape]) -> str:

@@ -5,6 +5,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,20 @@ from hvdtrain.host.activity import Activity
 
 # The kernel's nice value: the writing thread yields to threads that compute.
 NICE = 10
+
+
+@dataclass
+class _Open:
+    """A checkpoint that was started, and whose outcome is not known to all ranks.
+
+    Attributes:
+        settle: called once all files are written.
+        pending: whether its files are being written, or are written and not yet committed.
+    """
+
+    name: str
+    settle: Callable[[], object]
+    pending: bool = True
 
 
 class Saver:
@@ -30,11 +45,19 @@ class Saver:
 
     def __init__(self, folder: Path, rank: int, token: str, activity: Activity) -> None:
         self.folder, self.rank, self.token, self.activity = folder, rank, token, activity
-        self.pending = self.is_open = False
-        self.name = ""
-        self._settle: Callable[[], object]
+        self._open: _Open | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether a checkpoint was started whose outcome is not known to all ranks."""
+        return self._open is not None
+
+    @property
+    def pending(self) -> bool:
+        """Return whether the open checkpoint is not yet being committed."""
+        return self._open is not None and self._open.pending
 
     @property
     def written(self) -> bool:
@@ -64,26 +87,27 @@ class Saver:
         assert not self.is_open, "one checkpoint at a time"
         self.join()
         copies = copy()
-        self.name, self._settle = name, settle
-        self.pending = self.is_open = True
-        self._error = error
+        self._open, self._error = _Open(name, settle), error
         if error is not None:
             return
-        self._start(lambda: store.write_part(self.folder, name, self.rank, copies, self.token))
+        self._start(
+            name, lambda: store.write_part(self.folder, name, self.rank, copies, self.token)
+        )
 
     def settle(self) -> None:
         """Do the rest in the thread, now that all ranks have written their files."""
+        assert self._open is not None, "no checkpoint is open"
         self.join()
-        self.pending = False
-        self._start(self._settle)
+        self._open.pending = False
+        self._start(self._open.name, self._open.settle)
 
     def end(self) -> None:
         """Close the checkpoint, whose outcome all ranks know; remove the files of a failed one."""
+        assert self._open is not None, "no checkpoint is open"
         self.join()
-        if self.pending or self.failed:
-            store.discard(self.folder, self.name, self.rank, self.token)
-        self.pending = self.is_open = False
-        self._error = None
+        if self._open.pending or self.failed:
+            store.discard(self.folder, self._open.name, self.rank, self.token)
+        self._open = self._error = None
 
     @property
     def fault(self) -> str:
@@ -111,13 +135,13 @@ class Saver:
             error, self._error = self._error, None
             raise error
 
-    def _start(self, work: Callable[[], object]) -> None:
+    def _start(self, name: str, work: Callable[[], object]) -> None:
         def run() -> None:
             if sys.platform == "linux":  # on other systems threads have no separate priority
                 with suppress(OSError):
                     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
             try:
-                with self.activity.doing(f"writing {self.name}", SAVE_FACTOR):
+                with self.activity.doing(f"writing {name}", SAVE_FACTOR):
                     work()
             except BaseException as error:  # raised again in the main thread
                 self._error = error

@@ -19,10 +19,17 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hvdtrain.checkpoint import manifest as manifests
-from hvdtrain.checkpoint import partfile
-from hvdtrain.checkpoint.manifest import MANIFEST, Manifest
-from hvdtrain.checkpoint.partfile import Entry
+from hvdtrain.checkpoint.format import (
+    MANIFEST,
+    Entry,
+    Manifest,
+    part_name,
+    patiently,
+    read_manifest,
+    read_tensors,
+    verify,
+    write_tensors,
+)
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host import files
 from hvdtrain.host.ownership import Owner
@@ -54,7 +61,7 @@ class Checkpoint:
 
 def write_part(
     folder: Path, name: str, rank: int, tensors: dict[str, np.ndarray], token: str = ""
-) -> Entry:
+) -> None:
     """Write a rank's file of the checkpoint `name`, and a receipt beside it.
 
     Args:
@@ -64,17 +71,16 @@ def write_part(
         DataError: if it cannot be written.
     """
     temporary = _unfinished(folder, name, token)
-    part = temporary / manifests.part_name(rank)
+    part = temporary / part_name(rank)
     try:
         temporary.mkdir(exist_ok=True)
-        entry = partfile.write(part, tensors)
+        entry = write_tensors(part, tensors)
         receipt = json.dumps(asdict(entry)).encode()
         files.write_whole(_receipt(temporary, rank), lambda file: file.write(receipt))
     except OSError as error:
         with suppress(OSError):
             part.unlink()  # the disk may be full, and other ranks may still be writing
         raise _not_written(folder / name, error) from None
-    return entry
 
 
 def commit(
@@ -121,7 +127,7 @@ def _complete(
     """Read every file back, and write the manifest to the disk in place of the receipts."""
     parts = tuple(_read_receipt(_receipt(temporary, rank)) for rank in writers)
     for part in parts:
-        partfile.patiently(partial(partfile.verify, temporary, part))
+        patiently(partial(verify, temporary, part))
     text = Manifest(parts, progress, configuration).to_json()
     files.write_whole(temporary / MANIFEST, lambda file: file.write(text.encode()))
     for rank in writers:
@@ -143,7 +149,7 @@ def _give_name(temporary: Path, final: Path) -> None:
 def discard(folder: Path, name: str, rank: int, token: str) -> None:
     """Remove a rank's files of a checkpoint that failed; those of other ranks remain."""
     temporary = _unfinished(folder, name, token)
-    for path in (temporary / manifests.part_name(rank), _receipt(temporary, rank)):
+    for path in (temporary / part_name(rank), _receipt(temporary, rank)):
         with suppress(OSError):
             path.unlink()
     with suppress(OSError):  # only the last rank finds the folder empty
@@ -264,11 +270,11 @@ def load(path: Path) -> Checkpoint:
     Raises:
         DataError: if a file is missing, differs from its hash, or has the wrong content.
     """
-    manifest = manifests.read(path)
+    manifest = read_manifest(path)
     held: dict[str, np.ndarray] = {}
     for entry in manifest.parts:
-        partfile.verify(path, entry)
-        part = partfile.read(path / entry.name)
+        verify(path, entry)
+        part = read_tensors(path / entry.name)
         if part.keys() & held.keys():
             raise DataError(f"{path} contains a tensor twice")
         held |= part

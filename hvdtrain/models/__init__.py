@@ -56,15 +56,13 @@ def components(
     for what, value in (("classes", classes), ("image size", image_size)):
         if value < 1:
             raise UsageError(f"{what} {value} is not valid: it must be at least 1")
-    from hvdtrain.models import find, load
+    from hvdtrain.models import find
+    from hvdtrain.models.component import as_components
 
+    function = find.find_function(REGISTRY.get(model, model))
+    patch = find.patch_argument(model, function, patch_size)
     if model in REGISTRY:
-        function = find.find_function(REGISTRY[model])
-        returned = function(
-            classes, image_size, **find.patch_argument(model, function, patch_size)
-        )
+        returned = function(classes, image_size, **patch)
     else:
-        function = find.find_function(model)
-        patch = find.patch_argument(model, function, patch_size)
         returned = find.call(model, function, classes, image_size, patch)
-    return load.as_components(model, returned)
+    return as_components(model, returned)

@@ -68,8 +68,7 @@ class SynchronisedBatchNorm(_BatchNorm):
         if self.track_running_stats:
             self._track(moments)
         normalised: Tensor = _Normalise.apply(
-            *(input, self.weight, self.bias, moments.mean, moments.variance),
-            *(moments.count, self.eps, self.all_gather),
+            input, self.weight, self.bias, moments, self.eps, self.all_gather
         )
         return normalised
 
@@ -196,14 +195,13 @@ class _Normalise(torch.autograd.Function):
         input: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        mean: Tensor,
-        variance: Tensor,
-        count: float,
+        moments: Moments,
         eps: float,
         all_gather: AllGather,
     ) -> Tensor:
+        mean, variance = moments.mean, moments.variance
         ctx.save_for_backward(input, weight, mean, variance)
-        ctx.constants = count, eps, all_gather
+        ctx.constants = moments.count, eps, all_gather
         return functional.batch_norm(input, mean, variance, weight, bias, eps=eps)
 
     @staticmethod
@@ -228,7 +226,7 @@ class _Normalise(torch.autograd.Function):
             of_input,
             of_weight if ctx.needs_input_grad[1] else None,
             of_bias if ctx.needs_input_grad[2] else None,
-            *(None,) * 5,
+            *(None,) * 3,
         )
 
 

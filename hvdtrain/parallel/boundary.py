@@ -133,11 +133,6 @@ class Boundaries:
             for _, buffer in self._in_use.get(key, ())
         )
 
-    def clear(self) -> None:
-        """Free all buffers: a plan with other boundaries needs others."""
-        assert not self._posted and not self._in_use, "a step left buffers in use"
-        self._pool.clear()
-
     def _form(self, task: Task) -> Form:
         return self.forms[boundary(task.action.stage, task.action.kind)]
 

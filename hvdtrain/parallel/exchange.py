@@ -93,8 +93,8 @@ class Exchange:
         ]
         return Receipt(requests, sent_at, sender, host, rows)
 
-    def wait(self, receipts: Sequence[Receipt]) -> WaitTime:
-        """Wait until all messages have arrived; return the time, split by cause."""
+    def wait(self, receipts: Sequence[Receipt]) -> None:
+        """Wait until all messages have arrived; add the time to `waited`, split by cause."""
         start = time.perf_counter()
         self._wait_all([request for receipt in receipts for request in receipt.requests])
         for receipt in receipts:
@@ -105,21 +105,17 @@ class Exchange:
             float(receipt.sent_at[0]) + self._clock_offsets[receipt.sender] for receipt in receipts
         )
         bubble = min(max(0.0, sent - start), end - start)
-        waited = WaitTime(bubble, end - start - bubble)
-        self.waited.bubble += waited.bubble
-        self.waited.transfer += waited.transfer
-        return waited
+        self.waited.bubble += bubble
+        self.waited.transfer += end - start - bubble
 
-    def flush(self) -> float:
-        """Wait until all sends are complete; return the seconds that it took."""
+    def flush(self) -> None:
+        """Wait until all sends are complete."""
         if not self._sending:
-            return 0.0
+            return
         start = time.perf_counter()
         self._wait_all([request for request, _ in self._sending])
         self._sending.clear()
-        seconds = time.perf_counter() - start
-        self.waited.transfer += seconds
-        return seconds
+        self.waited.transfer += time.perf_counter() - start
 
     def all_gather_among(self, ranks: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
         """Return a blocking all-gather among `ranks`: [k] to [len(ranks), k], in their order.

@@ -73,7 +73,7 @@ class Reference:
     ) -> None:
         self.plan, self.rules, self.draws = plan, rules, draws or Draws()
         self.stages = [
-            _SerialStage(*(build, stage.components, len(stage.ranks), rules), self.draws)
+            _SerialStage(build, stage.components, len(stage.ranks), rules, self.draws)
             for stage in plan.stages
         ]
 
@@ -116,7 +116,8 @@ class Reference:
                 activations = stage.forward(activations, ranges, start)
             logits = activations if activations.dtype == torch.float64 else activations.float()
             loss = functional.cross_entropy(
-                *(logits, labels[start:stop]),
+                logits,
+                labels[start:stop],
                 reduction="sum",
                 label_smoothing=rules.label_smoothing,
             )

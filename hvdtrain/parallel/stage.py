@@ -1,7 +1,13 @@
-"""The model of a stage on one rank, and the conversion of images to its input."""
+"""The model of a stage on one rank, and the conversion of images to its input.
+
+A component runs as it is, compiled, or recomputed, with or without a clock.
+"""
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -9,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.checkpoint import checkpoint
 
 from hvdtrain.options.decay import is_exempt
-from hvdtrain.parallel.clock import ComponentClock
-from hvdtrain.parallel.recompute import forward_recomputed
+from hvdtrain.parallel.batchnorm import Moments, SynchronisedBatchNorm
 from hvdtrain.parallel.reduce import Gradients
 
 WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer type by bytes
@@ -240,6 +246,133 @@ class Images:
 
     def _constant(self, values: np.ndarray, shape: tuple[int, ...]) -> Tensor:
         return torch.tensor(values, dtype=self.dtype, device=self.device).view(shape)
+
+
+class ComponentClock:
+    """Adds up the seconds of each component of a stage: forward by the clock, backward by hooks.
+
+    Valid on CPUs only: a GPU runs its kernels later. The backward of a component starts when the
+    gradient of its output is complete and ends where the backward of the component before it
+    starts: autograd runs the operations of a step in reverse.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._running: tuple[str, float] | None = None  # component and start of its backward
+
+    def forward(
+        self, calls: Mapping[str, Callable[[Tensor], Tensor]], activations: Tensor
+    ) -> Tensor:
+        """Run the components one after another."""
+        for name, call in calls.items():
+            start = self.clock()
+            inputs, activations = activations, call(activations)
+            self.seconds[name] += self.clock() - start
+            if activations.requires_grad and activations is not inputs:  # inputs have a hook
+                activations.register_hook(partial(self._begin, name))
+        return activations
+
+    def end(self) -> None:
+        """Stop the running measurement: the backward of a stage is over."""
+        if self._running is not None:
+            name, start = self._running
+            self._running = None
+            self.seconds[name] += self.clock() - start
+
+    def read(self) -> dict[str, float]:
+        """Return the seconds of each component since the last call, by name."""
+        seconds = dict(self.seconds)
+        self.seconds.clear()
+        self._running = None
+        return seconds
+
+    def _begin(self, name: str, _: Tensor) -> None:
+        self.end()
+        self._running = name, self.clock()
+
+
+def forward_recomputed(module: nn.Module, activations: Tensor) -> Tensor:
+    """Return `module(activations)`, keeping only `activations` and the moments of batch norms.
+
+    Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, through torch's own
+    checkpointing. The recomputation does not change buffers and does not communicate: synchronised
+    batch norms reuse the moments of the first forward instead of gathering them again.
+
+    Results, gradients and buffers have the same bits as those of a plain call. With gradients off
+    it is a plain call. The recomputation uses the random numbers and autocast of the first
+    forward. Forwards of several micro-batches may be in flight, with backwards in any order.
+
+    Args:
+        module: must run the same layers at each call.
+        activations: [n, ...]; must not change before backward.
+
+    Returns:
+        The output of the module.
+    """
+    emitted: Tensor
+    if torch.is_grad_enabled():
+        emitted = checkpoint(
+            module,
+            activations,
+            use_reentrant=False,
+            preserve_rng_state=True,
+            context_fn=partial(_contexts, module),
+        )
+    else:
+        emitted = module(activations)
+    return emitted
+
+
+def _contexts(
+    module: nn.Module,
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return the contexts of a first forward and of its recomputations."""
+    moments: dict[SynchronisedBatchNorm, list[Moments]] = {
+        layer: [] for layer in module.modules() if isinstance(layer, SynchronisedBatchNorm)
+    }
+    return _recording(moments), _Recomputing(module, moments)
+
+
+@contextmanager
+def _recording(moments: dict[SynchronisedBatchNorm, list[Moments]]) -> Iterator[None]:
+    for layer, record in moments.items():
+        layer.record = record
+    try:
+        yield
+    finally:
+        for layer in moments:
+            layer.record = None
+
+
+class _Recomputing(AbstractContextManager[None]):
+    """Replays the moments and lets the module change copies of its buffers, which are discarded.
+
+    Entered once per recomputation; there are several if backward runs again on a retained graph.
+    """
+
+    def __init__(
+        self, module: nn.Module, moments: dict[SynchronisedBatchNorm, list[Moments]]
+    ) -> None:
+        self.module, self.moments = module, moments
+        self.buffers: list[tuple[nn.Module, str, Tensor]] = []
+
+    def __enter__(self) -> None:
+        for layer, record in self.moments.items():
+            layer.replay = iter(record)
+        self.buffers = [
+            (part, name, buffer)
+            for part in self.module.modules()
+            for name, buffer in part.named_buffers(recurse=False)
+        ]
+        for part, name, buffer in self.buffers:
+            setattr(part, name, buffer.clone())
+
+    def __exit__(self, *_: object) -> None:
+        for part, name, buffer in self.buffers:
+            setattr(part, name, buffer)
+        for layer in self.moments:
+            layer.replay = None
 
 
 @dataclass

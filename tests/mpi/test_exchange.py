@@ -5,6 +5,7 @@ DistDL, arXiv 2006.03108): a missing scale factor or a lost row violates this.
 """
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,8 @@ def through(boundaries: Boundaries, tasks: list[Task], tensors: dict[Any, Any], 
             boundaries.release(task.key)
     if boundaries.exchange:
         boundaries.exchange.flush()
-    boundaries.clear()
+    assert not boundaries._posted
+    assert not boundaries._in_use, "a step left buffers in use"
     return collected
 
 
@@ -136,11 +138,12 @@ def test_large_messages_and_brain_floats_arrive(world: World, exchange: Exchange
     received = torch.empty_like(sent)
     receipt = exchange.receive(received, before, 7)
     exchange.send(sent, after, 7)
-    waited = exchange.wait([receipt])
+    earlier = replace(exchange.waited)
+    exchange.wait([receipt])
     exchange.flush()
     assert torch.equal(received, torch.full_like(sent, float(before)))
-    assert waited.bubble >= 0
-    assert waited.transfer >= 0
+    assert exchange.waited.bubble >= earlier.bubble
+    assert exchange.waited.transfer >= earlier.transfer
 
 
 @pytest.mark.several_ranks
@@ -154,9 +157,10 @@ def test_waiting_for_work_is_told_from_waiting_for_the_wire(
         time.sleep(1)  # work
         exchange.send(rows, 1, 3)
     elif world.rank == 1:
-        waited = exchange.wait([exchange.receive(rows, 0, 3)])
-        assert waited.bubble > 0.5
-        assert waited.transfer < 0.4
+        before = replace(exchange.waited)
+        exchange.wait([exchange.receive(rows, 0, 3)])
+        assert exchange.waited.bubble - before.bubble > 0.5
+        assert exchange.waited.transfer - before.transfer < 0.4
     exchange.flush()
     world.barrier()
 

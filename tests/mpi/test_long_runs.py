@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hvdtrain.check.parity import SerialRun
 from hvdtrain.check.plan import MEAN, STD, local_batch, random_batch
-from hvdtrain.check.serial import SerialRun
 from hvdtrain.config import TrainConfig
 from hvdtrain.models.component import Component
 from hvdtrain.parallel.stage import Images

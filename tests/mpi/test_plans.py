@@ -6,13 +6,16 @@ agree to the bit. This is the whole matrix, which takes minutes; test_pairs has 
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
+from hvdtrain.backends.pytorch import build
 from hvdtrain.check.parity import Parity
 from hvdtrain.check.plan import check_plan
 from hvdtrain.config import Precision, TrainConfig
+from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.world import World
 from tests.mpi.common import CLASSES, components_of, names
 from tests.mpi.plans import PLANS
@@ -40,9 +43,10 @@ def parity_of(world: World, plan: str, model: str, **settings: Any) -> Parity:
     options: dict[str, Any] = {"precision": "fp64", "batch_size": 13, "seed": 3} | settings
     config = TrainConfig(model=model, data="", **options)
     sizes = (config.batch_size, -(-2 * config.batch_size // 3))[:batches]  # a batch and a tail
-    return check_plan(
-        config, components, made, size, CLASSES, world, synchronous=synchronous, sizes=sizes
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        if synchronous:
+            patch.setattr(build, "Exchange", partial(Exchange, synchronous=True))
+        return check_plan(config, components, made, size, CLASSES, world, sizes)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -13,8 +13,8 @@ from hypothesis import example, given, reject, settings
 from hypothesis import strategies as st
 
 from hvdtrain import cli
-from hvdtrain.checkpoint import manifest
-from hvdtrain.checkpoint.partfile import Entry
+from hvdtrain.checkpoint import format as formats
+from hvdtrain.checkpoint.format import Entry, Manifest, read_manifest
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.jobs import site, sweep
@@ -37,9 +37,7 @@ PLAN = {
 CONFIG = asdict(TrainConfig(model="cnn", data="data", lr=0.1, epochs=3, inject="kill step=3"))
 PROGRESS = asdict(Progress("0" * 64)) | {"metrics_bytes": 5, "ledger": "/x", "ledger_bytes": 5}
 PART = Entry("part-0000.safetensors", 100, "0" * 64)
-MANIFEST: dict[str, Any] = json.loads(
-    manifest.Manifest((PART,), PROGRESS, {"model": "cnn"}).to_json()
-)
+MANIFEST: dict[str, Any] = json.loads(Manifest((PART,), PROGRESS, {"model": "cnn"}).to_json())
 
 
 CLUSTER = {
@@ -183,13 +181,13 @@ def test_a_manifest_is_one_or_one_line(
     if signs:  # as an attacker would
         unsigned = {key: content[key] for key in content if key != "sha256"}
         try:
-            content["sha256"] = manifest._digest(unsigned)
+            content["sha256"] = formats._digest(unsigned)
         except ValueError:
             reject()  # no JSON has such a number
-    (folder / manifest.MANIFEST).write_text(json.dumps(content))
+    (folder / formats.MANIFEST).write_text(json.dumps(content))
 
-    def read() -> manifest.Manifest:
-        loaded = manifest.read(folder)
+    def read() -> Manifest:
+        loaded = read_manifest(folder)
         Progress.of(loaded.progress)
         return loaded
 

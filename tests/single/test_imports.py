@@ -34,7 +34,7 @@ OWNERS = {
     "horovod": {"world"},
     "mpi4py": {"world", "doctor", "parallel.exchange"},
     "h5py": {"data"},
-    "safetensors": {"checkpoint.partfile"},
+    "safetensors": {"checkpoint.format"},
     "tensorflow": {"doctor", "keras", "backends.tensorflow"},
     "keras": {"doctor", "keras", "backends.tensorflow"},
     "submitit": {"jobs.slurm"},

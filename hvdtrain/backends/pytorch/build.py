@@ -21,12 +21,11 @@ from hvdtrain.host.activity import Activity
 from hvdtrain.models.component import Component, build_component
 from hvdtrain.options.planrequest import ADAPTIVE
 from hvdtrain.parallel.boundary import Boundaries, Form
-from hvdtrain.parallel.clock import ComponentClock
 from hvdtrain.parallel.dropout import Draws, follow_samples
 from hvdtrain.parallel.exchange import Exchange
+from hvdtrain.parallel.reduce import bytes_of
 from hvdtrain.parallel.runtime import Observer, Runtime, Settings
-from hvdtrain.parallel.stage import DTYPES, Images, Part, StageModel
-from hvdtrain.parallel.states import bytes_of
+from hvdtrain.parallel.stage import DTYPES, ComponentClock, Images, Part, StageModel
 from hvdtrain.parallel.step import UpdateRule
 from hvdtrain.plan.plan import Plan
 from hvdtrain.world import World, notes
@@ -41,20 +40,18 @@ def build_runtime(
     images: Images,
     image_size: int,
     world: World,
-    synchronous: bool = False,
     before: Runtime | None = None,
 ) -> Runtime:
     """Return the runtime of a plan on this rank. Collective.
 
     Args:
-        synchronous: as in `Exchange`.
         before: the runtime of the previous plan, which the new one replaces; it must not be used
             any more.
     """
     device = images.device
     exchange = before.exchange if before else None
     if exchange is None and world.communicator is not None:
-        exchange = Exchange(world.communicator, device, synchronous)
+        exchange = Exchange(world.communicator, device)
     parts = build_parts(config, plan, components, world, exchange, device)
     _make_ready(config, plan, parts, world, device)
     forms = probe_forms(plan, parts, image_size, config, world, device)

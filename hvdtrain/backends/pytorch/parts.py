@@ -17,9 +17,8 @@ from hvdtrain.options.nearest import nearest
 from hvdtrain.parallel.batchnorm import synchronise
 from hvdtrain.parallel.boundary import Form
 from hvdtrain.parallel.exchange import Exchange
-from hvdtrain.parallel.reduce import Gradients, SerialGradients, horovod_gradients
+from hvdtrain.parallel.reduce import Gradients, SerialGradients, States, horovod_gradients
 from hvdtrain.parallel.stage import DTYPES, Part, StageModel
-from hvdtrain.parallel.states import States
 from hvdtrain.plan.plan import Plan
 from hvdtrain.world import World, process_set, start_horovod
 

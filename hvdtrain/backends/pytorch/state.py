@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from hvdtrain.checkpoint import partfile, store
+from hvdtrain.checkpoint import store
+from hvdtrain.checkpoint.format import DTYPES
 from hvdtrain.checkpoint.store import MODEL, OPTIMIZER, owners
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
@@ -217,7 +218,7 @@ def check_dtypes(tensors: Mapping[str, Tensor]) -> None:
         UsageError: if a tensor has a dtype that a checkpoint cannot hold.
     """
     for name, tensor in tensors.items():
-        if str(tensor.dtype).removeprefix("torch.") not in partfile.DTYPES:
+        if str(tensor.dtype).removeprefix("torch.") not in DTYPES:
             raise UsageError(
                 f"{name} has dtype {tensor.dtype}, which a checkpoint cannot hold: "
                 "use another dtype for it"

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 
 from hvdtrain import models
-from hvdtrain.checkpoint import partfile
+from hvdtrain.checkpoint.format import DTYPES
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError, one_line
 from hvdtrain.models import find
@@ -86,7 +86,7 @@ def _check_weights(name: str, model: keras.Model) -> None:
         raise UsageError(f"model {name} has no trainable parameters: make some layers trainable")
     check_names(weight.path for weight in model.weights)
     for weight in model.weights:
-        if weight.dtype not in partfile.DTYPES:
+        if weight.dtype not in DTYPES:
             raise UsageError(
                 f"{weight.path} has dtype {weight.dtype}, which a checkpoint cannot hold: "
                 "use another dtype for it"

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.checkpoint import manifest
-from hvdtrain.checkpoint.manifest import Manifest
+from hvdtrain.checkpoint.format import Entry, Manifest, parse_manifest
 from hvdtrain.checkpoint.store import owners
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError, UsageError
@@ -79,17 +78,17 @@ def test_progress_of_another_kind_is_refused(name: str, value: Any) -> None:
 @given(JSON | st.dictionaries(st.sampled_from(["format_version", "parts", "progress"]), JSON))
 def test_what_is_no_manifest_is_refused_in_one_line(content: Any) -> None:
     with pytest.raises(DataError) as caught:
-        manifest.parse(json.dumps(content))
+        parse_manifest(json.dumps(content))
     assert "\n" not in str(caught.value)
 
 
 @given(st.text())
 def test_a_text_is_no_manifest(text: str) -> None:
     with pytest.raises(DataError):
-        manifest.parse(text)
+        parse_manifest(text)
 
 
 def test_a_manifest_reads_back() -> None:
-    entry = manifest.Entry("part-0000.safetensors", 5, "a" * 64)
+    entry = Entry("part-0000.safetensors", 5, "a" * 64)
     made = Manifest((entry,), {"step": 1, "position": 2}, {"model": "cnn"})
-    assert manifest.parse(made.to_json()) == made
+    assert parse_manifest(made.to_json()) == made

@@ -13,10 +13,16 @@ import numpy as np
 import pytest
 import torch
 
-from hvdtrain import checkpoint
 from hvdtrain.backends.pytorch.state import Copies, to_array, to_tensor
-from hvdtrain.checkpoint import manifest as manifests
-from hvdtrain.checkpoint import partfile, store
+from hvdtrain.checkpoint import store
+from hvdtrain.checkpoint.format import (
+    DTYPES,
+    parse_manifest,
+    read_manifest,
+    read_shapes,
+    read_tensors,
+    write_tensors,
+)
 from hvdtrain.errors import DataError
 from tests.children import end_of, in_child
 from tests.single.training.checkpoints import make, save
@@ -26,7 +32,7 @@ PART = "part-0001.safetensors"
 
 def test_everything_reads_back_to_the_bit(tmp_path: Path) -> None:
     saved = make(7)
-    read = checkpoint.load(save(tmp_path, saved, ranks=3))
+    read = store.load(save(tmp_path, saved, ranks=3))
     assert read.progress == saved.progress
     assert read.tensors.keys() == saved.tensors.keys()
     for name, tensor in saved.tensors.items():
@@ -54,13 +60,13 @@ def test_other_programs_read_a_part(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("dtype", partfile.DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_tensors_become_arrays_and_come_back(tmp_path: Path, dtype: str) -> None:
     tensor = torch.tensor([[0, 1, 2], [3, 4, 5]]).to(getattr(torch, dtype))
     array = to_array(tensor)
     assert (array.dtype.name, array.shape) == (dtype, (2, 3))
-    partfile.write(tmp_path / "part", {"x": array, "scalar": to_array(tensor[1, 1])})
-    read = {name: to_tensor(value) for name, value in partfile.read(tmp_path / "part").items()}
+    write_tensors(tmp_path / "part", {"x": array, "scalar": to_array(tensor[1, 1])})
+    read = {name: to_tensor(value) for name, value in read_tensors(tmp_path / "part").items()}
     assert read["x"].dtype == tensor.dtype
     assert torch.equal(read["x"], tensor)
     assert torch.equal(read["scalar"], tensor[1, 1])
@@ -79,9 +85,9 @@ def test_copies_are_used_again_and_are_no_view() -> None:
 
 def test_a_part_gives_the_tensors_that_are_asked_for(tmp_path: Path) -> None:
     tensors = {"a": np.arange(3), "b": np.ones((2, 2)), "c": np.array(True)}
-    partfile.write(tmp_path / "part", tensors)
-    assert partfile.read(tmp_path / "part", {"b", "x"}).keys() == {"b"}
-    assert partfile.shapes(tmp_path / "part") == {"a": (3,), "b": (2, 2), "c": ()}
+    write_tensors(tmp_path / "part", tensors)
+    assert read_tensors(tmp_path / "part", {"b", "x"}).keys() == {"b"}
+    assert read_shapes(tmp_path / "part") == {"a": (3,), "b": (2, 2), "c": ()}
 
 
 def test_the_newest_that_verifies_is_taken_and_the_others_are_named(tmp_path: Path) -> None:
@@ -93,7 +99,7 @@ def test_the_newest_that_verifies_is_taken_and_the_others_are_named(tmp_path: Pa
     damaged.write_bytes(content)
     (tmp_path / "step-00000004" / "manifest.json").unlink()
     (tmp_path / "step-00000003" / PART).unlink()
-    loaded, path, skipped = checkpoint.load_newest(tmp_path)
+    loaded, path, skipped = store.load_newest(tmp_path)
     assert loaded is not None
     assert path is not None
     assert loaded.progress["step"] == 2
@@ -106,7 +112,7 @@ def test_the_newest_that_verifies_is_taken_and_the_others_are_named(tmp_path: Pa
 
 
 def test_a_folder_without_checkpoints_has_no_newest(tmp_path: Path) -> None:
-    assert checkpoint.load_newest(tmp_path) == (None, None, [])
+    assert store.load_newest(tmp_path) == (None, None, [])
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -129,7 +135,7 @@ def test_no_damage_goes_unnoticed(tmp_path: Path, seed: int) -> None:
     assert content != before
     (path / chosen).write_bytes(content)
     with pytest.raises(DataError, match="damaged"):
-        checkpoint.load(path)
+        store.load(path)
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -141,11 +147,11 @@ def test_a_damaged_manifest_loads_nothing_else(tmp_path: Path, seed: int) -> Non
     place = dice.randrange(len(text))
     path.write_text(text[:place] + dice.choice('0a"{}[],:x\\\0') + text[place + 1 :])
     try:
-        loaded = manifests.read(path.parent)
+        loaded = read_manifest(path.parent)
     except DataError as error:
         assert "\n" not in str(error)
     else:
-        assert loaded == manifests.parse(text)
+        assert loaded == parse_manifest(text)
 
 
 def sign(path: Path, **changes: object) -> None:
@@ -192,7 +198,7 @@ def test_a_manifest_made_to_harm_is_refused_in_one_line(tmp_path: Path, content:
     else:
         (path / "manifest.json").write_text(str(content))
     with pytest.raises(DataError) as caught:
-        checkpoint.load(path)
+        store.load(path)
     assert "\n" not in str(caught.value)
     assert str(path) in str(caught.value)
 
@@ -202,7 +208,7 @@ def test_a_part_that_is_a_link_is_refused(tmp_path: Path) -> None:
     (path / PART).rename(tmp_path / "elsewhere")
     (path / PART).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(DataError, match="is not a file"):
-        checkpoint.load(path)
+        store.load(path)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +235,7 @@ def test_a_part_made_to_harm_is_refused_in_one_line(tmp_path: Path, content: byt
     digest = hashlib.sha256(content).hexdigest()
     sign(path, parts=[entry(bytes=len(content), sha256=digest)])
     with pytest.raises(DataError) as caught:
-        checkpoint.load(path)
+        store.load(path)
     assert "\n" not in str(caught.value)
 
 
@@ -239,7 +245,7 @@ def test_old_checkpoints_go_and_the_best_stays(tmp_path: Path) -> None:
         if step == 2:
             store.mark_best(tmp_path, "step-00000002", "val_accuracy", 0.5)
     store.prune(tmp_path, keep_last=2)
-    kept = [path.name for path in checkpoint.stored(tmp_path)]
+    kept = [path.name for path in store.stored(tmp_path)]
     assert kept == ["step-00000002", "step-00000004", "step-00000005"]
     assert json.loads((tmp_path / "best.json").read_text())["checkpoint"] == "step-00000002"
 
@@ -249,7 +255,7 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     save(tmp_path, make(1), ranks=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
     assert not (tmp_path / "step-00000001" / PART).exists()
-    assert checkpoint.load(tmp_path / "step-00000001").progress["step"] == 1
+    assert store.load(tmp_path / "step-00000001").progress["step"] == 1
 
 
 CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate"}
@@ -294,7 +300,7 @@ def test_a_kill_at_any_moment_of_a_save_loses_nothing(
 
         code = end_of(in_child(killed_at(moment, work)))
         store.restore_replaced(folder)
-        loaded, _, skipped = checkpoint.load_newest(folder)
+        loaded, _, skipped = store.load_newest(folder)
         assert skipped == []
         assert loaded is not None
         assert loaded.progress["step"] in (2, new)
@@ -313,7 +319,7 @@ def test_a_kill_at_any_moment_of_a_save_loses_nothing(
 def test_numbers_that_are_none_do_not_spoil_a_checkpoint(tmp_path: Path) -> None:
     made = make(1)
     made.progress["final"] = {"test_loss": float("inf"), "losses": [float("nan"), 1.5]}
-    read = checkpoint.load(save(tmp_path, made))
+    read = store.load(save(tmp_path, made))
     assert read.progress["final"] == {"test_loss": None, "losses": [None, 1.5]}
 
 
@@ -329,7 +335,7 @@ def test_what_cannot_be_written_leaves_the_others_as_they_were(tmp_path: Path) -
 
     assert end_of(in_child(fill)) == 0
     store.clean(tmp_path)
-    loaded, path, skipped = checkpoint.load_newest(tmp_path)
+    loaded, path, skipped = store.load_newest(tmp_path)
     assert loaded is not None
     assert (path, skipped) == (tmp_path / "step-00000001", [])
     assert [item.name for item in tmp_path.iterdir()] == ["step-00000001"]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hvdtrain import checkpoint
+from hvdtrain.checkpoint import store
 from hvdtrain.models.weights import torchvision_name
 from tests.conftest import Program
 
@@ -43,7 +43,7 @@ def test_the_file_holds_the_checkpoints_tensors_by_torchvisions_names(
     trained: Path, exported: Path
 ) -> None:
     stored = torch.load(exported, weights_only=True)
-    saved, _, _ = checkpoint.load_newest(trained / "checkpoints")
+    saved, _, _ = store.load_newest(trained / "checkpoints")
     assert saved is not None
     assert stored.keys() == {torchvision_name("resnet18", name) for name in saved.tensors}
     for name, tensor in saved.tensors.items():
@@ -68,10 +68,10 @@ def test_a_run_starts_from_the_file_under_any_plan(
     before = final_of(trained)["test_loss"]
     # One step moves the running statistics by a tenth; the weights stay as in the file.
     assert losses[0] == pytest.approx(before, rel=0.2)
-    source, _, _ = checkpoint.load_newest(trained / "checkpoints")
+    source, _, _ = store.load_newest(trained / "checkpoints")
     assert source is not None
     for run in ("one", "two"):
-        fresh, _, _ = checkpoint.load_newest(tmp_path / run / "checkpoints")
+        fresh, _, _ = store.load_newest(tmp_path / run / "checkpoints")
         assert fresh is not None
         for name, tensor in source.tensors.items():
             if "running" not in name and "tracked" not in name:

@@ -10,8 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hvdtrain.errors import UsageError
-from hvdtrain.parallel.reduce import ReplicatedGradients
-from hvdtrain.parallel.states import States
+from hvdtrain.parallel.reduce import ReplicatedGradients, States
 from hvdtrain.plan.cut import Share
 
 WHOLE = Share(1.0, True)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdtrain import checkpoint
+from hvdtrain.checkpoint import store
 from hvdtrain.training.evaluate import MEASURED
 from tests.conftest import Program
 from tests.single.training.jobs import (
@@ -322,7 +322,7 @@ def test_running_statistics_are_those_of_all_samples(
         options = ("--model", "own:normed", "--max-steps", 1, "--batch-size", size, "--plan", plan)
         done = hvdtrain(*command(small_set, run, *options, ranks=ranks), cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-        held = checkpoint.load_newest(run / "checkpoints")[0]
+        held = store.load_newest(run / "checkpoints")[0]
         assert held is not None
         (mean,) = (value for name, value in held.tensors.items() if name.endswith("moving_mean"))
         means[plan] = mean

@@ -5,7 +5,8 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from hvdtrain.checkpoint import Checkpoint, store
+from hvdtrain.checkpoint import store
+from hvdtrain.checkpoint.store import Checkpoint
 
 
 def make(step: int) -> Checkpoint:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdtrain import checkpoint, cli
+from hvdtrain import cli
 from hvdtrain.checkpoint import store
 from hvdtrain.errors import DataError
 from tests.conftest import Program
@@ -131,7 +131,7 @@ def test_a_disk_that_is_full_for_a_while_costs_a_checkpoint_and_not_the_run(
         steps = [line["step"] for line in events_of(run, "step")]
         assert steps == list(range(1, summary_of(run)["steps"] + 1)), "no record is lost"
         assert_each_sample_once(disk.seen / "ledger.csv", 3)
-        _, path, skipped = checkpoint.load_newest(run / "checkpoints")
+        _, path, skipped = store.load_newest(run / "checkpoints")
         assert path is not None
         assert (path.name, skipped) == (store.name_of(summary_of(run)["steps"]), [])
         assert not list((run / "checkpoints").glob(".*"))
@@ -184,5 +184,5 @@ def test_what_a_resumed_run_could_not_use_takes_no_place_of_what_it_can(tmp_path
     for step in (5, 7, 9, 8):
         save(tmp_path, make(step))
     store.prune(tmp_path, keep_last=2, newest=store.name_of(8))
-    names = [path.name for path in checkpoint.stored(tmp_path)]
+    names = [path.name for path in store.stored(tmp_path)]
     assert names == [store.name_of(step) for step in (7, 8, 9)]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain import checkpoint
+from hvdtrain.checkpoint import store
 from tests.conftest import Program
 from tests.single.training.jobs import (
     SOON_SECONDS,
@@ -210,7 +210,7 @@ def test_a_full_disk_ends_the_run_in_one_line_and_the_run_goes_on_with_room(
         done = disk.run(*command(small_set, run, "--inject", "fill step=8 rank=1"))
         assert done.returncode == 3, done.stderr
         assert "No space left on device" in done.stderr
-        assert checkpoint.load_newest(disk.seen / "run" / "checkpoints")[2] == []
+        assert store.load_newest(disk.seen / "run" / "checkpoints")[2] == []
         done = disk.run(*command(small_set, run, "--resume"))
         assert done.returncode == 0, done.stderr
         assert summary_of(disk.seen / "run")["weights_sha256"] == undisturbed

@@ -7,7 +7,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hvdtrain import checkpoint
 from hvdtrain.checkpoint import store
 from hvdtrain.errors import UsageError
 from hvdtrain.host.ownership import NAME, STALE_SECONDS, claim
@@ -57,7 +56,7 @@ def test_a_second_start_of_a_run_that_lives_is_refused_and_costs_it_nothing(
     errors = first.communicate(timeout=60)[1]
     assert first.returncode == 75, errors
     assert not (run / NAME).exists()
-    newest = checkpoint.stored(run / "checkpoints")[-1]
+    newest = store.stored(run / "checkpoints")[-1]
     epochs = store.step_of(newest.name) // 11 + 1
     done = hvdtrain(*common, "--epochs", epochs)
     assert done.returncode == 0, done.stderr

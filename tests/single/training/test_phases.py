@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import psutil
 import pytest
 
-from hvdtrain import checkpoint
+from hvdtrain.checkpoint import store
 from hvdtrain.host.ownership import NAME
 from tests import warm
 from tests.conftest import Program
@@ -106,7 +106,7 @@ class Case:
         assert [line["step"] for line in events_of(self.run, "step")] == list(range(1, STEPS + 1))
         for samples in samples_of(self.run.with_suffix(".csv"), EPOCHS):
             assert len(samples) == len(set(samples)) == EPOCH
-        assert checkpoint.load_newest(self.run / "checkpoints")[2] == []
+        assert store.load_newest(self.run / "checkpoints")[2] == []
         assert not list((self.run / "checkpoints").glob(".*"))
         assert not (self.run / NAME).exists()
 

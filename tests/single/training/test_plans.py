@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain import checkpoint
+from hvdtrain.checkpoint import store
 from hvdtrain.launch import mpirun
 from hvdtrain.plan.actions import from_csv
 from tests.conftest import Program
@@ -100,8 +100,8 @@ def test_each_sample_is_in_one_gradient_an_epoch(hybrid: Path, small_set: Path) 
 
 
 def test_its_checkpoint_is_that_of_the_serial_run_by_name(serial: Path, hybrid: Path) -> None:
-    ours, _, _ = checkpoint.load_newest(hybrid / "checkpoints")
-    theirs, _, _ = checkpoint.load_newest(serial / "checkpoints")
+    ours, _, _ = store.load_newest(hybrid / "checkpoints")
+    theirs, _, _ = store.load_newest(serial / "checkpoints")
     assert ours is not None
     assert theirs is not None
     assert ours.tensors.keys() == theirs.tensors.keys()

@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hvdtrain import checkpoint
+from hvdtrain.checkpoint import store
 from hvdtrain.health import starts
 from hvdtrain.plan.planfile import refit
 from tests.conftest import Program
@@ -73,7 +73,7 @@ def test_a_start_that_saves_is_told_from_one_that_does_not(tmp_path: Path) -> No
 
 
 def newest(run: Path) -> str:
-    return max((path.name for path in checkpoint.stored(run / "checkpoints")), default="")
+    return max((path.name for path in store.stored(run / "checkpoints")), default="")
 
 
 def test_what_the_user_has_to_fix_is_no_reason_to_start_again(

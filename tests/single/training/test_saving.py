@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hvdtrain import checkpoint
+from hvdtrain.checkpoint import store
 from tests.conftest import Program
 from tests.single.training.jobs import (
     SOON_SECONDS,
@@ -51,8 +51,8 @@ def test_a_run_saves_as_often_as_it_is_told(
     )
     assert done.returncode == 0, done.stderr
     assert [line["step"] for line in events_of(run, "checkpoint")] == steps
-    names = [path.name for path in checkpoint.stored(run / "checkpoints")]
-    assert names[-3:] == [checkpoint.name_of(step) for step in steps[-3:]]
+    names = [path.name for path in store.stored(run / "checkpoints")]
+    assert names[-3:] == [store.name_of(step) for step in steps[-3:]]
     assert len(names) <= 4, "the newest three and the best one"
     assert not list((run / "checkpoints").glob(".*"))
 
@@ -180,7 +180,7 @@ def test_a_disk_that_fills_ends_the_run_with_its_last_checkpoint(
         why = "cannot be written: No space left on device"
         assert f"{why}, 3 checkpoints in a row: free space or repair" in done.stderr
         assert done.stdout.count(f"{why}; the run continues without it") == 2
-        newest, path, skipped = checkpoint.load_newest(disk.seen / "run" / "checkpoints")
+        newest, path, skipped = store.load_newest(disk.seen / "run" / "checkpoints")
         assert newest is not None
         assert path is not None
         assert path.name == "step-00000003"
@@ -197,4 +197,4 @@ def test_a_loss_that_is_no_number_does_not_cost_the_checkpoint_before(
     )
     assert done.returncode == 1
     assert "the loss became nan at step 2" in done.stderr
-    assert [path.name for path in checkpoint.stored(run / "checkpoints")] == ["step-00000001"]
+    assert [path.name for path in store.stored(run / "checkpoints")] == ["step-00000001"]

@@ -20,7 +20,6 @@ import numpy as np
 import psutil
 import pytest
 
-from hvdtrain import checkpoint
 from hvdtrain.checkpoint import store
 from hvdtrain.host.ownership import NAME
 from tests import warm
@@ -295,14 +294,14 @@ def compare(run: Path, whole: Path, layout: Layout) -> None:
     assert [line["epoch"] for line in events_of(run, "epoch")] == list(range(1, layout.epochs + 1))
     saved = [line["step"] for line in events_of(run, "checkpoint")]
     assert saved == sorted(saved)  # twice if an epoch was trained and not yet evaluated
-    newest, path, skipped = checkpoint.load_newest(run / "checkpoints")
+    newest, path, skipped = store.load_newest(run / "checkpoints")
     assert newest is not None
     assert path == run / "checkpoints" / store.name_of(steps)
     assert skipped == []
     if len(layout.ranks) == 1:
         for key in ("weights_sha256", "final", "best"):
             assert summary[key] == expected[key]
-    held = checkpoint.load_newest(whole / "checkpoints")[0]
+    held = store.load_newest(whole / "checkpoints")[0]
     assert held is not None
     for name, tensor in held.tensors.items():
         error = np.abs(newest.tensors[name] - tensor).max() / np.abs(tensor).max()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import yaml
 
-from hvdtrain import checkpoint
+from hvdtrain.checkpoint import store
 from hvdtrain.training.evaluate import MEASURED
 from tests import warm
 from tests.conftest import Program, program_environment
@@ -118,7 +118,7 @@ def test_without_evaluation_nor_hold_out_the_training_loss_chooses_the_best(
 def test_the_run_folder_holds_configuration_curves_and_checkpoints(finished: Path) -> None:
     assert yaml.safe_load((finished / "config.yaml").read_text())["holdout"] == 0.2
     assert list((finished / "tensorboard").glob("events*"))
-    newest, _, skipped = checkpoint.load_newest(finished / "checkpoints")
+    newest, _, skipped = store.load_newest(finished / "checkpoints")
     assert newest is not None
     assert skipped == []
     assert newest.progress["position"] == 962
@@ -203,7 +203,7 @@ def test_other_precisions_train(
     done = hvdtrain(*TRAIN, "--data", small_set, "--run", run, "--precision", precision)
     assert done.returncode == 0, done.stderr
     assert summary_of(run)["final"]["test_accuracy"] > 0.3
-    newest, _, _ = checkpoint.load_newest(run / "checkpoints")
+    newest, _, _ = store.load_newest(run / "checkpoints")
     assert newest is not None
     wanted = np.dtype("float64" if precision == "fp64" else "float32")
     assert {tensor.dtype for tensor in newest.tensors.values()} == {wanted}
@@ -312,7 +312,7 @@ def test_ctrl_c_in_one_process_saves_and_goes_on_where_it_stopped(
     assert process.returncode == 130
     assert len(errors.splitlines()) == 1
     assert "state saved" in errors
-    newest, _, _ = checkpoint.load_newest(run / "checkpoints")
+    newest, _, _ = store.load_newest(run / "checkpoints")
     assert newest is not None
     stopped = newest.progress["step"]
     done = hvdtrain(*long, "--resume", "--max-steps", stopped + 3)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from hvdtrain.check.serial import gradient_errors
+from hvdtrain.check.parity import gradient_errors
 
 EPSILON = torch.finfo(torch.float64).eps
 
