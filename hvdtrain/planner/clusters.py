@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from hvdtrain.errors import UsageError
 from hvdtrain.host.harmless import read_mapping
 from hvdtrain.options.nearest import nearest, unknown_key
-from hvdtrain.planner.components import ComponentTimes, Profile, RankTimes
 from hvdtrain.planner.network import Contention, Curve, Line
+from hvdtrain.planner.profile import ComponentTimes, Profile, RankTimes
 
 if TYPE_CHECKING:
     from hvdtrain.models.costs import ComponentCost

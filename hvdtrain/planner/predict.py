@@ -10,13 +10,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.plan.plan import Plan, pipeline, replicated
-from hvdtrain.planner.candidates import Candidate, numbers_of_stages, play
+from hvdtrain.planner.candidate import Candidate, play
 from hvdtrain.planner.clusters import Cluster, ClusterNetwork
-from hvdtrain.planner.components import Profile
-from hvdtrain.planner.cost import OPTIMIZER_COPIES, Known
+from hvdtrain.planner.cost import OPTIMIZER_COPIES, Known, Question
 from hvdtrain.planner.network import FreeNetwork
-from hvdtrain.planner.solve import GIB, lower_bound, solve
-from hvdtrain.planner.tables import Question
+from hvdtrain.planner.profile import Profile
+from hvdtrain.planner.solve import GIB, lower_bound, numbers_of_stages, solve
 
 if TYPE_CHECKING:
     from hvdtrain.models.costs import ComponentCost

@@ -28,18 +28,22 @@ from hvdtrain.plan.plan import Plan
 from hvdtrain.plan.simulate import Costs
 from hvdtrain.plan.trace import write_trace
 from hvdtrain.planner import clusters, predict
-from hvdtrain.planner.candidates import Candidate, play
+from hvdtrain.planner.actiontimes import Table, measured_costs, profile_parts
+from hvdtrain.planner.candidate import (
+    Candidate,
+    Overview,
+    component_table,
+    overview,
+    paper_objective,
+    play,
+)
 from hvdtrain.planner.choose import local_times, question, subject_of
 from hvdtrain.planner.clusters import Cluster, ClusterNetwork
-from hvdtrain.planner.components import Profile
-from hvdtrain.planner.cost import Known
-from hvdtrain.planner.explain import component_table, explain, paper_objective
+from hvdtrain.planner.cost import Known, Question
 from hvdtrain.planner.options import PlanConfig
-from hvdtrain.planner.overview import Overview, overview
 from hvdtrain.planner.predict import PREDICTED, StrategyTable
-from hvdtrain.planner.profile import Table, measured_costs, profile_parts
+from hvdtrain.planner.profile import Profile
 from hvdtrain.planner.solve import lower_bound, solve
-from hvdtrain.planner.tables import Question
 from hvdtrain.world import World
 from hvdtrain.world import start as start_world
 from hvdtrain.world import stop as stop_world
@@ -103,8 +107,7 @@ def explained(
     remark = PREDICTED if config.cluster else "All ranks are assumed to be as fast as this one."
     if training.plan_request == AUTO:
         solution = solve(question)
-        reasons = tuple(explain(question, solution))
-        return Explained(question, solution.chosen, reasons, remark)
+        return Explained(question, solution.chosen, tuple(solution.reasons()), remark)
     plan = make_plan(training, components, config.image_size, config.classes, config.ranks)
     candidate = play(question, plan, config.plan or "dp")
     return Explained(question, candidate, (_against_the_best(question, plan, candidate),), remark)
@@ -338,16 +341,20 @@ def _finish(
     names = [part.name for part in components]
     dtype = DTYPES[training.precision]
     costs = component_costs(
-        *(components, config.image_size),
+        components,
+        config.image_size,
         classes=config.classes,
         dtype=dtype,
         autocast="cpu" if training.precision == "bf16" else None,
     )
     shown = overview(
-        *(plan, costs, config.batch_size, config.optimizer),
-        recomputed_components(config.recompute, names),
-        measured,
-        plan.replicated_stages if config.batch_norm == "sync" else (),
+        plan,
+        costs,
+        config.batch_size,
+        config.optimizer,
+        recomputed=recomputed_components(config.recompute, names),
+        measured=measured,
+        is_synchronised=config.batch_norm == "sync",
     )
     if config.save:
         planfile.save(plan, Path(config.save))
