@@ -26,9 +26,8 @@ from hvdtrain.plan import schedule
 from hvdtrain.plan.actions import COMMUNICATION, Action, boundary, rows_sent
 from hvdtrain.plan.cut import Cut, Share
 from hvdtrain.plan.plan import Plan
-from hvdtrain.plan.program import Program, program
+from hvdtrain.plan.program import Program, ReductionTime, program
 from hvdtrain.plan.simulate import Costs
-from hvdtrain.plan.trace import ReductionTime
 from hvdtrain.planner.chain import LEAST, now, repeated, without_gathering
 from hvdtrain.world import World
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from hvdtrain.parallel.runtime import Runtime
-from hvdtrain.plan import trace
+from hvdtrain.plan import simulate
 from hvdtrain.world import World
 
 
@@ -21,4 +21,4 @@ def write_trace(runtime: Runtime, world: World, path: str) -> None:
     runtime.events = None
     everywhere = world.gather_on_first(events)
     if world.rank == 0:
-        trace.write_trace(Path(path), [event for rank in everywhere for event in rank])
+        simulate.write_trace(Path(path), [event for rank in everywhere for event in rank])
