@@ -178,7 +178,8 @@ def _read(subject: Subject, path: Path, words: str, ranks: int) -> tuple[Known |
     profile = profiles.load(path, words, subject.names, ranks)
     if isinstance(profile, str):
         return None, f" ({path} has other settings: {profile})"
-    return Known(subject.costs, *profile, subject.recomputed), ""
+    times, network = profile
+    return Known(subject.costs, times, network, subject.recomputed), ""
 
 
 def question(config: TrainConfig, known: Known, ranks: int) -> Question:
@@ -188,9 +189,9 @@ def question(config: TrainConfig, known: Known, ranks: int) -> Question:
         replace(known, is_synchronised=config.batch_norm == "sync"),
         config.batch_size,
         config.optimizer,
-        _schedules(config, [cost.name for cost in known.costs]),
-        config.microbatches,
-        None if limit is None else ((1 - RESERVE) * limit * GIB,) * ranks,
+        schedules=_schedules(config, [cost.name for cost in known.costs]),
+        microbatches=config.microbatches,
+        limits=None if limit is None else ((1 - RESERVE) * limit * GIB,) * ranks,
     )
 
 

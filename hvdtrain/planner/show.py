@@ -26,7 +26,7 @@ from hvdtrain.plan.actions import to_csv
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan
 from hvdtrain.plan.simulate import Costs, write_trace
-from hvdtrain.planner import clusters, predict
+from hvdtrain.planner import clusters
 from hvdtrain.planner.actiontimes import Table, measured_costs, profile_parts
 from hvdtrain.planner.candidate import (
     Candidate,
@@ -37,10 +37,9 @@ from hvdtrain.planner.candidate import (
     play,
 )
 from hvdtrain.planner.choose import local_times, question, subject_of
-from hvdtrain.planner.clusters import Cluster, ClusterNetwork
+from hvdtrain.planner.clusters import PREDICTED, Cluster, ClusterNetwork, StrategyTable
 from hvdtrain.planner.cost import Known, Question
 from hvdtrain.planner.options import PlanConfig
-from hvdtrain.planner.predict import PREDICTED, StrategyTable
 from hvdtrain.planner.profile import Profile
 from hvdtrain.planner.solve import lower_bound, solve
 from hvdtrain.world import World
@@ -94,10 +93,10 @@ class Explained:
         )
 
 
-def explained(
+def _explained(
     config: PlanConfig, training: TrainConfig, components: Sequence[Component]
 ) -> Explained:
-    """Return the requested or the chosen plan, by component.
+    """Return the requested or the chosen plan, by component, and write the requested files.
 
     Raises:
         UsageError: if the plan does not fit, or none does.
@@ -106,10 +105,13 @@ def explained(
     remark = PREDICTED if config.cluster else "All ranks are assumed to be as fast as this one."
     if training.plan_request == AUTO:
         solution = solve(question)
-        return Explained(question, solution.chosen, tuple(solution.reasons()), remark)
-    plan = make_plan(training, components, config.image_size, config.classes, config.ranks)
-    candidate = play(question, plan, config.plan or "dp")
-    return Explained(question, candidate, (_against_the_best(question, plan, candidate),), remark)
+        candidate, reasons = solution.chosen, tuple(solution.reasons())
+    else:
+        plan = make_plan(training, components, config.image_size, config.classes, config.ranks)
+        candidate = play(question, plan, config.plan or "dp")
+        reasons = (_against_the_best(question, plan, candidate),)
+    _write(config, candidate.overview)
+    return Explained(question, candidate, reasons, remark)
 
 
 def _against_the_best(question: Question, plan: Plan, candidate: Candidate) -> str:
@@ -126,7 +128,7 @@ def _against_the_best(question: Question, plan: Plan, candidate: Candidate) -> s
     )
 
 
-def table(
+def _table(
     config: PlanConfig, training: TrainConfig, components: Sequence[Component]
 ) -> StrategyTable:
     """Return paper B's five columns for a cluster.
@@ -135,7 +137,7 @@ def table(
         UsageError: if there is no such cluster, or if no plan fits.
     """
     cluster = clusters.load(config.cluster or "", config.ranks)
-    return predict.five_columns(config.model, cluster, _question(config, training, components))
+    return clusters.five_columns(config.model, cluster, _question(config, training, components))
 
 
 def _question(
@@ -146,9 +148,8 @@ def _question(
     costs, recomputed = subject.costs, subject.recomputed
     if config.cluster:
         cluster = clusters.load(config.cluster, config.ranks)
-        predicted = predict.question_of(
-            *(cluster, costs, config.batch_size, config.optimizer),
-            recomputed,
+        predicted = clusters.question_of(
+            cluster, costs, config.batch_size, config.optimizer, recomputed
         )
         return replace(question(training, predicted.known, config.ranks), limits=predicted.limits)
     world = start_world()
@@ -187,9 +188,9 @@ def show(config: PlanConfig) -> Overview | Explained:
         )
     components = _components(config, training)
     if config.explain:
-        return _written(config, explained(config, training, components))
+        return _explained(config, training, components)
     plan = make_plan(training, components, config.image_size, config.classes, config.ranks)
-    return _finish(config, training, components, plan, None)
+    return _overview(config, training, components, plan, None)
 
 
 def simulate(config: PlanConfig) -> Overview | Explained | StrategyTable:
@@ -206,27 +207,24 @@ def simulate(config: PlanConfig) -> Overview | Explained | StrategyTable:
         if config.plan is None:
             if config.save or config.actions or config.trace:
                 raise UsageError("--save, --actions and --trace need one plan: give --plan")
-            return table(config, training, components)
-        return _written(config, explained(config, training, components))
+            return _table(config, training, components)
+        return _explained(config, training, components)
     world = start_world()
     torch.set_num_threads(world.threads)
     components = _components(config, training)
     plan = make_plan(training, components, config.image_size, config.classes, config.ranks)
-    return _finish(
-        config, training, components, plan, _measure(config, training, components, plan)
-    )
+    measured = _measure(config, training, components, plan)
+    return _overview(config, training, components, plan, measured)
 
 
-def _written(config: PlanConfig, explained: Explained) -> Explained:
-    """Write the requested files, and return `explained`."""
-    shown = explained.candidate.overview
+def _write(config: PlanConfig, shown: Overview) -> None:
+    """Write the requested files."""
     if config.save:
         planfile.save(shown.plan, Path(config.save))
     if config.actions:
         write_text(Path(config.actions), to_csv(shown.schedule), "the actions")
     if config.trace:
         write_trace(Path(config.trace), shown.timeline.events, shown.unit)
-    return explained
 
 
 def _checked(config: PlanConfig) -> TrainConfig:
@@ -255,7 +253,14 @@ def _measure(
         if work not in alike:
             parts = build_parts_alone(training, plan, components, rank, device)
             rank_boundaries = Boundaries(rank, forms, None, device)
-            runtime = Runtime(rank, parts, plan.last, images, rank_boundaries, training.precision)
+            runtime = Runtime(
+                rank=rank,
+                parts=parts,
+                last=plan.last,
+                images=images,
+                boundaries=rank_boundaries,
+                precision=training.precision,
+            )
             alike[work] = profile_parts(runtime, plan, pieces, config.image_size)
         tables[rank] = alike[work]
     return measured_costs(plan, pieces, forms, tables, TRANSFER_SECONDS, SECONDS_PER_BYTE)
@@ -330,7 +335,7 @@ def _components(config: PlanConfig, training: TrainConfig) -> list[Component]:
     return components
 
 
-def _finish(
+def _overview(
     config: PlanConfig,
     training: TrainConfig,
     components: Sequence[Component],
@@ -355,10 +360,5 @@ def _finish(
         measured=measured,
         is_synchronised=config.batch_norm == "sync",
     )
-    if config.save:
-        planfile.save(plan, Path(config.save))
-    if config.actions:
-        write_text(Path(config.actions), to_csv(shown.schedule), "the actions")
-    if config.trace:
-        write_trace(Path(config.trace), shown.timeline.events, shown.unit)
+    _write(config, shown)
     return shown
