@@ -47,7 +47,7 @@ from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan
 from hvdtrain.plan.program import program
 from hvdtrain.plan.simulate import Timeline, simulate
-from hvdtrain.planner.profile import Table, measured_costs, profile_parts
+from hvdtrain.planner.actiontimes import Table, measured_costs, profile_parts
 from hvdtrain.world import World
 
 RANKS, CLASSES, SIZE, SEED = 2, 10, 32, 0

@@ -42,11 +42,11 @@ from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan, Stage, pipeline, replicated
 from hvdtrain.plan.program import program
 from hvdtrain.planner import choose
-from hvdtrain.planner.candidates import play
-from hvdtrain.planner.components import Profile
+from hvdtrain.planner.candidate import play
+from hvdtrain.planner.cost import Question
 from hvdtrain.planner.probe import message_to_self
+from hvdtrain.planner.profile import Profile
 from hvdtrain.planner.solve import solve
-from hvdtrain.planner.tables import Question
 from hvdtrain.study import plots
 from hvdtrain.world import World
 

@@ -15,11 +15,10 @@ import time
 import numpy as np
 
 from hvdtrain.models.costs import ComponentCost
-from hvdtrain.planner.components import ComponentTimes, Profile, RankTimes
-from hvdtrain.planner.cost import Known
+from hvdtrain.planner.cost import Known, Question
 from hvdtrain.planner.network import Curve, Line, MeasuredNetwork
+from hvdtrain.planner.profile import ComponentTimes, Profile, RankTimes
 from hvdtrain.planner.solve import Solution, solve
-from hvdtrain.planner.tables import Question
 
 BATCH = 256
 LIMIT = 0.4  # part of the memory of data parallelism

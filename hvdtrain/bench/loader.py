@@ -31,10 +31,8 @@ def bench_loader(config: LoaderConfig) -> dict[str, Any]:
     with open_split(index, "train", memory) as samples:
         # As in training: the memory must hold at least two windows.
         window = min(order.window_rows(index), max(1, memory // 2 // index.image_bytes))
-        rows = order.epoch_order(
-            *(np.arange(len(samples)), index.hash, 0, 0),
-            *(samples.split.chunk_rows, window),
-        )
+        chunk_rows = samples.split.chunk_rows
+        rows = order.epoch_order(np.arange(len(samples)), index.hash, 0, 0, chunk_rows, window)
         size = min(config.batch_size, len(rows))
         batches = [rows[start : start + size] for start in range(0, len(rows) - size + 1, size)]
         seconds = config.seconds / 4

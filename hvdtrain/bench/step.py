@@ -20,7 +20,6 @@ from hvdtrain import world
 from hvdtrain.backends.pytorch.session import TorchSession, read_later
 from hvdtrain.backends.pytorch.setup import model_components, open_session
 from hvdtrain.bench.options import StepConfig
-from hvdtrain.bench.report import StepReport
 from hvdtrain.data import order
 from hvdtrain.data.loader import Loader
 from hvdtrain.errors import Interrupted, Preempted, UsageError
@@ -37,6 +36,84 @@ from hvdtrain.training.feed import Feed, Feeder, augmentation, requests
 WARM_UP = 3
 TRAINING_FLOPS = 3  # forwards: itself, gradients of the input, gradients of the weights
 SHARES = ("compute", "communication", "bubble", "data", "rest")
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """The result of `bench step` over all ranks.
+
+    Attributes:
+        setting: model, ranks and batch size in words.
+        images: images per step.
+        step: median seconds per step.
+        quartiles: lower and upper quartile of the seconds per step.
+        seconds: seconds per step by what they are spent on: means over steps and ranks.
+        rates: matrix operations per second of each rank, measured on all of them at once.
+        flops: operations per step over all ranks.
+        components: seconds per step of (forward, backward), the mean of the ranks that hold it.
+    """
+
+    setting: str
+    images: int
+    step: float
+    quartiles: tuple[float, float]
+    seconds: dict[str, float]
+    rates: list[float]
+    flops: float
+    components: dict[str, tuple[float, float]]
+
+    @property
+    def images_per_second(self) -> float:
+        """Return the images per second."""
+        return self.images / self.step
+
+    @property
+    def matrix_share(self) -> float:
+        """Return the achieved part of the ranks' matrix rates."""
+        return self.flops / self.step / sum(self.rates)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the object that `bench step --json` prints."""
+        return {
+            "setting": self.setting,
+            "images_per_second": self.images_per_second,
+            "step_seconds": {"median": self.step, "quartiles": self.quartiles},
+            "seconds": self.seconds,
+            "matrix_flops_per_second": self.rates,
+            "step_flops": self.flops,
+            "matrix_share": self.matrix_share,
+            "components": {
+                name: {"forward": forward, "backward": backward}
+                for name, (forward, backward) in self.components.items()
+            },
+        }
+
+    def as_text(self) -> str:
+        """Return the text that `bench step` prints."""
+        rate = sum(self.rates)
+        lines = [
+            self.setting,
+            f"{self.images_per_second:,.1f} images/s: {1e3 * self.step:,.2f} ms per step "
+            f"(quartiles {1e3 * self.quartiles[0]:,.2f} to {1e3 * self.quartiles[1]:,.2f})",
+            f"{self.flops / self.step / 1e9:,.0f} GFLOP/s, {self.matrix_share:.0%} of the "
+            f"{rate / 1e9:,.0f} GFLOP/s at which the ranks multiply matrices",
+            "",
+        ]
+        total = sum(self.seconds.values())
+        lines += [
+            f"{name:<24} {1e3 * seconds:>10,.3f} ms {seconds / total:>7.1%}"
+            for name, seconds in self.seconds.items()
+        ]
+        computed = sum(map(sum, self.components.values()))
+        width = max(len(name) for name in self.components)
+        heads = f"{'component':<{width}} {'forward':>10} {'backward':>10}"
+        lines += ["", f"{heads}  of all components"]
+        lines += [
+            f"{name:<{width}} {1e3 * forward:>7,.2f} ms {1e3 * backward:>7,.2f} ms "
+            f"{(forward + backward) / computed:>7.1%}"
+            for name, (forward, backward) in self.components.items()
+        ]
+        return "\n".join(lines)
 
 
 def bench_step(config: StepConfig, data: str) -> StepReport:

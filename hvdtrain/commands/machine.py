@@ -41,14 +41,12 @@ def bench_step(arguments: Sequence[str], **values: Any) -> int:
     with _data_for(config) as data:
         if started.size == 1 and (config.ranks or 1) > 1:
             return launch.run(config.ranks or 1, [*arguments, "--data", data])
-        from hvdtrain.bench import report, step
+        from hvdtrain.bench import step
 
         measurement = step.bench_step(config, data)
     if started.rank == 0:
-        print(
-            as_json(report.as_json(measurement)) if config.json else report.as_text(measurement),
-            flush=True,
-        )
+        report = as_json(measurement.as_json()) if config.json else measurement.as_text()
+        print(report, flush=True)
     return 0
 
 

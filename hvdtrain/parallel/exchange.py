@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.host.poll import wait_until
-from hvdtrain.plan.trace import WaitTime
+from hvdtrain.plan.program import WaitTime
 
 if TYPE_CHECKING:
     from mpi4py import MPI

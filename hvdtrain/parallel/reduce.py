@@ -23,7 +23,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.host.poll import wait_until
 from hvdtrain.plan.cut import Share
 from hvdtrain.plan.passes import BUCKET_BYTES, FIRST_BUCKET_BYTES, group_by_bytes
-from hvdtrain.plan.trace import ReductionTime
+from hvdtrain.plan.program import ReductionTime
 
 
 class Gradients(Protocol):

@@ -21,9 +21,8 @@ from hvdtrain.parallel.dropout import Draws
 from hvdtrain.parallel.stage import Images, Part
 from hvdtrain.parallel.step import Step, UpdateRule, copied_buffers, restore_buffers, update
 from hvdtrain.plan.actions import RECEIPTS, SENDS
-from hvdtrain.plan.program import Task
+from hvdtrain.plan.program import Task, WaitTime
 from hvdtrain.plan.simulate import Event
-from hvdtrain.plan.trace import WaitTime
 
 TRANSFERS = (*SENDS, *RECEIPTS, "REDUCE")
 

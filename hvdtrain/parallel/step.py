@@ -12,8 +12,7 @@ from torch import Tensor
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.halves import Group
 from hvdtrain.parallel.stage import Part
-from hvdtrain.plan.program import Key, Program
-from hvdtrain.plan.trace import ReductionTime, WaitTime
+from hvdtrain.plan.program import Key, Program, ReductionTime, WaitTime
 
 
 class Held(dict[Key, tuple[Tensor, int]]):

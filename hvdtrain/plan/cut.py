@@ -170,7 +170,10 @@ def _pieces(
             low, high = max(first, start), min(last, stop)
             if low < high:
                 yield Piece(
-                    *(stage, microbatch, sender, receiver),
+                    stage,
+                    microbatch,
+                    sender,
+                    receiver,
                     sent=(low - first, high - first),
                     received=(low - start, high - start),
                 )

@@ -70,9 +70,16 @@ def parse(
         return replicated(components, ranks, microbatches, schedule)
     if isinstance(request, Pipeline):
         chunks = CHUNKS_PER_RANK if schedule == "interleaved" and ranks > 1 else 1
-        shape = request.stages or ranks * chunks, request.replicas
-        weights = costs() if costs else [1.0] * len(components)
-        return pipeline(components, weights, ranks, *shape, microbatches, schedule, text)
+        return pipeline(
+            components,
+            costs() if costs else [1.0] * len(components),
+            ranks,
+            stages=request.stages or ranks * chunks,
+            replicas=request.replicas,
+            microbatches=microbatches,
+            schedule=schedule,
+            name=text,
+        )
     path = Path(text)
     # For a text that cannot be a path os.path.exists returns False where pathlib raises.
     if path.suffix != ".json" and not os.path.exists(path):  # noqa: PTH110

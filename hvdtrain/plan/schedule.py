@@ -124,7 +124,9 @@ POLICIES = {
     # Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, 2.3. Forwards come first: otherwise
     # the backwards of the first stages, which arrive twice as fast, would delay them.
     "zb-h1": Policy(
-        *(remaining_stages, "FBIW", later_stage_first),
+        remaining_stages,
+        "FBIW",
+        later_stage_first,
         splits=True,
         unfinished=lambda pipeline: pipeline.stages,
     ),
@@ -233,7 +235,9 @@ def _list_schedule(plan: Plan, pipeline: Pipeline, policy: Policy) -> list[Actio
     """Return all actions by start time, an order that every rank can follow."""
     stages = range(pipeline.stages)
     progress = _Progress(
-        *(plan, pipeline, policy),
+        plan,
+        pipeline,
+        policy,
         ends={kind: [[] for _ in stages] for kind in "FIW"},
         busy=dict.fromkeys(plan.ranks, 0),
     )

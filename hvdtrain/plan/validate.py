@@ -19,13 +19,24 @@ WINDOW = 4  # actions that a grid shows on each side of a mark
 
 # (earlier kind, later kind) for actions of the same stage and micro-batch,
 ORDER = (
-    *(("LOAD", "F"), ("RECV_F", "F"), ("F", "SEND_F"), ("F", "B"), ("F", "I"), ("I", "W")),
-    *(("RECV_B", "B"), ("RECV_B", "I"), ("B", "SEND_B"), ("I", "SEND_B")),
+    ("LOAD", "F"),
+    ("RECV_F", "F"),
+    ("F", "SEND_F"),
+    ("F", "B"),
+    ("F", "I"),
+    ("I", "W"),
+    ("RECV_B", "B"),
+    ("RECV_B", "I"),
+    ("B", "SEND_B"),
+    ("I", "SEND_B"),
 )
 # and for actions of the same stage.
 ORDER_OF_STAGE = (
-    *(("B", "REDUCE"), ("W", "REDUCE"), ("REDUCE", "STEP")),
-    *(("SEND_F", "STEP"), ("SEND_B", "STEP")),
+    ("B", "REDUCE"),
+    ("W", "REDUCE"),
+    ("REDUCE", "STEP"),
+    ("SEND_F", "STEP"),
+    ("SEND_B", "STEP"),
 )
 
 Place = tuple[int, int]  # rank, index in its list
@@ -125,7 +136,9 @@ def _check_tags(schedule: Schedule, cut: Cut, rank: int, limit: int) -> None:
                 raise _fail(
                     f"rank {rank}: {action} uses the tag {number} of {seen[key]} with rank "
                     f"{peer} again",
-                    *(schedule, rank, index),
+                    schedule,
+                    rank,
+                    index,
                 )
             seen[key] = action
 
@@ -209,7 +222,10 @@ def _check_deadlocks(schedule: Schedule, plan: Plan, cut: Cut, synchronised: Set
         for rendezvous in (False, True):
             try:
                 simulate(
-                    *(schedule, plan, cut, unit_costs()),
+                    schedule,
+                    plan,
+                    cut,
+                    unit_costs(),
                     rendezvous=rendezvous,
                     synchronised=together,
                 )
@@ -217,7 +233,6 @@ def _check_deadlocks(schedule: Schedule, plan: Plan, cut: Cut, synchronised: Set
                 rank, (action, _) = next(iter(error.stuck.items()))
                 sends = "rendezvous" if rendezvous else "eager"
                 also = " and synchronised batch norm" if together else ""
-                raise _fail(
-                    f"{error}, under {sends} sends{also}",
-                    *(schedule, rank, schedule[rank].index(action)),
-                ) from None
+                message = f"{error}, under {sends} sends{also}"
+                index = schedule[rank].index(action)
+                raise _fail(message, schedule, rank, index) from None

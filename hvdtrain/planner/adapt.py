@@ -9,9 +9,10 @@ from numpy.typing import NDArray
 
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan, moves
-from hvdtrain.planner.components import Profile, RankTimes
-from hvdtrain.planner.cost import held_memory, stage_seconds
-from hvdtrain.planner.tables import Question
+from hvdtrain.planner.candidate import play
+from hvdtrain.planner.cost import Question, held_memory, stage_seconds
+from hvdtrain.planner.network import MeasuredNetwork
+from hvdtrain.planner.profile import Profile, RankTimes
 
 WINDOW = 8  # steps that a drift must last, at least; the base is the median of as many times
 LEAST_SECONDS = 0.15  # one time is the mean over as many steps as take this long
@@ -26,6 +27,8 @@ EVIDENCE = 0.5
 MOST = 2.5  # larger ratios count as this one, so that one long step is not enough evidence
 FLOOR = 1e-3  # seconds: smaller differences are noise, even if steps are short
 HYSTERESIS = 0.05  # part of a step: a smaller gain does not justify a migration
+LITTLE = 0.1  # part of a step below which a rank's time says nothing about its speed
+MOST_SLOWER = 10.0  # a network may be this many times slower, or faster, than measured
 MARGIN = 2.0  # a migration must save this multiple of its own cost
 
 
@@ -137,6 +140,40 @@ class Watch:
         return Drift(cause, own_seconds, step_seconds)
 
 
+def calibrated(
+    question: Question,
+    plan: Plan,
+    own_seconds: Sequence[float],
+    step_seconds: float | None = None,
+) -> Question:
+    """Return the question with ranks and network as slow as measured steps of `plan` show.
+
+    So a profile includes the cost of sharing the machine with other processes, which short
+    measurements of components do not show.
+
+    Args:
+        own_seconds: seconds per step of each rank, without waiting for other ranks.
+        step_seconds: seconds of the whole step, to adapt the network to the waiting time.
+    """
+    known, predicted = question.known, play(question, plan, "")
+    # A rank that computes next to nothing only shows the overhead of a step.
+    factors = [
+        measured / expected if expected > LITTLE * predicted.seconds else 1.0
+        for measured, expected in zip(own_seconds, predicted.own_seconds, strict=True)
+    ]
+    scaled = replace(question, known=replace(known, profile=known.profile.scaled(factors)))
+    if step_seconds is None:
+        return scaled
+    again = play(scaled, plan, "")
+    waited = step_seconds - max(own_seconds)
+    expected = again.seconds - max(again.own_seconds)
+    if not isinstance(known.network, MeasuredNetwork) or expected <= 0 or waited <= 0:
+        return scaled
+    slower = min(MOST_SLOWER, max(1 / MOST_SLOWER, waited / expected))
+    network = known.network.scaled(slower)
+    return replace(scaled, known=replace(scaled.known, network=network))
+
+
 def seconds_to_migrate(question: Question, before: Plan, after: Plan) -> float:
     """Return the seconds that moving weights, statistics and optimizer state to a new plan takes.
 
@@ -237,7 +274,7 @@ def following(question: Question, ratios: Sequence[Mapping[str, float]]) -> Ques
     """Return the question with components adapted to their measured ratios on each rank.
 
     Ratios count relative to the median of their rank. How fast a rank is as a whole is up to
-    `play.calibrated`. A component that a rank does not hold gets the median of the ranks that hold
+    `calibrated`. A component that a rank does not hold gets the median of the ranks that hold
     it.
     """
     relative = [_relative_ratios(rank_ratios) for rank_ratios in ratios]

@@ -25,17 +25,15 @@ from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.stage import DTYPES, Images
 from hvdtrain.plan.passes import group_by_bytes
 from hvdtrain.plan.plan import replicated
-from hvdtrain.planner import profilefile
-from hvdtrain.planner.candidates import play
+from hvdtrain.planner import profile as profiles
+from hvdtrain.planner.candidate import play
 from hvdtrain.planner.chain import Link
-from hvdtrain.planner.components import Profile, RankTimes
-from hvdtrain.planner.cost import Known, activation_bytes, held_memory
-from hvdtrain.planner.explain import explain
+from hvdtrain.planner.cost import Known, Question, activation_bytes, held_memory
 from hvdtrain.planner.measure import Setting, measure_rank, measured_sizes
 from hvdtrain.planner.network import MeasuredNetwork
 from hvdtrain.planner.probe import measure_network, message_to_self
+from hvdtrain.planner.profile import Profile, RankTimes
 from hvdtrain.planner.solve import GIB, solve
-from hvdtrain.planner.tables import Question
 from hvdtrain.training.session import Chosen
 from hvdtrain.world import World, temporary_horovod
 
@@ -120,7 +118,7 @@ def choose_plan(subject: Subject, world: World) -> Chosen:
         ended = time.perf_counter()
         remarks = (
             f"plan: {how} in {measured - started:.1f} s, chosen in {ended - measured:.2f} s",
-            *explain(problem, solution),
+            *solution.reasons(),
         )
         best = solution.chosen
         chosen = Chosen(best.plan, remarks, best.seconds, problem)
@@ -160,7 +158,7 @@ def _known(subject: Subject, world: World) -> tuple[Known | None, str]:
         return None, ""
     if path is not None and not why:
         assert isinstance(known.network, MeasuredNetwork)
-        profilefile.save(Path(path), words, known.profile, known.network)
+        profiles.save(Path(path), words, known.profile, known.network)
     return known, f"measured{why}"
 
 
@@ -177,10 +175,11 @@ def _read(subject: Subject, path: Path, words: str, ranks: int) -> tuple[Known |
     if not path.exists():
         check_target(str(path), "--profile")
         return None, ""
-    profile = profilefile.load(path, words, subject.names, ranks)
+    profile = profiles.load(path, words, subject.names, ranks)
     if isinstance(profile, str):
         return None, f" ({path} has other settings: {profile})"
-    return Known(subject.costs, *profile, subject.recomputed), ""
+    times, network = profile
+    return Known(subject.costs, times, network, subject.recomputed), ""
 
 
 def question(config: TrainConfig, known: Known, ranks: int) -> Question:
@@ -190,9 +189,9 @@ def question(config: TrainConfig, known: Known, ranks: int) -> Question:
         replace(known, is_synchronised=config.batch_norm == "sync"),
         config.batch_size,
         config.optimizer,
-        _schedules(config, [cost.name for cost in known.costs]),
-        config.microbatches,
-        None if limit is None else ((1 - RESERVE) * limit * GIB,) * ranks,
+        schedules=_schedules(config, [cost.name for cost in known.costs]),
+        microbatches=config.microbatches,
+        limits=None if limit is None else ((1 - RESERVE) * limit * GIB,) * ranks,
     )
 
 

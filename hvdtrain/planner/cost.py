@@ -1,4 +1,7 @@
-"""Predicts what a plan costs: the time of each action by a profile, and the bytes of each rank."""
+"""Predicts what a plan costs: the seconds of each action, and the bytes of each rank.
+
+`Known` and `Question` say for which model, ranks and network.
+"""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -17,12 +20,12 @@ from hvdtrain.plan.actions import (
     receipt_for,
     rows_sent,
 )
-from hvdtrain.plan.cut import Cut
+from hvdtrain.plan.cut import Cut, is_same
 from hvdtrain.plan.passes import BUCKET_BYTES, FIRST_BUCKET_BYTES, group_by_bytes
 from hvdtrain.plan.plan import Plan, Stage
 from hvdtrain.plan.simulate import Costs
-from hvdtrain.planner.components import ComponentTimes, Profile
 from hvdtrain.planner.network import Network
+from hvdtrain.planner.profile import ComponentTimes, Profile
 
 if TYPE_CHECKING:
     from hvdtrain.models.costs import ComponentCost
@@ -69,6 +72,42 @@ class Known:
     def by_name(self) -> "Mapping[str, ComponentCost]":
         """Return the costs of the components by name."""
         return {cost.name: cost for cost in self.costs}
+
+
+@dataclass(frozen=True)
+class Question:
+    """The problem that a plan is to solve.
+
+    Attributes:
+        known: what is known about model, ranks and network.
+        batch_size: images per step over all ranks together.
+        schedules: schedules that the runtime supports for this model.
+        microbatches: number of micro-batches, if the user has set it.
+        limits: bytes that each rank may hold, if there are limits.
+        keeps: if batch norm must compute the same as under another plan: that plan, and the batch
+            sizes for which it must.
+    """
+
+    known: Known
+    batch_size: int
+    optimizer: str
+    schedules: Collection[str] = ("1f1b",)
+    microbatches: int | None = None
+    limits: Sequence[float] | None = None
+    keeps: tuple[Plan, tuple[int, ...]] | None = None
+
+    def allows(self, plan: Plan) -> bool:
+        """Return whether batch norm computes what it must under this plan."""
+        if self.keeps is None:
+            return True
+        before, sizes = self.keeps
+        normed = [cost.name for cost in self.known.costs if cost.batch_norms]
+        return is_same(before, plan, sizes, normed, self.known.is_synchronised)
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of ranks."""
+        return len(self.known.profile.ranks)
 
 
 def plan_costs(plan: Plan, cut: Cut, known: Known) -> Costs:

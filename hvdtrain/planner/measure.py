@@ -16,8 +16,8 @@ from torch import Tensor
 from hvdtrain.models.component import IMAGE_CHANNELS
 from hvdtrain.parallel.stage import Images
 from hvdtrain.planner.chain import Chain, Halves, Link, Seconds
-from hvdtrain.planner.components import ComponentTimes, RankTimes
 from hvdtrain.planner.network import Curve
+from hvdtrain.planner.profile import ComponentTimes, RankTimes
 from hvdtrain.world import World
 
 FEWEST_ROWS = 2  # batch norm needs two values per channel

@@ -1,213 +1,308 @@
-"""Times a rank's actions with the runtime itself, run on this rank alone.
+"""Profiles: the times of each component on each rank, and the files that hold them.
 
-Unlike a chain of components (`chain.py`) this includes what the runtime does around them: real
-gradient buffers, whole stages in the order of the schedule, several micro-batches in flight. Only
-transfers and all-reduces are left out, and received data is random. Everything that a step changes
-is restored afterwards, so a run can be profiled between any two of its steps.
+A profile is measured (`measure.py`), read from a file, or predicted (`clusters.py`). This module
+does not import torch.
 """
 
-import statistics
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from hvdtrain.models.component import IMAGE_CHANNELS
-from hvdtrain.parallel.boundary import Boundaries, Form
-from hvdtrain.parallel.reduce import Gradients
-from hvdtrain.parallel.runtime import Observer, Runtime
-from hvdtrain.parallel.stage import Part
-from hvdtrain.parallel.step import Step
-from hvdtrain.plan import schedule
-from hvdtrain.plan.actions import COMMUNICATION, Action, boundary, rows_sent
-from hvdtrain.plan.cut import Cut, Share
-from hvdtrain.plan.plan import Plan
-from hvdtrain.plan.program import Program, program
-from hvdtrain.plan.simulate import Costs
-from hvdtrain.plan.trace import ReductionTime
-from hvdtrain.planner.chain import LEAST, now, repeated, without_gathering
-from hvdtrain.world import World
+from hvdtrain.errors import UsageError, on_one_line
+from hvdtrain.host.files import write_text
+from hvdtrain.host.harmless import parse_json
+from hvdtrain.planner.network import Contention, Curve, MeasuredNetwork, stacked
 
-Table = dict[tuple[int, str, int], float]  # (stage, kind of action, samples) -> seconds
+VERSION = 3  # of the files
+LARGEST = 64 * 2**20  # bytes: enough for 1,000 ranks with 100 components
+HALVES = ("input_half", "weight_half")
 
 
-def profile_parts(
-    runtime: Runtime, plan: Plan, cut: Cut, image_size: int, world: World | None = None
-) -> Table:
-    """Return the seconds of each action of a training step on this rank.
+@dataclass(frozen=True)
+class ComponentTimes:
+    """Seconds of one component on one rank, by number of samples.
 
-    The kinds of actions are those of the plan's schedule on this rank: F and B, or I and W if it
-    splits backwards, LOAD, and STEP (with 0 samples). A value is the median over the repeats of
-    the mean over the micro-batches of one size.
-
-    Args:
-        runtime: the runtime of this rank, between two steps.
-        image_size: height and width of the images.
-        world: given if all ranks call this at once; the call is then collective, and no rank stops
-            before the slowest one, so that caches and memory are shared as in a step.
-    """
-    alone = _runtime_alone(runtime)
-    ready = _without_communication(plan, cut, runtime.rank)
-    batch = _random_input(plan, cut, runtime.rank, image_size)
-    with (
-        _unchanged(runtime.parts, runtime.device) as put_weights_back,
-        without_gathering(plan, alone.parts),
-    ):
-
-        def once() -> Table:
-            table = _run(alone, ready, batch)
-            put_weights_back()
-            return table
-
-        once()  # the first step of an optimizer differs from all others
-        _fill(alone.boundaries)
-        started = now(alone.device)
-        once()
-        seconds, least_seconds = now(alone.device) - started, 0.0
-        if world is not None:
-            least_seconds = LEAST * max(world.gather(seconds))
-            world.barrier()
-        tables = repeated(once, least_seconds)
-    return {key: statistics.median(table[key] for table in tables) for key in tables[0]}
-
-
-def measured_costs(
-    plan: Plan,
-    cut: Cut,
-    forms: Sequence[Form],
-    tables: Mapping[int, Table],
-    latency: float,
-    seconds_per_byte: float,
-) -> Costs:
-    """Return the costs that a simulation of the plan needs; all-reduces are free.
-
-    Args:
-        forms: form of the tensors that cross each boundary.
-        tables: results of `profile_parts` of all ranks, under the same schedule.
-        latency, seconds_per_byte: alpha and beta of a transfer.
+    Attributes:
+        input_half, weight_half: of a backward in halves; None if they were not measured.
+        update: of the optimizer; does not depend on the samples.
+        spread: of the measured repeats, (largest - smallest) / median of the noisiest size.
     """
 
-    def compute(rank: int, action: Action) -> float:
-        return tables[rank][action.stage, action.kind, _rows(cut, rank, action)]
+    forward: Curve
+    backward: Curve
+    input_half: Curve | None = None
+    weight_half: Curve | None = None
+    update: float = 0.0
+    spread: float = 0.0
 
-    def hand_over(sender: int, receiver: int, action: Action) -> float:
-        size = forms[boundary(action.stage, action.kind)].row_bytes
-        return latency + rows_sent(cut, sender, receiver, action) * size * seconds_per_byte
+    def times(self, factor: float) -> "ComponentTimes":
+        """Return the times on a rank that is `factor` times slower."""
+        input_half, weight_half = (
+            None if half is None else half.times(factor)
+            for half in (self.input_half, self.weight_half)
+        )
+        return ComponentTimes(
+            forward=self.forward.times(factor),
+            backward=self.backward.times(factor),
+            input_half=input_half,
+            weight_half=weight_half,
+            update=factor * self.update,
+            spread=self.spread,
+        )
 
-    return Costs(compute, hand_over, lambda stage: 0.0)
-
-
-@dataclass
-class _Unreduced:
-    """A stage's gradients, which are not reduced and not announced to other ranks."""
-
-    gradients: Gradients
-
-    def announce(self, share: Share) -> None:
-        """Do nothing: there are no other ranks."""
-
-    def start(self, share: Share) -> None:
-        """Do nothing."""
-
-    def finish(self) -> ReductionTime:
-        """Return a time of zero: nothing is in flight."""
-        return ReductionTime()
-
-    def are_finite(self) -> bool:
-        """Return whether all gradients are finite, by the test of the stage."""
-        return self.gradients.are_finite()
-
-    def zero(self) -> None:
-        """Set the gradients to zero as the stage does."""
-        self.gradients.zero()
-
-
-def _runtime_alone(runtime: Runtime) -> Runtime:
-    """Return a runtime with the same components that exchanges nothing."""
-    parts = {
-        stage: replace(part, gradients=_Unreduced(part.gradients))
-        for stage, part in runtime.parts.items()
-    }
-    boundaries = Boundaries(runtime.rank, runtime.boundaries.forms, None, runtime.device)
-    return Runtime(runtime.settings, parts, boundaries, Observer(events=[]))
-
-
-def _without_communication(plan: Plan, cut: Cut, rank: int) -> Program:
-    step = schedule.training_step(plan, cut)[rank]
-    kept = [action for action in step if action.kind not in COMMUNICATION]
-    return program(plan, cut, kept, rank)
-
-
-def _random_input(plan: Plan, cut: Cut, rank: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-    shape = (cut.samples(0, rank), size, size, IMAGE_CHANNELS)
-    images = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
-    return images, np.zeros(cut.samples(plan.last, rank), np.int64)
-
-
-def _run(alone: Runtime, ready: Program, batch: tuple[np.ndarray, np.ndarray]) -> Table:
-    """Run one step; return the mean seconds by stage, kind and number of samples."""
-    events = alone.observer.events = []
-    alone.run(Step(ready, *batch))
-    seconds: dict[tuple[int, str, int], list[float]] = defaultdict(list)
-    for event in events:
-        rows = _rows(ready.cut, alone.rank, event.action)
-        seconds[event.action.stage, event.action.kind, rows].append(event.end - event.start)
-    return {key: statistics.mean(values) for key, values in seconds.items()}
-
-
-def _rows(cut: Cut, rank: int, action: Action) -> int:
-    """Return the samples that an action of `rank` works on; 0 for an action of the whole stage."""
-    return 0 if action.microbatch is None else cut.rows(action.stage, rank, action.microbatch)
-
-
-@contextmanager
-def _unchanged(parts: Mapping[int, Part], device: torch.device) -> Iterator[Callable[[], None]]:
-    """Restore everything that steps change at the end; yield a function that restores the weights.
-
-    The function restores buffers, too. That suffices between steps: the first step of an optimizer
-    differs from all others.
-    """
-    saved = {
-        number: {name: value.detach().clone() for name, value in part.model.tensors().items()}
-        for number, part in parts.items()
-    }
-    optimizers = [part.optimizer for part in parts.values() if part.optimizer is not None]
-    states = [_copied(optimizer) for optimizer in optimizers]
-
-    def put_weights_back() -> None:
-        for number, part in parts.items():
-            part.model.put(saved[number])
-
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        try:
-            yield put_weights_back
-        finally:
-            put_weights_back()
-            for part in parts.values():
-                part.gradients.zero()
-            for optimizer, state in zip(optimizers, states, strict=True):
-                optimizer.state.clear()
-                optimizer.state.update(state)
-
-
-def _copied(optimizer: torch.optim.Optimizer) -> dict[Any, dict[str, Any]]:
-    """Return a copy of an optimizer's state that a step does not change."""
-    return {
-        parameter: {
-            key: value.clone() if isinstance(value, Tensor) else value
-            for key, value in entries.items()
+    def to_json(self) -> dict[str, Any]:
+        """Return the times as a profile file stores them."""
+        curves = {
+            name: _points(curve)
+            for name in ("forward", "backward", *HALVES)
+            if (curve := getattr(self, name)) is not None
         }
-        for parameter, entries in optimizer.state.items()
+        return curves | {"update": self.update, "spread": self.spread}
+
+
+class ComponentArrays(NamedTuple):
+    """Seconds of all components of a rank, in model order: fp64 [components].
+
+    Attributes:
+        forward, backward: return the array for a number of samples.
+        update: of the optimizer.
+    """
+
+    forward: Callable[[float], np.ndarray]
+    backward: Callable[[float], np.ndarray]
+    update: np.ndarray
+
+
+NOTHING = Curve(((1.0, 0.0),))
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """Measured or predicted times of one rank.
+
+    Attributes:
+        components: times by component name.
+        load: seconds of preparing images for the first component, by number of samples.
+        resident_bytes: bytes of the process besides those counted for a model.
+        activation_factor: real bytes of activations divided by the counted ones.
+        message_seconds: seconds of posting a receive, sending one byte and receiving it, besides
+            the time of the network.
+    """
+
+    components: Mapping[str, ComponentTimes]
+    load: Curve = NOTHING
+    resident_bytes: int = 0
+    message_seconds: float = 0.0
+    activation_factor: float = 1.0
+
+    @cached_property
+    def arrays(self) -> ComponentArrays:
+        """Return the times of all components as arrays."""
+        times = self.components.values()
+        return ComponentArrays(
+            forward=stacked([part.forward for part in times]),
+            backward=stacked([part.backward for part in times]),
+            update=np.array([part.update for part in times]),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the times as a profile file stores them."""
+        return {
+            "components": {name: times.to_json() for name, times in self.components.items()},
+            "load": _points(self.load),
+            "resident_bytes": self.resident_bytes,
+            "message_seconds": self.message_seconds,
+            "activation_factor": self.activation_factor,
+        }
+
+    def times(self, factor: float) -> "RankTimes":
+        """Return the times on a rank that is `factor` times slower."""
+        slower = {name: component.times(factor) for name, component in self.components.items()}
+        return replace(
+            self,
+            components=slower,
+            load=self.load.times(factor),
+            message_seconds=factor * self.message_seconds,
+        )
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Times of all ranks.
+
+    Attributes:
+        ranks: in rank order.
+    """
+
+    ranks: tuple[RankTimes, ...]
+
+    @classmethod
+    def alike(cls, one: RankTimes, ranks: int) -> "Profile":
+        """Return a profile of `ranks` ranks with the same times."""
+        return cls((one,) * ranks)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the components, in model order."""
+        return tuple(self.ranks[0].components)
+
+    @cached_property
+    def slowness(self) -> tuple[float, ...]:
+        """Return the time of each rank for the whole model, divided by that of the fastest rank.
+
+        It is the median over all measured sizes, so that a disturbance at one size does not count.
+        """
+        curve = next(iter(self.ranks[0].components.values())).forward
+        sizes = [size for size, _ in curve.points if size > 0] or [1.0]
+        seconds = np.maximum([_whole_model(rank, sizes) for rank in self.ranks], 1e-12)
+        ratios: list[float] = np.median(seconds / seconds.min(axis=0), axis=1).tolist()
+        return tuple(slow / min(ratios) for slow in ratios)
+
+    def scaled(self, factors: Sequence[float]) -> "Profile":
+        """Return the profile with each rank slower by its factor."""
+        pairs = zip(self.ranks, factors, strict=True)
+        return Profile(tuple(rank.times(factor) for rank, factor in pairs))
+
+
+def _whole_model(rank: RankTimes, sizes: Sequence[float]) -> list[float]:
+    """Return the seconds of all components together, for each size."""
+    arrays = rank.arrays
+    return [float((arrays.forward(size) + arrays.backward(size)).sum()) for size in sizes]
+
+
+def save(path: Path, subject: str, profile: Profile, network: MeasuredNetwork) -> None:
+    """Write a profile.
+
+    Args:
+        subject: the measured model, sizes and settings in words.
+
+    Raises:
+        UsageError: if the file cannot be written.
+    """
+    content = {
+        "version": VERSION,
+        "subject": subject,
+        "ranks": [rank.to_json() for rank in profile.ranks],
+        "network": {
+            "hosts": list(network.hosts),
+            "all_reduce": [
+                [crosses, number, _points(curve)]
+                for crosses, curves in network.all_reduce.items()
+                for number, curve in curves.items()
+            ],
+            "hand_over": [
+                [crosses, _points(curve)] for crosses, curve in network.hand_over.items()
+            ],
+            "contention": list(network.contention),
+        },
     }
+    write_text(path, json.dumps(content) + "\n", "the profile")
 
 
-def _fill(boundaries: Boundaries) -> None:
-    """Fill the buffers with random values: computing with new memory may be slow."""
-    for buffers in boundaries._pool.values():
-        for buffer in buffers:
-            buffer.normal_()
+def load(
+    path: Path, subject: str, names: Sequence[str], ranks: int
+) -> tuple[Profile, MeasuredNetwork] | str:
+    """Read a profile; return its subject if that is another one.
+
+    Raises:
+        UsageError: if the file is not a valid profile.
+    """
+    try:
+        with path.open("rb") as file:
+            text = file.read(LARGEST + 1)
+        if len(text) > LARGEST:
+            raise UsageError(
+                f"{path} is not a valid profile (larger than {LARGEST:,} bytes): "
+                "remove it or use another --profile"
+            )
+        content = parse_json(text)
+    except OSError as error:
+        raise UsageError(f"the profile {path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise UsageError(f"the profile {path} cannot be used: {error}") from None
+    try:
+        if content["version"] == VERSION and content["subject"] != subject:
+            return on_one_line(content["subject"], 300)
+        return _checked(content, names, ranks)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(
+            f"{path} is not a valid profile ({reason}): remove it or use another --profile"
+        ) from None
+
+
+def _checked(
+    content: Any, names: Sequence[str], number_of_ranks: int
+) -> tuple[Profile, MeasuredNetwork]:
+    """Return the profile of a file's content; raise ValueError or the like if it is wrong."""
+    if content["version"] != VERSION:
+        raise ValueError(f"it has version {content['version']!r:.20}, not {VERSION}")
+    ranks = tuple(_rank(item, names) for item in content["ranks"])
+    network = content["network"]
+    hosts = tuple(str(host) for host in network["hosts"])
+    if len(ranks) != number_of_ranks or len(hosts) != len(ranks):
+        raise ValueError(
+            f"it has {len(ranks)} ranks on {len(hosts)} hosts, the job has {number_of_ranks} ranks"
+        )
+    all_reduce: dict[bool, dict[int, Curve]] = {}
+    for crosses, number, points in network["all_reduce"]:
+        all_reduce.setdefault(bool(crosses), {})[int(_number(number, least=2))] = _curve(points)
+    hand_over = {bool(crosses): _curve(points) for crosses, points in network["hand_over"]}
+    if len(ranks) > 1 and not (all_reduce and hand_over):
+        raise ValueError("its network is empty")
+    compute, reduce = (_number(item, least=1.0) for item in network["contention"])
+    contention = Contention(compute, reduce)
+    return Profile(ranks), MeasuredNetwork(hosts, all_reduce, hand_over, contention)
+
+
+def _rank(content: Mapping[str, Any], names: Sequence[str]) -> RankTimes:
+    components = content["components"]
+    if list(components) != list(names):
+        raise ValueError("its components are not those of the model")
+    return RankTimes(
+        {name: _times(times) for name, times in components.items()},
+        load=_curve(content["load"]),
+        resident_bytes=int(_number(content["resident_bytes"])),
+        message_seconds=_number(content["message_seconds"]),
+        activation_factor=_number(content["activation_factor"], least=1.0),
+    )
+
+
+def _times(content: Mapping[str, Any]) -> ComponentTimes:
+    input_half, weight_half = (
+        _curve(content[name]) if name in content else None for name in HALVES
+    )
+    return ComponentTimes(
+        forward=_curve(content["forward"]),
+        backward=_curve(content["backward"]),
+        input_half=input_half,
+        weight_half=weight_half,
+        update=_number(content["update"]),
+        spread=_number(content["spread"]),
+    )
+
+
+def _points(curve: Curve) -> list[list[float]]:
+    return [list(point) for point in curve.points]
+
+
+def _curve(points: Any) -> Curve:
+    pairs = [(_number(size), _number(seconds)) for size, seconds in points]
+    sizes = [size for size, _ in pairs]
+    if not pairs or sizes != sorted(set(sizes)):
+        raise ValueError("the sizes of a curve do not increase")
+    return Curve(tuple(pairs))
+
+
+def _number(value: Any, least: float = 0.0) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{value!r:.20} is not numeric")
+    if not math.isfinite(value) or value < least:
+        raise ValueError(f"{value!r:.20} is not finite or less than {least:g}")
+    return float(value)

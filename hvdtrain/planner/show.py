@@ -25,21 +25,23 @@ from hvdtrain.plan import planfile
 from hvdtrain.plan.actions import to_csv
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan
-from hvdtrain.plan.simulate import Costs
-from hvdtrain.plan.trace import write_trace
-from hvdtrain.planner import clusters, predict
-from hvdtrain.planner.candidates import Candidate, play
+from hvdtrain.plan.simulate import Costs, write_trace
+from hvdtrain.planner import clusters
+from hvdtrain.planner.actiontimes import Table, measured_costs, profile_parts
+from hvdtrain.planner.candidate import (
+    Candidate,
+    Overview,
+    component_table,
+    overview,
+    paper_objective,
+    play,
+)
 from hvdtrain.planner.choose import local_times, question, subject_of
-from hvdtrain.planner.clusters import Cluster, ClusterNetwork
-from hvdtrain.planner.components import Profile
-from hvdtrain.planner.cost import Known
-from hvdtrain.planner.explain import component_table, explain, paper_objective
+from hvdtrain.planner.clusters import PREDICTED, Cluster, ClusterNetwork, StrategyTable
+from hvdtrain.planner.cost import Known, Question
 from hvdtrain.planner.options import PlanConfig
-from hvdtrain.planner.overview import Overview, overview
-from hvdtrain.planner.predict import PREDICTED, StrategyTable
-from hvdtrain.planner.profile import Table, measured_costs, profile_parts
+from hvdtrain.planner.profile import Profile
 from hvdtrain.planner.solve import lower_bound, solve
-from hvdtrain.planner.tables import Question
 from hvdtrain.world import World
 from hvdtrain.world import start as start_world
 from hvdtrain.world import stop as stop_world
@@ -91,10 +93,10 @@ class Explained:
         )
 
 
-def explained(
+def _explained(
     config: PlanConfig, training: TrainConfig, components: Sequence[Component]
 ) -> Explained:
-    """Return the requested or the chosen plan, by component.
+    """Return the requested or the chosen plan, by component, and write the requested files.
 
     Raises:
         UsageError: if the plan does not fit, or none does.
@@ -103,11 +105,13 @@ def explained(
     remark = PREDICTED if config.cluster else "All ranks are assumed to be as fast as this one."
     if training.plan_request == AUTO:
         solution = solve(question)
-        reasons = tuple(explain(question, solution))
-        return Explained(question, solution.chosen, reasons, remark)
-    plan = make_plan(training, components, config.image_size, config.classes, config.ranks)
-    candidate = play(question, plan, config.plan or "dp")
-    return Explained(question, candidate, (_against_the_best(question, plan, candidate),), remark)
+        candidate, reasons = solution.chosen, tuple(solution.reasons())
+    else:
+        plan = make_plan(training, components, config.image_size, config.classes, config.ranks)
+        candidate = play(question, plan, config.plan or "dp")
+        reasons = (_against_the_best(question, plan, candidate),)
+    _write(config, candidate.overview)
+    return Explained(question, candidate, reasons, remark)
 
 
 def _against_the_best(question: Question, plan: Plan, candidate: Candidate) -> str:
@@ -124,7 +128,7 @@ def _against_the_best(question: Question, plan: Plan, candidate: Candidate) -> s
     )
 
 
-def table(
+def _table(
     config: PlanConfig, training: TrainConfig, components: Sequence[Component]
 ) -> StrategyTable:
     """Return paper B's five columns for a cluster.
@@ -133,7 +137,7 @@ def table(
         UsageError: if there is no such cluster, or if no plan fits.
     """
     cluster = clusters.load(config.cluster or "", config.ranks)
-    return predict.five_columns(config.model, cluster, _question(config, training, components))
+    return clusters.five_columns(config.model, cluster, _question(config, training, components))
 
 
 def _question(
@@ -144,9 +148,8 @@ def _question(
     costs, recomputed = subject.costs, subject.recomputed
     if config.cluster:
         cluster = clusters.load(config.cluster, config.ranks)
-        predicted = predict.question_of(
-            *(cluster, costs, config.batch_size, config.optimizer),
-            recomputed,
+        predicted = clusters.question_of(
+            cluster, costs, config.batch_size, config.optimizer, recomputed
         )
         return replace(question(training, predicted.known, config.ranks), limits=predicted.limits)
     world = start_world()
@@ -185,9 +188,9 @@ def show(config: PlanConfig) -> Overview | Explained:
         )
     components = _components(config, training)
     if config.explain:
-        return _written(config, explained(config, training, components))
+        return _explained(config, training, components)
     plan = make_plan(training, components, config.image_size, config.classes, config.ranks)
-    return _finish(config, training, components, plan, None)
+    return _overview(config, training, components, plan, None)
 
 
 def simulate(config: PlanConfig) -> Overview | Explained | StrategyTable:
@@ -204,27 +207,24 @@ def simulate(config: PlanConfig) -> Overview | Explained | StrategyTable:
         if config.plan is None:
             if config.save or config.actions or config.trace:
                 raise UsageError("--save, --actions and --trace need one plan: give --plan")
-            return table(config, training, components)
-        return _written(config, explained(config, training, components))
+            return _table(config, training, components)
+        return _explained(config, training, components)
     world = start_world()
     torch.set_num_threads(world.threads)
     components = _components(config, training)
     plan = make_plan(training, components, config.image_size, config.classes, config.ranks)
-    return _finish(
-        config, training, components, plan, _measure(config, training, components, plan)
-    )
+    measured = _measure(config, training, components, plan)
+    return _overview(config, training, components, plan, measured)
 
 
-def _written(config: PlanConfig, explained: Explained) -> Explained:
-    """Write the requested files, and return `explained`."""
-    shown = explained.candidate.overview
+def _write(config: PlanConfig, shown: Overview) -> None:
+    """Write the requested files."""
     if config.save:
         planfile.save(shown.plan, Path(config.save))
     if config.actions:
         write_text(Path(config.actions), to_csv(shown.schedule), "the actions")
     if config.trace:
         write_trace(Path(config.trace), shown.timeline.events, shown.unit)
-    return explained
 
 
 def _checked(config: PlanConfig) -> TrainConfig:
@@ -329,7 +329,7 @@ def _components(config: PlanConfig, training: TrainConfig) -> list[Component]:
     return components
 
 
-def _finish(
+def _overview(
     config: PlanConfig,
     training: TrainConfig,
     components: Sequence[Component],
@@ -339,21 +339,20 @@ def _finish(
     names = [part.name for part in components]
     dtype = DTYPES[training.precision]
     costs = component_costs(
-        *(components, config.image_size),
+        components,
+        config.image_size,
         classes=config.classes,
         dtype=dtype,
         autocast="cpu" if training.precision == "bf16" else None,
     )
     shown = overview(
-        *(plan, costs, config.batch_size, config.optimizer),
-        recomputed_components(config.recompute, names),
-        measured,
-        plan.replicated_stages if config.batch_norm == "sync" else (),
+        plan,
+        costs,
+        config.batch_size,
+        config.optimizer,
+        recomputed=recomputed_components(config.recompute, names),
+        measured=measured,
+        is_synchronised=config.batch_norm == "sync",
     )
-    if config.save:
-        planfile.save(plan, Path(config.save))
-    if config.actions:
-        write_text(Path(config.actions), to_csv(shown.schedule), "the actions")
-    if config.trace:
-        write_trace(Path(config.trace), shown.timeline.events, shown.unit)
+    _write(config, shown)
     return shown

@@ -6,21 +6,26 @@ number of micro-batches, and the plans that users know by name, are simulated wi
 the fastest plan that fits is chosen.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hvdtrain.errors import UsageError
-from hvdtrain.plan.plan import Plan
-from hvdtrain.planner.candidates import Candidate, candidates
-from hvdtrain.planner.cost import activation_bytes, lasting_bytes, process_bytes
-from hvdtrain.planner.tables import Question
+from hvdtrain.plan.plan import Plan, Stage, pipeline, replicated
+from hvdtrain.planner.candidate import Candidate, play
+from hvdtrain.planner.cost import Question, activation_bytes, lasting_bytes, process_bytes
+from hvdtrain.planner.divide import UNFIT, Division
+from hvdtrain.planner.tables import divided, shares_of
 
 if TYPE_CHECKING:
     from hvdtrain.models.costs import ComponentCost
 
+MOST_PLAYED = 3  # divisions that are simulated
+SPREAD = 1.03  # a division whose estimate exceeds the best by this factor will not win
+MANY = 1000  # components times ranks: above this, simulating one plan takes a second or more
+SHOWN = 5  # candidates to list beside the chosen one
 BETTER = 0.985  # a plan is preferred to a simpler one only if its time is less than this part
 GIB = 2**30
 
@@ -42,6 +47,34 @@ class Solution:
     def gap(self) -> float:
         """Return by how much the chosen plan exceeds the bound, as a part of the bound."""
         return self.chosen.seconds / self.bound - 1 if self.bound else 0.0
+
+    def reasons(self) -> list[str]:
+        """Return lines that compare the chosen plan with the others and with the lower bound."""
+        chosen = self.chosen
+        lines = [
+            f"chosen: {chosen.name}, {1e3 * chosen.seconds:.2f} ms per step predicted, "
+            f"{self.gap:.1%} above the lower bound of {1e3 * self.bound:.2f} ms"
+        ]
+        others = [candidate for candidate in self.candidates if candidate.plan != chosen.plan]
+        for other in others[:SHOWN]:
+            lines.append(
+                f"  {other.name} ({len(other.plan.stages)} stage(s), {other.plan.microbatches} "
+                f"micro-batch(es), {other.plan.schedule}): {1e3 * other.seconds:.2f} ms, "
+                f"{_why_slower(chosen, other)}"
+            )
+        return lines
+
+
+def _why_slower(chosen: Candidate, other: Candidate) -> str:
+    """Return why another plan is slower."""
+    more = other.seconds / chosen.seconds - 1
+    bubble = other.overview.timeline.bubble_fraction
+    best = chosen.overview.timeline.bubble_fraction
+    if more < 0:
+        return f"{-more:.1%} faster, but more complex"
+    if bubble > best + 0.01:
+        return f"{more:.1%} slower: its ranks wait {bubble:.1%} of the step instead of {best:.1%}"
+    return f"{more:.1%} slower"
 
 
 def solve(question: Question) -> Solution:
@@ -73,6 +106,120 @@ def _complexity(plan: Plan) -> int:
     return 2 * len(plan.stages) * plan.microbatches + shares_differ
 
 
+def candidates(question: Question) -> Iterator[Candidate]:
+    """Yield the plans that are worth simulating, under the names that users know."""
+    names, ranks = question.known.profile.names, question.ranks
+    for number in _accumulations(question):
+        plan = replicated(names, ranks, number, None)
+        yield play(question, plan, "single" if ranks == 1 else "dp")
+    if ranks == 1:
+        return
+    shares = shares_of(question, tuple(range(ranks)), question.batch_size)
+    if len(set(shares)) > 1:
+        stage = Stage(tuple(names), tuple(range(ranks)), shares)
+        yield play(question, Plan((stage,), question.microbatches or 1), "dp, unequal shares")
+    staged = _staged_schedules(question)
+    pipelines: list[Candidate] = []
+    for usual in staged[:1]:
+        named_plans = () if is_large(question) else _named_pipelines(question, usual)
+        pipelines = [*named_plans, *_divisions(question, usual)]
+    yield from pipelines
+    if pipelines:
+        best = min(
+            pipelines,
+            key=lambda candidate: (candidate.shortage(question.limits), candidate.seconds),
+        )
+        for schedule in staged[1:]:
+            plan = replace(best.plan, schedule=schedule)
+            yield play(question, plan, f"{best.name.split(',')[0]}, {schedule}")
+    if "interleaved" in question.schedules and not is_large(question):
+        yield from _interleaved(question)
+
+
+def is_large(question: Question) -> bool:
+    """Return whether simulating a plan takes so long that only a few are simulated."""
+    return len(question.known.costs) * question.ranks > MANY
+
+
+def _staged_schedules(question: Question) -> list[str]:
+    """Return the requested schedules with one stage per rank, the usual one first."""
+    return [name for name in ("1f1b", "gpipe", "zb-h1") if name in question.schedules]
+
+
+def _accumulations(question: Question) -> list[int]:
+    """Return the numbers of micro-batches for data parallelism: more than 1 only saves memory."""
+    if question.microbatches:
+        return [question.microbatches]
+    return [1] if question.limits is None else [1, 2, 4, 8]
+
+
+def _numbers_of_microbatches(question: Question) -> list[int]:
+    if question.microbatches:
+        return [question.microbatches]
+    # The numbers that are best most often come first: their estimates rule out the others early.
+    usual = (8, 16, 4, 32, 2, 64)
+    return [number for number in usual if number <= question.batch_size]
+
+
+def _named_pipelines(question: Question, schedule: str) -> Iterator[Candidate]:
+    """Yield `mp` and `hp:SxR`, cut where the operations are even."""
+    for stages in numbers_of_stages(question):
+        if candidate := _pipeline(question, stages, stages, schedule):
+            yield candidate
+
+
+def numbers_of_stages(question: Question) -> list[int]:
+    """Return the numbers of stages into which the ranks divide evenly, ascending."""
+    most = min(question.ranks, len(question.known.costs))
+    return [number for number in range(2, most + 1) if question.ranks % number == 0]
+
+
+def _interleaved(question: Question) -> Iterator[Candidate]:
+    """Yield `mp` with two stages per rank."""
+    if 2 * question.ranks <= len(question.known.costs):
+        candidate = _pipeline(question, question.ranks, 2 * question.ranks, "interleaved")
+        if candidate is not None:
+            yield candidate
+
+
+def _pipeline(question: Question, groups: int, stages: int, schedule: str) -> Candidate | None:
+    names, ranks = question.known.profile.names, question.ranks
+    work = [cost.forward_flops for cost in question.known.costs]
+    replicas = ranks // groups
+    name = "mp" if replicas == 1 else f"hp:{groups}x{replicas}"
+    number = question.microbatches
+    plan = pipeline(names, work, ranks, stages, replicas, number, schedule, name)
+    ends = [question.known.by_name[stage.components[-1]] for stage in plan.stages[:-1]]
+    if not all(cost.is_differentiable for cost in ends):
+        return None
+    return play(question, plan, f"{name}, {schedule}")
+
+
+def _divisions(question: Question, schedule: str) -> Iterator[Candidate]:
+    """Yield the divisions with the best estimates, at most one per number of micro-batches."""
+    divisions: list[tuple[float, int, Division]] = []
+    for number in _numbers_of_microbatches(question):
+        better_than = SPREAD * min((entry[0] for entry in divisions), default=UNFIT)
+        division = divided(question, schedule, number, better_than)
+        if division is not None:
+            divisions.append((division.seconds, number, division))
+    divisions.sort(key=lambda entry: entry[0])
+    for _, number, division in divisions[: 1 if is_large(question) else MOST_PLAYED]:
+        if len(division.runs) > 1:
+            yield play(question, _as_plan(question, division, number, schedule), "divided")
+
+
+def _as_plan(question: Question, division: Division, microbatches: int, schedule: str) -> Plan:
+    names = question.known.profile.names
+    rows = -(-question.batch_size // microbatches)
+    stages = []
+    for run in division.runs:
+        ranks = tuple(range(run.first, run.first + run.number))
+        shares = shares_of(question, ranks, rows)
+        stages.append(Stage(tuple(names[run.start : run.stop]), ranks, shares))
+    return Plan(tuple(stages), microbatches, schedule)
+
+
 def lower_bound(question: Question) -> float:
     """Return seconds that no plan can beat: all samples, all components, no waiting.
 
@@ -97,7 +244,7 @@ def lower_bound(question: Question) -> float:
     return float(question.batch_size * sum(least) / speed)
 
 
-def _nothing_fits(question: Question, played: "list[Candidate]") -> str:
+def _nothing_fits(question: Question, played: list[Candidate]) -> str:
     """Return the message that names the component or the rank that does not fit."""
     limits, ranks = question.limits or (), question.known.profile.ranks
     left = [limit - rank.resident_bytes for limit, rank in zip(limits, ranks, strict=True)]
@@ -132,7 +279,7 @@ def _nothing_fits(question: Question, played: "list[Candidate]") -> str:
 
 
 def _closest(
-    limits: Sequence[float], played: "list[Candidate]", needed: Callable[[str], float]
+    limits: Sequence[float], played: list[Candidate], needed: Callable[[str], float]
 ) -> str:
     """Return the message that names the plan closest to fitting; `needed` is by component."""
     closest = min(played, key=lambda candidate: candidate.shortage(limits))

@@ -1,54 +1,19 @@
-"""Tables for dividing a model over ranks: times and bytes of all runs of components."""
+"""Divides a model over ranks: tables of the times and bytes of all runs of components."""
 
 import heapq
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 
 import numpy as np
 
-from hvdtrain.plan.cut import is_same
-from hvdtrain.plan.plan import Plan
-from hvdtrain.planner.cost import Known, activation_bytes, lasting_bytes
-from hvdtrain.planner.divide import UNFIT, Limit, Run, Times
+from hvdtrain.plan.schedule import most_in_flight
+from hvdtrain.planner.cost import Question, activation_bytes, lasting_bytes
+from hvdtrain.planner.divide import UNFIT, Division, Limit, Run, Times, divide, refined
 
 ALIKE = 1.2  # measurements of equal ranks differ by up to this factor on a shared machine
-
-
-@dataclass(frozen=True)
-class Question:
-    """The problem that a plan is to solve.
-
-    Attributes:
-        known: what is known about model, ranks and network.
-        batch_size: images per step over all ranks together.
-        schedules: schedules that the runtime supports for this model.
-        microbatches: number of micro-batches, if the user has set it.
-        limits: bytes that each rank may hold, if there are limits.
-        keeps: if batch norm must compute the same as under another plan: that plan, and the batch
-            sizes for which it must.
-    """
-
-    known: Known
-    batch_size: int
-    optimizer: str
-    schedules: Collection[str] = ("1f1b",)
-    microbatches: int | None = None
-    limits: Sequence[float] | None = None
-    keeps: tuple[Plan, tuple[int, ...]] | None = None
-
-    def allows(self, plan: Plan) -> bool:
-        """Return whether batch norm computes what it must under this plan."""
-        if self.keeps is None:
-            return True
-        before, sizes = self.keeps
-        normed = [cost.name for cost in self.known.costs if cost.batch_norms]
-        return is_same(before, plan, sizes, normed, self.known.is_synchronised)
-
-    @property
-    def ranks(self) -> int:
-        """Return the number of ranks."""
-        return len(self.known.profile.ranks)
+MOST_UNITS = 16  # groups of neighbouring ranks that a division distinguishes
+MOST_PARTS = 48  # groups of neighbouring components that a division distinguishes
+TOLERANCE = 1e-3  # part of an estimate: far below the error of the measurements
 
 
 class Tables:
@@ -241,3 +206,86 @@ def _largest(arrays: Iterable[np.ndarray]) -> np.ndarray:
 def _rows(rows: int, shares: Sequence[int]) -> list[int]:
     """Return the samples of each replica: the most that a cut gives it."""
     return [-(-rows * share // sum(shares)) for share in shares]
+
+
+def divided(
+    question: Question, schedule: str, microbatches: int, better_than: float
+) -> Division | None:
+    """Return the best division for one schedule and number of micro-batches.
+
+    Its unit is a group of neighbouring ranks and components; see `unit_of` and `places_of`.
+    """
+    tables, places = Tables(question, microbatches), places_of(question)
+    limit = limit_of(question, schedule, microbatches)
+    runs = runs_at(tables, places, None, better_than)
+    # If the best division without a limit fits, it is also the best one with the limit.
+    if runs is not None and limit is not None and not tables.fit(runs, limit):
+        runs = runs_at(tables, places, limit, better_than)
+        if runs is None and len(places) < len(tables.places):
+            runs = runs_at(tables, tables.places.tolist(), limit, better_than)
+    return None if runs is None else Division(runs, tables.estimate(runs))
+
+
+def runs_at(
+    all_tables: Tables, places: Sequence[int], limit: Limit | None, better_than: float
+) -> tuple[Run, ...] | None:
+    """Return the best division with boundaries at `places`, refined afterwards to all places."""
+    question, microbatches = all_tables.question, all_tables.microbatches
+    is_whole, unit = len(places) == len(all_tables.places), unit_of(question.ranks)
+    tables = all_tables if is_whole else Tables(question, microbatches, places)
+
+    def times_of(first: int, number: int) -> Times:
+        return tables.times_of(unit * first, unit * number)
+
+    division = divide(
+        components=len(places) - 1,
+        ranks=question.ranks // unit,
+        microbatches=microbatches,
+        times_of=times_of,
+        limit=limit,
+        tolerance=TOLERANCE,
+        better_than=better_than,
+    )
+    if division is None:
+        return None
+    runs = tuple(
+        Run(places[run.start], places[run.stop], unit * run.first, unit * run.number)
+        for run in division.runs
+    )
+    return runs if is_whole else refined(runs, microbatches, all_tables.times_of, limit)
+
+
+def limit_of(question: Question, schedule: str, microbatches: int) -> Limit | None:
+    """Return the limit of what every rank has left for the model, if memory is limited.
+
+    Under zb-h1 a stage may hold as many micro-batches as there are stages before it, too. Their
+    number is not known while a division is made, so they are not counted here; the simulated step
+    of the division counts them.
+    """
+    if question.limits is None:
+        return None
+    resident = [rank.resident_bytes for rank in question.known.profile.ranks]
+    spare = min(limit - held for limit, held in zip(question.limits, resident, strict=True))
+    return Limit(spare, lambda stages: most_in_flight(schedule, stages, 0, microbatches))
+
+
+def places_of(question: Question) -> list[int]:
+    """Return the places between components where a division may cut.
+
+    These are all places if there are few components.
+    """
+    components = len(question.known.costs)
+    if components <= MOST_PARTS:
+        return list(range(components + 1))
+    times = question.known.profile.ranks[0].arrays
+    rows = question.batch_size // question.ranks or 1
+    done = np.cumsum(times.forward(rows) + times.backward(rows))
+    targets = done[-1] * np.arange(1, MOST_PARTS) / MOST_PARTS
+    return sorted({0, components, *(int(np.argmin(abs(done - part))) + 1 for part in targets)})
+
+
+def unit_of(ranks: int) -> int:
+    """Return how many neighbouring ranks a division keeps together: 1 if there are few ranks."""
+    return next(
+        size for size in range(1, ranks + 1) if not ranks % size and ranks // size <= MOST_UNITS
+    )

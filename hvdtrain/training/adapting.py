@@ -17,15 +17,15 @@ from hvdtrain.planner.adapt import (
     Decision,
     Drift,
     Watch,
+    calibrated,
     compared,
     decide,
     following,
     seconds_to_migrate,
 )
-from hvdtrain.planner.candidates import calibrated, play
-from hvdtrain.planner.explain import candidate_json
+from hvdtrain.planner.candidate import play
+from hvdtrain.planner.cost import Question
 from hvdtrain.planner.solve import Solution, solve
-from hvdtrain.planner.tables import Question
 from hvdtrain.training.control import Agreed
 from hvdtrain.training.session import Migration, Session, StepTimes
 
@@ -252,5 +252,5 @@ def decision_record(replan: Replan) -> dict[str, Any]:
         "before_seconds" if changes else "other_seconds": (
             replan.current_seconds if changes else other
         ),
-        "candidates": [candidate_json(candidate) for candidate in replan.solution.candidates],
+        "candidates": [candidate.to_json() for candidate in replan.solution.candidates],
     }

@@ -20,7 +20,7 @@ from hvdtrain.training.feed import Feed, Normalisation
 from hvdtrain.world import World
 
 if TYPE_CHECKING:
-    from hvdtrain.planner.tables import Question
+    from hvdtrain.planner.cost import Question
 
 Shape = tuple[int, ...]
 

@@ -23,7 +23,7 @@ from hvdtrain.parallel.reduce import all_finite
 from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.stage import Part, StageModel
 from hvdtrain.parallel.step import Step, copied_buffers, restore_buffers
-from hvdtrain.plan import program, trace
+from hvdtrain.plan import program, simulate
 from hvdtrain.plan.actions import COMPUTE
 from hvdtrain.plan.cut import Cut, cut
 from hvdtrain.plan.plan import Plan
@@ -150,7 +150,7 @@ class TorchTimeline(Timeline):
         observer.events = None
         everywhere = world.gather_on_first(events)
         if world.rank == 0:
-            trace.write_trace(Path(path), [event for rank in everywhere for event in rank])
+            simulate.write_trace(Path(path), [event for rank in everywhere for event in rank])
 
 
 @dataclass(kw_only=True)

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 
 from hvdtrain.models.costs import ComponentCost
-from hvdtrain.planner.components import ComponentTimes, Profile, RankTimes
-from hvdtrain.planner.cost import Known
+from hvdtrain.planner.cost import Known, Question
 from hvdtrain.planner.network import Contention, Curve, Line, MeasuredNetwork
-from hvdtrain.planner.tables import Question
+from hvdtrain.planner.profile import ComponentTimes, Profile, RankTimes
 
 
 def component(

@@ -7,9 +7,9 @@ import pytest
 from hvdtrain.errors import UsageError
 from hvdtrain.plan.cut import is_same
 from hvdtrain.plan.plan import Plan, Stage, replicated
-from hvdtrain.planner.overview import overview
+from hvdtrain.planner.candidate import overview
+from hvdtrain.planner.cost import Question
 from hvdtrain.planner.solve import solve
-from hvdtrain.planner.tables import Question
 from tests.pure.planner.machines import component, known, network
 
 COSTS = [replace(component(number), batch_norms=number % 2) for number in range(6)]
@@ -54,19 +54,19 @@ def test_a_stage_may_take_other_components_with_the_same_samples() -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "synchronised", "remark"),
+    ("plan", "is_synchronised", "remark"),
     [
-        (replicated(NAMES, 1, None, None), (), ""),
-        (replicated(NAMES, 2, None, None), (), "over 16 samples here, over 32 on one rank"),
-        (replicated(NAMES, 2, None, None), (0,), ""),
-        (replicated(NAMES, 3, 2, None), (), "over 5 to 6 samples here, over 32 on one rank"),
-        (replicated(NAMES, 2, 4, None), (0,), "over 8 samples here, over 32 on one rank"),
+        (replicated(NAMES, 1, None, None), False, ""),
+        (replicated(NAMES, 2, None, None), False, "over 16 samples here, over 32 on one rank"),
+        (replicated(NAMES, 2, None, None), True, ""),
+        (replicated(NAMES, 3, 2, None), False, "over 5 to 6 samples here, over 32 on one rank"),
+        (replicated(NAMES, 2, 4, None), True, "over 8 samples here, over 32 on one rank"),
     ],
 )
 def test_a_plan_that_changes_it_is_shown_with_that(
-    plan: Plan, synchronised: tuple[int, ...], remark: str
+    plan: Plan, is_synchronised: bool, remark: str
 ) -> None:
-    remarks = overview(plan, COSTS, 32, "sgd", synchronised=synchronised).remarks
+    remarks = overview(plan, COSTS, 32, "sgd", is_synchronised=is_synchronised).remarks
     assert [remark in line for line in remarks[1:]] == [True] * bool(remark)
     without = [replace(cost, batch_norms=0) for cost in COSTS]
-    assert len(overview(plan, without, 32, "sgd", synchronised=synchronised).remarks) == 1
+    assert len(overview(plan, without, 32, "sgd", is_synchronised=is_synchronised).remarks) == 1

@@ -9,7 +9,7 @@ import pytest
 from hvdtrain import models
 from hvdtrain.errors import UsageError
 from hvdtrain.models.costs import ComponentCost, component_costs
-from hvdtrain.planner import clusters, predict
+from hvdtrain.planner import clusters
 from hvdtrain.planner.clusters import PRESETS, ClusterNetwork, load
 from hvdtrain.planner.solve import solve
 
@@ -66,15 +66,15 @@ def test_the_choice_is_the_known_one(cluster: str, model: str, batch: int, is_dp
     image at a cut.
     """
     costs = costs_of(model, 4 if model == "vit_b16" else None)
-    question = predict.question_of(load(cluster), costs, batch, "sgd")
+    question = clusters.question_of(load(cluster), costs, batch, "sgd")
     chosen = solve(question).chosen
     assert (len(chosen.plan.stages) == 1) == is_dp, chosen.name
 
 
 def test_the_table_of_five_strategies() -> None:
     cluster = load("8-v100")
-    question = predict.question_of(cluster, costs_of("resnet50"), 256, "sgd")
-    table = predict.five_columns("resnet50", cluster, question)
+    question = clusters.question_of(cluster, costs_of("resnet50"), 256, "sgd")
+    table = clusters.five_columns("resnet50", cluster, question)
     assert [column.name for column in table.columns] == ["single", "DP", "MP", "hybrid", "chosen"]
     seconds = [column.candidate.seconds for column in table.columns]
     assert seconds[-1] == min(seconds)

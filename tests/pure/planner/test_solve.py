@@ -8,9 +8,10 @@ import pytest
 
 from hvdtrain.errors import UsageError
 from hvdtrain.plan.plan import Plan, Stage
-from hvdtrain.planner.candidates import limit_of, places_of, play, runs_at
+from hvdtrain.planner.candidate import play
+from hvdtrain.planner.cost import Question
 from hvdtrain.planner.solve import lower_bound, solve
-from hvdtrain.planner.tables import Question, Tables
+from hvdtrain.planner.tables import Tables, limit_of, places_of, runs_at
 from tests.pure.planner.machines import component, known, network, question
 
 MIB = 2**20

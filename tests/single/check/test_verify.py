@@ -11,7 +11,7 @@ from hvdtrain.errors import CheckFailed
 from hvdtrain.plan.plan import Plan, Stage
 from hvdtrain.planner import choose
 from hvdtrain.planner.choose import Subject
-from hvdtrain.planner.tables import Question
+from hvdtrain.planner.cost import Question
 from hvdtrain.training.session import Chosen
 from hvdtrain.world import World
 from tests.conftest import Program

@@ -9,9 +9,9 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.models.costs import component_costs
 from hvdtrain.plan.plan import Plan
 from hvdtrain.planner.adapt import Decision
-from hvdtrain.planner.candidates import play
+from hvdtrain.planner.candidate import play
+from hvdtrain.planner.cost import Question
 from hvdtrain.planner.solve import Solution
-from hvdtrain.planner.tables import Question
 from hvdtrain.training.adapting import Adapter, Replan
 from hvdtrain.world import World
 from tests.pure.planner.machines import known, network

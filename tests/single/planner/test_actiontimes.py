@@ -19,7 +19,7 @@ from hvdtrain.plan.actions import COMPUTE
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan, Stage
 from hvdtrain.plan.simulate import simulate
-from hvdtrain.planner.profile import Table, measured_costs, profile_parts
+from hvdtrain.planner.actiontimes import Table, measured_costs, profile_parts
 from hvdtrain.world import World
 
 SIZE, CLASSES, BATCH = 16, 5, 22  # 22 samples in 4 micro-batches: 5 and 6

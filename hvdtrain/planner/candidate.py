@@ -1,4 +1,7 @@
-"""Describes a plan in numbers and as a picture: stages, labels, memory and the timeline."""
+"""A plan with a simulated step, in numbers and as a picture: stages, labels, memory, timeline.
+
+An `Overview` needs no measurements; a `Candidate` is a plan whose step is predicted.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,20 +9,30 @@ from functools import cached_property
 from typing import Any
 
 from hvdtrain.models.costs import ComponentCost
-from hvdtrain.plan import schedule
 from hvdtrain.plan.actions import Action, Schedule
 from hvdtrain.plan.cut import Cut, cut, sample_counts
 from hvdtrain.plan.plan import Plan, labels
-from hvdtrain.plan.simulate import Costs, Timeline, simulate
-from hvdtrain.plan.trace import draw
+from hvdtrain.plan.schedule import training_step
+from hvdtrain.plan.simulate import Costs, Timeline, draw, simulate
 from hvdtrain.plan.validate import validate
-from hvdtrain.planner.cost import Memory, activation_bytes, held_memory
+from hvdtrain.planner.cost import (
+    Known,
+    Memory,
+    Question,
+    activation_bytes,
+    held_memory,
+    lasting_bytes,
+    plan_costs,
+    process_bytes,
+)
+from hvdtrain.planner.profile import RankTimes
 
 BACKWARD_FLOPS = 2  # forwards: one for the gradients of the input, one for those of the weights
 MIB = 2**20
 COUNTED = "Only computing counts here: transfers and all-reduces take no time."
 TIMED_ALONE = "Each rank was timed alone: all-reduces between replicas take no time here."
 LONGEST_NAMES = 44
+WORK, TRANSFER = "compute", "communication"  # kinds of a timeline's events
 
 
 @dataclass(frozen=True)
@@ -130,47 +143,39 @@ def overview(
     costs: Sequence[ComponentCost],
     batch_size: int,
     optimizer: str,
+    *,
     recomputed: Collection[str] = (),
     measured: Costs | None = None,
-    synchronised: Collection[int] = (),
+    is_synchronised: bool = False,
 ) -> Overview:
     """Cut a batch, make the schedule, validate it and simulate it.
 
     Args:
         measured: seconds of actions; without them the simulation uses counted operations.
-        synchronised: stages whose batch norms communicate.
+        is_synchronised: whether the batch norms of replicas communicate.
 
     Raises:
         ScheduleError: if the schedule is not a correct step of the plan.
     """
     pieces = cut(plan, batch_size)
-    actions = schedule.training_step(plan, pieces)
-    validate(actions, plan, pieces, synchronised=frozenset(synchronised))
-    return played(*(plan, pieces, actions, costs, optimizer, recomputed, measured, synchronised))
-
-
-def played(
-    plan: Plan,
-    pieces: Cut,
-    actions: Schedule,
-    costs: Sequence[ComponentCost],
-    optimizer: str,
-    recomputed: Collection[str] = (),
-    measured: Costs | None = None,
-    synchronised: Collection[int] = (),
-    remarks: tuple[str, ...] | None = None,
-) -> Overview:
-    """Return the overview of a schedule without validating it; see `overview`."""
+    actions = training_step(plan, pieces)
+    together = plan.replicated_stages if is_synchronised else frozenset()
+    validate(actions, plan, pieces, synchronised=together)
     by_name = {cost.name: cost for cost in costs}
     action_costs = measured or counted_costs(plan, pieces, by_name)
-    timeline = simulate(actions, plan, pieces, action_costs, synchronised=frozenset(synchronised))
-    counted = measured is None
-    if remarks is None:
-        remarks = (COUNTED if counted else TIMED_ALONE,)
-        remarks += batch_norm_remark(plan, pieces, costs, synchronised)
-    unit = "GFLOP" if counted else "s"
     return Overview(
-        *(plan, pieces, by_name, optimizer, recomputed, actions, timeline, unit, remarks)
+        plan=plan,
+        cut=pieces,
+        costs=by_name,
+        optimizer=optimizer,
+        recomputed=recomputed,
+        schedule=actions,
+        timeline=simulate(actions, plan, pieces, action_costs, synchronised=together),
+        unit="s" if measured else "GFLOP",
+        remarks=(
+            TIMED_ALONE if measured else COUNTED,
+            *batch_norm_remark(plan, pieces, costs, together),
+        ),
     )
 
 
@@ -204,6 +209,149 @@ def counted_costs(plan: Plan, pieces: Cut, costs: Mapping[str, ComponentCost]) -
         return factors[action.kind] * of_stage[action.stage] * rows / 1e9
 
     return Costs(compute, lambda sender, receiver, action: 0.0, lambda stage: 0.0)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan with its name and a simulated step."""
+
+    name: str
+    overview: Overview
+    ranks: tuple[RankTimes, ...]
+
+    @property
+    def plan(self) -> Plan:
+        """Return the plan."""
+        return self.overview.plan
+
+    @property
+    def seconds(self) -> float:
+        """Return the predicted seconds per step."""
+        return self.overview.timeline.seconds
+
+    @cached_property
+    def rank_bytes(self) -> tuple[int, ...]:
+        """Return the peak memory of each rank in bytes, with its process and temporary copies."""
+        return tuple(
+            process_bytes(
+                lasting=self._lasting_bytes(rank),
+                activations=held.activations,
+                resident=self.ranks[rank].resident_bytes,
+                factor=self.ranks[rank].activation_factor,
+            )
+            for rank, held in sorted(self.overview.memory.items())
+        )
+
+    def _lasting_bytes(self, rank: int) -> int:
+        costs, optimizer = self.overview.costs, self.overview.optimizer
+        stages = [self.plan.stages[number] for number in self.plan.stages_of(rank)]
+        return sum(
+            lasting_bytes([costs[name] for name in stage.components], optimizer, len(stage.ranks))
+            for stage in stages
+        )
+
+    @property
+    def own_seconds(self) -> tuple[float, ...]:
+        """Return the seconds per step that each rank computes."""
+        return self._spent_on(WORK)
+
+    @property
+    def transfer_seconds(self) -> tuple[float, ...]:
+        """Return the seconds per step that each rank spends on sending and receiving."""
+        return self._spent_on(TRANSFER)
+
+    def _spent_on(self, kind: str) -> tuple[float, ...]:
+        events = self.overview.timeline.events
+        return tuple(
+            sum(
+                event.end - event.start
+                for event in events
+                if (event.rank, event.kind) == (rank, kind)
+            )
+            for rank in self.plan.ranks
+        )
+
+    def shortage(self, limits: Sequence[float] | None) -> float:
+        """Return the bytes by which the worst rank exceeds its limit; 0 if the plan fits."""
+        if limits is None:
+            return 0.0
+        pairs = zip(self.rank_bytes, limits, strict=True)
+        return max(0.0, *(held - limit for held, limit in pairs))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan and its predicted seconds as JSON for a log."""
+        plan = self.plan
+        return {
+            "name": self.name,
+            "seconds": self.seconds,
+            "stages": [[len(s.components), list(s.ranks), list(s.shares)] for s in plan.stages],
+            "microbatches": plan.microbatches,
+            "schedule": plan.schedule,
+        }
+
+
+def play(question: Question, plan: Plan, name: str) -> Candidate:
+    """Simulate a step of a plan; the schedule is validated where it is used."""
+    known = question.known
+    pieces = cut(plan, question.batch_size)
+    actions = training_step(plan, pieces)
+    together = plan.replicated_stages if known.is_synchronised else frozenset()
+    costs = plan_costs(plan, pieces, known)
+    predicted = Overview(
+        plan=plan,
+        cut=pieces,
+        costs=dict(known.by_name),
+        optimizer=question.optimizer,
+        recomputed=known.recomputed,
+        schedule=actions,
+        timeline=simulate(actions, plan, pieces, costs, synchronised=together),
+        unit="s",
+    )
+    return Candidate(name, predicted, known.profile.ranks)
+
+
+def component_table(question: Question, plan: Plan) -> list[str]:
+    """Return a table of the components: times for their samples, bytes, label and ranks."""
+    known, label_of = question.known, labels(plan)
+    lines = [
+        f"{'component':<24}{'forward ms':>12}{'backward ms':>12}{'update ms':>11}"
+        f"{'MiB':>9}{'out KiB':>9}  {'label':<7}ranks"
+    ]
+    for stage in plan.stages:
+        rows = -(-question.batch_size * stage.shares[0] // sum(stage.shares))
+        for name in stage.components:
+            times = known.profile.ranks[stage.ranks[0]].components[name]
+            cost = known.by_name[name]
+            lines.append(
+                f"{name[:23]:<24}{1e3 * times.forward(rows):>12.3f}"
+                f"{1e3 * times.backward(rows):>12.3f}{1e3 * times.update:>11.3f}"
+                f"{cost.parameter_bytes / MIB:>9.2f}{cost.output_bytes / 1024:>9.1f}  "
+                f"{label_of[name]:<7}{','.join(map(str, stage.ranks))}"
+            )
+    return lines
+
+
+def paper_objective(known: Known, plan: Plan, batch_size: int) -> float:
+    """Return paper B's objective: the sum of computing and communication over all components.
+
+    Baligodugula and Amsaad, arXiv 2503.23186: sum of t_comp(c_i) + t_comm(c_i, s_i), in seconds.
+    It knows neither overlap nor the bubble of a pipeline, and runs stages one after another.
+    """
+    seconds = 0.0
+    last = plan.last
+    for number, stage in enumerate(plan.stages):
+        rows = -(-batch_size // len(stage.ranks))
+        for name in stage.components:
+            times = known.profile.ranks[stage.ranks[0]].components[name]
+            seconds += times.forward(rows) + times.backward(rows)
+            if len(stage.ranks) > 1:
+                size = known.by_name[name].parameter_bytes
+                seconds += known.network.reduce_seconds(stage.ranks, size)
+        if number < last:
+            size = known.by_name[stage.components[-1]].output_bytes * rows
+            behind = plan.stages[number + 1].ranks[0]
+            seconds += 2 * known.send_seconds(stage.ranks[0], behind, size)
+    return seconds
 
 
 def _joined(numbers: Sequence[int]) -> str:

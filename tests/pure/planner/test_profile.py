@@ -9,9 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.errors import UsageError
-from hvdtrain.planner.components import Profile
 from hvdtrain.planner.network import Contention
-from hvdtrain.planner.profilefile import load, save
+from hvdtrain.planner.profile import Profile, load, save
 from tests import hostile
 from tests.pure.planner.machines import network, rank_times
 
