@@ -25,7 +25,7 @@ def doctor(arguments: Sequence[str], json: bool, job: bool) -> int:
         return preflight(json)
     from hvdtrain.doctor import doctor as examine
 
-    return int(examine(as_json=json))
+    return examine(as_json=json)
 
 
 def bench_step(arguments: Sequence[str], **values: Any) -> int:

@@ -97,7 +97,6 @@ def first_line(command: Sequence[str]) -> str:
 def probe(
     *arguments: str,
     launcher: Sequence[str] = (),
-    seconds: float = PROBE_SECONDS,
     extra: Mapping[str, str] | None = None,
 ) -> Answer:
     """Run one probe of `hvdtrain.doctor.probe`, on several ranks if a launcher is given."""
@@ -105,7 +104,7 @@ def probe(
     if launcher:
         allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         extra = {**allowed, **(extra or {})}
-    outcome = run(command, seconds, extra)
+    outcome = run(command, PROBE_SECONDS, extra)
     return Answer(read_facts(outcome.output), outcome.reason, outcome.errors)
 
 

@@ -7,6 +7,7 @@ holds the same numbers.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,7 @@ SIZES_TO_TRUST_USL = 6
 NOTHING = 1e-6  # a parameter this near to its bound counts as at its bound
 BAD_FIT = 0.1  # relative error of a throughput
 
+Sample = NDArray[np.float64]
 Throughputs = Mapping[int, Sequence[float]]  # images/s of the repeats, by number of ranks
 
 
@@ -57,50 +59,43 @@ class Fit:
 
 def median(values: Sequence[float]) -> Estimate:
     """Return the median of repeats."""
-    value = float(np.median(values))
-    if len(values) < 2:
-        return Estimate(value)
-    resampled = stats.bootstrap((values,), np.median, **_SETTINGS, rng=np.random.default_rng(0))
-    low, high = resampled.confidence_interval
-    return Estimate(value, float(low), float(high))
+    return _estimate(np.median, values)
 
 
 def ratio(over: Sequence[float], under: Sequence[float]) -> Estimate:
     """Return the median of `over` divided by that of `under`; the samples are not paired."""
-    value = float(np.median(over) / np.median(under))
-    if min(len(over), len(under)) < 2:
-        return Estimate(value)
 
-    def statistic(first: NDArray[np.float64], second: NDArray[np.float64], axis: int) -> object:
+    def statistic(first: Sample, second: Sample, axis: int) -> Any:
         return np.median(first, axis=axis) / np.median(second, axis=axis)
 
-    generator = np.random.default_rng(0)
-    resampled = stats.bootstrap((over, under), statistic, **_SETTINGS, rng=generator)
-    low, high = resampled.confidence_interval
-    return Estimate(value, float(low), float(high))
+    return _estimate(statistic, over, under)
 
 
 def difference(first: Sequence[float], second: Sequence[float]) -> Estimate:
     """Return the median of `first` minus that of `second`; the samples are not paired."""
-    value = float(np.median(first) - np.median(second))
-    if min(len(first), len(second)) < 2:
-        return Estimate(value)
 
-    def statistic(one: NDArray[np.float64], other: NDArray[np.float64], axis: int) -> object:
+    def statistic(one: Sample, other: Sample, axis: int) -> Any:
         return np.median(one, axis=axis) - np.median(other, axis=axis)
 
-    generator = np.random.default_rng(0)
-    resampled = stats.bootstrap((first, second), statistic, **_SETTINGS, rng=generator)
+    return _estimate(statistic, first, second)
+
+
+def _estimate(statistic: Callable[..., Any], *samples: Sequence[float]) -> Estimate:
+    """Return a statistic of samples, with an interval if each of them has several values."""
+    value = float(statistic(*map(np.asarray, samples), axis=-1))
+    if min(map(len, samples)) < 2:
+        return Estimate(value)
+    resampled = stats.bootstrap(
+        samples,
+        statistic,
+        confidence_level=CONFIDENCE,
+        n_resamples=RESAMPLES,
+        method="percentile",
+        vectorized=True,
+        rng=np.random.default_rng(0),
+    )
     low, high = resampled.confidence_interval
     return Estimate(value, float(low), float(high))
-
-
-_SETTINGS = {
-    "confidence_level": CONFIDENCE,
-    "n_resamples": RESAMPLES,
-    "method": "percentile",
-    "vectorized": True,
-}
 
 
 def amdahl(measured: Throughputs) -> Fit | None:
