@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -93,6 +94,32 @@ class Parity:
             owner = next(part for part in components if name.startswith(f"{part}."))
             largest[owner] = max(largest[owner], error)
         return dict(largest)
+
+    def as_json(self, components: Sequence[str]) -> dict[str, Any]:
+        """Return the output of `plan check --json`."""
+        return {
+            "within_tolerance": self.is_within,
+            "tolerance": self.tolerance,
+            "largest": self.largest,
+            "components": self.by_component(components),
+            "updates": self.update,
+            "statistics": self.statistics,
+            "loss": self.loss,
+        }
+
+    def as_text(self, components: Sequence[str]) -> str:
+        """Return the output of `plan check`."""
+        errors = self.by_component(components)
+        width = max(len(name) for name in (*errors, "running statistics"))
+        lines = [f"{'component':<{width}}  largest relative error of a gradient"]
+        lines += [f"{name:<{width}}  {error:.2e}" for name, error in errors.items()]
+        lines += [f"{'updates':<{width}}  {self.update:.2e}"]
+        lines += [f"{'running statistics':<{width}}  {self.statistics:.2e}"]
+        lines += [f"{'loss':<{width}}  {self.loss:.2e}"]
+        verdict = "within" if self.is_within else "NOT within"
+        lines.append(f"{verdict} the tolerance of {self.tolerance:g}, in {self.steps} steps")
+        lines += [self.fault] if self.fault else []
+        return "\n".join(lines)
 
 
 def _errors(

@@ -47,9 +47,6 @@ def plan_check(arguments: Sequence[str], **values: Any) -> int:
     parity = show.check(config)
     if started.rank == 0:
         names = show.component_names(config)
-        if config.json:
-            text = as_json(show.parity_as_json(parity, names))
-        else:
-            text = show.parity_as_text(parity, names)
+        text = as_json(parity.as_json(names)) if config.json else parity.as_text(names)
         print(text, flush=True)
     return 0 if parity.is_within else CheckFailed.exit_code

@@ -13,6 +13,7 @@ import psutil
 
 from hvdtrain import __version__
 from hvdtrain.errors import DataError, UsageError
+from hvdtrain.health.heartbeat import file_of
 from hvdtrain.host import files
 from hvdtrain.jobs import slurm
 from hvdtrain.jobs.slurm import State
@@ -154,7 +155,7 @@ def _local_state(run: Path, record: Record) -> State | None:
 
 def heartbeat(run: Path, rank: int) -> dict[str, float] | None:
     """Return `time` and `pid` of a rank's last heartbeat, or None if it cannot be read."""
-    path = run / "heartbeats" / f"rank-{rank:04d}.json"
+    path = file_of(run / "heartbeats", rank)
     try:
         content = json.loads(path.read_text())
         return {name: float(content[name]) for name in ("time", "pid")}

@@ -113,7 +113,7 @@ class Timeline:
         """The fraction of all ranks' time in which they do not compute."""
         busy = sum(event.end - event.start for event in self.events if event.kind == "compute")
         total = len(self.ranks) * self.seconds
-        return (total - busy) / total if total else 0.0
+        return max(total - busy, 0.0) / total if total else 0.0
 
     @cached_property
     def peak_in_flight(self) -> dict[tuple[int, int], int]:

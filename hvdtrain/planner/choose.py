@@ -24,7 +24,7 @@ from hvdtrain.models.costs import ComponentCost, component_costs
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.stage import DTYPES, Images
 from hvdtrain.plan.passes import group_by_bytes
-from hvdtrain.plan.plan import replicated
+from hvdtrain.plan.plan import Plan, replicated
 from hvdtrain.planner import profile as profiles
 from hvdtrain.planner.candidate import play
 from hvdtrain.planner.chain import Link
@@ -34,11 +34,28 @@ from hvdtrain.planner.network import MeasuredNetwork
 from hvdtrain.planner.probe import measure_network, message_to_self
 from hvdtrain.planner.profile import Profile, RankTimes
 from hvdtrain.planner.solve import GIB, solve
-from hvdtrain.training.session import Chosen
 from hvdtrain.world import World, temporary_horovod
 
 RESERVE = 0.15  # share of a memory limit for memory that is not counted: up to 0.106 was measured
 MORE = 2  # factor on the counted activations before anything is measured
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A plan that was chosen automatically, and why.
+
+    The other attributes are set on rank 0 only, if there was a choice.
+
+    Attributes:
+        remarks: notes on the choice, in words.
+        predicted_seconds: per step.
+        question: the model, batch and machine that the plan was chosen for.
+    """
+
+    plan: Plan
+    remarks: tuple[str, ...] = ()
+    predicted_seconds: float | None = None
+    question: Question | None = None
 
 
 @dataclass(frozen=True)
@@ -99,7 +116,7 @@ def subject_of(
     return Subject(config, components, costs, image_size, images)
 
 
-def choose_plan(subject: Subject, world: World) -> Chosen:
+def choose_plan(subject: Subject, world: World) -> Choice:
     """Measure, choose a plan on rank 0, and broadcast it. Collective.
 
     Raises:
@@ -107,7 +124,7 @@ def choose_plan(subject: Subject, world: World) -> Chosen:
     """
     config = subject.config
     if world.size == 1 and config.memory_limit is None:
-        return Chosen(replicated(subject.names, 1, config.microbatches, config.schedule))
+        return Choice(replicated(subject.names, 1, config.microbatches, config.schedule))
     started = time.perf_counter()
     known, how = _known(subject, world)
     measured = time.perf_counter()
@@ -121,12 +138,12 @@ def choose_plan(subject: Subject, world: World) -> Chosen:
             *solution.reasons(),
         )
         best = solution.chosen
-        chosen = Chosen(best.plan, remarks, best.seconds, problem)
+        chosen = Choice(best.plan, remarks, best.seconds, problem)
     plan = world.broadcast(chosen.plan if chosen else None)
-    return chosen or Chosen(plan)
+    return chosen or Choice(plan)
 
 
-def without_split_backward(chosen: Chosen, remark: str = "") -> Chosen:
+def without_split_backward(chosen: Choice, remark: str = "") -> Choice:
     """Return the choice without a backward pass in halves, for this plan and for replans."""
     plan, question = chosen.plan, chosen.question
     if plan.splits_backward:
@@ -138,7 +155,7 @@ def without_split_backward(chosen: Chosen, remark: str = "") -> Chosen:
     )
     remarks = (*chosen.remarks, remark) if remark else chosen.remarks
     seconds = play(question, plan, "").seconds
-    return Chosen(plan, remarks, seconds, question)
+    return Choice(plan, remarks, seconds, question)
 
 
 def _known(subject: Subject, world: World) -> tuple[Known | None, str]:

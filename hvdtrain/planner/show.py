@@ -287,34 +287,6 @@ def check(config: PlanConfig) -> Parity:
     return parity
 
 
-def parity_as_json(parity: Parity, components: Sequence[str]) -> dict[str, Any]:
-    """Return the output of `plan check --json`."""
-    return {
-        "within_tolerance": parity.is_within,
-        "tolerance": parity.tolerance,
-        "largest": parity.largest,
-        "components": parity.by_component(components),
-        "updates": parity.update,
-        "statistics": parity.statistics,
-        "loss": parity.loss,
-    }
-
-
-def parity_as_text(parity: Parity, components: Sequence[str]) -> str:
-    """Return the output of `plan check`."""
-    errors = parity.by_component(components)
-    width = max(len(name) for name in (*errors, "running statistics"))
-    lines = [f"{'component':<{width}}  largest relative error of a gradient"]
-    lines += [f"{name:<{width}}  {error:.2e}" for name, error in errors.items()]
-    lines += [f"{'updates':<{width}}  {parity.update:.2e}"]
-    lines += [f"{'running statistics':<{width}}  {parity.statistics:.2e}"]
-    lines += [f"{'loss':<{width}}  {parity.loss:.2e}"]
-    verdict = "within" if parity.is_within else "NOT within"
-    lines.append(f"{verdict} the tolerance of {parity.tolerance:g}, in {parity.steps} steps")
-    lines += [parity.fault] if parity.fault else []
-    return "\n".join(lines)
-
-
 def component_names(config: PlanConfig) -> list[str]:
     """Return the names of the model's components."""
     return [part.name for part in _components(config, config.training("fp32"))]

@@ -70,6 +70,8 @@ def _why_slower(chosen: Candidate, other: Candidate) -> str:
     more = other.seconds / chosen.seconds - 1
     bubble = other.overview.timeline.bubble_fraction
     best = chosen.overview.timeline.bubble_fraction
+    if abs(more) < 0.0005:
+        return "as fast"
     if more < 0:
         return f"{-more:.1%} faster, but more complex"
     if bubble > best + 0.01:

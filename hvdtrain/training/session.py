@@ -69,24 +69,6 @@ class StepRecord(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """A plan that was chosen automatically, and why.
-
-    The other attributes are set on rank 0 only, if there was a choice.
-
-    Attributes:
-        remarks: notes on the choice, in words.
-        predicted_seconds: per step.
-        question: the model, batch and machine that the plan was chosen for.
-    """
-
-    plan: Plan
-    remarks: tuple[str, ...] = ()
-    predicted_seconds: float | None = None
-    question: "Question | None" = None
-
-
-@dataclass(frozen=True)
 class StepTimes:
     """Seconds of the parts of a step on this rank.
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -40,8 +41,10 @@ from hvdtrain.training.feed import (
     open_splits,
     staged,
 )
-from hvdtrain.training.session import Chosen
 from hvdtrain.world import World, allow_new_groups
+
+if TYPE_CHECKING:
+    from hvdtrain.planner.choose import Choice
 
 
 def open_session(config: TrainConfig, world: World) -> TorchSession:
@@ -75,7 +78,7 @@ def open_session(config: TrainConfig, world: World) -> TorchSession:
 
 
 def _built(
-    trial: Trial, plan: Plan, chosen: Chosen | None, held_rows: Rows, verified: str
+    trial: Trial, plan: Plan, chosen: "Choice | None", held_rows: Rows, verified: str
 ) -> TorchSession:
     """Return the session of a plan. Collective."""
     config, components, index, world = trial.config, trial.components, trial.index, trial.world
@@ -127,7 +130,7 @@ def _choose(
     images: Images,
     epoch_length: int,
     world: World,
-) -> Chosen:
+) -> "Choice":
     """Measure, and return the plan with the best prediction. Collective.
 
     Raises:
@@ -147,7 +150,7 @@ def _choose(
     return chosen
 
 
-def _without_wrong_halves(trial: Trial, chosen: Chosen) -> Chosen:
+def _without_wrong_halves(trial: Trial, chosen: "Choice") -> "Choice":
     """Drop a split backward that was not requested, if its results are wrong. Collective.
 
     A run with --plan adaptive replans to a split backward only if it started with one.

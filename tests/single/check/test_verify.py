@@ -10,9 +10,8 @@ from hvdtrain import cli
 from hvdtrain.errors import CheckFailed
 from hvdtrain.plan.plan import Plan, Stage
 from hvdtrain.planner import choose
-from hvdtrain.planner.choose import Subject
+from hvdtrain.planner.choose import Choice, Subject
 from hvdtrain.planner.cost import Question
-from hvdtrain.training.session import Chosen
 from hvdtrain.world import World
 from tests.conftest import Program
 from tests.pure.planner.machines import known, network
@@ -83,16 +82,16 @@ def test_ranks_wait_for_the_serial_step_as_long_as_it_takes(
 
 
 @pytest.fixture
-def halves_are_chosen(monkeypatch: pytest.MonkeyPatch) -> list[Chosen]:
+def halves_are_chosen(monkeypatch: pytest.MonkeyPatch) -> list[Choice]:
     """Make `--plan auto` choose a split backward without measuring; return its choices."""
-    made: list[Chosen] = []
+    made: list[Choice] = []
 
-    def choose_split(subject: Subject, world: World) -> Chosen:
+    def choose_split(subject: Subject, world: World) -> Choice:
         names = subject.names
         stages = tuple(Stage((name,), (0,), (1,)) for name in names)
         costs = known(subject.costs, [1.0] * len(names), [1.0], network(1))
         question = Question(costs, 100, "adam", ("1f1b", "interleaved", "zb-h1"))
-        made.append(Chosen(Plan(stages, 4, "zb-h1"), ("chosen: divided, zb-h1",), 1.0, question))
+        made.append(Choice(Plan(stages, 4, "zb-h1"), ("chosen: divided, zb-h1",), 1.0, question))
         return made[0]
 
     monkeypatch.setattr(choose, "choose_plan", choose_split)
