@@ -393,6 +393,6 @@ def explain(code: int, banners: Sequence[str], activity: Path | None = None) -> 
         where = f" in {doing}" if doing else ""
         return (
             f"rank {match[1]} on {match[2]} was ended by {match[3]}{where}; "
-            "the job was ended with it"
+            "the job was ended with it; train resumes with --resume"
         )
     return f"mpirun ended with {code}: {text or 'it gave no reason'}"

@@ -43,6 +43,7 @@ class Parity:
         buffers: error of each running statistic and other buffer.
         loss: error of the loss.
         steps: number of compared steps.
+        mixing: the first component that mixes the samples of a batch; empty if none does.
     """
 
     tolerance: float
@@ -52,6 +53,7 @@ class Parity:
     buffers: dict[str, float] = field(default_factory=dict)
     loss: float = 0.0
     steps: int = 0
+    mixing: str = ""
 
     @property
     def statistics(self) -> float:
@@ -75,7 +77,13 @@ class Parity:
 
     @property
     def fault(self) -> str:
-        """Return the error that exceeds its tolerance most, in words; empty if none does."""
+        """Return what differs from serial steps most, in words; empty if nothing does."""
+        if self.mixing:
+            return (
+                f"the component {self.mixing} mixes the samples of a batch: where a plan divides "
+                "the batch, it computes something else than on one rank; compute each sample by "
+                "itself, or use nn.BatchNorm2d, which plans know"
+            )
         candidates = [
             *_errors("the gradient of ", self.parameters, self.tolerance),
             *_errors("the update of ", self.updates, self.update_tolerance),
@@ -105,6 +113,7 @@ class Parity:
             "updates": self.update,
             "statistics": self.statistics,
             "loss": self.loss,
+            "mixing": self.mixing,
         }
 
     def as_text(self, components: Sequence[str]) -> str:

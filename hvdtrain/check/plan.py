@@ -16,6 +16,7 @@ from hvdtrain.backends.pytorch.batches import check_sizes, input_boundaries
 from hvdtrain.backends.pytorch.build import build_runtime
 from hvdtrain.backends.pytorch.parts import set_learning_rate
 from hvdtrain.backends.pytorch.state import agree_on_weights, gather_tensors
+from hvdtrain.check.mixing import SAMPLES, mixing_component
 from hvdtrain.check.parity import Batch, Done, Parity, SerialRun
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
@@ -96,6 +97,10 @@ def compare(
         runtime = build_runtime(config, plan, components, images, image_size, world)
         ranks = _Ranks(runtime, plan, world, config.seed)
         serial = SerialRun(config, components, plan, images) if world.rank == 0 else None
+        if serial is not None and _divides_batches(plan):
+            assert batches[0].whole is not None
+            trial = images(batches[0].whole[0][:SAMPLES])
+            serial.parity.mixing = mixing_component(components, trial, config.seed)
         try:
             before = ranks.tensors()
             for batch in batches:
@@ -108,6 +113,10 @@ def compare(
             runtime.observer.close()
     parity: Parity = world.broadcast(serial.parity if serial is not None else None)
     return parity
+
+
+def _divides_batches(plan: Plan) -> bool:
+    return plan.microbatches > 1 or any(len(stage.ranks) > 1 for stage in plan.stages)
 
 
 class _Ranks:

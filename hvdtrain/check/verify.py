@@ -80,6 +80,8 @@ def verify(trial: Trial, plan: Plan) -> str:
         CheckFailed: on rank 0, naming the tensor with the largest error.
     """
     parity = trial.parity(plan)
+    if trial.world.rank == 0 and parity.mixing:
+        raise CheckFailed(f"--verify: {parity.fault}")
     if trial.world.rank == 0 and parity.fault:
         raise CheckFailed(
             f"--verify: {parity.fault}, between the plan and one rank: use another --plan or "

@@ -112,7 +112,7 @@ def _produce(
     made: "queue.SimpleQueue[Item | _End]",
     room: "queue.SimpleQueue[bool]",
 ) -> None:
-    """Make batches while `room` yields True: one for each True, until a False."""
+    """Make one batch per True from `room`, and stop at a False."""
     error: BaseException | None = None
     try:
         for request in requests:

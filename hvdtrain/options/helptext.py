@@ -1,4 +1,4 @@
-"""Help pages, with options under headings and their defaults, and the completion of shells."""
+"""Help pages, with options under headings and their defaults, and shell completion."""
 
 import shutil
 import sys

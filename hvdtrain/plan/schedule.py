@@ -279,7 +279,7 @@ def _startable(progress: _Progress, now: int) -> Iterator[Action]:
         for kind in _kinds(progress.plan, progress.policy, stage):
             action = Action(stage, kind, progress.next(kind, stage))
             has_room = kind != "F" or _has_room(progress, stage)
-            if has_room and _is_ready(progress, action, now) and _has_turn(progress, action):
+            if has_room and _is_ready(progress, action, now) and _is_next(progress, action):
                 yield action
 
 
@@ -318,7 +318,7 @@ def _has_room(progress: _Progress, stage: int) -> bool:
     return in_flight < policy.cap(pipeline, stage) and unfinished < policy.unfinished(pipeline)
 
 
-def _has_turn(progress: _Progress, action: Action) -> bool:
+def _is_next(progress: _Progress, action: Action) -> bool:
     """Return whether no other stage of the group comes first in the group's order."""
     if not progress.policy.is_grouped:
         return True

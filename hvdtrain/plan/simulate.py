@@ -148,7 +148,7 @@ class Timeline:
 
 
 class Mark(NamedTuple):
-    """A condition: `rank` has ended `action`, or (`is_start`) has reached it with all inputs."""
+    """A condition: `rank` has ended `action`, or (`is_start`) is ready to start it."""
 
     rank: int
     action: Action
@@ -366,7 +366,9 @@ def draw(events: Iterable[Event], ranks: Sequence[int], width: int = 100, unit: 
         f"{rank:>{margin}} {_line([event for event in computed if event.rank == rank], times)}"
         for rank in ranks
     ]
-    scale = f"{LEGEND}; {OTHER}: other work, {IDLE}: idle; a sign is {slice_seconds:.3g} {unit}"
+    scale = (
+        f"{LEGEND}; {OTHER}: other work, {IDLE}: idle; a character is {slice_seconds:.3g} {unit}"
+    )
     return "\n".join([*lines, scale])
 
 

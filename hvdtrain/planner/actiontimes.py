@@ -122,7 +122,7 @@ class _Unreduced:
         return self.gradients.are_finite()
 
     def zero(self) -> None:
-        """Set the gradients to zero as the stage does."""
+        """Zero the gradients, as the stage does."""
         self.gradients.zero()
 
 

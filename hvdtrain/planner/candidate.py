@@ -182,7 +182,7 @@ def overview(
 def batch_norm_remark(
     plan: Plan, pieces: Cut, costs: Sequence[ComponentCost], synchronised: Collection[int]
 ) -> tuple[str, ...]:
-    """Return a line if batch norm computes something else than on one rank; otherwise none."""
+    """Return a warning if batch norm differs from that of one rank, otherwise nothing."""
     normed = [cost.name for cost in costs if cost.batch_norms]
     counts = sample_counts(plan, pieces, normed, synchronised)
     if not counts or counts == [pieces.batch_size]:

@@ -122,7 +122,8 @@ def find(paths: list[str]) -> tuple[list[Result], list[str]]:
             except DataError as error:
                 left_out.append(str(error))
     if not results:
-        raise UsageError(f"no finished run in {', '.join(paths)}: a run ends with a summary.json")
+        reasons = "; ".join(left_out[:3]) or "there is no config.yaml in or below it"
+        raise UsageError(f"no run in {', '.join(paths)} can be reported: {reasons}")
     return results, left_out
 
 

@@ -128,7 +128,7 @@ def open_run(session: Session, stop: StopRequest) -> Run:
     """Open or make the run folder of a session, and restore its newest checkpoint. Collective.
 
     Raises:
-        UsageError, DataError: for every mistake of a user.
+        UsageError, DataError: if the options or the data are invalid.
     """
     config, world = session.config, session.world
     folder, resumes = world.broadcast(metrics.find_folder(config) if world.rank == 0 else None)

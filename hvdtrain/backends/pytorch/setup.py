@@ -51,7 +51,7 @@ def open_session(config: TrainConfig, world: World) -> TorchSession:
     """Check everything that can be checked before the first step, then build it. Collective.
 
     Raises:
-        UsageError, DataError: for every mistake of a user.
+        UsageError, DataError: if the options or the data are invalid.
     """
     check_started(config, world)
     index = staged(read_index(config.data), config.stage, world)

@@ -139,7 +139,7 @@ class Steps:
 
         Args:
             fraction: this rank's part of the samples, 0 to 1.
-            before: the statistics before the forward.
+            before: the statistics before the forward pass.
         """
         statistics = [
             tf.convert_to_tensor(variable) * tf.cast(fraction, variable.dtype)

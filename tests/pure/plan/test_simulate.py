@@ -231,7 +231,7 @@ def test_a_picture_shows_what_each_rank_computes_in_each_slice_of_time() -> None
         "0 0...----",
         "1 ..00....",
         "0-9: forward, a-z: backward or its input half, A-Z: weight half; -: other work, "
-        ".: idle; a sign is 0.25 s",
+        ".: idle; a character is 0.25 s",
     ]
 
 
