@@ -43,7 +43,9 @@ def read_text(path: Path) -> str:
                 raise UsageError(f"{path} is not a configuration: expected lines of 'key: value'")
             if isinstance(event, yaml.ScalarEvent):
                 misread += _misread(event)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}: correct the path") from None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise UsageError(f"{path} cannot be read as YAML: {reason}") from None
     for start, end in reversed(misread):

@@ -151,6 +151,8 @@ def explain(message: str, options: Iterable[str], command: str) -> str:
         keys = [name.split(".")[-1] for name in match[1].split(", ")]
         needed = [f"--{key}" if f"--{key}" in options else key for key in keys]
         return f"missing: {', '.join(needed)}"
+    if match := re.match(r'Parser key "\S*config": File does not exist: (.*)', message):
+        return f"--config {match[1]} does not exist: correct the path"
     if match := re.match(r'Parser key "(.*?)": Expected an? (.*)\. Got value: (.*)', message):
         return _wrong_value(_as_typed(match[1], options), match[2], match[3])
     if match := re.match(

@@ -96,7 +96,7 @@ def find_folder(config: TrainConfig) -> tuple[RunFolder, bool]:
         if changed:
             raise UsageError(
                 f"{folder.path} holds a run of another configuration ({'; '.join(changed)}): "
-                "choose another --run"
+                "give the options of that run, or choose another --run"
             )
         if not config.resume:
             raise UsageError(

@@ -28,6 +28,11 @@ def announce(run: Run) -> None:
     run.console.say_plan(session.plan)
     for line in session.remarks:
         run.console.say(line)
+    idle = max(len(stage.ranks) for stage in session.plan.stages) - config.batch_size
+    if idle > 0:
+        run.console.say(
+            f"{idle} replica(s) get no sample: use a larger --batch-size or fewer ranks"
+        )
     if run.progress.step:
         run.console.say(f"resumed after step {run.progress.step:,}")
     run.console.header()
