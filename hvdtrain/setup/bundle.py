@@ -7,12 +7,14 @@ MPI; and first `manifest.json`, which says what they fit, with the SHA-256 of ea
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import importlib.metadata
 import json
 import shutil
-import sys
 import tarfile
 import tempfile
+import zipfile
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,7 +23,7 @@ from typing import IO
 import hvdtrain
 from hvdtrain.errors import UsageError
 from hvdtrain.host.files import write_whole
-from hvdtrain.setup import build, environment, mpi, progress
+from hvdtrain.setup import build, environment, mpi
 from hvdtrain.setup.build import Built
 from hvdtrain.setup.environment import Pip
 
@@ -154,7 +156,7 @@ def collect(names: list[str], built: Built, cache: Path, pip: Pip, to: Path) -> 
         build.download_source(pip, to)
         pip.run("collecting what builds it", "wheel", *wheels, *BUILDERS)
         shutil.copy2(built.wheel, to)
-        own_wheel(Path(work), to, pip.log)
+        own_wheel(to)
 
 
 def pinned(names: Iterable[str], kind: str) -> Iterator[str]:
@@ -164,30 +166,36 @@ def pinned(names: Iterable[str], kind: str) -> Iterator[str]:
             yield f"{name}=={importlib.metadata.version(name)}"
 
 
-def own_wheel(work: Path, to: Path, log: Path) -> None:
-    """Make hvdtrain's wheel from the installed package, which may be a checkout.
+def own_wheel(to: Path) -> None:
+    """Make hvdtrain's wheel from the installed package, which may be a checkout."""
+    package = Path(hvdtrain.__file__).parent
+    members = {
+        f"hvdtrain/{file.relative_to(package)}": file.read_bytes()
+        for file in sorted(package.rglob("*"))
+        if file.is_file() and "__pycache__" not in file.parts
+    }
+    described = f"hvdtrain-{hvdtrain.__version__}.dist-info"
+    for listed in importlib.metadata.files("hvdtrain") or []:
+        if listed.parts[0] == described and listed.name not in _OF_INSTALLATION:
+            members[str(listed)] = listed.read_binary()
+    members[f"{described}/WHEEL"] = _WHEEL
+    record = f"{described}/RECORD"
+    lines = [f"{name},{_record_hash(data)},{len(data)}\n" for name, data in members.items()]
+    with zipfile.ZipFile(to / own_wheel_name(), "x", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+        archive.writestr(record, f"{''.join(lines)}{record},,\n")
 
-    Raises:
-        CommandFailed: the wheel could not be packed.
-    """
-    root = work / f"hvdtrain-{hvdtrain.__version__}"
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(Path(hvdtrain.__file__).parent, root / "hvdtrain", ignore=ignored)
-    described = root / f"{root.name}.dist-info"
-    for file in importlib.metadata.files("hvdtrain") or []:
-        parts = file.parts
-        if parts[0] == described.name and parts[-1] not in _OF_INSTALLATION:
-            target = described.joinpath(*parts[1:])
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(Path(str(file.locate())), target)
-    described.joinpath("WHEEL").write_text(_WHEEL, encoding="utf-8")
-    command = [sys.executable, "-m", "wheel", "pack", str(root), "--dest-dir", str(to)]
-    progress.run("packing hvdtrain", command, environment.Pip(log).environment(), log)
+
+def _record_hash(data: bytes) -> str:
+    """Return a hash in the form of a wheel's RECORD."""
+    digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest())
+    return f"sha256={digest.decode().rstrip('=')}"
 
 
 # Files of a package's description that belong to one installation of it.
 _OF_INSTALLATION = ("INSTALLER", "RECORD", "REQUESTED", "WHEEL", "direct_url.json")
-_WHEEL = "Wheel-Version: 1.0\nGenerator: hvdtrain\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+_WHEEL = b"Wheel-Version: 1.0\nGenerator: hvdtrain\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 
 
 def pack(stream: IO[bytes], manifest: Manifest, files: Path) -> None:

@@ -17,6 +17,8 @@ from hvdtrain.setup import progress
 
 MAKE_ONE = "make an environment of your own with python3 -m venv DIR, and install hvdtrain in it"
 OTHER_DISK = "choose another disk (TMPDIR for temporary files, --cache for wheels)"
+# Variables of pip that do not name a source of packages.
+_NOT_A_SOURCE = ("PIP_BREAK_SYSTEM_PACKAGES", "PIP_CACHE_DIR", "PIP_NO_COMPILE")
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -40,7 +42,9 @@ class Pip:
         """Return the environment variables of a command of pip, and of those it starts."""
         kept = dict(os.environ)
         if self.folder is not None:
-            kept = {name: value for name, value in kept.items() if not name.startswith("PIP_")}
+            kept = {
+                k: v for k, v in kept.items() if not k.startswith("PIP_") or k in _NOT_A_SOURCE
+            }
             kept |= {
                 "PIP_CONFIG_FILE": os.devnull,
                 "PIP_NO_INDEX": "1",
@@ -75,15 +79,24 @@ def check() -> None:
     Raises:
         UsageError: with the fix.
     """
-    marker = Path(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED")
-    allowed = os.environ.get("PIP_BREAK_SYSTEM_PACKAGES", "0") in ("1", "true", "yes", "on")
-    if sys.prefix == sys.base_prefix and marker.is_file() and not allowed:
-        raise UsageError(f"{sys.executable} belongs to the operating system: {MAKE_ONE}")
+    if sys.prefix == sys.base_prefix:
+        check_owner(Path(sysconfig.get_path("stdlib")))
     check_writable(Path(sysconfig.get_path("platlib")))
     if importlib.util.find_spec("pip") is None:
         raise UsageError(
             f"{sys.executable} has no pip: run it with -m ensurepip, or run uv pip install pip"
         )
+
+
+def check_owner(standard_library: Path) -> None:
+    """Refuse a Python whose packages the operating system manages, as pip does.
+
+    Raises:
+        UsageError: with the fix.
+    """
+    allowed = os.environ.get("PIP_BREAK_SYSTEM_PACKAGES", "0") in ("1", "true", "yes", "on")
+    if Path(standard_library, "EXTERNALLY-MANAGED").is_file() and not allowed:
+        raise UsageError(f"{sys.executable} belongs to the operating system: {MAKE_ONE}")
 
 
 def check_writable(packages: Path) -> None:
