@@ -1,4 +1,4 @@
-"""The wheel in environments of a user's own: set up from the cache, and from a bundle, it trains."""
+"""The wheel sets up environments of a user's own, from the cache or from a bundle, and trains."""
 
 import json
 import os
@@ -69,7 +69,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, tree)
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "hvdtrain", tree / "hvdtrain", ignore=ignored)
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder]
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder)]
     subprocess.run(command, cwd=tree, check=True, capture_output=True)
     shutil.rmtree(tree)
     data.synth(folder / "data", 400, 4, size=16)
