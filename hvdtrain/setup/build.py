@@ -141,6 +141,16 @@ def build(parts: dict[str, str], mpi: toolchain.Mpi, pip: Pip, work: Path) -> Pa
     return next(work.glob("horovod-*.whl"))
 
 
+def install_builders(pip: Pip) -> None:
+    """Install the Python packages of the build that this environment lacks.
+
+    Raises:
+        CommandFailed: pip failed.
+    """
+    if missing := toolchain.missing_build_packages():
+        pip.install(f"installing {', '.join(missing)}", *missing)
+
+
 def download_source(pip: Pip, to: Path) -> None:
     """Download the source of Horovod, whose hash pip checks before it executes any of it.
 
@@ -228,8 +238,7 @@ def make(parts: dict[str, str], mpi: toolchain.Mpi, cache: Path, pip: Pip) -> Pa
         return wheel
     toolchain.check_builders()
     environment.check_space([(Path(tempfile.gettempdir()), BUILD_BYTES)])
-    if missing := toolchain.missing_build_packages():
-        pip.install(f"installing {', '.join(missing)}", *missing)
+    install_builders(pip)
     listed = ", ".join(f"{name} {value}" for name, value in parts.items() if value)
     print(f"building a new wheel: {listed}", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="hvdtrain-horovod-") as work:

@@ -153,6 +153,7 @@ def collect(names: list[str], built: Built, cache: Path, pip: Pip, to: Path) -> 
             builder.run("collecting mpi4py", "wheel", *options, "--wheel-dir", str(to), mpi4py)
         sources = ["--no-deps", "--no-binary", "mpi4py", "--dest", str(to), mpi4py]
         as_installed.run("collecting the source of mpi4py", "download", *sources)
+        build.install_builders(pip)
         build.download_source(pip, to)
         pip.run("collecting what builds it", "wheel", *wheels, *BUILDERS)
         shutil.copy2(built.wheel, to)

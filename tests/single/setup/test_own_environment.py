@@ -85,6 +85,8 @@ def environment(place: Path) -> Path:
     venv.create(place / "env", with_pip=True)
     programs = place / "env" / "bin"
     (packages,) = (place / "env").glob("lib/python*/site-packages")
+    for folder in packages.glob("setuptools*"):  # Python 3.11 puts an old one into environments
+        shutil.rmtree(folder)
     root = Path(sysconfig.get_path("purelib"))
     for name in bundle.closure(["torch", "hvdtrain"]):
         for file in metadata.files(name) or []:
