@@ -97,7 +97,7 @@ def _parser() -> Parser:
     _add_general_options(parser)
     commands = parser.add_subcommands(dest="command")
     commands.add_subcommand("doctor", _doctor())
-    _add_commands(commands, {"setup": (SetupOptions, f"{SETUP} Run it once per environment.")})
+    _add_commands(commands, {"setup": (SetupOptions, SETUP)})
     _add_data_commands(
         _group(commands, "data", "Fetch, pack, make, check and describe data sets.")
     )

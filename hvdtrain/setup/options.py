@@ -10,7 +10,10 @@ from hvdtrain.host import files
 from hvdtrain.options.fields import about
 from hvdtrain.setup import toolchain
 
-ABOUT = "Install mpi4py and Horovod for the PyTorch, TensorFlow and MPI of this environment."
+ABOUT = (
+    "Install mpi4py and Horovod for this environment. They are built for the PyTorch, TensorFlow "
+    "and MPI that it has."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
