@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import sys
 import sysconfig
 import tarfile
 import tempfile
@@ -34,6 +35,9 @@ def install(path: Path, options: SetupOptions, cache: Path, pip: Pip) -> Built:
     """
     manifest = read(path)
     check_fits(manifest)
+    tensorflow = toolchain.tensorflow_version()
+    if tensorflow is not None and manifest.built_with["tensorflow"] == "none":
+        print(f"the bundle is for PyTorch alone, and not for {tensorflow}", file=sys.stderr)
     packages = Path(sysconfig.get_path("platlib"))
     size = path.stat().st_size
     environment.check_space([(Path(tempfile.gettempdir()), size), (packages, manifest.unpacked)])

@@ -63,6 +63,9 @@ def _install(options: SetupOptions, cache: Path, pip: Pip) -> Built:
     kind = mpi.choose(options.mpi)
     request = options.request(kind)
     toolchain.cpu_flags(request.cpu, compiler)
+    if (tensorflow := toolchain.tensorflow_version()) and not toolchain.supported_tensorflow():
+        oldest = ".".join(map(str, toolchain.TENSORFLOW_OLDEST))
+        print(f"{tensorflow} is older than {oldest}: building for PyTorch alone", file=sys.stderr)
     library = mpi.prepare(kind, cache, pip)
     parts = toolchain.ingredients(request, library, compiler)
     horovod = build.make(parts, library, cache / "wheels", pip)

@@ -94,6 +94,14 @@ def tensorflow_version() -> str | None:
     return None
 
 
+def supported_tensorflow() -> str | None:
+    """Return the TensorFlow in this environment if Horovod builds for it, or None."""
+    installed = tensorflow_version()
+    if installed is None or release(installed.split()[1]) < TENSORFLOW_OLDEST:
+        return None
+    return installed
+
+
 def release(version: str) -> tuple[int, int]:
     """Return the first two numbers of a version: (2, 13) of `2.13.0+cpu`."""
     match = re.match(r"(\d+)\.(\d+)", version)
@@ -344,7 +352,7 @@ def ingredients(request: Request, mpi: Mpi, compiler: str) -> dict[str, str]:
         "python": python_version(),
         "libc": " ".join(platform.libc_ver()),
         "torch": torch_version(),
-        "tensorflow": (with_tensorflow and tensorflow_version()) or "none",
+        "tensorflow": (with_tensorflow and supported_tensorflow()) or "none",
         "mpi": mpi.name,
         "mpi_folder": mpi.folder_in_wheel,
         "compiler": output_of([compiler, "--version"]).splitlines()[0],

@@ -81,6 +81,20 @@ def test_the_ranges_are_those_of_the_package() -> None:
     assert extras["tensorflow"].split() == [f"tensorflow-cpu>={tensorflow[0]}.{tensorflow[1]}"]
 
 
+@pytest.mark.parametrize(("version", "supported"), [("2.15.1", False), ("2.21.0", True)])
+def test_an_old_tensorflow_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, supported: bool
+) -> None:
+    described = tmp_path / f"tensorflow-{version}.dist-info"
+    described.mkdir()
+    described.joinpath("METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: tensorflow\nVersion: {version}\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert toolchain.tensorflow_version() == f"tensorflow {version}"
+    assert (toolchain.supported_tensorflow() is not None) == supported
+
+
 def test_an_environment_without_pip_is_refused(bare: Path) -> None:
     for link in bare.parent.parent.glob("lib/python*/site-packages/pip*"):
         link.unlink()
