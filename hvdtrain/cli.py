@@ -18,9 +18,12 @@ from hvdtrain.jobs.options import JobOptions, SlurmOptions
 from hvdtrain.options.helptext import SHELLS, PrintCompletion
 from hvdtrain.options.parser import Parser, add_config, add_dataclass
 from hvdtrain.planner.options import PlanConfig
+from hvdtrain.setup.options import ABOUT as SETUP
+from hvdtrain.setup.options import SetupOptions
 
 COMMANDS: dict[str, Callable[..., int]] = {
     "doctor": machine.doctor,
+    "setup": machine.setup,
     "data fetch": datasets.data_fetch,
     "data pack": datasets.data_pack,
     "data synth": datasets.data_synth,
@@ -94,6 +97,7 @@ def _parser() -> Parser:
     _add_general_options(parser)
     commands = parser.add_subcommands(dest="command")
     commands.add_subcommand("doctor", _doctor())
+    _add_commands(commands, {"setup": (SetupOptions, SETUP)})
     _add_data_commands(
         _group(commands, "data", "Fetch, pack, make, check and describe data sets.")
     )

@@ -216,7 +216,7 @@ def mpirun(ranks: int) -> list[str]:
     program = own_mpirun() or shutil.which("mpirun") or shutil.which("mpiexec")
     if program is None:
         raise UsageError(
-            f"--ranks {ranks} needs MPI, but there is no mpirun in PATH: run make setup, "
+            f"--ranks {ranks} needs MPI, but there is no mpirun in PATH: run hvdtrain setup, "
             "or leave --ranks out to train on one rank"
         )
     try:

@@ -144,7 +144,7 @@ def import_mpi(launch: Launch, allreduce: str) -> Any:
     except (ImportError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise UsageError(
-            f"MPI cannot be loaded ({reason}), and more than one rank needs it: run make setup"
+            f"MPI cannot be loaded ({reason}), and more than one rank needs it: run hvdtrain setup"
         ) from None
     if folder is not None:
         atexit.register(_end_mpi, MPI, folder)
@@ -247,8 +247,7 @@ def _import_horovod(framework: str, ranks: int) -> Any:
     except ImportError as error:
         reason = " ".join(str(error).split())
         raise UsageError(
-            f"Horovod cannot be loaded ({reason}), and {ranks} ranks need it: "
-            "run make setup, or python tools/build_horovod.py --install"
+            f"Horovod cannot be loaded ({reason}), and {ranks} ranks need it: run hvdtrain setup"
         ) from None
     return module
 

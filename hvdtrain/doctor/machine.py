@@ -79,7 +79,7 @@ def gpu_check(
         return Check(name, "note", f"{text}, but {why}", cure)
     text = f"{text}; PyTorch sees {len(seen)} (CUDA {torch_side.get('cuda_version')})"
     if not nccl:
-        cure = "python tools/build_horovod.py --cuda --install"
+        cure = "hvdtrain setup --cuda"
         return Check(
             name, "note", f"{text}; Horovod has no NCCL, so all-reduces go through the CPU", cure
         )

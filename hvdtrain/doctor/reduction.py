@@ -48,7 +48,7 @@ def allreduce_checks(answer: Answer, horovod_loads: bool) -> list[Check]:
     """Return the checks of the probe `allreduce`, which summed 1 MB with both libraries."""
     name, facts = "all-reduce", answer.facts
     if "size" not in facts:
-        cure = "run make setup, which binds launcher, mpi4py and Horovod to one MPI"
+        cure = "run hvdtrain setup, which binds launcher, mpi4py and Horovod to one MPI"
         return [Check(name, "fault", f"2 ranks did not start: {answer.reason}", cure)]
     if facts["size"] != 2:
         text = f"the launcher started 2 ranks, but MPI sees {facts['size']}"
@@ -114,7 +114,7 @@ def chosen_component(errors: str) -> str:
 def _sum_check(name: str, library: str, answer: Answer) -> Check:
     right = answer.facts.get(f"{library}_right")
     if right is None:
-        cure = "run make setup, or python tools/build_horovod.py --install"
+        cure = "run hvdtrain setup"
         return Check(name, "fault", f"failed on 2 ranks: {answer.reason}", cure)
     if not right:
         text = "1 MB on 2 ranks gave a WRONG sum"
@@ -129,7 +129,9 @@ def _process_set_check(answer: Answer) -> Check:
     if answer.facts.get("process_sets_right"):
         return Check(name, "ok", "a set was added for each of 2 ranks and gave correct sums")
     text = f"did not work: {answer.reason or 'a wrong sum'}"
-    return Check(name, "fault", text, "unset HOROVOD_DYNAMIC_PROCESS_SETS, then make setup")
+    return Check(
+        name, "fault", text, "unset HOROVOD_DYNAMIC_PROCESS_SETS, then run hvdtrain setup"
+    )
 
 
 def _name(watched: Mapping[str, Any], size: int) -> str:

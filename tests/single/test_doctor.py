@@ -113,7 +113,7 @@ def test_a_broken_horovod_and_a_foreign_mpirun_are_faults_with_cures(tmp_path: P
     assert (code, report["fit"], report["launch_lines"]) == (1, False, {})
     assert checks["Horovod"]["state"] == "fault"
     assert "cannot open shared object file" in checks["Horovod"]["text"]
-    assert "tools/build_horovod.py --install" in checks["Horovod"]["cure"]
+    assert "hvdtrain setup" in checks["Horovod"]["cure"]
     assert checks["one MPI"]["state"] == "fault"
     assert "Open MPI 4.1.4" in checks["one MPI"]["text"]
     if own_mpirun():
@@ -135,6 +135,6 @@ def test_without_mpi_the_cure_is_said_and_that_one_rank_works(tmp_path: Path) ->
     assert code == 1
     assert "fault  one MPI" in result.stdout
     assert "there is no mpirun" in result.stdout
-    assert "fix: run make setup" in result.stdout
+    assert "fix: run hvdtrain setup" in result.stdout
     assert "ok     PyTorch" in result.stdout
     assert "Training on one rank works" in result.stdout

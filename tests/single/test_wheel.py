@@ -55,7 +55,7 @@ def test_it_says_what_it_is_needs_and_starts(wheel: Path) -> None:
         scripts = archive.read(described["entry_points.txt"]).decode()
     head, _, text = written.partition("\n\n")
     assert "Requires-Python: >=3.11" in head
-    assert "Requires-Dist: torch>=" in head
+    assert "Requires-Dist: torch<3,>=2.10" in head
     assert "Description-Content-Type: text/markdown" in head
     assert text.startswith("# hvdtrain")
     assert "hvdtrain = hvdtrain.cli:main" in scripts

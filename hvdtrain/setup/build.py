@@ -1,0 +1,260 @@
+"""Build Horovod for the PyTorch, TensorFlow and MPI of this environment, and keep the wheel.
+
+Horovod's last release is downloaded, edited as today's frameworks need (source.py), and built with
+MPI and Gloo for PyTorch and, where TensorFlow is installed, for TensorFlow. The wheel is kept in
+CACHE/wheels/KEY. The key depends on the versions of Python, PyTorch, TensorFlow, MPI, compiler, C
+library and Horovod, the edits, and the target CPU. The second run therefore takes a second, and a
+changed environment gets another wheel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hvdtrain.setup import environment, progress, source, toolchain
+from hvdtrain.setup.environment import Pip
+
+BUILD_BYTES = 600 * 2**20  # in the temporary folder
+MEMORY_PER_JOB = 2 * 2**30  # bytes a C++ compiler needs on PyTorch's and TensorFlow's headers
+
+# Variables of the user that name locations; all other HOROVOD_* would change the wheel.
+_KEPT = frozenset(
+    {"HOROVOD_CMAKE", "HOROVOD_CUDA_HOME", "HOROVOD_NCCL_HOME", "HOROVOD_BUILD_CUDA_CC_LIST"}
+)
+
+
+@dataclass(frozen=True)
+class Built:
+    """A wheel of Horovod, all that it was built with, and its MPI."""
+
+    wheel: Path
+    parts: dict[str, str]
+    mpi: toolchain.Mpi
+
+
+def cached_wheel(folder: Path) -> Path | None:
+    """Return the wheel in one key's folder if its SHA-256 matches the stored one, else None."""
+    try:
+        known = json.loads((folder / "key.json").read_text(encoding="utf-8"))
+        wheel = folder / known["wheel"]
+        return wheel if sha256(wheel) == known["sha256"] else None
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 (hex) of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def runpath(mpi: toolchain.Mpi) -> str:
+    """Return the folders in which the plugins look for libraries, in CMake's list syntax.
+
+    Libraries of the environment are relative to the plugin ($ORIGIN is
+    site-packages/horovod/torch), so that the wheel works in any environment. A site's MPI is
+    absolute.
+    """
+    plugin = Path(sysconfig.get_paths()["platlib"], "horovod", "torch")
+    if mpi.kind == "wheel":
+        mpi_folder = f"$ORIGIN/{os.path.relpath(mpi.folder_of_library, plugin)}"
+    else:
+        mpi_folder = str(mpi.folder_of_library)
+    frameworks = ("torch/lib", "tensorflow", "tensorflow/python")
+    return ";".join([mpi_folder, *(f"$ORIGIN/../../{name}" for name in frameworks)])
+
+
+def build_environment(
+    parts: dict[str, str], mpi: toolchain.Mpi, count: int, base: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the environment of the build, without variables that would change the wheel."""
+    env = {k: v for k, v in base.items() if not k.startswith("HOROVOD_") or k in _KEPT}
+    with_tensorflow = parts["tensorflow"] != "none"
+    env |= {
+        "HOROVOD_WITH_PYTORCH": "1",
+        "HOROVOD_WITH_MPI": "1",
+        "HOROVOD_WITH_GLOO": "1",
+        "HOROVOD_WITHOUT_MXNET": "1",
+        "HOROVOD_WITH_TENSORFLOW" if with_tensorflow else "HOROVOD_WITHOUT_TENSORFLOW": "1",
+        "HOROVOD_BUILD_ARCH_FLAGS": parts["cpu"],
+        "HOROVOD_RUNPATH": runpath(mpi),
+        "HOROVOD_CMAKE": toolchain.find_cmake(),
+        "MAKEFLAGS": f"-j{count}",
+        "CMAKE_GENERATOR": "Unix Makefiles",
+        # Gloo requires a CMake policy version that CMake 4 no longer supports.
+        "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+    }
+    if parts["cuda"] != "none":
+        env["HOROVOD_GPU_OPERATIONS"] = "NCCL"
+        env["HOROVOD_CUDA_HOME"] = str(toolchain.find_cuda())
+    if mpi.kind == "wheel":
+        env["PATH"] = f"{Path(sys.prefix, 'bin')}{os.pathsep}{env.get('PATH', '')}"
+    return env
+
+
+def jobs(cores: int, free_memory: int) -> int:
+    """Return the number of parallel compilers: one per core, if the memory (bytes) allows."""
+    return max(1, min(cores, free_memory // MEMORY_PER_JOB))
+
+
+def free_memory() -> int:
+    """Return the available memory in bytes: from /proc/meminfo, or the control group's limit."""
+    text = Path("/proc/meminfo").read_text(encoding="utf-8")
+    match = re.search(r"MemAvailable:\s*(\d+) kB", text)
+    available = int(match[1]) * 1024 if match else MEMORY_PER_JOB
+    limit = Path("/sys/fs/cgroup/memory.max")
+    words = limit.read_text(encoding="utf-8").split() if limit.is_file() else []
+    return min(available, int(words[0])) if words and words[0].isdigit() else available
+
+
+def build(parts: dict[str, str], mpi: toolchain.Mpi, pip: Pip, work: Path) -> Path:
+    """Download, edit and build Horovod in the scratch folder `work`; return the wheel there.
+
+    Raises:
+        CommandFailed: the download or the build failed.
+        SourceError: the source is not the one that the edits are for.
+    """
+    count = jobs(len(os.sched_getaffinity(0)), free_memory())
+    release = f"horovod=={source.VERSION}"
+    download_source(pip, work)
+    root = source.unpack(work / source.SDIST_NAME, work / "source")
+    source.apply_edits(root)
+    building = replace(
+        pip,
+        constraint=None,
+        variables=build_environment(parts, mpi, count, pip.environment()),
+    )
+    options = ["--no-deps", "--no-build-isolation", "--verbose", "--wheel-dir", str(work)]
+    building.run(f"building {release} ({count} jobs)", "wheel", *options, str(root))
+    return next(work.glob("horovod-*.whl"))
+
+
+def install_builders(pip: Pip) -> None:
+    """Install the Python packages of the build that this environment lacks.
+
+    Raises:
+        CommandFailed: pip failed.
+    """
+    if missing := toolchain.missing_build_packages():
+        pip.install(f"installing {', '.join(missing)}", *missing)
+
+
+def download_source(pip: Pip, to: Path) -> None:
+    """Download the source of Horovod, whose hash pip checks before it executes any of it.
+
+    Raises:
+        CommandFailed: the download failed.
+    """
+    requirements = to / "horovod.txt"
+    requirements.write_text(f"{source.REQUIREMENT}\n", encoding="utf-8")
+    options = ["--no-deps", "--no-binary", ":all:", "--no-build-isolation", "--dest", str(to)]
+    options += ["--require-hashes", "--requirement", str(requirements)]
+    unconstrained = replace(pip, constraint=None)  # pip would require hashes of these too
+    unconstrained.run(f"downloading horovod=={source.VERSION}", "download", *options)
+    requirements.unlink()
+
+
+def keep(wheel: Path, parts: dict[str, str], folder: Path) -> Path:
+    """Move a new wheel into `folder` with one rename, or use the wheel of a concurrent build.
+
+    An existing folder with a damaged wheel is replaced.
+    """
+    staged = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
+    try:
+        staged.chmod(0o755)
+        shutil.copy2(wheel, staged)
+        known = {"wheel": wheel.name, "sha256": sha256(wheel), "built_with": parts}
+        (staged / "key.json").write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
+        if cached_wheel(folder) is None:
+            shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(OSError):  # another build was first
+                staged.rename(folder)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+    return folder / wheel.name
+
+
+def installed_sha256() -> str | None:
+    """Return the SHA-256 of the wheel from which Horovod was installed here, or None."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError, ValueError, KeyError):
+        text = importlib.metadata.distribution("horovod").read_text("direct_url.json")
+        return str(json.loads(text or "{}")["archive_info"]["hashes"]["sha256"])
+    return None
+
+
+def install(wheel: Path, pip: Pip) -> None:
+    """Install the wheel in this environment, unless the same file is installed already.
+
+    Raises:
+        CommandFailed: pip failed.
+    """
+    if installed_sha256() == sha256(wheel):
+        print("this wheel of Horovod is installed already", file=sys.stderr)
+        return
+    packages = Path(sysconfig.get_path("platlib"))
+    environment.check_space([(packages, 6 * wheel.stat().st_size)])
+    options = ["--no-deps", "--force-reinstall", "--no-index", str(wheel)]
+    replace(pip, constraint=None).install("installing Horovod", *options)
+
+
+def find_wheel(parts: dict[str, str], cache: Path) -> Path | None:
+    """Return the wheel in the cache that was built with these parts, or None.
+
+    Without TensorFlow, a wheel that differs in nothing but a plugin for TensorFlow is as good.
+    """
+    if (wheel := cached_wheel(cache / toolchain.cache_key(parts))) is not None:
+        return wheel
+    if parts["tensorflow"] != "none":
+        return None
+    for known in sorted(cache.glob("*/key.json")):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            built_with = json.loads(known.read_text(encoding="utf-8"))["built_with"]
+            same = built_with | {"tensorflow": "none"} == parts
+            if same and (wheel := cached_wheel(known.parent)) is not None:
+                return wheel
+    return None
+
+
+def make(parts: dict[str, str], mpi: toolchain.Mpi, cache: Path, pip: Pip) -> Path:
+    """Return the wheel of the cache for these parts; build it first where there is none.
+
+    Raises:
+        MissingPiece, SourceError, CommandFailed: as in the functions above.
+        UsageError: there is too little space.
+    """
+    if (wheel := find_wheel(parts, cache)) is not None:
+        return wheel
+    toolchain.check_builders()
+    environment.check_space([(Path(tempfile.gettempdir()), BUILD_BYTES)])
+    install_builders(pip)
+    listed = ", ".join(f"{name} {value}" for name, value in parts.items() if value)
+    print(f"building a new wheel: {listed}", file=sys.stderr)
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-horovod-") as work:
+        folder = cache / toolchain.cache_key(parts)
+        return keep(build(parts, mpi, pip, Path(work)), parts, folder)
+
+
+@contextlib.contextmanager
+def log_kept_on_failure(log: Path) -> Iterator[None]:
+    """Remove the log at the end, unless a command failed: then its message names the log."""
+    try:
+        yield
+    except progress.CommandFailed:
+        raise
+    except BaseException:
+        log.unlink(missing_ok=True)
+        raise
+    log.unlink(missing_ok=True)

