@@ -1,24 +1,22 @@
 """Pictures: from the bytes of an image file to RGB pixels, and from those to the size of a model.
 
-Both functions are pure and depend on nothing else, so that packing, loading and predicting see the
-same pixels. Pillow decodes, and releases the interpreter's lock meanwhile: threads are enough.
+Both functions are pure, so that packing, loading and predicting see the same pixels. Pillow
+decodes without the lock of the interpreter, so that threads are enough.
 """
 
 import io
 import os
 import warnings
-from typing import Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from hvdtrain.data.index import Resize
 from hvdtrain.errors import DataError, UsageError
 
-Resize = Literal["shorter", "squash", "pad"]
-
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM")
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm")
 MOST_PIXELS = 2**27  # of one image: 400 MB as RGB
 SMALLEST_SIDE = 2
 LARGEST_SIZE = 4096
@@ -62,8 +60,7 @@ def decode(encoded: bytes, name: str) -> NDArray[np.uint8]:
                 raise DataError(f"{shown(name)}: {fault}")
             image.load()
             turn = _UPRIGHT.get(_orientation(image))
-            rgb = _rgb(image if turn is None else image.transpose(turn))
-            return np.array(rgb, np.uint8)
+            return rgb(image if turn is None else image.transpose(turn))
     except DataError:
         raise
     except Image.DecompressionBombError:
@@ -136,6 +133,39 @@ def scaled(
     return np.array(filtered, np.uint8)
 
 
+def rgb(image: Image.Image) -> NDArray[np.uint8]:
+    """Return the pixels of a Pillow image of any mode: uint8 [height, width, 3]."""
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        high = np.asarray(image).astype(np.int64) >> _HIGH_BYTE
+        return pixels(high.clip(0, 255).astype(np.uint8))
+    if image.has_transparency_data:
+        ground = Image.new("RGBA", image.size, (*BACKGROUND, 255))
+        image = Image.alpha_composite(ground, image.convert("RGBA"))
+    return np.array(image.convert("RGB"), np.uint8)
+
+
+def pixels(array: NDArray[Any]) -> NDArray[np.uint8]:
+    """Return an array of one image as RGB: uint8 [height, width, 3].
+
+    Args:
+        array: uint8 [height, width], or [height, width, channels] of 1 (grey), 3 or 4 (alpha)
+            channels.
+
+    Raises:
+        ValueError: for another type or shape, with the reason.
+    """
+    if array.dtype != np.uint8:
+        raise ValueError(f"its pixels are {array.dtype}: give uint8, values from 0 to 255")
+    if array.ndim == 2:
+        array = array[..., None]
+    if array.ndim != 3 or array.shape[2] not in (1, 3, 4) or not array.size:
+        shape = "x".join(map(str, array.shape))
+        raise ValueError(f"its shape is {shape}: give height x width x 3 (or 1, or 4)")
+    if array.shape[2] == 4:
+        return rgb(Image.fromarray(np.ascontiguousarray(array)))
+    return array if array.shape[2] == 3 else np.repeat(array, 3, axis=2)
+
+
 def shown(name: str | bytes | os.PathLike[str]) -> str:
     r"""Return a file name as printable text of one line.
 
@@ -162,17 +192,6 @@ def _orientation(image: Image.Image) -> int:
         return int(image.getexif().get(_ORIENTATION, 1))
     except Exception:  # as many kinds as for the pixels, but these are fine
         return 1
-
-
-def _rgb(image: Image.Image) -> Image.Image:
-    if image.mode == "I" or image.mode.startswith("I;16"):
-        high = np.asarray(image).astype(np.int64) >> _HIGH_BYTE
-        return Image.fromarray(high.clip(0, 255).astype(np.uint8)).convert("RGB")
-    if not image.has_transparency_data:
-        return image.convert("RGB")
-    with_alpha = image.convert("RGBA")
-    ground = Image.new("RGBA", image.size, (*BACKGROUND, 255))
-    return Image.alpha_composite(ground, with_alpha).convert("RGB")
 
 
 def _reason(encoded: bytes, error: Exception) -> str:
