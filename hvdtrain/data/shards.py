@@ -32,9 +32,9 @@ from hvdtrain.data.shardfile import (
 )
 from hvdtrain.errors import DataError, UsageError
 
-# From the pixels of a stored image, [height, width, 3], and its sample id to those of the size of
-# the index: uint8 [size, size, 3]. An image file comes in its full size.
-Picture = Callable[[NDArray[np.uint8], int], NDArray[np.uint8]]
+# From a stored image, uint8 [height, width, 3] (an image file in its full size), its sample id and
+# the size of the index to what is read: uint8 [size, size, 3].
+Picture = Callable[[NDArray[np.uint8], int, int], NDArray[np.uint8]]
 
 _DEFAULT_MEMORY = 2**30
 _OPEN_FILES = 64
@@ -149,7 +149,7 @@ class Samples:
             image, sample = batch.images[row], int(batch.ids[row])
             if index.resize is not None:
                 image = decode(image, f"{index.folder}: sample {sample}")
-            made = picture(image, sample) if picture else view(index, image)
+            made = picture(image, sample, index.image_shape[0]) if picture else view(index, image)
             images[row] = made
 
         for _ in self._started_threads().map(put, range(len(batch))):
