@@ -207,11 +207,8 @@ def _key(listing: Listing, options: PackOptions, shard_mb: int) -> str:
         digest.update(f"{name} {len(images.paths)} ".encode())
         digest.update(images.labels.tobytes())
         for path in images.paths:
-            try:
-                status = (listing.folder / path).stat()
-                text = f"{status.st_size} {status.st_mtime_ns}"
-            except OSError:
-                text = "missing"
+            status = _status(listing.folder / path)
+            text = f"{status.st_size} {status.st_mtime_ns}" if status else "missing"
             digest.update(os.fsencode(path) + f"\0{text}\0".encode())
     return digest.hexdigest()
 
@@ -219,13 +216,17 @@ def _key(listing: Listing, options: PackOptions, shard_mb: int) -> str:
 def _average_bytes(listing: Listing) -> int:
     """Return the average size of a file, from files spread over the train split."""
     paths = listing.splits["train"].paths
-    sizes = []
-    for path in paths[:: max(1, len(paths) // _FILES_LOOKED_AT)]:
-        try:
-            sizes.append((listing.folder / path).stat().st_size)
-        except OSError:
-            continue  # refused or left out later
+    chosen = paths[:: max(1, len(paths) // _FILES_LOOKED_AT)]
+    sizes = [status.st_size for path in chosen if (status := _status(listing.folder / path))]
     return sum(sizes) // max(1, len(sizes))
+
+
+def _status(path: Path) -> os.stat_result | None:
+    """Return the status of a file; None for one that is refused or left out later."""
+    try:
+        return path.stat()
+    except (OSError, ValueError):  # ValueError: a null byte in the name
+        return None
 
 
 def _common_size(listing: Listing, skip_broken: bool) -> int:

@@ -39,6 +39,7 @@ Picture = Callable[[NDArray[np.uint8], int, int], NDArray[np.uint8]]
 _DEFAULT_MEMORY = 2**30
 _OPEN_FILES = 64
 _MOST_THREADS = 16
+_THREAD_ROWS = 4  # images that a thread decodes at a time
 _FILE_OVERHEAD = 128  # bytes of an image file in memory besides its content, at most
 
 
@@ -145,14 +146,15 @@ class Samples:
             return Batch(images, batch.labels, batch.ids)
         images = np.empty((len(batch), *index.image_shape), np.uint8)
 
-        def put(row: int) -> None:
-            image, sample = batch.images[row], int(batch.ids[row])
-            if index.resize is not None:
-                image = decode(image, f"{index.folder}: sample {sample}")
-            made = picture(image, sample, index.image_shape[0]) if picture else view(index, image)
-            images[row] = made
+        def put(start: int) -> None:
+            for row in range(start, min(start + _THREAD_ROWS, len(batch))):
+                image, sample = batch.images[row], int(batch.ids[row])
+                if index.resize is not None:
+                    image = decode(image, f"{index.folder}: sample {sample}")
+                size = index.image_shape[0]
+                images[row] = picture(image, sample, size) if picture else view(index, image)
 
-        for _ in self._started_threads().map(put, range(len(batch))):
+        for _ in self._started_threads().map(put, range(0, len(batch), _THREAD_ROWS)):
             pass
         return Batch(images, batch.labels, batch.ids)
 
