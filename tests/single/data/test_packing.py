@@ -22,7 +22,7 @@ from hvdtrain.data.cifar import CIFAR10
 from hvdtrain.data.index import Index, read_index
 from hvdtrain.data.shards import open_split
 from hvdtrain.errors import DataError, HvdtrainError, UsageError
-from tests.conftest import ROOT
+from tests.conftest import ROOT, Program
 from tests.single.data.test_cifar import a_folder, files_of
 
 SIZE = 12
@@ -88,10 +88,7 @@ def test_png_files_of_cifar_give_the_index_of_the_archive(tmp_path: Path) -> Non
     """The index has the hash of each shard, and is all that a run depends on."""
     source = a_folder(tmp_path / "cifar", files_of(CIFAR10, 60))
     packed = data.pack(source, tmp_path / "packed")
-    for split, folder in (("train", "train"), ("test", "test")):
-        batch = everything(packed, split)
-        for number, (image, label) in enumerate(zip(batch.images, batch.labels, strict=True)):
-            save(tmp_path / "png" / folder / packed.class_names[label] / f"{number}.png", image)
+    as_png(tmp_path / "packed", tmp_path / "png")
     ours = data.pack(tmp_path / "png", tmp_path / "ours")
     assert ours.splits == packed.splits
     assert ours.class_names == packed.class_names
@@ -99,6 +96,56 @@ def test_png_files_of_cifar_give_the_index_of_the_archive(tmp_path: Path) -> Non
     ours_file = json.loads((tmp_path / "ours" / "index.json").read_text())
     their_file = json.loads((tmp_path / "packed" / "index.json").read_text())
     assert ours_file | {"notes": []} == their_file | {"notes": []}
+
+
+def as_png(packed: Path, folder: Path) -> None:
+    """Save all images of a data set as files, numbered through the classes."""
+    index = read_index(packed)
+    for split in index.splits:
+        batch = everything(index, split)
+        for number, (image, label) in enumerate(zip(batch.images, batch.labels, strict=True)):
+            save(folder / split / index.class_names[label] / f"{number}.png", image)
+
+
+def trained(program: Program, packed: Path, run: Path, *options: str) -> tuple[str, str]:
+    """Return the hash of the weights after a short run, and its ledger."""
+    command = f"train --model cnn --data {packed} --run {run} --ledger {run}.csv"
+    done = program(*command.split(), *options)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((run / "summary.json").read_text())
+    return summary["weights_sha256"], Path(f"{run}.csv").read_text()
+
+
+def test_png_files_train_to_the_weights_of_the_archive(tmp_path: Path, hvdtrain: Program) -> None:
+    archive = tmp_path / "archive"
+    data.pack(a_folder(tmp_path / "cifar", files_of(CIFAR10, 60)), archive)
+    # The notes on missing records have no place in a folder of images, but a part in the hash.
+    content = json.loads((archive / "index.json").read_text()) | {"notes": []}
+    (archive / "index.json").write_text(json.dumps(content))
+    as_png(archive, tmp_path / "png")
+    data.pack(tmp_path / "png", tmp_path / "packed")
+    options = ("--max-steps", "3", "--eval-every", "0", "--augment", "crop-flip")
+    expected = trained(hvdtrain, archive, tmp_path / "a", *options)
+    assert trained(hvdtrain, tmp_path / "packed", tmp_path / "b", *options) == expected
+    # Another order of the same samples trains to other weights.
+    for path in sorted((tmp_path / "png").rglob("*.png")):
+        path.rename(path.with_name(f"{999 - int(path.stem)}.png"))
+    data.pack(tmp_path / "png", tmp_path / "other")
+    assert trained(hvdtrain, tmp_path / "other", tmp_path / "c", *options)[0] != expected[0]
+
+
+@pytest.mark.proof
+@pytest.mark.skipif("CIFAR_DIR" not in os.environ, reason="CIFAR_DIR is not set")
+def test_png_files_of_the_real_cifar_train_to_the_weights_of_the_archive(
+    tmp_path: Path, hvdtrain: Program
+) -> None:
+    data.pack(Path(os.environ["CIFAR_DIR"]) / CIFAR10.folder, tmp_path / "archive")
+    as_png(tmp_path / "archive", tmp_path / "png")
+    data.pack(tmp_path / "png", tmp_path / "packed")
+    assert files_in(tmp_path / "packed") == files_in(tmp_path / "archive")
+    options = ("--max-steps", "20", "--eval-every", "0")
+    expected = trained(hvdtrain, tmp_path / "archive", tmp_path / "a", *options)
+    assert trained(hvdtrain, tmp_path / "packed", tmp_path / "b", *options) == expected
 
 
 @pytest.mark.parametrize("encoding", ["raw", "jpeg"])
