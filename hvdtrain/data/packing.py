@@ -187,7 +187,7 @@ def _pack_files(
                 layout,
                 listing.class_names,
                 listing.notes,
-                key=_key(listing, options, shard_mb),
+                key=pack_key(listing, options, shard_mb),
                 progress=progress,
             )
     for source in sources.values():
@@ -200,7 +200,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _key(listing: Listing, options: PackOptions, shard_mb: int) -> str:
+def pack_key(listing: Listing, options: PackOptions, shard_mb: int) -> str:
     """Return what identifies a pack: options, files and labels, and when the files changed."""
     digest = hashlib.sha256(repr((asdict(options), shard_mb, listing.class_names)).encode())
     for name, images in listing.splits.items():
