@@ -106,7 +106,7 @@ class _Stream:
         try:
             image, label = sample
             is_pillow = isinstance(image, Image.Image)
-            made = rgb(image) if is_pillow else pixels(np.asarray(image))
+            made = pixels(np.array(rgb(image)) if is_pillow else np.asarray(image))
             number = operator.index(label)
         except (ValueError, TypeError) as error:
             reason = " ".join(str(error).split())

@@ -10,6 +10,7 @@ import math
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
+from PIL.Image import Image
 
 from hvdtrain.data.images import scaled
 
@@ -78,16 +79,16 @@ def crop_flip(
 
 
 def resized_crop_flip(
-    image: NDArray[np.uint8], sample: int, seed: int, epoch: int, size: int
+    image: Image, sample: int, seed: int, epoch: int, size: int
 ) -> NDArray[np.uint8]:
-    """Return a random part of the image, scaled to a square and mirrored half of the time.
+    """Return a random part of an RGB image, scaled to a square and mirrored half of the time.
 
-    `image` is uint8 [height, width, 3], the result uint8 [size, size, 3]. The part has 8 % to
-    100 % of the area and an aspect ratio of 3/4 to 4/3 (Szegedy et al., arXiv 1409.4842, in the
-    form of torchvision). The scaling is that of `resize`.
+    The result is uint8 [size, size, 3]. The part has 8 % to 100 % of the area and an aspect ratio
+    of 3/4 to 4/3 (Szegedy et al., arXiv 1409.4842, in the form of torchvision). The scaling is
+    that of `resize`.
     """
     bits = sample_hash(seed, epoch, np.array([sample], np.int64))
-    box = crop_box(image.shape[0], image.shape[1], bits)
+    box = crop_box(image.height, image.width, bits)
     result = scaled(image, size, size, box)
     is_mirrored = bool(splitmix64(bits ^ np.uint64(_FIELD))[0] >> np.uint64(63))
     return np.ascontiguousarray(result[:, ::-1]) if is_mirrored else result

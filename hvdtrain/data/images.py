@@ -54,6 +54,11 @@ def decode(encoded: bytes, name: str) -> NDArray[np.uint8]:
         DataError: naming the file, if it is truncated, damaged or of another format, has more than
             MOST_PIXELS pixels, or a side of a single pixel.
     """
+    return np.array(open_image(encoded, name), np.uint8)
+
+
+def open_image(encoded: bytes, name: str) -> Image.Image:
+    """Return what `decode` does as an RGB image of Pillow; raise DataError as it does."""
     try:
         with Image.open(io.BytesIO(encoded), formats=FORMATS) as image:
             if fault := _size_fault(*image.size):
@@ -88,9 +93,16 @@ def resize(image: NDArray[np.uint8], size: int, how: Resize = "shorter") -> NDAr
         UsageError: for a size outside 1..LARGEST_SIZE, or another `how`.
     """
     check_size(size, how)
-    height, width = image.shape[:2]
-    if (height, width) == (size, size):
+    if image.shape[:2] == (size, size):
         return image
+    return resized(Image.fromarray(image), size, how)
+
+
+def resized(image: Image.Image, size: int, how: Resize) -> NDArray[np.uint8]:
+    """Return an RGB image of Pillow as `resize` does."""
+    width, height = image.size
+    if (width, height) == (size, size):
+        return np.array(image, np.uint8)
     if how == "squash":
         return scaled(image, size, size)
     if how == "shorter":
@@ -99,7 +111,7 @@ def resize(image: NDArray[np.uint8], size: int, how: Resize = "shorter") -> NDAr
     long = max(height, width)
     small = scaled(image, max(1, height * size // long), max(1, width * size // long))
     top, left = (size - small.shape[0]) // 2, (size - small.shape[1]) // 2
-    square = np.zeros((size, size, image.shape[2]), np.uint8)
+    square = np.zeros((size, size, 3), np.uint8)
     square[top : top + small.shape[0], left : left + small.shape[1]] = small
     return square
 
@@ -120,28 +132,27 @@ def centre(images: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
 
 
 def scaled(
-    image: NDArray[np.uint8],
-    height: int,
-    width: int,
-    box: tuple[int, int, int, int] | None = None,
+    image: Image.Image, height: int, width: int, box: tuple[int, int, int, int] | None = None
 ) -> NDArray[np.uint8]:
-    """Return an image, or the box (left, top, right, bottom) of it, scaled by the bilinear filter.
+    """Return an RGB image, or the box (left, top, right, bottom) of it, scaled bilinearly.
 
-    `image` is uint8 [height, width, 3], and so is the result.
+    The result is uint8 [height, width, 3].
     """
-    filtered = Image.fromarray(image).resize((width, height), Image.Resampling.BILINEAR, box)
+    filtered = image.resize((width, height), Image.Resampling.BILINEAR, box)
     return np.array(filtered, np.uint8)
 
 
-def rgb(image: Image.Image) -> NDArray[np.uint8]:
-    """Return the pixels of a Pillow image of any mode: uint8 [height, width, 3]."""
+def rgb(image: Image.Image) -> Image.Image:
+    """Return a Pillow image of any mode as an RGB image."""
+    if image.mode == "RGB" and not image.has_transparency_data:
+        return image
     if image.mode == "I" or image.mode.startswith("I;16"):
         high = np.asarray(image).astype(np.int64) >> _HIGH_BYTE
-        return pixels(high.clip(0, 255).astype(np.uint8))
+        return Image.fromarray(high.clip(0, 255).astype(np.uint8)).convert("RGB")
     if image.has_transparency_data:
         ground = Image.new("RGBA", image.size, (*BACKGROUND, 255))
         image = Image.alpha_composite(ground, image.convert("RGBA"))
-    return np.array(image.convert("RGB"), np.uint8)
+    return image.convert("RGB")
 
 
 def pixels(array: NDArray[Any]) -> NDArray[np.uint8]:
@@ -162,7 +173,7 @@ def pixels(array: NDArray[Any]) -> NDArray[np.uint8]:
         shape = "x".join(map(str, array.shape))
         raise ValueError(f"its shape is {shape}: give height x width x 3 (or 1, or 4)")
     if array.shape[2] == 4:
-        return rgb(Image.fromarray(np.ascontiguousarray(array)))
+        return np.array(rgb(Image.fromarray(np.ascontiguousarray(array))), np.uint8)
     return array if array.shape[2] == 3 else np.repeat(array, 3, axis=2)
 
 

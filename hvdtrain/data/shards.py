@@ -18,8 +18,9 @@ from typing import Any, Self
 import h5py
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
-from hvdtrain.data.images import centre, decode, resize
+from hvdtrain.data.images import centre, open_image, resized
 from hvdtrain.data.index import RESTORE, Index, Shard, Split, parse_index, read_index, size_fault
 from hvdtrain.data.shardfile import (
     Batch,
@@ -32,9 +33,9 @@ from hvdtrain.data.shardfile import (
 )
 from hvdtrain.errors import DataError, UsageError
 
-# From a stored image, uint8 [height, width, 3] (an image file in its full size), its sample id and
-# the size of the index to what is read: uint8 [size, size, 3].
-Picture = Callable[[NDArray[np.uint8], int, int], NDArray[np.uint8]]
+# From a stored RGB image (an image file in its full size), its sample id and the size of the index
+# to what is read: uint8 [size, size, 3].
+Picture = Callable[[Image.Image, int, int], NDArray[np.uint8]]
 
 _DEFAULT_MEMORY = 2**30
 _OPEN_FILES = 64
@@ -148,9 +149,11 @@ class Samples:
 
         def put(start: int) -> None:
             for row in range(start, min(start + _THREAD_ROWS, len(batch))):
-                image, sample = batch.images[row], int(batch.ids[row])
-                if index.resize is not None:
-                    image = decode(image, f"{index.folder}: sample {sample}")
+                stored, sample = batch.images[row], int(batch.ids[row])
+                if index.resize is None:
+                    image = Image.fromarray(stored)
+                else:
+                    image = open_image(stored, f"{index.folder}: sample {sample}")
                 size = index.image_shape[0]
                 images[row] = picture(image, sample, size) if picture else view(index, image)
 
@@ -227,15 +230,15 @@ class Samples:
         return self._files[key]
 
 
-def view(index: Index, image: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Return the pixels that a data set's reader sees of an image file: uint8 [size, size, 3].
+def view(index: Index, image: Image.Image) -> NDArray[np.uint8]:
+    """Return the pixels that a data set's reader sees of an RGB image: uint8 [size, size, 3].
 
     The image is resized to the stored size, or to that of the index if it is larger, and cut down
     to the centre. Evaluation and prediction see the same.
     """
     size = index.image_shape[0]
     how = index.resize or "shorter"
-    return centre(resize(image, max(size, index.stored_shape[0]), how), size)
+    return centre(resized(image, max(size, index.stored_shape[0]), how), size)
 
 
 def _sample_bytes(index: Index, split: Split) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.data.images import decode, resize, shown
+from hvdtrain.data.images import decode, open_image, resized, shown
 from hvdtrain.data.index import Encoding, Resize
 from hvdtrain.data.listing import Images
 from hvdtrain.data.writer import Block, Layout, count_values
@@ -89,14 +89,14 @@ class Task:
 
     def _read(self, path: str) -> tuple[bytes, NDArray[np.uint8]]:
         content = _content(path)
-        image = decode(content, path)
-        height, width = image.shape[:2]
+        image = open_image(content, path)
+        width, height = image.size
         if not self.may_resize and (height, width) != (self.size, self.size):
             raise _NeverLeftOut(
                 f"{shown(path)}: image of {width}x{height} pixels, others have "
                 f"{self.size}x{self.size}: give --size N to resize all"
             )
-        return content, resize(image, self.size, self.options.resize)
+        return content, resized(image, self.size, self.options.resize)
 
 
 def read_image(path: Path) -> NDArray[np.uint8]:

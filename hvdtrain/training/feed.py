@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from PIL.Image import Image
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.augment import crop_flip, cutout, resized_crop_flip
@@ -83,7 +84,7 @@ def augmentation(config: TrainConfig, mean: Sequence[float], epoch: int) -> Augm
         mean: mean of each channel, of pixels in 0..1; cutout fills with it.
     """
 
-    def picture(image: np.ndarray, sample: int, size: int) -> np.ndarray:
+    def picture(image: Image, sample: int, size: int) -> np.ndarray:
         return resized_crop_flip(image, sample, config.seed, epoch, size)
 
     def batch(batch: Batch) -> Batch:

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from PIL import Image
 
 from hvdtrain.data.augment import (
     crop_box,
@@ -156,10 +157,10 @@ def test_the_centre_of_a_cutout_is_any_pixel_and_not_that_of_the_crop() -> None:
     assert abs(np.corrcoef(shifts, places // 5)[0, 1]) < 0.03
 
 
-def a_photo(height: int = 60, width: int = 90) -> np.ndarray:
+def a_photo(height: int = 60, width: int = 90) -> Image.Image:
     rows, columns = np.mgrid[:height, :width]
     planes = [rows * 255 // height, columns * 255 // width, 0 * rows]
-    return np.stack(planes, axis=2).astype(np.uint8)
+    return Image.fromarray(np.stack(planes, axis=2).astype(np.uint8))
 
 
 def test_a_resized_crop_depends_on_seed_epoch_and_sample_alone() -> None:
