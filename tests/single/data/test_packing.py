@@ -23,6 +23,7 @@ from hvdtrain.data.index import Index, read_index
 from hvdtrain.data.shards import open_split
 from hvdtrain.errors import DataError, HvdtrainError, UsageError
 from tests.conftest import ROOT, Program
+from tests.pure.data.test_images import a_bomb
 from tests.single.data.test_cifar import a_folder, files_of
 
 SIZE = 12
@@ -377,6 +378,9 @@ def make_bad(folder: Path, kind: str) -> str:
     if kind == "one pixel":
         save(dog / "1.png", pixels_of(0, 1))
         return f"{dog / '1.png'}: image of 1x1 pixels"
+    if kind == "a bomb":
+        (dog / "1.png").write_bytes(a_bomb(50_000))
+        return f"{dog / '1.png'}: image of more than 134 million pixels"
     if kind == "another size":
         save(dog / "1.png", pixels_of(0, 13))
         return f"{dog / '1.png'}: image of 13x13 pixels, others have 12x12: give --size N"
@@ -394,7 +398,7 @@ def make_bad(folder: Path, kind: str) -> str:
     "kind",
     [
         *("nothing", "a class without images", "a class in one split", "truncated", "text"),
-        *("one pixel", "another size", "a dangling link", "a strange name"),
+        *("one pixel", "a bomb", "another size", "a dangling link", "a strange name"),
     ],
 )
 def test_what_cannot_be_packed_is_named_in_one_line(tmp_path: Path, kind: str) -> None:
@@ -402,7 +406,7 @@ def test_what_cannot_be_packed_is_named_in_one_line(tmp_path: Path, kind: str) -
     class_folders(tmp_path / "source" / "val", 4)
     message = make_bad(tmp_path / "source", kind)
     assert message in refusal(tmp_path / "source", tmp_path / "packed", workers=2)
-    if kind in ("truncated", "text", "one pixel", "a dangling link", "a strange name"):
+    if kind not in ("nothing", "a class without images", "a class in one split", "another size"):
         faults: list[str] = []
         index = data.pack(
             *(tmp_path / "source", tmp_path / "packed"), skip_broken=True, report=faults.append
