@@ -2,10 +2,11 @@
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from hvdtrain.commands import as_json, as_lines
-from hvdtrain.errors import DataError
+from hvdtrain.errors import DataError, Interrupted
 
 _SHOWN = 20  # broken files
 
@@ -21,9 +22,15 @@ def data_fetch(arguments: Sequence[str], name: str, to: str) -> int:
 def data_pack(arguments: Sequence[str], source: str, destination: str, **options: Any) -> int:
     """Pack images into shards."""
     from hvdtrain import data
+    from hvdtrain.data.partial import PARTIAL_FOLDER
 
     left_out: list[str] = []
-    index = data.pack(source, destination, report=left_out.append, **options)
+    try:
+        index = data.pack(source, destination, report=left_out.append, **options)
+    except KeyboardInterrupt:
+        if (Path(destination) / PARTIAL_FOLDER).exists():
+            raise Interrupted("interrupted: run the same command again to resume") from None
+        raise
     for fault in left_out[:_SHOWN]:
         print(f"left out: {fault}", file=sys.stderr)
     if len(left_out) > _SHOWN:
