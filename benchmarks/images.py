@@ -231,11 +231,11 @@ def _bookkeeping(folder: Path, files: int) -> None:
 
 
 def _measured(name: str, call: Callable[[], Any]) -> Any:
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
     result = call()
-    seconds = time.perf_counter() - start
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu_start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-    print(f"{name:>30}: {seconds:8.2f} s; peak of the process so far {peak:,.0f} MiB")
+    print(f"{name:>30}: {seconds:8.2f} s, {cpu:.2f} s of a core; peak {peak:,.0f} MiB")
     return result
 
 
