@@ -2,10 +2,13 @@
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from hvdtrain.commands import as_json, as_lines
-from hvdtrain.errors import DataError
+from hvdtrain.errors import DataError, Interrupted
+
+_SHOWN = 20  # broken files
 
 
 def data_fetch(arguments: Sequence[str], name: str, to: str) -> int:
@@ -16,11 +19,23 @@ def data_fetch(arguments: Sequence[str], name: str, to: str) -> int:
     return 0
 
 
-def data_pack(arguments: Sequence[str], source: str, destination: str, shard_mb: int) -> int:
-    """Pack official binary files into shards."""
+def data_pack(arguments: Sequence[str], source: str, destination: str, **options: Any) -> int:
+    """Pack images into shards."""
     from hvdtrain import data
+    from hvdtrain.data.partial import PARTIAL_FOLDER
 
-    return _print_index(data.pack(source, destination, shard_mb=shard_mb))
+    left_out: list[str] = []
+    try:
+        index = data.pack(source, destination, report=left_out.append, **options)
+    except KeyboardInterrupt:
+        if (Path(destination) / PARTIAL_FOLDER).exists():
+            raise Interrupted("interrupted: run the same command again to resume") from None
+        raise
+    for fault in left_out[:_SHOWN]:
+        print(f"left out: {fault}", file=sys.stderr)
+    if len(left_out) > _SHOWN:
+        print(f"left out: {len(left_out) - _SHOWN:,} more", file=sys.stderr)
+    return _print_index(index)
 
 
 def data_synth(
@@ -63,7 +78,8 @@ def data_info(arguments: Sequence[str], destination: str, json: bool) -> int:
 def _print_index(index: Any) -> int:
     counts = ", ".join(f"{split.count:,} {name}" for name, split in index.splits.items())
     height, width, _ = index.image_shape
-    print(f"{index.folder}: {counts}, {index.classes} classes, {height}x{width} pixels")
+    pixels = f"{height}x{width} pixels" + (" when decoded" if index.resize else "")
+    print(f"{index.folder}: {counts}, {index.classes} classes, {pixels}")
     for note in index.notes:
         print(f"note: {note}")
     return 0

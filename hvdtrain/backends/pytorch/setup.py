@@ -54,7 +54,7 @@ def open_session(config: TrainConfig, world: World) -> TorchSession:
         UsageError, DataError: if the options or the data are invalid.
     """
     check_started(config, world)
-    index = staged(read_index(config.data), config.stage, world)
+    index = staged(read_index(config.data).at_size(config.image_size), config.stage, world)
     components = model_components(config, index)
     train_rows, held_rows = order.holdout(
         index.splits["train"].count, config.holdout, index.hash, config.seed
