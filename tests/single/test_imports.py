@@ -22,7 +22,7 @@ LAYERS = (
     {"commands"},
     {"bench"},
     {
-        *("jobs", "study", "doctor", "keras", "tf"),
+        *("jobs", "study", "doctor", "keras", "tf", "torch"),
         *("training", "backends", "check", "planner", "checkpoint", "health"),
     },
     {"parallel", "launch"},
