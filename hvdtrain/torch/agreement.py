@@ -163,8 +163,8 @@ def check_same(notes: Sequence[Note]) -> None:
             )
         if note.position != first.position:
             raise CheckFailed(
-                f"rank {rank} has read {note.position} samples in {in_words(note)} and rank 0 "
-                f"{first.position}: take the same number of batches on all ranks"
+                f"rank {rank} has read {note.position} samples and rank 0 has read "
+                f"{first.position}, {in_words(note)}: take the same number of batches on all ranks"
             )
 
 

@@ -75,7 +75,7 @@ def with_penalty(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
     return cross_entropy(model, images, labels) + 0.01 * penalty
 
 
-def through_layers(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+def through_layers(model: Any, images: Tensor, labels: Tensor) -> Tensor:
     """Call the layers, not the model: only its batch is known from the loader."""
     hidden = model.wide(torch.tanh(model.convolution(images)).flatten(1))
     return functional.cross_entropy(model.head(hidden), labels)
@@ -275,7 +275,7 @@ def test_the_comparison_finds_a_fault(
         assert max(world.gather(error)) > 1e-4
 
 
-def part_of(world: World, model: nn.Module, images: Tensor) -> Tensor:
+def part_of(world: World, model: Any, images: Tensor) -> Tensor:
     """Return the output of a model that uses another layer on each rank."""
     hidden = torch.tanh(model.convolution(images)).flatten(1)
     layer = model.wide if world.rank % 2 else model.unused
@@ -331,9 +331,8 @@ class Statistics(nn.Module):
 
 def test_buffers_are_the_same_on_all_ranks(world: World) -> None:
     """Running means are weighted by samples; other buffers are those of one rank."""
-    model, optimizer = distributed.prepare(
-        (model := Statistics()), torch.optim.SGD(model.parameters(), 0.1)
-    )
+    model: Any = Statistics()
+    model, optimizer = distributed.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
     samples = dataset()
     loader = DataLoader(samples, batch_sampler=distributed.sampler(samples, BATCH, seed=9))
     for (images, labels), (whole, _) in zip(loader, global_batches(1, 9), strict=True):
@@ -411,19 +410,18 @@ def test_two_models_with_optimizers_of_their_own_are_averaged(world: World) -> N
 
 
 def test_copies_and_gradients_outside_of_backward_are_left_alone(world: World) -> None:
-    model, optimizer = distributed.prepare(
-        (model := Net()), torch.optim.SGD(model.parameters(), 0.1)
-    )
+    model: Any = Net()
+    model, optimizer = distributed.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
     images, labels = dataset()[:4]
-    other = copy.deepcopy(model)
+    other: Any = copy.deepcopy(model)
     other_loss = cross_entropy(other, images, labels)
     other_loss.backward()
     (gradient,) = torch.autograd.grad(cross_entropy(model, images, labels), [model.head.weight])
-    assert model.head.weight.grad is None
+    assert all(value.grad is None for value in model.parameters())
     assert torch.equal(gradient, other.head.weight.grad)
     cross_entropy(model, images, labels).backward()
-    before = model.head.weight.grad
-    assert before is not None
+    averaged: Any = model.head.weight.grad
     torch.autograd.grad(cross_entropy(model, images, labels), [model.head.weight])
-    assert model.head.weight.grad is before
+    assert averaged is not None
+    assert model.head.weight.grad is averaged
     optimizer.step()
