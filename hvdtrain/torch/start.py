@@ -118,7 +118,7 @@ def leave_together_at_exit() -> None:
 
 
 def stop() -> None:
-    """End what `start` began: the watch over optimizers and prepared models. Collective.
+    """Undo `start`: end the watch over optimizers and prepared models. Collective.
 
     Programs need no call of it: it is for a process that continues with something else.
     """

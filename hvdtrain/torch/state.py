@@ -31,7 +31,7 @@ class Rank:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which prints and writes."""
+        """Return whether this is rank 0, which prints and writes."""
         return self.rank == 0
 
 

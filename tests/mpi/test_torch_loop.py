@@ -384,7 +384,7 @@ class Reentrant(nn.Module):
 
 
 def test_two_models_with_optimizers_of_their_own_are_averaged(world: World) -> None:
-    """As in a GAN: each model has backwards and steps of its own."""
+    """Each model has backwards and steps of its own, like the two of a GAN."""
     pair = [Net(seed) for seed in (1, 2)]
     references = [Net(seed) for seed in (1, 2)]
     optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in pair]

@@ -1,4 +1,4 @@
-"""Mistakes in a user's own loop, each of which is one line on all ranks; data and checkpoints."""
+"""Mistakes in a user's own loop are one line on all ranks; data and checkpoints of a loop."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

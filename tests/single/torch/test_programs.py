@@ -201,7 +201,7 @@ def test_a_rank_that_makes_a_step_fewer_ends_the_job_in_one_line() -> None:
 
 
 def test_a_program_under_torchrun_is_refused_in_one_line() -> None:
-    """Its processes are not connected by MPI, so each would train alone."""
+    """MPI does not connect its processes, so each would train alone."""
     done = run_script(1, FEWER, **TORCHRUN)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
