@@ -6,7 +6,7 @@ would otherwise wait for one another without an end.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -78,6 +78,10 @@ class Agreement:
 
     Args:
         limit: seconds to wait for the other ranks.
+
+    Attributes:
+        settle: reads the note that is under way before another one is sent, as in a backward that
+            passes through two models; None if its sender reads it.
     """
 
     def __init__(self, world: World, limit: float) -> None:
@@ -89,9 +93,12 @@ class Agreement:
         self._received = np.empty((world.size, len(Note._fields)), np.int64)
         self._request: Any = None
         self._note = Note(Action.LEAVING)
+        self.settle: Callable[[], object] | None = None
 
     def post(self, note: Note) -> None:
         """Send this rank's note, and return at once."""
+        if self.settle is not None:
+            self.settle()
         assert self._request is None, "one note at a time"
         self._note = note
         # The memory must live as long as the request.

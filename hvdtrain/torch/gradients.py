@@ -9,7 +9,7 @@ same bits on all ranks. Clipping, GradScaler and the optimizer then need not kno
 
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, cast
@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.utils._pytree import tree_leaves
 
 from hvdtrain.errors import UsageError
 from hvdtrain.plan.cut import Share
 from hvdtrain.torch.agreement import Action, Note
+from hvdtrain.torch.hooks import ForwardWatch, parameter_hooks
 from hvdtrain.torch.reduction import Reduction, reduction_of, stop_flags
 from hvdtrain.torch.state import Batch, State
 
@@ -91,11 +91,11 @@ class Replica:
         self.samples = 1
         self._weight = 1.0
         self._leftover: list[Tensor | None] = []
-        self._is_queued = self._is_running = self._has_arrived = False
+        self._is_queued = self._is_running = self._has_arrived = self._counting = False
         self._watch = ForwardWatch(weakref.ref(self))
         self._handles: list[Any] = [model.register_forward_hook(self._watch, with_kwargs=True)]
         for place, parameter in enumerate(self.parameters):
-            before, after = _hooks(weakref.ref(self), place)
+            before, after = parameter_hooks(weakref.ref(self), place)
             self._handles.append(parameter.register_hook(before))
             # Before the hooks of the buckets, which may start a reduction.
             self._handles.append(parameter.register_post_accumulate_grad_hook(after))
@@ -164,9 +164,13 @@ class Replica:
     def _open(self) -> None:
         """Start a backward whose first gradient has arrived."""
         self._continue_window() if self.phase is Phase.ACCUMULATED else self._start_window()
-        batch = self._count()
-        self._weight = batch.weight
-        self.window.batches.append(batch)
+        self._post_count()
+        if self._counting and not self.state.accumulating and not self.window.batches:
+            # Not to wait for the other ranks here: whole buckets are weighted before their sums.
+            self._weight, self.reduction.weight = 1.0, self._weight_of_last
+            self.reduction.announce(Share(1.0, True))
+            return
+        self._weight, self.reduction.weight = self._weight_of_last(), None
         if not self.state.accumulating:
             self.reduction.announce(self.window.share(self.state.place.rank))
 
@@ -204,22 +208,35 @@ class Replica:
         if self.idle >= MOST_IDLE:
             raise UsageError(self._never_steps())
 
-    def _count(self) -> Batch:
-        """Return this rank's share of the batch. Collective without a loader."""
+    def _post_count(self) -> None:
+        """Note this rank's share of the batch; without a loader start to exchange its size."""
         state = self.state
         if state.batch is not None:
-            return state.batch
+            self.window.batches.append(state.batch)
+            return
         samples = self.samples
         if state.sampler is not None:
             samples = state.sampler.size_of_next(samples)
         if state.place.size == 1:
-            return Batch(samples, samples)
+            self.window.batches.append(Batch(samples, samples))
+            return
+        self._counting = True
         note = Note(Action.COUNTING, self.number, self.backwards + 1, samples=samples)
-        counts = [note.samples for note in state.agreement.exchange(note)]
-        total = sum(counts)
-        if state.sampler is not None:
-            state.sampler.check_total(total)
-        return Batch(samples, total, next((r for r, n in enumerate(counts) if n), 0))
+        state.agreement.post(note)
+        state.agreement.settle = self._weight_of_last
+
+    def _weight_of_last(self) -> float:
+        """Return the weight of this rank in the batch, once all ranks have counted theirs."""
+        state = self.state
+        if self._counting:
+            self._counting, state.agreement.settle = False, None
+            counts = [note.samples for note in state.agreement.read()]
+            total = sum(counts)
+            if state.sampler is not None:
+                state.sampler.check_total(total)
+            first = next((rank for rank, count in enumerate(counts) if count), 0)
+            self.window.batches.append(Batch(counts[state.place.rank], total, first))
+        return self.window.batches[-1].weight
 
     # After backward
 
@@ -249,6 +266,7 @@ class Replica:
     def _reduce(self) -> set[int]:
         """Sum the gradients over the ranks; return the parameters that no rank used."""
         missing, window, state = self._missing(), self.window, self.state
+        self._weight_of_last()
         for place in missing:
             self.views[place].zero_()
         self.backwards += 1
@@ -335,58 +353,6 @@ class Replica:
             f"the model has changed since prepare: {names[0]} {what}{more}: call "
             "distributed.prepare(model, optimizer) again after the change"
         )
-
-
-class ForwardWatch:
-    """A hook on forward: it counts samples, and marks the outer backward. Copies do nothing."""
-
-    def __init__(self, replica: "weakref.ref[Replica] | None" = None) -> None:
-        self.replica = replica
-
-    def __call__(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
-        """Note the number of samples of a forward in training."""
-        replica = self.replica() if self.replica is not None else None
-        if replica is None or not model.training or not torch.is_grad_enabled():
-            return
-        inputs = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-        replica.samples = next((len(value) for value in inputs if value.dim()), 1)
-        for value in tree_leaves(output):
-            if isinstance(value, Tensor) and value.requires_grad:
-                # A reentrant checkpoint inside of the model runs a backward of its own, whose end
-                # is not that of the step's.
-                value.register_hook(_queueing(self.replica))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Make copies and pickles of the model without the hook's replica."""
-        return ForwardWatch, ()
-
-
-def _queueing(replica: "weakref.ref[Replica] | None") -> Callable[[Tensor], None]:
-    def hook(_: Tensor) -> None:
-        target = replica() if replica is not None else None
-        if target is not None:
-            target.queue()
-
-    return hook
-
-
-def _hooks(
-    replica: "weakref.ref[Replica]", place: int
-) -> tuple[Callable[[Tensor], None], Callable[[Tensor], None]]:
-    # Python's garbage collector does not see the hooks of a parameter.
-    def before(_: Tensor) -> None:
-        target = replica()
-        if target is not None:
-            target.begin()
-
-    def after(_: Tensor) -> None:
-        target = replica()
-        if target is not None:
-            target.arrived(place)
-
-    return before, after
 
 
 def _digest(places: set[int]) -> int:

@@ -1,6 +1,7 @@
 """The sums of a prepared model over the ranks: gradients, running statistics and other buffers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,8 @@ class Reduction:
 
     Attributes:
         changing: names of the buffers of `others` that forwards change on any rank.
+        weight: returns the factor of this rank's buckets, once it is known; None if the gradients
+            in them are weighted already.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class Reduction:
         self.parameters, self.others = dict(parameters), dict(others)
         self.groups: list[Gradients] = []
         self.changing: set[str] = set()
+        self.weight: Callable[[], float] | None = None
         self._seen = self._versions()
 
     def announce(self, share: Share) -> None:
@@ -160,8 +164,8 @@ def reduction_of(
         }
         is_first = place == 0
         states = States(reduction.states if is_first else dict, reduction.put)
-        group = _group(members, statistics if is_first else {}, states, f"{number}.{place}", state)
-        reduction.groups.append(group)
+        own_statistics = statistics if is_first else {}
+        _add_group(reduction, members, own_statistics, states, f"model{number}.{place}")
     return reduction
 
 
@@ -175,22 +179,39 @@ def statistics_of(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _group(
+def _add_group(
+    reduction: Reduction,
     parameters: Mapping[str, nn.Parameter],
     statistics: Mapping[str, Tensor],
     states: States,
     name: str,
-    state: State,
-) -> Gradients:
-    size = state.place.size
+) -> None:
+    size = reduction.state.place.size
     if size == 1:
-        return ReplicatedGradients(
-            parameters, statistics, states, lambda *_: True, lambda *_: None
+        reduction.groups.append(
+            ReplicatedGradients(parameters, statistics, states, lambda *_: True, lambda *_: None)
         )
+        return
     everybody = world.process_set(tuple(range(size)))
-    return horovod_gradients(
-        parameters, statistics, states, world.horovod(), everybody, f"model{name}"
-    )
+    group = horovod_gradients(parameters, statistics, states, world.horovod(), everybody, name)
+    assert isinstance(group, ReplicatedGradients)
+    group.all_reduce = _weighted(reduction, group.all_reduce)
+    reduction.groups.append(group)
+
+
+def _weighted(
+    reduction: Reduction, all_reduce: Callable[[Tensor, str], Any]
+) -> Callable[[Tensor, str], Any]:
+    """Return `all_reduce` for buckets whose weight is known only when they are complete."""
+
+    def weighted(flat: Tensor, bucket: str) -> Any:
+        if reduction.weight is not None:
+            weight = reduction.weight()
+            # A placeholder's gradients may be NaN.
+            flat.mul_(weight) if weight else flat.zero_()
+        return all_reduce(flat, bucket)
+
+    return weighted
 
 
 def stop_flags(stop: StopRequest | None) -> tuple[int, int]:

@@ -409,6 +409,30 @@ def test_two_models_with_optimizers_of_their_own_are_averaged(world: World) -> N
         )
 
 
+def test_a_backward_through_two_models_averages_each(world: World) -> None:
+    """The loss of a generator passes through the discriminator."""
+    images, labels = dataset()[:BATCH]
+    first, last = order.split(BATCH, [1] * world.size)[world.rank]
+    gradients = []
+    for is_prepared in (True, False):
+        pair: list[Any] = [Net(1), nn.Linear(CLASSES, CLASSES).double()]
+        nn.init.eye_(pair[1].weight)
+        nn.init.zeros_(pair[1].bias)
+        for model in pair if is_prepared else ():
+            distributed.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        share = slice(first, last) if is_prepared else slice(None)
+        output = pair[1](torch.tanh(pair[0](images[share])))
+        functional.cross_entropy(output, labels[share]).backward()
+        gradients.append(
+            {
+                f"{place}.{name}": value.grad
+                for place, model in enumerate(pair)
+                for name, value in model.named_parameters()
+            }
+        )
+    assert distance(*gradients) <= BOUND
+
+
 def test_copies_and_gradients_outside_of_backward_are_left_alone(world: World) -> None:
     model: Any = Net()
     model, optimizer = distributed.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
