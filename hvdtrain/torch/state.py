@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from hvdtrain.errors import UsageError
+from hvdtrain.health import failure
 from hvdtrain.host.stop import StopRequest
 from hvdtrain.torch.agreement import Agreement
 from hvdtrain.world import World
@@ -150,6 +151,7 @@ def current() -> State:
         UsageError: if `start` has not been called.
     """
     if _state is None:
+        failure.end_all_on_exception()  # as `start` does: the error is one line
         raise UsageError("hvdtrain.torch is not started: call distributed.start() first")
     return _state
 
