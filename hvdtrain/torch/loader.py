@@ -87,7 +87,7 @@ def loader(
         augment=augment,
         images=images,
         is_training=split == "train",
-        source=f"{index.folder.name} (index {index.hash[:12]}, seed {seed}, holdout {holdout:g})",
+        source=f"a data set (index {index.hash[:12]}, seed {seed}, holdout {holdout:g})",
     )
 
 

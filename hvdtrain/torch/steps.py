@@ -25,7 +25,8 @@ def steps(
 
     Requests are Ctrl-C and the signals of schedulers: SIGTERM, SIGUSR1, SIGUSR2 and SIGHUP. The
     ranks agree on them in each backward. The state is saved, and the program ends with exit code
-    75, or 130 after Ctrl-C. A second Ctrl-C ends it at once.
+    75, or 130 after Ctrl-C. A second Ctrl-C ends it at once. From the first call on requests are
+    kept until the next step, also during an evaluation.
 
     Args:
         batches: this rank's batches of an epoch.
@@ -41,21 +42,25 @@ def steps(
     if every is not None and (save_to is None or every < 1):
         raise UsageError("steps saves every N steps, at least 1, to a folder: give save_to")
     state = states.current()
-    with StopRequest() as stop:
-        state.stop = stop
-        before = _steps(state)
-        try:
-            for batch in batches:
-                yield batch
-                if state.place.size == 1 and stop.requested:
-                    state.stop_code = (Interrupted if stop.interrupted else Preempted).exit_code
-                if state.stop_code is not None:
-                    _leave(state, save_to, keep, others)
-                if every is not None and save_to is not None and _steps(state) - before >= every:
-                    before = _steps(state)
-                    save(save_to, keep=keep, **others)
-        finally:
-            state.stop = None
+    stop = _watch(state)
+    before = _steps(state)
+    for batch in batches:
+        yield batch
+        if state.place.size == 1 and stop.requested:
+            state.stop_code = (Interrupted if stop.interrupted else Preempted).exit_code
+        if state.stop_code is not None:
+            _leave(state, save_to, keep, others)
+        if every is not None and save_to is not None and _steps(state) - before >= every:
+            before = _steps(state)
+            save(save_to, keep=keep, **others)
+
+
+def _watch(state: State) -> StopRequest:
+    """Return what records requests to stop, from now until the end of the program."""
+    if state.stop is None:
+        state.stop = StopRequest().__enter__()
+        state.undo.append(state.stop.__exit__)
+    return state.stop
 
 
 def _steps(state: State) -> int:

@@ -367,7 +367,7 @@ def test_what_does_not_fit_a_checkpoint_is_refused(
     with pytest.raises(UsageError, match="scheduler is a int, which has no state_dict"):
         distributed.save(save_to, scheduler=1)
     assert distributed.load(save_to) == path
-    with pytest.raises(UsageError, match="trained on other data than set"):
+    with pytest.raises(UsageError, match="trained on other data than a data set"):
         next(iter(distributed.loader(folder, BATCH, seed=1)))
     distributed.stop()
     distributed.start(device="cpu")
