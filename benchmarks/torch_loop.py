@@ -82,7 +82,9 @@ def _job(options: argparse.Namespace, data: Path, side: str, number: int) -> flo
     else:
         commands = [[*launch.mpirun(options.ranks), *command]]
     seconds = json.loads(common.run_all(commands, threads=1)[0])
-    return float(statistics.median(seconds[WARM_UP:]))
+    median = float(statistics.median(seconds[WARM_UP:]))
+    print(f"round {number}, {SIDES[side]}: {median:.4f} s per step", file=sys.stderr, flush=True)
+    return median
 
 
 def _run_rank(options: argparse.Namespace) -> None:
