@@ -106,7 +106,11 @@ def _peer(options: argparse.Namespace) -> None:
     loop = common.PlainLoop(
         options.model, options.data, options.precision, channels_last=options.peer == "ddp"
     )
-    rank = _join_horovod(loop) if options.peer == "horovod" else _join_gloo(loop, options)
+    rank = (
+        join_horovod(loop)
+        if options.peer == "horovod"
+        else join_gloo(loop, options.port, options.job, options.ranks)
+    )
     seconds = []
     for step in range(options.steps):
         began = time.perf_counter()
@@ -116,18 +120,18 @@ def _peer(options: argparse.Namespace) -> None:
         print(json.dumps(seconds), flush=True)
 
 
-def _join_gloo(loop: common.PlainLoop, options: argparse.Namespace) -> int:
+def join_gloo(loop: common.PlainLoop, port: int, rank: int, ranks: int) -> int:
+    """Wrap the model of a loop in DDP; return the rank."""
     from torch import distributed, nn
 
-    address = f"tcp://127.0.0.1:{options.port}"
-    distributed.init_process_group(
-        "gloo", init_method=address, rank=options.job, world_size=options.ranks
-    )
+    address = f"tcp://127.0.0.1:{port}"
+    distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=ranks)
     loop.module = nn.parallel.DistributedDataParallel(loop.module, gradient_as_bucket_view=True)
-    return int(options.job)
+    return rank
 
 
-def _join_horovod(loop: common.PlainLoop) -> int:
+def join_horovod(loop: common.PlainLoop) -> int:
+    """Wrap the optimizer of a loop in Horovod's; return the rank."""
     import horovod.torch as horovod
 
     horovod.init()

@@ -22,7 +22,7 @@ LAYERS = (
     {"commands"},
     {"bench"},
     {
-        *("jobs", "study", "doctor", "keras", "tf", "setup"),
+        *("jobs", "study", "doctor", "keras", "tf", "torch", "setup"),
         *("training", "backends", "check", "planner", "checkpoint", "health"),
     },
     {"parallel", "launch"},

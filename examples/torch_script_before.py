@@ -1,0 +1,64 @@
+"""Train a small network in plain PyTorch on one process: examples/torch_script.py runs on many.
+
+The folder holds a packed data set:
+
+    python examples/torch_script_before.py data/cifar10
+"""
+
+import sys
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from hvdtrain import data
+
+BATCH_SIZE, EPOCHS = 64, 3
+
+
+def tensors(folder: str, split: str) -> TensorDataset:
+    """Return the images and labels of a split."""
+    index = data.read_index(folder)
+    with data.open_split(index, split) as samples:
+        batch = samples.gather(np.arange(len(samples)))
+    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in index.normalisation("meanstd"))
+    images = torch.from_numpy(batch.images).permute(0, 3, 1, 2).float() / 255
+    return TensorDataset((images - mean) / std, torch.from_numpy(batch.labels))
+
+
+def network(classes: int) -> nn.Module:
+    """Return two blocks of convolution and batch norm, and a linear layer."""
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 3, padding=1),
+        nn.BatchNorm2d(64),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(4),
+        nn.Flatten(),
+        nn.Linear(64 * 16, classes),
+    )
+
+
+torch.manual_seed(0)
+train, test = (tensors(sys.argv[1], split) for split in ("train", "test"))
+train_loader = DataLoader(train, BATCH_SIZE, shuffle=True)
+test_loader = DataLoader(test, BATCH_SIZE)
+model = network(classes=10)
+optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+
+for epoch in range(EPOCHS):
+    model.train()
+    for images, labels in train_loader:
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        correct = sum(int((model(x).argmax(1) == y).sum()) for x, y in test_loader)
+    print(f"epoch {epoch + 1}: test accuracy {correct / len(test):.4f}")

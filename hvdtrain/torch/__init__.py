@@ -1,0 +1,39 @@
+"""Horovod for any PyTorch training loop, in three lines of its program.
+
+    import hvdtrain.torch as distributed
+
+    rank = distributed.start()
+    model, optimizer = distributed.prepare(model, optimizer)
+    for images, labels in distributed.loader(folder, batch_size):
+        ...
+
+After `loss.backward()` gradients are those of the mean loss over the global batch, whatever share
+of it each rank has. Everything else of the loop stays as it is.
+"""
+
+from hvdtrain.torch.accumulate import accumulate, clip_norm_
+from hvdtrain.torch.checkpoint import load, save
+from hvdtrain.torch.evaluate import evaluate, total
+from hvdtrain.torch.loader import loader
+from hvdtrain.torch.prepare import prepare
+from hvdtrain.torch.sampler import sampler
+from hvdtrain.torch.start import alone, start, stop
+from hvdtrain.torch.state import Rank
+from hvdtrain.torch.steps import steps
+
+__all__ = [
+    "Rank",
+    "accumulate",
+    "alone",
+    "clip_norm_",
+    "evaluate",
+    "load",
+    "loader",
+    "prepare",
+    "sampler",
+    "save",
+    "start",
+    "steps",
+    "stop",
+    "total",
+]

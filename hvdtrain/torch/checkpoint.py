@@ -1,0 +1,308 @@
+"""Checkpoints of a user's loop, in the store of `hvdtrain train`: verified, never half-written.
+
+Rank 0 writes the state, which all ranks share. The position of the data is a number of samples, so
+a loop resumes on any number of ranks.
+"""
+
+import base64
+import io
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from hvdtrain.backends.pytorch.state import (
+    check_dtypes,
+    restore_state,
+    to_array,
+    to_tensor,
+)
+from hvdtrain.checkpoint import store
+from hvdtrain.checkpoint.store import MODEL, OPTIMIZER, Checkpoint
+from hvdtrain.errors import DataError, UsageError
+from hvdtrain.host import files
+from hvdtrain.torch import state as states
+from hvdtrain.torch.agreement import Action, Note
+from hvdtrain.torch.state import State, Watched
+
+COMPILED = "_orig_mod."  # torch.compile puts it into the names of parameters
+
+
+def save(folder: str | Path, *, keep: int = 2, **others: Any) -> Path:
+    """Save models, optimizers and the position of the data; return the checkpoint. Collective.
+
+    The position is that of the last step. A checkpoint is complete or does not exist.
+
+    Args:
+        folder: of the checkpoints, on a disk that rank 0 can write; it is created.
+        keep: newest checkpoints to keep.
+        others: objects with `state_dict`, such as `scheduler=scheduler` or `scaler=scaler`.
+
+    Raises:
+        UsageError: if no model is prepared, or a state is not made of tensors, numbers and text.
+        DataError: on all ranks, if it cannot be written.
+    """
+    state = states.current()
+    if not state.models:
+        raise UsageError("there is nothing to save: call distributed.prepare before save")
+    for model in state.models:
+        model.check_steps()
+    steps = state.models[0].steps
+    if state.sampler is not None:
+        state.sampler.settle()
+    rng = state.agreement.gather(Note(Action.SAVING, number=steps), torch.get_rng_state())
+    fault, path = None, Path(folder) / store.name_of(steps)
+    if state.place.is_first:
+        try:
+            _write(state, path, keep, rng, others)
+        except (DataError, UsageError) as error:
+            fault = error
+    fault = state.agreement.broadcast(Note(Action.SAVING, number=steps), fault)
+    if fault is not None:
+        raise fault
+    return path
+
+
+def load(folder: str | Path, **others: Any) -> Path | None:
+    """Load the newest checkpoint that verifies into models and optimizers. Collective.
+
+    Call it after `prepare`. The data then continues after the last step. Random numbers continue
+    too if there are as many ranks as when it was saved.
+
+    Args:
+        folder: that `save` wrote to, readable on rank 0; it need not exist.
+        others: the objects that were given to `save`.
+
+    Returns:
+        The checkpoint; None if there is none, and nothing was changed.
+
+    Raises:
+        UsageError: on all ranks, if it is of another model, optimizer or other objects.
+        DataError: on all ranks, if there are checkpoints and none verifies.
+    """
+    state = states.current()
+    if not state.models:
+        raise UsageError("there is nothing to load into: call distributed.prepare before load")
+    content: Any = None
+    if state.place.is_first:
+        try:
+            content = _read(Path(folder))
+        except DataError as error:
+            content = error
+    content = state.agreement.broadcast(Note(Action.LOADING), content)
+    if isinstance(content, DataError):
+        raise content
+    if content is None:
+        return None
+    checkpoint, path = content
+    _put(state, checkpoint, path, others)
+    return Path(path)
+
+
+def _write(
+    state: State, path: Path, keep: int, rng: list[Tensor], others: Mapping[str, Any]
+) -> None:
+    tensors: dict[str, Tensor] = {}
+    for number, model in enumerate(state.models):
+        tensors |= _tensors(state, number, model)
+    check_dtypes(tensors)
+    loop = {
+        "groups": [
+            _options(optimizer) for model in state.models for optimizer in model.optimizers
+        ],
+        "others": {name: _state_dict(name, value) for name, value in others.items()},
+        "rng": rng,
+    }
+    progress = {
+        "step": state.models[0].steps,
+        "steps": [model.steps for model in state.models],
+        "positions": state.positions,
+        "loop": base64.b64encode(_packed(loop)).decode(),
+    }
+    try:
+        files.make_folders(path.parent)
+    except OSError as error:
+        raise DataError(f"{path.parent} cannot be created: {error.strerror}") from None
+    arrays = {name: to_array(value.detach().cpu().contiguous()) for name, value in tensors.items()}
+    store.write_part(path.parent, path.name, 0, arrays)
+    store.commit(path.parent, path.name, [0], progress, {})
+    store.prune(path.parent, max(1, keep), newest=path.name)
+
+
+def _read(folder: Path) -> tuple[Checkpoint, str] | None:
+    """Return the newest checkpoint that verifies, and its path.
+
+    Raises:
+        DataError: if there are checkpoints, and none verifies.
+    """
+    if not folder.is_dir():
+        return None
+    store.restore_replaced(folder)
+    store.clean(folder)
+    checkpoint, path, skipped = store.load_newest(folder)
+    if checkpoint is None or path is None:
+        if skipped:
+            raise DataError(f"{folder} holds no checkpoint that verifies: {skipped[0]}")
+        return None
+    return checkpoint, str(path)
+
+
+@torch.no_grad()
+def _put(state: State, checkpoint: Checkpoint, path: str, others: Mapping[str, Any]) -> None:
+    progress = checkpoint.progress
+    try:
+        loop = torch.load(io.BytesIO(base64.b64decode(progress["loop"])), weights_only=True)
+        positions = {str(name): int(value) for name, value in progress["positions"].items()}
+        steps = [int(value) for value in progress["steps"]]
+    except (KeyError, TypeError, ValueError, RuntimeError, pickle.UnpicklingError):
+        raise UsageError(
+            f"{path} was not saved by hvdtrain.torch.save: give another folder"
+        ) from None
+    _check_others(path, loop["others"], others)
+    targets = [_model_tensors(state, number, model) for number, model in enumerate(state.models)]
+    _check_tensors(path, checkpoint.tensors, {n: v for part in targets for n, v in part.items()})
+    optimizers = [optimizer for model in state.models for optimizer in model.optimizers]
+    _check_groups(path, loop["groups"], optimizers)
+    for part in targets:
+        for name, target in part.items():
+            target.copy_(to_tensor(checkpoint.tensors[name]))
+    for number, model in enumerate(state.models):
+        _put_optimizers(state, number, model, checkpoint)
+    for optimizer, groups in zip(optimizers, loop["groups"], strict=True):
+        for group, options in zip(optimizer.param_groups, groups, strict=True):
+            group.update(options)
+    for name, other in others.items():
+        other.load_state_dict(loop["others"][name])
+    if len(loop["rng"]) == state.place.size:
+        torch.set_rng_state(loop["rng"][state.place.rank])
+    for model, count in zip(state.models, steps, strict=True):
+        model.steps = count
+    state.positions, state.restored = positions, bool(positions)
+
+
+def _put_optimizers(state: State, number: int, model: Watched, checkpoint: Checkpoint) -> None:
+    parameters = _named_parameters(state, number, model)
+    for optimizer in model.optimizers:
+        stepped = {id(v) for group in optimizer.param_groups for v in group["params"]}
+        optimizer.state.clear()
+        kept = {
+            name: {key: to_tensor(value) for key, value in checkpoint.optimizer[name].items()}
+            for name, value in parameters.items()
+            if name in checkpoint.optimizer and id(value) in stepped
+        }
+        restore_state(optimizer, parameters, kept)
+
+
+def _tensors(state: State, number: int, model: Watched) -> dict[str, Tensor]:
+    """Return the tensors of a model and its optimizers by their names in a checkpoint."""
+    parameters = _named_parameters(state, number, model)
+    tensors = {f"{MODEL}{n}": v for n, v in _model_tensors(state, number, model).items()}
+    for optimizer in model.optimizers:
+        for name, value in parameters.items():
+            for key, entry in optimizer.state.get(value, {}).items():
+                if entry is not None:  # SGD without momentum keeps a None
+                    tensors[f"{OPTIMIZER}{name}/{key}"] = _entry(optimizer, key, entry)
+    return tensors
+
+
+def _entry(optimizer: torch.optim.Optimizer, key: str, value: Any) -> Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise UsageError(
+            f"the optimizer {type(optimizer).__name__} keeps {key}, a {type(value).__name__}, "
+            "which a checkpoint cannot hold: use an optimizer whose state is tensors"
+        ) from None
+
+
+def _model_tensors(state: State, number: int, model: Watched) -> dict[str, Tensor]:
+    buffers = {
+        f"{_prefix(state, number)}{name.replace(COMPILED, '')}": value
+        for name, value in model.model.named_buffers()
+    }
+    return {**_named_parameters(state, number, model), **buffers}
+
+
+def _named_parameters(state: State, number: int, model: Watched) -> dict[str, nn.Parameter]:
+    return {
+        f"{_prefix(state, number)}{name.replace(COMPILED, '')}": value
+        for name, value in model.model.named_parameters()
+    }
+
+
+def _prefix(state: State, number: int) -> str:
+    return f"{number}." if len(state.models) > 1 else ""
+
+
+def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def _state_dict(name: str, value: Any) -> Any:
+    if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+        raise UsageError(
+            f"{name} is a {type(value).__name__}, which has no state_dict: save what has one"
+        )
+    return value.state_dict()
+
+
+def _packed(content: Any) -> bytes:
+    """Return a state as bytes that load without executing code.
+
+    Raises:
+        UsageError: if it is not made of tensors, numbers and text.
+    """
+    plain = tree_map(lambda v: v.item() if isinstance(v, np.generic) else v, content)
+    file = io.BytesIO()
+    try:
+        torch.save(plain, file)
+        torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    except (AttributeError, TypeError, RuntimeError, pickle.PickleError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UsageError(
+            f"the state of an optimizer or of another object cannot be saved ({reason}): its "
+            "state_dict must hold tensors, numbers and text only"
+        ) from None
+    return file.getvalue()
+
+
+def _check_others(path: str, kept: Mapping[str, Any], others: Mapping[str, Any]) -> None:
+    if different := sorted(kept.keys() ^ others.keys()):
+        where = "was saved with" if different[0] in kept else "was saved without"
+        raise UsageError(f"{path} {where} {different[0]}: give the same objects to save and load")
+
+
+def _check_groups(
+    path: str, kept: Sequence[Any], optimizers: Sequence[torch.optim.Optimizer]
+) -> None:
+    old, new = [len(groups) for groups in kept], [len(item.param_groups) for item in optimizers]
+    if old != new:
+        raise UsageError(
+            f"{path} was saved with {old} groups of parameters per optimizer, and there are {new} "
+            "now: make the optimizers as when it was saved, or use another folder"
+        )
+
+
+def _check_tensors(
+    path: str, kept: Mapping[str, np.ndarray], tensors: Mapping[str, Tensor]
+) -> None:
+    for name in {**tensors, **kept}:
+        old = kept[name].shape if name in kept else None
+        new = tuple(tensors[name].shape) if name in tensors else None
+        if old != new:
+            shapes = [
+                " x ".join(map(str, s)) or "one value" if s is not None else "absent"
+                for s in (old, new)
+            ]
+            raise UsageError(
+                f"{path} is of another model: {name} is {shapes[0]} in the checkpoint and "
+                f"{shapes[1]} in the model: use the model of the checkpoint, or another folder"
+            )

@@ -1,0 +1,82 @@
+"""Hooks on a model and its parameters, which hold no reference to what they call."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+
+class Hooked(Protocol):
+    """The receiver of the hooks: `Replica`.
+
+    Attributes:
+        samples: of the last forward in training.
+    """
+
+    samples: int
+
+    def queue(self) -> None:
+        """Note that a backward runs."""
+
+    def begin(self) -> None:
+        """Note that a gradient will be added."""
+
+    def arrived(self, place: int) -> None:
+        """Note that a gradient was added."""
+
+
+class ForwardWatch:
+    """A hook on forward: it counts samples, and marks the outer backward. Copies do nothing."""
+
+    def __init__(self, replica: "weakref.ref[Hooked] | None" = None) -> None:
+        self.replica = replica
+
+    def __call__(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """Note the number of samples of a forward in training."""
+        replica = self.replica() if self.replica is not None else None
+        if replica is None or not model.training or not torch.is_grad_enabled():
+            return
+        inputs = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        replica.samples = next((len(value) for value in inputs if value.dim()), 1)
+        for value in tree_leaves(output):
+            if isinstance(value, Tensor) and value.requires_grad:
+                # A reentrant checkpoint inside of the model runs a backward of its own, whose end
+                # is not that of the step's.
+                value.register_hook(_queueing(self.replica))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Make copies and pickles of the model without the hook's replica."""
+        return ForwardWatch, ()
+
+
+def _queueing(replica: "weakref.ref[Hooked] | None") -> Callable[[Tensor], None]:
+    def hook(_: Tensor) -> None:
+        target = replica() if replica is not None else None
+        if target is not None:
+            target.queue()
+
+    return hook
+
+
+def parameter_hooks(
+    replica: "weakref.ref[Hooked]", place: int
+) -> tuple[Callable[[Tensor], None], Callable[[Tensor], None]]:
+    """Return the hooks before and after autograd adds to the gradient of a parameter."""
+
+    # Python's garbage collector does not see the hooks of a parameter.
+    def before(_: Tensor) -> None:
+        target = replica()
+        if target is not None:
+            target.begin()
+
+    def after(_: Tensor) -> None:
+        target = replica()
+        if target is not None:
+            target.arrived(place)
+
+    return before, after

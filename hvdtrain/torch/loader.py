@@ -1,0 +1,210 @@
+"""A packed data set as batches of tensors: this rank's share of each, in the order of training."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from torch import Tensor, from_numpy
+
+from hvdtrain.data import order
+from hvdtrain.data.augment import crop_flip
+from hvdtrain.data.index import Index, read_index
+from hvdtrain.data.loader import Loader
+from hvdtrain.data.order import Range, Rows
+from hvdtrain.data.shardfile import Batch as Stored
+from hvdtrain.data.shards import Samples, open_split
+from hvdtrain.errors import UsageError
+from hvdtrain.parallel.stage import Images
+from hvdtrain.torch import state as states
+from hvdtrain.torch.state import Batch, State
+from hvdtrain.training.feed import CACHE_BYTES_PER_NODE, SMALLEST_CACHE_BYTES, normalisation
+from hvdtrain.world import World
+
+ALONE = World("none", 0, 1, 0, 1, 1)
+AUGMENTATIONS = ("none", "crop-flip")
+Pair = tuple[Tensor, Tensor]  # images float32 [n, C, H, W], labels int64 [n]
+
+
+def loader(
+    folder: str | Path,
+    batch_size: int,
+    *,
+    split: Literal["train", "val", "test"] = "train",
+    seed: int = 0,
+    holdout: float = 0.0,
+    augment: Literal["none", "crop-flip"] = "none",
+    normalise: Literal["meanstd", "unit"] = "meanstd",
+) -> "PackedBatches":
+    """Return batches of a packed data set: (images float32 [n, C, H, W], labels int64 [n]).
+
+    They are on this rank's device, images in channels_last order. Iterate it once per epoch. In
+    training a batch is this rank's contiguous share of a global batch, in the order of `hvdtrain
+    train`, and the next iteration continues where the steps ended: with the next epoch, or after
+    the last step if the loop was left early or a checkpoint was loaded. If a rank has no sample of
+    a small last batch, it gets a placeholder that does not count. For "val" and "test" each
+    sample comes once, on one rank.
+
+    Args:
+        folder: of `hvdtrain data pack`.
+        batch_size: images per step, of all ranks together.
+        split: "train", its held-out part "val", or "test".
+        seed: for the order of samples, their augmentation, and the held-out part.
+        holdout: fraction of the training set held out for "val".
+        augment: "crop-flip" shifts and mirrors training images at random.
+        normalise: "meanstd" subtracts the mean of each channel and divides by its deviation, of
+            the training images; "unit" divides pixels by 255.
+
+    Raises:
+        UsageError: for a wrong argument, or an empty split.
+        DataError: if the data set is damaged.
+    """
+    state = states.current()
+    index = read_index(str(folder))
+    if batch_size < 1:
+        raise UsageError(f"a batch of {batch_size} images: use at least 1")
+    if augment not in AUGMENTATIONS:
+        raise UsageError(
+            f"unknown augmentation {augment!r}: use one of {', '.join(AUGMENTATIONS)}"
+        )
+    rows, held = order.holdout(index.splits["train"].count, holdout, index.hash, seed)
+    stored = {"train": "train", "val": "train", "test": "test"}.get(split)
+    if stored is None or stored not in index.splits:
+        raise UsageError(f"{folder} has no split {split!r}: use one of train, val, test")
+    if split == "val" and not len(held):
+        raise UsageError("split val is empty: give holdout a value, such as 0.1")
+    memory = max(SMALLEST_CACHE_BYTES, CACHE_BYTES_PER_NODE // state.place.local_size)
+    images = Images(*normalisation(normalise, index, rows, ALONE), state.place.device, "fp32")
+    test = np.arange(index.splits[stored].count)
+    return PackedBatches(
+        index=index,
+        samples=open_split(index, stored, memory),
+        rows={"train": rows, "val": held, "test": test}[split],
+        batch_size=batch_size,
+        seed=seed,
+        augment=augment,
+        images=images,
+        is_training=split == "train",
+        source=f"a data set (index {index.hash[:12]}, seed {seed}, holdout {holdout:g})",
+    )
+
+
+@dataclass(frozen=True)
+class PackedBatches:
+    """The batches that `loader` returns.
+
+    Attributes:
+        rows: of the split.
+        batch_size: images per step, of all ranks together.
+        source: name of the order of samples, by which a checkpoint knows the position in it.
+    """
+
+    index: Index
+    samples: Samples
+    rows: Rows
+    batch_size: int
+    seed: int
+    augment: str
+    images: Images
+    is_training: bool
+    source: str
+
+    @property
+    def classes(self) -> int:
+        """Number of classes."""
+        return self.index.classes
+
+    @property
+    def image_size(self) -> int:
+        """Side of an image in pixels."""
+        return self.index.image_shape[0]
+
+    @property
+    def position(self) -> int:
+        """Samples that steps have consumed, over all epochs and ranks."""
+        return states.current().position(self.source)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next iteration is in, from 0."""
+        return self.position // len(self.rows)
+
+    def __len__(self) -> int:
+        """Return the batches of a whole epoch on this rank."""
+        if self.is_training:
+            return -(-len(self.rows) // self.batch_size)
+        return len(self._evaluation)
+
+    def __iter__(self) -> Iterator[Pair]:
+        """Yield the batches of an epoch."""
+        return self._train() if self.is_training else self._evaluate()
+
+    def _train(self) -> Iterator[Pair]:
+        state = states.current()
+        epoch, offset = order.locate(self.position, len(self.rows))
+        rows = order.training_order(self.index, self.rows, self.seed, epoch)
+        slices = order.step_slices(len(rows), self.batch_size, offset)
+        shares = [share(piece, state.place.rank, state.place.size) for piece in slices]
+        change = partial(_cropped, self.seed, epoch) if self.augment == "crop-flip" else None
+        steps = _steps(state)
+        requests = (rows[first:last] for _, (first, last) in shares)
+        try:
+            with Loader(self.samples, requests, change) as batches:
+                for (batch, _), (_, stop) in zip(shares, slices, strict=True):
+                    pair = self._tensors(next(batches))
+                    end = epoch * len(rows) + stop
+                    state.batch = Batch(*batch, self.source, end)
+                    yield pair
+        finally:
+            state.batch = None
+        for model in state.models:
+            model.check_steps()
+        if _steps(state) > steps:  # the end of the epoch may have had no step of its own
+            state.positions[self.source] = (epoch + 1) * len(rows)
+
+    def _evaluate(self) -> Iterator[Pair]:
+        with Loader(self.samples, self._evaluation) as batches:
+            for batch in batches:
+                yield self._tensors(batch)
+
+    @cached_property
+    def _evaluation(self) -> list[Rows]:
+        place = states.current().place
+        first, last = order.split(len(self.rows), [1] * place.size)[place.rank]
+        rows, images = self.rows[first:last], -(-self.batch_size // place.size)
+        return [rows[start:stop] for start, stop in order.step_slices(len(rows), images)]
+
+    def _tensors(self, batch: Stored) -> Pair:
+        device = self.images.device
+        return self.images(batch.images), from_numpy(batch.labels).to(device)
+
+
+def share(piece: Range, rank: int, size: int) -> tuple[tuple[int, int, int], Range]:
+    """Return a rank's samples of a global batch, its total and first rank, and the rows to read.
+
+    A rank without a sample reads one that does not count, since few layers take an empty batch.
+    """
+    start, stop = piece
+    parts = order.split(stop - start, [1] * size)
+    first_rank = next(number for number, (low, high) in enumerate(parts) if high > low)
+    low, high = parts[rank]
+    counts = high - low, stop - start, first_rank
+    if low == high:
+        low = min(low, stop - start - 1)
+        high = low + 1
+    return counts, (start + low, start + high)
+
+
+def _steps(state: State) -> int:
+    return sum(model.steps for model in state.models)
+
+
+def _cropped(seed: int, epoch: int, batch: Stored) -> Stored:
+    return Stored(crop_flip(batch.images, batch.ids, seed, epoch), batch.labels, batch.ids)
+
+
+def shares_of(slices: Sequence[Range], rank: int, size: int) -> list[tuple[int, Range]]:
+    """Return a rank's samples that count and the rows that it reads, per global batch."""
+    return [(counts[0], rows) for counts, rows in (share(piece, rank, size) for piece in slices)]

@@ -1,0 +1,195 @@
+"""Preparing a model and its optimizers: checked, made equal on all ranks, and averaged."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+from torch.optim import Optimizer
+
+from hvdtrain import world
+from hvdtrain.errors import UsageError
+from hvdtrain.parallel.stage import fingerprint
+from hvdtrain.torch import state as states
+from hvdtrain.torch.agreement import Action, Note
+from hvdtrain.torch.gradients import Replica
+from hvdtrain.torch.reduction import check_dtype, is_dense, trainable_bytes
+from hvdtrain.torch.start import leave_together_at_exit
+from hvdtrain.torch.state import State
+
+Model = TypeVar("Model", bound=nn.Module)
+Kind = TypeVar("Kind", bound=Optimizer)
+
+
+@overload
+def prepare(model: Model, optimizer: Kind) -> tuple[Model, Kind]: ...
+@overload
+def prepare(model: Model, optimizer: Optimizer, *more: Optimizer) -> tuple[Any, ...]: ...
+
+
+def prepare(model: Any, optimizer: Any, *more: Any) -> tuple[Any, ...]:
+    """Make a model the same on all ranks, and have its gradients averaged during backward.
+
+    Model and optimizers are returned, not copied. Weights, buffers and the state of the optimizers
+    become those of rank 0. After each `backward()` the gradients are those of the mean loss over
+    the global batch, however its samples are divided: a rank's loss must be the mean over its own
+    samples. Running statistics of batch norms become their mean over the ranks, weighted by
+    samples; other buffers that forwards change become those of one rank.
+
+    Call it again after a change of the model, such as another frozen layer. Collective.
+
+    Args:
+        model: on its device, with all its layers.
+        optimizer, more: of its parameters only.
+
+    Raises:
+        UsageError: on all ranks, if model or optimizers differ between ranks or cannot be
+            averaged.
+    """
+    state = states.current()
+    optimizers = [optimizer, *more]
+    _check(model, optimizers)
+    note = Note(Action.PREPARING, len(state.models))
+    everywhere = state.agreement.gather(note, facts(model, optimizers))
+    check_alike(everywhere)
+    if state.place.size > 1:
+        largest = max(1, trainable_bytes(model))
+        world.start_horovod(largest)
+        leave_together_at_exit()
+        _make_equal(model, optimizers, state, note)
+    _forget(model, state)
+    replica = Replica(state.prepared, model, optimizers, state)
+    state.prepared += 1
+    state.models.append(replica)
+    state.undo.append(replica.close)
+    return model, *optimizers
+
+
+def _check(model: Any, optimizers: Sequence[Any]) -> None:
+    """Refuse what cannot be averaged.
+
+    Raises:
+        UsageError: with the reason.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"a {type(model).__name__} is not a model: give an nn.Module to prepare")
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        raise UsageError(
+            f"the model is wrapped in {type(model).__name__}, which averages too: give the model "
+            "itself to prepare"
+        )
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise UsageError(
+                f"a {type(optimizer).__name__} is not an optimizer: use one of torch.optim"
+            )
+        if hasattr(optimizer, "_allreduce_delay"):
+            raise UsageError(
+                "the optimizer is Horovod's DistributedOptimizer, which averages too: give the "
+                "optimizer inside it to prepare"
+            )
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        _check_parameter(name, parameter)
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise UsageError("the model has no trainable parameters: there is nothing to prepare")
+    known = {id(parameter) for parameter in parameters.values()}
+    for optimizer in optimizers:
+        if any(id(value) not in known for value in _stepped(optimizer)):
+            raise UsageError(
+                f"the optimizer {type(optimizer).__name__} has parameters that are not the "
+                "model's: make it from model.parameters() after the last change of the model "
+                "(for two models, prepare nn.ModuleList([one, other]))"
+            )
+
+
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    if isinstance(parameter, UninitializedParameter):
+        raise UsageError(f"{name} is not initialised: call the model on a batch before prepare")
+    if not parameter.requires_grad:
+        return
+    if not check_dtype(parameter):
+        raise UsageError(
+            f"{name} is {parameter.dtype}, whose gradients Horovod cannot add: keep parameters in "
+            "torch.float32 and use torch.autocast"
+        )
+    if not is_dense(parameter):
+        raise UsageError(f"{name} has gaps in its memory: make it of a contiguous tensor")
+
+
+def _stepped(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [value for group in optimizer.param_groups for value in group["params"]]
+
+
+def facts(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, dict[str, str]]:
+    """Return what has to be the same on all ranks, in words, by kind and name."""
+    tensors = {
+        name: f"{_form(value)}, {'trained' if value.requires_grad else 'frozen'}"
+        for name, value in model.named_parameters()
+    }
+    tensors |= {name: _form(value) for name, value in model.named_buffers()}
+    names = {id(value): name for name, value in model.named_parameters()}
+    settings: dict[str, str] = {}
+    for number, optimizer in enumerate(optimizers):
+        settings[f"class of optimizer {number}"] = type(optimizer).__name__
+        for place, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                what = [names[id(item)] for item in value] if key == "params" else value
+                shown = what.tolist() if isinstance(what, Tensor) else what
+                settings[f"{key} of group {place} of optimizer {number}"] = str(shown)
+    return {"model": tensors, "optimizer": settings}
+
+
+def _form(value: Tensor) -> str:
+    shape = " x ".join(map(str, value.shape)) or "one value"
+    order = "" if value.is_contiguous() else f" with strides {tuple(value.stride())}"
+    return f"{shape} {str(value.dtype).removeprefix('torch.')}{order}"
+
+
+def check_alike(everywhere: Sequence[Mapping[str, Mapping[str, str]]]) -> None:
+    """Compare the facts of all ranks.
+
+    Raises:
+        UsageError: if any differ, naming the first one.
+    """
+    for rank, facts_of_rank in enumerate(everywhere):
+        for kind, first in everywhere[0].items():
+            values = facts_of_rank[kind]
+            names = [name for name in {**first, **values} if first.get(name) != values.get(name)]
+            if names:
+                name = names[0]
+                more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+                theirs, expected = (side.get(name, "absent")[:80] for side in (values, first))
+                raise UsageError(
+                    f"rank {rank} has another {kind} than rank 0: {name} is {theirs} there and "
+                    f"{expected} on rank 0{more}: build the same on all ranks"
+                )
+
+
+@torch.no_grad()
+def _make_equal(
+    model: nn.Module, optimizers: Sequence[Optimizer], state: State, note: Note
+) -> None:
+    """Give all ranks the weights, buffers and optimizer states of rank 0. Collective."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    is_first = state.place.is_first
+    if len(set(state.agreement.gather(note, fingerprint(tensors.values())))) > 1:
+        values = {name: value.detach().cpu() for name, value in tensors.items()}
+        for name, value in state.agreement.broadcast(note, values if is_first else None).items():
+            tensors[name].copy_(value)
+    for optimizer in optimizers:
+        if any(state.agreement.gather(note, bool(optimizer.state))):
+            kept = state.agreement.broadcast(note, optimizer.state_dict() if is_first else None)
+            if not is_first:
+                optimizer.load_state_dict(kept)
+
+
+def _forget(model: nn.Module, state: State) -> None:
+    """Remove the hooks of an earlier `prepare` of this model, or of one that shares parameters."""
+    parameters = {id(value) for value in model.parameters()}
+    for other in list(state.models):
+        assert isinstance(other, Replica)
+        if other.model is model or any(id(value) in parameters for value in other.parameters):
+            other.close()
+            state.models.remove(other)

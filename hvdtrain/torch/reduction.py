@@ -1,0 +1,236 @@
+"""The sums of a prepared model over the ranks: gradients, running statistics and other buffers."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from hvdtrain import world
+from hvdtrain.errors import CheckFailed
+from hvdtrain.host.stop import StopRequest
+from hvdtrain.parallel.reduce import Gradients, ReplicatedGradients, States, horovod_gradients
+from hvdtrain.parallel.stage import fingerprint
+from hvdtrain.plan.cut import Share
+from hvdtrain.torch.agreement import Action, Note
+from hvdtrain.torch.state import State
+from hvdtrain.training.control import stop_code
+
+COMPARE_EVERY = 100  # backwards between comparisons of the ranks' weights
+Key = tuple[nn.Module, str]
+
+
+class Reduction:
+    """The flat buckets of a model, one set per dtype and device, and its buffers.
+
+    Args:
+        groups: of the parameters; the first one also holds the statistics.
+        others: the owner of each buffer that is not a statistic of a batch norm, by name.
+
+    Attributes:
+        changing: names of the buffers of `others` that forwards change on any rank.
+        weight: returns the factor of this rank's buckets, once it is known; None if the gradients
+            in them are weighted already.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        parameters: Mapping[str, nn.Parameter],
+        others: Mapping[str, Key],
+        state: State,
+    ) -> None:
+        self.number, self.state = number, state
+        self.parameters, self.others = dict(parameters), dict(others)
+        self.groups: list[Gradients] = []
+        self.changing: set[str] = set()
+        self.weight: Callable[[], float] | None = None
+        self._seen = self._versions()
+
+    def announce(self, share: Share) -> None:
+        """Announce that the next backward completes the gradients."""
+        for group in self.groups:
+            group.announce(share)
+
+    def start(self, share: Share) -> None:
+        """Start the sums that have not started during backward."""
+        for group in self.groups:
+            group.start(share)
+
+    def finish(self) -> None:
+        """Return once every gradient is the sum over all ranks."""
+        for group in self.groups:
+            group.finish()
+
+    def fingerprint(self, backward: int) -> int:
+        """Return a checksum of the weights where they are due to be compared, else 0."""
+        if self.state.place.size == 1 or not (backward <= 2 or backward % COMPARE_EVERY == 0):
+            return 0
+        return fingerprint(self.parameters.values())
+
+    def changed(self) -> int:
+        """Return how many buffers have changed that are not copied yet."""
+        return len(self._new()) if self.state.place.size > 1 else 0
+
+    def judge(self, notes: Sequence[Note], first: int) -> int | None:
+        """Act on what the ranks report after a backward; return their exit code, if they stop.
+
+        Args:
+            first: the first rank with samples, whose buffers the others get.
+
+        Raises:
+            CheckFailed: on all ranks, if they hold different weights.
+        """
+        if len({note.fingerprint for note in notes}) > 1:
+            raise CheckFailed(self._difference())
+        if any(note.changed for note in notes):
+            self._copy_new(first)
+        return stop_code(
+            any(note.interrupted for note in notes), any(note.preempted for note in notes)
+        )
+
+    def states(self) -> dict[str, Tensor]:
+        """Return the current tensors of the changing buffers, in the same order on all ranks."""
+        return {name: self._buffer(name) for name in sorted(self.changing)}
+
+    def put(self, values: Mapping[str, Tensor]) -> None:
+        """Store values of buffers, in new tensors: the old ones may be expanded."""
+        for name, value in values.items():
+            module, key = self.others[name]
+            setattr(module, key, value.to(self._buffer(name).device))
+
+    def _buffer(self, name: str) -> Tensor:
+        module, key = self.others[name]
+        value: Tensor = getattr(module, key)
+        return value
+
+    def _versions(self) -> dict[str, tuple[int, int]]:
+        values = {name: self._buffer(name) for name in self.others}
+        return {
+            name: (id(value), 0 if value.is_inference() else value._version)
+            for name, value in values.items()
+        }
+
+    def _new(self) -> list[str]:
+        now = self._versions()
+        return [
+            name
+            for name, version in now.items()
+            if version != self._seen[name] and name not in self.changing
+        ]
+
+    def _copy_new(self, first: int) -> None:
+        """Copy buffers that changed for the first time; from now on they go with the sums."""
+        note = Note(Action.COMPARING, self.number)
+        for names in self.state.agreement.gather(note, self._new()):
+            self.changing.update(names)
+        self.put(self.state.agreement.broadcast(note, self.states(), first))
+
+    def _difference(self) -> str:
+        digests = {name: fingerprint([value]) for name, value in self.parameters.items()}
+        note = Note(Action.COMPARING, self.number)
+        everywhere = self.state.agreement.gather(note, digests)
+        for rank, theirs in enumerate(everywhere):
+            different = [name for name, value in theirs.items() if value != everywhere[0][name]]
+            if different:
+                more = f" and {len(different) - 1} more" if len(different) > 1 else ""
+                return (
+                    f"rank {rank} and rank 0 hold different values of {different[0]}{more}: load "
+                    "weights before prepare or on all ranks, and change none on one rank only"
+                )
+        return "the ranks hold different weights: change none on one rank only"
+
+
+def reduction_of(
+    number: int, model: nn.Module, parameters: Mapping[str, nn.Parameter], state: State
+) -> Reduction:
+    """Return the sums of a model; each gradient becomes a view into a bucket. Collective."""
+    statistics = statistics_of(model)
+    known = {id(value) for value in statistics.values()}
+    others = {
+        f"{path}.{key}".lstrip("."): (module, key)
+        for path, module in model.named_modules()
+        for key, value in module.named_buffers(recurse=False)
+        if id(value) not in known
+    }
+    reduction = Reduction(number, parameters, others, state)
+    kinds = dict.fromkeys((value.dtype, value.device) for value in parameters.values())
+    for place, kind in enumerate(kinds):
+        members = {
+            name: value
+            for name, value in parameters.items()
+            if (value.dtype, value.device) == kind
+        }
+        is_first = place == 0
+        states = States(reduction.states if is_first else dict, reduction.put)
+        own_statistics = statistics if is_first else {}
+        _add_group(reduction, members, own_statistics, states, f"model{number}.{place}")
+    return reduction
+
+
+def statistics_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return the running statistics of batch norms by name."""
+    return {
+        f"{path}.{key}".lstrip("."): buffer
+        for path, module in model.named_modules()
+        if isinstance(module, _NormBase)
+        for key, buffer in module.named_buffers(recurse=False)
+    }
+
+
+def _add_group(
+    reduction: Reduction,
+    parameters: Mapping[str, nn.Parameter],
+    statistics: Mapping[str, Tensor],
+    states: States,
+    name: str,
+) -> None:
+    size = reduction.state.place.size
+    if size == 1:
+        reduction.groups.append(
+            ReplicatedGradients(parameters, statistics, states, lambda *_: True, lambda *_: None)
+        )
+        return
+    everybody = world.process_set(tuple(range(size)))
+    group = horovod_gradients(parameters, statistics, states, world.horovod(), everybody, name)
+    assert isinstance(group, ReplicatedGradients)
+    group.all_reduce = _weighted(reduction, group.all_reduce)
+    reduction.groups.append(group)
+
+
+def _weighted(
+    reduction: Reduction, all_reduce: Callable[[Tensor, str], Any]
+) -> Callable[[Tensor, str], Any]:
+    """Return `all_reduce` for buckets whose weight is known only when they are complete."""
+
+    def weighted(flat: Tensor, bucket: str) -> Any:
+        if reduction.weight is not None:
+            weight = reduction.weight()
+            # A placeholder's gradients may be NaN.
+            flat.mul_(weight) if weight else flat.zero_()
+        return all_reduce(flat, bucket)
+
+    return weighted
+
+
+def stop_flags(stop: StopRequest | None) -> tuple[int, int]:
+    """Return whether this rank was interrupted, and whether it was preempted."""
+    return (int(stop.interrupted), int(stop.preempted)) if stop is not None else (0, 0)
+
+
+def trainable_bytes(model: nn.Module) -> int:
+    """Return the bytes of the gradients of a model."""
+    values = (value for value in model.parameters() if value.requires_grad)
+    return sum(value.numel() * value.element_size() for value in values)
+
+
+def is_dense(value: Tensor) -> bool:
+    """Return whether a tensor fills its memory without gaps, in any order of its dimensions."""
+    span = sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
+    return value.numel() == 0 or span + 1 == value.numel()
+
+
+def check_dtype(value: Tensor) -> bool:
+    """Return whether Horovod can add gradients of this dtype."""
+    return value.dtype in (torch.float16, torch.float32, torch.float64)

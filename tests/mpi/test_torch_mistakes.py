@@ -1,0 +1,383 @@
+"""Mistakes in a user's own loop are one line on all ranks; data and checkpoints of a loop."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from hvdtrain import data as packed
+from hvdtrain import torch as distributed
+from hvdtrain.data import order
+from hvdtrain.data.index import read_index
+from hvdtrain.data.shards import open_split
+from hvdtrain.errors import CheckFailed, DataError, HvdtrainError, UsageError
+from hvdtrain.torch import gradients, state
+from hvdtrain.torch.agreement import Action, Note
+from hvdtrain.world import World
+
+COUNT, BATCH = 61, 16
+
+
+@pytest.fixture(autouse=True)
+def place(world: World, horovod: Any) -> Iterator[distributed.Rank]:
+    yield distributed.start(device="cpu")
+    distributed.stop()
+
+
+@pytest.fixture(scope="module")
+def folder(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = world.broadcast(tmp_path_factory.mktemp("data") / "set")
+    if world.rank == 0:
+        packed.synth(path, COUNT, 5, size=8, seed=1)
+    world.barrier()
+    return path
+
+
+def made(seed: int = 0) -> tuple[Any, Any]:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.Dropout(0.2), nn.Linear(8, 5))
+    return model, torch.optim.AdamW(model.parameters(), 0.01)
+
+
+def backward(model: Any, images: Tensor | None = None) -> None:
+    images = torch.ones(4, 3, 8, 8) if images is None else images
+    model(images).square().mean().backward()
+
+
+def twice(model: Any, optimizer: Any) -> None:
+    backward(model)
+    backward(model)
+
+
+def not_cleared(model: Any, optimizer: Any) -> None:
+    for _ in range(2):
+        backward(model)
+        optimizer.step()
+
+
+def only_accumulated(model: Any, optimizer: Any) -> None:
+    with distributed.accumulate():
+        backward(model)
+    optimizer.step()
+
+
+def clipped_too_early(model: Any, optimizer: Any) -> None:
+    with distributed.accumulate():
+        backward(model)
+        distributed.clip_norm_(model.parameters(), 1.0)
+
+
+def never_steps(model: Any, optimizer: Any) -> None:
+    for _ in range(6):
+        optimizer.zero_grad()
+        backward(model)
+
+
+def never_steps_at_all(model: Any, optimizer: Any) -> None:
+    for _ in range(2):
+        optimizer.zero_grad()
+        backward(model)
+    distributed.save("nowhere")
+
+
+def new_layer(model: Any, optimizer: Any) -> None:
+    model[3] = nn.Linear(8, 5)
+    backward(model)
+    optimizer.step()
+
+
+def unfrozen(model: Any, optimizer: Any) -> None:
+    model[1].weight.requires_grad_(False)
+    backward(model)
+    optimizer.step()
+
+
+def other_dtype(model: Any, optimizer: Any) -> None:
+    backward(model.double(), torch.ones(4, 3, 8, 8).double())
+
+
+def other_optimizer(model: Any, optimizer: Any) -> None:
+    backward(model)
+    torch.optim.SGD(model.parameters(), 0.1).step()
+
+
+def other_model(model: Any, optimizer: Any) -> None:
+    model, optimizer = made()
+    backward(model)
+    optimizer.step()
+
+
+def wrapped(model: Any, optimizer: Any) -> None:
+    distributed.prepare(nn.DataParallel(model), optimizer)
+
+
+def not_its_optimizer(model: Any, optimizer: Any) -> None:
+    distributed.prepare(made()[0], optimizer)
+
+
+def brain_floats(model: Any, optimizer: Any) -> None:
+    distributed.prepare((model := nn.Linear(2, 2).bfloat16()), torch.optim.SGD(model.parameters()))
+
+
+def sparse(model: Any, optimizer: Any) -> None:
+    model = nn.Embedding(4, 2, sparse=True)
+    distributed.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    model(torch.tensor([1, 2])).sum().backward()
+
+
+def nothing_to_evaluate(model: Any, optimizer: Any) -> None:
+    distributed.evaluate(model, [])
+
+
+ALWAYS: dict[Callable[..., None], str] = {
+    twice: "backward ran twice without a step",
+    not_cleared: "the gradients of the last step are still there",
+    only_accumulated: "the optimizer steps with gradients that were only accumulated",
+    clipped_too_early: "clip_norm_ needs averaged gradients",
+    never_steps: "backward ran 5 times and the optimizer given to prepare did not step",
+    never_steps_at_all: "backward ran 2 times and the optimizer given to prepare did not step",
+    new_layer: r"the model has changed since prepare: 3.weight is new \(and 1 more\)",
+    unfrozen: "the model has changed since prepare: 1.weight is no longer trained",
+    other_dtype: r"3.bias was torch.float32 on cpu at prepare, and is torch.float64",
+    wrapped: "the model is wrapped in DataParallel",
+    not_its_optimizer: "the optimizer AdamW has parameters that are not the model's",
+    brain_floats: "weight is torch.bfloat16, whose gradients Horovod cannot add",
+    sparse: "the gradient of weight is sparse",
+    nothing_to_evaluate: "evaluate got no samples on any rank",
+}
+ON_SEVERAL: dict[Callable[..., None], str] = {
+    other_optimizer: "an optimizer SGD steps a prepared model, but was not given to prepare",
+    other_model: "an optimizer AdamW steps a model that was not prepared",
+}
+
+
+def test_a_mistake_is_one_line(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each mistake is made on ranks that made none before; the message says what to do."""
+    if world.size > 2:
+        return  # nothing differs from two ranks
+    monkeypatch.setattr(gradients, "MOST_IDLE", 5)
+    for mistake, message in (ALWAYS | (ON_SEVERAL if world.size > 1 else {})).items():
+        distributed.stop()
+        distributed.start(device="cpu")
+        model, optimizer = distributed.prepare(*made())
+        with pytest.raises(UsageError, match=message) as caught:
+            mistake(model, optimizer)
+        assert "\n" not in str(caught.value), mistake.__name__
+
+
+def unlike_model(world: World) -> None:
+    model = nn.Linear(3, 2 + (world.rank == 1))
+    distributed.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+
+
+def unlike_optimizer(world: World) -> None:
+    model = nn.Linear(3, 2)
+    distributed.prepare(model, torch.optim.SGD(model.parameters(), 0.1 + (world.rank == 1)))
+
+
+def unlike_weights(world: World) -> None:
+    model, _ = distributed.prepare(*made())
+    if world.rank == 1:
+        model[3].weight.data[0, 0] += 1e-7
+    backward(model)
+
+
+def one_step_fewer(world: World) -> None:
+    model, _ = distributed.prepare(*made())
+    if world.rank == 1:
+        distributed.total(1)
+    else:
+        backward(model)
+
+
+def one_batch_fewer(world: World) -> None:
+    model, _ = distributed.prepare(*made())
+    state.current().batch = state.Batch(4, 4 * world.size, 0, "data", 16 * (1 + (world.rank == 1)))
+    backward(model)
+
+
+def at_the_end(world: World) -> None:
+    model, _ = distributed.prepare(*made())
+    if world.rank == 1:
+        state.current().agreement.exchange(Note(Action.LEAVING))
+    else:
+        backward(model)
+
+
+UNLIKE: dict[Callable[[World], None], tuple[type[HvdtrainError], str]] = {
+    unlike_model: (UsageError, "rank 1 has another model than rank 0: weight is 3 x 3 float32"),
+    unlike_optimizer: (UsageError, "rank 1 has another optimizer than rank 0: lr of group 0"),
+    unlike_weights: (CheckFailed, "rank 1 and rank 0 hold different values of 3.weight: load"),
+    one_step_fewer: (CheckFailed, "rank 1 is adding up numbers while rank 0 is counting the sa"),
+    one_batch_fewer: (
+        CheckFailed,
+        "rank 1 has read 32 samples and rank 0 has read 16, in backward 1",
+    ),
+    at_the_end: (CheckFailed, "rank 1 is at the end of the program while rank 0 is counting"),
+}
+
+
+@pytest.mark.several_ranks
+def test_ranks_that_differ_end_on_all_ranks(world: World) -> None:
+    for mistake, (kind, message) in UNLIKE.items():
+        distributed.stop()
+        distributed.start(device="cpu")
+        with pytest.raises(kind, match=message):
+            mistake(world)
+
+
+def test_weights_and_optimizer_are_those_of_the_first_rank(world: World) -> None:
+    model, optimizer = made(seed=world.rank)
+    with distributed.alone():
+        backward(model)
+        optimizer.step()
+    distributed.prepare(model, optimizer)
+    kept = [value.detach().clone() for value in model.parameters()]
+    kept += [entry["exp_avg"].clone() for entry in optimizer.state.values()]
+    for values in world.gather(kept):
+        assert all(torch.equal(value, one) for value, one in zip(values, kept, strict=True))
+
+
+def test_a_model_may_be_prepared_again_after_a_change(world: World) -> None:
+    model, optimizer = distributed.prepare(*made())
+    backward(model)
+    optimizer.step()
+    model[1].requires_grad_(False)
+    model, optimizer = distributed.prepare(model, optimizer)
+    optimizer.zero_grad()
+    backward(model)
+    optimizer.step()
+    assert model[1].weight.grad is None
+
+
+def test_ranks_share_each_batch_in_the_order_of_training(world: World, folder: Path) -> None:
+    """Two epochs, one left early: each sample enters a gradient once per epoch."""
+    index = read_index(str(folder))
+    rows, held = order.holdout(COUNT, 0.2, index.hash, 3)
+    model, optimizer = distributed.prepare(*made())
+    options: dict[str, Any] = {"seed": 3, "holdout": 0.2, "normalise": "unit"}
+    read: list[tuple[Tensor, Tensor, state.Batch | None]] = []
+    for most in (2, 99, 99):  # an iteration that is left after two batches, its rest, and an epoch
+        loader = distributed.loader(folder, BATCH, **options)
+        assert loader.epoch == (most == 99 and len(read) > 2)
+        assert len(loader) == -(-len(rows) // BATCH)
+        for number, (images, labels) in enumerate(loader):
+            if number == most:
+                break
+            optimizer.zero_grad()
+            backward(model, images)
+            optimizer.step()
+            read.append((images, labels, state.current().batch))
+    everywhere = world.gather(read)
+    with open_split(index, "train") as samples:
+        place = 0
+        for epoch in range(2):
+            wanted = order.training_order(index, rows, 3, epoch)
+            for start, stop in order.step_slices(len(rows), BATCH):
+                whole = samples.gather(wanted[start:stop])
+                parts = [batches[place] for batches in everywhere]
+                real = [part for part in parts if part[2].samples]
+                assert sum(part[2].samples for part in parts) == stop - start
+                pixels = torch.cat([part[0] for part in real]).permute(0, 2, 3, 1)
+                assert np.array_equal(np.round(pixels.numpy() * 255), whole.images)
+                assert np.array_equal(torch.cat([part[1] for part in real]).numpy(), whole.labels)
+                place += 1
+    assert place == len(read)
+    evaluated = distributed.loader(folder, BATCH, split="val", **options)
+    assert distributed.total(sum(len(labels) for _, labels in evaluated)) == len(held)
+
+
+def test_an_evaluation_counts_each_sample_once(world: World, folder: Path) -> None:
+    model, _ = distributed.prepare(*made())
+    with open_split(read_index(str(folder)), "test") as samples:
+        whole = samples.gather(np.arange(len(samples)))
+    images = torch.from_numpy(whole.images).permute(0, 3, 1, 2).float() / 255
+    labels = torch.from_numpy(whole.labels)
+    with torch.no_grad():
+        outputs = model.eval()(images)
+    test = distributed.loader(folder, 7, split="test", normalise="unit")
+    results = distributed.evaluate(model, test)
+    assert results["samples"] == len(labels)
+    assert results["accuracy"] == float((outputs.argmax(1) == labels).sum()) / len(labels)
+    wanted = float(functional.cross_entropy(outputs.double(), labels))
+    assert results["loss"] == pytest.approx(wanted, rel=1e-5)
+    small = TensorDataset(images[:2], labels[:2])  # fewer samples than ranks
+    one = DataLoader(small, batch_sampler=distributed.sampler(small, 1, shuffle=False))
+    assert distributed.evaluate(model, one)["samples"] == 2
+    assert distributed.total(1, 0.5, torch.tensor(2.0)) == (
+        world.size,
+        0.5 * world.size,
+        2.0 * world.size,
+    )
+
+
+def loop(
+    model: nn.Module, optimizer: Any, scheduler: Any, folder: Path, save_to: Path, most: int
+) -> None:
+    """Train until `most` steps are made, over all starts."""
+    loader = distributed.loader(folder, BATCH, seed=7, augment="crop-flip")
+    while True:
+        batches = distributed.steps(loader, save_to, every=3, scheduler=scheduler)
+        for images, labels in batches:
+            optimizer.zero_grad()
+            functional.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+            scheduler.step()
+            if state.current().models[0].steps >= most:
+                return
+
+
+def test_a_loop_resumes_to_the_same_bits(world: World, folder: Path, tmp_path: Path) -> None:
+    """Six steps at once, or three, a checkpoint and three more; one checkpoint is in mid-epoch."""
+    save_to: Path = world.broadcast(tmp_path)
+    weights = []
+    for name, lives in (("whole", [6]), ("parts", [4, 6])):
+        torch.manual_seed(world.rank)  # dropout differs between ranks, and continues
+        for most in lives:
+            distributed.stop()
+            distributed.start(device="cpu")
+            model, optimizer = distributed.prepare(*made())
+            scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5])
+            loaded = distributed.load(save_to / name, scheduler=scheduler)
+            assert (loaded is None) == (most == lives[0])
+            loop(model, optimizer, scheduler, folder, save_to / name, most)
+        weights.append([value.detach().clone() for value in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
+
+
+def test_what_does_not_fit_a_checkpoint_is_refused(
+    world: World, folder: Path, tmp_path: Path
+) -> None:
+    save_to: Path = world.broadcast(tmp_path)
+    model, optimizer = distributed.prepare(*made())
+    for images, labels in distributed.loader(folder, BATCH):
+        optimizer.zero_grad()
+        functional.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+    path = distributed.save(save_to)
+    with pytest.raises(UsageError, match="was saved without scheduler: give the same objects"):
+        distributed.load(save_to, scheduler=optimizer)
+    with pytest.raises(UsageError, match="scheduler is a int, which has no state_dict"):
+        distributed.save(save_to, scheduler=1)
+    assert distributed.load(save_to) == path
+    with pytest.raises(UsageError, match="trained on other data than a data set"):
+        next(iter(distributed.loader(folder, BATCH, seed=1)))
+    distributed.stop()
+    distributed.start(device="cpu")
+    other = nn.Sequential(nn.Flatten(), nn.Linear(192, 9), nn.Dropout(0.2), nn.Linear(9, 5))
+    distributed.prepare(other, torch.optim.AdamW(other.parameters(), 0.01))
+    with pytest.raises(UsageError, match=r"of another model: 1\.weight is 8 x 192 in the checkp"):
+        distributed.load(save_to)
+    world.barrier()
+    if world.rank == 0:
+        part = path / "part-0000.safetensors"
+        part.write_bytes(part.read_bytes()[:-1] + b"x")
+    with pytest.raises(DataError, match="holds no checkpoint that verifies"):
+        distributed.load(save_to)

@@ -1,0 +1,217 @@
+"""Users' own PyTorch programs on several ranks: as examples, as `train`, stopped, and mistaken."""
+
+import difflib
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.launch import mpirun
+from tests import warm
+from tests.conftest import ROOT, Program, program_environment
+
+Done = subprocess.CompletedProcess[str]
+START = """
+import sys
+from pathlib import Path
+import torch
+from torch import nn
+from torch.nn import functional
+import hvdtrain.torch as distributed
+
+rank = distributed.start()
+"""
+LOOP = (
+    START
+    + """
+folder, save_to, epochs = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+torch.manual_seed(0)
+model = nn.Sequential(nn.Flatten(), nn.Linear(768, 16), nn.Tanh(), nn.Linear(16, 5)).double()
+optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+model, optimizer = distributed.prepare(model, optimizer)
+loaded = distributed.load(save_to)
+data = distributed.loader(folder, 50, seed=1)
+if rank.is_first:
+    print("from", loaded and loaded.name, flush=True)
+for epoch in range(data.epoch, epochs):
+    for number, (images, labels) in enumerate(distributed.steps(data, save_to)):
+        optimizer.zero_grad()
+        functional.cross_entropy(model(images.double()), labels).backward()
+        optimizer.step()
+        if len(sys.argv) > 4 and (epoch, number) == (1, 4) and rank.rank == rank.size - 1:
+            import os, signal
+            os.kill(os.getpid(), signal.SIGUSR1)
+if rank.is_first:
+    torch.save(model.state_dict(), save_to / "weights.pt")
+"""
+)
+
+
+def run_script(
+    ranks: int, text: str, *arguments: object, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a program as `python -c TEXT ARGUMENTS` on ranks of mpirun, or alone."""
+    launcher = mpirun(ranks) if ranks > 1 else []
+    return subprocess.run(
+        [*launcher, warm.python(), "-c", text, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=300,
+        env=program_environment() | environment,
+    )
+
+
+def lines_of(done: Done) -> list[str]:
+    """Return the lines that hvdtrain printed on standard error."""
+    return [line for line in done.stderr.splitlines() if line.startswith("hvdtrain: ")]
+
+
+def example(name: str) -> str:
+    """Return the text of an example, for three epochs of images of 5 classes."""
+    return (ROOT / "examples" / name).read_text()
+
+
+@pytest.mark.parametrize(
+    "launcher", ["mpirun", pytest.param("horovodrun", marks=pytest.mark.proof)]
+)
+def test_the_example_trains(small_set: Path, launcher: str) -> None:
+    text = example("torch_script.py")
+    if launcher == "mpirun":
+        done = run_script(2, text, small_set)
+    else:
+        words = ["horovodrun", "--mpi", "--binding-args=--bind-to none --map-by :OVERSUBSCRIBE"]
+        done = subprocess.run(
+            [*words, "-np", "2", warm.python(), "-c", text, str(small_set)],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env=program_environment(),
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    accuracies = re.findall(r"epoch (\d): test accuracy (\d\.\d{4})", done.stdout)
+    assert [number for number, _ in accuracies] == ["1", "2", "3"]
+    assert float(accuracies[-1][1]) > 0.5  # by chance it is 0.2
+
+
+def test_the_page_shows_the_difference_of_the_two_examples() -> None:
+    before, after = (example(f"torch_script{end}.py") for end in ("_before", ""))
+    lines = difflib.ndiff(before.splitlines(), after.splitlines())
+    changed = [line.rstrip() for line in lines if line[0] in "+-"]
+    start = next(place for place, line in enumerate(changed) if "import hvdtrain" in line)
+    page = (ROOT / "docs" / "how-to" / "torch-script.md").read_text()
+    shown = re.search(r"```diff\n(.*?)```", page, re.DOTALL)
+    assert shown is not None
+    in_page = [line for line in shown[1].splitlines() if line[0] in "+-"]
+    words = [
+        [(line[0], *line[1:].split()) for line in side] for side in (in_page, changed[start:])
+    ]
+    assert words[0] == words[1]
+    assert len(in_page) <= 14
+
+
+AS_TRAIN = (
+    START
+    + """
+from hvdtrain.models import components
+from hvdtrain.models.component import build_component
+
+folder = sys.argv[1]
+data = distributed.loader(folder, 50)
+test = distributed.loader(folder, 50, split="test")
+parts = components("cnn", data.classes, data.image_size)
+model = nn.Sequential(*(build_component(part, 0) for part in parts))
+model, optimizer = distributed.prepare(model, torch.optim.Adam(model.parameters(), 1e-3))
+for epoch in range(2):
+    for images, labels in data:
+        optimizer.zero_grad()
+        functional.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+result = distributed.evaluate(model, test)
+if rank.is_first:
+    import json
+    print(json.dumps(result))
+"""
+)
+
+
+@pytest.mark.proof
+def test_a_loop_ends_where_train_does(hvdtrain: Program, small_set: Path, tmp_path: Path) -> None:
+    """Order, shares, normalisation and gradients of both are the same, up to rounding."""
+    options = ["--data", small_set, "--epochs", 2, "--batch-size", 50, "--ranks", 2]
+    options += ["--optimizer", "adam", "--lr", "0.001", "--run", tmp_path / "run"]
+    trained = hvdtrain("train", "--model", "cnn", *options)
+    assert trained.returncode == 0, trained.stderr
+    final = json.loads((tmp_path / "run" / "summary.json").read_text())["final"]
+    done = run_script(2, AS_TRAIN, small_set)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["loss"] == pytest.approx(final["test_loss"], rel=1e-3)
+    assert result["accuracy"] == pytest.approx(final["test_accuracy"], abs=0.011)
+
+
+def test_a_loop_that_is_preempted_resumes_on_another_number_of_ranks(
+    small_set: Path, tmp_path: Path
+) -> None:
+    """A signal to one rank in mid-epoch ends all with 75; one rank then ends as if nothing had."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir()
+    assert run_script(1, LOOP, small_set, whole, 3).returncode == 0
+    stopped = run_script(3, LOOP, small_set, parts, 3, "stop")
+    assert stopped.returncode == 75, stopped.stdout + stopped.stderr
+    (line,) = lines_of(stopped)
+    path = parts / "step-00000019"
+    wanted = f"hvdtrain: requested to stop after step 19; the state is in {path}: start again"
+    assert line.startswith(wanted)
+    resumed = run_script(1, LOOP, small_set, parts, 3)
+    assert resumed.returncode == 0, resumed.stderr
+    assert resumed.stdout.strip() == "from step-00000019"
+    import torch
+
+    one, other = (torch.load(folder / "weights.pt") for folder in (whole, parts))
+    for name, value in one.items():
+        assert float((value - other[name]).abs().max() / value.abs().max()) < 1e-6
+
+
+FEWER = (
+    START
+    + """
+model = nn.Linear(4, 2)
+model, optimizer = distributed.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+for step in range(5 - (rank.rank == 1)):
+    optimizer.zero_grad()
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+"""
+)
+RAISES = START + "\nif rank.rank == 1:\n    raise RuntimeError('from the user')\nrank.sizes\n"
+TORCHRUN = {
+    "RANK": "0",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "1",
+}
+
+
+def test_a_rank_that_makes_a_step_fewer_ends_the_job_in_one_line() -> None:
+    done = run_script(2, FEWER)
+    (line,) = lines_of(done)
+    assert "rank 1 is at the end of the program while rank 0 is counting the samples of" in line
+    assert done.returncode == 1
+
+
+def test_a_program_under_torchrun_is_refused_in_one_line() -> None:
+    """MPI does not connect its processes, so each would train alone."""
+    done = run_script(1, FEWER, **TORCHRUN)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("hvdtrain: torchrun or accelerate launch started 2 processes")
+
+
+def test_an_error_of_one_rank_ends_the_job_with_its_traceback() -> None:
+    done = run_script(2, RAISES)
+    assert done.returncode == 4, done.stderr
+    assert done.stderr.count("Traceback") == 1
