@@ -1,3 +1,64 @@
 """hvdtrain trains image classifiers on many processes and explains what it got for them."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hvdtrain.api import plan_check as plan_check
+    from hvdtrain.api import train as train
+    from hvdtrain.config import TrainConfig as TrainConfig
+    from hvdtrain.data import pack as pack
+    from hvdtrain.models.component import Component as Component
+    from hvdtrain.models.cutting import cut as cut
+    from hvdtrain.plan.plan import Plan as Plan
+    from hvdtrain.planner.options import PlanConfig as PlanConfig
+    from hvdtrain.study.report import write as report
+    from hvdtrain.training.callbacks import Callback as Callback
+    from hvdtrain.training.summary import TrainResult as TrainResult
+
 __version__ = "0.2.0"
+
+# Where each public name is defined: nothing is loaded before a name is used.
+_PLACES = {
+    "Callback": "hvdtrain.training.callbacks:Callback",
+    "Component": "hvdtrain.models.component:Component",
+    "Plan": "hvdtrain.plan.plan:Plan",
+    "PlanConfig": "hvdtrain.planner.options:PlanConfig",
+    "TrainConfig": "hvdtrain.config:TrainConfig",
+    "TrainResult": "hvdtrain.training.summary:TrainResult",
+    "cut": "hvdtrain.models.cutting:cut",
+    "pack": "hvdtrain.data:pack",
+    "plan_check": "hvdtrain.api:plan_check",
+    "report": "hvdtrain.study.report:write",
+    "train": "hvdtrain.api:train",
+}
+
+__all__ = [
+    "Callback",
+    "Component",
+    "Plan",
+    "PlanConfig",
+    "TrainConfig",
+    "TrainResult",
+    "cut",
+    "pack",
+    "plan_check",
+    "report",
+    "train",
+]
+
+
+if not TYPE_CHECKING:  # mypy would accept any name
+
+    def __getattr__(name: str) -> Any:
+        """Load a public name at its first use."""
+        if name not in _PLACES:
+            raise AttributeError(f"module 'hvdtrain' has no attribute {name!r}")
+        module, _, attribute = _PLACES[name].partition(":")
+        value = getattr(import_module(module), attribute)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
