@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from hvdtrain.data import pack as pack
     from hvdtrain.models.component import Component as Component
     from hvdtrain.models.cutting import cut as cut
+    from hvdtrain.notebook import notebook_launch as notebook_launch
     from hvdtrain.plan.plan import Plan as Plan
     from hvdtrain.planner.options import PlanConfig as PlanConfig
     from hvdtrain.study.report import write as report
@@ -27,6 +28,7 @@ _PLACES = {
     "TrainConfig": "hvdtrain.config:TrainConfig",
     "TrainResult": "hvdtrain.training.summary:TrainResult",
     "cut": "hvdtrain.models.cutting:cut",
+    "notebook_launch": "hvdtrain.notebook:notebook_launch",
     "pack": "hvdtrain.data:pack",
     "plan_check": "hvdtrain.api:plan_check",
     "report": "hvdtrain.study.report:write",
@@ -41,6 +43,7 @@ __all__ = [
     "TrainConfig",
     "TrainResult",
     "cut",
+    "notebook_launch",
     "pack",
     "plan_check",
     "report",

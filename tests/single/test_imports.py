@@ -19,7 +19,7 @@ BUDGET_SECONDS = 0.3
 LAYERS = (
     {"__main__"},
     {"cli"},
-    {"commands", "api"},
+    {"commands", "api", "notebook"},
     {"bench"},
     {
         *("jobs", "study", "doctor", "keras", "tf"),
