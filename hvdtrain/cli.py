@@ -10,6 +10,7 @@ from hvdtrain import __version__
 from hvdtrain.bench.options import LoaderConfig, NetworkConfig, StepConfig
 from hvdtrain.commands import datasets, jobs, machine, plans, training
 from hvdtrain.config import TrainConfig
+from hvdtrain.data.index import Encoding, Resize
 from hvdtrain.errors import Interrupted, Preempted, UsageError
 from hvdtrain.health import failure
 from hvdtrain.host import launchers
@@ -155,15 +156,7 @@ def _add_data_commands(commands: Any) -> None:
     fetch.add_argument("name", type=Literal["cifar10", "cifar100"], help="which data set")
     fetch.add_argument("--to", required=True, type=str, metavar=DIR, help="folder for the archive")
     commands.add_subcommand("fetch", fetch)
-    pack = Parser(description="Pack an official archive into HDF5 shards.")
-    pack.add_argument(
-        "source", type=str, metavar="SRC", help="archive, or folder of the binary files"
-    )
-    pack.add_argument("destination", type=str, metavar=DEST, help="new folder for the shards")
-    pack.add_argument(
-        "--shard-mb", type=int, default=64, metavar="N", help="size of a shard in MB"
-    )
-    commands.add_subcommand("pack", pack)
+    commands.add_subcommand("pack", _pack())
     synth = Parser(description="Make a synthetic data set that a small model can learn.")
     synth.add_argument("destination", type=str, metavar=DEST, help="new folder for the shards")
     for name, default, text in (
@@ -183,6 +176,35 @@ def _add_data_commands(commands: Any) -> None:
     info.add_argument("destination", type=str, metavar=DEST, help="folder of a data set")
     info.add_argument("--json", action="store_true", help="print one JSON object")
     commands.add_subcommand("info", info)
+
+
+def _pack() -> Parser:
+    pack = Parser(
+        description="Pack images into HDF5 shards. Resumes after a kill.",
+    )
+    pack.add_argument(
+        "source",
+        type=str,
+        metavar="SRC",
+        help="folder with one folder of images per class, inside train/ and test/ or alone; CSV "
+        "file of file and label; .npz file; or official CIFAR archive",
+    )
+    pack.add_argument("destination", type=str, metavar=DEST, help="new folder for the shards")
+    for name, kind, default, metavar, text in (
+        ("size", int | None, None, "N", "side in pixels (default: that of the images)"),
+        ("resize", Resize, "shorter", None, "scale the shorter side and crop, squash or pad"),
+        ("encoding", Encoding, "raw", None, "pixels; jpeg keeps files, decoded while training"),
+        ("split", str | None, None, "A,B", "parts for train and test, such as 0.9,0.1"),
+        ("seed", int, 0, "N", "chooses the images of the test split"),
+        ("workers", int | None, None, "N", "processes that decode (default: one per core)"),
+        ("shard-mb", int, 64, "N", "size of a shard in MB"),
+    ):
+        shown: dict[str, Any] = {"metavar": metavar} if metavar else {}
+        pack.add_argument(f"--{name}", type=kind, default=default, help=text, **shown)
+    pack.add_argument(
+        "--skip-broken", action="store_true", help="leave broken files out, and count them"
+    )
+    return pack
 
 
 def _export() -> Parser:

@@ -15,6 +15,7 @@ from hvdtrain.options.planrequest import PlanRequest, parse_plan_request
 
 Precision = Literal["fp32", "bf16", "fp64"]
 Device = Literal["cpu", "cuda"]
+Augment = Literal["none", "crop-flip", "resized-crop-flip"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,8 +198,8 @@ class TrainConfig(ModelInConfig):
     holdout: float = option(
         0.0, "share of the training set held out as validation, 0 to 0.9", Group.DATA, Rule.HOLDOUT
     )
-    augment: Literal["none", "crop-flip"] = option(
-        "none", "crop-flip: random crops and flips", Group.DATA
+    augment: Augment = option(  # noqa: RUF009
+        "none", "crop-flip: shifts, flips; resized-crop-flip: random parts, flips", Group.DATA
     )
     cutout: int | None = option(
         None,
@@ -214,7 +215,7 @@ class TrainConfig(ModelInConfig):
     )
     image_size: int | None = option(
         None,
-        "image size of the model",
+        "image size of the model: the centre of larger images, or what image files become",
         Group.DATA,
         Rule.POSITIVE,
         shown_default="that of the data set",

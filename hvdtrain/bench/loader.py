@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
@@ -12,10 +13,23 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
 from hvdtrain.data.index import read_index
 from hvdtrain.data.loader import Loader
-from hvdtrain.data.shards import open_split
-from hvdtrain.training.feed import augmentation
+from hvdtrain.data.shardfile import Batch
+from hvdtrain.data.shards import Samples, open_split
+from hvdtrain.training.feed import Augmentation, augmentation
 
 WARM_UP = 3  # batches
+
+
+@dataclass(frozen=True)
+class _Augmented:
+    """A source of augmented batches for a `Loader`."""
+
+    samples: Samples
+    augmentation: Augmentation
+
+    def gather(self, rows: order.Rows) -> Batch:
+        """Read one batch."""
+        return self.augmentation.gather(self.samples, rows)
 
 
 def bench_loader(config: LoaderConfig) -> dict[str, Any]:
@@ -40,12 +54,13 @@ def bench_loader(config: LoaderConfig) -> dict[str, Any]:
         def requests() -> Any:
             return cycle(batches)
 
-        with Loader(samples, requests(), augment) as loader:
+        with Loader(_Augmented(samples, augment), requests()) as loader:
             whole = _rate(lambda: next(loader), size, seconds)
         next_rows = requests()
-        reading = _rate(lambda: samples.gather(next(next_rows)), size, seconds)
+        reading = _rate(lambda: samples.gather(next(next_rows), augment.picture), size, seconds)
         batch = samples.gather(batches[0])
-        augmenting = _rate(lambda: augment(batch), size, seconds) if augment else None
+        change = augment.batch
+        augmenting = _rate(lambda: change(batch), size, seconds) if change else None
         copying = _rate(lambda: batch.images.copy(), size, seconds)
         return {
             "images": len(samples),

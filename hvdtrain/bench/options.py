@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from hvdtrain.config import Device, Precision, TrainConfig, field_of_train
+from hvdtrain.config import Augment, Device, Precision, TrainConfig, field_of_train
 from hvdtrain.errors import UsageError
 from hvdtrain.host.launchers import ALGORITHMS
 from hvdtrain.options.fields import about
@@ -31,7 +31,7 @@ class StepConfig:
     recompute: str | None = field_of_train("recompute")
     label_smoothing: float = field_of_train("label_smoothing")
     clip_norm: float | None = field_of_train("clip_norm")
-    augment: Literal["none", "crop-flip"] = field_of_train("augment")
+    augment: Augment = field_of_train("augment")
     cutout: int | None = field_of_train("cutout")
     compile: bool = field_of_train("compile")
     image_size: int | None = field(
@@ -72,8 +72,8 @@ class LoaderConfig:
 
     data: str = field(metadata=about("folder of a packed data set", metavar="DIR"))
     batch_size: int = field_of_train("batch_size")
-    augment: Literal["none", "crop-flip"] = field(
-        default="crop-flip", metadata=about("none or crop-flip")
+    augment: Augment = field(
+        default="crop-flip", metadata=about("none, crop-flip or resized-crop-flip")
     )
     cutout: int | None = field_of_train("cutout")
     memory_mb: int = field(

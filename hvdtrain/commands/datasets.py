@@ -7,6 +7,8 @@ from typing import Any
 from hvdtrain.commands import as_json, as_lines
 from hvdtrain.errors import DataError
 
+_SHOWN = 20  # broken files
+
 
 def data_fetch(arguments: Sequence[str], name: str, to: str) -> int:
     """Download an official archive."""
@@ -16,11 +18,17 @@ def data_fetch(arguments: Sequence[str], name: str, to: str) -> int:
     return 0
 
 
-def data_pack(arguments: Sequence[str], source: str, destination: str, shard_mb: int) -> int:
-    """Pack official binary files into shards."""
+def data_pack(arguments: Sequence[str], source: str, destination: str, **options: Any) -> int:
+    """Pack images into shards."""
     from hvdtrain import data
 
-    return _print_index(data.pack(source, destination, shard_mb=shard_mb))
+    left_out: list[str] = []
+    index = data.pack(source, destination, report=left_out.append, **options)
+    for fault in left_out[:_SHOWN]:
+        print(f"left out: {fault}", file=sys.stderr)
+    if len(left_out) > _SHOWN:
+        print(f"left out: {len(left_out) - _SHOWN:,} more", file=sys.stderr)
+    return _print_index(index)
 
 
 def data_synth(
@@ -63,7 +71,8 @@ def data_info(arguments: Sequence[str], destination: str, json: bool) -> int:
 def _print_index(index: Any) -> int:
     counts = ", ".join(f"{split.count:,} {name}" for name, split in index.splits.items())
     height, width, _ = index.image_shape
-    print(f"{index.folder}: {counts}, {index.classes} classes, {height}x{width} pixels")
+    pixels = f"{height}x{width} pixels" + (" when decoded" if index.resize else "")
+    print(f"{index.folder}: {counts}, {index.classes} classes, {pixels}")
     for note in index.notes:
         print(f"note: {note}")
     return 0

@@ -1,17 +1,20 @@
-"""Data sets: official files are packed into shards, and shards are read in a reproducible order.
+"""Data sets: images are packed into shards, and shards are read in a reproducible order.
 
 Every public name is loaded on first use, so that importing this package stays cheap. The package
-needs only NumPy and h5py: PyTorch and TensorFlow read through the same loader.
+needs only NumPy, h5py and Pillow: PyTorch and TensorFlow read through the same loader.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hvdtrain.data.arrays import write
     from hvdtrain.data.augment import crop_flip
-    from hvdtrain.data.cifar import fetch, pack
+    from hvdtrain.data.cifar import fetch
+    from hvdtrain.data.images import decode, resize
     from hvdtrain.data.index import Index, read_index
     from hvdtrain.data.loader import Loader
+    from hvdtrain.data.packing import pack
     from hvdtrain.data.shardfile import Batch
     from hvdtrain.data.shards import Samples, info, open_split, verify
     from hvdtrain.data.synthetic import synth
@@ -22,13 +25,16 @@ __all__ = [
     "Loader",
     "Samples",
     "crop_flip",
+    "decode",
     "fetch",
     "info",
     "open_split",
     "pack",
     "read_index",
+    "resize",
     "synth",
     "verify",
+    "write",
 ]
 
 _HOMES = {
@@ -37,13 +43,16 @@ _HOMES = {
     "Loader": "loader",
     "Samples": "shards",
     "crop_flip": "augment",
+    "decode": "images",
     "fetch": "cifar",
     "info": "shards",
     "open_split": "shards",
-    "pack": "cifar",
+    "pack": "packing",
     "read_index": "index",
+    "resize": "images",
     "synth": "synthetic",
     "verify": "shards",
+    "write": "arrays",
 }
 
 

@@ -5,10 +5,23 @@ SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generato
 used as a hash of a counter.
 """
 
+import math
+
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
+from hvdtrain.data.images import scaled
+
+_ATTEMPTS = 10  # to place a random crop
+_SMALLEST_AREA = 0.08  # of a random crop, relative to the image
+# Aspect ratios from 3/4 to 4/3 whose logarithms are evenly spaced. They are rounded to 16 bits, so
+# that no machine's mathematical library makes a difference.
+_RATIOS = tuple(
+    round(math.exp(math.log(3 / 4) + step / 255 * math.log(16 / 9)) * 2**16) / 2**16
+    for step in range(256)
+)
+_FIELD = 2**16
 _GAMMA = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
 
@@ -62,6 +75,46 @@ def crop_flip(
     pixels = result.view(np.dtype((np.void, channels)))[..., 0]
     pixels[mirrored] = pixels[mirrored, :, ::-1]
     return result
+
+
+def resized_crop_flip(
+    image: NDArray[np.uint8], sample: int, seed: int, epoch: int, size: int
+) -> NDArray[np.uint8]:
+    """Return a random part of the image, scaled to a square and mirrored half of the time.
+
+    `image` is uint8 [height, width, 3], the result uint8 [size, size, 3]. The part has 8 % to
+    100 % of the area and an aspect ratio of 3/4 to 4/3 (Szegedy et al., arXiv 1409.4842, in the
+    form of torchvision). The scaling is that of `resize`.
+    """
+    bits = sample_hash(seed, epoch, np.array([sample], np.int64))
+    box = crop_box(image.shape[0], image.shape[1], bits)
+    result = scaled(image, size, size, box)
+    is_mirrored = bool(splitmix64(bits ^ np.uint64(_FIELD))[0] >> np.uint64(63))
+    return np.ascontiguousarray(result[:, ::-1]) if is_mirrored else result
+
+
+def crop_box(height: int, width: int, bits: NDArray[np.uint64]) -> tuple[int, int, int, int]:
+    """Return left, top, right and bottom of a random part of an image, from 64 random bits.
+
+    Parts that do not fit are drawn again. After _ATTEMPTS of them, the largest central part with
+    an allowed aspect ratio is returned.
+    """
+    for _ in range(_ATTEMPTS):
+        bits = splitmix64(bits)
+        number = int(bits[0])
+        area, ratio, across, down = (number >> 16 * field & 0xFFFF for field in range(4))
+        share = _SMALLEST_AREA + (1 - _SMALLEST_AREA) * area / (_FIELD - 1)
+        aspect = _RATIOS[ratio >> 8]
+        part_width = round(math.sqrt(height * width * share * aspect))
+        part_height = round(math.sqrt(height * width * share / aspect))
+        if 0 < part_width <= width and 0 < part_height <= height:
+            left = across * (width - part_width + 1) // _FIELD
+            top = down * (height - part_height + 1) // _FIELD
+            return left, top, left + part_width, top + part_height
+    part_width = min(width, max(1, round(height * _RATIOS[-1])))
+    part_height = min(height, max(1, round(width / _RATIOS[0])))
+    left, top = (width - part_width) // 2, (height - part_height) // 2
+    return left, top, left + part_width, top + part_height
 
 
 def cutout(

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from hvdtrain.data.download import Progress, download
 from hvdtrain.data.index import Index
-from hvdtrain.data.writer import Source, write
+from hvdtrain.data.writer import Layout, Source, write_sources
 from hvdtrain.errors import DataError, UsageError
 
 OFFICIAL_SITE = "https://www.cs.toronto.edu/~kriz"
@@ -138,7 +138,15 @@ def pack(source: Path | str, destination: Path | str, shard_mb: int = 64) -> Ind
         "test": _source([parts[file] for file in edition.test]),
     }
     names = _class_names(edition, contents)
-    return write(destination, sources, IMAGE_SHAPE, names, notes, shard_mb)
+    layout = Layout(IMAGE_SHAPE, shard_mb=shard_mb)
+    return write_sources(destination, sources, layout, names, notes)
+
+
+def is_official(source: Path) -> bool:
+    """Return whether a folder holds official CIFAR files, or a file may be an archive of them."""
+    if source.is_file():
+        return source.suffix.lower() not in (".csv", ".npy", ".npz")
+    return bool(_candidates(source))
 
 
 def find_source(source: Path) -> tuple[Edition, Path]:
@@ -147,13 +155,7 @@ def find_source(source: Path) -> tuple[Edition, Path]:
         return _archive_edition(source), source
     if not source.is_dir():
         raise DataError(f"{source}: no such file or folder; get one with `hvdtrain data fetch`")
-    candidates = []
-    for edition in EDITIONS.values():
-        for folder in (source, source / edition.folder):
-            if any((folder / file.name).is_file() for file in edition.files):
-                candidates.append((edition, folder))
-        if (source / edition.archive).is_file():
-            candidates.append((edition, source / edition.archive))
+    candidates = _candidates(source)
     if not candidates:
         raise DataError(
             f"{source}: holds no official CIFAR files (binary version); "
@@ -163,6 +165,18 @@ def find_source(source: Path) -> tuple[Edition, Path]:
         places = " or ".join(str(path) for _, path in candidates)
         raise UsageError(f"{source}: holds both CIFAR-10 and CIFAR-100; choose one: {places}")
     return candidates[0]
+
+
+def _candidates(source: Path) -> list[tuple[Edition, Path]]:
+    """Return the data sets in a folder, each with the folder or archive of its files."""
+    candidates = []
+    for edition in EDITIONS.values():
+        for folder in (source, source / edition.folder):
+            if any((folder / file.name).is_file() for file in edition.files):
+                candidates.append((edition, folder))
+        if (source / edition.archive).is_file():
+            candidates.append((edition, source / edition.archive))
+    return candidates
 
 
 def _archive_edition(path: Path) -> Edition:

@@ -10,21 +10,28 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from hvdtrain.errors import DataError, UsageError
 
 INDEX_FILE = "index.json"
-FORMAT_VERSION = 1
+Resize = Literal["shorter", "squash", "pad"]
+Encoding = Literal["raw", "jpeg"]
+
+FORMAT_VERSION = 1  # of pixels
+FILES_VERSION = 2  # of image files, which are decoded while they are loaded
 SPLITS = ("train", "test")
 RESTORE = "restore the file or pack the data set again"
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm")
 
 _INDEX_BYTES = 64 * 2**20  # hvdtrain writes no larger index
 _LARGEST = 2**48  # rows or bytes
 _LONGEST_SIDE = 2**16  # pixels
+_LOOKED_AT = 1000  # files in a folder without an index
 _SHARD_NAME = re.compile(
     r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.h5"
 )  # a plain name, without a folder
@@ -59,9 +66,11 @@ class Split:
 class Index:
     """A packed data set.
 
-    `image_shape` is (height, width, channels). `mean` and `std` are per channel over the train
-    split, of pixels in 0..1 (a constant channel has std 1). `notes` are remarks for the user, such
-    as an incomplete source.
+    `image_shape` is (height, width, channels) of the images that are read. `mean` and `std` are
+    per channel over the train split, of pixels in 0..1 (a constant channel has std 1). `notes` are
+    remarks for the user, such as an incomplete source. `resize` is how image files get their size
+    when they are decoded, and None for a data set of pixels. `packed_shape` is the shape in
+    `index.json`, where `at_size` chose another one to read.
     """
 
     folder: Path
@@ -72,6 +81,8 @@ class Index:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     notes: tuple[str, ...] = ()
+    resize: Resize | None = None
+    packed_shape: tuple[int, int, int] | None = None
 
     @property
     def classes(self) -> int:
@@ -79,9 +90,37 @@ class Index:
         return len(self.class_names)
 
     @property
+    def stored_shape(self) -> tuple[int, int, int]:
+        """The image shape in `index.json`."""
+        return self.packed_shape or self.image_shape
+
+    @property
     def image_bytes(self) -> int:
-        """Bytes of one image."""
-        return math.prod(self.image_shape)
+        """Bytes of one stored image; of image files the average over the train split."""
+        if self.resize is None:
+            return math.prod(self.stored_shape)
+        train = self.splits["train"]
+        return max(1, sum(shard.bytes for shard in train.shards) // train.count)
+
+    def at_size(self, size: int | None) -> "Index":
+        """Return the same data set, read as squares of `size` pixels; None for the size in it.
+
+        Smaller images are the centres of the stored ones. Image files can be read at any size:
+        they are scaled to the stored size or to `size`, whichever is larger. The hash stays.
+
+        Raises:
+            UsageError: for pixels that are smaller than `size`.
+        """
+        height, width, channels = self.stored_shape
+        if size is None or (size, size) == (height, width):
+            return replace(self, image_shape=self.stored_shape, packed_shape=None)
+        if self.resize is None and size > min(height, width):
+            raise UsageError(
+                f"--image-size {size}, but the images of {self.folder} are {height}x{width}: "
+                f"pack them with --size {size}"
+            )
+        shape = (size, size, channels)
+        return replace(self, image_shape=shape, packed_shape=self.stored_shape)
 
     def normalisation(self, how: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Return the values to subtract from each channel of pixels in 0..1, and then divide by.
@@ -103,9 +142,11 @@ class Index:
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of `index.json`."""
+        files = {} if self.resize is None else {"encoding": "jpeg", "resize": self.resize}
         return {
             "format_version": self.format_version,
-            "image_shape": list(self.image_shape),
+            **files,
+            "image_shape": list(self.stored_shape),
             "class_names": list(self.class_names),
             "mean": list(self.mean),
             "std": list(self.std),
@@ -159,6 +200,11 @@ def parse_index(folder: Path | str) -> Index:
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder; {pack}")
     if not path.is_file():
+        if _holds_images(folder):
+            raise DataError(
+                f"{folder}: holds images and no {INDEX_FILE}: pack them with "
+                f"`hvdtrain data pack {folder} DEST`, and use DEST"
+            )
         raise DataError(f"{folder}: holds no {INDEX_FILE}; {pack}")
     try:
         with path.open("rb") as file:
@@ -174,6 +220,16 @@ def parse_index(folder: Path | str) -> Index:
         raise DataError(
             f"{path}: not an index of hvdtrain ({reason}); pack the data set again"
         ) from error
+
+
+def _holds_images(folder: Path) -> bool:
+    """Return whether one of the first files here, or in two levels of folders, is an image."""
+    patterns = ("*", "*/*", "*/*/*")
+    try:
+        paths = (path for pattern in patterns for path in islice(folder.glob(pattern), _LOOKED_AT))
+        return any(path.suffix.lower() in IMAGE_SUFFIXES for path in paths)
+    except OSError:
+        return False
 
 
 class _BrokenIndex(Exception):
@@ -222,10 +278,13 @@ def _number(value: object, where: str) -> float:
 
 def _index(folder: Path, value: object) -> Index:
     """Return the index that a JSON value describes; raise _BrokenIndex if it breaks a rule."""
-    if isinstance(value, dict) and value.get("format_version") != FORMAT_VERSION:
-        version = str(value.get("format_version"))[:40]
-        raise _BrokenIndex(f"format version {version}, this hvdtrain reads {FORMAT_VERSION}")
+    version = value.get("format_version") if isinstance(value, dict) else FORMAT_VERSION
+    if version not in (FORMAT_VERSION, FILES_VERSION) or isinstance(version, bool):
+        text = f"this hvdtrain reads {FORMAT_VERSION} and {FILES_VERSION}"
+        raise _BrokenIndex(f"format version {str(version)[:40]}, {text}")
     keys = {"format_version", "image_shape", "class_names", "mean", "std", "notes", "splits"}
+    is_files = version == FILES_VERSION
+    keys |= {"encoding", "resize"} if is_files else set()
     top = _object(value, "the file", keys)
     height, width, channels = _image_shape(top["image_shape"])
     mean = tuple(_number(number, "`mean`") for number in _list(top["mean"], "`mean`"))
@@ -236,19 +295,25 @@ def _index(folder: Path, value: object) -> Index:
     _require(len(names) > 0, "`class_names` is empty")
     notes = tuple(_text(note, "`notes`") for note in _list(top["notes"], "`notes`"))
     splits = _object(top["splits"], "`splits`", set(SPLITS))
-    image_bytes = height * width * channels
+    resize = top.get("resize")
+    if is_files:
+        _require(top["encoding"] == "jpeg", "`encoding` is not jpeg")
+        _require(resize in get_args(Resize), "`resize` is not shorter, squash or pad")
+        _require(height == width and channels == 3, "`image_shape` is not a square of 3 channels")
+    image_bytes = 1 if is_files else height * width * channels
     parsed = {name: _split(name, splits[name], image_bytes) for name in SPLITS}
     files = [shard.file for split in parsed.values() for shard in split.shards]
     _require(len(files) == len(set(files)), "two shards have the same name")
     return Index(
         folder=folder,
-        format_version=FORMAT_VERSION,
+        format_version=version,
         splits=parsed,
         class_names=tuple(names),
         image_shape=(height, width, channels),
         mean=mean,
         std=std,
         notes=notes,
+        resize=resize,
     )
 
 

@@ -26,7 +26,7 @@ _WINDOW_BYTES = 256 * 2**20
 
 
 def window_rows(index: Index) -> int:
-    """Return the size in samples of the windows of an epoch's shuffle: 256 MiB of images.
+    """Return the size in samples of the windows of an epoch's shuffle: 256 MiB of stored images.
 
     It is at least 1, and a function of the index alone, so that memory and ranks never change the
     order.
@@ -45,8 +45,8 @@ def holdout(count: int, fraction: float, index_hash: str, seed: int) -> tuple[Ro
     if fraction > 0 and count < 2:
         raise UsageError(f"cannot hold out a part of {count} sample(s): set holdout to 0")
     held = min(max(1, int(fraction * count + 0.5)), count - 1) if fraction > 0 else 0
-    shuffled = _shuffled(np.arange(count, dtype=np.int64), f"holdout {index_hash} {seed}")
-    return np.sort(shuffled[held:]), np.sort(shuffled[:held])
+    order = shuffled(np.arange(count, dtype=np.int64), f"holdout {index_hash} {seed}")
+    return np.sort(order[held:]), np.sort(order[:held])
 
 
 def training_order(index: Index, rows: Rows, seed: int, epoch: int) -> Rows:
@@ -67,9 +67,9 @@ def epoch_order(
     """
     name = f"epoch {index_hash} {seed} {epoch}"
     if window_rows >= len(rows):
-        return _shuffled(rows, name)
+        return shuffled(rows, name)
     chunks, sizes = np.unique(rows // chunk_rows, return_counts=True)
-    places = _shuffled(np.arange(len(chunks), dtype=np.int64), f"chunks of {name}")
+    places = shuffled(np.arange(len(chunks), dtype=np.int64), f"chunks of {name}")
     window = np.empty(len(chunks), np.int64)
     number = filled = 0
     for place in places:
@@ -83,7 +83,8 @@ def epoch_order(
     return rows[np.lexsort((_keys(len(rows), name), of_rows))]
 
 
-def _shuffled(rows: Rows, name: str) -> Rows:
+def shuffled(rows: Rows, name: str) -> Rows:
+    """Return the rows in a random order that depends on `name` and their number alone."""
     return rows[np.argsort(_keys(len(rows), name), kind="stable")]
 
 

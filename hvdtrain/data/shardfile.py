@@ -1,5 +1,8 @@
 """One shard: an HDF5 file of `images` [n, height, width, channels], `labels` [n] and `ids` [n].
 
+A shard of image files has `images` [bytes], the files one after the other, and `ends` [n], where
+each of them ends.
+
 Each data set is chunked with Fletcher-32, and the file format (HDF5 1.10 and later) has checksums
 over everything else that is read, so that any flipped bit raises an error or has no effect. Files
 are opened without locks, which some network file systems lack.
@@ -8,6 +11,8 @@ are opened without locks, which some network file systems lack.
 import hashlib
 import io
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import h5py
 import numpy as np
@@ -18,6 +23,7 @@ from hvdtrain.errors import DataError
 
 DATA_SETS = ("images", "labels", "ids")
 CHUNK_BYTES = 2**20  # upper bound of a chunk of images, unless one image is larger
+FILES_CHUNK_BYTES = 2**17  # of the bytes of image files, which no chunk of rows is aligned with
 
 # Errors that h5py raises for a file that is damaged or has an unexpected layout.
 _READ_ERRORS = (OSError, KeyError, RuntimeError, ValueError, TypeError, AttributeError)
@@ -25,9 +31,12 @@ _READ_ERRORS = (OSError, KeyError, RuntimeError, ValueError, TypeError, Attribut
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Samples: `images` uint8 [n, height, width, channels], `labels` and `ids` int64 [n]."""
+    """Samples: `images` uint8 [n, height, width, channels], `labels` and `ids` int64 [n].
 
-    images: NDArray[np.uint8]
+    Of image files that are not decoded yet, `images` are `bytes` objects [n].
+    """
+
+    images: NDArray[Any]
     labels: NDArray[np.int64]
     ids: NDArray[np.int64]
 
@@ -36,9 +45,13 @@ class Batch:
 
 
 def empty_batch(index: Index, rows: int) -> Batch:
-    """Return memory for `rows` samples of a data set."""
+    """Return memory for `rows` stored samples of a data set."""
+    if index.resize is None:
+        images: NDArray[Any] = np.empty((rows, *index.stored_shape), np.uint8)
+    else:
+        images = np.empty(rows, object)
     return Batch(
-        images=np.empty((rows, *index.image_shape), np.uint8),
+        images=images,
         labels=np.empty(rows, np.int64),
         ids=np.empty(rows, np.int64),
     )
@@ -57,11 +70,16 @@ def encode_shard(samples: Batch, rows: int) -> memoryview:
     """
     content = io.BytesIO()
     rows = min(rows, len(samples))
+    arrays = {name: getattr(samples, name) for name in DATA_SETS}
+    chunks = {name: (rows, *array.shape[1:]) for name, array in arrays.items()}
+    if samples.images.dtype == object:
+        arrays["images"] = np.frombuffer(b"".join(samples.images), np.uint8)
+        arrays["ends"] = np.cumsum([len(file) for file in samples.images], dtype=np.int64)
+        chunks["images"] = (min(FILES_CHUNK_BYTES, len(arrays["images"])),)
+        chunks["ends"] = (rows,)
     with _new_file(content) as file:
-        for name in DATA_SETS:
-            array = getattr(samples, name)
-            chunks = (rows, *array.shape[1:])
-            file.create_dataset(name, data=array, chunks=chunks, fletcher32=True)
+        for name, array in arrays.items():
+            file.create_dataset(name, data=array, chunks=chunks[name], fletcher32=True)
     return content.getbuffer()
 
 
@@ -98,12 +116,15 @@ def open_shard(index: Index, shard: Shard) -> h5py.File:
 
 
 def _layout_fault(file: h5py.File, index: Index, shard: Shard) -> str | None:
-    shapes = {"images": (shard.count, *index.image_shape)}
-    for name in DATA_SETS:
+    names = DATA_SETS if index.resize is None else (*DATA_SETS, "ends")
+    for name in names:
         if fault := _storage_fault(file, name):
             return f"holds `{name}` {fault}"
         data_set = file[name]
-        expected = shapes.get(name, (shard.count,))
+        expected: tuple[int, ...] = (shard.count,)
+        if name == "images":
+            is_files = index.resize is not None
+            expected = file["images"].shape[:1] if is_files else (shard.count, *index.stored_shape)
         kind = "u" if name == "images" else "i"
         if data_set.shape != expected or data_set.dtype.kind != kind:
             return f"holds `{name}` {data_set.shape} {data_set.dtype}, the index says {expected}"
@@ -134,12 +155,29 @@ def read_rows(file: h5py.File, index: Index, shard: Shard, start: int, stop: int
     Errors of h5py propagate: read_chunk and read_shard add the place.
     """
     batch = empty_batch(index, stop - start)
-    for name in DATA_SETS:
+    for name in DATA_SETS if index.resize is None else DATA_SETS[1:]:
         file[name].read_direct(getattr(batch, name), np.s_[start:stop])
+    if index.resize is not None:
+        batch.images[:] = _read_files(file, start, stop)
     if batch.labels.min() < 0 or batch.labels.max() >= index.classes:
         path = index.folder / shard.file
         raise DataError(f"{path}: holds a label outside 0..{index.classes - 1}; pack it again")
     return batch
+
+
+def _read_files(file: h5py.File, start: int, stop: int) -> NDArray[Any]:
+    """Return the bytes of the image files in rows [start, stop): `bytes` objects [n]."""
+    before = start - 1 if start else 0
+    ends = file["ends"][before:stop].astype(np.int64)
+    if not start:
+        ends = np.concatenate([np.zeros(1, np.int64), ends])
+    if (np.diff(ends) <= 0).any() or ends[0] < 0 or ends[-1] > len(file["images"]):
+        raise ValueError("the ends of the image files are not in order")
+    content = file["images"][ends[0] : ends[-1]].tobytes()
+    files = np.empty(stop - start, object)
+    for row, (first, last) in enumerate(pairwise((ends - ends[0]).tolist())):
+        files[row] = content[first:last]
+    return files
 
 
 def read_chunk(file: h5py.File, index: Index, shard: Shard, rows: int, chunk: int) -> Batch:

@@ -9,6 +9,8 @@ Example:
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,6 +19,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from hvdtrain.data.images import centre, decode, resize
 from hvdtrain.data.index import RESTORE, Index, Shard, Split, parse_index, read_index, size_fault
 from hvdtrain.data.shardfile import (
     Batch,
@@ -29,8 +32,14 @@ from hvdtrain.data.shardfile import (
 )
 from hvdtrain.errors import DataError, UsageError
 
+# From a stored image, uint8 [height, width, 3] (an image file in its full size), its sample id and
+# the size of the index to what is read: uint8 [size, size, 3].
+Picture = Callable[[NDArray[np.uint8], int, int], NDArray[np.uint8]]
+
 _DEFAULT_MEMORY = 2**30
 _OPEN_FILES = 64
+_MOST_THREADS = 16
+_FILE_OVERHEAD = 128  # bytes of an image file in memory besides its content, at most
 
 
 def open_split(index: Index, split: str, memory_bytes: int = _DEFAULT_MEMORY) -> "Samples":
@@ -55,7 +64,7 @@ class Samples:
     """
 
     def __init__(self, index: Index, split: Split, memory_bytes: int) -> None:
-        sample_bytes = index.image_bytes + 16  # a label and an id of 8 bytes
+        sample_bytes = _sample_bytes(index, split)
         self.index = index
         self.split = split
         self.in_memory = split.count * sample_bytes <= memory_bytes
@@ -66,6 +75,8 @@ class Samples:
         self._chunk_bytes = split.chunk_rows * sample_bytes
         # An open file belongs to one process: HDF5 does not survive a fork.
         self._files: OrderedDict[tuple[int, int], h5py.File] = OrderedDict()
+        self._threads: ThreadPoolExecutor | None = None
+        self._threads_of = 0  # the process that started them
         self._verified: set[int] = set()  # shards whose SHA-256 has been checked
         counts = np.array([shard.count for shard in split.shards], np.int64)
         self._first_rows = np.cumsum(counts) - counts  # first row of each shard
@@ -91,17 +102,20 @@ class Samples:
             if self.in_memory and self._whole is None:
                 self._whole = _read_split(self.index, self.split)
 
-    def gather(self, rows: NDArray[np.int64]) -> Batch:
+    def gather(self, rows: NDArray[np.int64], picture: Picture | None = None) -> Batch:
         """Return the samples at these rows of the split, in this order, as new arrays.
 
-        Raises IndexError for a row outside the split, DataError for a damaged shard.
+        Image files are decoded on several threads.
+
+        Args:
+            picture: makes the image of a sample; without one it is resized as the index says, and
+                its centre is returned.
+
+        Raises:
+            IndexError: for a row outside the split.
+            DataError: for a damaged shard.
         """
-        self._check(rows)
-        self.load()
-        if self._whole is not None:
-            return _take(self._whole, rows)
-        with self._lock:
-            return self._gather_chunks(rows)
+        return self._decoded(self._stored(rows), picture)
 
     def labels(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the labels at these rows, as `gather` does but without copying the images."""
@@ -111,7 +125,44 @@ class Samples:
         self.load()
         if self._whole is not None:
             return self._whole.labels[rows]
-        return self.gather(rows).labels
+        return self._stored(rows).labels
+
+    def _stored(self, rows: NDArray[np.int64]) -> Batch:
+        """Return the samples as they are stored."""
+        self._check(rows)
+        self.load()
+        if self._whole is not None:
+            return _take(self._whole, rows)
+        with self._lock:
+            return self._gather_chunks(rows)
+
+    def _decoded(self, batch: Batch, picture: Picture | None) -> Batch:
+        index = self.index
+        if index.resize is None and picture is None:
+            if index.packed_shape is None:
+                return batch
+            images = np.ascontiguousarray(centre(batch.images, index.image_shape[0]))
+            return Batch(images, batch.labels, batch.ids)
+        images = np.empty((len(batch), *index.image_shape), np.uint8)
+
+        def put(row: int) -> None:
+            image, sample = batch.images[row], int(batch.ids[row])
+            if index.resize is not None:
+                image = decode(image, f"{index.folder}: sample {sample}")
+            made = picture(image, sample, index.image_shape[0]) if picture else view(index, image)
+            images[row] = made
+
+        for _ in self._started_threads().map(put, range(len(batch))):
+            pass
+        return Batch(images, batch.labels, batch.ids)
+
+    def _started_threads(self) -> ThreadPoolExecutor:
+        """Return the threads that decode; those of another process do not survive a fork."""
+        if self._threads is None or self._threads_of != os.getpid():
+            number = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
+            self._threads = ThreadPoolExecutor(number, thread_name_prefix="hvdtrain-decode")
+            self._threads_of = os.getpid()
+        return self._threads
 
     def close(self) -> None:
         """Close the files and free the memory; a later gather reads the split again."""
@@ -123,6 +174,9 @@ class Samples:
             self._chunks.clear()
             self._verified.clear()
             self._whole = None
+            if self._threads is not None and self._threads_of == os.getpid():
+                self._threads.shutdown(wait=False)
+            self._threads = None
 
     def _check(self, rows: NDArray[np.int64]) -> None:
         if len(rows) and not (rows.min() >= 0 and rows.max() < self.split.count):
@@ -169,6 +223,25 @@ class Samples:
             self._files[key] = open_shard(self.index, self.split.shards[number])
         self._files.move_to_end(key)
         return self._files[key]
+
+
+def view(index: Index, image: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return the pixels that a data set's reader sees of an image file: uint8 [size, size, 3].
+
+    The image is resized to the stored size, or to that of the index if it is larger, and cut down
+    to the centre. Evaluation and prediction see the same.
+    """
+    size = index.image_shape[0]
+    how = index.resize or "shorter"
+    return centre(resize(image, max(size, index.stored_shape[0]), how), size)
+
+
+def _sample_bytes(index: Index, split: Split) -> int:
+    """Return the memory of one stored sample, with a label and an id; the average of files."""
+    if index.resize is None:
+        return index.image_bytes + 16
+    stored = sum(shard.bytes for shard in split.shards)
+    return stored // split.count + _FILE_OVERHEAD
 
 
 def _take(samples: Batch, rows: NDArray[np.int64]) -> Batch:
@@ -263,6 +336,8 @@ def info(folder: Path | str) -> dict[str, Any]:
         "classes": index.classes,
         "class_names": list(index.class_names),
         "image_shape": list(index.image_shape),
+        "encoding": "raw" if index.resize is None else "jpeg",
+        "resize": index.resize,
         "mean": list(index.mean),
         "std": list(index.std),
         "notes": list(index.notes),

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from hvdtrain.data.augment import sample_hash, splitmix64
 from hvdtrain.data.index import Index
-from hvdtrain.data.writer import Source, write
+from hvdtrain.data.writer import Layout, Source, write_sources
 from hvdtrain.errors import UsageError
 
 _GRID = 6  # random points across a pattern
@@ -45,12 +45,9 @@ def synth(
         "train": Source(images, lambda start, stop: _samples(patterns, seed, start, stop)),
         "test": Source(test, lambda start, stop: _samples(patterns, seed, start, stop, images)),
     }
-    return write(
-        destination,
-        sources,
-        image_shape=(size, size, _CHANNELS),
-        class_names=[f"class {number}" for number in range(classes)],
-        shard_mb=shard_mb,
+    layout = Layout((size, size, _CHANNELS), shard_mb=shard_mb)
+    return write_sources(
+        destination, sources, layout, [f"class {number}" for number in range(classes)]
     )
 
 

@@ -2,16 +2,16 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from hvdtrain.config import TrainConfig
-from hvdtrain.data.augment import crop_flip, cutout
+from hvdtrain.data.augment import crop_flip, cutout, resized_crop_flip
 from hvdtrain.data.index import Index, read_index
 from hvdtrain.data.order import Range, Rows
 from hvdtrain.data.shardfile import Batch
-from hvdtrain.data.shards import Samples, open_split
+from hvdtrain.data.shards import Picture, Samples, open_split
 from hvdtrain.data.staging import stage, staged_folder
 from hvdtrain.data.writer import count_values, mean_and_std
 from hvdtrain.errors import DataError, UsageError
@@ -39,11 +39,30 @@ class Feed:
 Request = tuple[Rows, Rows]  # the rows whose images, and whose labels, a rank needs
 
 
+@dataclass(frozen=True)
+class Augmentation:
+    """The augmentation of one epoch.
+
+    Attributes:
+        picture: applies to one image in its stored size.
+        batch: applies to a batch of images in their final size.
+    """
+
+    picture: Picture | None = None
+    batch: Callable[[Batch], Batch] | None = None
+
+    def gather(self, samples: Samples, rows: Rows) -> Batch:
+        """Return augmented samples."""
+        batch = samples.gather(rows, self.picture)
+        return batch if self.batch is None else self.batch(batch)
+
+
+@dataclass
 class Feeder:
     """Reads feeds from a split; takes the place of the split in a `Loader`."""
 
-    def __init__(self, samples: Samples, augment: Callable[[Batch], Batch] | None = None) -> None:
-        self.samples, self.augment = samples, augment
+    samples: Samples
+    augmentation: Augmentation = field(default_factory=Augmentation)
 
     def gather(self, request: Request) -> Feed:
         """Read one step's feed; rows whose images and labels are needed are read once."""
@@ -51,27 +70,23 @@ class Feeder:
         if not len(for_images):
             empty = np.empty((0, *self.samples.index.image_shape), np.uint8)
             return Feed(empty, for_images, self.samples.labels(for_labels))
-        batch = self.samples.gather(for_images)
-        if self.augment is not None:
-            batch = self.augment(batch)
+        batch = self.augmentation.gather(self.samples, for_images)
         is_same = np.array_equal(for_images, for_labels)
         labels = batch.labels if is_same else self.samples.labels(for_labels)
         return Feed(batch.images, batch.ids, labels)
 
 
-def augmentation(
-    config: TrainConfig, mean: Sequence[float], epoch: int
-) -> Callable[[Batch], Batch] | None:
-    """Return the augmentation of an epoch's batches, if there is one.
+def augmentation(config: TrainConfig, mean: Sequence[float], epoch: int) -> Augmentation:
+    """Return the augmentation of an epoch's images.
 
     Args:
         mean: mean of each channel, of pixels in 0..1; cutout fills with it.
     """
-    if config.augment == "none" and config.cutout is None:
-        return None
-    fill = np.round(255 * np.asarray(mean)).astype(np.uint8)
 
-    def augment(batch: Batch) -> Batch:
+    def picture(image: np.ndarray, sample: int, size: int) -> np.ndarray:
+        return resized_crop_flip(image, sample, config.seed, epoch, size)
+
+    def batch(batch: Batch) -> Batch:
         images = batch.images
         if config.augment == "crop-flip":
             images = crop_flip(images, batch.ids, config.seed, epoch)
@@ -79,7 +94,11 @@ def augmentation(
             cutout(images, batch.ids, config.seed, epoch, config.cutout, fill)
         return Batch(images, batch.labels, batch.ids)
 
-    return augment
+    fill = np.round(255 * np.asarray(mean)).astype(np.uint8)
+    has_batch = config.augment == "crop-flip" or config.cutout is not None
+    return Augmentation(
+        picture if config.augment == "resized-crop-flip" else None, batch if has_batch else None
+    )
 
 
 def requests(
@@ -168,16 +187,12 @@ def check_started(config: TrainConfig, world: World) -> None:
 
 
 def check_images(config: TrainConfig, index: Index) -> None:
-    """Raise UsageError unless images are square, have 3 channels, and have the requested size."""
+    """Raise UsageError unless images are square and have 3 channels."""
     height, width, channels = index.image_shape
     if channels != 3 or height != width:
         raise UsageError(
             f"{config.data} holds images of {height}x{width}x{channels}: "
             "models need square images of 3 channels"
-        )
-    if config.image_size not in (None, height):
-        raise UsageError(
-            f"--image-size {config.image_size}, but the images of {config.data} are {height}"
         )
 
 

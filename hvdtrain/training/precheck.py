@@ -28,7 +28,7 @@ def check_before_launch(config: TrainConfig) -> None:
     models.check_name(config.model)
     if config.framework == "tensorflow" and find_spec("tensorflow") is None:
         raise UsageError(NO_TENSORFLOW)
-    read_index(config.data)
+    read_index(config.data).at_size(config.image_size)
     check_one_rank(config.plan, config.ranks or 1)
     # With --replicate the ranks search for copies of a run whose folder is lost.
     may_resume = config.resume and (config.replicate or holds_run(Path(config.run or "")))
@@ -71,7 +71,7 @@ def _check_plan(config: TrainConfig) -> None:
     )
     from hvdtrain.data import order
 
-    index = read_index(config.data)
+    index = read_index(config.data).at_size(config.image_size)
     components = model_components(config, index)
     boundaries = check_components(components, config, index)
     if isinstance(config.plan_request, Chosen):

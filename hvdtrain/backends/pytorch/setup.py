@@ -52,7 +52,7 @@ def open_session(config: TrainConfig, world: World) -> TorchSession:
         UsageError, DataError: for every mistake of a user.
     """
     check_started(config, world)
-    index = staged(read_index(config.data), config.stage, world)
+    index = staged(read_index(config.data).at_size(config.image_size), config.stage, world)
     components = model_components(config, index)
     agree_on_values(components, world)
     train_rows, held_rows = order.holdout(

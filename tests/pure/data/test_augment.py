@@ -6,7 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from hvdtrain.data.augment import crop_flip, cutout, sample_hash, splitmix64
+from hvdtrain.data.augment import (
+    crop_box,
+    crop_flip,
+    cutout,
+    resized_crop_flip,
+    sample_hash,
+    splitmix64,
+)
 
 Images = NDArray[np.uint8]
 
@@ -147,3 +154,66 @@ def test_the_centre_of_a_cutout_is_any_pixel_and_not_that_of_the_crop() -> None:
     assert counts.max() < 780
     shifts = crop_flip(np.full((count, 6, 5, 1), 1, np.uint8), ids, 0, 0)[:, 0].any(axis=(1, 2))
     assert abs(np.corrcoef(shifts, places // 5)[0, 1]) < 0.03
+
+
+def a_photo(height: int = 60, width: int = 90) -> np.ndarray:
+    rows, columns = np.mgrid[:height, :width]
+    planes = [rows * 255 // height, columns * 255 // width, 0 * rows]
+    return np.stack(planes, axis=2).astype(np.uint8)
+
+
+def test_a_resized_crop_depends_on_seed_epoch_and_sample_alone() -> None:
+    photo = a_photo()
+    first = resized_crop_flip(photo, 7, 1, 2, 24)
+    assert first.shape == (24, 24, 3)
+    np.testing.assert_array_equal(first, resized_crop_flip(photo.copy(), 7, 1, 2, 24))
+    for other in ((8, 1, 2), (7, 2, 2), (7, 1, 3)):
+        assert not np.array_equal(first, resized_crop_flip(photo, *other, 24))
+
+
+def plain_parts(height: int, width: int) -> np.ndarray:
+    """Return heights and widths of random parts, drawn in the plainest way."""
+    random = np.random.default_rng(0)
+    area = height * width * random.uniform(0.08, 1, 100_000)
+    ratio = np.exp(random.uniform(np.log(3 / 4), np.log(4 / 3), 100_000))
+    parts = np.round(np.stack([np.sqrt(area / ratio), np.sqrt(area * ratio)], axis=1))
+    return np.asarray(parts[(parts <= (height, width)).all(axis=1)])
+
+
+def test_random_parts_have_the_areas_and_shapes_of_the_publication() -> None:
+    height, width = 300, 400
+    boxes = np.array(
+        [crop_box(height, width, sample_hash(0, 0, np.array([n]))) for n in range(3000)]
+    )
+    left, top, right, bottom = boxes.T
+    assert left.min() >= 0
+    assert top.min() >= 0
+    assert right.max() <= width
+    assert bottom.max() <= height
+    areas = (right - left) * (bottom - top) / (height * width)
+    ratios = (right - left) / (bottom - top)
+    assert 0.078 < areas.min() < 0.09
+    assert 0.95 < areas.max() <= 1
+    expected = plain_parts(height, width)
+    assert abs(areas.mean() - expected.prod(axis=1).mean() / (height * width)) < 0.015
+    assert abs(np.log(ratios).mean() - np.log(expected[:, 1] / expected[:, 0]).mean()) < 0.015
+    assert abs(np.log(ratios)).max() < np.log(4 / 3) + 0.02
+    # The first and the last place are as likely as any other.
+    assert {left.min(), top.min()} == {0}
+    assert (right == width).any()
+    assert (bottom == height).any()
+
+
+def test_half_of_the_crops_are_mirrored_and_none_depends_on_its_box() -> None:
+    photo = a_photo()
+    mirrored = [
+        crop[0, 0, 1] > crop[0, -1, 1]
+        for crop in (resized_crop_flip(photo, n, 0, 0, 8).astype(int) for n in range(600))
+    ]
+    assert 250 < sum(mirrored) < 350
+
+
+def test_a_part_of_an_odd_image_is_its_largest_with_an_allowed_shape() -> None:
+    bits = sample_hash(0, 0, np.array([3]))
+    assert crop_box(2, 1000, bits) == (498, 0, 501, 2)
+    assert crop_box(1000, 3, bits) == (0, 498, 3, 502)

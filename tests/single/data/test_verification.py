@@ -10,7 +10,7 @@ import pytest
 
 from hvdtrain.data.index import read_index
 from hvdtrain.data.shards import info, open_split, verify
-from hvdtrain.data.writer import Source, write
+from hvdtrain.data.writer import Layout, Source, write_sources
 from hvdtrain.errors import DataError
 
 
@@ -76,7 +76,11 @@ def test_labels_out_of_range_are_named_though_all_hashes_are_right(tmp_path: Pat
         return np.zeros((stop - start, 2, 2, 3), np.uint8), np.arange(start, stop)
 
     source = Source(4, read)
-    write(tmp_path / "set", {"train": source, "test": source}, (2, 2, 3), ["only", "two"])
+    sources = {"train": source, "test": source}
+    write_sources(tmp_path / "set", sources, Layout((2, 2, 3)), None)
+    index = json.loads((tmp_path / "set" / "index.json").read_text())
+    content = json.dumps(index | {"class_names": ["only", "two"]})
+    (tmp_path / "set" / "index.json").write_text(content)
     faults = verify(tmp_path / "set")
     assert len(faults) == 2
     assert all("label outside 0..1" in fault for fault in faults)

@@ -6,17 +6,17 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from hvdtrain.data.index import read_index
+from hvdtrain.data.index import Index, read_index
 from hvdtrain.data.shards import open_split
 from hvdtrain.data.synthetic import synth
-from hvdtrain.data.writer import Source, write
+from hvdtrain.data.writer import Layout, Source, write_sources
 from hvdtrain.errors import DataError, UsageError
 
 NAMES = ("cat", "dog")
@@ -30,6 +30,18 @@ def a_source(count: int, size: int = 4) -> Source:
         return images, numbers % 2
 
     return Source(count, read)
+
+
+def write(
+    destination: Path,
+    sources: Mapping[str, Source],
+    image_shape: tuple[int, int, int],
+    class_names: Sequence[str],
+    notes: Sequence[str] = (),
+    shard_mb: int = 64,
+) -> Index:
+    layout = Layout(image_shape, shard_mb=shard_mb)
+    return write_sources(destination, sources, layout, class_names, notes)
 
 
 SOURCES = {"train": a_source(50), "test": a_source(9)}

@@ -15,7 +15,7 @@ from hvdtrain.data.index import read_index
 from hvdtrain.data.shardfile import Batch
 from hvdtrain.errors import UsageError
 from hvdtrain.models import components
-from hvdtrain.training.feed import augmentation
+from hvdtrain.training.feed import Augmentation, augmentation
 from tests.conftest import Program
 
 
@@ -87,8 +87,8 @@ def test_an_epoch_is_augmented_as_its_options_say(small_set: Path) -> None:
     images = np.full((30, *index.image_shape), 255, np.uint8)
     ids = np.arange(30, dtype=np.int64)
     batch = Batch(images, ids, ids)
-    assert augmentation(TrainConfig(model="cnn", data=""), index.mean, 0) is None
-    blanked = augmentation(TrainConfig(model="cnn", data="", cutout=8), index.mean, 0)
+    assert augmentation(TrainConfig(model="cnn", data=""), index.mean, 0) == Augmentation()
+    blanked = augmentation(TrainConfig(model="cnn", data="", cutout=8), index.mean, 0).batch
     assert blanked is not None
     augmented = blanked(Batch(images.copy(), ids, ids)).images
     mean = np.round(255 * np.array(index.mean)).astype(np.uint8)
@@ -99,7 +99,7 @@ def test_an_epoch_is_augmented_as_its_options_say(small_set: Path) -> None:
         TrainConfig(model="cnn", data="", cutout=8, augment="crop-flip", normalise="unit"),
         index.normalisation("unit")[0],
         0,
-    )
+    ).batch
     assert both is not None
     assert set(np.unique(both(batch).images)) == {0, 255}
     assert (images == 255).all(), "what was given is as it was"

@@ -1,0 +1,320 @@
+"""Data sets from memory: `.npy` and `.npz` files, and Python iterators of (image, label)."""
+
+import operator
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from hvdtrain.data.images import check_size, pixels, resize, rgb, shown
+from hvdtrain.data.index import SPLITS, Index, Resize
+from hvdtrain.data.listing import ALONE, TEST_FOLDERS, labels_of
+from hvdtrain.data.writer import Block, Layout, write_sources
+from hvdtrain.errors import DataError, UsageError
+
+# The names of the arrays of a split; `{}` is the split, and missing in a source without splits.
+_NAMES = (("{}_images", "{}_labels"), ("x_{}", "y_{}"), ("X_{}", "y_{}"))
+_NAMES_ALONE = (("images", "labels"), ("x", "y"), ("X", "y"), ("data", "labels"))
+_MOST_HEADER = 2**16
+_BLOCK_BYTES = 2**22
+
+
+def write(
+    destination: Path | str,
+    splits: Mapping[str, Iterable[tuple[Any, int]]],
+    class_names: Sequence[str] | None = None,
+    *,
+    size: int | None = None,
+    resize: Resize = "shorter",
+    shard_mb: int = 64,
+) -> Index:
+    """Pack images of a Python iterator; return the index of the data set.
+
+    An iterator is read once, from its start to its end, and holds one shard in memory at a time.
+
+    Args:
+        destination: new folder for the shards.
+        splits: `train` and `test`, each an iterable of (image, label). An image is a Pillow image,
+            or uint8 [height, width, 3]; grey values and an alpha channel are converted. A label is
+            a whole number from 0.
+        class_names: names of the classes; None for `class 0`, `class 1` and so on.
+        size: side in pixels that images are resized to; None if all have one size.
+        resize: how, as in `hvdtrain.data.resize`.
+        shard_mb: size of a shard in MiB.
+
+    Raises:
+        UsageError: for other splits than `train` and `test`, or a size out of range.
+        DataError: if a split is empty, an image or label cannot be used, or the destination holds
+            a data set already or cannot be written: then no written file is left behind.
+    """
+    if set(splits) != set(SPLITS):
+        raise UsageError(
+            f"splits {', '.join(map(str, splits)) or 'none'}: give `train` and `test`"
+        )
+    if size is not None:
+        check_size(size, resize)
+    sources = {name: _Stream(name, iter(splits[name]), size, resize) for name in SPLITS}
+    shape = sources["train"].peek()
+    layout = Layout(shape, shard_mb=shard_mb)
+    return write_sources(destination, sources, layout, class_names)
+
+
+@dataclass
+class _Stream:
+    """A split from an iterator, which can be read once."""
+
+    name: str
+    samples: Iterator[tuple[Any, int]]
+    size: int | None
+    how: Resize
+    shape: tuple[int, int, int] | None = None
+    broken: list[tuple[int, str]] = field(default_factory=list)
+
+    def peek(self) -> tuple[int, int, int]:
+        """Return the shape of the first image, which all must have; of none if there is none."""
+        for sample in self.samples:
+            self.samples = chain([sample], self.samples)
+            return self._image(0, sample)[0].shape
+        return (1, 1, 3)
+
+    def blocks(self, start: int, rows: int) -> Iterator[Block]:
+        """Yield the samples in blocks of `rows`; `start` is 0."""
+        images: list[NDArray[np.uint8]] = []
+        labels: list[int] = []
+        for place, sample in enumerate(self.samples):
+            image, label = self._image(place, sample)
+            self.shape = self.shape or image.shape
+            if image.shape != self.shape:
+                raise DataError(
+                    f"sample {place} of `{self.name}`: {_unlike(image.shape, self.shape)}"
+                )
+            images.append(image)
+            labels.append(label)
+            if len(images) == rows:
+                yield _block(images, labels, place + 1)
+                images, labels = [], []
+        if images:
+            yield _block(images, labels, place + 1)
+
+    def _image(self, place: int, sample: tuple[Any, int]) -> tuple[NDArray[np.uint8], int]:
+        try:
+            image, label = sample
+            is_pillow = isinstance(image, Image.Image)
+            made = rgb(image) if is_pillow else pixels(np.asarray(image))
+            number = operator.index(label)
+        except (ValueError, TypeError) as error:
+            reason = " ".join(str(error).split())
+            raise DataError(f"sample {place} of `{self.name}` cannot be used: {reason}") from error
+        return (made if self.size is None else resize(made, self.size, self.how)), number
+
+
+def _unlike(shape: Sequence[int], expected: Sequence[int] | None) -> str:
+    height, width = shape[:2]
+    first = "x".join(map(str, (expected or ())[:2]))
+    return f"image of {height}x{width} pixels, others have {first}: give a size for all (size=N)"
+
+
+def _block(images: list[NDArray[np.uint8]], labels: list[int], stop: int) -> Block:
+    places = np.arange(stop - len(labels), stop, dtype=np.int64)
+    return Block(np.stack(images), np.array(labels, np.int64), places)
+
+
+@dataclass(frozen=True)
+class Array:
+    """Images in a file: uint8 [n, height, width] or [n, height, width, channels]."""
+
+    place: str
+    path: Path
+    member: str | None  # of an .npz archive
+
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the whole array.
+
+        Raises:
+            DataError: if images cannot be made of it.
+        """
+        with self._opened() as (shape, _, _):
+            return shape
+
+    def images(self, rows: int) -> Iterator[NDArray[np.uint8]]:
+        """Yield all images as RGB, uint8 [n, height, width, 3], in blocks of `rows`."""
+        with self._opened() as (shape, _, file):
+            image_bytes = int(np.prod(shape[1:]))
+            for start in range(0, shape[0], rows):
+                count = min(rows, shape[0] - start)
+                content = file.read(count * image_bytes)
+                if len(content) != count * image_bytes:
+                    raise DataError(f"{self.place}: is truncated")
+                block = np.frombuffer(content, np.uint8).reshape(count, *shape[1:])
+                yield np.stack([pixels(image) for image in block])
+
+    def _opened(self) -> "_Opened":
+        return _Opened(self)
+
+
+class _Opened:
+    """A context manager: shape and type of an array, and its file at the first image."""
+
+    def __init__(self, array: Array) -> None:
+        self.array = array
+        self.files: list[Any] = []
+
+    def __enter__(self) -> tuple[tuple[int, ...], np.dtype[Any], IO[bytes]]:
+        try:
+            return self._open()
+        except (OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
+            self.__exit__()
+            raise DataError(f"{self.array.place}: {_reason(error)}") from error
+
+    def __exit__(self, *error: object) -> None:
+        for file in reversed(self.files):
+            file.close()
+
+    def _open(self) -> tuple[tuple[int, ...], np.dtype[Any], IO[bytes]]:
+        file: Any = self.array.path.open("rb")
+        self.files.append(file)
+        if self.array.member is not None:
+            self.files.append(zipfile.ZipFile(file))
+            file = self.files[-1].open(self.array.member)
+            self.files.append(file)
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0
+        if version != (1, 0):
+            read = np.lib.format.read_array_header_2_0
+        shape, is_fortran, dtype = read(file, max_header_size=_MOST_HEADER)
+        if is_fortran and len(shape) > 1:
+            raise ValueError("its order is Fortran's: save np.ascontiguousarray(array)")
+        if not shape or not shape[0]:
+            raise ValueError("holds no images")
+        try:
+            pixels(np.empty([min(side, 5) for side in shape[1:]], dtype))
+        except ValueError:
+            text = f"images of {dtype} {list(shape)}: save uint8 [n, height, width, 3]"
+            raise ValueError(text) from None
+        return shape, dtype, file
+
+
+@dataclass
+class ArraySource:
+    """A split whose images are rows of an array, in ascending order."""
+
+    array: Array
+    labels: NDArray[np.int32]
+    rows: NDArray[np.int64]
+    size: int | None
+    how: Resize
+    broken: list[tuple[int, str]] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        """Number of samples."""
+        return len(self.rows)
+
+    def blocks(self, start: int, rows: int) -> Iterator[Block]:
+        """Yield the samples from place `start` on, in blocks of up to `rows`."""
+        first = 0
+        for images in self.array.images(rows):
+            low, high = np.searchsorted(self.rows, (first, first + len(images)))
+            low = max(int(low), start)
+            if low < high:
+                chosen = images[self.rows[low:high] - first]
+                if self.size is not None:
+                    chosen = np.stack([resize(image, self.size, self.how) for image in chosen])
+                places = np.arange(low, high, dtype=np.int64)
+                yield Block(chosen, self.labels[self.rows[low:high]], places)
+            first += len(images)
+
+
+def read_arrays(
+    source: Path,
+) -> tuple[dict[str, tuple[Array, NDArray[np.int32]]], tuple[str, ...]]:
+    """Return images and labels by split (`all`, or `train` and `test`), and the class names.
+
+    `source` is an .npz file, a folder of .npy files, or one of these .npy files.
+
+    Raises:
+        DataError: if the arrays are missing or do not fit each other.
+    """
+    arrays = _arrays_in(source)
+    splits: dict[str, tuple[Array, Array]] = {}
+    places = {"train": ("train",), "test": TEST_FOLDERS}
+    for split in SPLITS:
+        for name in places[split]:
+            pair = _pair(arrays, [(i.format(name), j.format(name)) for i, j in _NAMES])
+            if pair and split not in splits:
+                splits[split] = pair
+    if set(splits) != set(SPLITS):
+        pair = splits.get("train") or _pair(arrays, _NAMES_ALONE)
+        if pair is None:
+            raise DataError(
+                f"{shown(source)}: holds no arrays named `images` and `labels`, or "
+                f"`train_images`, `train_labels`, `test_images` and `test_labels` (it holds "
+                f"{', '.join(map(shown, sorted(arrays)[:10])) or 'none'})"
+            )
+        splits = {ALONE: pair}
+    texts = {name: _labels(*pair) for name, pair in splits.items()}
+    numbers, classes = labels_of(texts, {name: pair[1].place for name, pair in splits.items()})
+    return {name: (pair[0], numbers[name]) for name, pair in splits.items()}, classes
+
+
+def holds_arrays(folder: Path) -> bool:
+    """Return whether a folder holds .npy files of images and labels."""
+    return any(folder.glob("*.npy"))
+
+
+def _arrays_in(source: Path) -> dict[str, Array]:
+    folder = source if source.is_dir() else source.parent
+    if source.suffix.lower() != ".npz":
+        return {path.stem: Array(shown(path), path, None) for path in folder.glob("*.npy")}
+    try:
+        with zipfile.ZipFile(source) as archive:
+            names = archive.namelist()
+    except (OSError, zipfile.BadZipFile) as error:
+        raise DataError(f"{shown(source)}: {_reason(error)}") from error
+    members = [name for name in names if name.endswith(".npy")]
+    return {
+        name.removesuffix(".npy"): Array(f"{shown(source)}: {shown(name)}", source, name)
+        for name in members
+    }
+
+
+def _pair(
+    arrays: Mapping[str, Array], names: Iterable[tuple[str, str]]
+) -> tuple[Array, Array] | None:
+    for images, labels in names:
+        if images in arrays and labels in arrays:
+            return arrays[images], arrays[labels]
+    return None
+
+
+def _labels(images: Array, labels: Array) -> list[str]:
+    """Return one label per image as text."""
+    try:
+        if labels.member is None:
+            array = np.load(labels.path, allow_pickle=False)
+        else:
+            with np.load(labels.path, allow_pickle=False) as archive:
+                array = archive[labels.member.removesuffix(".npy")]
+    except (OSError, ValueError, MemoryError, zipfile.BadZipFile, EOFError) as error:
+        raise DataError(f"{labels.place}: {_reason(error)}") from error
+    count = images.shape()[0]
+    array = array.reshape(-1) if array.shape == (count, 1) else array
+    if array.dtype.kind not in "iuUS" or array.shape != (count,):
+        raise DataError(
+            f"{labels.place}: {array.dtype} {list(array.shape)} are not the labels of {count:,} "
+            "images: give one whole number or name per image"
+        )
+    if array.dtype.kind == "S":
+        return [label.decode("utf-8", "surrogateescape") for label in array.tolist()]
+    return [str(label) for label in array.tolist()]
+
+
+def _reason(error: BaseException) -> str:
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return f"cannot be read ({' '.join(str(text).split())})"

@@ -1,0 +1,329 @@
+"""Lists of image files: from class folders or CSV files to paths and labels in a defined order.
+
+Images of class folders are ordered by their path inside the class folder, in natural order (`2`
+before `10`), then by class. So files that are numbered through all classes keep that order.
+"""
+
+import csv
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hvdtrain.data.images import shown
+from hvdtrain.data.index import IMAGE_SUFFIXES
+from hvdtrain.data.order import shuffled
+from hvdtrain.errors import DataError, UsageError
+
+Labels = NDArray[np.int32]
+
+TEST_FOLDERS = ("test", "val", "valid", "validation")
+ALONE = "all"  # the split of a source without splits
+MOST_CLASSES = 1_000_000
+
+_FILE_COLUMNS = ("file", "filename", "file_name", "path", "image", "image_path", "img", "name")
+_LABEL_COLUMNS = ("label", "class", "target", "category", "class_name", "y")
+_PARTS = 2
+_NAMED = 5  # names in a message
+
+
+@dataclass(frozen=True)
+class Images:
+    """The images of a split, in order.
+
+    Attributes:
+        paths: of the files, relative to the source.
+    """
+
+    paths: list[str]
+    labels: Labels
+
+    def take(self, rows: NDArray[np.int64]) -> "Images":
+        """Return the images at these rows, in this order."""
+        return Images([self.paths[row] for row in rows], self.labels[rows])
+
+
+@dataclass(frozen=True)
+class Listing:
+    """All images of a source: the split `all`, or `train` and `test`.
+
+    Attributes:
+        notes: remarks for the user.
+    """
+
+    folder: Path
+    splits: dict[str, Images]
+    class_names: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+
+def list_folder(source: Path) -> Listing:
+    """List a folder of class folders, or of `train` and one of TEST_FOLDERS with class folders.
+
+    Images are found in all folders inside a class folder. Hidden files and files with other names
+    than those of images are left out.
+
+    Raises:
+        DataError: for a folder without images, a class without images, and splits with other
+            classes.
+    """
+    splits, notes = _split_folders(source)
+    names = {name: _class_folders(folder) for name, folder in splits.items()}
+    first, *others = names
+    for other in others:
+        _check_same_classes(splits, names[first], names[other], first, other)
+    images = {name: _images_of(source, folder, names[first]) for name, folder in splits.items()}
+    return Listing(source, images, tuple(map(shown, names[first])), notes)
+
+
+def _split_folders(source: Path) -> tuple[dict[str, Path], tuple[str, ...]]:
+    """Return the folders of the splits, and a note on what they stand for."""
+    if not (source / "train").is_dir():
+        return {ALONE: source}, ()
+    tests = [name for name in TEST_FOLDERS if (source / name).is_dir()]
+    if not tests:
+        return {ALONE: source / "train"}, ()
+    notes = [f"{tests[0]}/ is the test split"] if tests[0] != "test" else []
+    notes += [f"{name}/ is left out" for name in tests[1:]]
+    return {"train": source / "train", "test": source / tests[0]}, tuple(notes)
+
+
+def _class_folders(folder: Path) -> list[str]:
+    try:
+        with os.scandir(folder) as entries:
+            names = [e.name for e in entries if e.is_dir() and not e.name.startswith(".")]
+    except OSError as error:
+        raise DataError(f"{shown(folder)}: cannot be read ({error.strerror})") from error
+    if not names:
+        raise DataError(
+            f"{shown(folder)}: holds no folders of images: put the images of each class into a "
+            "folder named after the class, or give a CSV file of files and labels"
+        )
+    return sorted(names, key=lambda name: (natural(name), name))
+
+
+def _check_same_classes(
+    folders: dict[str, Path], ours: Sequence[str], theirs: Sequence[str], first: str, other: str
+) -> None:
+    for extra, place in ((set(ours) - set(theirs), other), (set(theirs) - set(ours), first)):
+        if extra:
+            raise DataError(
+                f"{shown(folders[place])}: has no folder of the class(es) {_some(extra)}, which "
+                f"the other split has: both splits need the same classes"
+            )
+
+
+def _images_of(source: Path, folder: Path, classes: Sequence[str]) -> Images:
+    ordered: list[tuple[str, int, str]] = []
+    for label, name in enumerate(classes):
+        before = len(ordered)
+        start = len(name) + 1
+        prefix = os.path.relpath(folder, source)
+        prefix = "" if prefix == os.curdir else prefix + os.sep
+        for path in _files(folder / name, name):
+            ordered.append((natural(path[start:]), label, prefix + path))
+        if len(ordered) == before:
+            raise DataError(
+                f"{shown(folder / name)}: holds no images ({', '.join(IMAGE_SUFFIXES)}): each "
+                "class needs at least one in each split"
+            )
+    ordered.sort()
+    labels = np.array([label for _, label, _ in ordered], np.int32)
+    return Images([path for _, _, path in ordered], labels)
+
+
+def _files(folder: Path, name: str, seen: tuple[tuple[int, int], ...] = ()) -> Iterator[str]:
+    """Yield the paths of the image files in a folder and in those inside it, without loops."""
+    try:
+        status = folder.stat()
+        with os.scandir(folder) as entries:
+            visible = [entry for entry in entries if not entry.name.startswith(".")]
+    except OSError as error:
+        raise DataError(f"{shown(folder)}: cannot be read ({error.strerror})") from error
+    identity = (status.st_dev, status.st_ino)
+    if identity in seen:
+        return
+    for entry in visible:
+        path = f"{name}{os.sep}{entry.name}"
+        if entry.is_dir():
+            yield from _files(folder / entry.name, path, (*seen, identity))
+        elif entry.name.lower().endswith(IMAGE_SUFFIXES):
+            yield path
+
+
+def natural(name: str) -> str:
+    """Return a key that sorts names by the numbers in them: `2` before `10`."""
+    return re.sub(r"0*([0-9]+)", lambda number: f"{len(number[1]):04d}{number[1]}", name)
+
+
+def list_csv(source: Path) -> Listing:
+    """List a CSV file of `file,label`, or a folder of `train.csv` and one of TEST_FOLDERS.
+
+    Files are relative to the folder of the CSV file, and keep its order. Labels are class names,
+    or whole numbers from 0.
+
+    Raises:
+        DataError: for a file that cannot be understood, a label out of range and a class without
+            images.
+    """
+    if source.is_file():
+        paths, notes, folder = {ALONE: source}, [], source.parent
+    else:
+        tests = [name for name in TEST_FOLDERS if (source / f"{name}.csv").is_file()]
+        if not tests:
+            return replace(list_csv(source / "train.csv"), folder=source)
+        paths, folder = {"train": source / "train.csv", "test": source / f"{tests[0]}.csv"}, source
+        notes = [f"{tests[0]}.csv is the test split"] if tests[0] != "test" else []
+        notes += [f"{name}.csv is left out" for name in tests[1:]]
+    rows = {name: list(_csv_rows(path)) for name, path in paths.items()}
+    texts = {name: [label for _, label in table] for name, table in rows.items()}
+    numbers, names = labels_of(texts, {name: str(path) for name, path in paths.items()})
+    images = {name: Images([file for file, _ in rows[name]], numbers[name]) for name in rows}
+    return Listing(folder, images, names, tuple(notes))
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield file and label of each row; a header is recognised by its names."""
+    where = (0, 1)
+    width = None
+    try:
+        with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+            reader = csv.reader(file)
+            for row in reader:
+                if not any(cell.strip() for cell in row):
+                    continue
+                if width is None:
+                    width = len(row)
+                    if header := _header(row):
+                        where = header
+                        continue
+                if len(row) != width or width < _PARTS or not row[where[0]]:
+                    raise DataError(
+                        f"{shown(path)}: line {reader.line_num} has {len(row)} column(s): give "
+                        "two, file and label, or a header that names them"
+                    )
+                yield row[where[0]], row[where[1]].strip()
+    except (OSError, csv.Error) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise DataError(f"{shown(path)}: cannot be read ({reason})") from error
+
+
+def _header(row: Sequence[str]) -> tuple[int, int] | None:
+    names = [cell.strip().lower() for cell in row]
+    files = [place for place, name in enumerate(names) if name in _FILE_COLUMNS]
+    labels = [place for place, name in enumerate(names) if name in _LABEL_COLUMNS]
+    return (files[0], labels[0]) if files and labels else None
+
+
+def labels_of(
+    texts: dict[str, list[str]], places: dict[str, str]
+) -> tuple[dict[str, Labels], tuple[str, ...]]:
+    """Return labels as numbers by split, and the names of the classes in natural order.
+
+    Labels that are all whole numbers are the numbers of the classes, whose names are `class 0` and
+    so on.
+
+    Args:
+        texts: the labels by split.
+        places: how messages name the splits.
+
+    Raises:
+        DataError: for a label out of range, and a split without images of a class.
+    """
+    for split, labels in texts.items():
+        if not labels:
+            raise DataError(f"{shown(places[split])}: holds no images")
+    everything = set().union(*texts.values())
+    if all(re.fullmatch(r"[+-]?[0-9]{1,18}", label) for label in everything):
+        numbers = {label: int(label) for label in everything}
+        names = _numbered_classes(
+            sorted(set(numbers.values())), shown(next(iter(places.values())))
+        )
+    else:
+        ordered = sorted(everything, key=lambda name: (natural(name), name))
+        numbers = {name: number for number, name in enumerate(ordered)}
+        names = tuple(map(shown, ordered))
+    result = {
+        split: np.array([numbers[label] for label in labels], np.int32)
+        for split, labels in texts.items()
+    }
+    for split, array in result.items():
+        if missing := set(range(len(names))) - set(np.unique(array).tolist()):
+            lacking = _some(names[number] for number in missing)
+            raise DataError(
+                f"{shown(places[split])}: has no image of {lacking}: each class needs at least "
+                "one in each split"
+            )
+    return result, names
+
+
+def _numbered_classes(numbers: list[int], place: str) -> tuple[str, ...]:
+    for number in (numbers[0], numbers[-1]):
+        if not 0 <= number < MOST_CLASSES:
+            raise DataError(
+                f"{place}: label {number} is out of range: give whole numbers from 0, or names"
+            )
+    if numbers[0] > 0:
+        raise DataError(
+            f"{place}: no image has label 0, the smallest is {numbers[0]}: labels start at 0"
+        )
+    return tuple(f"class {number}" for number in range(numbers[-1] + 1))
+
+
+def split_listing(listing: Listing, fractions: tuple[float, float], seed: int) -> Listing:
+    """Return the listing with a part of each class as `test`, chosen at random by the seed.
+
+    The parts are the nearest whole numbers, and at least one image each. Both keep their order.
+
+    Raises:
+        DataError: for a class with a single image.
+    """
+    (images,) = listing.splits.values()
+    test, train = split_labels(images.labels, fractions, seed, listing.class_names)
+    splits = {"train": images.take(train), "test": images.take(test)}
+    return replace(listing, splits=splits)
+
+
+def split_labels(
+    labels: Labels, fractions: tuple[float, float], seed: int, class_names: Sequence[str]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the rows of the test split and those of the train split, ascending."""
+    test = np.zeros(len(labels), bool)
+    by_class = np.argsort(labels, kind="stable")
+    starts = np.searchsorted(labels[by_class], np.arange(len(class_names) + 1))
+    for number, name in enumerate(class_names):
+        rows = by_class[starts[number] : starts[number + 1]]
+        if len(rows) < _PARTS:
+            raise DataError(f"class {name} has a single image: --split needs two of each class")
+        count = min(max(1, int(fractions[1] * len(rows) + 0.5)), len(rows) - 1)
+        test[shuffled(rows, f"split {seed} {number}")[:count]] = True
+    return np.flatnonzero(test), np.flatnonzero(~test)
+
+
+def parse_split(text: str) -> tuple[float, float]:
+    """Return the fractions of train and test in the value of --split.
+
+    Raises:
+        UsageError: unless they are two positive numbers whose sum is 1.
+    """
+    try:
+        train, test = (float(part) for part in text.split(","))
+    except ValueError:
+        train = test = 0.0
+    if not (0 < train < 1 and 0 < test < 1 and abs(train + test - 1) < 1e-6):
+        raise UsageError(
+            f"--split {text}: give the parts of train and test, whose sum is 1, such as 0.9,0.1 "
+            "(train --holdout makes a validation set)"
+        )
+    return train, test
+
+
+def _some(names: Iterator[str] | set[str]) -> str:
+    """Return some of the names as text."""
+    ordered = sorted(map(shown, names), key=natural)
+    more = f" and {len(ordered) - _NAMED} more" if len(ordered) > _NAMED else ""
+    return ", ".join(ordered[:_NAMED]) + more
