@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hvdtrain.api import plan_check as plan_check
     from hvdtrain.api import train as train
+    from hvdtrain.checkpoint.export import export as export
     from hvdtrain.config import TrainConfig as TrainConfig
     from hvdtrain.data import pack as pack
     from hvdtrain.models.component import Component as Component
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from hvdtrain.study.report import write as report
     from hvdtrain.training.callbacks import Callback as Callback
     from hvdtrain.training.summary import TrainResult as TrainResult
+    from hvdtrain.use.evaluate import evaluate as evaluate
+    from hvdtrain.use.predict import predict as predict
+    from hvdtrain.use.trained import load_classifier as load
 
 __version__ = "0.2.0"
 
@@ -28,9 +32,13 @@ _PLACES = {
     "TrainConfig": "hvdtrain.config:TrainConfig",
     "TrainResult": "hvdtrain.training.summary:TrainResult",
     "cut": "hvdtrain.models.cutting:cut",
+    "evaluate": "hvdtrain.use.evaluate:evaluate",
+    "export": "hvdtrain.checkpoint.export:export",
+    "load": "hvdtrain.use.trained:load_classifier",
     "notebook_launch": "hvdtrain.notebook:notebook_launch",
     "pack": "hvdtrain.data:pack",
     "plan_check": "hvdtrain.api:plan_check",
+    "predict": "hvdtrain.use.predict:predict",
     "report": "hvdtrain.study.report:write",
     "train": "hvdtrain.api:train",
 }
@@ -43,9 +51,13 @@ __all__ = [
     "TrainConfig",
     "TrainResult",
     "cut",
+    "evaluate",
+    "export",
+    "load",
     "notebook_launch",
     "pack",
     "plan_check",
+    "predict",
     "report",
     "train",
 ]

@@ -22,7 +22,7 @@ from hvdtrain.host.activity import Activity
 from hvdtrain.host.ownership import Owner, claim
 from hvdtrain.host.stop import StopRequest
 from hvdtrain.options.planrequest import ADAPTIVE
-from hvdtrain.training import metrics
+from hvdtrain.training import inputs, metrics
 from hvdtrain.training.callbacks import Callbacks, followers
 from hvdtrain.training.console import Console, Journal
 from hvdtrain.training.control import Control
@@ -217,8 +217,11 @@ def _start_or_resume(
         console.say(session.state.start_from(Path(config.weights)))
     session.state.agree()
     replication = open_replication(config, folder, session.world, console)
-    is_first = session.world.rank == 0
-    return progress, replication, metrics.Records(folder, config, kept or {}) if is_first else None
+    if session.world.rank != 0:
+        return progress, replication, None
+    records = metrics.Records(folder, config, kept or {})
+    inputs.save(inputs.inputs_of(session.index, session.normalisation), folder.path)
+    return progress, replication, records
 
 
 def _adapter(session: Session) -> "Adapter | None":

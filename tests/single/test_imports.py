@@ -23,7 +23,7 @@ LAYERS = (
     {"bench"},
     {
         *("jobs", "study", "doctor", "keras", "tf"),
-        *("training", "backends", "check", "planner", "checkpoint", "health"),
+        *("training", "backends", "check", "planner", "checkpoint", "health", "use"),
     },
     {"parallel", "launch"},
     {"plan", "data", "models"},
