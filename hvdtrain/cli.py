@@ -211,7 +211,7 @@ def _pack() -> Parser:
 
 def _add_uses(commands: Any) -> None:
     """Add the commands that use what was trained."""
-    evaluate = Parser(description="Evaluate a run's model: accuracy, by class, confusion matrix.")
+    evaluate = Parser(description="Evaluate a run's model on a data set, and by class.")
     evaluate.add_argument("run", type=str, metavar=RUN, help="run folder")
     evaluate.add_argument(
         "--data", type=str | None, metavar=DIR, help="packed data set (default: that of the run)"
@@ -226,7 +226,7 @@ def _add_uses(commands: Any) -> None:
         help="folder for evaluation.json, classes.csv, confusion.csv and confusion.png",
     )
     evaluate.add_argument("--json", action="store_true", help="print one JSON object")
-    predict = Parser(description="Print the classes that a run's model sees in image files.")
+    predict = Parser(description="Print the classes of image files, by a run's model.")
     predict.add_argument("run", type=str, metavar=RUN, help="run folder")
     predict.add_argument("images", type=str, nargs="+", metavar="IMAGE", help="image file")
     predict.add_argument(
@@ -238,7 +238,7 @@ def _add_uses(commands: Any) -> None:
         type=Resize | None,
         help="how images get the model's size (default: as in the data set, else shorter)",
     )
-    export = Parser(description="Write a run's model for other programs, or its weights alone.")
+    export = Parser(description="Write a run's model or weights for other programs.")
     export.add_argument("run", type=str, metavar=RUN, help="run folder")
     export.add_argument(
         "file",

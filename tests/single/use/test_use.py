@@ -1,4 +1,4 @@
-"""What was trained is evaluated, predicts, and is exported to the same results as in training."""
+"""Evaluation, prediction and export of a trained model: the results of the training itself."""
 
 import csv
 import json
@@ -73,17 +73,17 @@ def test_an_evaluation_finds_the_accuracy_of_the_run(
 ) -> None:
     words = ["evaluate", str(run.run), "--which", "last", "--to", str(tmp_path / "a" / "b")]
     assert cli.run([*words, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["accuracy"] == run["final"]["test_accuracy"]
-    assert found["loss"] == pytest.approx(run["final"]["test_loss"], rel=1e-9)
-    assert found["accuracy"] > 1 / CLASSES
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["accuracy"] == run["final"]["test_accuracy"]
+    assert shown["loss"] == pytest.approx(run["final"]["test_loss"], rel=1e-9)
+    assert shown["accuracy"] > 1 / CLASSES
     assert cli.run(words) == 0
     printed = capsys.readouterr().out
-    assert f"accuracy {found['accuracy']:.4f}, top-5 accuracy " in printed
+    assert f"accuracy {shown['accuracy']:.4f}, top-5 accuracy " in printed
     assert "confusion.png" in printed.splitlines()[-1]
     for split in ("test", "train"):  # the negative control: other images give another result
         other = evaluate(run.run, split=split, which="last")
-        assert (other.accuracy == found["accuracy"]) is (split == "test")
+        assert (other.accuracy == shown["accuracy"]) is (split == "test")
 
 
 def test_classes_and_confusions_are_those_of_the_answers(
@@ -270,9 +270,9 @@ def test_a_model_that_was_passed_in_python_is_used_with_the_object(
     message = refusal(partial(evaluate, result.run, model=module.layers), UsageError)
     assert "holds another model than in-python:Sequential" in message
     export(result.run, tmp_path / "weights.pth")  # the module's own names
-    before = module.layers[1].weight.detach().clone()
+    before = module.state_dict()["layers.1.weight"].clone()
     module.load_state_dict(torch.load(tmp_path / "weights.pth", weights_only=True))
-    assert not torch.equal(module.layers[1].weight, before)
+    assert not torch.equal(module.state_dict()["layers.1.weight"], before)
     message = refusal(
         partial(export, result.run, tmp_path / "model.pt2", model=module), UsageError
     )
