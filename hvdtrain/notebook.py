@@ -26,7 +26,7 @@ from hvdtrain.errors import (
 )
 from hvdtrain.health import failure
 from hvdtrain.host import launchers
-from hvdtrain.host.stop import STOP_SIGNALS
+from hvdtrain.host.stop import STOP_SIGNALS, end_with_parent
 from hvdtrain.launch import supervise
 
 Value = TypeVar("Value")
@@ -129,6 +129,10 @@ def _raise_from_rank(content: bytes, code: int) -> NoReturn:
 
 def main(folder: Path) -> None:
     """Run the function on this rank, and write the value of rank 0."""
+    # The launcher blocks these signals for mpirun, and with it for its ranks. They end a function
+    # that does not handle them, also when mpirun dies; `train` saves its state on them.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    end_with_parent(signal.SIGTERM)
     failure.record_with(lambda error, text: _record(folder, error, text))
     rank = launchers.detect(os.environ).rank
     try:

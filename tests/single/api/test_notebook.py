@@ -14,6 +14,7 @@ from nbclient import NotebookClient
 
 from hvdtrain import data, notebook, notebook_launch
 from hvdtrain.errors import Interrupted, Preempted, RankError, UsageError
+from tests.children import end_of, in_child
 from tests.conftest import ROOT, program_environment
 
 SECONDS = 120
@@ -120,6 +121,22 @@ def test_a_signal_ends_the_ranks(tmp_path: Path, number: int, kind: type[Excepti
         notebook_launch(wait, tmp_path)
     for rank in ("0", "1"):
         assert not Path("/proc", (tmp_path / rank).read_text()).exists()
+
+
+def test_no_rank_outlives_the_notebook(tmp_path: Path) -> None:
+    def wait(folder: Path) -> None:
+        from hvdtrain import world
+
+        (folder / str(world.start().rank)).write_text(str(os.getpid()))
+        time.sleep(SECONDS)
+
+    child = in_child(lambda: notebook_launch(wait, tmp_path))
+    while len(pids := [path.read_text() for path in tmp_path.iterdir()]) < 2 or not all(pids):
+        time.sleep(0.05)
+    os.kill(child, signal.SIGKILL)
+    assert end_of(child) == -signal.SIGKILL
+    while any(Path("/proc", pid).exists() for pid in pids):
+        time.sleep(0.05)
 
 
 @pytest.mark.proof

@@ -31,7 +31,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["fp32", "bf16"])
+@pytest.fixture(scope="module", params=["fp32", pytest.param("bf16", marks=pytest.mark.proof)])
 def run(request: pytest.FixtureRequest, packed: Path) -> TrainResult:
     """Train with a hold-out, whose images the normalisation leaves out, on smaller images."""
     return train(
