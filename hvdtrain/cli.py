@@ -31,6 +31,8 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "data verify": datasets.data_verify,
     "data info": datasets.data_info,
     "train": training.train,
+    "evaluate": training.evaluate,
+    "predict": training.predict,
     "export": training.export,
     "jobs submit": jobs.jobs_submit,
     "jobs sweep": jobs.jobs_sweep,
@@ -106,7 +108,7 @@ def _parser() -> Parser:
     add_config(train)
     add_dataclass(train, TrainConfig)
     commands.add_subcommand("train", train)
-    commands.add_subcommand("export", _export())
+    _add_uses(commands)
     _add_job_commands(
         _group(commands, "jobs", "Run as jobs of Slurm, and see how they are doing.")
     )
@@ -211,16 +213,49 @@ def _pack() -> Parser:
     return pack
 
 
-def _export() -> Parser:
-    export = Parser(description="Write a run's weights as a file with torchvision's names.")
+def _add_uses(commands: Any) -> None:
+    """Add the commands that use what was trained."""
+    evaluate = Parser(description="Evaluate a run's model on a data set, and by class.")
+    evaluate.add_argument("run", type=str, metavar=RUN, help="run folder")
+    evaluate.add_argument(
+        "--data", type=str | None, metavar=DIR, help="packed data set (default: that of the run)"
+    )
+    evaluate.add_argument(
+        "--split", type=str, default="test", metavar="NAME", help="split to evaluate"
+    )
+    evaluate.add_argument(
+        "--to",
+        type=str | None,
+        metavar=DIR,
+        help="folder for evaluation.json, classes.csv, confusion.csv and confusion.png",
+    )
+    evaluate.add_argument("--json", action="store_true", help="print one JSON object")
+    predict = Parser(description="Print the classes of image files, by a run's model.")
+    predict.add_argument("run", type=str, metavar=RUN, help="run folder")
+    predict.add_argument("images", type=str, nargs="+", metavar="IMAGE", help="image file")
+    predict.add_argument(
+        "--format", type=Literal["csv", "jsonl"], default="csv", help="CSV, or JSON lines"
+    )
+    predict.add_argument("--top", type=int, default=1, metavar="K", help="classes per image")
+    predict.add_argument(
+        "--resize",
+        type=Resize | None,
+        help="how images get the model's size (default: as in the data set, else shorter)",
+    )
+    export = Parser(description="Write a run's model or weights for other programs.")
     export.add_argument("run", type=str, metavar=RUN, help="run folder")
     export.add_argument(
-        "file", type=str, metavar="FILE", help="file to write, such as resnet50.pth"
+        "file",
+        type=str,
+        metavar="FILE",
+        help="file to write: .pth or .pt (weights with torchvision's names), .onnx, or .pt2 "
+        "(torch.export)",
     )
-    export.add_argument(
-        "--which", type=Literal["best", "last"], default="best", help="which checkpoint"
-    )
-    return export
+    for name, command in (("evaluate", evaluate), ("predict", predict), ("export", export)):
+        command.add_argument(
+            "--which", type=Literal["best", "last"], default="best", help="which checkpoint"
+        )
+        commands.add_subcommand(name, command)
 
 
 def _add_job_commands(commands: Any) -> None:

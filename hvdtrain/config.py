@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from hvdtrain.options.checks import check_values
 from hvdtrain.options.fields import DEFAULT_EPOCHS, Group, Rule, option
+from hvdtrain.options.givenmodel import Model, ModelInConfig
 from hvdtrain.options.planrequest import PlanRequest, parse_plan_request
 
 Precision = Literal["fp32", "bf16", "fp64"]
@@ -18,14 +19,14 @@ Augment = Literal["none", "crop-flip", "resized-crop-flip"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """One training run.
+class TrainConfig(ModelInConfig):
+    """One training run; in Python `model` may also be the model itself (see `train`).
 
     Raises:
         UsageError: from `check`, if a value is out of range or two values exclude each other.
     """
 
-    model: str = option(
+    model: Model = option(  # noqa: RUF009
         MISSING,
         "cnn, resnet18, resnet50, vit_tiny, vit_b16, or package.module:function of your own",
         Group.DATA,

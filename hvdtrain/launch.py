@@ -161,14 +161,15 @@ def supervise(
     environment: Mapping[str, str] | None = None,
     stop: RanksStop | None = None,
     start_limit: float | None = None,
+    module: str = "hvdtrain",
 ) -> Outcome:
-    """Run `hvdtrain ARGUMENTS` on `ranks` ranks of this machine.
+    """Run `python -m MODULE ARGUMENTS` on `ranks` ranks of this machine.
 
     Args:
         environment: variables for the ranks, added to this process's environment.
         stop: a stop request that is active already; by default one is active while the ranks run.
-        start_limit: seconds that any action of a rank may take before its first step; after that
-            the limits apply that the rank records. None: ranks are not watched.
+        start_limit: seconds that any action of a rank may take before its first step; later the
+            rank records its limits. None: ranks are not watched.
 
     Raises:
         UsageError: if there is no MPI launcher.
@@ -179,7 +180,7 @@ def supervise(
         _folder_of_job() as (folder, folder_settings),
     ):
         # -P: no module in the current folder shadows one that hvdtrain needs.
-        command = [*mpirun(ranks), sys.executable, "-P", "-m", "hvdtrain", *arguments]
+        command = [*mpirun(ranks), sys.executable, "-P", "-m", module, *arguments]
         stop.raise_if_requested()
         activity = folder / "activity"
         settings = {ACTIVITY: str(activity)} | folder_settings | dict(environment or {})

@@ -71,6 +71,7 @@ class World:
 _world: World | None = None
 _horovod: Any = None
 _process_sets: dict[tuple[int, ...], Any] = {}
+_keeps_horovod = False
 
 
 def current() -> World:
@@ -204,16 +205,23 @@ def start_horovod(
             thread communicate with all ranks in every cycle.
 
     Raises:
-        UsageError: if Horovod is missing or sees another number of ranks than MPI.
+        UsageError: if Horovod is missing or sees another number of ranks than MPI, or if it runs
+            already, from an earlier run in this process, and does not know a group.
     """
     global _horovod
-    if _horovod is not None:
-        return _horovod
     world = current()
-    _set_horovod_environment(parameter_bytes)
-    horovod = _import_horovod(framework, world.size)
     everybody = tuple(range(world.size))
     partial = {tuple(sorted(group)) for group in groups} - {everybody}
+    if _horovod is not None:
+        if partial - _process_sets.keys() and _keeps_horovod and not _accepts_groups():
+            raise UsageError(
+                "this plan groups the ranks in a way that the first run in this process did not, "
+                "and Horovod cannot start twice: train each plan in a script of its own, or set "
+                "HOROVOD_DYNAMIC_PROCESS_SETS=1 before the first run"
+            )
+        return _horovod
+    _set_horovod_environment(parameter_bytes)
+    horovod = _import_horovod(framework, world.size)
     sets = {ranks: horovod.ProcessSet(list(ranks)) for ranks in sorted(partial)}
     world.barrier()
     horovod.init(process_sets=list(sets.values()))
@@ -252,6 +260,19 @@ def _import_horovod(framework: str, ranks: int) -> Any:
     return module
 
 
+def keep_horovod() -> None:
+    """Let `stop` leave Horovod running until the process ends, for more runs in this process.
+
+    Horovod 0.28 crashes when it starts a second time with the settings that a run needs.
+    """
+    global _keeps_horovod
+    _keeps_horovod = True
+
+
+def _accepts_groups() -> bool:
+    return os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") == "1"
+
+
 def allow_new_groups() -> None:
     """Set Horovod up to accept groups of ranks that are added after its start.
 
@@ -270,6 +291,9 @@ def temporary_horovod() -> Iterator[Any]:
     environment, so inside the block it runs with its own defaults.
     """
     world = current()
+    if _horovod is not None:  # kept from an earlier run
+        yield _horovod
+        return
     set_aside = {name: os.environ.pop(name) for name in TUNED if name in os.environ}
     module = _import_horovod("torch", world.size)
     os.environ.setdefault("HOROVOD_LOG_LEVEL", "error")
@@ -301,13 +325,19 @@ def process_set(ranks: tuple[int, ...]) -> Any:
 
 
 def stop() -> None:
-    """Stop on all ranks together: Horovod first, since its shutdown needs MPI."""
+    """Stop on all ranks together: Horovod first, since its shutdown needs MPI.
+
+    After `keep_horovod` Horovod stays, and shuts itself down when the process ends.
+    """
     global _world, _horovod
     if _world is not None:
         _world.barrier()
+    _world = None
+    if _keeps_horovod:
+        return
     if _horovod is not None:
         _horovod.shutdown()
-    _world, _horovod = None, None
+    _horovod = None
     _process_sets.clear()
 
 

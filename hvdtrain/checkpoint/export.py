@@ -1,50 +1,55 @@
-"""Export of a run's weights to a file for other programs."""
+"""Export of a run's model, or of its weights, to a file for other programs."""
 
 from pathlib import Path
-from typing import Literal
 
 from hvdtrain.backends.pytorch.state import to_tensor
-from hvdtrain.checkpoint import store
-from hvdtrain.errors import DataError, UsageError
+from hvdtrain.errors import UsageError
 from hvdtrain.host.files import check_target
 from hvdtrain.models import weights
-from hvdtrain.options import configfile
+from hvdtrain.options.givenmodel import Model
+from hvdtrain.use import graph
+from hvdtrain.use.trained import Which, read_config, saved_state, trained_model
+
+WEIGHTS = (".pth", ".pt")
+ONNX, PT2 = ".onnx", ".pt2"
 
 
-def export(run: str, file: str, which: Literal["best", "last"] = "best") -> Path:
-    """Write the weights of a run's checkpoint with torchvision's names; return the checkpoint.
+def export(
+    run: str | Path, file: str | Path, which: Which = "best", model: Model | None = None
+) -> Path:
+    """Write the model of a run's checkpoint, or its weights; return the checkpoint.
+
+    The suffix of the file decides. `.pth` and `.pt` hold the weights with torchvision's names:
+    `torch.load` and torchvision's `load_state_dict` read them. `.onnx` and `.pt2` hold the model
+    with its normalisation, from pixels of 0 to 255, float32 [batch, 3, size, size], to logits.
 
     Args:
         run: the run folder.
-        file: the file to write; `torch.load` and torchvision's `load_state_dict` read it.
+        file: the file to write.
         which: the best epoch's checkpoint, or the newest that verifies.
+        model: the model that was passed in Python, if it was; needed for .onnx and .pt2.
 
     Raises:
-        UsageError: if there is no such run, or the file cannot be written.
+        UsageError: if there is no such run, the suffix is another one, a package is missing, or
+            the file cannot be written.
         DataError: if the run holds no checkpoint that verifies.
     """
-    check_target(file, "the file")
-    folder = Path(run)
-    if not (folder / "config.yaml").is_file():
-        raise UsageError(f"{run} is not the folder of a run: there is no config.yaml in it")
-    config = configfile.load(folder / "config.yaml")
-    model = str(config.get("model"))
-    if config.get("framework") == "tensorflow":
+    check_target(str(file), "the file")
+    path = Path(file)
+    if path.suffix not in (*WEIGHTS, ONNX, PT2):
         raise UsageError(
-            f"{run} is a TensorFlow run, whose weights PyTorch cannot read: use its checkpoints, "
-            "which are safetensors files with Keras's names"
+            f"{file}: the suffix decides the form: use .pth or .pt (weights), .onnx, or .pt2 "
+            "(torch.export)"
         )
-    checkpoints = folder / "checkpoints"
-    best = store.best(checkpoints) if which == "best" else None
-    if best is not None:
-        saved, path = store.load(best), best
-    else:
-        newest, newest_path, skipped = store.load_newest(checkpoints)
-        if newest is None or newest_path is None:
-            raise DataError(
-                skipped[0] if skipped else f"{run} holds no checkpoint yet: train it on"
-            )
-        saved, path = newest, newest_path
-    state = {name: to_tensor(array) for name, array in saved.tensors.items()}
-    weights.write(Path(file), model, state)
-    return path
+    if path.suffix in WEIGHTS:
+        name = str(read_config(Path(run)).get("model"))
+        saved, checkpoint = saved_state(Path(run), which)
+        state = {name: to_tensor(array) for name, array in saved.tensors.items()}
+        weights.write(path, name, state)
+        return checkpoint
+    if path.suffix == ONNX:
+        graph.check_packages()
+    trained = trained_model(run, which, model)
+    write = graph.write_onnx if path.suffix == ONNX else graph.write_pt2
+    write(path, trained)
+    return trained.checkpoint

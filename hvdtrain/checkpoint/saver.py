@@ -66,6 +66,12 @@ class Saver:
         return self.pending and not busy and self._error is None
 
     @property
+    def settled(self) -> bool:
+        """Return whether this rank has done its part of committing the open checkpoint."""
+        busy = self._thread is not None and self._thread.is_alive()
+        return self.is_open and not self.pending and not busy and self._error is None
+
+    @property
     def failed(self) -> bool:
         """Return whether this rank could not write its file of the open checkpoint."""
         return isinstance(self._error, DataError)

@@ -1,11 +1,12 @@
-"""The commands that train, and that export trained weights."""
+"""The commands that train, and that use what was trained."""
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from hvdtrain.commands import started_ranks
+from hvdtrain.commands import as_json, in_one_process, started_ranks
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import Interrupted, Preempted, UsageError
 from hvdtrain.health import failure, monitor
@@ -14,6 +15,10 @@ from hvdtrain.host import alert
 from hvdtrain.host.stop import StopRequest
 from hvdtrain.launch import RanksStop
 from hvdtrain.options.parser import select_fields
+
+if TYPE_CHECKING:
+    from hvdtrain.data.index import Resize
+    from hvdtrain.use.trained import Which
 
 
 def train(arguments: Sequence[str], **values: Any) -> int:
@@ -47,9 +52,50 @@ def train(arguments: Sequence[str], **values: Any) -> int:
     return 0
 
 
-def export(arguments: Sequence[str], run: str, file: str, which: Literal["best", "last"]) -> int:
-    """Write the weights of a run as a file that torchvision reads."""
+def evaluate(
+    arguments: Sequence[str],
+    run: str,
+    data: str | None,
+    split: str,
+    which: "Which",
+    to: str | None,
+    json: bool,
+) -> int:
+    """Print how well a run's model does on a data set."""
+    in_one_process("evaluate")
+    from hvdtrain.use import evaluate as evaluating
+
+    result = evaluating.evaluate(run, data, split, which, to)
+    print(as_json(result.as_json()) if json else result.as_text())
+    if to is not None and not json:
+        print(f"{to}: {', '.join(evaluating.FILES)}")
+    return 0
+
+
+def predict(
+    arguments: Sequence[str],
+    run: str,
+    images: list[str],
+    format: str,
+    top: int,
+    resize: "Resize | None",
+    which: "Which",
+) -> int:
+    """Print the classes of images, in their order, once all of them are read."""
+    in_one_process("predict")
+    from hvdtrain.use import predict as predicting
+
+    predictions = predicting.predict(run, images, top, which, resize)
+    sys.stdout.write(predicting.as_table(predictions, format))
+    return 0
+
+
+def export(arguments: Sequence[str], run: str, file: str, which: "Which") -> int:
+    """Write the model of a run, or its weights, for other programs."""
+    in_one_process("export")
     from hvdtrain.checkpoint import export as exporting
 
-    print(f"{file}: the weights of {exporting.export(run, file, which)}")
+    checkpoint = exporting.export(run, file, which)
+    what = "weights" if file.endswith(exporting.WEIGHTS) else "model"
+    print(f"{file}: the {what} of {checkpoint}")
     return 0

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -41,6 +42,7 @@ OTHERS_SAVE_FACTOR = 6.0  # for ranks that wait: the slow rank reaches its limit
 
 _ALONE = (("RANK", 0), ("SIZE", 1))
 _first_failure: socket.socket | None = None
+_recorder: Callable[[BaseException, str], None] | None = None
 
 
 def end_all_on_exception() -> None:
@@ -54,6 +56,12 @@ def end_all_on_exception() -> None:
         fail(error)
 
     sys.excepthook = hook
+
+
+def record_with(recorder: Callable[[BaseException, str], None]) -> None:
+    """Pass the error that ends the job, with its text, to a function, and print nothing."""
+    global _recorder
+    _recorder = recorder
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,12 @@ def fail(error: BaseException, listener: Listener | None = None) -> NoReturn:
     """
     launch = _detect_quietly()
     code, text = _verdict(error, launch)
-    first = report(text, launch, listener if code != Interrupted.exit_code else None)
+    if _recorder is not None:
+        first = launch.size == 1 or _is_first_to_fail(launch.job)
+        if first:
+            _recorder(error, text)
+    else:
+        first = report(text, launch, listener if code != Interrupted.exit_code else None)
     if launch.size == 1:
         if threading.current_thread() is not threading.main_thread():
             os._exit(code)  # a watchdog's exit would end its thread alone

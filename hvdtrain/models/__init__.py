@@ -9,6 +9,7 @@ import difflib
 from typing import TYPE_CHECKING
 
 from hvdtrain.errors import UsageError
+from hvdtrain.options.givenmodel import GivenModel, refuse_lost
 
 if TYPE_CHECKING:
     from hvdtrain.models.component import Component
@@ -26,6 +27,7 @@ MODEL_NAMES = tuple(REGISTRY)
 
 def check_name(model: str) -> None:
     """Raise UsageError unless `model` is one of MODEL_NAMES or has the form module:function."""
+    refuse_lost(model)
     if model in REGISTRY or ":" in model:
         return
     near = difflib.get_close_matches(model, MODEL_NAMES)
@@ -37,17 +39,20 @@ def check_name(model: str) -> None:
 
 
 def components(
-    model: str, classes: int, image_size: int, patch_size: int | None = None
+    model: str, classes: int, image_size: int, patch_size: int | None = None, seed: int = 0
 ) -> list[Component]:
     """Return the components of `model` for square images and `classes` classes.
 
     Args:
         model: one of MODEL_NAMES or `package.module:function`, a function of (classes,
-            image_size) that returns a list of Component or of (name, build) pairs. The module is
-            imported from the current folder or from Python's module path.
+            image_size) that returns a list of Component or of (name, build) pairs, or a torch
+            module, which becomes one component. The module is imported from the current folder
+            or from Python's module path. Also a model that was passed in Python: `TrainConfig`
+            gives it a name that carries it.
         classes: number of classes.
         image_size: width and height in pixels.
         patch_size: in pixels, passed to models whose function has a parameter of that name.
+        seed: of the random numbers that a user's function draws itself.
 
     Raises:
         UsageError: if an argument is not valid, or a user's model fails or returns something else.
@@ -58,11 +63,12 @@ def components(
             raise UsageError(f"{what} {value} is not valid: it must be at least 1")
     from hvdtrain.models import find
     from hvdtrain.models.component import as_components
+    from hvdtrain.models.users import components_of
 
+    if isinstance(model, GivenModel):
+        return components_of(model, model.model, classes, image_size, patch_size, seed)
     function = find.find_function(REGISTRY.get(model, model))
+    if model not in REGISTRY:
+        return components_of(model, function, classes, image_size, patch_size, seed)
     patch = find.patch_argument(model, function, patch_size)
-    if model in REGISTRY:
-        returned = function(classes, image_size, **patch)
-    else:
-        returned = find.call(model, function, classes, image_size, patch)
-    return as_components(model, returned)
+    return as_components(model, function(classes, image_size, **patch))

@@ -89,7 +89,7 @@ def as_components(model: str, returned: object) -> list[Component]:
     Raises:
         UsageError: if it is anything else, or the names are not valid.
     """
-    expected = "it must return a list of Component(name, build)"
+    expected = "it must return a list of Component(name, build), or a torch.nn.Module"
     if not isinstance(returned, list | tuple):
         raise UsageError(f"model {model!r} returned a {type(returned).__name__}: {expected}")
     if not returned:
@@ -127,7 +127,7 @@ def build_component(
     they are the same everywhere. The caller's random state, default device and default dtype have
     no effect and do not change.
     """
-    with _isolated(component_seed(seed, component.name), "cpu"):
+    with isolated(component_seed(seed, component.name), "cpu"):
         module = component.build()
     return module.to(device=device, dtype=dtype)
 
@@ -201,7 +201,7 @@ def check_logits(last: Component, shape: tuple[int, ...], classes: int | None) -
 
 
 @contextmanager
-def _isolated(seed: int, device: str) -> Iterator[None]:
+def isolated(seed: int, device: str) -> Iterator[None]:
     """Make code inside draw random numbers from `seed` and create fp32 tensors on `device`."""
     dtype = torch.get_default_dtype()
     with torch.random.fork_rng(devices=[]), torch.device(device):
@@ -222,7 +222,7 @@ def build_on_meta(component: Component) -> nn.Module:
             from the seed.
     """
     try:
-        with _isolated(0, "meta"):
+        with isolated(0, "meta"):
             module: object = component.build()
     except HvdtrainError:
         raise

@@ -9,16 +9,22 @@ from pathlib import Path
 from types import ModuleType
 
 from hvdtrain.errors import HvdtrainError, UsageError, one_line
+from hvdtrain.options.givenmodel import GivenModel
 
 ModelFunction = Callable[..., object]
 
 
 def find_function(reference: str) -> ModelFunction:
-    """Return the function that `package.module:function` names.
+    """Return the function that `package.module:function` names, or that was passed in Python.
 
     Raises:
         UsageError: if there is none, or its module cannot be imported.
     """
+    if isinstance(reference, GivenModel):
+        if not callable(reference.model):
+            raise UsageError(f"model {reference} is not a function: pass one")
+        passed: ModelFunction = reference.model
+        return passed
     module_name, _, function_name = reference.partition(":")
     parts = [*module_name.split("."), function_name]
     if module_name.endswith(".py") or not all(part.isidentifier() for part in parts):
@@ -47,8 +53,14 @@ def patch_argument(
     if patch_size is None:
         return {}
     if "patch_size" not in inspect.signature(function).parameters:
-        raise UsageError(f"model {model!r} has no patches: leave out the patch size {patch_size}")
+        refuse_patches(model, patch_size)
     return {"patch_size": patch_size}
+
+
+def refuse_patches(model: str, patch_size: int | None) -> None:
+    """Raise UsageError if a patch size is set, for a model that has none."""
+    if patch_size is not None:
+        raise UsageError(f"model {model!r} has no patches: leave out the patch size {patch_size}")
 
 
 def call(
@@ -72,9 +84,11 @@ def call(
         arguments = ", ".join(
             [f"{classes}, {image_size}", *(f"{k}={v}" for k, v in patch.items())]
         )
+        where = f'run python -c "import {module_name} as m; m.{function_name}({arguments})"'
+        if isinstance(model, GivenModel):
+            where = f"call it with ({arguments})"
         raise UsageError(
-            f"model {model!r} failed with {one_line(error)}: to see where, run "
-            f'python -c "import {module_name} as m; m.{function_name}({arguments})"'
+            f"model {model!r} failed with {one_line(error)}: to see where, {where}"
         ) from error
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host.files import write_whole
+from hvdtrain.models.ready import WHOLE
 
 _LAYER = r"encoder.layers.encoder_layer_\1"
 _RESNET = ((r"(?:stem|head)\.(.*)", r"\1"),)
@@ -42,6 +43,17 @@ def torchvision_name(model: str, name: str) -> str:
     return name
 
 
+def _names_in_files(model: str, names: Iterable[str]) -> dict[str, str]:
+    """Return the names in a file by hvdtrain's names.
+
+    A module that is one component keeps its own names.
+    """
+    listed = list(names)
+    if model not in _RENAMED and all(name.startswith(f"{WHOLE}.") for name in listed):
+        return {name: name.removeprefix(f"{WHOLE}.") for name in listed}
+    return {name: torchvision_name(model, name) for name in listed}
+
+
 def write(path: Path, model: str, tensors: Mapping[str, Tensor]) -> None:
     """Write a file of weights with torchvision's names, completely or not at all.
 
@@ -53,9 +65,8 @@ def write(path: Path, model: str, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         UsageError: if the file cannot be written.
     """
-    renamed = {
-        torchvision_name(model, name): tensor.contiguous() for name, tensor in tensors.items()
-    }
+    theirs = _names_in_files(model, tensors)
+    renamed = {theirs[name]: tensor.contiguous() for name, tensor in tensors.items()}
     try:
         write_whole(path, lambda file: torch.save(renamed, file))
     except (OSError, RuntimeError) as error:  # torch raises RuntimeError for a full disk
@@ -83,7 +94,7 @@ def read(
         DataError: if the file does not hold exactly the tensors of the model.
     """
     content = _load(path)
-    theirs = {name: torchvision_name(model, name) for name in shapes}
+    theirs = _names_in_files(model, shapes)
     if not theirs.keys() - content.keys():
         theirs = {name: name for name in shapes}
     if odd := content.keys() - set(theirs.values()):

@@ -143,9 +143,9 @@ def pipeline(
 
 def _check_shape(name: str, components: int, ranks: int, stages: int, replicas: int) -> None:
     if stages > components:
+        advice = "use single or dp, or hvdtrain.cut" if components == 1 else "use fewer stages"
         raise UsageError(
-            f"{name} has {stages} stages, but the model has {components} component(s): "
-            "use fewer stages"
+            f"{name} has {stages} stages, but the model has {components} component(s): {advice}"
         )
     groups, left = divmod(ranks, replicas)
     if left or not groups or stages % groups:

@@ -1,5 +1,6 @@
 """`--plan auto`: measures components and network on the ranks of the run, and chooses its plan."""
 
+import hashlib
 import socket
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -21,6 +22,7 @@ from hvdtrain.host.files import check_target
 from hvdtrain.host.memory import return_freed_memory
 from hvdtrain.models.component import Component
 from hvdtrain.models.costs import ComponentCost, component_costs
+from hvdtrain.options.givenmodel import PREFIX
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.stage import DTYPES, Images
 from hvdtrain.plan.passes import group_by_bytes
@@ -92,8 +94,11 @@ class Subject:
         places = ",".join(str(list(dict.fromkeys(hosts)).index(host)) for host in hosts)
         patches = f", patches of {config.patch_size}" if config.patch_size else ""
         compiled = ", compiled" if config.compile else ""
+        content = ""
+        if config.model.startswith(PREFIX):  # other models may have the same name
+            content = f" {hashlib.sha256(repr(self.costs).encode()).hexdigest()[:8]}"
         return (
-            f"{config.model}{patches}, {self.costs[-1].output_shape[-1]} classes, "
+            f"{config.model}{content}{patches}, {self.costs[-1].output_shape[-1]} classes, "
             f"{self.image_size} px, {config.batch_size} images, {config.precision}{compiled}, "
             f"{config.optimizer}, all-reduce {config.allreduce}, {self.images.device.type}, "
             f"ranks on hosts {places} x {world.threads} threads"

@@ -6,13 +6,14 @@ from typing import Literal
 from hvdtrain.config import Precision, TrainConfig, field_of_train
 from hvdtrain.errors import UsageError
 from hvdtrain.options.fields import about
+from hvdtrain.options.givenmodel import Model, ModelInConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanConfig:
+class PlanConfig(ModelInConfig):
     """Options of `plan show`, `plan check` and `plan simulate`; they read no data, only shapes."""
 
-    model: str = field_of_train("model")
+    model: Model = field_of_train("model")
     ranks: int = field(metadata=about("ranks of the plan"))
     plan: str | None = field(
         default=None,

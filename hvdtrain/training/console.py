@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from hvdtrain.config import TrainConfig
 from hvdtrain.host import alert
 from hvdtrain.plan.plan import Plan
+from hvdtrain.training.callbacks import Followers
 from hvdtrain.training.metrics import Records, RunFolder
 
 COLUMNS = {
@@ -105,6 +106,7 @@ class Journal:
 
     Attributes:
         records: on rank 0 only.
+        followers: the callbacks; none on other ranks than 0.
         ledger: lines of this rank that are not yet in a checkpoint.
     """
 
@@ -112,13 +114,19 @@ class Journal:
     folder: RunFolder
     console: Console
     records: Records | None
+    followers: Followers
     ledger: list[str] = field(default_factory=list)
     alerts: list[threading.Thread] = field(default_factory=list)
 
     def event(self, event: str, **values: Any) -> None:
-        """Append a line to metrics.jsonl; nothing on other ranks than 0."""
+        """Append a line to metrics.jsonl, and call the callbacks of steps and epochs.
+
+        Nothing happens on other ranks than 0.
+        """
         if self.records is not None:
             self.records.event(event, **values)
+        if event in ("step", "epoch"):
+            self.followers.call(f"on_{event}", values)
 
     def fault(self, step: int, cause: str, message: str) -> None:
         """Write what went wrong to metrics.jsonl."""

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -22,7 +23,8 @@ from hvdtrain.health.stragglers import Stragglers, peers
 from hvdtrain.host import quiet
 from hvdtrain.host.activity import Activity
 from hvdtrain.host.stop import StopRequest
-from hvdtrain.options.configfile import differing, with_older_defaults
+from hvdtrain.options.configfile import differing, public, with_older_defaults
+from hvdtrain.training.callbacks import Callbacks
 from hvdtrain.training.control import Agreed, Flags, Stopped, Vitals, stop_code
 from hvdtrain.training.evaluate import end_epoch, evaluate_end
 from hvdtrain.training.feed import Feed, Feeder, Request, augmentation, requests, watched
@@ -31,7 +33,7 @@ from hvdtrain.training.progress import Stopwatch, learning_rate
 from hvdtrain.training.run import Run, open_run
 from hvdtrain.training.session import Result, Session, StepRecord
 from hvdtrain.training.steplog import StepLog, check_replicas, compare_fingerprints
-from hvdtrain.training.summary import announce, check_memory, summarise
+from hvdtrain.training.summary import TrainResult, announce, check_memory, summarise
 from hvdtrain.world import World
 from hvdtrain.world import start as start_world
 from hvdtrain.world import stop as stop_world
@@ -39,12 +41,15 @@ from hvdtrain.world import stop as stop_world
 TRACED_STEPS = 20
 
 
-def train(config: TrainConfig, stop: StopRequest | None = None) -> dict[str, Any]:
+def train(
+    config: TrainConfig, stop: StopRequest | None = None, callbacks: Callbacks = ()
+) -> TrainResult:
     """Train on the ranks of the launcher that started this process, and return the summary.
 
     Args:
         config: the configuration of the run.
         stop: signals that are watched already; by default they are watched during this call.
+        callbacks: called on rank 0.
 
     Raises:
         UsageError, DataError: for any mistake of the user; UsageError, too, if another start of
@@ -65,7 +70,9 @@ def train(config: TrainConfig, stop: StopRequest | None = None) -> dict[str, Any
         resolved: TrainConfig = world.broadcast(
             with_older_defaults(config) if world.rank == 0 else None
         )
-        run = open_run(_open_session(resolved, world), stop)
+        # The configuration of rank 0 came without a model that was passed in Python.
+        resolved = replace(resolved, model=config.model)
+        run = open_run(_open_session(resolved, world), stop, callbacks)
         if resolved != config:
             older = differing(resolved, config)
             run.console.say(f"resumed with the settings of the older version: {older}")
@@ -77,7 +84,7 @@ def train(config: TrainConfig, stop: StopRequest | None = None) -> dict[str, Any
         _leave_world(run)
         run.session.close()
         ended.append(run.activity)
-    return summary
+    return TrainResult(summary, run.journal.folder.path)
 
 
 def _leave_world(run: Run) -> None:
@@ -126,6 +133,7 @@ def _train(run: Run) -> dict[str, Any]:
     if run.session.config.memory_limit is not None:
         check_memory(run, run.session.config.memory_limit, summary["peak_memory_bytes"])
     run.close(summary)
+    run.journal.followers.call("on_end", summary)
     run.console.say(
         f"trained {summary['samples']:,} samples in {summary['train_seconds']:.1f} s "
         f"({summary['images_per_second']:,.0f} images/s on {run.session.world.size} rank(s)); "
@@ -140,6 +148,7 @@ def _start(run: Run) -> float:
     Returns:
         Seconds since this process started.
     """
+    run.journal.followers.call("on_start", public(run.session.config), run.journal.folder.path)
     announce(run)
     # Other ranks wait while rank 0 opens the records: that must not count for their first step.
     run.activity.step(run.progress.step)  # tells the launcher that training has started

@@ -22,7 +22,8 @@ from hvdtrain.host.activity import Activity
 from hvdtrain.host.ownership import Owner, claim
 from hvdtrain.host.stop import StopRequest
 from hvdtrain.options.planrequest import ADAPTIVE
-from hvdtrain.training import metrics
+from hvdtrain.training import inputs, metrics
+from hvdtrain.training.callbacks import Callbacks, followers
 from hvdtrain.training.console import Console, Journal
 from hvdtrain.training.control import Control
 from hvdtrain.training.feed import READING
@@ -124,8 +125,11 @@ class Run:
         self.heartbeat.give_up()
 
 
-def open_run(session: Session, stop: StopRequest) -> Run:
+def open_run(session: Session, stop: StopRequest, callbacks: Callbacks = ()) -> Run:
     """Open or make the run folder of a session, and restore its newest checkpoint. Collective.
+
+    Args:
+        callbacks: called on rank 0.
 
     Raises:
         UsageError, DataError: if the options or the data are invalid.
@@ -151,7 +155,10 @@ def open_run(session: Session, stop: StopRequest) -> Run:
         session.activity.on_stall = partial(_stalled, config=config, folder=folder, world=world)
         config = replace(config, resume=resumes)
         progress, replication, records = _start_or_resume(session, config, folder, console)
-        clock, journal = Stopwatch(progress, "seconds"), Journal(config, folder, console, records)
+        listener = failure.Listener(config.on_alert, str(folder.path))
+        called = followers(callbacks, world, listener)
+        journal = Journal(config, folder, console, records, called)
+        clock = Stopwatch(progress, "seconds")
         return Run(
             session=session,
             stop=stop,
@@ -210,8 +217,11 @@ def _start_or_resume(
         console.say(session.state.start_from(Path(config.weights)))
     session.state.agree()
     replication = open_replication(config, folder, session.world, console)
-    is_first = session.world.rank == 0
-    return progress, replication, metrics.Records(folder, config, kept or {}) if is_first else None
+    if session.world.rank != 0:
+        return progress, replication, None
+    records = metrics.Records(folder, config, kept or {})
+    inputs.save(inputs.inputs_of(session.index, session.normalisation), folder.path)
+    return progress, replication, records
 
 
 def _adapter(session: Session) -> "Adapter | None":

@@ -39,6 +39,7 @@ class Saving:
             checkpoint.
         saved_best: the best epoch as of the last checkpoint that was committed.
         pending_best: the best epoch as of the last checkpoint that was started.
+        unreported: the step of the open checkpoint, until the callbacks have been called for it.
         failed: checkpoints in a row that could not be written.
     """
 
@@ -58,6 +59,7 @@ class Saving:
         self.saved_at = time.monotonic()
         self.saved_step: int | None = progress.step
         self.saved_best = self.pending_best = progress.best
+        self.unreported: int | None = None
         self.failed = 0
 
     def is_wanted(self) -> bool:
@@ -114,6 +116,7 @@ class Saving:
         self.saved_at, self.saved_step = time.monotonic(), step
         self.pending_best = self.progress.best
         name, commit, error = store.name_of(step), None, None
+        self.unreported = step
         if (records := self.journal.records) is not None:
             try:
                 records.write_ledger(ledgers)  # first: the gathered lines exist nowhere else
@@ -141,6 +144,8 @@ class Saving:
             self._end()
         elif saver.pending and agreed.written == self.session.world.size:
             saver.settle()
+        elif saver.settled:
+            self._report_commit()
 
     def finish(self) -> bool:
         """Wait for the open checkpoint, and return whether it was made; True if none is open.
@@ -159,6 +164,8 @@ class Saving:
     def _end(self) -> bool:
         """Close the open checkpoint, and return whether it was made on all ranks. Collective."""
         faults, progress = self._faults(), self.progress
+        if not faults:
+            self._report_commit()
         self.saver.end()
         if not faults:
             self.failed, self.saved_best = 0, self.pending_best
@@ -179,6 +186,13 @@ class Saving:
             f"{faults[0]}; the run continues without it and saves again at the next checkpoint",
         )
         return False
+
+    def _report_commit(self) -> None:
+        """Call the callbacks for the open checkpoint, once: it is committed."""
+        step, self.unreported = self.unreported, None
+        if step is not None:
+            path = self.journal.folder.checkpoints / store.name_of(step)
+            self.journal.followers.call("on_checkpoint", step, path)
 
     def _faults(self) -> list[str]:
         """Return all ranks' messages of failed writes of the open checkpoint. Collective."""

@@ -16,6 +16,18 @@ from hvdtrain.errors import CheckFailed
 from hvdtrain.training.run import Run
 
 
+class TrainResult(dict[str, Any]):
+    """The summary of a run, with the keys of summary.json; the same on all ranks.
+
+    Attributes:
+        run: the run folder.
+    """
+
+    def __init__(self, summary: Mapping[str, Any], run: Path) -> None:
+        super().__init__(summary)
+        self.run = run
+
+
 def announce(run: Run) -> None:
     """Print and record the settings that a run starts or resumes with."""
     session, config = run.session, run.session.config

@@ -48,7 +48,11 @@ def parsed(arguments: list[str]) -> dict[str, Any]:
     ("arguments", "message"),
     [
         (["trian"], "unknown command trian; did you mean train?"),
-        ([], "a command is missing: one of doctor, setup, data, train, "),
+        (
+            [],
+            "a command is missing: one of doctor, setup, data, train, evaluate, predict, export, jobs, "
+            "report, reproduce",
+        ),
         (["--print-completion", "fish"], "--print-completion fish is not known; valid are bash"),
         (["data"], "a command is missing: one of fetch, pack, synth, verify, info"),
         (["data", "pakc"], "unknown command pakc; did you mean pack?"),

@@ -19,11 +19,11 @@ BUDGET_SECONDS = 0.3
 LAYERS = (
     {"__main__"},
     {"cli"},
-    {"commands"},
+    {"commands", "api", "notebook"},
     {"bench"},
     {
         *("jobs", "study", "doctor", "keras", "tf", "torch", "setup"),
-        *("training", "backends", "check", "planner", "checkpoint", "health"),
+        *("training", "backends", "check", "planner", "checkpoint", "health", "use"),
     },
     {"parallel", "launch"},
     {"plan", "data", "models"},

@@ -11,6 +11,7 @@ from hvdtrain.backends.pytorch.batches import check_batches, input_boundaries
 from hvdtrain.backends.pytorch.build import build_runtime
 from hvdtrain.backends.pytorch.migration import TorchMigration
 from hvdtrain.backends.pytorch.parts import check_compiler, reason_against_split_backward
+from hvdtrain.backends.pytorch.ready import agree_on_values
 from hvdtrain.backends.pytorch.session import (
     Times,
     TorchFaults,
@@ -56,6 +57,7 @@ def open_session(config: TrainConfig, world: World) -> TorchSession:
     check_started(config, world)
     index = staged(read_index(config.data).at_size(config.image_size), config.stage, world)
     components = model_components(config, index)
+    agree_on_values(components, world)
     train_rows, held_rows = order.holdout(
         index.splits["train"].count, config.holdout, index.hash, config.seed
     )
@@ -256,7 +258,7 @@ def model_components(config: TrainConfig, index: Index) -> list[Component]:
     """
     check_images(config, index)
     height = index.image_shape[0]
-    return models.components(config.model, index.classes, height, config.patch_size)
+    return models.components(config.model, index.classes, height, config.patch_size, config.seed)
 
 
 def check_components(

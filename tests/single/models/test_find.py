@@ -154,7 +154,7 @@ def test_a_users_own_usage_error_is_passed_on() -> None:
     ("returned", "reason"),
     [
         ("None", " returned a NoneType: it must return a list of Component(name, build)"),
-        ("nn.Sequential()", " returned a Sequential: it must return a list"),
+        ("{}", " returned a dict: it must return a list of Component(name, build), or a"),
         ("[]", " returned no component: it must return a list"),
         ("[nn.Flatten()]", ": its list holds a Flatten: it must return a list"),
         ("[('a', nn.Flatten, 3)]", ": its list holds a tuple: it must return a list"),

@@ -1,0 +1,101 @@
+"""Models that are passed in Python: the name that a configuration keeps, with the object itself.
+
+Nothing here loads torch.
+"""
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from hvdtrain.errors import UsageError
+
+# The type of a configuration's model: a name on the command line, or any model in Python.
+if TYPE_CHECKING:
+    Model = Any
+else:
+    Model = str
+PREFIX = "in-python:"  # no module can have this name
+
+
+class GivenModel(str):
+    """The name of a model that was passed in Python, which carries the model.
+
+    Copies and pickles are plain names: a run folder and other ranks receive the name alone.
+
+    Attributes:
+        model: a function of (classes, image_size), a list of components, or a torch module.
+    """
+
+    model: Any
+
+    @override
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)
+
+
+class ModelInConfig:
+    """Base of a configuration with a model: a model that is not a name gets one."""
+
+    model: Any
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", named(self.model))
+
+
+def named(model: object) -> str:
+    """Return the name of a model for a configuration.
+
+    A name stays as it is. A function that the command line finds becomes
+    `package.module:function`, and anything else a GivenModel.
+
+    Raises:
+        UsageError: if it is none of the kinds of a model.
+    """
+    if isinstance(model, str):
+        return model
+    is_module = is_torch_module(model)
+    if not (is_module or callable(model) or isinstance(model, list | tuple)):
+        raise UsageError(
+            f"model is a {type(model).__name__}: pass a name, a function of (classes, "
+            "image_size), a list of components or a torch.nn.Module"
+        )
+    if not is_module and (reference := _reference(model)) is not None:
+        return reference
+    if isinstance(model, list | tuple):
+        name = "components"
+    else:
+        name = getattr(model, "__name__", type(model).__name__).strip("<>")
+    carrier = GivenModel(f"{PREFIX}{name}")
+    carrier.model = model
+    return carrier
+
+
+def is_torch_module(model: object) -> bool:
+    """Return whether an object is a torch.nn.Module, without loading torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(model, torch.nn.Module)
+
+
+def _reference(model: object) -> str | None:
+    """Return the `package.module:function` that names this very function, None if none does."""
+    module, name = getattr(model, "__module__", None), getattr(model, "__name__", "")
+    if not isinstance(module, str) or module == "__main__" or not name.isidentifier():
+        return None
+    if not all(part.isidentifier() for part in module.split(".")):
+        return None
+    is_named = getattr(sys.modules.get(module), name, None) is model
+    return f"{module}:{name}" if is_named else None
+
+
+def refuse_lost(model: str) -> None:
+    """Refuse the bare name of a model that was passed in Python.
+
+    Raises:
+        UsageError: with what to do.
+    """
+    if model.startswith(PREFIX) and not isinstance(model, GivenModel):
+        raise UsageError(
+            f"model {model} was passed in Python, and no file holds it: resume or use the run in "
+            "the script that made it, or write the model as package.module:function"
+        )

@@ -1,0 +1,1 @@
+"""Uses of a trained model: evaluation, prediction, and export for other programs."""

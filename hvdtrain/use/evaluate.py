@@ -1,0 +1,245 @@
+"""Evaluation of a run's model on a split: accuracy, by class, and the confusion matrix."""
+
+import csv
+import io
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from hvdtrain.data import order
+from hvdtrain.data.index import Index, read_index
+from hvdtrain.data.shards import open_split
+from hvdtrain.errors import UsageError
+from hvdtrain.host import files
+from hvdtrain.options.givenmodel import Model
+from hvdtrain.options.nearest import nearest
+from hvdtrain.plan.program import EVALUATION_IMAGES
+from hvdtrain.use.trained import Trained, Which, trained_model
+
+TOP = 5
+FILES = ("evaluation.json", "classes.csv", "confusion.csv", "confusion.png")
+MOST_SHOWN = 20  # classes on the terminal
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The result of an evaluation.
+
+    Attributes:
+        checkpoint: the evaluated checkpoint.
+        data, split: the evaluated images.
+        loss: mean cross-entropy.
+        top5_accuracy: share of images whose class is among the five largest logits; None with
+            five classes or fewer.
+        class_names: by class.
+        confusion: int64 [classes, classes], the number of images by class and answer.
+    """
+
+    checkpoint: Path
+    data: str
+    split: str
+    loss: float
+    top5_accuracy: float | None
+    class_names: tuple[str, ...]
+    confusion: np.ndarray
+
+    @property
+    def images(self) -> int:
+        """The number of images."""
+        return int(self.confusion.sum())
+
+    @property
+    def accuracy(self) -> float:
+        """The share of right answers."""
+        return int(np.trace(self.confusion)) / self.images
+
+    def by_class(self) -> list[dict[str, Any]]:
+        """Return for each class its images, right answers, and shares of right answers.
+
+        `recall` is the share of the images of the class, and `precision` the share of the answers
+        that name it; None where there are none. `mistaken_for` is the most frequent wrong answer.
+        """
+        rows = []
+        for number, name in enumerate(self.class_names):
+            answers, named = self.confusion[number], self.confusion[:, number]
+            right, others = int(answers[number]), answers.copy()
+            others[number] = 0
+            wrong = self.class_names[int(others.argmax())] if others.any() else None
+            rows.append(
+                {
+                    "class": number,
+                    "name": name,
+                    "images": int(answers.sum()),
+                    "right": right,
+                    "recall": right / int(answers.sum()) if answers.any() else None,
+                    "precision": right / int(named.sum()) if named.any() else None,
+                    "mistaken_for": wrong,
+                }
+            )
+        return rows
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the content of evaluation.json."""
+        return {
+            "checkpoint": str(self.checkpoint),
+            "data": self.data,
+            "split": self.split,
+            "images": self.images,
+            "accuracy": self.accuracy,
+            "top5_accuracy": self.top5_accuracy,
+            "loss": self.loss,
+            "classes": self.by_class(),
+        }
+
+    def as_text(self) -> str:
+        """Return the result as lines, with the classes of the lowest recall."""
+        top5 = self.top5_accuracy
+        top = "" if top5 is None else f", top-5 accuracy {top5:.4f}"
+        rows = [row for row in self.by_class() if row["images"]]
+        rows.sort(key=lambda row: row["recall"])
+        width = max(len(str(row["name"])) for row in rows)
+        lines = [
+            f"{self.checkpoint} on {self.images:,} images of {self.split} in {self.data}",
+            f"accuracy {self.accuracy:.4f}{top}, loss {self.loss:.4f}",
+            f"{'class':<{width}}  images  recall  precision  mistaken for",
+        ]
+        for row in rows[:MOST_SHOWN]:
+            precision = "-" if row["precision"] is None else f"{row['precision']:.4f}"
+            lines.append(
+                f"{row['name']:<{width}}  {row['images']:>6,}  {row['recall']:.4f}  "
+                f"{precision:>9}  {row['mistaken_for'] or '-'}"
+            )
+        if len(rows) > MOST_SHOWN:
+            lines.append(f"({len(rows) - MOST_SHOWN} classes with a higher recall are not shown)")
+        return "\n".join(lines)
+
+
+def evaluate(
+    run: str | Path,
+    data: str | Path | None = None,
+    split: str = "test",
+    which: Which = "best",
+    to: str | Path | None = None,
+    model: Model | None = None,
+) -> Evaluation:
+    """Evaluate the model of a run on a split of a packed data set.
+
+    Args:
+        run: the run folder.
+        data: the data set; that of the run by default.
+        split: "train" or "test".
+        which: the best epoch's checkpoint, or the newest that verifies.
+        to: folder for evaluation.json, classes.csv, confusion.csv and confusion.png; None writes
+            no file.
+        model: the model that was passed in Python, if it was.
+
+    Raises:
+        UsageError: if there is no such run or split, the classes differ, or a file cannot be
+            written.
+        DataError: if the run holds no checkpoint that verifies, or the data set is damaged.
+    """
+    trained = trained_model(run, which, model)
+    folder = Path(trained.config.data if data is None else data)
+    index = _index(folder, trained)
+    if split not in index.splits:
+        names = tuple(index.splits)
+        raise UsageError(f"--split {split} is not a split of {folder}{nearest(split, names)}")
+    if to is not None:
+        _make_folder(Path(to))
+    result = _measure(trained, index, split)
+    if to is not None:
+        write(result, Path(to))
+    return result
+
+
+def _index(folder: Path, trained: Trained) -> Index:
+    """Return the index of a data set with the classes and the image size of the model."""
+    index = read_index(folder).at_size(trained.inputs.image_size)
+    names = trained.inputs.class_names
+    if len(index.class_names) != len(names):
+        raise UsageError(
+            f"{folder} has {len(index.class_names)} classes, and the model was trained on "
+            f"{len(names)}: use a data set with the same classes"
+        )
+    for number, (theirs, ours) in enumerate(zip(index.class_names, names, strict=True)):
+        if theirs != ours:
+            raise UsageError(
+                f"class {number} is {theirs!r} in {folder}, and {ours!r} in the data set of the "
+                "run: use a data set with the same classes in the same order"
+            )
+    return index
+
+
+def _measure(trained: Trained, index: Index, split: str) -> Evaluation:
+    """Return the evaluation, in the batches of an evaluation during training on one rank."""
+    classes = index.classes
+    confusion = np.zeros(classes**2, np.int64)
+    loss_sum, in_top = 0.0, 0
+    with open_split(index, split) as samples:
+        rows = np.arange(index.splits[split].count)
+        for start, stop in order.step_slices(len(rows), EVALUATION_IMAGES):
+            batch = samples.gather(rows[start:stop])
+            logits, labels = trained.logits(batch.images), torch.from_numpy(batch.labels)
+            labels = labels.to(logits.device)
+            loss_sum += float(functional.cross_entropy(logits, labels, reduction="sum").double())
+            answers = logits.argmax(1)
+            confusion += torch.bincount(
+                (labels * classes + answers).cpu(), minlength=classes**2
+            ).numpy()
+            if classes > TOP:
+                in_top += int((logits.topk(TOP, 1).indices == labels[:, None]).sum())
+    return Evaluation(
+        checkpoint=trained.checkpoint,
+        data=str(index.folder),
+        split=split,
+        loss=loss_sum / len(rows),
+        top5_accuracy=in_top / len(rows) if classes > TOP else None,
+        class_names=index.class_names,
+        confusion=confusion.reshape(classes, classes),
+    )
+
+
+def write(result: Evaluation, folder: Path) -> None:
+    """Write evaluation.json, classes.csv, confusion.csv and confusion.png.
+
+    Raises:
+        UsageError: if a file cannot be written.
+    """
+    from hvdtrain.use.picture import draw_confusion
+
+    text = json.dumps(result.as_json(), indent=1) + "\n"
+    files.write_text(folder / "evaluation.json", text, "the evaluation")
+    rows = result.by_class()
+    table = _csv([list(rows[0]), *(list(row.values()) for row in rows)])
+    files.write_text(folder / "classes.csv", table, "the table of classes")
+    names = list(result.class_names)
+    matrix = [
+        [name, *counts] for name, counts in zip(names, result.confusion.tolist(), strict=True)
+    ]
+    table = _csv([["class \\ answer", *names], *matrix])
+    files.write_text(folder / "confusion.csv", table, "the confusion matrix")
+    draw_confusion(result.confusion, result.class_names, folder / "confusion.png")
+
+
+def _csv(rows: list[list[Any]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+def _make_folder(folder: Path) -> None:
+    """Create the folder for the files, before the work.
+
+    Raises:
+        UsageError: if it cannot be created.
+    """
+    try:
+        files.make_folders(folder)
+    except OSError as error:
+        raise UsageError(f"--to {folder} cannot be created: {error.strerror}") from None
+    files.check_target(str(folder / "evaluation.json"), "--to")

@@ -1,0 +1,212 @@
+"""Loading the model of a run, with what it takes and returns."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hvdtrain import models
+from hvdtrain.backends.pytorch.parts import build_model
+from hvdtrain.backends.pytorch.state import to_tensor
+from hvdtrain.checkpoint import store
+from hvdtrain.checkpoint.store import Checkpoint
+from hvdtrain.config import TrainConfig
+from hvdtrain.data import order
+from hvdtrain.data.index import read_index
+from hvdtrain.errors import DataError, UsageError
+from hvdtrain.models.component import Component, tensor_shapes
+from hvdtrain.options import configfile
+from hvdtrain.options.givenmodel import Model
+from hvdtrain.parallel.stage import Images, StageModel
+from hvdtrain.training.feed import normalisation
+from hvdtrain.training.inputs import Inputs, inputs_of, load
+from hvdtrain.world import World
+
+Which = Literal["best", "last"]
+ALONE = World("none", 0, 1, 0, 1, 1)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The model of a run in evaluation mode, with the weights of a checkpoint.
+
+    Attributes:
+        checkpoint: the folder of the checkpoint.
+        inputs: what the model takes and returns.
+        model: the components.
+        images: prepares images for the model, on its device.
+    """
+
+    config: TrainConfig
+    checkpoint: Path
+    inputs: Inputs
+    model: StageModel
+    images: Images
+
+    def logits(self, images: np.ndarray) -> Tensor:
+        """Return the logits [n, classes] of images, uint8 [n, size, size, 3], as training does."""
+        with torch.inference_mode(), self._autocast():
+            logits = self.model(self.images(images))
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self.config.precision == "bf16":
+            return torch.autocast(self.images.device.type, dtype=torch.bfloat16)
+        return nullcontext()
+
+
+class Classifier(nn.Module):
+    """A trained model with its normalisation, without hvdtrain.
+
+    It takes pixels of 0 to 255 as floating numbers, [n, 3, size, size], and returns logits
+    [n, classes].
+    """
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, trained: Trained) -> None:
+        super().__init__()
+        self.register_buffer("scale", trained.images.scale)
+        self.register_buffer("shift", trained.images.shift)
+        self.components = nn.Sequential(*trained.model.components.values())
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Return the logits of a batch of images."""
+        logits: Tensor = self.components(pixels.to(self.scale.dtype) * self.scale + self.shift)
+        return logits
+
+
+def load_classifier(
+    run: str | Path, which: Which = "best", model: Model | None = None
+) -> nn.Module:
+    """Return the trained model of a run as a torch module in evaluation mode.
+
+    It takes pixels of 0 to 255, [n, 3, size, size] of any dtype, and returns logits [n, classes]:
+    the normalisation is part of it. Its device is that of the run, if this machine has one.
+
+    Args:
+        run: the run folder.
+        which: the best epoch's checkpoint, or the newest that verifies.
+        model: the model that was passed in Python, if it was; its own weights do not matter.
+
+    Raises:
+        UsageError: if there is no such run, or the model is another one.
+        DataError: if the run holds no checkpoint that verifies.
+    """
+    return Classifier(trained_model(run, which, model)).eval()
+
+
+def trained_model(run: str | Path, which: Which = "best", model: Model | None = None) -> Trained:
+    """Return the trained model of a run.
+
+    Raises:
+        UsageError: if there is no such run, or the model is another one.
+        DataError: if the run holds no checkpoint that verifies.
+    """
+    config = _config(Path(run), model)
+    saved, checkpoint = saved_state(Path(run), which)
+    inputs = load(Path(run)) or _inputs_from_data(config, Path(run))
+    components = models.components(
+        config.model,
+        len(inputs.class_names),
+        inputs.image_size,
+        config.patch_size,
+        config.seed,
+    )
+    _check(components, saved.tensors, config, checkpoint)
+    device = torch.device("cuda" if _uses_gpu(config) else "cpu")
+    stage = build_model(components, config, device)
+    stage.put({name: to_tensor(value) for name, value in saved.tensors.items()})
+    stage.train(False)
+    images = Images(inputs.mean, inputs.std, device, config.precision)
+    return Trained(config, checkpoint, inputs, stage, images)
+
+
+def saved_state(run: Path, which: Which) -> tuple[Checkpoint, Path]:
+    """Return a checkpoint of a run, and its folder.
+
+    Raises:
+        DataError: if the run holds no checkpoint that verifies.
+    """
+    checkpoints = run / "checkpoints"
+    best = store.best(checkpoints) if which == "best" else None
+    if best is not None:
+        return store.load(best), best
+    newest, path, skipped = store.load_newest(checkpoints)
+    if newest is None or path is None:
+        raise DataError(skipped[0] if skipped else f"{run} holds no checkpoint yet: train it on")
+    return newest, path
+
+
+def read_config(run: Path) -> dict[str, Any]:
+    """Return the saved configuration of a PyTorch run.
+
+    Raises:
+        UsageError: if there is no such run, or it is a TensorFlow run.
+    """
+    if not (run / "config.yaml").is_file():
+        raise UsageError(f"{run} is not the folder of a run: there is no config.yaml in it")
+    config = configfile.load(run / "config.yaml")
+    if config.get("framework") == "tensorflow":
+        raise UsageError(
+            f"{run} is a TensorFlow run, whose weights PyTorch cannot read: use its checkpoints, "
+            "which are safetensors files with Keras's names"
+        )
+    return config
+
+
+def _config(run: Path, model: Model | None) -> TrainConfig:
+    saved = read_config(run)
+    names = {item.name for item in fields(TrainConfig)}
+    values = {name: value for name, value in saved.items() if name in names}
+    if model is not None:
+        values["model"] = model
+    if "model" not in values or "data" not in values:
+        raise UsageError(f"{run / 'config.yaml'} is not the configuration of a run: restore it")
+    return TrainConfig(**values | {"compile": False, "recompute": None})
+
+
+def _uses_gpu(config: TrainConfig) -> bool:
+    return config.device != "cpu" and torch.cuda.is_available()
+
+
+def _inputs_from_data(config: TrainConfig, run: Path) -> Inputs:
+    """Return the inputs of a run of a version that did not record them, from its data set."""
+    try:
+        index = read_index(config.data).at_size(config.image_size)
+    except DataError as error:
+        raise DataError(
+            f"{run} has no inputs.json, so it needs its data set, which cannot be read: {error}"
+        ) from None
+    count = index.splits["train"].count
+    rows, _ = order.holdout(count, config.holdout, index.hash, config.seed)
+    return inputs_of(index, normalisation(config.normalise, index, rows, ALONE))
+
+
+def _check(
+    components: list[Component],
+    tensors: Mapping[str, np.ndarray],
+    config: TrainConfig,
+    checkpoint: Path,
+) -> None:
+    """Refuse a model whose tensors are not those of the checkpoint.
+
+    Raises:
+        UsageError: naming the first difference.
+    """
+    shapes = tensor_shapes(components)
+    saved = {name: tuple(value.shape) for name, value in tensors.items()}
+    differing = sorted(
+        name for name in shapes.keys() | saved.keys() if shapes.get(name) != saved.get(name)
+    )
+    if differing:
+        raise UsageError(
+            f"{checkpoint} holds another model than {config.model}, which differs in "
+            f"{differing[0]}: use the model code that the run was started with"
+        )
