@@ -50,8 +50,8 @@ def parsed(arguments: list[str]) -> dict[str, Any]:
         (["trian"], "unknown command trian; did you mean train?"),
         (
             [],
-            "a command is missing: one of doctor, setup, data, train, evaluate, predict, export, jobs, "
-            "report, reproduce",
+            "a command is missing: one of doctor, setup, data, train, evaluate, predict, export, "
+            "jobs, report, reproduce",
         ),
         (["--print-completion", "fish"], "--print-completion fish is not known; valid are bash"),
         (["data"], "a command is missing: one of fetch, pack, synth, verify, info"),
