@@ -187,10 +187,13 @@ def _augmented(image: Image.Image) -> Any:
 
 
 def _bookkeeping(folder: Path, files: int) -> None:
-    """Measure a folder of empty files, and an index and an order of as many samples."""
-    from hvdtrain.data.index import FORMAT_VERSION, Index, Shard, Split, parse_index
+    _list_files(folder, files)
+    _index_and_order(folder, files)
+
+
+def _list_files(folder: Path, files: int) -> None:
+    """Measure the list of a folder of empty files."""
     from hvdtrain.data.listing import list_folder
-    from hvdtrain.data.order import holdout, step_slices, training_order
     from hvdtrain.data.packing import pack_key
     from hvdtrain.data.workers import PackOptions
 
@@ -203,9 +206,14 @@ def _bookkeeping(folder: Path, files: int) -> None:
     listing = _measured("list and order the files", lambda: list_folder(folder / "images"))
     assert len(listing.splits["all"].paths) == files
     _print_numbers("a class per file, as numbers", listing.splits["all"].labels.nbytes)
-    call = partial(pack_key, listing, PackOptions(), 64)
-    _measured("identify them, to resume", call)
-    del listing
+    _measured("identify them, to resume", partial(pack_key, listing, PackOptions(), 64))
+
+
+def _index_and_order(folder: Path, files: int) -> None:
+    """Measure an index of as many images of 224 pixels, and the order of their epochs."""
+    from hvdtrain.data.index import FORMAT_VERSION, Index, Shard, Split, parse_index
+    from hvdtrain.data.order import holdout, step_slices, training_order
+
     per_shard = 440
     shards = tuple(
         Shard(f"train-{n:05d}.h5", min(per_shard, files - n * per_shard), 2**26, "0" * 64)
