@@ -35,6 +35,7 @@ from hvdtrain.errors import DataError, UsageError
 
 DEFAULT_FILES_SIZE = 224  # the size that image files are decoded to without --size
 _FILES_LOOKED_AT = 1000  # for the average size of a file
+_MOST_WORKERS = 512
 
 
 def pack(
@@ -105,8 +106,8 @@ def _check(options: PackOptions, workers: int | None) -> None:
         raise UsageError(f"--encoding {options.encoding}: choose raw or jpeg")
     if options.split is not None:
         parse_split(options.split)
-    if workers is not None and workers < 1:
-        raise UsageError(f"--workers {workers}: choose at least 1")
+    if workers is not None and not 1 <= workers <= _MOST_WORKERS:
+        raise UsageError(f"--workers {workers}: choose from 1 to {_MOST_WORKERS}")
 
 
 def _has_splits(source: Path, splits: dict[str, Any], options: PackOptions) -> bool:
