@@ -70,7 +70,7 @@ class Embedding(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
         patches = self.conv_proj(x).flatten(2).transpose(1, 2)
-        class_token = self.class_token.expand(len(patches), -1, -1)
+        class_token = self.class_token.expand(patches.shape[0], -1, -1)
         return torch.cat([class_token, patches], dim=1) + self.pos_embedding
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -15,8 +14,9 @@ from hvdtrain.errors import UsageError, one_line
 from hvdtrain.host.files import write_whole
 from hvdtrain.use.trained import Classifier, Trained
 
-INPUT, OUTPUT, BATCH = "pixels", "logits", "batch"
+INPUT, OUTPUT = "pixels", "logits"
 ONNX_PACKAGES = ("onnx", "onnxscript")
+FIXED = "specialized it to be a constant"  # torch's words for a batch of one size only
 EXAMPLE_IMAGES = 2  # torch.export would take a batch of one as a constant
 
 
@@ -41,10 +41,10 @@ def write_onnx(path: Path, trained: Trained) -> None:
     """
 
     def content() -> bytes:
+        # From a module torch.onnx.export would fix the number of images without an error.
         program = torch.onnx.export(
-            *_call(trained),
+            _program(trained),
             dynamo=True,
-            dynamic_shapes={INPUT: {0: BATCH}},
             input_names=[INPUT],
             output_names=[OUTPUT],
             verbose=False,
@@ -64,19 +64,19 @@ def write_pt2(path: Path, trained: Trained) -> None:
     """
 
     def content() -> bytes:
-        shapes = {INPUT: {0: torch.export.Dim.DYNAMIC}}
-        program = torch.export.export(*_call(trained), dynamic_shapes=shapes)
         file = io.BytesIO()
-        torch.export.save(program, file)
+        torch.export.save(_program(trained), file)
         return file.getvalue()
 
     _write(path, trained, content)
 
 
-def _call(trained: Trained) -> tuple[Classifier, tuple[Any, ...]]:
-    """Return a model on the CPU, and the arguments of an example call."""
+def _program(trained: Trained) -> torch.export.ExportedProgram:
+    """Return the graph of a model on the CPU, for any number of images."""
     size = trained.inputs.image_size
-    return Classifier(trained).cpu().eval(), (torch.zeros(EXAMPLE_IMAGES, 3, size, size),)
+    images = torch.zeros(EXAMPLE_IMAGES, 3, size, size)
+    shapes = {INPUT: {0: torch.export.Dim.DYNAMIC}}
+    return torch.export.export(Classifier(trained).cpu().eval(), (images,), dynamic_shapes=shapes)
 
 
 @contextmanager
@@ -96,9 +96,15 @@ def _write(path: Path, trained: Trained, content: Callable[[], bytes]) -> None:
             warnings.simplefilter("ignore")  # on torch's own use of its old functions
             exported = content()
     except Exception as error:
+        model = trained.config.model
+        if FIXED in str(error):
+            raise UsageError(
+                f"model {model} cannot be exported, because its code fixes the number of images, "
+                "as len(x) does: use x.shape[0]"
+            ) from error
         raise UsageError(
-            f"torch cannot export model {trained.config.model} ({one_line(error)}): export its "
-            "weights to a .pth file instead"
+            f"torch cannot export model {model} ({one_line(error)}): export its weights to a .pth "
+            "file instead"
         ) from error
     try:
         write_whole(path, lambda file: file.write(exported))

@@ -258,6 +258,27 @@ class Decides(nn.Module):
         return logits
 
 
+class Counts(Decides):
+    """A model whose code fixes the number of images."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.layers(images).view(len(images), CLASSES)  # type: ignore[no-any-return]
+
+
+def test_a_model_that_fixes_the_number_of_images_is_not_exported(
+    packed: Path, tmp_path: Path
+) -> None:
+    # ONNX would be written for two images, the number of the example.
+    config = TrainConfig(
+        model=Counts(), data=str(packed), max_steps=1, threads=1, run=str(tmp_path / "run")
+    )
+    result = train(config)
+    for file in (tmp_path / "model.onnx", tmp_path / "model.pt2"):
+        message = refusal(partial(export, result.run, file, model=Counts()), UsageError)
+        assert "fixes the number of images, as len(x) does: use x.shape[0]" in message
+        assert not file.exists()
+
+
 def test_a_model_that_was_passed_in_python_is_used_with_the_object(
     packed: Path, tmp_path: Path
 ) -> None:
