@@ -97,10 +97,6 @@ def compare(
         runtime = build_runtime(config, plan, components, images, image_size, world)
         ranks = _Ranks(runtime, plan, world, config.seed)
         serial = SerialRun(config, components, plan, images) if world.rank == 0 else None
-        if serial is not None and _divides_batches(plan):
-            assert batches[0].whole is not None
-            trial = images(batches[0].whole[0][:SAMPLES])
-            serial.parity.mixing = mixing_component(components, trial, config.seed)
         try:
             before = ranks.tensors()
             for batch in batches:
@@ -111,6 +107,10 @@ def compare(
                 before = done.tensors
         finally:
             runtime.observer.close()
+        if serial is not None and _divides_batches(plan):
+            assert batches[0].whole is not None
+            trial = images(batches[0].whole[0][:SAMPLES])
+            serial.parity.mixing = mixing_component(components, trial, config.seed)
     parity: Parity = world.broadcast(serial.parity if serial is not None else None)
     return parity
 

@@ -6,8 +6,6 @@ Nothing here loads torch.
 import sys
 from typing import TYPE_CHECKING, Any
 
-from typing_extensions import override
-
 from hvdtrain.errors import UsageError
 
 # The type of a configuration's model: a name on the command line, or any model in Python.
@@ -29,7 +27,6 @@ class GivenModel(str):
 
     model: Any
 
-    @override
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
         return str, (str(self),)
 

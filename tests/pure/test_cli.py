@@ -98,7 +98,7 @@ def parsed(arguments: list[str]) -> dict[str, Any]:
             "unknown option --zzz: hvdtrain train --help lists the options",
         ),
         ([*TRAIN, "--optimizer", "adma"], "--optimizer adma is not known; did you mean adam"),
-        ([*TRAIN, "--config", "no.yaml"], "--config: File does not exist"),
+        ([*TRAIN, "--config", "no.yaml"], f"--config '{Path.cwd()}/no.yaml' does not exist: "),
     ],
 )
 def test_wrong_usage_is_one_line_with_a_suggestion(arguments: list[str], message: str) -> None:

@@ -48,6 +48,7 @@ class PyHvdtrain(PythonPackage):
         depends_on("py-rich@13:")
         depends_on("py-tensorboard@2.18:")
         depends_on("py-matplotlib@3.8:")
+        depends_on("py-pillow@11:")
         depends_on("py-scipy@1.11:")
         depends_on("py-nvidia-ml-py@12.535:")
         depends_on("py-submitit@1.5.2:")
