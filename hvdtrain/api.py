@@ -21,7 +21,8 @@ def train(config: TrainConfig, callbacks: "Callback | Sequence[Callback]" = ()) 
 
     `TrainConfig(model=...)` takes a name, a function of (classes, image_size), a list of
     components, or a torch module. Training starts from the weights that a module has on rank 0, or
-    that the components from `cut` have there. It changes none of these modules.
+    that the components from `cut` have there; on other ranks these modules receive the weights of
+    rank 0. Training changes none of them.
 
     Args:
         config: the options of `train`, under the same names.

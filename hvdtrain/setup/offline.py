@@ -185,7 +185,10 @@ def _prepare_mpi(kind: str, manifest: Manifest, cache: Path, pip: Pip) -> toolch
         CommandFailed: pip failed.
     """
     if kind == "wheel":
-        return toolchain.find_mpi("wheel")
+        library = toolchain.find_mpi("wheel")
+        if library.folder_of_library not in mpi.loaded_folders():  # mpi4py is of another MPI
+            pip.install("installing mpi4py", "--no-deps", "--force-reinstall", "mpi4py")
+        return library
     library = toolchain.find_mpi("system")
     if library.folder_of_library in mpi.loaded_folders():
         return library

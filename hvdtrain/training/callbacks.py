@@ -61,7 +61,7 @@ class Followers:
         for callback in self.callbacks:
             try:
                 getattr(callback, method)(*arguments)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 error.add_note(f"in {method} of the callback {type(callback).__name__}")
                 if self.world.size > 1:
                     failure.fail(error, self.listener)
