@@ -61,6 +61,8 @@ def write(
         check_size(size, resize)
     sources = {name: _Stream(name, iter(splits[name]), size, resize) for name in SPLITS}
     shape = sources["train"].peek()
+    for source in sources.values():
+        source.shape = shape
     layout = Layout(shape, shard_mb=shard_mb)
     return write_sources(destination, sources, layout, class_names)
 

@@ -334,6 +334,7 @@ def test_an_iterator_is_packed_by_a_function(tmp_path: Path) -> None:
         ([(np.zeros((4, 4)), 0)], "sample 0 of `train` cannot be used: its pixels are float64"),
         ([(np.zeros((3, 5, 5), np.uint8), 0)], "its shape is 3x5x5"),
         ([(pixels_of(0), 0), (pixels_of(0, 5), 0)], "sample 1 of `train`: image of 5x5 pixels"),
+        ([(pixels_of(0, 5), 0)], "sample 0 of `test`: image of 12x12 pixels, others have 5x5"),
         ([(pixels_of(0), 2)], "sample 0 of `train` has label 2: labels are 0 to 1"),
         ([(pixels_of(0), -1)], "sample 0 of `train` has label -1: labels are 0 to 1"),
         ([(pixels_of(0), 0.5)], "sample 0 of `train` cannot be used: 'float' object"),
