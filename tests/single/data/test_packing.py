@@ -297,6 +297,7 @@ def test_arrays_are_packed(tmp_path: Path) -> None:
         ({"labels": np.array([0, 1, 0, 10**9])}, "label 1000000000 is out of range"),
         ({"labels": np.array([1, 2, 1, 2])}, "no image has label 0"),
         ({"labels": np.array([0, 2, 0, 2])}, "has no image of class 1"),
+        ({"labels": np.array(["0", "1", "", "1"])}, "the label of 1 image(s) is empty"),
         ({"labels": np.array([0, 1, 0, None])}, "cannot be read"),
     ],
 )
@@ -436,6 +437,7 @@ def test_good_files_of_any_name_are_packed(tmp_path: Path) -> None:
         ("file,label\n", "holds no images"),
         ("a.png\n", "line 1 has 1 column(s)"),
         ("a.png,0\nb.png,0,1\n", "line 2 has 3 column(s)"),
+        ("a.png,0\nb.png,1\nc.png, \n", "line 3 has no label"),
         ("a.png,-3\nb.png,0\n", "label -3 is out of range"),
         ("a.png,0\nnone.png,0\n", "none.png: cannot be read (No such file"),
         ("a.png,0\n\0,0\n", "cannot be read"),
