@@ -113,7 +113,9 @@ class _Stream:
         except (ValueError, TypeError) as error:
             reason = " ".join(str(error).split())
             raise DataError(f"sample {place} of `{self.name}` cannot be used: {reason}") from error
-        return (made if self.size is None else resize(made, self.size, self.how)), number
+        if self.size is not None:
+            made = resize(made, self.size, self.how, f"sample {place} of `{self.name}`")
+        return made, number
 
 
 def _unlike(shape: Sequence[int], expected: Sequence[int] | None) -> str:
@@ -227,7 +229,8 @@ class ArraySource:
             if low < high:
                 chosen = images[self.rows[low:high] - first]
                 if self.size is not None:
-                    chosen = np.stack([resize(image, self.size, self.how) for image in chosen])
+                    name = self.array.place
+                    chosen = np.stack([resize(i, self.size, self.how, name) for i in chosen])
                 places = np.arange(low, high, dtype=np.int64)
                 yield Block(chosen, self.labels[self.rows[low:high]], places)
             first += len(images)

@@ -96,7 +96,7 @@ class Task:
                 f"{shown(path)}: image of {width}x{height} pixels, others have "
                 f"{self.size}x{self.size}: give --size N to resize all"
             )
-        return content, resized(image, self.size, self.options.resize)
+        return content, resized(image, self.size, self.options.resize, path)
 
 
 def read_image(path: Path) -> NDArray[np.uint8]:

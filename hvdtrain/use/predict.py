@@ -132,7 +132,8 @@ def _pixels(path: Path, inputs: Inputs, how: Resize) -> np.ndarray:
     except OSError as error:
         raise DataError(f"{shown(path)} cannot be read: {error.strerror}") from None
     side = max(inputs.stored_size, inputs.image_size)
-    return centre(resized(decode(content, str(path)), side, how), inputs.image_size)
+    image = resized(decode(content, str(path)), side, how, str(path))
+    return centre(image, inputs.image_size)
 
 
 def _predictions(

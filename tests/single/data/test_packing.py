@@ -449,6 +449,19 @@ def test_a_csv_file_that_is_wrong_is_refused(tmp_path: Path, content: str, messa
     assert message in refusal(tmp_path / "list.csv", tmp_path / "packed", split="0.5,0.5")
 
 
+def test_an_image_that_is_too_long_to_scale_is_named(tmp_path: Path) -> None:
+    long = np.zeros((2, 1_000_000, 3), np.uint8)
+    save(tmp_path / "long.png", long)
+    (tmp_path / "list.csv").write_text("long.png,0\n" * 2)
+    np.savez(tmp_path / "long.npz", images=long[None].repeat(2, axis=0), labels=[0, 0])
+    expected = "image of 1000000x2 pixels: too long to scale its shorter side to 4096"
+    for source, named in (("list.csv", "long.png"), ("long.npz", "long.npz: images.npy")):
+        message = refusal(tmp_path / source, tmp_path / "set", split="0.5,0.5", size=4096)
+        assert message.startswith(f"{tmp_path / named}: {expected}")
+    with pytest.raises(DataError, match=f"sample 0 of `train`: {expected}"):
+        data.write(tmp_path / "set", {"train": [(long, 0)], "test": []}, size=4096)
+
+
 def test_options_that_fit_no_source_are_refused(folders: Path, tmp_path: Path) -> None:
     packed = tmp_path / "packed"
     assert "leave --split out" in refusal(folders, packed, split="0.9,0.1")
