@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,6 +19,7 @@ from PIL import Image
 
 from hvdtrain import data
 from hvdtrain.data import packing
+from hvdtrain.data.arrays import read_arrays
 from hvdtrain.data.cifar import CIFAR10
 from hvdtrain.data.index import Index, read_index
 from hvdtrain.data.shards import open_split
@@ -298,7 +300,7 @@ def test_arrays_are_packed(tmp_path: Path) -> None:
         ({"labels": np.array([1, 2, 1, 2])}, "no image has label 0"),
         ({"labels": np.array([0, 2, 0, 2])}, "has no image of class 1"),
         ({"labels": np.array(["0", "1", "", "1"])}, "the label of 1 image(s) is empty"),
-        ({"labels": np.array([0, 1, 0, None])}, "cannot be read"),
+        ({"labels": np.array([0, 1, 0, None])}, "labels.npy: object [4] are not the labels of 4"),
     ],
 )
 def test_arrays_that_fit_nothing_are_refused(
@@ -308,6 +310,47 @@ def test_arrays_that_fit_nothing_are_refused(
     content = arrays if "a" in arrays else good | arrays
     np.savez(tmp_path / "arrays.npz", **content)
     assert message in refusal(tmp_path / "arrays.npz", tmp_path / "packed", split="0.5,0.5")
+
+
+@pytest.mark.parametrize("save_arrays", [np.savez, np.savez_compressed])
+def test_a_flipped_byte_of_an_archive_of_arrays_is_named(tmp_path: Path, save_arrays: Any) -> None:
+    images = np.stack([pixels_of(number) for number in range(8)])
+    path = tmp_path / "arrays.npz"
+    save_arrays(path, images=images, labels=np.array(["cat", "dog"] * 4))
+    whole = path.read_bytes()
+    messages = []
+    for place in np.random.default_rng(0).integers(0, len(whole), 120):
+        path.write_bytes(
+            whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :]
+        )
+        try:
+            splits, classes = read_arrays(path)
+            array, labels = splits["all"]
+            np.testing.assert_array_equal(np.concatenate(list(array.images(3))), images)
+            assert (labels.tolist(), classes) == ([0, 1] * 4, ("cat", "dog"))
+        except DataError as error:
+            messages.append(str(error))
+    assert len(messages) > 90
+    assert all(message.startswith(f"{path}: ") for message in messages)
+
+
+@pytest.mark.parametrize("name", ["images", "labels"])
+def test_what_is_no_array_of_numpy_is_named(tmp_path: Path, name: str) -> None:
+    folder, archive_path = tmp_path / "folder", tmp_path / "text.npz"
+    folder.mkdir()
+    np.save(folder / "images.npy", np.zeros((4, 8, 8), np.uint8))
+    np.save(folder / "labels.npy", np.zeros(4, np.uint8))
+    np.savez(tmp_path / "zip.npz", np.zeros(4))
+    (tmp_path / "zip.npz").rename(folder / f"{name}.npy")
+    with zipfile.ZipFile(archive_path, "w") as archive:
+        for file in folder.iterdir():
+            archive.write(file, file.name)
+    for source, place in (
+        (folder, folder / f"{name}.npy"),
+        (archive_path, f"{archive_path}: {name}.npy"),
+    ):
+        message = refusal(source, tmp_path / "set", split="0.5,0.5")
+        assert message.startswith(f"{place}: cannot be read (the magic string")
 
 
 def test_an_iterator_is_packed_by_a_function(tmp_path: Path) -> None:
