@@ -156,6 +156,7 @@ class Array:
         """
         with _opened(self) as opened:
             shape = _image_shape(opened)
+            rows = max(1, min(rows, _BLOCK_BYTES // math.prod(shape[1:])))
             for start in range(0, shape[0], rows):
                 block = opened.read(min(rows, shape[0] - start))
                 yield np.stack([pixels(image) for image in block])

@@ -312,6 +312,13 @@ def test_arrays_that_fit_nothing_are_refused(
     assert message in refusal(tmp_path / "arrays.npz", tmp_path / "packed", split="0.5,0.5")
 
 
+def test_large_images_of_an_array_are_read_a_few_at_a_time(tmp_path: Path) -> None:
+    np.savez(tmp_path / "large.npz", images=np.zeros((9, 1024, 1024), np.uint8), labels=[0] * 9)
+    array, _ = read_arrays(tmp_path / "large.npz")[0]["all"]
+    assert [len(images) for images in array.images(256)] == [4, 4, 1]
+    assert [len(images) for images in array.images(3)] == [3, 3, 3]
+
+
 @pytest.mark.parametrize("save_arrays", [np.savez, np.savez_compressed])
 def test_a_flipped_byte_of_an_archive_of_arrays_is_named(tmp_path: Path, save_arrays: Any) -> None:
     images = np.stack([pixels_of(number) for number in range(8)])
