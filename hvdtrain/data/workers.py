@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from hvdtrain.data.images import decode, open_image, resized, shown
 from hvdtrain.data.index import Encoding, Resize
 from hvdtrain.data.listing import Images
+from hvdtrain.data.partial import Resumable
 from hvdtrain.data.writer import Block, Layout, count_values
 from hvdtrain.errors import DataError
 from hvdtrain.host.stop import end_with_parent
@@ -176,9 +177,9 @@ def _in_order(pool: Pool | None, calls: Iterable[Callable[[], Result]]) -> Itera
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool:
-        raise DataError(
+        raise Resumable(
             "a packing process was killed, perhaps for its memory: run the command again with "
-            "fewer --workers"
+            "fewer --workers to resume"
         ) from None
     finally:
         for future in waiting:

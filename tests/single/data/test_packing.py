@@ -1,6 +1,7 @@
 """Folders, CSV files, arrays and iterators of images become data sets, whole or not at all."""
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -550,6 +551,24 @@ def test_a_pack_that_is_stopped_resumes_to_the_same_bytes(
     data.pack(folders, destination, workers=1, **options)
     assert (destination / "train-00000.h5").stat().st_ino == before, "it was packed again"
     assert files_in(destination) == files_in(tmp_path / "whole")
+
+
+def test_a_pack_whose_worker_is_killed_resumes(folders: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"size": 160, "shard_mb": 1}
+    data.pack(folders, tmp_path / "whole", workers=1, **options)
+
+    def kill_workers(done: int) -> None:
+        for worker in multiprocessing.active_children():
+            worker.kill()
+            worker.join()
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(DataError, match="to resume"):
+        patch.setattr(packing, "progress_bar", lambda *_: nullcontext(kill_workers))
+        data.pack(folders, tmp_path / "set", workers=2, **options)
+    before = (tmp_path / "set" / ".partial" / "train-00000.h5").stat().st_ino
+    data.pack(folders, tmp_path / "set", workers=1, **options)
+    assert (tmp_path / "set" / "train-00000.h5").stat().st_ino == before, "it was packed again"
+    assert files_in(tmp_path / "set") == files_in(tmp_path / "whole")
 
 
 def test_what_a_stopped_pack_left_is_not_used_for_another(folders: Path, tmp_path: Path) -> None:
