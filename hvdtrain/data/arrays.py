@@ -16,7 +16,7 @@ from PIL import Image
 
 from hvdtrain.data.images import check_size, pixels, resize, rgb, shown
 from hvdtrain.data.index import SPLITS, Index, Resize
-from hvdtrain.data.listing import ALONE, TEST_FOLDERS, labels_of
+from hvdtrain.data.listing import ALONE, MOST_CLASSES, TEST_FOLDERS, labels_of
 from hvdtrain.data.writer import Block, Layout, write_sources
 from hvdtrain.errors import DataError, UsageError
 
@@ -51,7 +51,8 @@ def write(
         shard_mb: size of a shard in MiB.
 
     Raises:
-        UsageError: for other splits than `train` and `test`, or a size out of range.
+        UsageError: for other splits than `train` and `test`, a size out of range, or a class name
+            that is not a line of text.
         DataError: if a split is empty, an image or label cannot be used, or the destination holds
             a data set already or cannot be written: then no written file is left behind.
     """
@@ -61,12 +62,20 @@ def write(
         )
     if size is not None:
         check_size(size, resize)
+    _check_names(() if class_names is None else class_names)
     sources = {name: _Stream(name, iter(splits[name]), size, resize) for name in SPLITS}
     shape = sources["train"].peek()
     for source in sources.values():
         source.shape = shape
     layout = Layout(shape, shard_mb=shard_mb)
     return write_sources(destination, sources, layout, class_names)
+
+
+def _check_names(class_names: Sequence[str]) -> None:
+    """Raise UsageError for a class name that an index may not hold, or that is empty."""
+    for name in class_names:
+        if not isinstance(name, str) or not name.strip() or not name.isprintable():
+            raise UsageError(f"class name {name!r}: give each class a name, as one line of text")
 
 
 @dataclass
@@ -115,6 +124,11 @@ class _Stream:
         except (ValueError, TypeError) as error:
             reason = " ".join(str(error).split())
             raise DataError(f"sample {place} of `{self.name}` cannot be used: {reason}") from error
+        if not -MOST_CLASSES < number < MOST_CLASSES:
+            raise DataError(
+                f"sample {place} of `{self.name}` has label {number}: give whole numbers "
+                f"from 0 to {MOST_CLASSES - 1}"
+            )
         if self.size is not None:
             made = resize(made, self.size, self.how, f"sample {place} of `{self.name}`")
         return made, number

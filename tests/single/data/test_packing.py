@@ -388,6 +388,8 @@ def test_an_iterator_is_packed_by_a_function(tmp_path: Path) -> None:
         ([(pixels_of(0), 0), (pixels_of(0, 5), 0)], "sample 1 of `train`: image of 5x5 pixels"),
         ([(pixels_of(0, 5), 0)], "sample 0 of `test`: image of 12x12 pixels, others have 5x5"),
         ([(pixels_of(0), 2)], "sample 0 of `train` has label 2: labels are 0 to 1"),
+        ([(pixels_of(0), 2**32)], "sample 0 of `train` has label 4294967296: give whole numbers"),
+        ([(pixels_of(0), -(2**70))], "has label -1180591620717411303424: give whole numbers"),
         ([(pixels_of(0), -1)], "sample 0 of `train` has label -1: labels are 0 to 1"),
         ([(pixels_of(0), 0.5)], "sample 0 of `train` cannot be used: 'float' object"),
         ([pixels_of(0)], "sample 0 of `train` cannot be used"),
@@ -406,6 +408,16 @@ def test_samples_that_cannot_be_used_are_named(
         data.write(tmp_path / "set", {"train": [(pixels_of(1), 0)], "test": []})
     with pytest.raises(UsageError, match="give `train` and `test`"):
         data.write(tmp_path / "set", {"train": []})
+
+
+@pytest.mark.parametrize("names", [range(2), ["a", "two\nlines"], ["a", ""], ["a", "\udcff"]])
+def test_class_names_that_no_index_may_hold_are_refused(tmp_path: Path, names: Any) -> None:
+    unread = iter([(pixels_of(0), 0)])
+    with pytest.raises(UsageError, match=r"class name .*: give each class a name") as caught:
+        data.write(tmp_path / "set", {"train": unread, "test": []}, names)
+    assert "\n" not in str(caught.value)
+    assert next(unread)
+    assert not (tmp_path / "set").exists()
 
 
 def make_bad(folder: Path, kind: str) -> str:
