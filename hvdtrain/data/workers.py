@@ -76,7 +76,7 @@ class Task:
         broken: list[tuple[int, str]] = []
         for row, path in enumerate(paths):
             try:
-                content, image = self._read(f"{self.folder}{os.sep}{path}")
+                content, image = self._read(str(Path(self.folder, path)))
             except DataError as error:
                 if not self.options.skip_broken or isinstance(error, _NeverLeftOut):
                     raise

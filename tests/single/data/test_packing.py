@@ -239,13 +239,15 @@ def test_a_csv_file_keeps_its_order_and_names_or_numbers_its_classes(tmp_path: P
     (tmp_path / "columns.csv").write_text(
         "id,target,path\n" + "".join(f"x,{label},{file}\n" for file, label in rows)
     )
+    absolute = plain.replace("files", f"{tmp_path / 'files'}")
+    (tmp_path / "absolute.csv").write_text(absolute)
     named = "".join(f'"{file}", {"kitten" if label else "10 dogs"}\r\n' for file, label in rows)
     (tmp_path / "named.csv").write_text(named)
     packed = {
         name: data.pack(tmp_path / f"{name}.csv", tmp_path / name, split="0.5,0.5")
-        for name in ("plain", "header", "columns", "named")
+        for name in ("plain", "header", "columns", "absolute", "named")
     }
-    assert packed["plain"].hash == packed["header"].hash == packed["columns"].hash
+    assert len({packed[name].hash for name in ("plain", "header", "columns", "absolute")}) == 1
     assert packed["plain"].class_names == ("class 0", "class 1")
     assert packed["named"].class_names == ("10 dogs", "kitten")
     both = tmp_path / "both"
