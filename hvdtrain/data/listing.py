@@ -112,7 +112,7 @@ def _check_same_classes(
     for extra, place in ((set(ours) - set(theirs), other), (set(theirs) - set(ours), first)):
         if extra:
             raise DataError(
-                f"{shown(folders[place])}: has no folder of the class(es) {_some(extra)}, which "
+                f"{shown(folders[place])}: has no folder of the class(es) {some(extra)}, which "
                 f"the other split has: both splits need the same classes"
             )
 
@@ -264,7 +264,7 @@ def labels_of(
     }
     for split, array in result.items():
         if missing := set(range(len(names))) - set(np.unique(array).tolist()):
-            lacking = _some(names[number] for number in missing)
+            lacking = some(names[number] for number in missing)
             raise DataError(
                 f"{shown(places[split])}: has no image of {lacking}: each class needs at least "
                 "one in each split"
@@ -333,7 +333,7 @@ def parse_split(text: str) -> tuple[float, float]:
     return train, test
 
 
-def _some(names: Iterator[str] | set[str]) -> str:
+def some(names: Iterator[str] | set[str]) -> str:
     """Return some of the names as text."""
     ordered = sorted(map(shown, names), key=natural)
     more = f" and {len(ordered) - _NAMED} more" if len(ordered) > _NAMED else ""

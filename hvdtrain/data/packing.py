@@ -180,7 +180,11 @@ def _pack_files(
     task = Task(str(listing.folder), size, may_resize, options)
     files = sum(len(images.paths) for images in splits.values())
     with worker_pool(min(workers or _cores(), files)) as pool:
-        sources = {name: Files(images, task, pool, layout) for name, images in splits.items()}
+        needed = {"train": listing.class_names}
+        sources = {
+            name: Files(images, task, pool, layout, needed.get(name, ()))
+            for name, images in splits.items()
+        }
         with progress_bar("packing", files) as progress:
             index = write_sources(
                 destination,

@@ -485,6 +485,25 @@ def test_what_cannot_be_packed_is_named_in_one_line(tmp_path: Path, kind: str) -
         refusal(tmp_path / "source", tmp_path / "packed", skip_broken=True)
 
 
+def test_a_class_whose_training_images_are_all_broken_is_refused(tmp_path: Path) -> None:
+    """Such as the header of a CSV file under other names, which is an image of its own class."""
+    for number in range(4):
+        save(tmp_path / f"{number}.png", pixels_of(number))
+    rows = "0.png,cat\n1.png,dog\n2.png,cat\n3.png,dog\n"
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.csv").write_text("photo,kind\n" + rows)
+    for workers in (1, 2):
+        message = refusal(tmp_path, tmp_path / "set", skip_broken=True, workers=workers)
+        assert message == (
+            f"every training image of kind is broken, such as {tmp_path / 'photo'}: restore the "
+            "images, or remove the class"
+        )
+    (tmp_path / "train.csv").write_text("photo,cat\n" + rows)
+    (tmp_path / "test.csv").write_text("photo,cat\n" + rows.replace("1.png", "photo"))
+    index = data.pack(tmp_path, tmp_path / "set", skip_broken=True)
+    assert index.notes == ("train: 1 broken file left out", "test: 2 broken files left out")
+
+
 def test_good_files_of_any_name_are_packed(tmp_path: Path) -> None:
     class_folders(tmp_path / "train", 4)
     class_folders(tmp_path / "test", 4)
