@@ -49,16 +49,17 @@ def predict(
 ) -> list[Prediction]:
     """Return the most probable classes of image files, in their order.
 
-    An image is decoded and scaled as the run's data set was packed, and its centre is cut out
-    where the run trains on smaller images.
+    An image is decoded and scaled to the size that the run's data set was packed with, and its
+    centre is cut out where the run trains on smaller images. How it is scaled is known of a data
+    set of image files alone: one of pixels does not record how `data pack` resized its images.
 
     Args:
         run: the run folder.
         images: JPEG, PNG, WebP, BMP or PPM files.
         top: classes per image.
         which: the best epoch's checkpoint, or the newest that verifies.
-        resize: "shorter", "squash" or "pad"; by default as in a data set of image files, else
-            "shorter".
+        resize: "shorter", "squash" or "pad": give the one that a data set of pixels was packed
+            with; by default as in a data set of image files, else "shorter".
         model: the model that was passed in Python, if it was.
 
     Raises:
