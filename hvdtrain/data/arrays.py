@@ -194,7 +194,9 @@ class Array:
         with _reading(self.place):
             if dtype.kind == "S":
                 return [label.decode("utf-8", "surrogateescape") for label in array.tolist()]
-            return [str(label) for label in array.tolist()]
+            texts = [str(label) for label in array.tolist()]
+            "".join(sorted(set(texts))).encode("utf-8", "surrogateescape")  # others are no class names
+            return texts
 
 
 @dataclass(frozen=True)
