@@ -1,8 +1,10 @@
 """Data sets from memory: `.npy` and `.npz` files, and Python iterators of (image, label)."""
 
+import math
 import operator
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -14,7 +16,7 @@ from PIL import Image
 
 from hvdtrain.data.images import check_size, pixels, resize, rgb, shown
 from hvdtrain.data.index import SPLITS, Index, Resize
-from hvdtrain.data.listing import ALONE, TEST_FOLDERS, labels_of
+from hvdtrain.data.listing import ALONE, MOST_CLASSES, TEST_FOLDERS, labels_of
 from hvdtrain.data.writer import Block, Layout, write_sources
 from hvdtrain.errors import DataError, UsageError
 
@@ -49,7 +51,8 @@ def write(
         shard_mb: size of a shard in MiB.
 
     Raises:
-        UsageError: for other splits than `train` and `test`, or a size out of range.
+        UsageError: for other splits than `train` and `test`, a size out of range, or a class name
+            that is not a line of text.
         DataError: if a split is empty, an image or label cannot be used, or the destination holds
             a data set already or cannot be written: then no written file is left behind.
     """
@@ -59,10 +62,20 @@ def write(
         )
     if size is not None:
         check_size(size, resize)
+    _check_names(() if class_names is None else class_names)
     sources = {name: _Stream(name, iter(splits[name]), size, resize) for name in SPLITS}
     shape = sources["train"].peek()
+    for source in sources.values():
+        source.shape = shape
     layout = Layout(shape, shard_mb=shard_mb)
     return write_sources(destination, sources, layout, class_names)
+
+
+def _check_names(class_names: Sequence[str]) -> None:
+    """Raise UsageError for a class name that an index may not hold, or that is empty."""
+    for name in class_names:
+        if not isinstance(name, str) or not name.strip() or not name.isprintable():
+            raise UsageError(f"class name {name!r}: give each class a name, as one line of text")
 
 
 @dataclass
@@ -111,7 +124,14 @@ class _Stream:
         except (ValueError, TypeError) as error:
             reason = " ".join(str(error).split())
             raise DataError(f"sample {place} of `{self.name}` cannot be used: {reason}") from error
-        return (made if self.size is None else resize(made, self.size, self.how)), number
+        if not -MOST_CLASSES < number < MOST_CLASSES:
+            raise DataError(
+                f"sample {place} of `{self.name}` has label {number}: give whole numbers "
+                f"from 0 to {MOST_CLASSES - 1}"
+            )
+        if self.size is not None:
+            made = resize(made, self.size, self.how, f"sample {place} of `{self.name}`")
+        return made, number
 
 
 def _unlike(shape: Sequence[int], expected: Sequence[int] | None) -> str:
@@ -127,77 +147,128 @@ def _block(images: list[NDArray[np.uint8]], labels: list[int], stop: int) -> Blo
 
 @dataclass(frozen=True)
 class Array:
-    """Images in a file: uint8 [n, height, width] or [n, height, width, channels]."""
+    """An array in a file: images, uint8 [n, height, width] or with channels, or their labels."""
 
     place: str
     path: Path
     member: str | None  # of an .npz archive
 
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of the whole array.
+        """Return the shape of the whole array of images.
 
         Raises:
             DataError: if images cannot be made of it.
         """
-        with self._opened() as (shape, _, _):
-            return shape
+        with _opened(self) as opened:
+            return _image_shape(opened)
 
     def images(self, rows: int) -> Iterator[NDArray[np.uint8]]:
-        """Yield all images as RGB, uint8 [n, height, width, 3], in blocks of `rows`."""
-        with self._opened() as (shape, _, file):
-            image_bytes = int(np.prod(shape[1:]))
+        """Yield all images as RGB, uint8 [n, height, width, 3], in blocks of up to `rows`.
+
+        Raises:
+            DataError: if images cannot be made of it, or the file is damaged.
+        """
+        with _opened(self) as opened:
+            shape = _image_shape(opened)
+            rows = max(1, min(rows, _BLOCK_BYTES // math.prod(shape[1:])))
             for start in range(0, shape[0], rows):
-                count = min(rows, shape[0] - start)
-                content = file.read(count * image_bytes)
-                if len(content) != count * image_bytes:
-                    raise DataError(f"{self.place}: is truncated")
-                block = np.frombuffer(content, np.uint8).reshape(count, *shape[1:])
+                block = opened.read(min(rows, shape[0] - start))
                 yield np.stack([pixels(image) for image in block])
+            opened.end()
 
-    def _opened(self) -> "_Opened":
-        return _Opened(self)
+    def labels(self, count: int) -> list[str]:
+        """Return the labels of `count` images, whole numbers or names, as text.
+
+        Raises:
+            DataError: if it holds no such labels, before they are read, or the file is damaged.
+        """
+        with _opened(self) as opened:
+            shape, dtype = opened.shape, opened.dtype
+            if dtype.kind not in "iuUS" or shape not in ((count,), (count, 1)):
+                raise DataError(
+                    f"{self.place}: {dtype} {list(shape)} are not the labels of {count:,} images: "
+                    "give one whole number or name per image"
+                )
+            array = opened.read(count).reshape(count)
+            opened.end()
+        with _reading(self.place):
+            if dtype.kind == "S":
+                return [label.decode("utf-8", "surrogateescape") for label in array.tolist()]
+            texts = [str(label) for label in array.tolist()]
+            "".join(sorted(set(texts))).encode("utf-8", "surrogateescape")  # others are no class names
+            return texts
 
 
+@dataclass(frozen=True)
 class _Opened:
-    """A context manager: shape and type of an array, and its file at the first image."""
+    """An array whose header is read, and its file at the first row."""
 
-    def __init__(self, array: Array) -> None:
-        self.array = array
-        self.files: list[Any] = []
+    place: str
+    file: IO[bytes]
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    is_fortran: bool
 
-    def __enter__(self) -> tuple[tuple[int, ...], np.dtype[Any], IO[bytes]]:
-        try:
-            return self._open()
-        except (OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
-            self.__exit__()
-            raise DataError(f"{self.array.place}: {_reason(error)}") from error
+    def read(self, rows: int) -> NDArray[Any]:
+        """Return the next rows; raise DataError if the file does not hold them."""
+        shape = (rows, *self.shape[1:])
+        size = math.prod(shape) * self.dtype.itemsize
+        with _reading(self.place):
+            content = self.file.read(size)
+            if len(content) == size:
+                return np.frombuffer(content, self.dtype).reshape(shape)
+        raise DataError(f"{self.place}: is truncated")
 
-    def __exit__(self, *error: object) -> None:
-        for file in reversed(self.files):
-            file.close()
+    def end(self) -> None:
+        """Raise DataError unless all rows are read; an archive has its checksum at the end."""
+        with _reading(self.place):
+            rest = self.file.read(1)
+        if rest:
+            raise DataError(f"{self.place}: is damaged: it is longer than its header says")
 
-    def _open(self) -> tuple[tuple[int, ...], np.dtype[Any], IO[bytes]]:
-        file: Any = self.array.path.open("rb")
-        self.files.append(file)
-        if self.array.member is not None:
-            self.files.append(zipfile.ZipFile(file))
-            file = self.files[-1].open(self.array.member)
-            self.files.append(file)
-        version = np.lib.format.read_magic(file)
-        read = np.lib.format.read_array_header_1_0
-        if version != (1, 0):
-            read = np.lib.format.read_array_header_2_0
-        shape, is_fortran, dtype = read(file, max_header_size=_MOST_HEADER)
-        if is_fortran and len(shape) > 1:
-            raise ValueError("its order is Fortran's: save np.ascontiguousarray(array)")
-        if not shape or not shape[0]:
-            raise ValueError("holds no images")
+
+@contextmanager
+def _opened(array: Array) -> Iterator[_Opened]:
+    """Yield an array with its file open; raise DataError if it has no header of NumPy."""
+    with ExitStack() as files:
+        with _reading(array.place):
+            file: IO[bytes] = files.enter_context(array.path.open("rb"))
+            if array.member is not None:
+                archive = files.enter_context(zipfile.ZipFile(file))
+                file = files.enter_context(archive.open(array.member))
+            version = np.lib.format.read_magic(file)
+            read = np.lib.format.read_array_header_1_0
+            if version != (1, 0):
+                read = np.lib.format.read_array_header_2_0
+            shape, is_fortran, dtype = read(file, max_header_size=_MOST_HEADER)
+        yield _Opened(array.place, file, shape, dtype, is_fortran)
+
+
+@contextmanager
+def _reading(place: str) -> Iterator[None]:
+    """Turn the errors of a file that is damaged or cannot be read into a DataError."""
+    try:
+        yield
+    except Exception as error:  # zipfile, zlib and NumPy raise many kinds for damaged files
+        raise DataError(f"{place}: {_reason(error)}") from error
+
+
+def _image_shape(opened: _Opened) -> tuple[int, ...]:
+    """Return the shape of an array of images; raise DataError if images cannot be made of it."""
+    shape, dtype = opened.shape, opened.dtype
+    fault = None
+    if opened.is_fortran and len(shape) > 1:
+        fault = "its order is Fortran's: save np.ascontiguousarray(array)"
+    elif not shape or not shape[0]:
+        fault = "holds no images"
+    else:
         try:
             pixels(np.empty([min(side, 5) for side in shape[1:]], dtype))
         except ValueError:
-            text = f"images of {dtype} {list(shape)}: save uint8 [n, height, width, 3]"
-            raise ValueError(text) from None
-        return shape, dtype, file
+            fault = f"images of {dtype} {list(shape)}: save uint8 [n, height, width, 3]"
+    if fault:
+        raise DataError(f"{opened.place}: {fault}")
+    return shape
 
 
 @dataclass
@@ -225,7 +296,8 @@ class ArraySource:
             if low < high:
                 chosen = images[self.rows[low:high] - first]
                 if self.size is not None:
-                    chosen = np.stack([resize(image, self.size, self.how) for image in chosen])
+                    name = self.array.place
+                    chosen = np.stack([resize(i, self.size, self.how, name) for i in chosen])
                 places = np.arange(low, high, dtype=np.int64)
                 yield Block(chosen, self.labels[self.rows[low:high]], places)
             first += len(images)
@@ -258,7 +330,7 @@ def read_arrays(
                 f"{', '.join(map(shown, sorted(arrays)[:10])) or 'none'})"
             )
         splits = {ALONE: pair}
-    texts = {name: _labels(*pair) for name, pair in splits.items()}
+    texts = {name: pair[1].labels(pair[0].shape()[0]) for name, pair in splits.items()}
     numbers, classes = labels_of(texts, {name: pair[1].place for name, pair in splits.items()})
     return {name: (pair[0], numbers[name]) for name, pair in splits.items()}, classes
 
@@ -272,11 +344,8 @@ def _arrays_in(source: Path) -> dict[str, Array]:
     folder = source if source.is_dir() else source.parent
     if source.suffix.lower() != ".npz":
         return {path.stem: Array(shown(path), path, None) for path in folder.glob("*.npy")}
-    try:
-        with zipfile.ZipFile(source) as archive:
-            names = archive.namelist()
-    except (OSError, zipfile.BadZipFile) as error:
-        raise DataError(f"{shown(source)}: {_reason(error)}") from error
+    with _reading(shown(source)), zipfile.ZipFile(source) as archive:
+        names = archive.namelist()
     members = [name for name in names if name.endswith(".npy")]
     return {
         name.removesuffix(".npy"): Array(f"{shown(source)}: {shown(name)}", source, name)
@@ -291,28 +360,6 @@ def _pair(
         if images in arrays and labels in arrays:
             return arrays[images], arrays[labels]
     return None
-
-
-def _labels(images: Array, labels: Array) -> list[str]:
-    """Return one label per image as text."""
-    try:
-        if labels.member is None:
-            array = np.load(labels.path, allow_pickle=False)
-        else:
-            with np.load(labels.path, allow_pickle=False) as archive:
-                array = archive[labels.member.removesuffix(".npy")]
-    except (OSError, ValueError, MemoryError, zipfile.BadZipFile, EOFError) as error:
-        raise DataError(f"{labels.place}: {_reason(error)}") from error
-    count = images.shape()[0]
-    array = array.reshape(-1) if array.shape == (count, 1) else array
-    if array.dtype.kind not in "iuUS" or array.shape != (count,):
-        raise DataError(
-            f"{labels.place}: {array.dtype} {list(array.shape)} are not the labels of {count:,} "
-            "images: give one whole number or name per image"
-        )
-    if array.dtype.kind == "S":
-        return [label.decode("utf-8", "surrogateescape") for label in array.tolist()]
-    return [str(label) for label in array.tolist()]
 
 
 def _reason(error: BaseException) -> str:

@@ -76,7 +76,9 @@ def open_image(encoded: bytes, name: str) -> Image.Image:
         raise DataError(f"{shown(name)}: {_reason(encoded, error)}") from None
 
 
-def resize(image: NDArray[np.uint8], size: int, how: Resize = "shorter") -> NDArray[np.uint8]:
+def resize(
+    image: NDArray[np.uint8], size: int, how: Resize = "shorter", name: str = ""
+) -> NDArray[np.uint8]:
     """Return the image as a square of `size` pixels: uint8 [size, size, 3].
 
     The filter is Pillow's bilinear one, which averages over all pixels when it shrinks. Sides are
@@ -88,17 +90,19 @@ def resize(image: NDArray[np.uint8], size: int, how: Resize = "shorter") -> NDAr
             where it cannot be central, it is half a pixel up or left. "squash" scales each side on
             its own. "pad" scales the longer side to `size` and puts black bars on both sides of
             the shorter one; the second bar is wider where they differ.
+        name: of the image, for the message.
 
     Raises:
         UsageError: for a size outside 1..LARGEST_SIZE, or another `how`.
+        DataError: for an image so long that "shorter" scales it to more than MOST_PIXELS pixels.
     """
     check_size(size, how)
     if image.shape[:2] == (size, size):
         return image
-    return resized(Image.fromarray(image), size, how)
+    return resized(Image.fromarray(image), size, how, name)
 
 
-def resized(image: Image.Image, size: int, how: Resize) -> NDArray[np.uint8]:
+def resized(image: Image.Image, size: int, how: Resize, name: str = "") -> NDArray[np.uint8]:
     """Return an RGB image of Pillow as `resize` does."""
     width, height = image.size
     if (width, height) == (size, size):
@@ -107,6 +111,12 @@ def resized(image: Image.Image, size: int, how: Resize) -> NDArray[np.uint8]:
         return scaled(image, size, size)
     if how == "shorter":
         short = min(height, width)
+        if max(height, width) * size // short * size > MOST_PIXELS:
+            place = f"{shown(name)}: " if name else ""
+            raise DataError(
+                f"{place}image of {width}x{height} pixels: too long to scale its shorter side to "
+                f"{size}: cut it, or choose --resize squash or pad"
+            )
         return centre(scaled(image, height * size // short, width * size // short), size)
     long = max(height, width)
     small = scaled(image, max(1, height * size // long), max(1, width * size // long))

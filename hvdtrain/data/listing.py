@@ -112,7 +112,7 @@ def _check_same_classes(
     for extra, place in ((set(ours) - set(theirs), other), (set(theirs) - set(ours), first)):
         if extra:
             raise DataError(
-                f"{shown(folders[place])}: has no folder of the class(es) {_some(extra)}, which "
+                f"{shown(folders[place])}: has no folder of the class(es) {some(extra)}, which "
                 f"the other split has: both splits need the same classes"
             )
 
@@ -206,7 +206,12 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, str]]:
                         f"{shown(path)}: line {reader.line_num} has {len(row)} column(s): give "
                         "two, file and label, or a header that names them"
                     )
-                yield row[where[0]], row[where[1]].strip()
+                if not (label := row[where[1]].strip()):
+                    raise DataError(
+                        f"{shown(path)}: line {reader.line_num} has no label: give a class name, "
+                        "or a whole number from 0"
+                    )
+                yield row[where[0]], label
     except (OSError, csv.Error) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise DataError(f"{shown(path)}: cannot be read ({reason})") from error
@@ -232,11 +237,17 @@ def labels_of(
         places: how messages name the splits.
 
     Raises:
-        DataError: for a label out of range, and a split without images of a class.
+        DataError: for a label that is empty or out of range, and a split without images of a
+            class.
     """
     for split, labels in texts.items():
         if not labels:
             raise DataError(f"{shown(places[split])}: holds no images")
+        if unlabelled := sum(not label.strip() for label in labels):
+            raise DataError(
+                f"{shown(places[split])}: the label of {unlabelled:,} image(s) is empty: give a "
+                "class name, or a whole number from 0"
+            )
     everything = set().union(*texts.values())
     if all(re.fullmatch(r"[+-]?[0-9]{1,18}", label) for label in everything):
         numbers = {label: int(label) for label in everything}
@@ -253,7 +264,7 @@ def labels_of(
     }
     for split, array in result.items():
         if missing := set(range(len(names))) - set(np.unique(array).tolist()):
-            lacking = _some(names[number] for number in missing)
+            lacking = some(names[number] for number in missing)
             raise DataError(
                 f"{shown(places[split])}: has no image of {lacking}: each class needs at least "
                 "one in each split"
@@ -322,7 +333,7 @@ def parse_split(text: str) -> tuple[float, float]:
     return train, test
 
 
-def _some(names: Iterator[str] | set[str]) -> str:
+def some(names: Iterator[str] | set[str]) -> str:
     """Return some of the names as text."""
     ordered = sorted(map(shown, names), key=natural)
     more = f" and {len(ordered) - _NAMED} more" if len(ordered) > _NAMED else ""

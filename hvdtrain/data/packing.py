@@ -180,7 +180,11 @@ def _pack_files(
     task = Task(str(listing.folder), size, may_resize, options)
     files = sum(len(images.paths) for images in splits.values())
     with worker_pool(min(workers or _cores(), files)) as pool:
-        sources = {name: Files(images, task, pool, layout) for name, images in splits.items()}
+        needed = {"train": listing.class_names}
+        sources = {
+            name: Files(images, task, pool, layout, needed.get(name, ()))
+            for name, images in splits.items()
+        }
         with progress_bar("packing", files) as progress:
             index = write_sources(
                 destination,
@@ -208,7 +212,7 @@ def pack_key(listing: Listing, options: PackOptions, shard_mb: int) -> str:
         digest.update(f"{name} {len(images.paths)} ".encode())
         digest.update(images.labels.tobytes())
         for path in images.paths:
-            status = _status(f"{listing.folder}{os.sep}{path}")
+            status = _status(listing.folder, path)
             text = f"{status.st_size} {status.st_mtime_ns}" if status else "missing"
             digest.update(os.fsencode(path) + f"\0{text}\0".encode())
     return digest.hexdigest()
@@ -218,14 +222,14 @@ def _average_bytes(listing: Listing) -> int:
     """Return the average size of a file, from files spread over the train split."""
     paths = listing.splits["train"].paths
     chosen = paths[:: max(1, len(paths) // _FILES_LOOKED_AT)]
-    sizes = [status.st_size for path in chosen if (status := _status(f"{listing.folder}/{path}"))]
+    sizes = [status.st_size for path in chosen if (status := _status(listing.folder, path))]
     return sum(sizes) // max(1, len(sizes))
 
 
-def _status(path: str) -> os.stat_result | None:
+def _status(folder: Path, path: str) -> os.stat_result | None:
     """Return the status of a file; None for one that is refused or left out later."""
-    try:
-        return os.stat(path)  # noqa: PTH116 - a Path per file takes longer than its status
+    try:  # a Path per file takes longer than its status
+        return os.stat(os.path.join(folder, path))  # noqa: PTH116, PTH118
     except (OSError, ValueError):  # ValueError: a null byte in the name
         return None
 

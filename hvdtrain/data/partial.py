@@ -27,6 +27,10 @@ JOURNAL = "journal.json"
 LOCK = "lock"
 
 
+class Resumable(DataError):
+    """A fault of the machine, not of the source: what is written so far is kept to resume."""
+
+
 @dataclass
 class Done:
     """The finished shards of a split.
@@ -76,7 +80,7 @@ class Journal:
 def partial_folder(destination: Path, key: str | None) -> Iterator[Journal]:
     """Yield the journal of a temporary folder inside the destination, and remove it at the end.
 
-    An interrupt (Ctrl-C) leaves the folder, if there is a key to resume with.
+    An interrupt (Ctrl-C) and a Resumable error leave the folder, if there is a key to resume with.
 
     Raises:
         DataError: if the destination holds a data set, cannot be written, or another process
@@ -101,7 +105,7 @@ def partial_folder(destination: Path, key: str | None) -> Iterator[Journal]:
     try:
         yield journal
     except BaseException as error:
-        if key is None or not isinstance(error, KeyboardInterrupt):
+        if key is None or not isinstance(error, KeyboardInterrupt | Resumable):
             shutil.rmtree(partial, ignore_errors=True)
             _remove_empty(missing)
         raise

@@ -150,12 +150,12 @@ class Samples:
         def put(start: int) -> None:
             for row in range(start, min(start + _THREAD_ROWS, len(batch))):
                 stored, sample = batch.images[row], int(batch.ids[row])
+                name, size = f"{index.folder}: sample {sample}", index.image_shape[0]
                 if index.resize is None:
                     image = Image.fromarray(stored)
                 else:
-                    image = open_image(stored, f"{index.folder}: sample {sample}")
-                size = index.image_shape[0]
-                images[row] = picture(image, sample, size) if picture else view(index, image)
+                    image = open_image(stored, name)
+                images[row] = picture(image, sample, size) if picture else view(index, image, name)
 
         for _ in self._started_threads().map(put, range(0, len(batch), _THREAD_ROWS)):
             pass
@@ -230,7 +230,7 @@ class Samples:
         return self._files[key]
 
 
-def view(index: Index, image: Image.Image) -> NDArray[np.uint8]:
+def view(index: Index, image: Image.Image, name: str = "") -> NDArray[np.uint8]:
     """Return the pixels that a data set's reader sees of an RGB image: uint8 [size, size, 3].
 
     The image is resized to the stored size, or to that of the index if it is larger, and cut down
@@ -238,7 +238,7 @@ def view(index: Index, image: Image.Image) -> NDArray[np.uint8]:
     """
     size = index.image_shape[0]
     how = index.resize or "shorter"
-    return centre(resized(image, max(size, index.stored_shape[0]), how), size)
+    return centre(resized(image, max(size, index.stored_shape[0]), how, name), size)
 
 
 def _sample_bytes(index: Index, split: Split) -> int:

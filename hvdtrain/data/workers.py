@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from hvdtrain.data.images import decode, open_image, resized, shown
 from hvdtrain.data.index import Encoding, Resize
-from hvdtrain.data.listing import Images
+from hvdtrain.data.listing import Images, some
+from hvdtrain.data.partial import Resumable
 from hvdtrain.data.writer import Block, Layout, count_values
 from hvdtrain.errors import DataError
 from hvdtrain.host.stop import end_with_parent
@@ -75,7 +76,7 @@ class Task:
         broken: list[tuple[int, str]] = []
         for row, path in enumerate(paths):
             try:
-                content, image = self._read(f"{self.folder}{os.sep}{path}")
+                content, image = self._read(str(Path(self.folder, path)))
             except DataError as error:
                 if not self.options.skip_broken or isinstance(error, _NeverLeftOut):
                     raise
@@ -96,7 +97,7 @@ class Task:
                 f"{shown(path)}: image of {width}x{height} pixels, others have "
                 f"{self.size}x{self.size}: give --size N to resize all"
             )
-        return content, resized(image, self.size, self.options.resize)
+        return content, resized(image, self.size, self.options.resize, path)
 
 
 def read_image(path: Path) -> NDArray[np.uint8]:
@@ -138,16 +139,26 @@ class Pool:
 
 @dataclass
 class Files:
-    """A split whose images are files."""
+    """A split whose images are files.
+
+    Attributes:
+        needed: names of the classes, if each needs a good file.
+    """
 
     images: Images
     task: Task
     pool: Pool | None
     layout: Layout
+    needed: Sequence[str] = ()
     broken: list[tuple[int, str]] = field(default_factory=list)
 
     def blocks(self, start: int, rows: int) -> Iterator[Block]:
-        """Yield the good files from place `start` on, in blocks of any size."""
+        """Yield the good files from place `start` on, in blocks of any size.
+
+        Raises:
+            DataError: for a broken file that is not left out; after the last block, for a class
+                whose files were all left out.
+        """
         step = max(1, min(_BLOCK_FILES, _BLOCK_BYTES // self.layout.image_bytes))
         paths, labels = self.images.paths, self.images.labels
         calls = (
@@ -158,6 +169,19 @@ class Files:
             self.broken += broken
             if len(block):
                 yield block
+        self._check_classes()
+
+    def _check_classes(self) -> None:
+        """Raise DataError for a class that needs a good file and has none."""
+        good = np.delete(self.images.labels, [place for place, _ in self.broken])
+        lacking = sorted(set(range(len(self.needed))) - set(np.unique(good).tolist()))
+        if lacking:
+            first = next(p for p, number in enumerate(self.images.labels) if number == lacking[0])
+            path = str(Path(self.task.folder, self.images.paths[first]))
+            raise DataError(
+                f"every training image of {some(self.needed[number] for number in lacking)} is "
+                f"broken, such as {shown(path)}: restore the images, or remove the class"
+            )
 
 
 def _in_order(pool: Pool | None, calls: Iterable[Callable[[], Result]]) -> Iterator[Result]:
@@ -176,9 +200,9 @@ def _in_order(pool: Pool | None, calls: Iterable[Callable[[], Result]]) -> Itera
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool:
-        raise DataError(
+        raise Resumable(
             "a packing process was killed, perhaps for its memory: run the command again with "
-            "fewer --workers"
+            "fewer --workers to resume"
         ) from None
     finally:
         for future in waiting:

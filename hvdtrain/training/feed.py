@@ -1,6 +1,7 @@
 """Data that a rank reads for a step: images for the first stage, labels for the last stage."""
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -10,7 +11,7 @@ from PIL.Image import Image
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.augment import crop_flip, cutout, resized_crop_flip
 from hvdtrain.data.index import Index, read_index
-from hvdtrain.data.order import Range, Rows
+from hvdtrain.data.order import Range, Rows, split
 from hvdtrain.data.shardfile import Batch
 from hvdtrain.data.shards import Picture, Samples, open_split
 from hvdtrain.data.staging import stage, staged_folder
@@ -138,7 +139,7 @@ def open_splits(index: Index, world: World, reads: bool) -> dict[str, Samples]:
         reads: whether this rank reads samples; one that holds neither the first nor the last
             stage does not.
     """
-    memory = max(SMALLEST_CACHE_BYTES, CACHE_BYTES_PER_NODE // world.local_size)
+    memory = _memory_bytes(world)
     splits = {name: open_split(index, name, memory) for name in index.splits}
     if reads:
         for samples in splits.values():
@@ -146,14 +147,22 @@ def open_splits(index: Index, world: World, reads: bool) -> dict[str, Samples]:
     return splits
 
 
+def _memory_bytes(world: World) -> int:
+    """Return the memory that a rank may keep of a split."""
+    return max(SMALLEST_CACHE_BYTES, CACHE_BYTES_PER_NODE // world.local_size)
+
+
 Normalisation = tuple[tuple[float, ...], tuple[float, ...]]  # mean and deviation per channel
-BLOCK_ROWS = 4096
+_BLOCK_ROWS = 4096  # images measured at a time, at most
+_BLOCK_BYTES = 64 * 2**20  # of these images, as pixels
+_MEASURING_BYTES = 2**30  # of the split in memory meanwhile, at most
 
 
 def normalisation(how: str, index: Index, rows: Rows, world: World) -> Normalisation:
     """Return mean and deviation per channel, for pixels in 0..1. Collective.
 
-    If a part of the train split is held out, rank 0 measures the other part.
+    If a part of the train split is held out, the ranks measure the other part together: each
+    counts the values of a share of it. The sum of counts is the same on any number of ranks.
 
     Args:
         how: the value of --normalise.
@@ -166,17 +175,20 @@ def normalisation(how: str, index: Index, rows: Rows, world: World) -> Normalisa
         return index.normalisation("unit")
     if how == "split" or len(rows) == index.splits["train"].count:
         return index.normalisation("meanstd")
-    measured: Normalisation = world.broadcast(_of_rows(index, rows) if world.rank == 0 else None)
-    return measured
+    first, last = split(len(rows), [1] * world.size)[world.rank]
+    memory = min(_MEASURING_BYTES, _memory_bytes(world))
+    counts = _counts(index, rows[first:last], memory)
+    return mean_and_std(np.sum(world.gather(counts), axis=0))
 
 
-def _of_rows(index: Index, rows: Rows) -> Normalisation:
-    """Return mean and deviation over some rows of the train split, which are read for it."""
+def _counts(index: Index, rows: Rows, memory_bytes: int) -> np.ndarray:
+    """Return how many pixels of some training images have each value: int64 [channels, 256]."""
     histogram = np.zeros((index.image_shape[2], 256), np.int64)
-    with open_split(index, "train") as samples:
-        for start in range(0, len(rows), BLOCK_ROWS):
-            count_values(samples.gather(rows[start : start + BLOCK_ROWS]).images, histogram)
-    return mean_and_std(histogram)
+    block = max(1, min(_BLOCK_ROWS, _BLOCK_BYTES // math.prod(index.image_shape)))
+    with open_split(index, "train", memory_bytes) as samples:
+        for start in range(0, len(rows), block):
+            count_values(samples.gather(rows[start : start + block]).images, histogram)
+    return histogram
 
 
 def check_started(config: TrainConfig, world: World) -> None:

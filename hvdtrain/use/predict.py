@@ -49,16 +49,17 @@ def predict(
 ) -> list[Prediction]:
     """Return the most probable classes of image files, in their order.
 
-    An image is decoded and scaled as the run's data set was packed, and its centre is cut out
-    where the run trains on smaller images.
+    An image is decoded and scaled to the size that the run's data set was packed with, and its
+    centre is cut out where the run trains on smaller images. How it is scaled is known of a data
+    set of image files alone: one of pixels does not record how `data pack` resized its images.
 
     Args:
         run: the run folder.
         images: JPEG, PNG, WebP, BMP or PPM files.
         top: classes per image.
         which: the best epoch's checkpoint, or the newest that verifies.
-        resize: "shorter", "squash" or "pad"; by default as in a data set of image files, else
-            "shorter".
+        resize: "shorter", "squash" or "pad": give the one that a data set of pixels was packed
+            with; by default as in a data set of image files, else "shorter".
         model: the model that was passed in Python, if it was.
 
     Raises:
@@ -132,7 +133,8 @@ def _pixels(path: Path, inputs: Inputs, how: Resize) -> np.ndarray:
     except OSError as error:
         raise DataError(f"{shown(path)} cannot be read: {error.strerror}") from None
     side = max(inputs.stored_size, inputs.image_size)
-    return centre(resized(decode(content, str(path)), side, how), inputs.image_size)
+    image = resized(decode(content, str(path)), side, how, str(path))
+    return centre(image, inputs.image_size)
 
 
 def _predictions(

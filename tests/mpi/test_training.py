@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from hvdtrain import data
 from hvdtrain.check.plan import local_batch, random_batch
 from hvdtrain.config import TrainConfig
+from hvdtrain.data import order
+from hvdtrain.data.index import read_index
 from hvdtrain.models.component import Component
 from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.step import Step
@@ -18,6 +22,7 @@ from hvdtrain.plan import schedule
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan, replicated
 from hvdtrain.plan.program import program
+from hvdtrain.training.feed import normalisation
 from hvdtrain.world import World
 from tests.mpi.common import (
     CLASSES,
@@ -63,6 +68,18 @@ def train_alone(
     """Return the final state of the serial run, which rank 0 trains."""
     plan = replicated(names(components), 1, microbatches, None)
     return on_first(world, lambda: train(config, plan, components, ALONE, steps, sizes))
+
+
+def test_the_ranks_measure_the_images_trained_on_together(
+    world: World, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder: Path = world.broadcast(tmp_path_factory.mktemp("data") / "set")
+    on_first(world, lambda: data.synth(folder, 50, 5, size=8, seed=1))
+    index = read_index(folder)
+    for rows in (order.holdout(50, 0.3, index.hash, 0)[0], np.array([7])):
+        together = normalisation("meanstd", index, rows, world)
+        assert together == normalisation("meanstd", index, rows, ALONE)
+        assert together != normalisation("split", index, rows, world)
 
 
 def assert_close(actual: dict[str, Any], reference: dict[str, Any], bound: float) -> None:

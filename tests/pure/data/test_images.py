@@ -206,3 +206,6 @@ def test_other_sizes_and_ways_are_refused() -> None:
         resize(a_picture(), 0)
     with pytest.raises(UsageError, match="choose shorter, squash, pad"):
         resize(a_picture(), 8, "crop")  # type: ignore[arg-type]
+    long = a_picture(2, 1_000_000)
+    with pytest.raises(DataError, match=r"^a: image of 1000000x2 pixels: too long to scale"):
+        resize(long, 4096, "shorter", "a")

@@ -1,11 +1,13 @@
 """Folders, CSV files, arrays and iterators of images become data sets, whole or not at all."""
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,6 +20,7 @@ from PIL import Image
 
 from hvdtrain import data
 from hvdtrain.data import packing
+from hvdtrain.data.arrays import read_arrays
 from hvdtrain.data.cifar import CIFAR10
 from hvdtrain.data.index import Index, read_index
 from hvdtrain.data.shards import open_split
@@ -236,13 +239,15 @@ def test_a_csv_file_keeps_its_order_and_names_or_numbers_its_classes(tmp_path: P
     (tmp_path / "columns.csv").write_text(
         "id,target,path\n" + "".join(f"x,{label},{file}\n" for file, label in rows)
     )
+    absolute = plain.replace("files", f"{tmp_path / 'files'}")
+    (tmp_path / "absolute.csv").write_text(absolute)
     named = "".join(f'"{file}", {"kitten" if label else "10 dogs"}\r\n' for file, label in rows)
     (tmp_path / "named.csv").write_text(named)
     packed = {
         name: data.pack(tmp_path / f"{name}.csv", tmp_path / name, split="0.5,0.5")
-        for name in ("plain", "header", "columns", "named")
+        for name in ("plain", "header", "columns", "absolute", "named")
     }
-    assert packed["plain"].hash == packed["header"].hash == packed["columns"].hash
+    assert len({packed[name].hash for name in ("plain", "header", "columns", "absolute")}) == 1
     assert packed["plain"].class_names == ("class 0", "class 1")
     assert packed["named"].class_names == ("10 dogs", "kitten")
     both = tmp_path / "both"
@@ -297,7 +302,9 @@ def test_arrays_are_packed(tmp_path: Path) -> None:
         ({"labels": np.array([0, 1, 0, 10**9])}, "label 1000000000 is out of range"),
         ({"labels": np.array([1, 2, 1, 2])}, "no image has label 0"),
         ({"labels": np.array([0, 2, 0, 2])}, "has no image of class 1"),
-        ({"labels": np.array([0, 1, 0, None])}, "cannot be read"),
+        ({"labels": np.array(["0", "1", "", "1"])}, "the label of 1 image(s) is empty"),
+        ({"labels": np.array(["a", "\ud800", "a", "\ud800"])}, "labels.npy: cannot be read"),
+        ({"labels": np.array([0, 1, 0, None])}, "labels.npy: object [4] are not the labels of 4"),
     ],
 )
 def test_arrays_that_fit_nothing_are_refused(
@@ -307,6 +314,54 @@ def test_arrays_that_fit_nothing_are_refused(
     content = arrays if "a" in arrays else good | arrays
     np.savez(tmp_path / "arrays.npz", **content)
     assert message in refusal(tmp_path / "arrays.npz", tmp_path / "packed", split="0.5,0.5")
+
+
+def test_large_images_of_an_array_are_read_a_few_at_a_time(tmp_path: Path) -> None:
+    np.savez(tmp_path / "large.npz", images=np.zeros((9, 1024, 1024), np.uint8), labels=[0] * 9)
+    array, _ = read_arrays(tmp_path / "large.npz")[0]["all"]
+    assert [len(images) for images in array.images(256)] == [4, 4, 1]
+    assert [len(images) for images in array.images(3)] == [3, 3, 3]
+
+
+@pytest.mark.parametrize("save_arrays", [np.savez, np.savez_compressed])
+def test_a_flipped_byte_of_an_archive_of_arrays_is_named(tmp_path: Path, save_arrays: Any) -> None:
+    images = np.stack([pixels_of(number) for number in range(8)])
+    path = tmp_path / "arrays.npz"
+    save_arrays(path, images=images, labels=np.array(["cat", "dog"] * 4))
+    whole = path.read_bytes()
+    messages = []
+    for place in np.random.default_rng(0).integers(0, len(whole), 120):
+        path.write_bytes(
+            whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :]
+        )
+        try:
+            splits, classes = read_arrays(path)
+            array, labels = splits["all"]
+            np.testing.assert_array_equal(np.concatenate(list(array.images(3))), images)
+            assert (labels.tolist(), classes) == ([0, 1] * 4, ("cat", "dog"))
+        except DataError as error:
+            messages.append(str(error))
+    assert len(messages) > 90
+    assert all(message.startswith(f"{path}: ") for message in messages)
+
+
+@pytest.mark.parametrize("name", ["images", "labels"])
+def test_what_is_no_array_of_numpy_is_named(tmp_path: Path, name: str) -> None:
+    folder, archive_path = tmp_path / "folder", tmp_path / "text.npz"
+    folder.mkdir()
+    np.save(folder / "images.npy", np.zeros((4, 8, 8), np.uint8))
+    np.save(folder / "labels.npy", np.zeros(4, np.uint8))
+    np.savez(tmp_path / "zip.npz", np.zeros(4))
+    (tmp_path / "zip.npz").rename(folder / f"{name}.npy")
+    with zipfile.ZipFile(archive_path, "w") as archive:
+        for file in folder.iterdir():
+            archive.write(file, file.name)
+    for source, place in (
+        (folder, folder / f"{name}.npy"),
+        (archive_path, f"{archive_path}: {name}.npy"),
+    ):
+        message = refusal(source, tmp_path / "set", split="0.5,0.5")
+        assert message.startswith(f"{place}: cannot be read (the magic string")
 
 
 def test_an_iterator_is_packed_by_a_function(tmp_path: Path) -> None:
@@ -334,7 +389,10 @@ def test_an_iterator_is_packed_by_a_function(tmp_path: Path) -> None:
         ([(np.zeros((4, 4)), 0)], "sample 0 of `train` cannot be used: its pixels are float64"),
         ([(np.zeros((3, 5, 5), np.uint8), 0)], "its shape is 3x5x5"),
         ([(pixels_of(0), 0), (pixels_of(0, 5), 0)], "sample 1 of `train`: image of 5x5 pixels"),
+        ([(pixels_of(0, 5), 0)], "sample 0 of `test`: image of 12x12 pixels, others have 5x5"),
         ([(pixels_of(0), 2)], "sample 0 of `train` has label 2: labels are 0 to 1"),
+        ([(pixels_of(0), 2**32)], "sample 0 of `train` has label 4294967296: give whole numbers"),
+        ([(pixels_of(0), -(2**70))], "has label -1180591620717411303424: give whole numbers"),
         ([(pixels_of(0), -1)], "sample 0 of `train` has label -1: labels are 0 to 1"),
         ([(pixels_of(0), 0.5)], "sample 0 of `train` cannot be used: 'float' object"),
         ([pixels_of(0)], "sample 0 of `train` cannot be used"),
@@ -353,6 +411,16 @@ def test_samples_that_cannot_be_used_are_named(
         data.write(tmp_path / "set", {"train": [(pixels_of(1), 0)], "test": []})
     with pytest.raises(UsageError, match="give `train` and `test`"):
         data.write(tmp_path / "set", {"train": []})
+
+
+@pytest.mark.parametrize("names", [range(2), ["a", "two\nlines"], ["a", ""], ["a", "\udcff"]])
+def test_class_names_that_no_index_may_hold_are_refused(tmp_path: Path, names: Any) -> None:
+    unread = iter([(pixels_of(0), 0)])
+    with pytest.raises(UsageError, match=r"class name .*: give each class a name") as caught:
+        data.write(tmp_path / "set", {"train": unread, "test": []}, names)
+    assert "\n" not in str(caught.value)
+    assert next(unread)
+    assert not (tmp_path / "set").exists()
 
 
 def make_bad(folder: Path, kind: str) -> str:
@@ -418,6 +486,25 @@ def test_what_cannot_be_packed_is_named_in_one_line(tmp_path: Path, kind: str) -
         refusal(tmp_path / "source", tmp_path / "packed", skip_broken=True)
 
 
+def test_a_class_whose_training_images_are_all_broken_is_refused(tmp_path: Path) -> None:
+    """Such as the header of a CSV file under other names, which is an image of its own class."""
+    for number in range(4):
+        save(tmp_path / f"{number}.png", pixels_of(number))
+    rows = "0.png,cat\n1.png,dog\n2.png,cat\n3.png,dog\n"
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.csv").write_text("photo,kind\n" + rows)
+    for workers in (1, 2):
+        message = refusal(tmp_path, tmp_path / "set", skip_broken=True, workers=workers)
+        assert message == (
+            f"every training image of kind is broken, such as {tmp_path / 'photo'}: restore the "
+            "images, or remove the class"
+        )
+    (tmp_path / "train.csv").write_text("photo,cat\n" + rows)
+    (tmp_path / "test.csv").write_text("photo,cat\n" + rows.replace("1.png", "photo"))
+    index = data.pack(tmp_path, tmp_path / "set", skip_broken=True)
+    assert index.notes == ("train: 1 broken file left out", "test: 2 broken files left out")
+
+
 def test_good_files_of_any_name_are_packed(tmp_path: Path) -> None:
     class_folders(tmp_path / "train", 4)
     class_folders(tmp_path / "test", 4)
@@ -435,6 +522,7 @@ def test_good_files_of_any_name_are_packed(tmp_path: Path) -> None:
         ("file,label\n", "holds no images"),
         ("a.png\n", "line 1 has 1 column(s)"),
         ("a.png,0\nb.png,0,1\n", "line 2 has 3 column(s)"),
+        ("a.png,0\nb.png,1\nc.png, \n", "line 3 has no label"),
         ("a.png,-3\nb.png,0\n", "label -3 is out of range"),
         ("a.png,0\nnone.png,0\n", "none.png: cannot be read (No such file"),
         ("a.png,0\n\0,0\n", "cannot be read"),
@@ -444,6 +532,19 @@ def test_a_csv_file_that_is_wrong_is_refused(tmp_path: Path, content: str, messa
     save(tmp_path / "a.png", pixels_of(0))
     (tmp_path / "list.csv").write_text(content)
     assert message in refusal(tmp_path / "list.csv", tmp_path / "packed", split="0.5,0.5")
+
+
+def test_an_image_that_is_too_long_to_scale_is_named(tmp_path: Path) -> None:
+    long = np.zeros((2, 1_000_000, 3), np.uint8)
+    save(tmp_path / "long.png", long)
+    (tmp_path / "list.csv").write_text("long.png,0\n" * 2)
+    np.savez(tmp_path / "long.npz", images=long[None].repeat(2, axis=0), labels=[0, 0])
+    expected = "image of 1000000x2 pixels: too long to scale its shorter side to 4096"
+    for source, named in (("list.csv", "long.png"), ("long.npz", "long.npz: images.npy")):
+        message = refusal(tmp_path / source, tmp_path / "set", split="0.5,0.5", size=4096)
+        assert message.startswith(f"{tmp_path / named}: {expected}")
+    with pytest.raises(DataError, match=f"sample 0 of `train`: {expected}"):
+        data.write(tmp_path / "set", {"train": [(long, 0)], "test": []}, size=4096)
 
 
 def test_options_that_fit_no_source_are_refused(folders: Path, tmp_path: Path) -> None:
@@ -484,6 +585,24 @@ def test_a_pack_that_is_stopped_resumes_to_the_same_bytes(
     data.pack(folders, destination, workers=1, **options)
     assert (destination / "train-00000.h5").stat().st_ino == before, "it was packed again"
     assert files_in(destination) == files_in(tmp_path / "whole")
+
+
+def test_a_pack_whose_worker_is_killed_resumes(folders: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"size": 160, "shard_mb": 1}
+    data.pack(folders, tmp_path / "whole", workers=1, **options)
+
+    def kill_workers(done: int) -> None:
+        for worker in multiprocessing.active_children():
+            worker.kill()
+            worker.join()
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(DataError, match="to resume"):
+        patch.setattr(packing, "progress_bar", lambda *_: nullcontext(kill_workers))
+        data.pack(folders, tmp_path / "set", workers=2, **options)
+    before = (tmp_path / "set" / ".partial" / "train-00000.h5").stat().st_ino
+    data.pack(folders, tmp_path / "set", workers=1, **options)
+    assert (tmp_path / "set" / "train-00000.h5").stat().st_ino == before, "it was packed again"
+    assert files_in(tmp_path / "set") == files_in(tmp_path / "whole")
 
 
 def test_what_a_stopped_pack_left_is_not_used_for_another(folders: Path, tmp_path: Path) -> None:
