@@ -22,7 +22,7 @@ from torch.autograd import Variable
 from hvdtrain.errors import UsageError
 from hvdtrain.plan.cut import Share
 from hvdtrain.torch.agreement import Action, Note
-from hvdtrain.torch.hooks import ForwardWatch, parameter_hooks
+from hvdtrain.torch.hooks import ForwardWatch, parameter_hooks, watched
 from hvdtrain.torch.reduction import Reduction, reduction_of, stop_flags
 from hvdtrain.torch.state import Batch, State
 
@@ -88,12 +88,15 @@ class Replica:
         self.names, self.parameters = list(named), list(named.values())
         self.window, self.phase = Window(), Phase.EMPTY
         self.backwards = self.steps = self.idle = 0
-        self.samples = 1
+        self.samples: int | None = None
         self._weight = 1.0
         self._leftover: list[Tensor | None] = []
         self._is_queued = self._is_running = self._has_arrived = self._counting = False
         self._watch = ForwardWatch(weakref.ref(self))
-        self._handles: list[Any] = [model.register_forward_hook(self._watch, with_kwargs=True)]
+        self._handles: list[Any] = [
+            module.register_forward_hook(self._watch, with_kwargs=True)
+            for module in watched(model)
+        ]
         for place, parameter in enumerate(self.parameters):
             before, after = parameter_hooks(weakref.ref(self), place)
             self._handles.append(parameter.register_hook(before))
@@ -209,11 +212,21 @@ class Replica:
             raise UsageError(self._never_steps())
 
     def _post_count(self) -> None:
-        """Note this rank's share of the batch; without a loader start to exchange its size."""
+        """Note this rank's share of the batch; without a loader start to exchange its size.
+
+        Raises:
+            UsageError: if nothing knows the size.
+        """
         state = self.state
         if state.batch is not None:
             self.window.batches.append(state.batch)
             return
+        if self.samples is None:
+            raise UsageError(
+                "the number of samples of this backward is not known, since the model was not "
+                "called after its last step: call the prepared model, not its layers or its "
+                "forward, or use distributed.loader"
+            )
         samples = self.samples
         if state.sampler is not None:
             samples = state.sampler.size_of_next(samples)
@@ -316,6 +329,7 @@ class Replica:
         """Note that the samples of the window are in the weights."""
         self.steps += 1
         self.idle = 0
+        self.samples = None
         state = self.state
         if self.phase is Phase.REDUCED:
             last = self.window.batches[-1]

@@ -114,6 +114,10 @@ def other_model(model: Any, optimizer: Any) -> None:
     optimizer.step()
 
 
+def layers_alone(model: Any, optimizer: Any) -> None:
+    backward(nn.Sequential(*model))
+
+
 def wrapped(model: Any, optimizer: Any) -> None:
     distributed.prepare(nn.DataParallel(model), optimizer)
 
@@ -146,6 +150,7 @@ ALWAYS: dict[Callable[..., None], str] = {
     new_layer: r"the model has changed since prepare: 3.weight is new \(and 1 more\)",
     unfrozen: "the model has changed since prepare: 1.weight is no longer trained",
     other_dtype: r"3.bias was torch.float32 on cpu at prepare, and is torch.float64",
+    layers_alone: "the number of samples of this backward is not known",
     wrapped: "the model is wrapped in DataParallel",
     not_its_optimizer: "the optimizer AdamW has parameters that are not the model's",
     brain_floats: "weight is torch.bfloat16, whose gradients Horovod cannot add",

@@ -186,6 +186,32 @@ def test_layers_that_are_called_directly_are_averaged_with_a_loader(world: World
     assert distance(*gradients) <= BOUND
 
 
+@pytest.mark.parametrize("kind", ["in evaluation mode", "in a list", "with a step in between"])
+def test_a_share_counts_by_its_samples_however_the_model_is_called(
+    world: World, kind: str
+) -> None:
+    """No loader or sampler knows the size of the batch: only the forward does."""
+    images, labels = dataset()[:BATCH]
+    first, last = order.split(BATCH, [1] * world.size)[world.rank]
+    model: Any = nn.ModuleList([Net()]) if kind == "in a list" else Net()
+    called = model[0] if kind == "in a list" else model
+    reference = Net()
+    # Its step changes no weight of the loss.
+    _, optimizer = distributed.prepare(model, torch.optim.SGD(called.unused.parameters(), 0.1))
+    called.train(kind != "in evaluation mode")
+    loss = cross_entropy(called, images[first:last], labels[first:last])
+    if kind == "with a step in between":
+        cross_entropy(called, images[:1], labels[:1]).backward()
+        optimizer.step()
+        model.zero_grad()
+    loss.backward()
+    cross_entropy(reference, images, labels).backward()
+    gradients = [
+        {name: value.grad for name, value in one.named_parameters()} for one in (called, reference)
+    ]
+    assert distance(*gradients) <= BOUND
+
+
 def test_a_backward_through_two_models_averages_each(world: World) -> None:
     """The loss of a generator passes through the discriminator."""
     images, labels = dataset()[:BATCH]
