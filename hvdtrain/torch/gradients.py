@@ -316,9 +316,15 @@ class Replica:
         """Refuse a step that would be wrong.
 
         Raises:
-            UsageError: if gradients are not averaged yet, or the model has other parameters.
+            UsageError: if gradients are not averaged, or the model has other parameters.
         """
+        if self._is_queued:  # autograd drops its callbacks when backward raises
+            raise UsageError(
+                "a backward ended with an exception that was caught, so the gradients are lost: "
+                "do not catch exceptions of backward, and resume from a checkpoint"
+            )
         self._check_parameters()
+        self._check_optimizers()
         if self.phase is Phase.ACCUMULATED and not with_closure:
             raise UsageError(
                 "the optimizer steps with gradients that were only accumulated: run the last "
@@ -367,6 +373,17 @@ class Replica:
             f"the model has changed since prepare: {names[0]} {what}{more}: call "
             "distributed.prepare(model, optimizer) again after the change"
         )
+
+    def _check_optimizers(self) -> None:
+        known = {id(value) for value in self.parameters}
+        for optimizer in self.optimizers:
+            stepped = [value for group in optimizer.param_groups for value in group["params"]]
+            if any(value.requires_grad and id(value) not in known for value in stepped):
+                raise UsageError(
+                    f"an optimizer {type(optimizer).__name__} has got parameters that are not the "
+                    "model's, whose gradients are not averaged: add their layers to the model, "
+                    "and call distributed.prepare(model, optimizer) again after the change"
+                )
 
 
 def _digest(places: set[int]) -> int:
