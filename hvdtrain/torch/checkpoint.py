@@ -44,7 +44,8 @@ def save(folder: str | Path, *, keep: int = 2, **others: Any) -> Path:
         others: objects with `state_dict`, such as `scheduler=scheduler` or `scaler=scaler`.
 
     Raises:
-        UsageError: if no model is prepared, or a state is not made of tensors, numbers and text.
+        UsageError: if no model is prepared, a state is not made of tensors, numbers and text, or
+            the folder has a checkpoint of a later step and was not loaded.
         DataError: on all ranks, if it cannot be written.
     """
     state = states.current()
@@ -59,6 +60,7 @@ def save(folder: str | Path, *, keep: int = 2, **others: Any) -> Path:
     fault, path = None, Path(folder) / store.name_of(steps)
     if state.place.is_first:
         try:
+            _check_folder(state, path)
             _write(state, path, keep, rng, others)
         except (DataError, UsageError) as error:
             fault = error
@@ -97,11 +99,23 @@ def load(folder: str | Path, **others: Any) -> Path | None:
     content = state.agreement.broadcast(Note(Action.LOADING), content)
     if isinstance(content, DataError):
         raise content
+    state.loaded.add(Path(folder).resolve())
     if content is None:
         return None
     checkpoint, path = content
     _put(state, checkpoint, path, others)
     return Path(path)
+
+
+def _check_folder(state: State, path: Path) -> None:
+    """Refuse a folder of another run, whose later checkpoint `load` would prefer."""
+    kept = store.stored(path.parent) if path.parent.is_dir() else []
+    steps = state.models[0].steps
+    if kept and store.step_of(kept[-1].name) > steps and path.parent.resolve() not in state.loaded:
+        raise UsageError(
+            f"{kept[-1]} is newer than step {steps} of this program: call distributed.load before "
+            "the loop, or save to another folder"
+        )
 
 
 def _write(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -102,7 +103,8 @@ class State:
         models: prepared so far, in order.
         prepared: number of calls of `prepare`.
         positions: samples consumed, by name of their order.
-        restored: whether `positions` are those of a checkpoint.
+        restored: whether `positions` are those of a checkpoint, and none has been read yet.
+        loaded: folders of checkpoints that `load` has read.
         batch: the batch of a loader that the loop is training on, None outside of its loop.
         sampler: the training sampler that was iterated last.
         accumulating: whether backward adds to this rank's gradients without averaging them.
@@ -119,6 +121,7 @@ class State:
     prepared: int = 0
     positions: dict[str, int] = field(default_factory=dict)
     restored: bool = False
+    loaded: set[Path] = field(default_factory=set)
     batch: Batch | None = None
     sampler: Counted | None = None
     accumulating: bool = False
@@ -133,7 +136,9 @@ class State:
         Raises:
             UsageError: if a checkpoint was loaded that does not know the order.
         """
-        if source not in self.positions and self.restored:
+        if source in self.positions:
+            self.restored = False  # another data set may be opened later, as for a second phase
+        elif self.restored:
             raise UsageError(
                 f"the loaded checkpoint was trained on other data than {source}: use the same "
                 "data set, seed and holdout, or save to another folder"

@@ -14,6 +14,7 @@ from hvdtrain.torch import state
 from hvdtrain.world import World
 from tests.mpi.packed import (
     BATCH,
+    backward,
     made,
 )
 from tests.mpi.packed import (
@@ -87,3 +88,69 @@ def test_what_does_not_fit_a_checkpoint_is_refused(
         part.write_bytes(part.read_bytes()[:-1] + b"x")
     with pytest.raises(DataError, match="holds no checkpoint that verifies"):
         distributed.load(save_to)
+
+
+def step(model: Any, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    backward(model)
+    optimizer.step()
+
+
+def test_a_model_that_is_prepared_again_keeps_its_steps_and_its_place(
+    world: World, tmp_path: Path
+) -> None:
+    """The first of two models is prepared again, and the next save is the newest checkpoint."""
+    save_to: Path = world.broadcast(tmp_path)
+    one, other = made(1), made(2)
+    distributed.prepare(*one)
+    distributed.prepare(*other)
+    for _ in range(2):
+        step(*one)
+    distributed.save(save_to, keep=1)
+    before = len(state.current().undo)
+    one[0][1].requires_grad_(False)
+    distributed.prepare(*one)
+    assert len(state.current().undo) == before
+    step(*one)
+    assert distributed.save(save_to, keep=1).name == "step-00000003"
+    assert [item.model for item in state.current().models] == [one[0], other[0]]
+    wanted = one[0][3].weight.detach().clone()
+    step(*one)
+    assert distributed.load(save_to) == save_to / "step-00000003"
+    assert torch.equal(one[0][3].weight, wanted)
+
+
+def test_a_folder_of_another_run_is_refused_unless_it_was_loaded(
+    world: World, tmp_path: Path
+) -> None:
+    save_to: Path = world.broadcast(tmp_path)
+    pair = distributed.prepare(*made())
+    for _ in range(2):
+        step(*pair)
+    distributed.save(save_to)
+    world.barrier()
+    distributed.stop()
+    distributed.start(device="cpu")
+    pair = distributed.prepare(*made())
+    step(*pair)
+    with pytest.raises(UsageError, match="step-00000002 is newer than step 1 of this program"):
+        distributed.save(save_to)
+    distributed.load(save_to)
+    step(*pair)
+    assert distributed.save(save_to).name == "step-00000003"
+
+
+def test_a_data_set_may_be_opened_after_that_of_the_checkpoint(
+    world: World, folder: Path, tmp_path: Path
+) -> None:
+    """The second phase of a training uses another order than the first one."""
+    save_to: Path = world.broadcast(tmp_path)
+    model, optimizer = distributed.prepare(*made())
+    for images, labels in distributed.loader(folder, BATCH):
+        optimizer.zero_grad()
+        functional.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+    distributed.save(save_to)
+    distributed.load(save_to)
+    assert distributed.loader(folder, BATCH).epoch == 1
+    assert distributed.loader(folder, BATCH, seed=1).epoch == 0
