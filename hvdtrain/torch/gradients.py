@@ -229,7 +229,7 @@ class Replica:
             )
         samples = self.samples
         if state.sampler is not None:
-            samples = state.sampler.size_of_next(samples)
+            samples = state.sampler.size_of_next(samples, state.models.index(self))
         if state.place.size == 1:
             self.window.batches.append(Batch(samples, samples))
             return
@@ -246,7 +246,7 @@ class Replica:
             counts = [note.samples for note in state.agreement.read()]
             total = sum(counts)
             if state.sampler is not None:
-                state.sampler.check_total(total)
+                state.sampler.check_total(total, state.models.index(self))
             first = next((rank for rank, count in enumerate(counts) if count), 0)
             self.window.batches.append(Batch(counts[state.place.rank], total, first))
         return self.window.batches[-1].weight
@@ -342,7 +342,9 @@ class Replica:
             if last.source:
                 state.positions[last.source] = last.end
             elif state.sampler is not None:
-                state.sampler.advance(self.window.total)
+                window = self.window
+                place = state.models.index(self)
+                state.sampler.advance(len(window.batches), window.total, place)
         self.phase = Phase.STEPPED
 
     def check_steps(self) -> None:

@@ -62,19 +62,22 @@ class Batch:
 
 
 class Counted(Protocol):
-    """A sampler, which knows the sizes of the batches that a DataLoader yields."""
+    """A sampler, which knows the sizes of the batches that a DataLoader yields.
 
-    def size_of_next(self, samples: int) -> int:
+    Models are given by their places in `State.models`.
+    """
+
+    def size_of_next(self, samples: int, model: int) -> int:
         """Return the samples of the next batch that count, out of `samples`; note the batch."""
 
-    def check_total(self, total: int) -> None:
+    def check_total(self, total: int, model: int) -> None:
         """Compare the samples of all ranks in this batch with what the sampler gave them."""
 
     def settle(self) -> None:
         """Set the position to the end of an epoch whose batches have all been taken."""
 
-    def advance(self, total: int) -> None:
-        """Note that the weights have been updated with `total` more samples."""
+    def advance(self, batches: int, samples: int, model: int) -> None:
+        """Note that the weights of a model have been updated with more backwards, and samples."""
 
 
 class Watched(Protocol):
