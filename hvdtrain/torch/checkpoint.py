@@ -61,7 +61,7 @@ def save(folder: str | Path, *, keep: int = 2, **others: Any) -> Path:
     fault, path = None, Path(folder) / store.name_of(steps)
     if state.place.is_first:
         try:
-            _check_folder(state, path)
+            _check_folder(state, path.parent)
             _write(state, path, keep, rng, others)
         except (DataError, UsageError) as error:
             fault = error
@@ -108,11 +108,29 @@ def load(folder: str | Path, **others: Any) -> Path | None:
     return Path(path)
 
 
-def _check_folder(state: State, path: Path) -> None:
+def check_folder(folder: str | Path) -> None:
+    """Refuse a folder that `save` would refuse, before any step is made. Collective.
+
+    Raises:
+        UsageError: on all ranks.
+    """
+    state = states.current()
+    fault, steps = None, state.models[0].steps
+    if state.place.is_first:
+        try:
+            _check_folder(state, Path(folder))
+        except UsageError as error:
+            fault = error
+    fault = state.agreement.broadcast(Note(Action.SAVING, number=steps), fault)
+    if fault is not None:
+        raise fault
+
+
+def _check_folder(state: State, folder: Path) -> None:
     """Refuse a folder of another run, whose later checkpoint `load` would prefer."""
-    kept = store.stored(path.parent) if path.parent.is_dir() else []
+    kept = store.stored(folder) if folder.is_dir() else []
     steps = state.models[0].steps
-    if kept and store.step_of(kept[-1].name) > steps and path.parent.resolve() not in state.loaded:
+    if kept and store.step_of(kept[-1].name) > steps and folder.resolve() not in state.loaded:
         raise UsageError(
             f"{kept[-1]} is newer than step {steps} of this program: call distributed.load before "
             "the loop, or save to another folder"

@@ -135,7 +135,10 @@ def test_a_folder_of_another_run_is_refused_unless_it_was_loaded(
     step(*pair)
     with pytest.raises(UsageError, match="step-00000002 is newer than step 1 of this program"):
         distributed.save(save_to)
+    with pytest.raises(UsageError, match="step-00000002 is newer than step 1 of this program"):
+        next(distributed.steps([0], save_to))
     distributed.load(save_to)
+    assert next(distributed.steps([0], save_to)) == 0
     step(*pair)
     assert distributed.save(save_to).name == "step-00000003"
 
