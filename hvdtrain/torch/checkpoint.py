@@ -30,6 +30,7 @@ from hvdtrain.torch import state as states
 from hvdtrain.torch.agreement import Action, Note
 from hvdtrain.torch.state import State, Watched
 
+RandomStates = tuple[Tensor, Tensor | None]  # of PyTorch's generators on the CPU and on the GPU
 COMPILED = "_orig_mod."  # torch.compile puts it into the names of parameters
 
 
@@ -44,7 +45,8 @@ def save(folder: str | Path, *, keep: int = 2, **others: Any) -> Path:
         others: objects with `state_dict`, such as `scheduler=scheduler` or `scaler=scaler`.
 
     Raises:
-        UsageError: if no model is prepared, or a state is not made of tensors, numbers and text.
+        UsageError: if no model is prepared, a state is not made of tensors, numbers and text, or
+            the folder has a checkpoint of a later step and was not loaded.
         DataError: on all ranks, if it cannot be written.
     """
     state = states.current()
@@ -55,10 +57,11 @@ def save(folder: str | Path, *, keep: int = 2, **others: Any) -> Path:
     steps = state.models[0].steps
     if state.sampler is not None:
         state.sampler.settle()
-    rng = state.agreement.gather(Note(Action.SAVING, number=steps), torch.get_rng_state())
+    rng = state.agreement.gather(Note(Action.SAVING, number=steps), _random_states(state))
     fault, path = None, Path(folder) / store.name_of(steps)
     if state.place.is_first:
         try:
+            _check_folder(state, path.parent)
             _write(state, path, keep, rng, others)
         except (DataError, UsageError) as error:
             fault = error
@@ -97,6 +100,7 @@ def load(folder: str | Path, **others: Any) -> Path | None:
     content = state.agreement.broadcast(Note(Action.LOADING), content)
     if isinstance(content, DataError):
         raise content
+    state.loaded.add(Path(folder).resolve())
     if content is None:
         return None
     checkpoint, path = content
@@ -104,8 +108,37 @@ def load(folder: str | Path, **others: Any) -> Path | None:
     return Path(path)
 
 
+def check_folder(folder: str | Path) -> None:
+    """Refuse a folder that `save` would refuse, before any step is made. Collective.
+
+    Raises:
+        UsageError: on all ranks.
+    """
+    state = states.current()
+    fault, steps = None, state.models[0].steps
+    if state.place.is_first:
+        try:
+            _check_folder(state, Path(folder))
+        except UsageError as error:
+            fault = error
+    fault = state.agreement.broadcast(Note(Action.SAVING, number=steps), fault)
+    if fault is not None:
+        raise fault
+
+
+def _check_folder(state: State, folder: Path) -> None:
+    """Refuse a folder of another run, whose later checkpoint `load` would prefer."""
+    kept = store.stored(folder) if folder.is_dir() else []
+    steps = state.models[0].steps
+    if kept and store.step_of(kept[-1].name) > steps and folder.resolve() not in state.loaded:
+        raise UsageError(
+            f"{kept[-1]} is newer than step {steps} of this program: call distributed.load before "
+            "the loop, or save to another folder"
+        )
+
+
 def _write(
-    state: State, path: Path, keep: int, rng: list[Tensor], others: Mapping[str, Any]
+    state: State, path: Path, keep: int, rng: list[RandomStates], others: Mapping[str, Any]
 ) -> None:
     tensors: dict[str, Tensor] = {}
     for number, model in enumerate(state.models):
@@ -116,7 +149,8 @@ def _write(
             _options(optimizer) for model in state.models for optimizer in model.optimizers
         ],
         "others": {name: _state_dict(name, value) for name, value in others.items()},
-        "rng": rng,
+        "rng": [cpu for cpu, _ in rng],
+        "device_rng": [device for _, device in rng],
     }
     progress = {
         "step": state.models[0].steps,
@@ -156,7 +190,7 @@ def _read(folder: Path) -> tuple[Checkpoint, str] | None:
 def _put(state: State, checkpoint: Checkpoint, path: str, others: Mapping[str, Any]) -> None:
     progress = checkpoint.progress
     try:
-        loop = torch.load(io.BytesIO(base64.b64decode(progress["loop"])), weights_only=True)
+        loop = torch.load(io.BytesIO(base64.b64decode(progress["loop"])), "cpu", weights_only=True)
         positions = {str(name): int(value) for name, value in progress["positions"].items()}
         steps = [int(value) for value in progress["steps"]]
     except (KeyError, TypeError, ValueError, RuntimeError, pickle.UnpicklingError):
@@ -179,10 +213,24 @@ def _put(state: State, checkpoint: Checkpoint, path: str, others: Mapping[str, A
     for name, other in others.items():
         other.load_state_dict(loop["others"][name])
     if len(loop["rng"]) == state.place.size:
-        torch.set_rng_state(loop["rng"][state.place.rank])
+        _set_random_states(state, loop)
     for model, count in zip(state.models, steps, strict=True):
         model.steps = count
     state.positions, state.restored = positions, bool(positions)
+
+
+def _random_states(state: State) -> RandomStates:
+    device = state.place.device
+    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return torch.get_rng_state(), on_device
+
+
+def _set_random_states(state: State, loop: Mapping[str, Any]) -> None:
+    rank, device = state.place.rank, state.place.device
+    torch.set_rng_state(loop["rng"][rank])
+    on_device = loop["device_rng"][rank] if "device_rng" in loop else None
+    if on_device is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(on_device, device)
 
 
 def _put_optimizers(state: State, number: int, model: Watched, checkpoint: Checkpoint) -> None:
@@ -264,7 +312,7 @@ def _packed(content: Any) -> bytes:
     file = io.BytesIO()
     try:
         torch.save(plain, file)
-        torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+        torch.load(io.BytesIO(file.getvalue()), "cpu", weights_only=True)
     except (AttributeError, TypeError, RuntimeError, pickle.PickleError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UsageError(

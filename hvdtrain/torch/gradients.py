@@ -22,7 +22,7 @@ from torch.autograd import Variable
 from hvdtrain.errors import UsageError
 from hvdtrain.plan.cut import Share
 from hvdtrain.torch.agreement import Action, Note
-from hvdtrain.torch.hooks import ForwardWatch, parameter_hooks
+from hvdtrain.torch.hooks import ForwardWatch, parameter_hooks, watched
 from hvdtrain.torch.reduction import Reduction, reduction_of, stop_flags
 from hvdtrain.torch.state import Batch, State
 
@@ -88,12 +88,15 @@ class Replica:
         self.names, self.parameters = list(named), list(named.values())
         self.window, self.phase = Window(), Phase.EMPTY
         self.backwards = self.steps = self.idle = 0
-        self.samples = 1
+        self.samples: int | None = None
         self._weight = 1.0
         self._leftover: list[Tensor | None] = []
         self._is_queued = self._is_running = self._has_arrived = self._counting = False
         self._watch = ForwardWatch(weakref.ref(self))
-        self._handles: list[Any] = [model.register_forward_hook(self._watch, with_kwargs=True)]
+        self._handles: list[Any] = [
+            module.register_forward_hook(self._watch, with_kwargs=True)
+            for module in watched(model)
+        ]
         for place, parameter in enumerate(self.parameters):
             before, after = parameter_hooks(weakref.ref(self), place)
             self._handles.append(parameter.register_hook(before))
@@ -209,14 +212,24 @@ class Replica:
             raise UsageError(self._never_steps())
 
     def _post_count(self) -> None:
-        """Note this rank's share of the batch; without a loader start to exchange its size."""
+        """Note this rank's share of the batch; without a loader start to exchange its size.
+
+        Raises:
+            UsageError: if nothing knows the size.
+        """
         state = self.state
         if state.batch is not None:
             self.window.batches.append(state.batch)
             return
+        if self.samples is None:
+            raise UsageError(
+                "the number of samples of this backward is not known, since the model was not "
+                "called after its last step: call the prepared model, not its layers or its "
+                "forward, or use distributed.loader"
+            )
         samples = self.samples
         if state.sampler is not None:
-            samples = state.sampler.size_of_next(samples)
+            samples = state.sampler.size_of_next(samples, state.models.index(self))
         if state.place.size == 1:
             self.window.batches.append(Batch(samples, samples))
             return
@@ -233,7 +246,7 @@ class Replica:
             counts = [note.samples for note in state.agreement.read()]
             total = sum(counts)
             if state.sampler is not None:
-                state.sampler.check_total(total)
+                state.sampler.check_total(total, state.models.index(self))
             first = next((rank for rank, count in enumerate(counts) if count), 0)
             self.window.batches.append(Batch(counts[state.place.rank], total, first))
         return self.window.batches[-1].weight
@@ -303,9 +316,15 @@ class Replica:
         """Refuse a step that would be wrong.
 
         Raises:
-            UsageError: if gradients are not averaged yet, or the model has other parameters.
+            UsageError: if gradients are not averaged, or the model has other parameters.
         """
+        if self._is_queued:  # autograd drops its callbacks when backward raises
+            raise UsageError(
+                "a backward ended with an exception that was caught, so the gradients are lost: "
+                "do not catch exceptions of backward, and resume from a checkpoint"
+            )
         self._check_parameters()
+        self._check_optimizers()
         if self.phase is Phase.ACCUMULATED and not with_closure:
             raise UsageError(
                 "the optimizer steps with gradients that were only accumulated: run the last "
@@ -316,13 +335,16 @@ class Replica:
         """Note that the samples of the window are in the weights."""
         self.steps += 1
         self.idle = 0
+        self.samples = None
         state = self.state
         if self.phase is Phase.REDUCED:
             last = self.window.batches[-1]
             if last.source:
                 state.positions[last.source] = last.end
             elif state.sampler is not None:
-                state.sampler.advance(self.window.total)
+                window = self.window
+                place = state.models.index(self)
+                state.sampler.advance(len(window.batches), window.total, place)
         self.phase = Phase.STEPPED
 
     def check_steps(self) -> None:
@@ -353,6 +375,17 @@ class Replica:
             f"the model has changed since prepare: {names[0]} {what}{more}: call "
             "distributed.prepare(model, optimizer) again after the change"
         )
+
+    def _check_optimizers(self) -> None:
+        known = {id(value) for value in self.parameters}
+        for optimizer in self.optimizers:
+            stepped = [value for group in optimizer.param_groups for value in group["params"]]
+            if any(value.requires_grad and id(value) not in known for value in stepped):
+                raise UsageError(
+                    f"an optimizer {type(optimizer).__name__} has got parameters that are not the "
+                    "model's, whose gradients are not averaged: add their layers to the model, "
+                    "and call distributed.prepare(model, optimizer) again after the change"
+                )
 
 
 def _digest(places: set[int]) -> int:

@@ -13,10 +13,10 @@ class Hooked(Protocol):
     """The receiver of the hooks: `Replica`.
 
     Attributes:
-        samples: of the last forward in training.
+        samples: of the last forward with gradients; None if there was none since the last step.
     """
 
-    samples: int
+    samples: int | None
 
     def queue(self) -> None:
         """Note that a backward runs."""
@@ -37,28 +37,38 @@ class ForwardWatch:
     def __call__(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        """Note the number of samples of a forward in training."""
+        """Note the number of samples of a forward with gradients."""
         replica = self.replica() if self.replica is not None else None
-        if replica is None or not model.training or not torch.is_grad_enabled():
+        if replica is None or not torch.is_grad_enabled():
             return
         inputs = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-        replica.samples = next((len(value) for value in inputs if value.dim()), 1)
+        samples = next((len(value) for value in inputs if value.dim()), 1)
+        replica.samples = samples
         for value in tree_leaves(output):
             if isinstance(value, Tensor) and value.requires_grad:
                 # A reentrant checkpoint inside of the model runs a backward of its own, whose end
                 # is not that of the step's.
-                value.register_hook(_queueing(self.replica))
+                value.register_hook(_queueing(self.replica, samples))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Make copies and pickles of the model without the hook's replica."""
         return ForwardWatch, ()
 
 
-def _queueing(replica: "weakref.ref[Hooked] | None") -> Callable[[Tensor], None]:
+def watched(model: nn.Module) -> list[nn.Module]:
+    """Return the modules whose forward takes the samples: containers have no forward."""
+    if isinstance(model, (nn.ModuleList, nn.ModuleDict)):
+        return [module for child in model.children() for module in watched(child)]
+    return [model]
+
+
+def _queueing(replica: "weakref.ref[Hooked] | None", samples: int) -> Callable[[Tensor], None]:
     def hook(_: Tensor) -> None:
         target = replica() if replica is not None else None
         if target is not None:
             target.queue()
+            if target.samples is None:  # a step came after the forward
+                target.samples = samples
 
     return hook
 

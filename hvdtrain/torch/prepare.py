@@ -58,10 +58,11 @@ def prepare(model: Any, optimizer: Any, *more: Any) -> tuple[Any, ...]:
         world.start_horovod(largest)
         leave_together_at_exit()
         _make_equal(model, optimizers, state, note)
-    _forget(model, state)
+    place, steps = _forget(model, state)
     replica = Replica(state.prepared, model, optimizers, state)
+    replica.steps = steps
     state.prepared += 1
-    state.models.append(replica)
+    state.models.insert(place, replica)
     state.undo.append(replica.close)
     return model, *optimizers
 
@@ -185,11 +186,19 @@ def _make_equal(
                 optimizer.load_state_dict(kept)
 
 
-def _forget(model: nn.Module, state: State) -> None:
-    """Remove the hooks of an earlier `prepare` of this model, or of one that shares parameters."""
+def _forget(model: nn.Module, state: State) -> tuple[int, int]:
+    """Remove an earlier `prepare` of this model, or of one that shares parameters.
+
+    Returns:
+        Its place among the models and its steps: checkpoints continue with them.
+    """
     parameters = {id(value) for value in model.parameters()}
-    for other in list(state.models):
+    place, steps = len(state.models), 0
+    for number, other in enumerate(list(state.models)):
         assert isinstance(other, Replica)
         if other.model is model or any(id(value) in parameters for value in other.parameters):
+            place, steps = min(place, number), max(steps, other.steps)
             other.close()
+            state.undo.remove(other.close)
             state.models.remove(other)
+    return place, steps

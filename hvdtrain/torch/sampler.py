@@ -1,6 +1,9 @@
 """The order of samples for a DataLoader of the user's own data set."""
 
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Sized
+from itertools import accumulate
 
 import numpy as np
 from torch.utils.data import Sampler
@@ -60,8 +63,14 @@ class BatchOrder(Sampler[list[int]]):
         self.shuffle, self.seed = shuffle, seed
         self.source = f"a data set of {count} samples (seed {seed})"
         self._end = 0  # position at the end of the epoch that is being trained
+        self._start = 0  # position at the start of this iteration
         self._sizes: list[tuple[int, int]] = []  # of its batches: on this rank, and on all
-        self._seen = 0  # batches that backward has taken
+        self._ends: list[int] = []  # samples of all batches up to each
+        self._read = 0  # batches that the DataLoader has read, maybe ahead of the loop
+        # Per place of a prepared model: a batch of a GAN has backwards and steps of both models.
+        self._seen: Counter[int] = Counter()  # batches of its backwards
+        self._stepped: Counter[int] = Counter()  # batches of its steps
+        self._samples: Counter[int] = Counter()  # of its steps
 
     @property
     def position(self) -> int:
@@ -71,7 +80,8 @@ class BatchOrder(Sampler[list[int]]):
 
     def settle(self) -> None:
         """Set the position to the end of an epoch whose batches have all been taken."""
-        if self._sizes and self._seen >= len(self._sizes):  # the last one may be without a step
+        seen = min(self._read, max(self._seen.values(), default=0))
+        if self._sizes and seen >= len(self._sizes):  # the last one may be without a step
             positions = states.current().positions
             positions[self.source] = max(positions.get(self.source, 0), self._end)
 
@@ -102,9 +112,15 @@ class BatchOrder(Sampler[list[int]]):
         self._sizes = [
             (count, stop - start) for (count, _), (start, stop) in zip(shares, slices, strict=True)
         ]
-        self._seen, self._end = 0, (epoch + 1) * self.used
+        self._ends = list(accumulate(stop - start for start, stop in slices))
+        self._start, self._end = epoch * self.used + offset, (epoch + 1) * self.used
+        self._read = 0
+        self._seen.clear()
+        self._stepped.clear()
+        self._samples.clear()
         state.sampler = self
         for _, (first, last) in shares:
+            self._read += 1
             yield rows[first:last].tolist()
 
     def _evaluate(self) -> Iterator[list[int]]:
@@ -122,19 +138,24 @@ class BatchOrder(Sampler[list[int]]):
         """Samples of a batch for evaluation."""
         return -(-self.batch_size // states.current().place.size)
 
-    def size_of_next(self, samples: int) -> int:
+    def size_of_next(self, samples: int, model: int) -> int:
         """Return the samples of the next batch that count, out of `samples`; note the batch."""
-        place, self._seen = self._seen, self._seen + 1
+        self._seen[model] += 1
+        place = self._place(model)
         is_placeholder = place < len(self._sizes) and self._sizes[place][0] == 0
         return 0 if is_placeholder and samples == 1 else samples
 
-    def check_total(self, total: int) -> None:
+    def _place(self, model: int) -> int:
+        """Return the number of the batch of the last backward of a model, from 0."""
+        return max(0, min(self._seen[model], self._read) - 1)
+
+    def check_total(self, total: int, model: int) -> None:
         """Compare the samples of all ranks in this batch with what the sampler gave them.
 
         Raises:
             CheckFailed: if they differ in an epoch that has placeholders.
         """
-        place = self._seen - 1
+        place = self._place(model)
         if not any(total < states.current().place.size for _, total in self._sizes):
             return
         expected = self._sizes[place][1] if place < len(self._sizes) else 0
@@ -145,8 +166,14 @@ class BatchOrder(Sampler[list[int]]):
                 "batch of the DataLoader, or use drop_last=True"
             )
 
-    def advance(self, total: int) -> None:
-        """Note that the weights have been updated with `total` more samples."""
-        state = states.current()
-        position = state.position(self.source) + total
-        state.positions[self.source] = min(position, self._end)
+    def advance(self, batches: int, samples: int, model: int) -> None:
+        """Note that the weights of a model have been updated with more backwards, and samples."""
+        self._stepped[model] += batches
+        self._samples[model] += samples
+        # A batch may be cut for several backwards, or go into several of the same samples.
+        done = max(
+            min(count, bisect_left(self._ends, self._samples[place]) + 1)
+            for place, count in self._stepped.items()
+        )
+        done = min(done, self._read, len(self._ends))
+        states.current().positions[self.source] = self._start + self._ends[done - 1]

@@ -61,6 +61,7 @@ def start(
     after = register_optimizer_step_post_hook(_after_step)
     state.undo += [before.remove, after.remove, state.agreement.close]
     states.enter(state)
+    leave_together_at_exit()
     return place
 
 
@@ -104,8 +105,7 @@ def leave_together() -> None:
     try:
         for model in state.models:
             model.check_steps()
-        if state.models:
-            state.agreement.exchange(Note(Action.LEAVING))
+        state.agreement.exchange(Note(Action.LEAVING))
     except HvdtrainError as error:
         failure.fail(error)
     states.enter(None)

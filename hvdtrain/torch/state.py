@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -61,19 +62,22 @@ class Batch:
 
 
 class Counted(Protocol):
-    """A sampler, which knows the sizes of the batches that a DataLoader yields."""
+    """A sampler, which knows the sizes of the batches that a DataLoader yields.
 
-    def size_of_next(self, samples: int) -> int:
+    Models are given by their places in `State.models`.
+    """
+
+    def size_of_next(self, samples: int, model: int) -> int:
         """Return the samples of the next batch that count, out of `samples`; note the batch."""
 
-    def check_total(self, total: int) -> None:
+    def check_total(self, total: int, model: int) -> None:
         """Compare the samples of all ranks in this batch with what the sampler gave them."""
 
     def settle(self) -> None:
         """Set the position to the end of an epoch whose batches have all been taken."""
 
-    def advance(self, total: int) -> None:
-        """Note that the weights have been updated with `total` more samples."""
+    def advance(self, batches: int, samples: int, model: int) -> None:
+        """Note that the weights of a model have been updated with more backwards, and samples."""
 
 
 class Watched(Protocol):
@@ -102,7 +106,8 @@ class State:
         models: prepared so far, in order.
         prepared: number of calls of `prepare`.
         positions: samples consumed, by name of their order.
-        restored: whether `positions` are those of a checkpoint.
+        restored: whether `positions` are those of a checkpoint, and none has been read yet.
+        loaded: folders of checkpoints that `load` has read.
         batch: the batch of a loader that the loop is training on, None outside of its loop.
         sampler: the training sampler that was iterated last.
         accumulating: whether backward adds to this rank's gradients without averaging them.
@@ -119,6 +124,7 @@ class State:
     prepared: int = 0
     positions: dict[str, int] = field(default_factory=dict)
     restored: bool = False
+    loaded: set[Path] = field(default_factory=set)
     batch: Batch | None = None
     sampler: Counted | None = None
     accumulating: bool = False
@@ -133,7 +139,9 @@ class State:
         Raises:
             UsageError: if a checkpoint was loaded that does not know the order.
         """
-        if source not in self.positions and self.restored:
+        if source in self.positions:
+            self.restored = False  # another data set may be opened later, as for a second phase
+        elif self.restored:
             raise UsageError(
                 f"the loaded checkpoint was trained on other data than {source}: use the same "
                 "data set, seed and holdout, or save to another folder"

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from hvdtrain.errors import Interrupted, Preempted, UsageError
 from hvdtrain.host.stop import StopRequest
 from hvdtrain.torch import state as states
-from hvdtrain.torch.checkpoint import save
+from hvdtrain.torch.checkpoint import check_folder, save
 from hvdtrain.torch.state import State
 
 Item = TypeVar("Item")
@@ -37,13 +37,16 @@ def steps(
 
     Raises:
         Preempted, Interrupted: on all ranks, after the state is saved.
-        UsageError: if `every` is given and `save_to` is not.
+        UsageError: if `every` is given and `save_to` is not, or the folder has a checkpoint of a
+            later step and was not loaded.
     """
     if every is not None and (save_to is None or every < 1):
         raise UsageError("steps saves every N steps, at least 1, to a folder: give save_to")
     state = states.current()
     stop = _watch(state)
     before = _steps(state)
+    if save_to is not None and state.models:
+        check_folder(save_to)
     for batch in batches:
         yield batch
         if state.place.size == 1 and stop.requested:

@@ -153,8 +153,8 @@ def plain_average(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
 
 
 def placeholders_count(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
-    monkeypatch.setattr(BatchOrder, "size_of_next", lambda self, samples: samples)
-    monkeypatch.setattr(BatchOrder, "check_total", lambda self, total: None)
+    monkeypatch.setattr(BatchOrder, "size_of_next", lambda self, samples, model: samples)
+    monkeypatch.setattr(BatchOrder, "check_total", lambda self, total, model: None)
 
 
 def ranks_alone(monkeypatch: pytest.MonkeyPatch, world: World) -> None:

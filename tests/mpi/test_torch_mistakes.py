@@ -1,6 +1,7 @@
-"""Mistakes in a user's own loop are one line on all ranks; data and checkpoints of a loop."""
+"""Mistakes in a user's own loop are one line on all ranks; data of a loop."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,44 +12,26 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from hvdtrain import data as packed
 from hvdtrain import torch as distributed
 from hvdtrain.data import order
 from hvdtrain.data.index import read_index
 from hvdtrain.data.shards import open_split
-from hvdtrain.errors import CheckFailed, DataError, HvdtrainError, UsageError
+from hvdtrain.errors import CheckFailed, HvdtrainError, UsageError
 from hvdtrain.torch import gradients, state
 from hvdtrain.torch.agreement import Action, Note
 from hvdtrain.world import World
-
-COUNT, BATCH = 61, 16
-
-
-@pytest.fixture(autouse=True)
-def place(world: World, horovod: Any) -> Iterator[distributed.Rank]:
-    yield distributed.start(device="cpu")
-    distributed.stop()
-
-
-@pytest.fixture(scope="module")
-def folder(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path: Path = world.broadcast(tmp_path_factory.mktemp("data") / "set")
-    if world.rank == 0:
-        packed.synth(path, COUNT, 5, size=8, seed=1)
-    world.barrier()
-    return path
-
-
-def made(seed: int = 0) -> tuple[Any, Any]:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.Dropout(0.2), nn.Linear(8, 5))
-    return model, torch.optim.AdamW(model.parameters(), 0.01)
-
-
-def backward(model: Any, images: Tensor | None = None) -> None:
-    images = torch.ones(4, 3, 8, 8) if images is None else images
-    model(images).square().mean().backward()
+from tests.mpi.packed import (
+    BATCH,
+    COUNT,
+    backward,
+    made,
+)
+from tests.mpi.packed import (
+    folder as folder,
+)
+from tests.mpi.packed import (
+    place as place,
+)
 
 
 def twice(model: Any, optimizer: Any) -> None:
@@ -114,6 +97,29 @@ def other_model(model: Any, optimizer: Any) -> None:
     optimizer.step()
 
 
+def layers_alone(model: Any, optimizer: Any) -> None:
+    backward(nn.Sequential(*model))
+
+
+def caught_in_backward(model: Any, optimizer: Any) -> None:
+    handle = model[3].weight.register_hook(fails)
+    with suppress(MemoryError):
+        backward(model)
+    handle.remove()
+    backward(model)
+    optimizer.step()
+
+
+def fails(_: Tensor) -> None:
+    raise MemoryError
+
+
+def foreign_group(model: Any, optimizer: Any) -> None:
+    optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()})
+    backward(model)
+    optimizer.step()
+
+
 def wrapped(model: Any, optimizer: Any) -> None:
     distributed.prepare(nn.DataParallel(model), optimizer)
 
@@ -146,6 +152,9 @@ ALWAYS: dict[Callable[..., None], str] = {
     new_layer: r"the model has changed since prepare: 3.weight is new \(and 1 more\)",
     unfrozen: "the model has changed since prepare: 1.weight is no longer trained",
     other_dtype: r"3.bias was torch.float32 on cpu at prepare, and is torch.float64",
+    layers_alone: "the number of samples of this backward is not known",
+    caught_in_backward: "a backward ended with an exception that was caught",
+    foreign_group: "an optimizer AdamW has got parameters that are not the model's",
     wrapped: "the model is wrapped in DataParallel",
     not_its_optimizer: "the optimizer AdamW has parameters that are not the model's",
     brain_floats: "weight is torch.bfloat16, whose gradients Horovod cannot add",
@@ -316,68 +325,3 @@ def test_an_evaluation_counts_each_sample_once(world: World, folder: Path) -> No
         0.5 * world.size,
         2.0 * world.size,
     )
-
-
-def loop(
-    model: nn.Module, optimizer: Any, scheduler: Any, folder: Path, save_to: Path, most: int
-) -> None:
-    """Train until `most` steps are made, over all starts."""
-    loader = distributed.loader(folder, BATCH, seed=7, augment="crop-flip")
-    while True:
-        batches = distributed.steps(loader, save_to, every=3, scheduler=scheduler)
-        for images, labels in batches:
-            optimizer.zero_grad()
-            functional.cross_entropy(model(images), labels).backward()
-            optimizer.step()
-            scheduler.step()
-            if state.current().models[0].steps >= most:
-                return
-
-
-def test_a_loop_resumes_to_the_same_bits(world: World, folder: Path, tmp_path: Path) -> None:
-    """Six steps at once, or three, a checkpoint and three more; one checkpoint is in mid-epoch."""
-    save_to: Path = world.broadcast(tmp_path)
-    weights = []
-    for name, lives in (("whole", [6]), ("parts", [4, 6])):
-        torch.manual_seed(world.rank)  # dropout differs between ranks, and continues
-        for most in lives:
-            distributed.stop()
-            distributed.start(device="cpu")
-            model, optimizer = distributed.prepare(*made())
-            scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5])
-            loaded = distributed.load(save_to / name, scheduler=scheduler)
-            assert (loaded is None) == (most == lives[0])
-            loop(model, optimizer, scheduler, folder, save_to / name, most)
-        weights.append([value.detach().clone() for value in model.parameters()])
-    assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
-
-
-def test_what_does_not_fit_a_checkpoint_is_refused(
-    world: World, folder: Path, tmp_path: Path
-) -> None:
-    save_to: Path = world.broadcast(tmp_path)
-    model, optimizer = distributed.prepare(*made())
-    for images, labels in distributed.loader(folder, BATCH):
-        optimizer.zero_grad()
-        functional.cross_entropy(model(images), labels).backward()
-        optimizer.step()
-    path = distributed.save(save_to)
-    with pytest.raises(UsageError, match="was saved without scheduler: give the same objects"):
-        distributed.load(save_to, scheduler=optimizer)
-    with pytest.raises(UsageError, match="scheduler is a int, which has no state_dict"):
-        distributed.save(save_to, scheduler=1)
-    assert distributed.load(save_to) == path
-    with pytest.raises(UsageError, match="trained on other data than a data set"):
-        next(iter(distributed.loader(folder, BATCH, seed=1)))
-    distributed.stop()
-    distributed.start(device="cpu")
-    other = nn.Sequential(nn.Flatten(), nn.Linear(192, 9), nn.Dropout(0.2), nn.Linear(9, 5))
-    distributed.prepare(other, torch.optim.AdamW(other.parameters(), 0.01))
-    with pytest.raises(UsageError, match=r"of another model: 1\.weight is 8 x 192 in the checkp"):
-        distributed.load(save_to)
-    world.barrier()
-    if world.rank == 0:
-        part = path / "part-0000.safetensors"
-        part.write_bytes(part.read_bytes()[:-1] + b"x")
-    with pytest.raises(DataError, match="holds no checkpoint that verifies"):
-        distributed.load(save_to)

@@ -169,6 +169,51 @@ def test_two_models_with_optimizers_of_their_own_are_averaged(world: World) -> N
         )
 
 
+@pytest.mark.parametrize("is_generator_first", [True, False])
+def test_the_position_of_a_gan_is_that_of_its_batches(
+    world: World, is_generator_first: bool
+) -> None:
+    """The second model has two backwards per batch of its own, and one through the first."""
+    generator, critic = (nn.Linear(3 * SIZE * SIZE, 3 * SIZE * SIZE).double(), Net())
+    optimizers = {model: torch.optim.SGD(model.parameters(), 0.1) for model in (generator, critic)}
+    for model in (generator, critic) if is_generator_first else (critic, generator):
+        distributed.prepare(model, optimizers[model])
+    sampler = distributed.sampler(samples := dataset(26 + world.size), BATCH)
+    position = 0
+    for images, labels in DataLoader(samples, batch_sampler=sampler):
+        fake = generator(images.flatten(1)).view(images.shape)
+        optimizers[critic].zero_grad()
+        with distributed.accumulate():
+            cross_entropy(critic, images, labels).backward()
+        cross_entropy(critic, fake.detach(), labels).backward()
+        optimizers[critic].step()
+        optimizers[critic].zero_grad()
+        optimizers[generator].zero_grad()
+        cross_entropy(critic, fake, labels).backward()
+        optimizers[generator].step()
+        optimizers[critic].zero_grad()
+        position = min(position + BATCH, len(samples))
+        assert sampler.position == position
+    assert sampler.epoch == 1
+
+
+def test_the_position_in_batches_that_are_cut_is_that_of_their_steps(world: World) -> None:
+    """A worker reads ahead of the loop."""
+    model, optimizer = distributed.prepare((m := Net()), torch.optim.SGD(m.parameters(), 0.1))
+    samples = dataset(8 * 2 * world.size)
+    sampler = distributed.sampler(samples, 2 * world.size)
+    loader = DataLoader(samples, batch_sampler=sampler, num_workers=1, prefetch_factor=4)
+    for number, (images, labels) in enumerate(loader, 1):
+        optimizer.zero_grad()
+        with distributed.accumulate():
+            cross_entropy(model, images[:1], labels[:1]).backward()
+        cross_entropy(model, images[1:], labels[1:]).backward()
+        optimizer.step()
+        if number < 4:  # then the worker has read the whole epoch
+            assert sampler.position == number * 2 * world.size
+    assert sampler.position == len(samples)
+
+
 def test_layers_that_are_called_directly_are_averaged_with_a_loader(world: World) -> None:
     """Nothing but the loader then knows how many samples a rank has."""
     images, labels = dataset()[:BATCH]
@@ -182,6 +227,32 @@ def test_layers_that_are_called_directly_are_averaged_with_a_loader(world: World
     state.current().batch = None
     gradients = [
         {name: value.grad for name, value in one.named_parameters()} for one in (model, reference)
+    ]
+    assert distance(*gradients) <= BOUND
+
+
+@pytest.mark.parametrize("kind", ["in evaluation mode", "in a list", "with a step in between"])
+def test_a_share_counts_by_its_samples_however_the_model_is_called(
+    world: World, kind: str
+) -> None:
+    """No loader or sampler knows the size of the batch: only the forward does."""
+    images, labels = dataset()[:BATCH]
+    first, last = order.split(BATCH, [1] * world.size)[world.rank]
+    model: Any = nn.ModuleList([Net()]) if kind == "in a list" else Net()
+    called = model[0] if kind == "in a list" else model
+    reference = Net()
+    # Its step changes no weight of the loss.
+    _, optimizer = distributed.prepare(model, torch.optim.SGD(called.unused.parameters(), 0.1))
+    called.train(kind != "in evaluation mode")
+    loss = cross_entropy(called, images[first:last], labels[first:last])
+    if kind == "with a step in between":
+        cross_entropy(called, images[:1], labels[:1]).backward()
+        optimizer.step()
+        model.zero_grad()
+    loss.backward()
+    cross_entropy(reference, images, labels).backward()
+    gradients = [
+        {name: value.grad for name, value in one.named_parameters()} for one in (called, reference)
     ]
     assert distance(*gradients) <= BOUND
 

@@ -186,6 +186,15 @@ for step in range(5 - (rank.rank == 1)):
     optimizer.step()
 """
 )
+LEAVES = (
+    START
+    + """
+if rank.rank == 1:
+    sys.exit()
+model = nn.Linear(4, 2)
+distributed.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+"""
+)
 RAISES = START + "\nif rank.rank == 1:\n    raise RuntimeError('from the user')\nrank.sizes\n"
 TORCHRUN = {
     "RANK": "0",
@@ -200,6 +209,13 @@ def test_a_rank_that_makes_a_step_fewer_ends_the_job_in_one_line() -> None:
     done = run_script(2, FEWER)
     (line,) = lines_of(done)
     assert "rank 1 is at the end of the program while rank 0 is counting the samples of" in line
+    assert done.returncode == 1
+
+
+def test_a_rank_that_leaves_before_prepare_ends_the_job_in_one_line() -> None:
+    done = run_script(2, LEAVES)
+    (line,) = lines_of(done)
+    assert "rank 1 is at the end of the program while rank 0 is preparing model 0" in line
     assert done.returncode == 1
 
 
