@@ -195,7 +195,8 @@ class Array:
             if dtype.kind == "S":
                 return [label.decode("utf-8", "surrogateescape") for label in array.tolist()]
             texts = [str(label) for label in array.tolist()]
-            "".join(sorted(set(texts))).encode("utf-8", "surrogateescape")  # others are no class names
+            # Text that cannot be encoded cannot be the name of a class.
+            "".join(sorted(set(texts))).encode("utf-8", "surrogateescape")
             return texts
 
 
