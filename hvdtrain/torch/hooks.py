@@ -34,6 +34,7 @@ class ForwardWatch:
     def __init__(self, replica: "weakref.ref[Hooked] | None" = None) -> None:
         self.replica = replica
 
+    @torch._disable_dynamo  # it would trace the reference to the replica
     def __call__(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:

@@ -231,7 +231,9 @@ def test_layers_that_are_called_directly_are_averaged_with_a_loader(world: World
     assert distance(*gradients) <= BOUND
 
 
-@pytest.mark.parametrize("kind", ["in evaluation mode", "in a list", "with a step in between"])
+@pytest.mark.parametrize(
+    "kind", ["in evaluation mode", "in a list", "compiled", "with a step in between"]
+)
 def test_a_share_counts_by_its_samples_however_the_model_is_called(
     world: World, kind: str
 ) -> None:
@@ -244,7 +246,10 @@ def test_a_share_counts_by_its_samples_however_the_model_is_called(
     # Its step changes no weight of the loss.
     _, optimizer = distributed.prepare(model, torch.optim.SGD(called.unused.parameters(), 0.1))
     called.train(kind != "in evaluation mode")
-    loss = cross_entropy(called, images[first:last], labels[first:last])
+    forward: Any = called
+    if kind == "compiled":
+        forward = torch.compile(called, backend="eager", dynamic=True)
+    loss = cross_entropy(forward, images[first:last], labels[first:last])
     if kind == "with a step in between":
         cross_entropy(called, images[:1], labels[:1]).backward()
         optimizer.step()
