@@ -194,7 +194,10 @@ class Array:
         with _reading(self.place):
             if dtype.kind == "S":
                 return [label.decode("utf-8", "surrogateescape") for label in array.tolist()]
-            return [str(label) for label in array.tolist()]
+            texts = [str(label) for label in array.tolist()]
+            for text in sorted(set(texts)):
+                text.encode("utf-8", "surrogateescape")  # a ValueError: it is no class name
+            return texts
 
 
 @dataclass(frozen=True)

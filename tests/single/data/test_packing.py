@@ -303,6 +303,7 @@ def test_arrays_are_packed(tmp_path: Path) -> None:
         ({"labels": np.array([1, 2, 1, 2])}, "no image has label 0"),
         ({"labels": np.array([0, 2, 0, 2])}, "has no image of class 1"),
         ({"labels": np.array(["0", "1", "", "1"])}, "the label of 1 image(s) is empty"),
+        ({"labels": np.array(["a", "\ud800", "a", "\ud800"])}, "labels.npy: cannot be read"),
         ({"labels": np.array([0, 1, 0, None])}, "labels.npy: object [4] are not the labels of 4"),
     ],
 )
