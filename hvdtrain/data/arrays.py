@@ -195,8 +195,8 @@ class Array:
             if dtype.kind == "S":
                 return [label.decode("utf-8", "surrogateescape") for label in array.tolist()]
             texts = [str(label) for label in array.tolist()]
-            # Text that cannot be encoded cannot be the name of a class.
-            "".join(sorted(set(texts))).encode("utf-8", "surrogateescape")
+            for text in sorted(set(texts)):
+                text.encode("utf-8", "surrogateescape")  # a ValueError: it is no class name
             return texts
 
 
