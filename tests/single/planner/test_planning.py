@@ -1,9 +1,11 @@
 """`--plan auto` and `adaptive`: measurements on the ranks of a run, and the chosen plans."""
 
 import re
+import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -160,10 +162,8 @@ def test_a_rank_killed_while_the_plan_changes(
     options = (*ADAPTIVE, "--ranks", 2, "--epochs", 9, "--data", small_set)
     options += ("--run", run, "--ledger", ledger, "--checkpoint-every", "1 epoch")
     options += ("--restarts", 1, "--inject", REPLAN, "--stall-timeout", 10)
-    process = begin([str(word) for word in options], lambda: saves(run))
-    victim = ranks_of(process)[1]
-    doing = wait_for_change(process)
-    victim.send_signal(number)
+    process, ranks, doing = caught_in_change(options, run, ledger)
+    ranks[1].send_signal(number)
     _, errors = process.communicate()
     assert process.returncode == 0, errors
     assert ("was ended by signal 9" if number == signal.SIGKILL else "stuck for longer") in errors
@@ -182,9 +182,9 @@ def test_a_job_suspended_and_asked_to_leave_while_the_plan_changes(
     """The job completes the migration, saves and leaves; another start trains the rest."""
     run, ledger = tmp_path / "run", tmp_path / "ledger.csv"
     options = [*ADAPTIVE, "--ranks", 2, "--data", small_set, "--run", run, "--ledger", ledger]
-    process = begin([*map(str, options), "--epochs", "9", "--inject", REPLAN], lambda: saves(run))
-    job = [warm.fork_of(psutil.Process(process.pid)), *ranks_of(process)]
-    doing = wait_for_change(process)
+    inject = ("--epochs", 9, "--inject", REPLAN)
+    process, ranks, doing = caught_in_change([*options, *inject], run, ledger)
+    job = [warm.fork_of(psutil.Process(process.pid)), *ranks]
     suspend(job)
     process.send_signal(signal.SIGTERM)
     resume(job)
@@ -200,13 +200,25 @@ def test_a_job_suspended_and_asked_to_leave_while_the_plan_changes(
         assert len(ids) == len(set(ids)) == 601
 
 
-def wait_for_change(process: "subprocess.Popen[str]") -> str:
-    """Wait until rank 1 migrates, and return its current action."""
-    activity = Path(clients_of(process)[1].environ()["HVDTRAIN_ACTIVITY"])
-    while "changing the plan" not in (doing := last_activity(activity, 1)):
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.001)
-    return doing
+def caught_in_change(
+    options: Sequence[object], run: Path, ledger: Path
+) -> tuple["subprocess.Popen[str]", list[psutil.Process], str]:
+    """Start a job, and return it, its ranks and the action of rank 1 while that migrates.
+
+    On a busy machine a change may start and end between two looks: then the job starts again.
+    """
+    for _ in range(4):
+        shutil.rmtree(run, ignore_errors=True)
+        ledger.unlink(missing_ok=True)
+        process = begin([str(word) for word in options], lambda: saves(run))
+        ranks = ranks_of(process)
+        activity = Path(clients_of(process)[1].environ()["HVDTRAIN_ACTIVITY"])
+        while process.poll() is None:
+            if "changing the plan" in (doing := last_activity(activity, 1)):
+                return process, ranks, doing
+            time.sleep(0.001)
+        assert process.returncode == 0, process.communicate()
+    raise AssertionError("each of four jobs changed its plan between two looks")
 
 
 @pytest.mark.proof
