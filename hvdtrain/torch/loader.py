@@ -63,12 +63,7 @@ def loader(
     """
     state = states.current()
     index = read_index(str(folder))
-    if batch_size < 1:
-        raise UsageError(f"a batch of {batch_size} images: use at least 1")
-    if augment not in AUGMENTATIONS:
-        raise UsageError(
-            f"unknown augmentation {augment!r}: use one of {', '.join(AUGMENTATIONS)}"
-        )
+    _check(batch_size, augment)
     rows, held = order.holdout(index.splits["train"].count, holdout, index.hash, seed)
     stored = {"train": "train", "val": "train", "test": "test"}.get(split)
     if stored is None or stored not in index.splits:
@@ -89,6 +84,15 @@ def loader(
         is_training=split == "train",
         source=f"a data set (index {index.hash[:12]}, seed {seed}, holdout {holdout:g})",
     )
+
+
+def _check(batch_size: int, augment: str) -> None:
+    if batch_size < 1:
+        raise UsageError(f"a batch of {batch_size} images: use at least 1")
+    if augment not in AUGMENTATIONS:
+        raise UsageError(
+            f"unknown augmentation {augment!r}: use one of {', '.join(AUGMENTATIONS)}"
+        )
 
 
 @dataclass(frozen=True)

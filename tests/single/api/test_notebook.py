@@ -42,7 +42,7 @@ class Odd(Exception):
         super().__init__("odd")
 
 
-def test_the_exception_of_a_rank_comes_back_with_its_traceback(
+def test_an_exception_of_a_rank_is_raised_with_its_traceback(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     def fail(kind: str) -> None:
@@ -64,7 +64,7 @@ def test_the_exception_of_a_rank_comes_back_with_its_traceback(
         notebook_launch(fail, "odd")
 
 
-def test_a_rank_that_dies_is_an_error_that_names_it() -> None:
+def test_a_killed_rank_is_named_in_the_error() -> None:
     def die() -> None:
         from hvdtrain import world
 

@@ -205,14 +205,14 @@ TORCHRUN = {
 }
 
 
-def test_a_rank_that_makes_a_step_fewer_ends_the_job_in_one_line() -> None:
+def test_a_rank_that_takes_one_step_fewer_stops_the_job_with_one_line() -> None:
     done = run_script(2, FEWER)
     (line,) = lines_of(done)
     assert "rank 1 is at the end of the program while rank 0 is counting the samples of" in line
     assert done.returncode == 1
 
 
-def test_a_rank_that_leaves_before_prepare_ends_the_job_in_one_line() -> None:
+def test_a_rank_that_exits_before_prepare_stops_the_job_with_one_line() -> None:
     done = run_script(2, LEAVES)
     (line,) = lines_of(done)
     assert "rank 1 is at the end of the program while rank 0 is preparing model 0" in line
