@@ -20,7 +20,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.parallel.stage import Images
 from hvdtrain.torch import state as states
 from hvdtrain.torch.state import Batch, State
-from hvdtrain.training.feed import CACHE_BYTES_PER_NODE, SMALLEST_CACHE_BYTES, normalisation
+from hvdtrain.training.feed import cache_bytes, normalisation
 from hvdtrain.world import World
 
 ALONE = World("none", 0, 1, 0, 1, 1)
@@ -70,7 +70,7 @@ def loader(
         raise UsageError(f"{folder} has no split {split!r}: use one of train, val, test")
     if split == "val" and not len(held):
         raise UsageError("split val is empty: give holdout a value, such as 0.1")
-    memory = max(SMALLEST_CACHE_BYTES, CACHE_BYTES_PER_NODE // state.place.local_size)
+    memory = cache_bytes(state.place.local_size)
     images = Images(*normalisation(normalise, index, rows, ALONE), state.place.device, "fp32")
     test = np.arange(index.splits[stored].count)
     return PackedBatches(

@@ -139,7 +139,7 @@ def open_splits(index: Index, world: World, reads: bool) -> dict[str, Samples]:
         reads: whether this rank reads samples; one that holds neither the first nor the last
             stage does not.
     """
-    memory = _memory_bytes(world)
+    memory = cache_bytes(world.local_size)
     splits = {name: open_split(index, name, memory) for name in index.splits}
     if reads:
         for samples in splits.values():
@@ -147,9 +147,9 @@ def open_splits(index: Index, world: World, reads: bool) -> dict[str, Samples]:
     return splits
 
 
-def _memory_bytes(world: World) -> int:
-    """Return the memory that a rank may keep of a split."""
-    return max(SMALLEST_CACHE_BYTES, CACHE_BYTES_PER_NODE // world.local_size)
+def cache_bytes(local_size: int) -> int:
+    """Return the memory that each of the `local_size` ranks of a node may keep of a split."""
+    return max(SMALLEST_CACHE_BYTES, CACHE_BYTES_PER_NODE // local_size)
 
 
 Normalisation = tuple[tuple[float, ...], tuple[float, ...]]  # mean and deviation per channel
@@ -176,7 +176,7 @@ def normalisation(how: str, index: Index, rows: Rows, world: World) -> Normalisa
     if how == "split" or len(rows) == index.splits["train"].count:
         return index.normalisation("meanstd")
     first, last = split(len(rows), [1] * world.size)[world.rank]
-    memory = min(_MEASURING_BYTES, _memory_bytes(world))
+    memory = min(_MEASURING_BYTES, cache_bytes(world.local_size))
     counts = _counts(index, rows[first:last], memory)
     return mean_and_std(np.sum(world.gather(counts), axis=0))
 
