@@ -65,8 +65,13 @@ def run_script(
 
 
 def lines_of(done: Done) -> list[str]:
-    """Return the lines that hvdtrain printed on standard error."""
-    return [line for line in done.stderr.splitlines() if line.startswith("hvdtrain: ")]
+    """Return the lines that hvdtrain printed on standard error.
+
+    mpirun writes a zero byte after its own message on an abort, and on a busy machine that message
+    comes first: the byte then stands at the start of hvdtrain's line.
+    """
+    lines = done.stderr.replace("\0", "").splitlines()
+    return [line for line in lines if line.startswith("hvdtrain: ")]
 
 
 def example(name: str) -> str:
