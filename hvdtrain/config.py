@@ -12,6 +12,7 @@ from hvdtrain.options.checks import check_values
 from hvdtrain.options.fields import DEFAULT_EPOCHS, Group, Rule, option
 from hvdtrain.options.givenmodel import Model, ModelInConfig
 from hvdtrain.options.planrequest import PlanRequest, parse_plan_request
+from hvdtrain.options.syncoptions import SyncOptions
 
 Precision = Literal["fp32", "bf16", "fp64"]
 Device = Literal["cpu", "cuda"]
@@ -19,7 +20,7 @@ Augment = Literal["none", "crop-flip", "resized-crop-flip"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(ModelInConfig):
+class TrainConfig(ModelInConfig, SyncOptions):
     """One training run; in Python `model` may also be the model itself (see `train`).
 
     Raises:
@@ -254,12 +255,6 @@ class TrainConfig(ModelInConfig):
         Group.DEVICES,
         Rule.POSITIVE | Rule.ON_RESUME | Rule.NOT_COMPARED,
         shown_default="the rank's share of the cores",
-    )
-    allreduce: Literal["ring", "auto"] = option(
-        "auto",
-        "ring: request the MPI library's ring algorithm; auto: let the library choose",
-        Group.DEVICES,
-        Rule.ON_RESUME,
     )
     seed: int = option(
         0,

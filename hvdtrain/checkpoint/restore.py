@@ -227,7 +227,8 @@ def _put(session: Session, checkpoint: _Verified) -> None:
             "or another --run"
         )
     progress = checkpoint.progress
-    expected = session.state.expected(progress["step"] > progress.get("skipped_steps", 0))
+    was_updated = progress["step"] > progress.get("skipped_steps", 0)
+    expected = session.state.expected(was_updated, checkpoint.shapes)
     for name, shape in expected.items():
         if checkpoint.shapes.get(name) != shape:
             raise DataError(f"{checkpoint.path} contains no {name} of shape {shape}")

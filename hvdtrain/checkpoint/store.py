@@ -39,7 +39,7 @@ UNFINISHED = ".unfinished-"
 REPLACED, REMOVED = f"{UNFINISHED}replaced-", f"{UNFINISHED}removed-"
 SET_ASIDE = "damaged-"
 BEST = "best.json"
-MODEL, OPTIMIZER = "model/", "optimizer/"
+MODEL, OPTIMIZER, SYNC = "model/", "optimizer/", "sync/"
 Kept = TypeVar("Kept")
 RECEIPT_SECONDS = 60.0  # until a network file system shows another rank's file
 
@@ -285,8 +285,10 @@ def load(path: Path) -> Checkpoint:
 def by_kind(held: dict[str, Kept]) -> tuple[dict[str, Kept], dict[str, dict[str, Kept]]]:
     """Return the model's tensors by name, and the optimizer's by parameter and their own name.
 
+    The state of a way to agree is left out.
+
     Raises:
-        DataError: if a name belongs to neither.
+        DataError: if a name belongs to none of them.
     """
     tensors: dict[str, Kept] = {}
     optimizer: dict[str, dict[str, Kept]] = {}
@@ -296,7 +298,7 @@ def by_kind(held: dict[str, Kept]) -> tuple[dict[str, Kept], dict[str, dict[str,
             tensors[name.removeprefix(MODEL)] = tensor
         elif name.startswith(OPTIMIZER) and parameter:
             optimizer.setdefault(parameter, {})[key] = tensor
-        else:
+        elif not name.startswith(SYNC):
             raise DataError(f"{name[:60]!r} is not the name of a tensor in a checkpoint")
     return tensors, optimizer
 

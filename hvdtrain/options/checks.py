@@ -16,6 +16,7 @@ from hvdtrain.options.planrequest import (
     Replicated,
     parse_plan_request,
 )
+from hvdtrain.options.syncrequest import check_sync
 
 # The allowed values, as the end of a message about another one.
 LIMITS = {
@@ -45,6 +46,7 @@ def check_values(options: Sequence[Field[Any]], values: Mapping[str, Any]) -> No
     if values["inject"]:
         injection.parse(values["inject"], values["ranks"] or MOST_RANKS)
     _check_together(values)
+    check_sync(values, {item.name: item.default for item in options})
 
 
 def _check_ranges(options: Iterable[Field[Any]], values: Mapping[str, Any]) -> None:

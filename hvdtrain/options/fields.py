@@ -10,6 +10,7 @@ class Group(StrEnum):
 
     DATA = "model and data"
     PLAN = "plan"
+    SYNC = "agreement of replicas"
     LENGTH = "length and batch"
     DEVICES = "precision and devices"
     OPTIMISATION = "optimisation"

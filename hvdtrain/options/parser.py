@@ -14,6 +14,7 @@ from jsonargparse import ArgumentParser, Namespace
 from hvdtrain.errors import UsageError
 from hvdtrain.host import harmless
 from hvdtrain.options import helptext, timelimit
+from hvdtrain.options.fields import Group
 from hvdtrain.options.nearest import nearest, unknown_key
 
 Options = TypeVar("Options")
@@ -183,7 +184,12 @@ def add_dataclass(parser: ArgumentParser, owner: type, heading: str = "") -> Non
     """
     hints = get_type_hints(owner)
     groups: dict[str, Any] = {"": parser}
-    for item in dataclasses.fields(owner):
+    headings = ["", *Group]  # in the order of the help
+
+    def place(item: dataclasses.Field[Any]) -> int:
+        return headings.index(item.metadata.get("group") or "")
+
+    for item in sorted(dataclasses.fields(owner), key=place):
         title = item.metadata.get("group") or heading
         if title not in groups:
             groups[title] = parser.add_argument_group(title)

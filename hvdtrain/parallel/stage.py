@@ -8,7 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from hvdtrain.options.decay import is_exempt
 from hvdtrain.parallel.batchnorm import Moments, SynchronisedBatchNorm
-from hvdtrain.parallel.reduce import Gradients
+from hvdtrain.sync.gradients import Gradients
+from hvdtrain.sync.meetings import Meetings, NoMeetings
 
 WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer type by bytes
 ROW = 1024
@@ -381,6 +382,7 @@ class Part:
 
     Attributes:
         optimizer: None if the stage has no trainable parameters.
+        meetings: of replicas that do not agree in every step.
         is_first_replica: whether this rank contributes the norm of the stage's gradients.
         synchronised: whether forward and backward communicate, so that every replica must run
             them even without samples.
@@ -389,6 +391,7 @@ class Part:
     model: StageModel
     gradients: Gradients
     optimizer: torch.optim.Optimizer | None
+    meetings: Meetings = field(default_factory=NoMeetings)
     is_first_replica: bool = True
     synchronised: bool = False
 

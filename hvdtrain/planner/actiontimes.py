@@ -19,7 +19,6 @@ from torch import Tensor
 
 from hvdtrain.models.component import IMAGE_CHANNELS
 from hvdtrain.parallel.boundary import Boundaries, Form
-from hvdtrain.parallel.reduce import Gradients
 from hvdtrain.parallel.runtime import Observer, Runtime
 from hvdtrain.parallel.stage import Part
 from hvdtrain.parallel.step import Step
@@ -30,6 +29,8 @@ from hvdtrain.plan.plan import Plan
 from hvdtrain.plan.program import Program, ReductionTime, program
 from hvdtrain.plan.simulate import Costs
 from hvdtrain.planner.chain import LEAST, now, repeated, without_gathering
+from hvdtrain.sync.gradients import Gradients
+from hvdtrain.sync.saved import Kept
 from hvdtrain.world import World
 
 Table = dict[tuple[int, str, int], float]  # (stage, kind of action, samples) -> seconds
@@ -102,7 +103,7 @@ def measured_costs(
 
 
 @dataclass
-class _Unreduced:
+class _Unreduced(Kept):
     """A stage's gradients, which are not reduced and not announced to other ranks."""
 
     gradients: Gradients
@@ -124,6 +125,10 @@ class _Unreduced:
     def zero(self) -> None:
         """Zero the gradients, as the stage does."""
         self.gradients.zero()
+
+    def counted(self) -> Mapping[str, float]:
+        """Return nothing: nothing is sent."""
+        return {}
 
 
 def _runtime_alone(runtime: Runtime) -> Runtime:

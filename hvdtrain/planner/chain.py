@@ -18,9 +18,9 @@ from torch.nn import functional
 
 from hvdtrain.parallel import halves
 from hvdtrain.parallel.batchnorm import SynchronisedBatchNorm
-from hvdtrain.parallel.reduce import all_finite
 from hvdtrain.parallel.stage import Part
 from hvdtrain.plan.plan import Plan
+from hvdtrain.sync.gradients import all_finite
 
 REPEATS = 5
 LONG_SECONDS = 0.5

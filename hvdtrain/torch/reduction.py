@@ -10,9 +10,11 @@ from torch.nn.modules.batchnorm import _NormBase
 from hvdtrain import world
 from hvdtrain.errors import CheckFailed
 from hvdtrain.host.stop import StopRequest
-from hvdtrain.parallel.reduce import Gradients, ReplicatedGradients, States, horovod_gradients
 from hvdtrain.parallel.stage import fingerprint
 from hvdtrain.plan.cut import Share
+from hvdtrain.sync.collectives import Alone, Collectives, HorovodCollectives
+from hvdtrain.sync.gradients import Bucket, ExactSums, Gradients, ReplicatedGradients
+from hvdtrain.sync.states import States
 from hvdtrain.torch.agreement import Action, Note
 from hvdtrain.torch.state import State
 from hvdtrain.training.control import stop_code
@@ -186,32 +188,31 @@ def _add_group(
     states: States,
     name: str,
 ) -> None:
-    size = reduction.state.place.size
-    if size == 1:
-        reduction.groups.append(
-            ReplicatedGradients(parameters, statistics, states, lambda *_: True, lambda *_: None)
+    place = reduction.state.place
+    collectives: Collectives = Alone()
+    if place.size > 1:
+        everybody = tuple(range(place.size))
+        collectives = HorovodCollectives(
+            world.horovod(), world.process_set(everybody), everybody, place.rank, name
         )
-        return
-    everybody = world.process_set(tuple(range(size)))
-    group = horovod_gradients(parameters, statistics, states, world.horovod(), everybody, name)
-    assert isinstance(group, ReplicatedGradients)
-    group.all_reduce = _weighted(reduction, group.all_reduce)
-    reduction.groups.append(group)
+    sums = WeightedSums(collectives, reduction)
+    reduction.groups.append(ReplicatedGradients(parameters, statistics, states, collectives, sums))
 
 
-def _weighted(
-    reduction: Reduction, all_reduce: Callable[[Tensor, str], Any]
-) -> Callable[[Tensor, str], Any]:
-    """Return `all_reduce` for buckets whose weight is known only when they are complete."""
+class WeightedSums(ExactSums):
+    """Sums of buckets whose weight is known only when they are complete."""
 
-    def weighted(flat: Tensor, bucket: str) -> Any:
-        if reduction.weight is not None:
-            weight = reduction.weight()
+    def __init__(self, collectives: Collectives, reduction: Reduction) -> None:
+        super().__init__(collectives)
+        self.reduction = reduction
+
+    def start(self, bucket: Bucket) -> Any:
+        """Weight a bucket, and start its all-reduce."""
+        if self.reduction.weight is not None:
+            weight = self.reduction.weight()
             # A placeholder's gradients may be NaN.
-            flat.mul_(weight) if weight else flat.zero_()
-        return all_reduce(flat, bucket)
-
-    return weighted
+            bucket.flat.mul_(weight) if weight else bucket.flat.zero_()
+        return super().start(bucket)
 
 
 def stop_flags(stop: StopRequest | None) -> tuple[int, int]:

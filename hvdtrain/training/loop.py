@@ -169,6 +169,8 @@ def _train_and_evaluate(run: Run) -> None:
         _check_signals(run)
         if not run.epoch_end_due:
             _train_epoch(run)
+        with run.activity.doing("agreeing with the other replicas"):
+            run.session.meet()
         check_replicas(run)
     except CheckFailed:  # on all ranks at the same step
         run.saving.finish()

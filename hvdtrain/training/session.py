@@ -150,11 +150,12 @@ class State(ABC):
         """
 
     @abstractmethod
-    def expected(self, was_updated: bool) -> dict[str, Shape]:
+    def expected(self, was_updated: bool, saved: Mapping[str, Shape]) -> dict[str, Shape]:
         """Return the shapes of the tensors that this rank reads from a checkpoint, by name.
 
         Args:
             was_updated: whether the checkpoint was made after the first update.
+            saved: shapes of all tensors of the checkpoint, by name.
         """
 
     @abstractmethod
@@ -258,6 +259,19 @@ class Session(ABC):
     def plan(self) -> Plan:
         """The plan of this run: which ranks hold which components."""
         return self.state.plan
+
+    @property
+    def replicas_agree(self) -> bool:
+        """Return whether ranks that hold the same components hold the same weights now."""
+        return True
+
+    def meet(self) -> None:
+        """Let replicas that train apart agree, before an evaluation. Collective."""
+        return
+
+    def counted(self) -> Mapping[str, float]:
+        """Return what this rank has counted since the start, by name, such as bytes sent."""
+        return {}
 
     @property
     @abstractmethod

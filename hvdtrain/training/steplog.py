@@ -138,7 +138,7 @@ def compare_fingerprints(run: Run, log: StepLog) -> None:
     """
     session = run.session
     # All ranks are at the same step: each has sent the control vector of it.
-    if run.progress.step % CHECK_EVERY or not _has_replicas(run):
+    if run.progress.step % CHECK_EVERY or not _has_replicas(run) or not session.replicas_agree:
         return
     with run.activity.doing("comparing the replicas"):
         fingerprints = session.world.gather(session.state.fingerprints())

@@ -92,6 +92,7 @@ def summarise(run: Run, startup_seconds: float) -> dict[str, Any]:
         "train_seconds": progress.train_seconds,
         "images_per_second": progress.position / max(progress.train_seconds, 1e-9),
         "communication": {"exposed_fraction": exposed, "total_fraction": total},
+        "agreement": _agreement(run),
         "bubble_fraction": bubble,
         "compute_fraction": compute,
         "peak_memory_bytes": session.world.gather(session.device.peak_memory_bytes()),
@@ -101,6 +102,20 @@ def summarise(run: Run, startup_seconds: float) -> dict[str, Any]:
         "machine": machine(session.device.accelerator, session.world.threads),
         "versions": versions(session.libraries),
     }
+
+
+def _agreement(run: Run) -> dict[str, Any]:
+    """Return how the replicas agreed, with what the ranks have counted since the start.
+
+    Counts are means over the ranks, per step where their name says so. Collective.
+    """
+    session, steps = run.session, max(1, run.progress.step - run.first_step)
+    counted = session.world.gather(dict(session.counted()))
+    names = sorted({name for rank_counts in counted for name in rank_counts})
+    means = {name: sum(c.get(name, 0.0) for c in counted) / len(counted) for name in names}
+    per_step = {"sent_bytes_per_step": means.pop("sent_bytes", 0.0) / steps}
+    config = session.config
+    return {"sync": config.sync, "compress": config.compress} | per_step | means
 
 
 def check_memory(run: Run, limit_gib: float, peaks: list[int]) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,10 +17,11 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
 from hvdtrain.parallel import halves
 from hvdtrain.parallel.exchange import Exchange
-from hvdtrain.parallel.reduce import ReplicatedGradients
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan
 from hvdtrain.plan.program import Program, program_of
+from hvdtrain.sync.collectives import HorovodCollectives
+from hvdtrain.sync.gradients import ReplicatedGradients
 from hvdtrain.world import World
 from tests.mpi.common import CLASSES, components_of, names
 from tests.mpi.plans import PLANS
@@ -35,26 +37,19 @@ def check(world: World, plan: str, model: str = "cnn", batch_size: int = 13) -> 
     return check_plan(config, components, made, SIZE, CLASSES, world)
 
 
-def replicas_that(change: Callable[[Tensor, str], Any] | None, operation: str) -> Any:
-    """Return a replacement of `horovod_gradients` with a fault."""
+def faulty(change: Callable[[Tensor, str], Any] | None, operation: str) -> Any:
+    """Return a replacement of `HorovodCollectives` with a fault."""
 
-    def make(
-        parameters: Any, statistics: Any, states: Any, horovod: Any, process_set: Any, name: str
-    ) -> ReplicatedGradients:
-        def all_reduce(tensor: Tensor, bucket: str) -> Any:
-            return horovod.allreduce_async_(
-                change(tensor, bucket) if change else tensor,
-                name=f"{name}.{bucket}",
-                op=getattr(horovod, operation),
-                process_set=process_set,
+    class Faulty(HorovodCollectives):
+        def all_reduce(self, tensor: Tensor, name: str) -> Any:
+            return self.horovod.allreduce_async_(
+                change(tensor, name) if change else tensor,
+                name=f"{self.name}.{name}",
+                op=getattr(self.horovod, operation),
+                process_set=self.process_set,
             )
 
-        return ReplicatedGradients(
-            *(parameters, statistics, states, all_reduce, horovod.synchronize),
-            bucket_bytes=100_000,
-        )
-
-    return make
+    return Faulty
 
 
 def left_out(tensor: Tensor, bucket: str) -> Tensor:
@@ -68,7 +63,9 @@ def left_out(tensor: Tensor, bucket: str) -> Tensor:
 def test_a_wrong_reduction(
     world: World, monkeypatch: pytest.MonkeyPatch, change: Any, operation: str
 ) -> None:
-    monkeypatch.setattr(parts, "horovod_gradients", replicas_that(change, operation))
+    monkeypatch.setattr(parts, "HorovodCollectives", faulty(change, operation))
+    small = partial(ReplicatedGradients, bucket_bytes=100_000)
+    monkeypatch.setattr(parts, "ReplicatedGradients", small)
     parity = check(world, "dp")
     is_faulty = change is not None or operation != "Sum"
     assert (parity.largest > SEEN or parity.largest != parity.largest) == is_faulty, parity

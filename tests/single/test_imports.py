@@ -26,6 +26,7 @@ LAYERS = (
         *("training", "backends", "check", "planner", "checkpoint", "health", "use"),
     },
     {"parallel", "launch"},
+    {"sync"},
     {"plan", "data", "models"},
     {"world", "config", "options", "host", "errors", "__version__"},
 )

@@ -23,11 +23,11 @@ from hvdtrain.options.planrequest import ADAPTIVE
 from hvdtrain.parallel.boundary import Boundaries, Form
 from hvdtrain.parallel.dropout import Draws, follow_samples
 from hvdtrain.parallel.exchange import Exchange
-from hvdtrain.parallel.reduce import bytes_of
 from hvdtrain.parallel.runtime import Observer, Runtime, Settings
 from hvdtrain.parallel.stage import DTYPES, ComponentClock, Images, Part, StageModel
 from hvdtrain.parallel.step import UpdateRule
 from hvdtrain.plan.plan import Plan
+from hvdtrain.sync.states import bytes_of
 from hvdtrain.world import World, notes
 
 ROWS = 2

@@ -17,9 +17,11 @@ from hvdtrain.options.nearest import nearest
 from hvdtrain.parallel.batchnorm import synchronise
 from hvdtrain.parallel.boundary import Form
 from hvdtrain.parallel.exchange import Exchange
-from hvdtrain.parallel.reduce import Gradients, SerialGradients, States, horovod_gradients
 from hvdtrain.parallel.stage import DTYPES, Part, StageModel
 from hvdtrain.plan.plan import Plan
+from hvdtrain.sync.collectives import HorovodCollectives
+from hvdtrain.sync.gradients import Gradients, ReplicatedGradients, SerialGradients
+from hvdtrain.sync.states import States
 from hvdtrain.world import World, process_set, start_horovod
 
 Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
@@ -269,13 +271,10 @@ def _gradients(plan: Plan, models: Mapping[int, StageModel], world: World) -> di
         if replicas is None or not model.tensors():
             gradients[number] = SerialGradients(model.parameters())
         else:
-            states = States(model.states, model.put)
-            gradients[number] = horovod_gradients(
+            gradients[number] = ReplicatedGradients(
                 model.parameters(),
                 model.statistics(),
-                states,
-                horovod,
-                replicas,
-                name=f"stage{number}",
+                States(model.states, model.put),
+                HorovodCollectives(horovod, replicas, stage.ranks, world.rank, f"stage{number}"),
             )
     return gradients

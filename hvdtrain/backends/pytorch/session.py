@@ -5,6 +5,7 @@ its images are in memory. The ranks learn of it after the next step (on a GPU af
 that), and by then the weights have the update of that step, if it was a good one.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +20,6 @@ from hvdtrain.backends.pytorch.state import TorchState
 from hvdtrain.data.order import Rows
 from hvdtrain.health.badstep import Sighting, as_words
 from hvdtrain.host.activity import Activity
-from hvdtrain.parallel.reduce import all_finite
 from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.stage import Part, StageModel
 from hvdtrain.parallel.step import Step, copied_buffers, restore_buffers
@@ -28,6 +28,7 @@ from hvdtrain.plan.actions import COMPUTE
 from hvdtrain.plan.cut import Cut, cut
 from hvdtrain.plan.plan import Plan
 from hvdtrain.plan.program import Program
+from hvdtrain.sync.gradients import all_finite
 from hvdtrain.training.feed import Feed, step_seed, take_rows
 from hvdtrain.training.session import (
     Device,
@@ -181,6 +182,24 @@ class TorchSession(Session):
         """Return this rank's program for a global batch of this size."""
         return program.program_of(self.plan, batch_size, self.world.rank, is_training)
 
+    @property
+    @override
+    def replicas_agree(self) -> bool:
+        return not any(part.meetings.differ for part in self.state.parts.values())
+
+    @override
+    def meet(self) -> None:
+        for part in self.state.parts.values():
+            part.meetings.meet()
+
+    @override
+    def counted(self) -> Mapping[str, float]:
+        totals: Counter[str] = Counter()
+        for part in self.state.parts.values():
+            totals.update(part.gradients.counted())
+            totals.update(part.meetings.counted())
+        return totals
+
     @override
     def local_rows(self, batch: Rows, is_training: bool) -> tuple[Rows, Rows]:
         parts, rank = self.cut(len(batch), is_training).parts, self.world.rank
@@ -195,6 +214,9 @@ class TorchSession(Session):
         self._seed(position)
         todo = self.program(batch_size, is_training=True)
         step = self.runtime.train(Step(todo, feed.images, feed.labels))
+        number = position % len(self.train_rows) // self.config.batch_size + 1
+        for part in self.state.parts.values():
+            part.meetings.after_step(number)
         self.times.add(step.waited.transfer)
         return Result(
             read_loss=read_later(step.loss_sum),

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -12,15 +13,18 @@ from typing_extensions import override
 
 from hvdtrain.checkpoint import store
 from hvdtrain.checkpoint.format import DTYPES
-from hvdtrain.checkpoint.store import MODEL, OPTIMIZER, owners
+from hvdtrain.checkpoint.store import MODEL, OPTIMIZER, SYNC, owners
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
 from hvdtrain.models import weights
 from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.stage import Part
 from hvdtrain.plan.plan import Plan
+from hvdtrain.sync.saved import Kept
 from hvdtrain.training.session import Shape, State
 from hvdtrain.world import World
+
+Value = TypeVar("Value")
 
 STATE_TAG = 1
 
@@ -97,10 +101,13 @@ class TorchState(State):
 
     @override
     def share(self) -> dict[str, np.ndarray]:
-        return self.copies.of(local_share(self.plan, self.parts, self.world.rank))
+        share = local_share(self.plan, self.parts, self.world.rank)
+        for kept in self._kept():
+            share |= {f"{SYNC}{name}": tensor for name, tensor in kept.saved().items()}
+        return self.copies.of(share)
 
     @override
-    def expected(self, was_updated: bool) -> dict[str, Shape]:
+    def expected(self, was_updated: bool, saved: Mapping[str, Shape]) -> dict[str, Shape]:
         expected = {f"{MODEL}{name}": tuple(value.shape) for name, value in self.tensors().items()}
         for part in self.parts.values():
             if part.optimizer is None or not was_updated:
@@ -108,11 +115,31 @@ class TorchState(State):
             for name, parameter in part.model.parameters().items():
                 entries = state_shapes(self.config, parameter.shape)
                 expected |= {f"{OPTIMIZER}{name}/{key}": shape for key, shape in entries.items()}
-        return expected
+        shapes = _without_prefix(saved)
+        wanted = frozenset[str]().union(*(kept.wanted(shapes) for kept in self._kept()))
+        return expected | {f"{SYNC}{name}": shapes[name] for name in wanted}
 
     @override
     def put(self, arrays: Mapping[str, np.ndarray]) -> None:
         put_arrays(self.parts, arrays)
+        tensors = {name: to_tensor(value) for name, value in _without_prefix(arrays).items()}
+        for kept in self._kept():
+            kept.load({name: tensors[name] for name in kept.wanted(_shapes(tensors))})
+
+    def _kept(self) -> list[Kept]:
+        """Return what has a state beside weights and optimizers."""
+        return [kept for part in self.parts.values() for kept in (part.gradients, part.meetings)]
+
+
+def _without_prefix(named: Mapping[str, Value]) -> dict[str, Value]:
+    """Return what belongs to ways to agree, by its name without their prefix."""
+    return {
+        name.removeprefix(SYNC): value for name, value in named.items() if name.startswith(SYNC)
+    }
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def gather_tensors(plan: Plan, parts: Mapping[int, Part], world: World) -> dict[str, Tensor]:

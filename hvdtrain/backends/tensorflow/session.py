@@ -70,7 +70,7 @@ class KerasState(State):
         return {name: np.array(variable.numpy(), order="C") for name, variable in local}
 
     @override
-    def expected(self, was_updated: bool) -> dict[str, Shape]:
+    def expected(self, was_updated: bool, saved: Mapping[str, Shape]) -> dict[str, Shape]:
         return {name: tuple(variable.shape) for name, variable in self._kept().items()}
 
     @override

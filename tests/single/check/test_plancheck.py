@@ -15,8 +15,8 @@ from hvdtrain import cli
 from hvdtrain.backends.pytorch import build, parts
 from hvdtrain.parallel import runtime as runtimes
 from hvdtrain.parallel import step as updates
-from hvdtrain.parallel.reduce import SerialGradients
 from hvdtrain.parallel.runtime import Runtime, Settings
+from hvdtrain.sync.gradients import SerialGradients
 
 PLAN = ("--model", "cnn", "--plan", "single", "--ranks", "1", "--image-size", "8")
 OPTIONS = (

@@ -10,8 +10,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hvdtrain.errors import UsageError
-from hvdtrain.parallel.reduce import ReplicatedGradients, States
 from hvdtrain.plan.cut import Share
+from hvdtrain.sync.collectives import Alone
+from hvdtrain.sync.gradients import ReplicatedGradients
+from hvdtrain.sync.states import States
 
 WHOLE = Share(1.0, True)
 
@@ -20,16 +22,20 @@ def two_layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 
 
+class Recorded(Alone):
+    """Collective operations that record what was started."""
+
+    def __init__(self, started: list[str]) -> None:
+        self.started = started
+
+    def all_reduce(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        self.started.append(name)
+        return tensor
+
+
 def gradients_of(model: nn.Module, started: list[str]) -> ReplicatedGradients:
-    def all_reduce(tensor: torch.Tensor, name: str) -> str:
-        started.append(name)
-        return name
-
-    def wait(handle: Any) -> None:
-        assert handle in started
-
     parameters, states = dict(model.named_parameters()), States(dict, lambda _: None)
-    return ReplicatedGradients(parameters, {}, states, all_reduce, wait, 1)
+    return ReplicatedGradients(parameters, {}, states, Recorded(started), bucket_bytes=1)
 
 
 def backward(model: nn.Module) -> None:

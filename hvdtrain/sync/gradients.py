@@ -1,4 +1,4 @@
-"""Gradient reduction over the replicas of a stage: a Sum over flat buckets through Horovod.
+"""Gradients of a stage that its replicas sum over flat buckets.
 
 Each parameter's gradient is a view into a flat, contiguous bucket, so that a reduction needs no
 copy and works with any memory format. The loss of each micro-batch is divided by the number of
@@ -17,16 +17,17 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from hvdtrain.errors import UsageError
-from hvdtrain.host.poll import wait_until
 from hvdtrain.plan.cut import Share
 from hvdtrain.plan.passes import BUCKET_BYTES, FIRST_BUCKET_BYTES, group_by_bytes
 from hvdtrain.plan.program import ReductionTime
+from hvdtrain.sync.collectives import Collectives
+from hvdtrain.sync.saved import Kept, Shapes
+from hvdtrain.sync.states import CopiedStates, States
 
 
-class Gradients(Protocol):
+class Gradients(Kept, Protocol):
     """The gradients of a stage, as the runtime uses them."""
 
     def announce(self, share: Share) -> None:
@@ -44,8 +45,11 @@ class Gradients(Protocol):
     def zero(self) -> None:
         """Reset the gradients."""
 
+    def counted(self) -> Mapping[str, float]:
+        """Return what this rank has counted since the start, by name, such as bytes sent."""
 
-class SerialGradients:
+
+class SerialGradients(Kept):
     """The gradients of a stage on one rank: autograd's sums need no reduction."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -73,76 +77,9 @@ class SerialGradients:
         for parameter in self.parameters:
             parameter.grad = None
 
-
-@dataclass(frozen=True)
-class States:
-    """Access to the buffers of a model that forwards change, other than batch norm statistics.
-
-    Attributes:
-        find: returns the current buffers by name; a module may have replaced the tensors since
-            the last call.
-        put: stores new values by name.
-    """
-
-    find: Callable[[], Mapping[str, Tensor]]
-    put: Callable[[Mapping[str, Tensor]], None]
-
-
-class CopiedStates:
-    """Copies the changing buffers of one replica to all others, to the bit.
-
-    PyTorch's data parallelism broadcasts the first rank's buffers before each forward. Here they
-    are copied after each step, so that replicas hold the same values whenever a checkpoint is
-    written. Every replica contributes the bits of its buffers as integers to a Sum; all but one
-    contribute zeros.
-
-    Args:
-        states: the buffers.
-        all_reduce: as in `ReplicatedGradients`.
-        wait: as in `ReplicatedGradients`.
-    """
-
-    def __init__(
-        self,
-        states: States,
-        all_reduce: Callable[[Tensor, str], Any],
-        wait: Callable[[Any], Any],
-    ) -> None:
-        self.states, self.all_reduce, self.wait = states, all_reduce, wait
-        self._copying: tuple[Tensor, Any] | None = None  # the bits, and the reduction in flight
-
-    def start(self, share: Share) -> None:
-        """Start to copy the buffers of the first replica with samples, after all forwards."""
-        buffers = list(self.states.find().values())
-        if not buffers:
-            return
-        bits = torch.cat([bytes_of(value) for value in buffers])
-        flat = functional.pad(bits, (0, -len(bits) % 8)).view(torch.int64)
-        if not share.first:
-            flat.zero_()
-        self._copying = flat, self.all_reduce(flat, "states")
-
-    def finish(self) -> None:
-        """Wait for the copy and store the received buffers."""
-        if self._copying is None:
-            return
-        (flat, handle), self._copying = self._copying, None
-        self.wait(handle)
-        buffers = self.states.find()
-        sizes = [value.nbytes for value in buffers.values()]
-        pieces = flat.view(torch.uint8)[: sum(sizes)].split(sizes)
-        # A clone has aligned memory; a slice of the flat tensor may not.
-        self.states.put(
-            {
-                name: piece.clone().view(value.dtype).view(value.shape)
-                for (name, value), piece in zip(buffers.items(), pieces, strict=True)
-            }
-        )
-
-
-def bytes_of(value: Tensor) -> Tensor:
-    """Return the bits of a tensor of any dtype as uint8 [bytes]."""
-    return value.detach().contiguous().view(-1).view(torch.uint8)
+    def counted(self) -> Mapping[str, float]:
+        """Return nothing: this rank sends no gradients."""
+        return {}
 
 
 @dataclass
@@ -167,8 +104,40 @@ class Bucket:
     handle: Any = None
 
 
-class ReplicatedGradients:
-    """The gradients of a stage on several ranks, summed by Horovod with running statistics.
+class Sums(Kept, Protocol):
+    """What travels: how a bucket of each replica becomes the sum over all replicas."""
+
+    def start(self, bucket: Bucket) -> Any:
+        """Start to sum a bucket; return a handle."""
+
+    def finish(self, bucket: Bucket, handle: Any) -> None:
+        """Return once the bucket holds the sum, the same bits on all replicas."""
+
+    def counted(self) -> Mapping[str, float]:
+        """Return what this rank has counted since the start, by name."""
+
+
+class ExactSums(Kept):
+    """Sums of the buckets as they are."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        self.collectives = collectives
+
+    def start(self, bucket: Bucket) -> Any:
+        """Start an all-reduce in place."""
+        return self.collectives.all_reduce(bucket.flat, bucket.name)
+
+    def finish(self, bucket: Bucket, handle: Any) -> None:
+        """Wait for the all-reduce."""
+        self.collectives.wait(handle)
+
+    def counted(self) -> Mapping[str, float]:
+        """Return the bytes that this rank has sent."""
+        return {"sent_bytes": self.collectives.sent_bytes}
+
+
+class ReplicatedGradients(Kept):
+    """The gradients of a stage on several ranks, summed with its running statistics.
 
     Args:
         parameters: the stage's parameters by name, in the order of the model.
@@ -176,8 +145,8 @@ class ReplicatedGradients:
             their average over the replicas, weighted by samples; counters become those of the
             first replica that had samples, so that all replicas hold the same values.
         states: the stage's other buffers that forwards change.
-        all_reduce: starts a reduction of a flat tensor in place: (tensor, name) -> handle.
-        wait: blocks until the reduction of a handle is done.
+        collectives: among the replicas.
+        sums: how buckets are summed; None: exactly.
         bucket_bytes: a bucket is closed once it holds this many bytes.
     """
 
@@ -186,13 +155,13 @@ class ReplicatedGradients:
         parameters: Mapping[str, nn.Parameter],
         statistics: Mapping[str, Tensor],
         states: States,
-        all_reduce: Callable[[Tensor, str], Any],
-        wait: Callable[[Any], Any],
+        collectives: Collectives,
+        sums: Sums | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self.all_reduce, self.wait = all_reduce, wait
+        self.sums: Sums = sums or ExactSums(collectives)
         self.statistics = list(statistics.values())
-        self.states = CopiedStates(states, all_reduce, wait)
+        self.states = CopiedStates(states, collectives)
         # Backward reaches the last parameters first.
         backwards = list(parameters.items())[::-1]
         sizes = [parameter.numel() * parameter.element_size() for _, parameter in backwards]
@@ -237,7 +206,7 @@ class ReplicatedGradients:
         """Wait for all buckets and store the reduced statistics."""
         waiting_since = time.perf_counter()
         for bucket in self.buckets:
-            self.wait(bucket.handle)
+            self.sums.finish(bucket, bucket.handle)
             bucket.handle = None
         for view, value in zip(self.tail, self.statistics, strict=True):
             value.copy_(view if value.is_floating_point() else view.round())
@@ -253,6 +222,22 @@ class ReplicatedGradients:
         """Set every gradient to zero, in place."""
         for bucket in self.buckets:
             bucket.flat.zero_()
+
+    def counted(self) -> Mapping[str, float]:
+        """Return what the sums have counted."""
+        return self.sums.counted()
+
+    def saved(self) -> dict[str, Tensor]:
+        """Return what the sums keep from step to step."""
+        return self.sums.saved()
+
+    def wanted(self, shapes: Shapes) -> frozenset[str]:
+        """Return what the sums read."""
+        return self.sums.wanted(shapes)
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Give the sums what was saved."""
+        self.sums.load(tensors)
 
     def _take_statistics(self, share: Share) -> None:
         for view, value in zip(self.tail, self.statistics, strict=True):
@@ -286,7 +271,7 @@ class ReplicatedGradients:
     def _start(self, bucket: Bucket) -> None:
         if not self._is_under_way():
             self.started_at = time.perf_counter()
-        bucket.handle = self.all_reduce(bucket.flat, bucket.name)
+        bucket.handle = self.sums.start(bucket)
 
     def _is_under_way(self) -> bool:
         return any(bucket.handle is not None for bucket in self.buckets)
@@ -303,37 +288,6 @@ def _arrival_hook(
             target.arrived(index, place)
 
     return hook
-
-
-def horovod_gradients(
-    parameters: Mapping[str, nn.Parameter],
-    statistics: Mapping[str, Tensor],
-    states: States,
-    horovod: Any,
-    process_set: Any,
-    name: str,
-) -> Gradients:
-    """Return the gradients of a stage on several ranks, summed by Horovod.
-
-    To add another kind of reduction (parameter server, local SGD, compression), replace the two
-    functions defined here.
-
-    Args:
-        horovod: the initialised Horovod module.
-        process_set: Horovod's process set of the stage's ranks.
-        name: the same on all ranks of the stage and different from every other stage's.
-    """
-
-    def all_reduce(tensor: Tensor, bucket: str) -> Any:
-        return horovod.allreduce_async_(
-            tensor, name=f"{name}.{bucket}", op=horovod.Sum, process_set=process_set
-        )
-
-    def wait(handle: Any) -> None:
-        wait_until(lambda: horovod.poll(handle))
-        horovod.synchronize(handle)
-
-    return ReplicatedGradients(parameters, statistics, states, all_reduce, wait)
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:

@@ -1,0 +1,110 @@
+"""The options that say how the replicas of a stage agree."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hvdtrain.options.fields import Group, Rule, option
+from hvdtrain.options.syncrequest import (
+    CompressRequest,
+    SyncRequest,
+    parse_compress_request,
+    parse_sync_request,
+)
+
+Algorithm = Literal["auto", "ring", "recursive-doubling", "rabenseifner", "tree", "hierarchical"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncOptions:
+    """How the replicas of a stage agree: when, on what, and over what."""
+
+    sync: str = option(
+        "exact",
+        "exact: sum gradients in every step; local:H: train alone and average weights every H "
+        "steps; post-local:H@EPOCH: exact up to an epoch, then local; diloco:H: as local, with "
+        "an outer optimizer; elastic:H: drawn to a common centre every H steps",
+        Group.SYNC,
+        Rule.ONE_LINE | Rule.TORCH_ONLY,
+        "METHOD",
+    )
+    average_optimizer: bool = option(
+        False,
+        "with --sync local: average the optimizer's state, too, instead of keeping each "
+        "replica's own",
+        Group.SYNC,
+        Rule.TORCH_ONLY,
+    )
+    outer_lr: float = option(
+        0.7,
+        "with --sync diloco: learning rate of the outer optimizer",
+        Group.SYNC,
+        Rule.POSITIVE | Rule.TORCH_ONLY,
+    )
+    outer_momentum: float = option(
+        0.9,
+        "with --sync diloco: Nesterov momentum of the outer optimizer",
+        Group.SYNC,
+        Rule.BELOW_ONE | Rule.TORCH_ONLY,
+    )
+    fragments: int = option(
+        1,
+        "with --sync diloco: parts of the model that meet in turn",
+        Group.SYNC,
+        Rule.POSITIVE | Rule.TORCH_ONLY,
+    )
+    overlap: int = option(
+        0,
+        "with --sync diloco: steps that go on while a fragment travels",
+        Group.SYNC,
+        Rule.NOT_NEGATIVE | Rule.TORCH_ONLY,
+    )
+    elastic_rate: float | None = option(
+        None,
+        "with --sync elastic: share of the way to the centre",
+        Group.SYNC,
+        Rule.POSITIVE | Rule.TORCH_ONLY,
+        shown_default="0.9 / replicas",
+    )
+    compress: str = option(
+        "none",
+        "what travels: none, fp16, bf16, topk:RATIO (the largest values) or powersgd:RANK "
+        "(low-rank matrices); what is left out is added to the next step",
+        Group.SYNC,
+        Rule.ONE_LINE | Rule.TORCH_ONLY,
+        "METHOD",
+    )
+    compress_after: int = option(
+        100,
+        "first steps, whose gradients --compress leaves exact",
+        Group.SYNC,
+        Rule.NOT_NEGATIVE | Rule.TORCH_ONLY,
+    )
+    shard_optimizer: bool = option(
+        False,
+        "keep the optimizer's state of each parameter on one replica only (ZeRO stage 1)",
+        Group.SYNC,
+        Rule.TORCH_ONLY,
+    )
+    reduce_with: Literal["horovod", "mpi"] | None = option(
+        None,
+        "library that sums gradients",
+        Group.SYNC,
+        Rule.ON_RESUME | Rule.TORCH_ONLY,
+        shown_default="horovod, or mpi where Horovod is not installed",
+    )
+    allreduce: Algorithm = option(  # noqa: RUF009
+        "auto",
+        "algorithm of the MPI library's all-reduce; auto: let the library choose",
+        Group.SYNC,
+        Rule.ON_RESUME,
+    )
+
+    @property
+    def sync_request(self) -> SyncRequest:
+        """Return the parsed value of --sync."""
+        return parse_sync_request(self.sync)
+
+    @property
+    def compress_request(self) -> CompressRequest:
+        """Return the parsed value of --compress."""
+        return parse_compress_request(self.compress)

@@ -1,0 +1,178 @@
+"""Parse the texts of `--sync` and `--compress`, and refuse what does not go together with them."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hvdtrain.errors import UsageError
+from hvdtrain.options.fields import flag
+from hvdtrain.options.planrequest import ADAPTIVE, parse_plan_request
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Replicas sum their gradients in every step."""
+
+
+@dataclass(frozen=True)
+class Local:
+    """Replicas train alone and average their weights after every `period` steps.
+
+    Attributes:
+        exact_epochs: before that, epochs in which they sum their gradients in every step.
+    """
+
+    period: int
+    exact_epochs: int = 0
+
+
+@dataclass(frozen=True)
+class DiLoCo:
+    """As `Local`, but the average is a gradient for an outer optimizer with momentum."""
+
+    period: int
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """Replicas train alone and are drawn to a common centre after every `period` steps."""
+
+    period: int
+
+
+SyncRequest = Exact | Local | DiLoCo | Elastic
+
+
+@dataclass(frozen=True)
+class NoCompression:
+    """Gradients travel as they are."""
+
+
+@dataclass(frozen=True)
+class Half:
+    """Gradients travel in 16 bits: "fp16" or "bf16"."""
+
+    dtype: str
+
+
+@dataclass(frozen=True)
+class TopK:
+    """Only the share `ratio` of the largest values travels."""
+
+    ratio: float
+
+
+@dataclass(frozen=True)
+class PowerSGD:
+    """Matrices travel as products of two of rank `rank`."""
+
+    rank: int
+
+
+CompressRequest = NoCompression | Half | TopK | PowerSGD
+
+SYNC_FORMS = "exact, local:H, post-local:H@EPOCH, diloco:H or elastic:H"
+COMPRESS_FORMS = "none, fp16, bf16, topk:RATIO or powersgd:RANK"
+NO_SYNC, NO_COMPRESSION = Exact(), NoCompression()
+# The options that only some ways to agree have, with the request that they belong to.
+OPTIONS_OF: Mapping[str, type[SyncRequest]] = {
+    "outer_lr": DiLoCo,
+    "outer_momentum": DiLoCo,
+    "fragments": DiLoCo,
+    "overlap": DiLoCo,
+    "elastic_rate": Elastic,
+    "average_optimizer": Local,
+}
+NAMES: Mapping[type[SyncRequest], str] = {
+    DiLoCo: "--sync diloco:H",
+    Elastic: "--sync elastic:H",
+    Local: "--sync local:H",
+}
+
+
+def parse_sync_request(text: str) -> SyncRequest:
+    """Return what a value of `--sync` requests.
+
+    Raises:
+        UsageError: if it is not one of the forms.
+    """
+    if text == "exact":
+        return NO_SYNC
+    match = re.fullmatch(r"(local|post-local|diloco|elastic):(\d{1,9})(?:@(\d{1,6}))?", text)
+    if match is None or not int(match[2]) or (match[3] is None) != (match[1] != "post-local"):
+        raise UsageError(
+            f"--sync {text} is not known: use {SYNC_FORMS}, such as local:8 or post-local:8@2"
+        )
+    period = int(match[2])
+    if match[1] in ("local", "post-local"):
+        return Local(period, int(match[3] or 0))
+    return DiLoCo(period) if match[1] == "diloco" else Elastic(period)
+
+
+def parse_compress_request(text: str) -> CompressRequest:
+    """Return what a value of `--compress` requests.
+
+    Raises:
+        UsageError: if it is not one of the forms, or its number is out of range.
+    """
+    if text == "none":
+        return NO_COMPRESSION
+    if text in ("fp16", "bf16"):
+        return Half(text)
+    match = re.fullmatch(r"(topk|powersgd):(\d+(?:\.\d+)?(?:e-?\d+)?)", text)
+    if match and match[1] == "topk" and 0 < float(match[2]) <= 1:
+        return TopK(float(match[2]))
+    if match and match[1] == "powersgd" and match[2].isdigit() and 0 < int(match[2]) < 10**6:
+        return PowerSGD(int(match[2]))
+    raise UsageError(
+        f"--compress {text} is not known: use {COMPRESS_FORMS}, such as topk:0.01 or powersgd:2"
+    )
+
+
+def check_sync(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Refuse options that do not go together with the way in which replicas agree.
+
+    Args:
+        values, defaults: of all options, by name.
+
+    Raises:
+        UsageError: naming both options.
+    """
+    request = parse_sync_request(values["sync"])
+    compression = parse_compress_request(values["compress"])
+    for name, kind in OPTIONS_OF.items():
+        if values[name] != defaults[name] and not isinstance(request, kind):
+            raise UsageError(f"{flag(name)} needs {NAMES[kind]}: add it, or leave this out")
+    is_compressed = compression != NO_COMPRESSION
+    if is_compressed and isinstance(request, Elastic):
+        raise UsageError("--compress does not support --sync elastic: use exact, local or diloco")
+    if values["shard_optimizer"] and (request != NO_SYNC or is_compressed):
+        other = "--compress" if is_compressed else "--sync"
+        raise UsageError(
+            f"--shard-optimizer needs the exact sums of every step, without {other}: leave one out"
+        )
+    _check_approximate(values, request, is_compressed)
+
+
+def _check_approximate(
+    values: Mapping[str, Any], request: SyncRequest, is_compressed: bool
+) -> None:
+    """Refuse options that need the exact gradients of all replicas in every step."""
+    if request == NO_SYNC and not is_compressed:
+        return
+    used = f"--sync {values['sync']}" if request != NO_SYNC else f"--compress {values['compress']}"
+    if values["verify"]:
+        raise UsageError(
+            f"--verify compares with the serial run, from which {used} differs: leave one out"
+        )
+    if parse_plan_request(values["plan"]) == ADAPTIVE:
+        raise UsageError(f"--plan adaptive does not support {used}: use --plan auto")
+    if request == NO_SYNC:
+        return
+    for name, value in (("clip_norm", None), ("gradient_limit", None), ("on_bad_step", "stop")):
+        if values[name] != value:
+            raise UsageError(
+                f"{flag(name)} needs the gradients of all replicas in every step, which {used} "
+                "does not sum: leave one out"
+            )

@@ -1,0 +1,121 @@
+"""Collective operations among the replicas of a stage, on flat tensors: over what replicas agree.
+
+Every operation starts with a call that returns at once, and ends with `wait`. All replicas start
+the same operations by name; with Horovod the order may differ between replicas.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from hvdtrain.host.poll import wait_until
+
+
+class Collectives(Protocol):
+    """Collective operations of one group of ranks.
+
+    Attributes:
+        size: number of replicas.
+        place: of this rank among the replicas, from 0.
+        sent_bytes: bytes that this rank has sent so far, if each operation sends as few as any
+            algorithm can: 2 (n - 1) / n of the tensor in an all-reduce, (n - 1) / n in a
+            reduce-scatter, n - 1 times its own tensor in an all-gather (Thakur et al.,
+            "Optimization of Collective Communication Operations in MPICH", 2005).
+    """
+
+    size: int
+    place: int
+    sent_bytes: float
+
+    def all_reduce(self, tensor: Tensor, name: str) -> Any:
+        """Start to replace a tensor by its sum over the replicas; return a handle."""
+
+    def all_gather(self, tensor: Tensor, name: str) -> Any:
+        """Start to gather every replica's tensor [n], all of one length; return a handle.
+
+        `wait` returns them as [replicas, n].
+        """
+
+    def reduce_scatter(self, tensor: Tensor, name: str) -> Any:
+        """Start to sum a tensor [replicas * n] over the replicas; return a handle.
+
+        `wait` returns the slice [n] of the sum that belongs to this replica's place.
+        """
+
+    def wait(self, handle: Any) -> Tensor:
+        """Return the result of an operation once it has ended."""
+
+
+class HorovodCollectives:
+    """Horovod's operations on one of its process sets.
+
+    Args:
+        horovod: the initialised Horovod module.
+        process_set: Horovod's set of the ranks.
+        ranks: of the group, as world ranks in ascending order.
+        rank: this rank.
+        name: the same on all ranks of the group, and different from every other group's.
+    """
+
+    def __init__(
+        self, horovod: Any, process_set: Any, ranks: Sequence[int], rank: int, name: str
+    ) -> None:
+        self.horovod, self.process_set, self.name = horovod, process_set, name
+        self.size, self.place = len(ranks), sorted(ranks).index(rank)
+        self.sent_bytes = 0.0
+
+    def all_reduce(self, tensor: Tensor, name: str) -> Any:
+        """Start a sum in place."""
+        self.sent_bytes += 2 * (self.size - 1) / self.size * tensor.nbytes
+        return self.horovod.allreduce_async_(
+            tensor,
+            name=f"{self.name}.{name}",
+            op=self.horovod.Sum,
+            process_set=self.process_set,
+        )
+
+    def all_gather(self, tensor: Tensor, name: str) -> Any:
+        """Start to gather the replicas' tensors, each as one row."""
+        self.sent_bytes += (self.size - 1) * tensor.nbytes
+        return self.horovod.allgather_async(
+            tensor[None], name=f"{self.name}.{name}", process_set=self.process_set
+        )
+
+    def reduce_scatter(self, tensor: Tensor, name: str) -> Any:
+        """Start to sum, each replica for its slice."""
+        self.sent_bytes += (self.size - 1) / self.size * tensor.nbytes
+        return self.horovod.reducescatter_async(
+            tensor,
+            name=f"{self.name}.{name}",
+            op=self.horovod.Sum,
+            process_set=self.process_set,
+        )
+
+    def wait(self, handle: Any) -> Tensor:
+        """Return the result of an operation; the wait leaves the core to others."""
+        wait_until(lambda: self.horovod.poll(handle))
+        result: Tensor = self.horovod.synchronize(handle)
+        return result
+
+
+class Alone:
+    """The collective operations of a single replica: each returns what it was given."""
+
+    size, place, sent_bytes = 1, 0, 0.0
+
+    def all_reduce(self, tensor: Tensor, name: str) -> Tensor:
+        """Return the tensor."""
+        return tensor
+
+    def all_gather(self, tensor: Tensor, name: str) -> Tensor:
+        """Return the tensor as the only row."""
+        return tensor[None]
+
+    def reduce_scatter(self, tensor: Tensor, name: str) -> Tensor:
+        """Return the tensor."""
+        return tensor
+
+    def wait(self, handle: Tensor) -> Tensor:
+        """Return the result."""
+        return handle

@@ -1,0 +1,46 @@
+"""Meetings of replicas that train apart: when replicas agree, if not in every step."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from hvdtrain.sync.saved import Kept
+
+
+class Meetings(Kept, Protocol):
+    """The meetings of one stage's replicas. All methods are collective among them.
+
+    Attributes:
+        differ: whether the replicas may hold different weights now.
+    """
+
+    differ: bool
+
+    def after_step(self, step: int) -> None:
+        """Meet if it is due after a step of all replicas.
+
+        Args:
+            step: of the epoch, from 1, so that the meetings of an epoch do not depend on where
+                the run was resumed.
+        """
+
+    def meet(self) -> None:
+        """Agree now: before an evaluation, and at the end of the run."""
+
+    def counted(self) -> Mapping[str, float]:
+        """Return what this rank has counted since the start, by name, such as meetings."""
+
+
+class NoMeetings(Kept):
+    """Replicas that agree in every step have nothing to meet for."""
+
+    differ = False
+
+    def after_step(self, step: int) -> None:
+        """Do nothing."""
+
+    def meet(self) -> None:
+        """Do nothing."""
+
+    def counted(self) -> Mapping[str, float]:
+        """Return nothing."""
+        return {}
