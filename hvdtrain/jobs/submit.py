@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import FrameType
 
@@ -25,6 +25,7 @@ from hvdtrain.jobs.options import JobOptions
 from hvdtrain.jobs.record import LOGS, Record
 from hvdtrain.jobs.slurm import ENDING_SIGNALS, Request, dry_run, submit_request
 from hvdtrain.options import configfile
+from hvdtrain.options.syncoptions import SyncOptions
 from hvdtrain.training.metrics import holds_run
 
 SUMMARY_BEFORE = "summary-before.json"
@@ -76,7 +77,8 @@ def run_folder(training: TrainConfig) -> Path:
     # The interval of evaluations does not change the run; nor does the default of a newer option.
     content = asdict(replace(training, resume=False, eval_every=1))
     del content["verify"]
-    for name in ("no_decay", "change_batch_norm"):
+    newer = {item.name for item in fields(SyncOptions)} - {"allreduce"}
+    for name in ("no_decay", "change_batch_norm", *newer):
         if content[name] == getattr(TrainConfig, name):
             del content[name]
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -16,7 +16,7 @@ Algorithm = Literal["auto", "ring", "recursive-doubling", "rabenseifner", "tree"
 
 @dataclass(frozen=True, kw_only=True)
 class SyncOptions:
-    """How the replicas of a stage agree: when, on what, and over what."""
+    """The agreement of the replicas of a stage: when, on what, and over what."""
 
     sync: str = option(
         "exact",
@@ -54,7 +54,7 @@ class SyncOptions:
     )
     overlap: int = option(
         0,
-        "with --sync diloco: steps that go on while a fragment travels",
+        "with --sync diloco: steps that continue while a fragment travels",
         Group.SYNC,
         Rule.NOT_NEGATIVE | Rule.TORCH_ONLY,
     )

@@ -58,7 +58,7 @@ class Half:
 
 @dataclass(frozen=True)
 class TopK:
-    """Only the share `ratio` of the largest values travels."""
+    """The share `ratio` of the values travels, the largest ones."""
 
     ratio: float
 

@@ -105,7 +105,7 @@ class Bucket:
 
 
 class Sums(Kept, Protocol):
-    """What travels: how a bucket of each replica becomes the sum over all replicas."""
+    """The way in which a bucket of each replica becomes the sum over all replicas."""
 
     def start(self, bucket: Bucket) -> Any:
         """Start to sum a bucket; return a handle."""

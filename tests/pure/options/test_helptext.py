@@ -56,7 +56,8 @@ def test_the_options_of_train_stand_under_headings_with_true_defaults(
     assert printed.startswith("usage: hvdtrain train --model NAME --data DIR [options]\n")
     headings = re.findall(r"^(\S.*):$", printed, re.MULTILINE)
     assert headings == [
-        *("options", "model and data", "plan", "length and batch", "precision and devices"),
+        *("options", "model and data", "plan", "agreement of replicas"),
+        *("length and batch", "precision and devices"),
         *("optimisation", "fault tolerance", "output"),
     ]
     assert {field.metadata["group"] for field in dataclasses.fields(TrainConfig)} == {

@@ -38,8 +38,9 @@ def script(hvdtrain: Program, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (
             ["jobs", "submit", "--no"],
             [
-                *("--no-change-batch-norm", "--no-compile", "--no-decay", "--no-dry-run"),
-                *("--no-resume", "--no-verify", "--nodes", "--normalise"),
+                *("--no-average-optimizer", "--no-change-batch-norm", "--no-compile"),
+                *("--no-decay", "--no-dry-run"),
+                *("--no-resume", "--no-shard-optimizer", "--no-verify", "--nodes", "--normalise"),
             ],
         ),
         (["data", "fetch", "c"], ["cifar10", "cifar100"]),
