@@ -29,7 +29,7 @@ class Local:
 
 @dataclass(frozen=True)
 class DiLoCo:
-    """As `Local`, but the average is a gradient for an outer optimizer with momentum."""
+    """Replicas train alone, and an outer optimizer with momentum uses the average as a gradient."""
 
     period: int
 
