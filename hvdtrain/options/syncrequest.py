@@ -29,7 +29,7 @@ class Local:
 
 @dataclass(frozen=True)
 class DiLoCo:
-    """Replicas train alone, and an outer optimizer with momentum uses the average as a gradient."""
+    """Replicas train alone; for an outer optimizer with momentum their average is a gradient."""
 
     period: int
 

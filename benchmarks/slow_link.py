@@ -1,0 +1,166 @@
+"""Measures ways to agree on a link of known bandwidth between two ranks (root only).
+
+    python benchmarks/slow_link.py [--model resnet18] [--images 32] [--gigabits 0.1,1]
+                                   [--methods "exact;compress fp16;..."] [--rounds 3]
+
+A round is one job of each method, in turns, on a link that `tc` limits (benchmarks/link.py); the
+first steps of a job do not count. The bytes are those that the interface of rank 0 has sent per
+step, headers included, beside those that hvdtrain has counted. The predicted step is that of two
+ranks that never meet, plus the counted bytes over the bandwidth: no overlap, and no cost of
+compressing. The peers are DistributedDataParallel over gloo with PyTorch's own hooks.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import common
+from link import NETWORK, Link
+
+WARM_UP = 4  # steps of each job that do not count
+ALONE = "sync local:1000000"
+METHODS = (
+    f"{ALONE};exact;compress fp16;compress topk:0.01;compress powersgd:2;sync local:8;"
+    "sync diloco:32;ddp;ddp fp16;ddp powersgd"
+)
+
+
+class Sample(NamedTuple):
+    """The results of one job.
+
+    Attributes:
+        seconds: median per step, or the mean of a period for methods that meet every few steps.
+        sent: bytes per step of rank 0, as the interface counts them.
+        counted: bytes per step, as hvdtrain counts them; NaN for a peer.
+    """
+
+    seconds: float
+    sent: float
+    counted: float
+
+
+def main() -> None:
+    """Run the rounds and print a table for each bandwidth."""
+    options = _options()
+    if options.job is not None:
+        _peer(options)
+        return
+    methods = options.methods.split(";")
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder) / "data"
+        from hvdtrain.data import synth
+
+        images = 2 * options.images
+        synth(data, images * (options.steps + 1), common.CLASSES, size=common.SIZE)
+        for gigabits in map(float, options.gigabits.split(",")):
+            results: dict[str, list[Sample]] = {method: [] for method in methods}
+            with Link(gigabits) as link:
+                for number in range(options.rounds):
+                    turn = number % len(methods)
+                    for method in methods[turn:] + methods[:turn]:
+                        run = Path(folder) / f"run-{gigabits}-{number}-{len(results[method])}"
+                        results[method].append(_job(options, link, method, data, run))
+            _print(options, gigabits, results)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="resnet18")
+    parser.add_argument("--images", type=int, default=32, help="images per rank and step")
+    parser.add_argument("--gigabits", default="0.1,0.5,1,10", help="bandwidths in Gbit/s")
+    parser.add_argument("--methods", default=METHODS)
+    parser.add_argument("--steps", type=int, default=36, help="steps per job")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--data", help=argparse.SUPPRESS)
+    parser.add_argument("--method", help=argparse.SUPPRESS)
+    parser.add_argument("--job", type=int, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def _job(options: argparse.Namespace, link: Link, method: str, data: Path, run: Path) -> Sample:
+    if method.startswith("ddp"):
+        return _ddp(options, link, method, data)
+    images = 2 * options.images
+    way = "" if method == "exact" else f"--{method}"
+    arguments = f"--model {options.model} --threads 1 --batch-size {images} --compress-after 0"
+    arguments += f" --max-steps {options.steps} --log-every 1 --eval-every 0 {way}"
+    run = run.with_name(f"{run.name}-{method.replace(' ', '-').replace(':', '-')}")
+    before = link.sent_bytes()
+    common.run_all([link.mpirun(common.training(arguments, data, run))], threads=1)
+    sent = (link.sent_bytes() - before) / options.steps
+    summary = json.loads((run / "summary.json").read_text())
+    seconds = common.step_seconds(run, images)[WARM_UP:]
+    middle = statistics.mean(seconds) if method.startswith("sync") else statistics.median(seconds)
+    return Sample(middle, sent, summary["agreement"]["sent_bytes_per_step"])
+
+
+def _ddp(options: argparse.Namespace, link: Link, method: str, data: Path) -> Sample:
+    command = [sys.executable, __file__, "--data", str(data), "--method", method]
+    for name in ("model", "images", "steps"):
+        command += [f"--{name}", str(getattr(options, name))]
+    before = link.sent_bytes()
+    commands = [link.on(rank, [*command, "--job", str(rank)]) for rank in (0, 1)]
+    seconds = json.loads(common.run_all(commands, threads=1)[0])
+    sent = (link.sent_bytes() - before) / options.steps
+    return Sample(statistics.median(seconds[WARM_UP:]), sent, float("nan"))
+
+
+def _peer(options: argparse.Namespace) -> None:
+    """Run one rank of DistributedDataParallel with a hook."""
+    import torch
+    from torch import distributed, nn
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = f"end{options.job}"
+    distributed.init_process_group(
+        "gloo", init_method=f"tcp://{NETWORK}.1:29555", rank=options.job, world_size=2
+    )
+    loop = common.PlainLoop(options.model, options.data, "fp32")
+    loop.module = nn.parallel.DistributedDataParallel(loop.module, gradient_as_bucket_view=True)
+    if options.method == "ddp fp16":
+        loop.module.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    if options.method == "ddp powersgd":
+        state = powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=2, start_powerSGD_iter=2
+        )
+        loop.module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    seconds = []
+    for step in range(options.steps):
+        started = time.perf_counter()
+        loop.step((step * 2 + options.job) * options.images, options.images)
+        seconds.append(time.perf_counter() - started)
+    if options.job == 0:
+        print(json.dumps(seconds), flush=True)
+
+
+def _print(
+    options: argparse.Namespace, gigabits: float, results: Mapping[str, list[Sample]]
+) -> None:
+    images = 2 * options.images
+    print(f"{options.model}, 2 ranks x 1 thread, {images} images per step, {gigabits:g} Gbit/s")
+    print(f"{'':>24}{'s/step':>9}{'images/s':>10}{'MB sent':>9}{'counted':>9}{'predicted':>11}")
+    alone = statistics.median(sample.seconds for sample in results.get(ALONE, []) or [_NONE])
+    for method, samples in results.items():
+        seconds, sent, counted = (
+            statistics.median(column) for column in zip(*samples, strict=True)
+        )
+        predicted = alone + counted * 8 / (gigabits * 1e9)
+        print(
+            f"{method:>24}{seconds:>9.3f}{images / seconds:>10.1f}{sent / 1e6:>9.2f}"
+            f"{counted / 1e6:>9.2f}{predicted:>9.3f} s"
+        )
+    sys.stdout.flush()
+
+
+_NONE = Sample(float("nan"), float("nan"), float("nan"))
+
+if __name__ == "__main__":
+    main()
