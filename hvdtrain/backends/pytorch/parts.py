@@ -20,6 +20,7 @@ from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.stage import DTYPES, Part, StageModel
 from hvdtrain.plan.plan import Plan
 from hvdtrain.sync.collectives import HorovodCollectives
+from hvdtrain.sync.compress import make_sums
 from hvdtrain.sync.gradients import Gradients, ReplicatedGradients, SerialGradients
 from hvdtrain.sync.states import States
 from hvdtrain.world import World, process_set, start_horovod
@@ -41,7 +42,7 @@ def build_parts(
     """Return this rank's part of each stage that it holds, by stage number. Collective."""
     models = _models(config, plan, components, world.rank, device)
     synchronised = _synchronise(config, plan, models, exchange)
-    gradients = _gradients(plan, models, world)
+    gradients = _gradients(config, plan, models, world)
     return {
         number: Part(
             model,
@@ -254,7 +255,9 @@ def _synchronise(
     return frozenset(synchronised)
 
 
-def _gradients(plan: Plan, models: Mapping[int, StageModel], world: World) -> dict[int, Gradients]:
+def _gradients(
+    config: TrainConfig, plan: Plan, models: Mapping[int, StageModel], world: World
+) -> dict[int, Gradients]:
     """Return the reduction of gradients of each of this rank's stages. Collective."""
     gradients: dict[int, Gradients] = {}
     if all(len(stage.ranks) == 1 for stage in plan.stages):
@@ -271,10 +274,14 @@ def _gradients(plan: Plan, models: Mapping[int, StageModel], world: World) -> di
         if replicas is None or not model.tensors():
             gradients[number] = SerialGradients(model.parameters())
         else:
+            collectives = HorovodCollectives(
+                horovod, replicas, stage.ranks, world.rank, f"stage{number}"
+            )
             gradients[number] = ReplicatedGradients(
                 model.parameters(),
                 model.statistics(),
                 States(model.states, model.put),
-                HorovodCollectives(horovod, replicas, stage.ranks, world.rank, f"stage{number}"),
+                collectives,
+                make_sums(config.compress_request, config.compress_after, collectives),
             )
     return gradients
