@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from hvdtrain.config import TrainConfig
 from hvdtrain.sync.collectives import Collectives
 from hvdtrain.sync.compress import TopKSums
 from hvdtrain.sync.gradients import Sums
 from hvdtrain.sync.powersgd import PowerSums
 from hvdtrain.sync.residuals import Residual
 from hvdtrain.world import World
+from tests.mpi.common import components_of, names, run_step, runtime_of, whole_state
 from tests.mpi.compression import (
     METHODS,
     Replica,
@@ -22,11 +24,14 @@ from tests.mpi.compression import (
     distance,
     total,
 )
+from tests.mpi.plans import PLANS
 
 pytestmark = pytest.mark.usefixtures("horovod")
 BOUND = 1e-12
 SEEN = 1e-3  # larger than any rounding error
-STEPS = 4
+STEPS = 3
+# Unequal shares, and a replica of two stages.
+PLAN_OF = {2: "replicas that share unlike", 3: "overlapping", 4: "3+1, shares 3:2:1"}
 
 
 def lost(world: World, replica: Replica, steps: int = STEPS) -> float:
@@ -228,6 +233,27 @@ def elements(shape: tuple[int, ...], method: str) -> int:
     if len(shape) < 2 or shape == (1, 23):
         return count
     return rank * (shape[0] + count // shape[0])
+
+
+@pytest.mark.several_ranks
+def test_models_train_with_compressed_sums(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 13 samples with unequal shares and batch norms, on up to two groups of replicas."""
+    monkeypatch.setattr(PowerSums, "shrinks", AnyMatrix.shrinks)
+    components = components_of("resnet", 8)
+    plan = PLANS[world.size][PLAN_OF[world.size]](names(components))
+    weights = {}
+    for method in ("none", "topk:1", "powersgd:1000", "bf16"):
+        settings: dict[str, Any] = {"precision": "fp64", "batch_size": 13, "lr": 0.1, "seed": 3}
+        config = TrainConfig(
+            model="resnet", data="", compress=method, compress_after=1, **settings
+        )
+        runtime = runtime_of(config, plan, components, 8, world)
+        for number in range(3):
+            run_step(runtime, plan, world, 8, 13, number)
+        weights[method] = whole_state(plan, runtime, world)
+    assert distance(weights["topk:1"], weights["none"]) < BOUND
+    assert distance(weights["powersgd:1000"], weights["none"]) < BOUND
+    assert 1e-6 < distance(weights["bf16"], weights["none"]) < 0.1
 
 
 def checkpoint_of(world: World, replica: Replica) -> dict[str, Tensor]:
