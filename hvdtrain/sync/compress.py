@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hvdtrain.options import syncrequest
-from hvdtrain.options.syncrequest import CompressRequest
+from hvdtrain.options.syncrequest import NO_COMPRESSION, CompressRequest
 from hvdtrain.sync.collectives import Collectives
 from hvdtrain.sync.gradients import ExactSums, Sums
 from hvdtrain.sync.powersgd import PowerSums
@@ -21,10 +21,16 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 def make_sums(request: CompressRequest, after: int, collectives: Collectives) -> Sums:
     """Return the sums that a value of `--compress` requests.
 
+    A single replica sends nothing, and therefore compresses nothing.
+
     Args:
         after: first steps, whose sums are exact.
         collectives: among the replicas.
     """
+    if request == NO_COMPRESSION:
+        return ExactSums(collectives)
+    if collectives.size == 1:
+        return SingleSums(collectives, after)
     match request:
         case syncrequest.Half(dtype):
             return HalfSums(DTYPES[dtype], collectives, after)
@@ -32,7 +38,19 @@ def make_sums(request: CompressRequest, after: int, collectives: Collectives) ->
             return TopKSums(ratio, collectives, after)
         case syncrequest.PowerSGD(rank):
             return PowerSums(rank, collectives, after)
-    return ExactSums(collectives)
+    raise AssertionError(f"{request} is not known")
+
+
+class SingleSums(CompressedSums):
+    """The gradients of a single replica, to which it adds what several replicas have left out."""
+
+    def send(self, residual: Residual, full: Tensor) -> None:
+        """Store the gradients with the residual, which is then zero."""
+        residual.gradients.copy_(full)
+        full.zero_()
+
+    def receive(self, residual: Residual, handle: Any) -> None:
+        """Return at once: nothing is in flight."""
 
 
 @dataclass

@@ -77,13 +77,20 @@ def prepare(
         world.start_horovod(largest)
         leave_together_at_exit()
         _make_equal(model, optimizers, state, note)
+    _add(model, optimizers, state, compression)
+    return model, *optimizers
+
+
+def _add(
+    model: nn.Module, optimizers: Sequence[Optimizer], state: State, compression: Compression
+) -> None:
+    """Add hooks to the model, in place of those of an earlier `prepare`."""
     place, steps = _forget(model, state)
     replica = Replica(state.prepared, model, optimizers, state, compression)
     replica.steps = steps
     state.prepared += 1
     state.models.insert(place, replica)
     state.undo.append(replica.close)
-    return model, *optimizers
 
 
 def _check(model: Any, optimizers: Sequence[Any]) -> None:

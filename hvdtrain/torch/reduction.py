@@ -238,7 +238,7 @@ def _add_group(
         )
     compression = reduction.compression
     is_half = any(value.dtype == torch.float16 for value in parameters.values())
-    request = NO_COMPRESSION if is_half or place.size == 1 else compression.request
+    request = NO_COMPRESSION if is_half else compression.request
     sums = WeightedSums(make_sums(request, compression.after, collectives), reduction)
     reduction.groups.append(ReplicatedGradients(parameters, statistics, states, collectives, sums))
 
