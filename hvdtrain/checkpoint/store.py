@@ -12,7 +12,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -52,11 +52,13 @@ class Checkpoint:
         tensors: parameters and buffers by name.
         optimizer: the optimizer's tensors by parameter name and their own name.
         progress: position, counts and sizes, as in the training loop.
+        sync: the state of the ways in which replicas agree, by name.
     """
 
     tensors: dict[str, np.ndarray]
     optimizer: dict[str, dict[str, np.ndarray]]
     progress: dict[str, Any]
+    sync: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 def write_part(
@@ -279,7 +281,8 @@ def load(path: Path) -> Checkpoint:
             raise DataError(f"{path} contains a tensor twice")
         held |= part
     tensors, optimizer = by_kind(held)
-    return Checkpoint(tensors, optimizer, manifest.progress)
+    sync = {name.removeprefix(SYNC): held[name] for name in held if name.startswith(SYNC)}
+    return Checkpoint(tensors, optimizer, manifest.progress, sync)
 
 
 def by_kind(held: dict[str, Kept]) -> tuple[dict[str, Kept], dict[str, dict[str, Kept]]]:

@@ -110,8 +110,11 @@ def parse_sync_request(text: str) -> SyncRequest:
     return DiLoCo(period) if match[1] == "diloco" else Elastic(period)
 
 
-def parse_compress_request(text: str) -> CompressRequest:
+def parse_compress_request(text: str, option: str = "--compress") -> CompressRequest:
     """Return what a value of `--compress` requests.
+
+    Args:
+        option: its name in the error.
 
     Raises:
         UsageError: if it is not one of the forms, or its number is out of range.
@@ -126,7 +129,7 @@ def parse_compress_request(text: str) -> CompressRequest:
     if match and match[1] == "powersgd" and match[2].isdigit() and 0 < int(match[2]) < 10**6:
         return PowerSGD(int(match[2]))
     raise UsageError(
-        f"--compress {text} is not known: use {COMPRESS_FORMS}, such as topk:0.01 or powersgd:2"
+        f"{option} {text} is not known: use {COMPRESS_FORMS}, such as topk:0.01 or powersgd:2"
     )
 
 

@@ -114,8 +114,10 @@ def update(
         if not step.is_finished:
             _judge(rule, parts, exchange, step)
         is_bad = step.is_bad
-    if part.optimizer is not None and not is_bad:
-        part.optimizer.step()
+    if not is_bad:
+        part.gradients.accept()
+        if part.optimizer is not None:
+            part.optimizer.step()
     part.gradients.zero()
 
 

@@ -122,6 +122,9 @@ class _Unreduced(Kept):
         """Return whether all gradients are finite, by the test of the stage."""
         return self.gradients.are_finite()
 
+    def accept(self) -> None:
+        """Do nothing: a trial changes no state."""
+
     def zero(self) -> None:
         """Zero the gradients, as the stage does."""
         self.gradients.zero()

@@ -20,8 +20,8 @@ class Collectives(Protocol):
         place: of this rank among the replicas, from 0.
         sent_bytes: bytes that this rank has sent so far, if each operation sends as few as any
             algorithm can: 2 (n - 1) / n of the tensor in an all-reduce, (n - 1) / n in a
-            reduce-scatter, n - 1 times its own tensor in an all-gather (Thakur et al.,
-            "Optimization of Collective Communication Operations in MPICH", 2005).
+            reduce-scatter or an all-to-all, n - 1 times its own tensor in an all-gather (Thakur
+            et al., "Optimization of Collective Communication Operations in MPICH", 2005).
     """
 
     size: int
@@ -41,6 +41,12 @@ class Collectives(Protocol):
         """Start to sum a tensor [replicas * n] over the replicas; return a handle.
 
         `wait` returns the slice [n] of the sum that belongs to this replica's place.
+        """
+
+    def all_to_all(self, tensor: Tensor, name: str) -> Any:
+        """Start to send slice i [n] of a tensor [replicas * n] to replica i; return a handle.
+
+        `wait` returns the slices that this replica has received, as [replicas, n].
         """
 
     def wait(self, handle: Any) -> Tensor:
@@ -92,11 +98,20 @@ class HorovodCollectives:
             process_set=self.process_set,
         )
 
+    def all_to_all(self, tensor: Tensor, name: str) -> Any:
+        """Start to send each replica its slice."""
+        self.sent_bytes += (self.size - 1) / self.size * tensor.nbytes
+        return self.horovod.alltoall_async(
+            tensor.view(self.size, -1), name=f"{self.name}.{name}", process_set=self.process_set
+        )
+
     def wait(self, handle: Any) -> Tensor:
         """Return the result of an operation; the wait leaves the core to others."""
         wait_until(lambda: self.horovod.poll(handle))
-        result: Tensor = self.horovod.synchronize(handle)
-        return result
+        result = self.horovod.synchronize(handle)
+        # That of an all-to-all comes with the lengths of its slices.
+        tensor: Tensor = result[0] if isinstance(result, tuple) else result
+        return tensor
 
 
 class Alone:
@@ -115,6 +130,10 @@ class Alone:
     def reduce_scatter(self, tensor: Tensor, name: str) -> Tensor:
         """Return the tensor."""
         return tensor
+
+    def all_to_all(self, tensor: Tensor, name: str) -> Tensor:
+        """Return the tensor as the only row."""
+        return tensor[None]
 
     def wait(self, handle: Tensor) -> Tensor:
         """Return the result."""

@@ -42,6 +42,12 @@ class Gradients(Kept, Protocol):
     def are_finite(self) -> bool:
         """Return whether all gradients are finite, after `finish`; the same on all replicas."""
 
+    def accept(self) -> None:
+        """Count the step: the gradients of this `finish` go into the weights.
+
+        Not called for a step that is left out, or computed again only to explain it.
+        """
+
     def zero(self) -> None:
         """Reset the gradients."""
 
@@ -71,6 +77,9 @@ class SerialGradients(Kept):
     def are_finite(self) -> bool:
         """Return whether all gradients are finite."""
         return all_finite([value.grad for value in self.parameters if value.grad is not None])
+
+    def accept(self) -> None:
+        """Do nothing: no state depends on it."""
 
     def zero(self) -> None:
         """Drop the gradients: autograd then stores the next ones without a sum."""
@@ -107,17 +116,25 @@ class Bucket:
 class Sums(Kept, Protocol):
     """The way in which a bucket of each replica becomes the sum over all replicas."""
 
+    def attach(self, buckets: Sequence[Bucket]) -> None:
+        """Prepare for the buckets that will be summed; called once, before anything else."""
+        return
+
     def start(self, bucket: Bucket) -> Any:
         """Start to sum a bucket; return a handle."""
 
     def finish(self, bucket: Bucket, handle: Any) -> None:
         """Return once the bucket holds the sum, the same bits on all replicas."""
 
+    def accept(self) -> None:
+        """Count the last sum of every bucket: they go into the weights."""
+        return
+
     def counted(self) -> Mapping[str, float]:
         """Return what this rank has counted since the start, by name."""
 
 
-class ExactSums(Kept):
+class ExactSums(Sums):
     """Sums of the buckets as they are."""
 
     def __init__(self, collectives: Collectives) -> None:
@@ -173,6 +190,7 @@ class ReplicatedGradients(Kept):
             for i, group in enumerate(groups)
             if group or statistics
         ]
+        self.sums.attach(self.buckets)
         self.tail = [view for bucket in self.buckets for view in bucket.tail]
         self.announced = False
         self.has_arrived, self.first_is_over, self.each_arrives_once = False, False, True
@@ -217,6 +235,10 @@ class ReplicatedGradients(Kept):
     def are_finite(self) -> bool:
         """Return whether all gradients and statistics are finite."""
         return all_finite([bucket.flat for bucket in self.buckets])
+
+    def accept(self) -> None:
+        """Continue with what the sums keep from this step."""
+        self.sums.accept()
 
     def zero(self) -> None:
         """Set every gradient to zero, in place."""

@@ -23,15 +23,15 @@ from hvdtrain.backends.pytorch.state import (
     to_tensor,
 )
 from hvdtrain.checkpoint import store
-from hvdtrain.checkpoint.store import MODEL, OPTIMIZER, Checkpoint
+from hvdtrain.checkpoint.store import MODEL, OPTIMIZER, SYNC, Checkpoint
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host import files
 from hvdtrain.torch import state as states
 from hvdtrain.torch.agreement import Action, Note
+from hvdtrain.torch.reduction import COMPILED
 from hvdtrain.torch.state import State, Watched
 
 RandomStates = tuple[Tensor, Tensor | None]  # of PyTorch's generators on the CPU and on the GPU
-COMPILED = "_orig_mod."  # torch.compile puts it into the names of parameters
 
 
 def save(folder: str | Path, *, keep: int = 2, **others: Any) -> Path:
@@ -58,11 +58,12 @@ def save(folder: str | Path, *, keep: int = 2, **others: Any) -> Path:
     if state.sampler is not None:
         state.sampler.settle()
     rng = state.agreement.gather(Note(Action.SAVING, number=steps), _random_states(state))
+    kept = _kept(state)
     fault, path = None, Path(folder) / store.name_of(steps)
     if state.place.is_first:
         try:
             _check_folder(state, path.parent)
-            _write(state, path, keep, rng, others)
+            _write(state, path, keep, rng, kept, others)
         except (DataError, UsageError) as error:
             fault = error
     fault = state.agreement.broadcast(Note(Action.SAVING, number=steps), fault)
@@ -137,10 +138,26 @@ def _check_folder(state: State, folder: Path) -> None:
         )
 
 
+def _kept(state: State) -> dict[str, Tensor]:
+    """Return on rank 0 what the compressed sums of all ranks keep, by name. Collective."""
+    kept = {
+        f"{SYNC}{number}/{name}": value.cpu()
+        for number, model in enumerate(state.models)
+        for name, value in model.kept.saved().items()
+    }
+    everywhere = state.world.gather_on_first(kept) if kept else [kept]
+    return {name: value for theirs in everywhere for name, value in theirs.items()}
+
+
 def _write(
-    state: State, path: Path, keep: int, rng: list[RandomStates], others: Mapping[str, Any]
+    state: State,
+    path: Path,
+    keep: int,
+    rng: list[RandomStates],
+    kept: Mapping[str, Tensor],
+    others: Mapping[str, Any],
 ) -> None:
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = dict(kept)
     for number, model in enumerate(state.models):
         tensors |= _tensors(state, number, model)
     check_dtypes(tensors)
@@ -207,6 +224,7 @@ def _put(state: State, checkpoint: Checkpoint, path: str, others: Mapping[str, A
             target.copy_(to_tensor(checkpoint.tensors[name]))
     for number, model in enumerate(state.models):
         _put_optimizers(state, number, model, checkpoint)
+        _put_kept(number, model, checkpoint)
     for optimizer, groups in zip(optimizers, loop["groups"], strict=True):
         for group, options in zip(optimizer.param_groups, groups, strict=True):
             group.update(options)
@@ -244,6 +262,17 @@ def _put_optimizers(state: State, number: int, model: Watched, checkpoint: Check
             if name in checkpoint.optimizer and id(value) in stepped
         }
         restore_state(optimizer, parameters, kept)
+
+
+def _put_kept(number: int, model: Watched, checkpoint: Checkpoint) -> None:
+    prefix = f"{number}/"
+    saved = {
+        name.removeprefix(prefix): to_tensor(value)
+        for name, value in checkpoint.sync.items()
+        if name.startswith(prefix)
+    }
+    names = model.kept.wanted({name: tuple(value.shape) for name, value in saved.items()})
+    model.kept.load({name: saved[name] for name in names})
 
 
 def _tensors(state: State, number: int, model: Watched) -> dict[str, Tensor]:

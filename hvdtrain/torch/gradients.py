@@ -21,9 +21,10 @@ from torch.autograd import Variable
 
 from hvdtrain.errors import UsageError
 from hvdtrain.plan.cut import Share
+from hvdtrain.sync.saved import Kept
 from hvdtrain.torch.agreement import Action, Note
 from hvdtrain.torch.hooks import ForwardWatch, parameter_hooks, watched
-from hvdtrain.torch.reduction import Reduction, reduction_of, stop_flags
+from hvdtrain.torch.reduction import Compression, Reduction, reduction_of, stop_flags
 from hvdtrain.torch.state import Batch, State
 
 MOST_IDLE = 100  # backwards in a row without a step: a GradScaler leaves out a few
@@ -82,6 +83,7 @@ class Replica:
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         state: State,
+        compression: Compression,
     ) -> None:
         self.number, self.model, self.optimizers, self.state = number, model, [*optimizers], state
         named = {name: value for name, value in model.named_parameters() if value.requires_grad}
@@ -102,7 +104,8 @@ class Replica:
             self._handles.append(parameter.register_hook(before))
             # Before the hooks of the buckets, which may start a reduction.
             self._handles.append(parameter.register_post_accumulate_grad_hook(after))
-        self.reduction: Reduction = reduction_of(number, model, named, state)
+        self.reduction: Reduction = reduction_of(number, model, named, state, compression)
+        self.kept: Kept = self.reduction
         self.views = [cast(Tensor, parameter.grad) for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None

@@ -10,11 +10,12 @@ from torch.optim import Optimizer
 
 from hvdtrain import world
 from hvdtrain.errors import UsageError
+from hvdtrain.options.syncrequest import parse_compress_request
 from hvdtrain.parallel.stage import fingerprint
 from hvdtrain.torch import state as states
 from hvdtrain.torch.agreement import Action, Note
 from hvdtrain.torch.gradients import Replica
-from hvdtrain.torch.reduction import check_dtype, is_dense, trainable_bytes
+from hvdtrain.torch.reduction import Compression, check_dtype, is_dense, trainable_bytes
 from hvdtrain.torch.start import leave_together_at_exit
 from hvdtrain.torch.state import State
 
@@ -23,12 +24,22 @@ Kind = TypeVar("Kind", bound=Optimizer)
 
 
 @overload
-def prepare(model: Model, optimizer: Kind) -> tuple[Model, Kind]: ...
+def prepare(
+    model: Model, optimizer: Kind, *, compress: str = "none", compress_after: int = 100
+) -> tuple[Model, Kind]: ...
 @overload
-def prepare(model: Model, optimizer: Optimizer, *more: Optimizer) -> tuple[Any, ...]: ...
+def prepare(
+    model: Model,
+    optimizer: Optimizer,
+    *more: Optimizer,
+    compress: str = "none",
+    compress_after: int = 100,
+) -> tuple[Any, ...]: ...
 
 
-def prepare(model: Any, optimizer: Any, *more: Any) -> tuple[Any, ...]:
+def prepare(
+    model: Any, optimizer: Any, *more: Any, compress: str = "none", compress_after: int = 100
+) -> tuple[Any, ...]:
     """Make a model the same on all ranks, and have its gradients averaged during backward.
 
     Model and optimizers are returned, not copied. Weights, buffers and the state of the optimizers
@@ -37,11 +48,16 @@ def prepare(model: Any, optimizer: Any, *more: Any) -> tuple[Any, ...]:
     samples. Running statistics of batch norms become their mean over the ranks, weighted by
     samples; other buffers that forwards change become those of one rank.
 
-    Call it again after a change of the model, such as another frozen layer. Collective.
+    Call it again after a change of the model, such as another frozen layer; what compression has
+    left out so far is then lost. Collective.
 
     Args:
         model: on its device, with all its layers.
         optimizer, more: of its parameters only.
+        compress: what travels between ranks, as `hvdtrain train --compress`: none, fp16, bf16,
+            topk:RATIO or powersgd:RANK. What is left out is added to the next gradients, so keep
+            the scale of a GradScaler constant. Parameters in fp16 are not compressed.
+        compress_after: first averaged gradients that are exact.
 
     Raises:
         UsageError: on all ranks, if model or optimizers differ between ranks or cannot be
@@ -50,21 +66,31 @@ def prepare(model: Any, optimizer: Any, *more: Any) -> tuple[Any, ...]:
     state = states.current()
     optimizers = [optimizer, *more]
     _check(model, optimizers)
+    if compress_after < 0:
+        raise UsageError(f"compress_after {compress_after} is negative: give 0 or more steps")
+    compression = Compression(parse_compress_request(compress, "compress"), compress_after)
     note = Note(Action.PREPARING, len(state.models))
-    everywhere = state.agreement.gather(note, facts(model, optimizers))
+    everywhere = state.agreement.gather(note, facts(model, optimizers, compression))
     check_alike(everywhere)
     if state.place.size > 1:
         largest = max(1, trainable_bytes(model))
         world.start_horovod(largest)
         leave_together_at_exit()
         _make_equal(model, optimizers, state, note)
+    _add(model, optimizers, state, compression)
+    return model, *optimizers
+
+
+def _add(
+    model: nn.Module, optimizers: Sequence[Optimizer], state: State, compression: Compression
+) -> None:
+    """Add hooks to the model, in place of those of an earlier `prepare`."""
     place, steps = _forget(model, state)
-    replica = Replica(state.prepared, model, optimizers, state)
+    replica = Replica(state.prepared, model, optimizers, state, compression)
     replica.steps = steps
     state.prepared += 1
     state.models.insert(place, replica)
     state.undo.append(replica.close)
-    return model, *optimizers
 
 
 def _check(model: Any, optimizers: Sequence[Any]) -> None:
@@ -123,7 +149,9 @@ def _stepped(optimizer: Optimizer) -> list[nn.Parameter]:
     return [value for group in optimizer.param_groups for value in group["params"]]
 
 
-def facts(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, dict[str, str]]:
+def facts(
+    model: nn.Module, optimizers: Sequence[Optimizer], compression: Compression
+) -> dict[str, dict[str, str]]:
     """Return what has to be the same on all ranks, in words, by kind and name."""
     tensors = {
         name: f"{_form(value)}, {'trained' if value.requires_grad else 'frozen'}"
@@ -139,7 +167,8 @@ def facts(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, dict[s
                 what = [names[id(item)] for item in value] if key == "params" else value
                 shown = what.tolist() if isinstance(what, Tensor) else what
                 settings[f"{key} of group {place} of optimizer {number}"] = str(shown)
-    return {"model": tensors, "optimizer": settings}
+    compressed = {"compress": str(compression.request), "compress_after": str(compression.after)}
+    return {"model": tensors, "optimizer": settings, "compression": compressed}
 
 
 def _form(value: Tensor) -> str:

@@ -1,6 +1,7 @@
 """The sums of a prepared model over the ranks: gradients, running statistics and other buffers."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,20 +11,36 @@ from torch.nn.modules.batchnorm import _NormBase
 from hvdtrain import world
 from hvdtrain.errors import CheckFailed
 from hvdtrain.host.stop import StopRequest
+from hvdtrain.options.syncrequest import NO_COMPRESSION, CompressRequest
 from hvdtrain.parallel.stage import fingerprint
 from hvdtrain.plan.cut import Share
 from hvdtrain.sync.collectives import Alone, Collectives, HorovodCollectives
-from hvdtrain.sync.gradients import Bucket, ExactSums, Gradients, ReplicatedGradients
+from hvdtrain.sync.compress import make_sums
+from hvdtrain.sync.gradients import Bucket, Gradients, ReplicatedGradients, Sums
+from hvdtrain.sync.saved import Kept, Shapes
 from hvdtrain.sync.states import States
 from hvdtrain.torch.agreement import Action, Note
 from hvdtrain.torch.state import State
 from hvdtrain.training.control import stop_code
 
+COMPILED = "_orig_mod."  # torch.compile puts it into the names of parameters
 COMPARE_EVERY = 100  # backwards between comparisons of the ranks' weights
 Key = tuple[nn.Module, str]
 
 
-class Reduction:
+@dataclass(frozen=True)
+class Compression:
+    """What `prepare` was given.
+
+    Attributes:
+        after: first steps, whose gradients are exact.
+    """
+
+    request: CompressRequest = NO_COMPRESSION
+    after: int = 0
+
+
+class Reduction(Kept):
     """The flat buckets of a model, one set per dtype and device, and its buffers.
 
     Args:
@@ -42,8 +59,9 @@ class Reduction:
         parameters: Mapping[str, nn.Parameter],
         others: Mapping[str, Key],
         state: State,
+        compression: Compression,
     ) -> None:
-        self.number, self.state = number, state
+        self.number, self.state, self.compression = number, state, compression
         self.parameters, self.others = dict(parameters), dict(others)
         self.groups: list[Gradients] = []
         self.changing: set[str] = set()
@@ -64,6 +82,25 @@ class Reduction:
         """Return once every gradient is the sum over all ranks."""
         for group in self.groups:
             group.finish()
+        if self.compression.request == NO_COMPRESSION:
+            return
+        # A GradScaler leaves out a step with infinities.
+        if all(group.are_finite() for group in self.groups):
+            for group in self.groups:
+                group.accept()
+
+    def saved(self) -> dict[str, Tensor]:
+        """Return what this rank's sums keep from step to step, by name."""
+        return {name: value for group in self.groups for name, value in group.saved().items()}
+
+    def wanted(self, shapes: Shapes) -> frozenset[str]:
+        """Return what the sums read."""
+        return frozenset[str]().union(*(group.wanted(shapes) for group in self.groups))
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Give the sums what was saved; each picks its parameters."""
+        for group in self.groups:
+            group.load(tensors)
 
     def fingerprint(self, backward: int) -> int:
         """Return a checksum of the weights where they are due to be compared, else 0."""
@@ -145,7 +182,11 @@ class Reduction:
 
 
 def reduction_of(
-    number: int, model: nn.Module, parameters: Mapping[str, nn.Parameter], state: State
+    number: int,
+    model: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
+    state: State,
+    compression: Compression,
 ) -> Reduction:
     """Return the sums of a model; each gradient becomes a view into a bucket. Collective."""
     statistics = statistics_of(model)
@@ -156,11 +197,11 @@ def reduction_of(
         for key, value in module.named_buffers(recurse=False)
         if id(value) not in known
     }
-    reduction = Reduction(number, parameters, others, state)
+    reduction = Reduction(number, parameters, others, state, compression)
     kinds = dict.fromkeys((value.dtype, value.device) for value in parameters.values())
     for place, kind in enumerate(kinds):
         members = {
-            name: value
+            name.replace(COMPILED, ""): value
             for name, value in parameters.items()
             if (value.dtype, value.device) == kind
         }
@@ -195,16 +236,22 @@ def _add_group(
         collectives = HorovodCollectives(
             world.horovod(), world.process_set(everybody), everybody, place.rank, name
         )
-    sums = WeightedSums(collectives, reduction)
+    compression = reduction.compression
+    is_half = any(value.dtype == torch.float16 for value in parameters.values())
+    request = NO_COMPRESSION if is_half else compression.request
+    sums = WeightedSums(make_sums(request, compression.after, collectives), reduction)
     reduction.groups.append(ReplicatedGradients(parameters, statistics, states, collectives, sums))
 
 
-class WeightedSums(ExactSums):
+class WeightedSums(Sums):
     """Sums of buckets whose weight is known only when they are complete."""
 
-    def __init__(self, collectives: Collectives, reduction: Reduction) -> None:
-        super().__init__(collectives)
-        self.reduction = reduction
+    def __init__(self, sums: Sums, reduction: Reduction) -> None:
+        self.sums, self.reduction = sums, reduction
+
+    def attach(self, buckets: Sequence[Bucket]) -> None:
+        """Attach the buckets to the sums."""
+        self.sums.attach(buckets)
 
     def start(self, bucket: Bucket) -> Any:
         """Weight a bucket, and start its all-reduce."""
@@ -212,7 +259,31 @@ class WeightedSums(ExactSums):
             weight = self.reduction.weight()
             # A placeholder's gradients may be NaN.
             bucket.flat.mul_(weight) if weight else bucket.flat.zero_()
-        return super().start(bucket)
+        return self.sums.start(bucket)
+
+    def finish(self, bucket: Bucket, handle: Any) -> None:
+        """Wait for the sum."""
+        self.sums.finish(bucket, handle)
+
+    def accept(self) -> None:
+        """Count the step."""
+        self.sums.accept()
+
+    def counted(self) -> Mapping[str, float]:
+        """Return what the sums have counted."""
+        return self.sums.counted()
+
+    def saved(self) -> dict[str, Tensor]:
+        """Return what the sums keep."""
+        return self.sums.saved()
+
+    def wanted(self, shapes: Shapes) -> frozenset[str]:
+        """Return what the sums read."""
+        return self.sums.wanted(shapes)
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Give the sums what was saved."""
+        self.sums.load(tensors)
 
 
 def stop_flags(stop: StopRequest | None) -> tuple[int, int]:

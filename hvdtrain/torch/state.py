@@ -11,6 +11,7 @@ from torch import nn
 from hvdtrain.errors import UsageError
 from hvdtrain.health import failure
 from hvdtrain.host.stop import StopRequest
+from hvdtrain.sync.saved import Kept
 from hvdtrain.torch.agreement import Agreement
 from hvdtrain.world import World
 
@@ -81,12 +82,17 @@ class Counted(Protocol):
 
 
 class Watched(Protocol):
-    """A prepared model, as the checks of optimizers and of epochs see it."""
+    """A prepared model, as the checks of optimizers and of epochs see it.
+
+    Attributes:
+        kept: what its compressed sums keep from step to step.
+    """
 
     model: nn.Module
     optimizers: list[torch.optim.Optimizer]
     parameters: list[nn.Parameter]
     steps: int
+    kept: Kept
 
     def before_step(self, with_closure: bool) -> None:
         """Refuse a step that would be wrong."""

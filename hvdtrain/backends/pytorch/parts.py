@@ -14,12 +14,14 @@ from hvdtrain.errors import UsageError, one_line
 from hvdtrain.models.component import Component, build_component
 from hvdtrain.options import decay
 from hvdtrain.options.nearest import nearest
+from hvdtrain.options.syncrequest import NO_COMPRESSION
 from hvdtrain.parallel.batchnorm import synchronise
 from hvdtrain.parallel.boundary import Form
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.stage import DTYPES, Part, StageModel
 from hvdtrain.plan.plan import Plan
-from hvdtrain.sync.collectives import HorovodCollectives
+from hvdtrain.sync.collectives import Alone, Collectives, HorovodCollectives
+from hvdtrain.sync.compress import make_sums
 from hvdtrain.sync.gradients import Gradients, ReplicatedGradients, SerialGradients
 from hvdtrain.sync.states import States
 from hvdtrain.world import World, process_set, start_horovod
@@ -41,7 +43,7 @@ def build_parts(
     """Return this rank's part of each stage that it holds, by stage number. Collective."""
     models = _models(config, plan, components, world.rank, device)
     synchronised = _synchronise(config, plan, models, exchange)
-    gradients = _gradients(plan, models, world)
+    gradients = _gradients(config, plan, models, world)
     return {
         number: Part(
             model,
@@ -254,27 +256,36 @@ def _synchronise(
     return frozenset(synchronised)
 
 
-def _gradients(plan: Plan, models: Mapping[int, StageModel], world: World) -> dict[int, Gradients]:
+def _gradients(
+    config: TrainConfig, plan: Plan, models: Mapping[int, StageModel], world: World
+) -> dict[int, Gradients]:
     """Return the reduction of gradients of each of this rank's stages. Collective."""
     gradients: dict[int, Gradients] = {}
-    if all(len(stage.ranks) == 1 for stage in plan.stages):
-        return {number: SerialGradients(model.parameters()) for number, model in models.items()}
-    parameters = [value for model in models.values() for value in model.parameters().values()]
-    largest = max(world.gather(sum(value.numel() * value.element_size() for value in parameters)))
-    groups = [stage.ranks for stage in plan.stages if len(stage.ranks) > 1]
-    horovod = start_horovod(largest, groups)
+    horovod = None
+    if groups := [stage.ranks for stage in plan.stages if len(stage.ranks) > 1]:
+        values = [value for model in models.values() for value in model.parameters().values()]
+        largest = max(world.gather(sum(value.numel() * value.element_size() for value in values)))
+        horovod = start_horovod(largest, groups)
     for number, stage in enumerate(plan.stages):
-        replicas = process_set(stage.ranks) if len(stage.ranks) > 1 else None
+        collectives: Collectives | None = None
+        if len(stage.ranks) > 1:
+            replicas = process_set(stage.ranks)
+            if number in models:
+                name = f"stage{number}"
+                collectives = HorovodCollectives(horovod, replicas, stage.ranks, world.rank, name)
+        elif config.compress_request != NO_COMPRESSION:
+            collectives = Alone()  # more replicas may have left something out
         if number not in models:
             continue
         model = models[number]
-        if replicas is None or not model.tensors():
+        if collectives is None or not model.tensors():
             gradients[number] = SerialGradients(model.parameters())
         else:
             gradients[number] = ReplicatedGradients(
                 model.parameters(),
                 model.statistics(),
                 States(model.states, model.put),
-                HorovodCollectives(horovod, replicas, stage.ranks, world.rank, f"stage{number}"),
+                collectives,
+                make_sums(config.compress_request, config.compress_after, collectives),
             )
     return gradients

@@ -56,12 +56,14 @@ class TorchState(State):
 
     Attributes:
         plan, runtime: the current ones, which a migration replaces.
+        wanted: names of the tensors that each way to agree reads, by the last `expected`.
     """
 
     runtime: Runtime
     config: TrainConfig
     world: World
     copies: Copies = field(default_factory=Copies)
+    wanted: list[frozenset[str]] = field(default_factory=list)
 
     @property
     def parts(self) -> Mapping[int, Part]:
@@ -116,15 +118,17 @@ class TorchState(State):
                 entries = state_shapes(self.config, parameter.shape)
                 expected |= {f"{OPTIMIZER}{name}/{key}": shape for key, shape in entries.items()}
         shapes = _without_prefix(saved)
-        wanted = frozenset[str]().union(*(kept.wanted(shapes) for kept in self._kept()))
-        return expected | {f"{SYNC}{name}": shapes[name] for name in wanted}
+        self.wanted = [kept.wanted(shapes) for kept in self._kept()]
+        names = frozenset[str]().union(*self.wanted)
+        return expected | {f"{SYNC}{name}": shapes[name] for name in names}
 
     @override
     def put(self, arrays: Mapping[str, np.ndarray]) -> None:
         put_arrays(self.parts, arrays)
         tensors = {name: to_tensor(value) for name, value in _without_prefix(arrays).items()}
-        for kept in self._kept():
-            kept.load({name: tensors[name] for name in kept.wanted(_shapes(tensors))})
+        # What a rank reads may depend on tensors that it does not read: not to be asked again.
+        for kept, names in zip(self._kept(), self.wanted, strict=True):
+            kept.load({name: tensors[name] for name in names})
 
     def _kept(self) -> list[Kept]:
         """Return what has a state beside weights and optimizers."""
@@ -136,10 +140,6 @@ def _without_prefix(named: Mapping[str, Value]) -> dict[str, Value]:
     return {
         name.removeprefix(SYNC): value for name, value in named.items() if name.startswith(SYNC)
     }
-
-
-def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def gather_tensors(plan: Plan, parts: Mapping[int, Part], world: World) -> dict[str, Tensor]:

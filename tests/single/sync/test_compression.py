@@ -1,0 +1,33 @@
+"""Compressed sums of a single replica."""
+
+import torch
+from torch import nn
+
+from hvdtrain.options.syncrequest import TopK
+from hvdtrain.plan.cut import Share
+from hvdtrain.sync.collectives import Alone
+from hvdtrain.sync.compress import make_sums
+from hvdtrain.sync.gradients import ReplicatedGradients
+from hvdtrain.sync.states import States
+
+
+def test_a_single_replica_adds_once_what_several_have_left_out() -> None:
+    layer, after = nn.Linear(3, 2), 1
+    named, alone = dict(layer.named_parameters()), Alone()
+    states = States(dict, lambda _: None)
+    sums = make_sums(TopK(0.1), after, alone)
+    gradients = ReplicatedGradients(named, {}, states, alone, sums)
+    left_out = {f"residual/{place}/weight": torch.full((2, 3), 0.5 + place) for place in range(2)}
+    shapes = {name: tuple(value.shape) for name, value in left_out.items()}
+    assert gradients.wanted(shapes) == left_out.keys()
+    gradients.load(left_out)
+    received = []
+    for _ in range(3):
+        gradients.zero()
+        layer(torch.ones(1, 3)).sum().backward()
+        gradients.start(Share(1.0, True))
+        gradients.finish()
+        gradients.accept()
+        assert layer.weight.grad is not None
+        received.append(float(layer.weight.grad[0, 0]))
+    assert received == [1.0, 3.0, 1.0], "exact, then with the residuals, then nothing is left"
