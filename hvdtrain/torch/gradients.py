@@ -63,7 +63,7 @@ class Window:
         """Return the weight of this rank's running statistics."""
         samples = sum(batch.samples for batch in self.batches)
         first = self.batches[-1].first == rank
-        return Share(samples / self.total if self.total else 0.0, first)
+        return Share(samples / self.total if self.total else 0.0, first, samples)
 
 
 class Replica:
