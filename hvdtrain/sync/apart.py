@@ -152,8 +152,11 @@ class Apart(Kept, ABC):
             return frozenset()
         names = {*self.replica.parameters, *self.replica.statistics, *self.replica.states.find()}
         prefix = f"replica/{place}/"
+        # With the counts of the last replica: what is wanted from the result is the same again.
         return frozenset(
-            name for name in shapes if name.startswith(prefix) and name.rpartition("/")[2] in names
+            name
+            for name in shapes
+            if (name.startswith(prefix) and name.rpartition("/")[2] in names) or name == last
         )
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
