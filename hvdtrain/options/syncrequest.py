@@ -29,7 +29,7 @@ class Local:
 
 @dataclass(frozen=True)
 class DiLoCo:
-    """As `Local`, but the average is a gradient for an outer optimizer with momentum."""
+    """Replicas train alone; their average is a gradient for an outer optimizer."""
 
     period: int
 

@@ -1,4 +1,4 @@
-"""What all methods share whose replicas train apart: periods, and state in checkpoints."""
+"""Replicas that train apart: their periods, and their state in checkpoints."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence

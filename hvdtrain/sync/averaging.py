@@ -70,7 +70,7 @@ class PostLocalMeetings(Kept):
 
     @property
     def differ(self) -> bool:
-        """Whether replicas may hold different weights now."""
+        """Return whether replicas may hold different weights now."""
         return self.local.differ
 
     def before_step(self, epoch: int) -> None:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from hvdtrain.checkpoint.store import owners
 from hvdtrain.sync.apart import Apart
 from hvdtrain.sync.average import Agreed, Travelling
 from hvdtrain.sync.collectives import Collectives
@@ -75,7 +74,7 @@ class Fragment:
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether a transfer has started whose result is not used yet."""
+        """Return whether a transfer has started whose result is not used yet."""
         return self.travelling is not None or self.arrived is not None
 
     @property
@@ -249,11 +248,13 @@ class DiLoCoMeetings(Apart):
 
 def _fragments(replica: Replica, period: int, count: int) -> list[Fragment]:
     """Return fragments of about equally many bytes, in the order of the model."""
-    sizes = [value.nbytes for value in replica.parameters.values()]
-    numbers = owners(sizes, count)
+    total, before = max(1, sum(value.nbytes for value in replica.parameters.values())), 0
     groups: dict[int, dict[str, nn.Parameter]] = {}
-    for number, (name, parameter) in zip(numbers, replica.parameters.items(), strict=True):
+    for name, parameter in replica.parameters.items():
+        # A parameter belongs where its middle lies.
+        number = min(count - 1, (2 * before + parameter.nbytes) * count // (2 * total))
         groups.setdefault(number, {})[name] = parameter
+        before += parameter.nbytes
     groups = groups or {0: {}}
     last = max(groups)
     return [

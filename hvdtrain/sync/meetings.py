@@ -13,7 +13,7 @@ class Meetings(Kept, Protocol):
 
     @property
     def differ(self) -> bool:
-        """Whether the replicas may hold different weights now."""
+        """Return whether the replicas may hold different weights now."""
 
     def before_step(self, epoch: int) -> None:
         """Prepare for a step of training.

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hvdtrain.backends.pytorch.state import TorchState
 from hvdtrain.check.plan import local_batch, random_batch
@@ -23,7 +23,7 @@ from hvdtrain.sync.average import Agreed, Averager
 from hvdtrain.sync.diloco import DiLoCoMeetings
 from hvdtrain.world import World
 from tests.mpi.common import CLASSES, components_of, names, run_step, runtime_of, whole_state
-from tests.mpi.plans import staged
+from tests.mpi.plans import dp, staged
 
 SIZE = 8
 EPOCH = (13, 13, 13, 13, 2)  # a tail with fewer samples than some numbers of replicas
@@ -36,7 +36,8 @@ History = list[list[Weights]]  # per step (and per epoch, after it), per replica
 
 
 def config_of(sync: str = "exact", model: str = "cnn", **options: Any) -> TrainConfig:
-    chosen = {"optimizer": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3} | options
+    chosen: dict[str, Any] = {"optimizer": "sgd", "lr": 0.05, "momentum": 0.9}
+    chosen |= {"weight_decay": 1e-3} | options
     config = TrainConfig(model=model, data="set", precision="fp64", sync=sync, **chosen)
     config.check()
     return config
@@ -193,6 +194,41 @@ def test_batch_norm_statistics_are_those_of_the_exact_run(
     local = final(config_of(sync, "resnet", **options), plan(components), world, 2, **sizes)
     assert any("num_batches_tracked" in name for name in local)
     assert difference(local, expected) <= 1e-10  # batch norm multiplies rounding errors
+
+
+class Changing(nn.Module):
+    """A layer with a buffer of whole numbers that depends on the samples it has seen."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(3, dtype=torch.int64))
+        self.linear = nn.Linear(3 * SIZE * SIZE, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.training:
+            self.seen = self.seen * 3 + images[0].flatten()[:3].mul(100).long()
+        logits: Tensor = self.linear(images.flatten(1))
+        return logits
+
+
+@pytest.mark.several_ranks
+@pytest.mark.parametrize("sync", ["local:1", "diloco:2", "elastic:2"])
+def test_other_buffers_become_those_of_the_first_replica(world: World, sync: str) -> None:
+    components = [Component("layer", Changing)]
+    trainer = Trainer(config_of(sync), dp(world.size)(["layer"]), components, world)
+    for part in trainer.runtime.parts.values():
+        part.model.changing = frozenset({"layer.seen"})
+    for number in range(4):
+        trainer.step(number)
+    values = world.gather(weights_of(trainer.runtime)["layer.seen"].tolist())
+    assert len(set(map(tuple, values))) == 1, "step 4 ends a period"
+    trainer.step(4)  # two samples: the first replicas only, of which each sees its own
+    apart = world.gather(weights_of(trainer.runtime)["layer.seen"].tolist())
+    assert (len(set(map(tuple, apart))) == 1) == (sync == "local:1")
+    trainer.meet()
+    assert trainer.whole()["layer.seen"].tolist() == apart[0]
 
 
 @pytest.mark.several_ranks

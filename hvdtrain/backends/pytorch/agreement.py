@@ -1,4 +1,4 @@
-"""How the replicas of a stage agree, as the options request it: gradients and meetings."""
+"""Gradients and meetings of the replicas of a stage, as the options request them."""
 
 from collections.abc import Callable
 
