@@ -162,17 +162,17 @@ class Apart(Kept, ABC):
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Continue as the replica that saved this state."""
         prefix = f"replica/{self.collectives.place}/"
-        own = {
+        state = {
             name.removeprefix(prefix): value
             for name, value in tensors.items()
             if name.startswith(prefix)
         }
-        self.has_local_state = bool(own)
-        counts = own.pop(f"{COUNTS}{self.anchor}", None)
+        self.has_local_state = bool(state)
+        counts = state.pop(f"{COUNTS}{self.anchor}", None)
         samples, self.steps = counts.tolist() if counts is not None else (0, 0)
         self.samples_before = self.trained.samples - samples
         self.differ = self.steps > 0
-        self.put({_inward(name): value for name, value in own.items()})
+        self.put({_inward(name): value for name, value in state.items()})
 
     def put(self, tensors: Mapping[str, Tensor]) -> None:
         """Load weights and optimizer state of this replica, by the names of a checkpoint."""

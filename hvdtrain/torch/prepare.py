@@ -14,6 +14,7 @@ from hvdtrain.parallel.stage import fingerprint
 from hvdtrain.torch import state as states
 from hvdtrain.torch.agreement import Action, Note
 from hvdtrain.torch.gradients import Replica
+from hvdtrain.torch.local import period_of
 from hvdtrain.torch.reduction import check_dtype, is_dense, trainable_bytes
 from hvdtrain.torch.start import leave_together_at_exit
 from hvdtrain.torch.state import State
@@ -23,12 +24,14 @@ Kind = TypeVar("Kind", bound=Optimizer)
 
 
 @overload
-def prepare(model: Model, optimizer: Kind) -> tuple[Model, Kind]: ...
+def prepare(model: Model, optimizer: Kind, *, sync: str = "exact") -> tuple[Model, Kind]: ...
 @overload
-def prepare(model: Model, optimizer: Optimizer, *more: Optimizer) -> tuple[Any, ...]: ...
+def prepare(
+    model: Model, optimizer: Optimizer, *more: Optimizer, sync: str = "exact"
+) -> tuple[Any, ...]: ...
 
 
-def prepare(model: Any, optimizer: Any, *more: Any) -> tuple[Any, ...]:
+def prepare(model: Any, optimizer: Any, *more: Any, sync: str = "exact") -> tuple[Any, ...]:
     """Make a model the same on all ranks, and have its gradients averaged during backward.
 
     Model and optimizers are returned, not copied. Weights, buffers and the state of the optimizers
@@ -37,11 +40,16 @@ def prepare(model: Any, optimizer: Any, *more: Any) -> tuple[Any, ...]:
     samples. Running statistics of batch norms become their mean over the ranks, weighted by
     samples; other buffers that forwards change become those of one rank.
 
+    With `sync="local:H"` ranks train apart, and gradients are those of a rank's samples. After
+    every H steps of the optimizer, and before `evaluate` and `save`, weights, statistics and the
+    state of the optimizer become their averages, weighted by samples.
+
     Call it again after a change of the model, such as another frozen layer. Collective.
 
     Args:
         model: on its device, with all its layers.
         optimizer, more: of its parameters only.
+        sync: "exact" or "local:H", with one optimizer.
 
     Raises:
         UsageError: on all ranks, if model or optimizers differ between ranks or cannot be
@@ -50,16 +58,22 @@ def prepare(model: Any, optimizer: Any, *more: Any) -> tuple[Any, ...]:
     state = states.current()
     optimizers = [optimizer, *more]
     _check(model, optimizers)
+    period = period_of(sync, optimizers)
     note = Note(Action.PREPARING, len(state.models))
-    everywhere = state.agreement.gather(note, facts(model, optimizers))
+    described = facts(model, optimizers)
+    described["optimizer"]["sync"] = sync
+    everywhere = state.agreement.gather(note, described)
     check_alike(everywhere)
+    for other in state.models:
+        other.meet()
     if state.place.size > 1:
         largest = max(1, trainable_bytes(model))
         world.start_horovod(largest)
         leave_together_at_exit()
         _make_equal(model, optimizers, state, note)
     place, steps = _forget(model, state)
-    replica = Replica(state.prepared, model, optimizers, state)
+    period = period if state.place.size > 1 else None
+    replica = Replica(state.prepared, model, optimizers, state, period)
     replica.steps = steps
     state.prepared += 1
     state.models.insert(place, replica)

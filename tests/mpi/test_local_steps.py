@@ -224,7 +224,7 @@ def test_other_buffers_become_those_of_the_first_replica(world: World, sync: str
         trainer.step(number)
     values = world.gather(weights_of(trainer.runtime)["layer.seen"].tolist())
     assert len(set(map(tuple, values))) == 1, "step 4 ends a period"
-    trainer.step(4)  # two samples: the first replicas only, of which each sees its own
+    trainer.step(4)  # two samples, on different replicas
     apart = world.gather(weights_of(trainer.runtime)["layer.seen"].tolist())
     assert (len(set(map(tuple, apart))) == 1) == (sync == "local:1")
     trainer.meet()
