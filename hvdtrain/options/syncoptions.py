@@ -54,7 +54,7 @@ class SyncOptions:
     )
     overlap: int = option(
         0,
-        "with --sync diloco: steps that continue while a fragment travels",
+        "with --sync diloco: steps between the start of a fragment's transfer and its use",
         Group.SYNC,
         Rule.NOT_NEGATIVE | Rule.TORCH_ONLY,
     )

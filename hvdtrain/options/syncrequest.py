@@ -29,7 +29,7 @@ class Local:
 
 @dataclass(frozen=True)
 class DiLoCo:
-    """Replicas train alone; for an outer optimizer with momentum their average is a gradient."""
+    """Replicas train alone; their average is a gradient for an outer optimizer."""
 
     period: int
 
@@ -156,6 +156,7 @@ def check_sync(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
             f"--shard-optimizer needs the exact sums of every step, without {other}: leave one out"
         )
     _check_approximate(values, request, is_compressed)
+    _check_apart(values, request)
 
 
 def _check_approximate(
@@ -179,3 +180,29 @@ def _check_approximate(
                 f"{flag(name)} needs the gradients of all replicas in every step, which {used} "
                 "does not sum: leave one out"
             )
+
+
+def _check_apart(values: Mapping[str, Any], request: SyncRequest) -> None:
+    """Refuse options that replicas that train apart cannot obey."""
+    if isinstance(request, Exact):
+        return
+    sync = f"--sync {values['sync']}"
+    if values["batch_norm"] == "sync":
+        raise UsageError(
+            f"--batch-norm sync needs all replicas in every step, which {sync} lets train apart: "
+            "use --batch-norm local"
+        )
+    if isinstance(request, DiLoCo) and values["fragments"] > request.period:
+        raise UsageError(
+            f"--fragments {values['fragments']} need as many steps between meetings, but {sync} "
+            f"has {request.period}: use at most --fragments {request.period}"
+        )
+    if isinstance(request, DiLoCo) and values["overlap"] >= request.period:
+        raise UsageError(
+            f"--overlap {values['overlap']} does not end before the next meeting of {sync}: use "
+            f"at most --overlap {request.period - 1}"
+        )
+    if isinstance(request, Elastic) and (values["elastic_rate"] or 0.0) > 1:
+        raise UsageError(
+            f"--elastic-rate {values['elastic_rate']:g} goes beyond the centre: use at most 1"
+        )

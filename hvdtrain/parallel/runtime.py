@@ -155,8 +155,9 @@ class Runtime:
         for part in self.parts.values():
             part.gradients.finish()
             for name, parameter in part.model.parameters().items():
-                assert parameter.grad is not None, f"{name} was never reduced"
-                gradients[name] = parameter.grad.clone()
+                # A replica that trains apart has no gradients without samples.
+                value = parameter.grad
+                gradients[name] = torch.zeros_like(parameter) if value is None else value.clone()
             part.gradients.zero()
         return gradients
 

@@ -46,10 +46,12 @@ class Share:
     Attributes:
         weight: its samples divided by those of the whole batch.
         first: whether it is the first replica of its stage with samples.
+        samples: of the replica.
     """
 
     weight: float
     first: bool
+    samples: int = 0
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,8 @@ class Cut:
     def share(self, stage: int, rank: int) -> Share:
         """Return the share of the batch that `rank` works on in `stage`."""
         first = next(other for other in self.parts[stage] if self.samples(stage, other))
-        return Share(self.samples(stage, rank) / self.batch_size, rank == first)
+        samples = self.samples(stage, rank)
+        return Share(samples / self.batch_size, rank == first, samples)
 
 
 # By (boundary, micro-batch, rank); boundary s lies between stages s and s + 1.

@@ -3,17 +3,24 @@
 from collections.abc import Mapping
 from typing import Protocol
 
+from torch import Tensor
+
 from hvdtrain.sync.saved import Kept
 
 
 class Meetings(Kept, Protocol):
-    """The meetings of one stage's replicas. All methods are collective among them.
+    """The meetings of one stage's replicas. All methods are collective among them."""
 
-    Attributes:
-        differ: whether the replicas may hold different weights now.
-    """
+    @property
+    def differ(self) -> bool:
+        """Return whether the replicas may hold different weights now."""
 
-    differ: bool
+    def before_step(self, epoch: int) -> None:
+        """Prepare for a step of training.
+
+        Args:
+            epoch: of the step, from 0.
+        """
 
     def after_step(self, step: int) -> None:
         """Meet if it is due after a step of all replicas.
@@ -26,6 +33,13 @@ class Meetings(Kept, Protocol):
     def meet(self) -> None:
         """Agree now: before an evaluation, and at the end of the run."""
 
+    def agreed(self) -> Mapping[str, Tensor]:
+        """Return what all replicas would hold if they agreed now, by the names of a checkpoint.
+
+        Checkpoints hold these tensors instead of those of one replica; tensors in which replicas
+        do not differ are left out.
+        """
+
     def counted(self) -> Mapping[str, float]:
         """Return what this rank has counted since the start, by name, such as meetings."""
 
@@ -35,11 +49,18 @@ class NoMeetings(Kept):
 
     differ = False
 
+    def before_step(self, epoch: int) -> None:
+        """Do nothing."""
+
     def after_step(self, step: int) -> None:
         """Do nothing."""
 
     def meet(self) -> None:
         """Do nothing."""
+
+    def agreed(self) -> Mapping[str, Tensor]:
+        """Return nothing: replicas agree."""
+        return {}
 
     def counted(self) -> Mapping[str, float]:
         """Return nothing."""

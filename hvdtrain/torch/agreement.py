@@ -29,6 +29,7 @@ class Action(IntEnum):
     SAVING = 6
     LOADING = 7
     LEAVING = 8
+    MEETING = 9
 
 
 WORDS = {
@@ -41,6 +42,7 @@ WORDS = {
     Action.SAVING: "saving",
     Action.LOADING: "loading",
     Action.LEAVING: "at the end of the program",
+    Action.MEETING: "averaging model {model} in meeting {number}",
 }
 
 

@@ -54,6 +54,7 @@ def save(folder: str | Path, *, keep: int = 2, **others: Any) -> Path:
         raise UsageError("there is nothing to save: call distributed.prepare before save")
     for model in state.models:
         model.check_steps()
+        model.meet()
     steps = state.models[0].steps
     if state.sampler is not None:
         state.sampler.settle()

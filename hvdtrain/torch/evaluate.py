@@ -53,6 +53,8 @@ def evaluate(
         UsageError: if no rank has a sample.
     """
     state = states.current()
+    for prepared in state.models:
+        prepared.meet()
     state.agreement.exchange(Note(Action.EVALUATING))
     losses: list[float] = []
     samples = correct = 0

@@ -9,9 +9,10 @@ same bits on all ranks. Clipping, GradScaler and the optimizer then need not kno
 
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -24,7 +25,14 @@ from hvdtrain.plan.cut import Share
 from hvdtrain.sync.saved import Kept
 from hvdtrain.torch.agreement import Action, Note
 from hvdtrain.torch.hooks import ForwardWatch, parameter_hooks, watched
-from hvdtrain.torch.reduction import Compression, Reduction, reduction_of, stop_flags
+from hvdtrain.torch.local import LocalReduction
+from hvdtrain.torch.reduction import (
+    Compression,
+    Reduction,
+    reduction_of,
+    statistics_of,
+    stop_flags,
+)
 from hvdtrain.torch.state import Batch, State
 
 MOST_IDLE = 100  # backwards in a row without a step: a GradScaler leaves out a few
@@ -64,7 +72,7 @@ class Window:
         """Return the weight of this rank's running statistics."""
         samples = sum(batch.samples for batch in self.batches)
         first = self.batches[-1].first == rank
-        return Share(samples / self.total if self.total else 0.0, first)
+        return Share(samples / self.total if self.total else 0.0, first, samples)
 
 
 class Replica:
@@ -72,6 +80,7 @@ class Replica:
 
     Attributes:
         views: the gradients of `parameters` in the buckets.
+        reduction: sums the gradients, or lets ranks meet after every `period` steps.
         backwards: number of backwards whose gradients were averaged.
         steps: number of steps of its optimizers.
         idle: backwards without a step since the last step.
@@ -84,6 +93,7 @@ class Replica:
         optimizers: Sequence[torch.optim.Optimizer],
         state: State,
         compression: Compression,
+        period: int | None = None,
     ) -> None:
         self.number, self.model, self.optimizers, self.state = number, model, [*optimizers], state
         named = {name: value for name, value in model.named_parameters() if value.requires_grad}
@@ -104,7 +114,15 @@ class Replica:
             self._handles.append(parameter.register_hook(before))
             # Before the hooks of the buckets, which may start a reduction.
             self._handles.append(parameter.register_post_accumulate_grad_hook(after))
-        self.reduction: Reduction = reduction_of(number, model, named, state, compression)
+        kind: Callable[..., Reduction] = partial(Reduction, compression=compression)
+        if period is not None:
+            kind = partial(
+                LocalReduction,
+                statistics=statistics_of(model),
+                optimizer=optimizers[0],
+                period=period,
+            )
+        self.reduction = reduction_of(number, model, named, state, kind)
         self.kept: Kept = self.reduction
         self.views = [cast(Tensor, parameter.grad) for parameter in self.parameters]
         for parameter in self.parameters:
@@ -274,7 +292,8 @@ class Replica:
         else:
             self.phase, unused = Phase.REDUCED, self._reduce()
         for place, parameter in enumerate(self.parameters):
-            parameter.grad = None if place in unused else self.views[place]
+            is_unused = place in unused or not self.reduction.has_gradients
+            parameter.grad = None if is_unused else self.views[place]
 
     def _missing(self) -> set[int]:
         return set(range(len(self.parameters))) - self.window.touched
@@ -349,6 +368,11 @@ class Replica:
                 place = state.models.index(self)
                 state.sampler.advance(len(window.batches), window.total, place)
         self.phase = Phase.STEPPED
+        self.reduction.after_step(self.steps)
+
+    def meet(self) -> None:
+        """Let ranks that train apart agree. Collective."""
+        self.reduction.meet()
 
     def check_steps(self) -> None:
         """Refuse a loop that runs backward and never steps.

@@ -15,6 +15,7 @@ from hvdtrain.parallel.stage import fingerprint
 from hvdtrain.torch import state as states
 from hvdtrain.torch.agreement import Action, Note
 from hvdtrain.torch.gradients import Replica
+from hvdtrain.torch.local import period_of
 from hvdtrain.torch.reduction import Compression, check_dtype, is_dense, trainable_bytes
 from hvdtrain.torch.start import leave_together_at_exit
 from hvdtrain.torch.state import State
@@ -25,7 +26,12 @@ Kind = TypeVar("Kind", bound=Optimizer)
 
 @overload
 def prepare(
-    model: Model, optimizer: Kind, *, compress: str = "none", compress_after: int = 100
+    model: Model,
+    optimizer: Kind,
+    *,
+    compress: str = "none",
+    compress_after: int = 100,
+    sync: str = "exact",
 ) -> tuple[Model, Kind]: ...
 @overload
 def prepare(
@@ -34,11 +40,17 @@ def prepare(
     *more: Optimizer,
     compress: str = "none",
     compress_after: int = 100,
+    sync: str = "exact",
 ) -> tuple[Any, ...]: ...
 
 
 def prepare(
-    model: Any, optimizer: Any, *more: Any, compress: str = "none", compress_after: int = 100
+    model: Any,
+    optimizer: Any,
+    *more: Any,
+    compress: str = "none",
+    compress_after: int = 100,
+    sync: str = "exact",
 ) -> tuple[Any, ...]:
     """Make a model the same on all ranks, and have its gradients averaged during backward.
 
@@ -47,6 +59,10 @@ def prepare(
     the global batch, however its samples are divided: a rank's loss must be the mean over its own
     samples. Running statistics of batch norms become their mean over the ranks, weighted by
     samples; other buffers that forwards change become those of one rank.
+
+    With `sync="local:H"` ranks train apart, and gradients are those of a rank's samples. After
+    every H steps of the optimizer, and before `evaluate` and `save`, weights, statistics and the
+    state of the optimizer become their averages, weighted by samples.
 
     Call it again after a change of the model, such as another frozen layer; what compression has
     left out so far is then lost. Collective.
@@ -58,6 +74,7 @@ def prepare(
             topk:RATIO or powersgd:RANK. What is left out is added to the next gradients, so keep
             the scale of a GradScaler constant. Parameters in fp16 are not compressed.
         compress_after: first averaged gradients that are exact.
+        sync: "exact" or "local:H", with one optimizer.
 
     Raises:
         UsageError: on all ranks, if model or optimizers differ between ranks or cannot be
@@ -66,12 +83,22 @@ def prepare(
     state = states.current()
     optimizers = [optimizer, *more]
     _check(model, optimizers)
+    period = period_of(sync, optimizers)
     if compress_after < 0:
         raise UsageError(f"compress_after {compress_after} is negative: give 0 or more steps")
     compression = Compression(parse_compress_request(compress, "compress"), compress_after)
+    if period is not None and compression.request != NO_COMPRESSION:
+        raise UsageError(
+            f"compress={compress!r} does not support sync={sync!r}, which sums no gradients: "
+            "leave one out"
+        )
     note = Note(Action.PREPARING, len(state.models))
-    everywhere = state.agreement.gather(note, facts(model, optimizers, compression))
+    described = facts(model, optimizers, compression)
+    described["optimizer"]["sync"] = sync
+    everywhere = state.agreement.gather(note, described)
     check_alike(everywhere)
+    for other in state.models:
+        other.meet()
     if state.place.size > 1:
         largest = max(1, trainable_bytes(model))
         world.start_horovod(largest)
@@ -86,7 +113,7 @@ def _add(
 ) -> None:
     """Add hooks to the model, in place of those of an earlier `prepare`."""
     place, steps = _forget(model, state)
-    replica = Replica(state.prepared, model, optimizers, state, compression)
+    replica = Replica(state.prepared, model, optimizers, state, compression, period)
     replica.steps = steps
     state.prepared += 1
     state.models.insert(place, replica)

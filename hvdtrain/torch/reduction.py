@@ -102,6 +102,36 @@ class Reduction(Kept):
         for group in self.groups:
             group.load(tensors)
 
+    @property
+    def has_gradients(self) -> bool:
+        """Return whether this rank updates its weights, after `start`."""
+        return True
+
+    def after_step(self, step: int) -> None:
+        """Do nothing: ranks agree in every step."""
+
+    def meet(self) -> None:
+        """Do nothing: ranks agree."""
+
+    def add_group(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        statistics: Mapping[str, Tensor],
+        states: States,
+        name: str,
+    ) -> None:
+        """Add parameters of one dtype and device."""
+        place = self.state.place
+        collectives: Collectives = Alone()
+        if place.size > 1:
+            everybody = tuple(range(place.size))
+            collectives = HorovodCollectives(
+                world.horovod(), world.process_set(everybody), everybody, place.rank, name
+            )
+        sums = WeightedSums(collectives, self)
+        gradients = ReplicatedGradients(parameters, statistics, states, collectives, sums)
+        self.groups.append(gradients)
+
     def fingerprint(self, backward: int) -> int:
         """Return a checksum of the weights where they are due to be compared, else 0."""
         if self.state.place.size == 1 or not (backward <= 2 or backward % COMPARE_EVERY == 0):
@@ -186,9 +216,13 @@ def reduction_of(
     model: nn.Module,
     parameters: Mapping[str, nn.Parameter],
     state: State,
-    compression: Compression,
+    kind: "Callable[..., Reduction]" = Reduction,
 ) -> Reduction:
-    """Return the sums of a model; each gradient becomes a view into a bucket. Collective."""
+    """Return the sums of a model; each gradient becomes a view into a bucket. Collective.
+
+    Args:
+        kind: makes them, of the arguments of `Reduction`.
+    """
     statistics = statistics_of(model)
     known = {id(value) for value in statistics.values()}
     others = {
@@ -197,18 +231,18 @@ def reduction_of(
         for key, value in module.named_buffers(recurse=False)
         if id(value) not in known
     }
-    reduction = Reduction(number, parameters, others, state, compression)
-    kinds = dict.fromkeys((value.dtype, value.device) for value in parameters.values())
-    for place, kind in enumerate(kinds):
+    reduction = kind(number, parameters, others, state)
+    groups = dict.fromkeys((value.dtype, value.device) for value in parameters.values())
+    for place, group in enumerate(groups):
         members = {
             name.replace(COMPILED, ""): value
             for name, value in parameters.items()
-            if (value.dtype, value.device) == kind
+            if (value.dtype, value.device) == group
         }
         is_first = place == 0
         states = States(reduction.states if is_first else dict, reduction.put)
         own_statistics = statistics if is_first else {}
-        _add_group(reduction, members, own_statistics, states, f"model{number}.{place}")
+        reduction.add_group(members, own_statistics, states, f"model{number}.{place}")
     return reduction
 
 
@@ -220,27 +254,6 @@ def statistics_of(model: nn.Module) -> dict[str, Tensor]:
         if isinstance(module, _NormBase)
         for key, buffer in module.named_buffers(recurse=False)
     }
-
-
-def _add_group(
-    reduction: Reduction,
-    parameters: Mapping[str, nn.Parameter],
-    statistics: Mapping[str, Tensor],
-    states: States,
-    name: str,
-) -> None:
-    place = reduction.state.place
-    collectives: Collectives = Alone()
-    if place.size > 1:
-        everybody = tuple(range(place.size))
-        collectives = HorovodCollectives(
-            world.horovod(), world.process_set(everybody), everybody, place.rank, name
-        )
-    compression = reduction.compression
-    is_half = any(value.dtype == torch.float16 for value in parameters.values())
-    request = NO_COMPRESSION if is_half else compression.request
-    sums = WeightedSums(make_sums(request, compression.after, collectives), reduction)
-    reduction.groups.append(ReplicatedGradients(parameters, statistics, states, collectives, sums))
 
 
 class WeightedSums(Sums):

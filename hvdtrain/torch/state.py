@@ -103,6 +103,9 @@ class Watched(Protocol):
     def check_steps(self) -> None:
         """Refuse a loop that never steps."""
 
+    def meet(self) -> None:
+        """Let ranks that train apart agree. Collective."""
+
 
 @dataclass
 class State:

@@ -215,7 +215,8 @@ def _start_or_resume(
     progress = Progress.of(kept) if kept else Progress(session.index.hash)
     if kept is None and config.weights is not None:
         console.say(session.state.start_from(Path(config.weights)))
-    session.state.agree()
+    if kept is None:  # replicas that train apart have restored different weights
+        session.state.agree()
     replication = open_replication(config, folder, session.world, console)
     if session.world.rank != 0:
         return progress, replication, None

@@ -146,6 +146,7 @@ class State(ABC):
     def share(self) -> dict[str, np.ndarray]:
         """Return copies of the arrays that this rank writes to a checkpoint, by their names there.
 
+        Collective: replicas that train apart contribute to the average that a checkpoint holds.
         The next call uses the same memory again.
         """
 

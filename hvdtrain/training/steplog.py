@@ -138,11 +138,15 @@ def compare_fingerprints(run: Run, log: StepLog) -> None:
     """
     session = run.session
     # All ranks are at the same step: each has sent the control vector of it.
-    if run.progress.step % CHECK_EVERY or not _has_replicas(run) or not session.replicas_agree:
+    if run.progress.step % CHECK_EVERY or not _has_replicas(run):
         return
+    # A rank knows of its own stages only whether their replicas agree.
+    local = session.state.fingerprints() if session.replicas_agree else {}
     with run.activity.doing("comparing the replicas"):
-        fingerprints = session.world.gather(session.state.fingerprints())
-    if all(
+        agree, fingerprints = zip(
+            *session.world.gather((session.replicas_agree, local)), strict=True
+        )
+    if not all(agree) or all(
         len({fingerprints[rank][number] for rank in stage.ranks}) == 1
         for number, stage in enumerate(session.plan.stages)
     ):

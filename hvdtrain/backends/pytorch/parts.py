@@ -3,12 +3,14 @@
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from fnmatch import fnmatchcase
+from functools import partial
 from inspect import unwrap
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
+from hvdtrain.backends.pytorch.agreement import Group, agreement
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError, one_line
 from hvdtrain.models.component import Component, build_component
@@ -21,9 +23,8 @@ from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.stage import DTYPES, Part, StageModel
 from hvdtrain.plan.plan import Plan
 from hvdtrain.sync.collectives import Alone, Collectives, HorovodCollectives
-from hvdtrain.sync.compress import make_sums
-from hvdtrain.sync.gradients import Gradients, ReplicatedGradients, SerialGradients
-from hvdtrain.sync.states import States
+from hvdtrain.sync.gradients import Gradients, SerialGradients
+from hvdtrain.sync.meetings import Meetings, NoMeetings
 from hvdtrain.world import World, process_set, start_horovod
 
 Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
@@ -43,17 +44,23 @@ def build_parts(
     """Return this rank's part of each stage that it holds, by stage number. Collective."""
     models = _models(config, plan, components, world.rank, device)
     synchronised = _synchronise(config, plan, models, exchange)
-    gradients = _gradients(config, plan, models, world)
-    return {
-        number: Part(
+    groups = _groups(plan, models, world)
+    parts: dict[int, Part] = {}
+    for number, model in models.items():
+        optimizer = stage_optimizer(config, model)
+        gradients: Gradients = SerialGradients(model.parameters())
+        meetings: Meetings = NoMeetings()
+        if number in groups:
+            gradients, meetings = agreement(config, model, optimizer, groups[number])
+        parts[number] = Part(
             model,
-            gradients[number],
-            stage_optimizer(config, model),
+            gradients,
+            optimizer,
+            meetings,
             is_first_replica=world.rank == plan.stages[number].ranks[0],
             synchronised=number in synchronised,
         )
-        for number, model in models.items()
-    }
+    return parts
 
 
 def build_parts_alone(
@@ -256,36 +263,23 @@ def _synchronise(
     return frozenset(synchronised)
 
 
-def _gradients(
-    config: TrainConfig, plan: Plan, models: Mapping[int, StageModel], world: World
-) -> dict[int, Gradients]:
-    """Return the reduction of gradients of each of this rank's stages. Collective."""
-    gradients: dict[int, Gradients] = {}
-    horovod = None
-    if groups := [stage.ranks for stage in plan.stages if len(stage.ranks) > 1]:
-        values = [value for model in models.values() for value in model.parameters().values()]
-        largest = max(world.gather(sum(value.numel() * value.element_size() for value in values)))
-        horovod = start_horovod(largest, groups)
+def _groups(plan: Plan, models: Mapping[int, StageModel], world: World) -> dict[int, Group]:
+    """Return collective operations of each of this rank's replicated stages. Collective."""
+    groups: dict[int, Group] = {}
+    if all(len(stage.ranks) == 1 for stage in plan.stages):
+        return groups
+    parameters = [value for model in models.values() for value in model.parameters().values()]
+    largest = max(world.gather(sum(value.numel() * value.element_size() for value in parameters)))
+    members = [stage.ranks for stage in plan.stages if len(stage.ranks) > 1]
+    horovod = start_horovod(largest, members)
     for number, stage in enumerate(plan.stages):
-        collectives: Collectives | None = None
-        if len(stage.ranks) > 1:
-            replicas = process_set(stage.ranks)
-            if number in models:
-                name = f"stage{number}"
-                collectives = HorovodCollectives(horovod, replicas, stage.ranks, world.rank, name)
-        elif config.compress_request != NO_COMPRESSION:
-            collectives = Alone()  # more replicas may have left something out
-        if number not in models:
-            continue
-        model = models[number]
-        if collectives is None or not model.tensors():
-            gradients[number] = SerialGradients(model.parameters())
-        else:
-            gradients[number] = ReplicatedGradients(
-                model.parameters(),
-                model.statistics(),
-                States(model.states, model.put),
-                collectives,
-                make_sums(config.compress_request, config.compress_after, collectives),
-            )
-    return gradients
+        replicas = process_set(stage.ranks) if len(stage.ranks) > 1 else None
+        if replicas is not None and number in models and models[number].tensors():
+            groups[number] = partial(_operations, horovod, replicas, stage.ranks, world, number)
+    return groups
+
+
+def _operations(
+    horovod: Any, replicas: Any, ranks: Sequence[int], world: World, stage: int, purpose: str
+) -> Collectives:
+    return HorovodCollectives(horovod, replicas, ranks, world.rank, f"stage{stage}.{purpose}")

@@ -5,6 +5,7 @@ its images are in memory. The ranks learn of it after the next step (on a GPU af
 that), and by then the weights have the update of that step, if it was a good one.
 """
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -213,21 +214,29 @@ class TorchSession(Session):
                 set_learning_rate(part.optimizer, rate)
         self._seed(position)
         todo = self.program(batch_size, is_training=True)
-        step = self.runtime.train(Step(todo, feed.images, feed.labels))
-        number = position % len(self.train_rows) // self.config.batch_size + 1
+        epoch, offset = divmod(position, len(self.train_rows))
         for part in self.state.parts.values():
-            part.meetings.after_step(number)
+            part.meetings.before_step(epoch)
+        step = self.runtime.train(Step(todo, feed.images, feed.labels))
+        met = self._after_step(offset // self.config.batch_size + 1)
         self.times.add(step.waited.transfer)
         return Result(
             read_loss=read_later(step.loss_sum),
             samples=todo.cut.samples(self.plan.last, self.world.rank),
             norm=step.norm,
             is_bad=step.is_bad,
-            exposed_seconds=step.reduction.exposed + step.waited.transfer,
-            communication_seconds=step.reduction.total + step.waited.transfer,
+            exposed_seconds=step.reduction.exposed + step.waited.transfer + met,
+            communication_seconds=step.reduction.total + step.waited.transfer + met,
             bubble_seconds=step.waited.bubble,
             compute_seconds=sum(step.seconds[kind] for kind in COMPUTE),
         )
+
+    def _after_step(self, step: int) -> float:
+        """Let replicas meet if it is due after a step of the epoch; return the seconds it took."""
+        started = time.perf_counter()
+        for part in self.state.parts.values():
+            part.meetings.after_step(step)
+        return time.perf_counter() - started
 
     @override
     def evaluate(self, batches: Iterable[tuple[Feed, int]]) -> tuple[float, float]:

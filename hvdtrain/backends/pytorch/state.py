@@ -104,6 +104,9 @@ class TorchState(State):
     @override
     def share(self) -> dict[str, np.ndarray]:
         share = local_share(self.plan, self.parts, self.world.rank)
+        for part in self.parts.values():
+            agreed = part.meetings.agreed()
+            share |= {name: agreed[name] for name in share.keys() & agreed.keys()}
         for kept in self._kept():
             share |= {f"{SYNC}{name}": tensor for name, tensor in kept.saved().items()}
         return self.copies.of(share)

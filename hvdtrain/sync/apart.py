@@ -1,0 +1,194 @@
+"""Replicas that train apart: their periods, and their state in checkpoints."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from hvdtrain.plan.cut import Share
+from hvdtrain.sync.average import Averager
+from hvdtrain.sync.collectives import Collectives
+from hvdtrain.sync.local import Trained
+from hvdtrain.sync.replica import MODEL, Replica
+from hvdtrain.sync.saved import Kept, Shapes
+from hvdtrain.sync.states import CopiedStates
+
+COUNTS = "counts/"
+
+
+class Apart(Kept, ABC):
+    """Replicas that train apart and meet after every `period` steps of an epoch.
+
+    Between two meetings a checkpoint holds the average of all replicas as the model, and each
+    replica's own state beside it, under `replica/<place>/`. A run that is resumed with as many
+    replicas continues bit by bit; with another number it continues from the average.
+
+    Args:
+        replica: this rank's.
+        collectives: among the replicas.
+        trained: counts this replica's samples.
+        period: number of steps.
+
+    Attributes:
+        differ: whether replicas may hold different weights now.
+        has_local_state: whether anything of this replica may differ from the others.
+        steps: since replicas last agreed on all weights.
+    """
+
+    def __init__(
+        self, replica: Replica, collectives: Collectives, trained: Trained, period: int
+    ) -> None:
+        self.replica, self.collectives, self.trained = replica, collectives, trained
+        self.period = period
+        self.averager = Averager(collectives)
+        self.copies = CopiedStates(replica.copied, collectives)
+        self.differ, self.has_local_state = False, False
+        self.steps, self.samples_before = 0, trained.samples
+        self.meetings, self.drift = 0, 0.0
+
+    @property
+    def samples(self) -> int:
+        """Samples of this replica since replicas last agreed."""
+        return self.trained.samples - self.samples_before
+
+    def before_step(self, epoch: int) -> None:
+        """Do nothing."""
+
+    def after_step(self, step: int) -> None:
+        """Meet if the step ends a period."""
+        self.count_step()
+        if step % self.period == 0:
+            self.exchange()
+
+    def count_step(self) -> None:
+        """Note that the replicas have made a step without each other."""
+        self.steps += 1
+        self.differ = self.has_local_state = True
+
+    def meet(self) -> None:
+        """Meet if there was a step since the last meeting."""
+        if self.steps:
+            self.exchange()
+
+    @abstractmethod
+    def exchange(self) -> None:
+        """Meet now."""
+
+    def end_period(self) -> None:
+        """Note that a meeting is over."""
+        self.steps, self.samples_before = 0, self.trained.samples
+        self.meetings += 1
+
+    def counted(self) -> Mapping[str, float]:
+        """Return meetings, bytes sent, and the norm of the change of weights by the last one."""
+        return {
+            "meetings": self.meetings,
+            "sent_bytes": self.collectives.sent_bytes,
+            "drift": self.drift,
+        }
+
+    def measure_drift(self, averages: Sequence[Tensor]) -> None:
+        """Store the distance between this replica's parameters and their averages."""
+        parameters = self.replica.parameters.values()
+        with torch.no_grad():
+            norms = [
+                torch.linalg.vector_norm(average - parameter)
+                for parameter, average in zip(parameters, averages, strict=True)
+            ]
+            self.drift = float(torch.stack(norms).square().sum().sqrt()) if norms else 0.0
+
+    def copy_states(self, first: int) -> None:
+        """Copy counters and other buffers from the replica at the place `first`."""
+        is_first = self.collectives.place == first
+        self.copies.start(Share(float(is_first), is_first))
+        self.copies.finish()
+
+    @torch.no_grad()
+    def agreed(self) -> dict[str, Tensor]:
+        """Return the averages for a checkpoint by name; empty if replicas do not differ.
+
+        Collective among the replicas.
+        """
+        if not self.has_local_state:
+            return {}
+        tensors = self.replica.moments()
+        if self.differ:
+            named = {**self.replica.parameters, **self.replica.averaged}
+            tensors |= {f"{MODEL}{name}": value for name, value in named.items()}
+        weight = self.samples if self.steps else 1.0
+        travelling = self.averager.start("checkpoint", list(tensors.values()), weight)
+        averages = self.averager.finish(travelling).averages
+        return {
+            name: average.to(value.dtype)
+            for (name, value), average in zip(tensors.items(), averages, strict=True)
+        }
+
+    def saved(self) -> dict[str, Tensor]:
+        """Return this replica's own state, if it may differ from that of the others."""
+        if not self.has_local_state:
+            return {}
+        weights = self.local_weights()
+        named = {_outward(name): value for name, value in self.replica.moments().items()}
+        named |= weights
+        if self.anchor:
+            named[f"{COUNTS}{self.anchor}"] = torch.tensor([self.samples, self.steps])
+        return {f"replica/{self.collectives.place}/{name}": value for name, value in named.items()}
+
+    def local_weights(self) -> dict[str, Tensor]:
+        """Return weights and buffers that only this replica has, by their names when saved."""
+        return self.replica.weights() if self.differ else {}
+
+    @property
+    def anchor(self) -> str:
+        """The name of a tensor of this stage."""
+        return next(iter({**self.replica.parameters, **self.replica.statistics}), "")
+
+    def wanted(self, shapes: Shapes) -> frozenset[str]:
+        """Return the state of the replica at this place, if there were as many replicas."""
+        size, place = self.collectives.size, self.collectives.place
+        last, next_ = (f"replica/{i}/{COUNTS}{self.anchor}" for i in (size - 1, size))
+        if last not in shapes or next_ in shapes:
+            return frozenset()
+        names = {*self.replica.parameters, *self.replica.statistics, *self.replica.states.find()}
+        prefix = f"replica/{place}/"
+        # With the counts of the last replica: what is wanted from the result is the same again.
+        return frozenset(
+            name
+            for name in shapes
+            if (name.startswith(prefix) and name.rpartition("/")[2] in names) or name == last
+        )
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Continue as the replica that saved this state."""
+        prefix = f"replica/{self.collectives.place}/"
+        state = {
+            name.removeprefix(prefix): value
+            for name, value in tensors.items()
+            if name.startswith(prefix)
+        }
+        self.has_local_state = bool(state)
+        counts = state.pop(f"{COUNTS}{self.anchor}", None)
+        samples, self.steps = counts.tolist() if counts is not None else (0, 0)
+        self.samples_before = self.trained.samples - samples
+        self.differ = self.steps > 0
+        self.put({_inward(name): value for name, value in state.items()})
+
+    def put(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load weights and optimizer state of this replica, by the names of a checkpoint."""
+        self.replica.load(tensors)
+
+
+def _outward(name: str) -> str:
+    """Return optimizer/KEY/NAME for optimizer/NAME/KEY: saved names end in a parameter's name."""
+    kind, rest = name.split("/", 1)
+    parameter, _, key = rest.rpartition("/")
+    return f"{kind}/{key}/{parameter}"
+
+
+def _inward(name: str) -> str:
+    """Return optimizer/NAME/KEY for optimizer/KEY/NAME; other names as they are."""
+    if not name.startswith("optimizer/"):
+        return name
+    kind, key, parameter = name.split("/", 2)
+    return f"{kind}/{parameter}/{key}"

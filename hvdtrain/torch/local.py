@@ -1,0 +1,154 @@
+"""Local steps of a prepared model: ranks train apart and average their weights after a period."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from hvdtrain import world
+from hvdtrain.errors import UsageError
+from hvdtrain.options.syncrequest import Exact, Local, parse_sync_request
+from hvdtrain.plan.cut import Share
+from hvdtrain.sync.averaging import LocalMeetings
+from hvdtrain.sync.collectives import Alone, HorovodCollectives
+from hvdtrain.sync.gradients import ReplicatedGradients
+from hvdtrain.sync.local import Trained
+from hvdtrain.sync.replica import Replica
+from hvdtrain.sync.states import States
+from hvdtrain.torch.agreement import Action, Note
+from hvdtrain.torch.reduction import Key, Reduction, WeightedSums
+from hvdtrain.torch.state import State
+
+
+class LocalReduction(Reduction):
+    """Gradients of a rank's own samples, and the meetings of all ranks.
+
+    The state of the optimizer is averaged, too, so that a checkpoint of rank 0 is complete.
+
+    Args:
+        statistics: running statistics of batch norms, by name.
+        optimizer: of the parameters.
+        period: steps from one meeting to the next.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        parameters: Mapping[str, nn.Parameter],
+        others: Mapping[str, Key],
+        state: State,
+        statistics: Mapping[str, Tensor],
+        optimizer: torch.optim.Optimizer,
+        period: int,
+    ) -> None:
+        super().__init__(number, parameters, others, state)
+        self.optimizer, self.period, self.trained = optimizer, period, Trained()
+        self.share = Share(0.0, False)
+        everybody = tuple(range(state.place.size))
+        collectives = HorovodCollectives(
+            world.horovod(),
+            world.process_set(everybody),
+            everybody,
+            state.place.rank,
+            f"model{number}.meetings",
+        )
+        states = States(self.states, self._put)
+        replica = Replica(parameters, statistics, states, optimizer, self._complete)
+        self.meetings = LocalMeetings(
+            replica, collectives, self.trained, period, averages_optimizer=True
+        )
+        self.statistics = statistics
+
+    @property
+    @override
+    def has_gradients(self) -> bool:
+        return self.share.samples > 0
+
+    @override
+    def add_group(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        statistics: Mapping[str, Tensor],
+        states: States,
+        name: str,
+    ) -> None:
+        alone, nothing = Alone(), States(dict, lambda _: None)
+        sums = WeightedSums(alone, self)
+        self.groups.append(ReplicatedGradients(parameters, {}, nothing, alone, sums))
+
+    @override
+    def start(self, share: Share) -> None:
+        super().start(share)
+        self.share = share
+        self.trained.samples += share.samples
+
+    @override
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Scale the gradients, which are weighted by the share, to the mean over its samples."""
+        super().finish()
+        for group in self.groups:
+            assert isinstance(group, ReplicatedGradients)
+            for bucket in group.buckets if self.has_gradients else ():
+                bucket.flat.mul_(1 / self.share.weight)
+
+    @override
+    def fingerprint(self, backward: int) -> int:
+        return 0  # ranks hold different weights between two meetings
+
+    @override
+    def after_step(self, step: int) -> None:
+        self.meetings.count_step()
+        if step % self.period == 0:
+            self.meet()
+
+    @override
+    def meet(self) -> None:
+        """Average weights, optimizer and statistics, if there was a step since the last time."""
+        if self.meetings.steps:
+            self.meetings.meet()
+
+    def _put(self, values: Mapping[str, Tensor]) -> None:
+        """Store values of counters in place, and those of other buffers in new tensors."""
+        for name, value in values.items():
+            if name in self.statistics:
+                self.statistics[name].copy_(value)
+        self.put({name: value for name, value in values.items() if name in self.others})
+
+    def _complete(self) -> None:
+        """Create the optimizer's state where only other ranks have it, as zeros. Collective."""
+        state = self.optimizer.state
+        forms = {
+            name: {
+                key: (tuple(value.shape), value.dtype)
+                for key, value in state.get(parameter, {}).items()
+                if isinstance(value, Tensor)
+            }
+            for name, parameter in self.parameters.items()
+        }
+        note = Note(Action.MEETING, self.number, self.meetings.meetings)
+        for theirs in self.state.agreement.gather(note, forms):
+            for name, entries in theirs.items():
+                parameter = self.parameters[name]
+                for key, (shape, dtype) in entries.items():
+                    if key not in state[parameter]:
+                        device = parameter.device if shape else torch.device("cpu")
+                        zeros = torch.zeros(shape, dtype=dtype, device=device)
+                        state[parameter][key] = zeros
+
+
+def period_of(sync: str, optimizers: Sequence[torch.optim.Optimizer]) -> int | None:
+    """Return the steps between meetings that a value of `sync` requests; None if it is exact.
+
+    Raises:
+        UsageError: if `prepare` does not support it.
+    """
+    request = parse_sync_request(sync)
+    if isinstance(request, Exact):
+        return None
+    if not isinstance(request, Local) or request.exact_epochs:
+        raise UsageError(f"prepare does not support sync={sync!r}: use 'exact' or 'local:H'")
+    if len(optimizers) > 1:
+        raise UsageError(f"sync={sync!r} supports one optimizer: prepare each model with its own")
+    return request.period

@@ -1,0 +1,585 @@
+"""Replicas that train apart and meet: against the exact run, and against serial simulations."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.backends.pytorch.state import TorchState
+from hvdtrain.check.plan import local_batch, random_batch
+from hvdtrain.checkpoint.store import owners
+from hvdtrain.config import TrainConfig
+from hvdtrain.models.component import Component, tensor_shapes
+from hvdtrain.parallel.runtime import Runtime
+from hvdtrain.parallel.step import Step
+from hvdtrain.plan.cut import cut
+from hvdtrain.plan.plan import Plan, replicated
+from hvdtrain.plan.program import program_of
+from hvdtrain.sync.average import Agreed, Averager
+from hvdtrain.sync.diloco import DiLoCoMeetings
+from hvdtrain.world import World
+from tests.mpi.common import CLASSES, components_of, names, run_step, runtime_of, whole_state
+from tests.mpi.plans import dp, staged
+
+SIZE = 8
+EPOCH = (13, 13, 13, 13, 2)  # a tail with fewer samples than some numbers of replicas
+ALONE = World("none", 0, 1, 0, 1, 1)
+BOUND = 1e-12
+SEEN = 1e-7
+
+Weights = dict[str, np.ndarray]
+History = list[list[Weights]]  # per step (and per epoch, after it), per replica
+
+
+def config_of(sync: str = "exact", model: str = "cnn", **options: Any) -> TrainConfig:
+    chosen: dict[str, Any] = {"optimizer": "sgd", "lr": 0.05, "momentum": 0.9}
+    chosen |= {"weight_decay": 1e-3} | options
+    config = TrainConfig(model=model, data="set", precision="fp64", sync=sync, **chosen)
+    config.check()
+    return config
+
+
+def weights_of(runtime: Runtime) -> Weights:
+    return {
+        name: tensor.detach().numpy().copy()
+        for part in runtime.parts.values()
+        for name, tensor in part.model.tensors().items()
+    }
+
+
+def difference(actual: Weights, reference: Weights) -> float:
+    """Return the largest difference, relative to the largest value of each tensor."""
+    assert actual.keys() == reference.keys()
+    return max(
+        float(np.abs(actual[name] - value).max()) / max(float(np.abs(value).max()), 1e-6)
+        for name, value in reference.items()
+    )
+
+
+@dataclass
+class Trainer:
+    """Trains as `TorchSession` and the training loop do."""
+
+    config: TrainConfig
+    plan: Plan
+    components: list[Component]
+    world: World
+    sizes: Sequence[int] = EPOCH
+
+    def __post_init__(self) -> None:
+        self.runtime = runtime_of(self.config, self.plan, self.components, SIZE, self.world)
+        self.runtime.observer.close()
+        self.state = TorchState(
+            plan=self.plan,
+            shapes=tensor_shapes(self.components),
+            runtime=self.runtime,
+            config=self.config,
+            world=self.world,
+        )
+
+    @property
+    def meetings(self) -> list[Any]:
+        return [part.meetings for part in self.runtime.parts.values()]
+
+    def step(self, number: int) -> None:
+        """Run one step; `number` counts from 0 over all epochs."""
+        epoch, k = divmod(number, len(self.sizes))
+        for meeting in self.meetings:
+            meeting.before_step(epoch)
+        run_step(self.runtime, self.plan, self.world, SIZE, self.sizes[k], number)
+        for meeting in self.meetings:
+            meeting.after_step(k + 1)
+
+    def meet(self) -> None:
+        for meeting in self.meetings:
+            meeting.meet()
+        assert not any(meeting.differ for meeting in self.meetings)
+
+    def train(self, start: int, stop: int) -> list[Weights]:
+        """Run steps, with a meeting after each epoch; return the weights after each of both."""
+        history = []
+        for number in range(start, stop):
+            self.step(number)
+            history.append(weights_of(self.runtime))
+            if (number + 1) % len(self.sizes) == 0:
+                self.meet()
+                history.append(weights_of(self.runtime))
+        return history
+
+    def whole(self) -> Weights:
+        """Return the weights of all stages; fails if replicas differ."""
+        return whole_state(self.plan, self.runtime, self.world)
+
+    def counted(self, name: str) -> float:
+        return sum(
+            counts.counted().get(name, 0.0)
+            for part in self.runtime.parts.values()
+            for counts in (part.gradients, part.meetings)
+        )
+
+    def share(self) -> Weights:
+        """Return the tensors that all ranks together write to a checkpoint."""
+        local = {name: value.copy() for name, value in self.state.share().items()}
+        everywhere = self.world.gather(local)
+        whole = {name: value for rank_share in everywhere for name, value in rank_share.items()}
+        assert len(whole) == sum(map(len, everywhere)), "two ranks wrote the same tensor"
+        return whole
+
+    def restore(self, arrays: Weights) -> None:
+        shapes = {name: value.shape for name, value in arrays.items()}
+        expected = self.state.expected(True, shapes)
+        assert all(shapes[name] == shape for name, shape in expected.items())
+        self.state.put({name: arrays[name].copy() for name in expected})
+
+
+def unequal(ranks: int) -> Plan:
+    """Return replicas with unequal shares; the last of three or more gets few samples or none."""
+    components = names(components_of("cnn", SIZE))
+    shares = [[1], [3, 1], [4, 2, 1], [4, 3, 2, 1]][ranks - 1]
+    return staged((list(range(ranks)), shares), microbatches=2)(components)
+
+
+def stages(world: World, model: str = "cnn") -> Plan:
+    """Return a pipeline with at least one replicated stage, if there are ranks for it."""
+    components = names(components_of(model, SIZE))
+    maker = {
+        1: staged(([0], [1]), ([0], [1]), microbatches=2),
+        2: staged(([0, 1], [1, 2]), ([1], [1]), microbatches=2),
+        3: staged(([0], [1]), ([1, 2], [2, 1]), microbatches=2, schedule="zb-h1"),
+        4: staged(([0, 1], [2, 1]), ([2, 3], [1, 2]), microbatches=2, schedule="zb-h1"),
+    }[world.size]
+    return maker(components)
+
+
+def final(
+    config: TrainConfig, plan: Plan, world: World, steps: int = 7, **options: Any
+) -> Weights:
+    trainer = Trainer(config, plan, components_of(config.model, SIZE), world, **options)
+    trainer.train(0, steps)
+    trainer.meet()
+    return trainer.whole()
+
+
+PERIOD_ONE: list[tuple[str, dict[str, Any]]] = [
+    ("local:1", {"momentum": 0.0}),
+    ("local:1", {"average_optimizer": True}),
+    ("diloco:1", {"momentum": 0.0, "outer_lr": 1.0, "outer_momentum": 0.0}),
+]
+
+
+@pytest.mark.parametrize("layout", [unequal, stages])
+@pytest.mark.parametrize(("sync", "options"), PERIOD_ONE)
+def test_meetings_after_every_step_are_the_exact_run(
+    world: World, sync: str, options: dict[str, Any], layout: Callable[..., Plan]
+) -> None:
+    plan = unequal(world.size) if layout is unequal else stages(world)
+    exact = {"momentum": options.get("momentum", 0.9)}
+    expected = final(config_of(**exact), plan, world)
+    assert difference(final(config_of(sync, **options), plan, world), expected) <= BOUND
+
+
+@pytest.mark.parametrize(("sync", "options"), PERIOD_ONE[1:])
+def test_batch_norm_statistics_are_those_of_the_exact_run(
+    world: World, sync: str, options: dict[str, Any]
+) -> None:
+    components = names(components_of("resnet", SIZE))
+    plan = staged((list(range(world.size)), range(world.size + 1, 1, -1)), microbatches=2)
+    exact = config_of(model="resnet", momentum=options.get("momentum", 0.9))
+    sizes = {"sizes": (40, 39)}
+    expected = final(exact, plan(components), world, 2, **sizes)
+    local = final(config_of(sync, "resnet", **options), plan(components), world, 2, **sizes)
+    assert any("num_batches_tracked" in name for name in local)
+    assert difference(local, expected) <= 1e-10  # batch norm multiplies rounding errors
+
+
+class Changing(nn.Module):
+    """A layer with a buffer of whole numbers that depends on the samples it has seen."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(3, dtype=torch.int64))
+        self.linear = nn.Linear(3 * SIZE * SIZE, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.training:
+            self.seen = self.seen * 3 + images[0].flatten()[:3].mul(100).long()
+        logits: Tensor = self.linear(images.flatten(1))
+        return logits
+
+
+@pytest.mark.several_ranks
+@pytest.mark.parametrize("sync", ["local:1", "diloco:2", "elastic:2"])
+def test_other_buffers_become_those_of_the_first_replica(world: World, sync: str) -> None:
+    components = [Component("layer", Changing)]
+    trainer = Trainer(config_of(sync), dp(world.size)(["layer"]), components, world)
+    for part in trainer.runtime.parts.values():
+        part.model.changing = frozenset({"layer.seen"})
+    for number in range(4):
+        trainer.step(number)
+    values = world.gather(weights_of(trainer.runtime)["layer.seen"].tolist())
+    assert len(set(map(tuple, values))) == 1, "step 4 ends a period"
+    trainer.step(4)  # two samples, on different replicas
+    apart = world.gather(weights_of(trainer.runtime)["layer.seen"].tolist())
+    assert (len(set(map(tuple, apart))) == 1) == (sync == "local:1")
+    trainer.meet()
+    assert trainer.whole()["layer.seen"].tolist() == apart[0]
+
+
+@pytest.mark.several_ranks
+def test_without_weights_in_the_average_the_comparison_fails(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = Averager.start
+
+    def unweighted(self: Averager, name: str, tensors: Any, _: float, summed: Any = ()) -> Any:
+        return start(self, name, tensors, 1.0, summed)
+
+    plan, config = unequal(world.size), config_of("local:1", momentum=0.0)
+    expected = final(config_of(momentum=0.0), plan, world)
+    monkeypatch.setattr(Averager, "start", unweighted)
+    assert difference(final(config, plan, world), expected) > SEEN
+
+
+def test_exact_epochs_come_before_local_ones(world: World) -> None:
+    plan = unequal(world.size)
+    exact = Trainer(config_of(), plan, components_of("cnn", SIZE), world)
+    switched = Trainer(config_of("post-local:3@1"), plan, components_of("cnn", SIZE), world)
+    epoch = len(EPOCH)
+    for ours, theirs in zip(switched.train(0, epoch), exact.train(0, epoch), strict=True):
+        assert difference(ours, theirs) == 0
+    switched.train(epoch, epoch + 2)
+    exact.train(epoch, epoch + 2)
+    assert any(meeting.differ for meeting in switched.meetings) == (world.size > 1)
+    switched.meet()
+    is_equal = difference(switched.whole(), exact.whole()) <= BOUND
+    assert is_equal == (world.size == 1)
+
+
+def test_one_replica_of_an_elastic_run_is_the_exact_run() -> None:
+    plan = replicated(names(components_of("cnn", SIZE)), 1, 2, None)
+    assert (
+        difference(final(config_of("elastic:1"), plan, ALONE), final(config_of(), plan, ALONE))
+        == 0
+    )
+
+
+class Replicas:
+    """A serial simulation of replicas that train apart: each is a runtime of one rank."""
+
+    def __init__(self, config: TrainConfig, plan: Plan, components: list[Component]) -> None:
+        self.config, self.plan, self.count = config, plan, len(plan.stages[0].ranks)
+        self.alone = replicated(names(components), 1, 1, None)
+        exact = replace(config, sync="exact", average_optimizer=False)
+        self.runtimes = [
+            runtime_of(exact, self.alone, components, SIZE, ALONE) for _ in range(self.count)
+        ]
+        for runtime in self.runtimes:
+            runtime.observer.close()
+        self.parameters = [runtime.parts[0].model.parameters() for runtime in self.runtimes]
+        self.names = list(self.parameters[0])
+        self.samples = np.zeros(self.count)
+
+    def step(self, number: int, size: int) -> None:
+        """Let each replica make a step on its own samples."""
+        pieces, batch = cut(self.plan, size), random_batch(size, SIZE, CLASSES, number)
+        for rank, runtime in enumerate(self.runtimes):
+            images, labels = local_batch(self.plan, pieces, rank, *batch)
+            if len(labels):
+                todo = program_of(self.alone, len(labels), 0, True)
+                runtime.run(Step(todo, images, labels))
+            self.samples[rank] += len(labels)
+
+    def value(self, rank: int, name: str) -> np.ndarray:
+        """Return a parameter of a replica; writing to it changes it."""
+        array: np.ndarray = self.parameters[rank][name].detach().numpy()
+        return array
+
+    def average(self, name: str, weights: np.ndarray) -> np.ndarray:
+        values = [self.value(rank, name) for rank in range(self.count)]
+        return np.average(values, axis=0, weights=weights)
+
+    def put(self, name: str, value: np.ndarray) -> None:
+        for rank in range(self.count):
+            self.value(rank, name)[...] = value
+
+    def weights(self) -> list[Weights]:
+        return [
+            {name: self.value(rank, name).copy() for name in self.names}
+            for rank in range(self.count)
+        ]
+
+
+def simulated_local(replicas: Replicas, period: int, steps: int) -> History:
+    history = []
+
+    def meet() -> None:
+        for name in replicas.names if replicas.samples.any() else ():
+            replicas.put(name, replicas.average(name, replicas.samples))
+        replicas.samples[:] = 0
+
+    for number in range(steps):
+        k = number % len(EPOCH) + 1
+        replicas.step(number, EPOCH[k - 1])
+        if k % period == 0:
+            meet()
+        history.append(replicas.weights())
+        if k == len(EPOCH):
+            meet()
+            history.append(replicas.weights())
+    return history
+
+
+def simulated_elastic(replicas: Replicas, period: int, steps: int) -> History:
+    rate = replicas.config.elastic_rate or 0.9 / replicas.count
+    centre = replicas.weights()[0]
+    history, since = [], 0
+    ranks = range(replicas.count)
+
+    def pull() -> None:
+        for name in replicas.names:
+            apart = [replicas.value(rank, name) - centre[name] for rank in ranks]
+            for rank in ranks:
+                replicas.value(rank, name)[...] -= rate * apart[rank]
+            centre[name] = centre[name] + rate * np.sum(apart, axis=0)
+
+    for number in range(steps):
+        k = number % len(EPOCH) + 1
+        replicas.step(number, EPOCH[k - 1])
+        since += 1
+        if k % period == 0:
+            pull()
+            since = 0
+        history.append(replicas.weights())
+        if k == len(EPOCH):
+            if since:
+                pull()
+                since = 0
+            history.append([{name: centre[name].copy() for name in centre} for _ in ranks])
+    return history
+
+
+@dataclass
+class Part:
+    """A fragment of the simulated DiLoCo, with torch's own optimizer for the outer steps."""
+
+    names: list[str]
+    offset: int
+    start: dict[str, Tensor]
+    outer: torch.optim.Optimizer
+    samples: np.ndarray
+    sent: dict[str, np.ndarray] | None = None
+    steps: int = 0
+
+
+def parts_of(replicas: Replicas, period: int) -> Iterator[Part]:
+    config = replicas.config
+    sizes = [replicas.value(0, name).nbytes for name in replicas.names]
+    numbers = owners(sizes, config.fragments)
+    for number in sorted(set(numbers)):
+        held = [name for name, n in zip(replicas.names, numbers, strict=True) if n == number]
+        start = {name: torch.tensor(replicas.value(0, name).copy()) for name in held}
+        outer = torch.optim.SGD(
+            list(start.values()),
+            config.outer_lr,
+            config.outer_momentum,
+            nesterov=config.outer_momentum > 0,
+        )
+        offset = period * (number + 1) // config.fragments % period
+        yield Part(held, offset, start, outer, np.zeros(replicas.count))
+
+
+def simulated_diloco(replicas: Replicas, period: int, steps: int) -> History:
+    parts, history = list(parts_of(replicas, period)), []
+    overlap = replicas.config.overlap
+
+    def send(part: Part) -> None:
+        part.sent = {name: replicas.average(name, part.samples) for name in part.names}
+        part.samples[:], part.steps = 0, 0
+
+    def use(part: Part, mixing: float) -> None:
+        assert part.sent is not None
+        for name, start in part.start.items():
+            start.grad = start - torch.from_numpy(part.sent[name])
+        part.outer.step()
+        part.sent = None
+        for name, start in part.start.items():
+            for rank in range(replicas.count):
+                value = replicas.value(rank, name)
+                value[...] = mixing * value + (1 - mixing) * start.numpy()
+
+    for number in range(steps):
+        k = number % len(EPOCH) + 1
+        before = replicas.samples.copy()
+        replicas.step(number, EPOCH[k - 1])
+        for part in parts:
+            part.samples += replicas.samples - before
+            part.steps += 1
+            if part.sent and (k - part.offset) % period == overlap:
+                use(part, 0.5)
+            if (k - part.offset) % period == 0:
+                send(part)
+                if not overlap:
+                    use(part, 0.0)
+        history.append(replicas.weights())
+        if k == len(EPOCH):
+            for part in parts:
+                if part.sent:
+                    use(part, 0.5 if part.steps else 0.0)
+                if part.steps:
+                    send(part)
+                    use(part, 0.0)
+            history.append(replicas.weights())
+    return history
+
+
+METHODS: dict[str, tuple[Callable[[Replicas, int, int], History], str, dict[str, Any]]] = {
+    "local": (simulated_local, "local:2", {}),
+    "local, adam": (simulated_local, "local:3", {"optimizer": "adam", "lr": 0.003}),
+    "elastic": (simulated_elastic, "elastic:2", {}),
+    "elastic, rate 0.3": (simulated_elastic, "elastic:5", {"elastic_rate": 0.3}),
+    "diloco": (simulated_diloco, "diloco:2", {}),
+    "diloco, adamw": (simulated_diloco, "diloco:3", {"optimizer": "adamw", "lr": 0.003}),
+    "fragments": (simulated_diloco, "diloco:4", {"fragments": 2}),
+    "overlap": (simulated_diloco, "diloco:3", {"overlap": 1, "outer_lr": 0.5}),
+    "fragments, overlap": (simulated_diloco, "diloco:3", {"fragments": 3, "overlap": 2}),
+    "fragments, overlap 1": (simulated_diloco, "diloco:2", {"fragments": 2, "overlap": 1}),
+}
+
+
+def largest_difference(world: World, method: str, steps: int = 9) -> float:
+    """Return the largest difference of this rank's parameters from the simulation in any step."""
+    simulate, sync, options = METHODS[method]
+    plan, components = unequal(world.size), components_of("cnn", SIZE)
+    config = config_of(sync, **options)
+    actual = Trainer(config, plan, components, world).train(0, steps)
+    expected = simulate(Replicas(config, plan, components), int(sync[-1]), steps)
+    assert len(actual) == len(expected)
+    return max(
+        difference({name: ours[name] for name in theirs[world.rank]}, theirs[world.rank])
+        for ours, theirs in zip(actual, expected, strict=True)
+    )
+
+
+@pytest.mark.several_ranks
+@pytest.mark.parametrize("method", METHODS)
+def test_every_step_is_that_of_a_serial_simulation(world: World, method: str) -> None:
+    assert largest_difference(world, method) <= BOUND
+
+
+@pytest.mark.several_ranks
+def test_an_average_instead_of_a_sum_is_noticed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish = Averager.finish
+
+    def averaging(self: Averager, travelling: Any) -> Agreed:
+        agreed = finish(self, travelling)
+        return replace(agreed, sums=[value / world.size for value in agreed.sums])
+
+    monkeypatch.setattr(Averager, "finish", averaging)
+    assert largest_difference(world, "elastic") > SEEN
+
+
+@pytest.mark.several_ranks
+@pytest.mark.parametrize("sync", ["local:2", "diloco:2", "elastic:2"])
+def test_replicas_differ_between_meetings_only(world: World, sync: str) -> None:
+    trainer = Trainer(config_of(sync), unequal(world.size), components_of("cnn", SIZE), world)
+    for number in range(3):
+        trainer.step(number)
+        digests = world.gather(trainer.state.digests())
+        are_equal = all(theirs == digests[0] for theirs in digests)
+        differ = any(meeting.differ for meeting in trainer.meetings)
+        assert differ == (number != 1 or sync == "elastic:2")
+        assert are_equal != differ
+    trainer.meet()
+    trainer.whole()
+
+
+@pytest.mark.several_ranks
+@pytest.mark.parametrize("sync", ["local:5", "diloco:5", "elastic:5"])
+def test_bytes_fall_by_the_period(world: World, sync: str) -> None:
+    plan, components = unequal(world.size), components_of("cnn", SIZE)
+    exact = Trainer(config_of(), plan, components, world)
+    apart = Trainer(config_of(sync), plan, components, world)
+    exact.train(0, 10)
+    apart.train(0, 10)
+    assert apart.counted("meetings") == 2
+    of_weights = apart.counted("sent_bytes") / 2
+    # Each meeting also tells how many samples each replica had.
+    counts = 2 * (world.size - 1) / world.size * 8 * world.size
+    assert (of_weights - counts) * 10 == pytest.approx(exact.counted("sent_bytes"), rel=1e-12)
+    assert apart.counted("drift") > 0
+
+
+RESUMED: list[tuple[str, dict[str, Any]]] = [
+    ("local:3", {}),
+    ("local:3", {"average_optimizer": True, "optimizer": "adam"}),
+    ("diloco:3", {}),
+    ("diloco:3", {"fragments": 2, "overlap": 2}),
+    ("elastic:3", {}),
+]
+
+
+@pytest.mark.several_ranks
+@pytest.mark.parametrize(("sync", "options"), RESUMED)
+@pytest.mark.parametrize("stop", [4, 5, 6])
+def test_a_run_resumes_inside_a_period_to_the_bit(
+    world: World, sync: str, options: dict[str, Any], stop: int
+) -> None:
+    plan, components = stages(world), components_of("cnn", SIZE)
+    config = config_of(sync, **options)
+    whole, resumed = (Trainer(config, plan, components, world) for _ in range(2))
+    whole.train(0, stop)
+    arrays = whole.share()
+    resumed.restore(arrays)
+    for ours, theirs in zip(resumed.train(stop, 10), whole.train(stop, 10), strict=True):
+        assert difference(ours, theirs) == 0
+    ours, theirs = resumed.share(), whole.share()
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name].tobytes() == theirs[name].tobytes() for name in theirs)
+
+
+@pytest.mark.several_ranks
+def test_an_outer_momentum_that_is_forgotten_is_noticed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, components = unequal(world.size), components_of("cnn", SIZE)
+    whole, resumed = (Trainer(config_of("diloco:3"), plan, components, world) for _ in range(2))
+    whole.train(0, 4)
+    resumed.restore(whole.share())
+    for meeting in resumed.meetings:
+        assert isinstance(meeting, DiLoCoMeetings)
+        for momentum in meeting.fragments[0].momentum:
+            momentum.zero_()
+    pairs = zip(resumed.train(4, 10), whole.train(4, 10), strict=True)
+    assert max(difference(ours, theirs) for ours, theirs in pairs) > SEEN
+
+
+@pytest.mark.several_ranks
+@pytest.mark.parametrize(("sync", "options"), RESUMED)
+def test_another_number_of_replicas_continues_from_the_average(
+    world: World, sync: str, options: dict[str, Any]
+) -> None:
+    components = components_of("cnn", SIZE)
+    trainer = Trainer(config_of(sync, **options), unequal(world.size), components, world)
+    trainer.train(0, 4)
+    samples = np.array(world.gather(trainer.meetings[0].samples))
+    held = world.gather(weights_of(trainer.runtime))
+    arrays = trainer.share()
+    pipeline = staged(*(([rank], [1]) for rank in range(world.size)), microbatches=2)
+    other = Trainer(config_of(sync, **options), pipeline(names(components)), components, world)
+    other.restore(arrays)
+    expected = {
+        name: np.average([weights[name] for weights in held], axis=0, weights=samples)
+        for name in held[0]
+    }
+    if sync == "elastic:3":
+        expected = {name: value.numpy() for name, value in trainer.meetings[0].centre.items()}
+    assert difference(other.whole(), expected) <= BOUND
+    other.train(4, 6)
