@@ -154,6 +154,7 @@ class Runtime:
         gradients = {}
         for part in self.parts.values():
             part.gradients.finish()
+            part.gradients.gather()
             for name, parameter in part.model.parameters().items():
                 assert parameter.grad is not None, f"{name} was never reduced"
                 gradients[name] = parameter.grad.clone()

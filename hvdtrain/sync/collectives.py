@@ -1,7 +1,7 @@
 """Collective operations among the replicas of a stage, on flat tensors: over what replicas agree.
 
 Every operation starts with a call that returns at once, and ends with `wait`. All replicas start
-the same operations by name; with Horovod the order may differ between replicas.
+the same operations by name, after `prepare` in any order.
 """
 
 from collections.abc import Sequence
@@ -27,6 +27,13 @@ class Collectives(Protocol):
     size: int
     place: int
     sent_bytes: float
+
+    def prepare(self, names: Sequence[str]) -> None:
+        """Announce operations by name, in the same order on all replicas. Collective among them.
+
+        An operation that was not announced must start for the first time in the same order on all
+        replicas; afterwards, and after an announcement, the order may differ.
+        """
 
     def all_reduce(self, tensor: Tensor, name: str) -> Any:
         """Start to replace a tensor by its sum over the replicas; return a handle."""
@@ -64,6 +71,9 @@ class HorovodCollectives:
         self.horovod, self.process_set, self.name = horovod, process_set, name
         self.size, self.place = len(ranks), sorted(ranks).index(rank)
         self.sent_bytes = 0.0
+
+    def prepare(self, names: Sequence[str]) -> None:
+        """Do nothing: Horovod agrees on the order of operations in every cycle."""
 
     def all_reduce(self, tensor: Tensor, name: str) -> Any:
         """Start a sum in place."""
@@ -103,6 +113,9 @@ class Alone:
     """The collective operations of a single replica: each returns what it was given."""
 
     size, place, sent_bytes = 1, 0, 0.0
+
+    def prepare(self, names: Sequence[str]) -> None:
+        """Do nothing."""
 
     def all_reduce(self, tensor: Tensor, name: str) -> Tensor:
         """Return the tensor."""

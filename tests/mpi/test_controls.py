@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hvdtrain.backends.pytorch import parts
+from hvdtrain.backends.pytorch import agreement, parts
 from hvdtrain.check import plan
 from hvdtrain.check.parity import Parity
 from hvdtrain.check.plan import check_plan
@@ -63,9 +63,9 @@ def left_out(tensor: Tensor, bucket: str) -> Tensor:
 def test_a_wrong_reduction(
     world: World, monkeypatch: pytest.MonkeyPatch, change: Any, operation: str
 ) -> None:
-    monkeypatch.setattr(parts, "HorovodCollectives", faulty(change, operation))
+    monkeypatch.setattr(agreement, "HorovodCollectives", faulty(change, operation))
     small = partial(ReplicatedGradients, bucket_bytes=100_000)
-    monkeypatch.setattr(parts, "ReplicatedGradients", small)
+    monkeypatch.setattr(agreement, "ReplicatedGradients", small)
     parity = check(world, "dp")
     is_faulty = change is not None or operation != "Sum"
     assert (parity.largest > SEEN or parity.largest != parity.largest) == is_faulty, parity

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from hvdtrain.backends.pytorch.agreement import stage_gradients
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError, one_line
 from hvdtrain.models.component import Component, build_component
@@ -19,10 +20,8 @@ from hvdtrain.parallel.boundary import Form
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.stage import DTYPES, Part, StageModel
 from hvdtrain.plan.plan import Plan
-from hvdtrain.sync.collectives import HorovodCollectives
-from hvdtrain.sync.gradients import Gradients, ReplicatedGradients, SerialGradients
-from hvdtrain.sync.states import States
-from hvdtrain.world import World, process_set, start_horovod
+from hvdtrain.sync.gradients import SerialGradients
+from hvdtrain.world import World
 
 Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
 
@@ -41,12 +40,12 @@ def build_parts(
     """Return this rank's part of each stage that it holds, by stage number. Collective."""
     models = _models(config, plan, components, world.rank, device)
     synchronised = _synchronise(config, plan, models, exchange)
-    gradients = _gradients(plan, models, world)
+    gradients = stage_gradients(config, plan, models, world)
     return {
         number: Part(
             model,
             gradients[number],
-            stage_optimizer(config, model),
+            stage_optimizer(config, model, gradients[number].trained()),
             is_first_replica=world.rank == plan.stages[number].ranks[0],
             synchronised=number in synchronised,
         )
@@ -85,9 +84,15 @@ def _models(
     }
 
 
-def stage_optimizer(config: TrainConfig, model: StageModel) -> torch.optim.Optimizer | None:
-    """Return the optimizer of a stage; None if the stage has no parameters."""
-    parameters = model.parameters()
+def stage_optimizer(
+    config: TrainConfig, model: StageModel, trained: Mapping[str, nn.Parameter] | None = None
+) -> torch.optim.Optimizer | None:
+    """Return the optimizer of a stage; None if the stage has no parameters.
+
+    Args:
+        trained: what it updates, by the name of the parameter; by default the parameters.
+    """
+    parameters = model.parameters() if trained is None else trained
     free = model.undecayed(decay.parse(config.no_decay))
     return make_optimizer(config, parameters, free) if parameters else None
 
@@ -252,29 +257,3 @@ def _synchronise(
             layers = [synchronise(component, gather) for component in components]
             synchronised |= {number} if sum(layers) else set()
     return frozenset(synchronised)
-
-
-def _gradients(plan: Plan, models: Mapping[int, StageModel], world: World) -> dict[int, Gradients]:
-    """Return the reduction of gradients of each of this rank's stages. Collective."""
-    gradients: dict[int, Gradients] = {}
-    if all(len(stage.ranks) == 1 for stage in plan.stages):
-        return {number: SerialGradients(model.parameters()) for number, model in models.items()}
-    parameters = [value for model in models.values() for value in model.parameters().values()]
-    largest = max(world.gather(sum(value.numel() * value.element_size() for value in parameters)))
-    groups = [stage.ranks for stage in plan.stages if len(stage.ranks) > 1]
-    horovod = start_horovod(largest, groups)
-    for number, stage in enumerate(plan.stages):
-        replicas = process_set(stage.ranks) if len(stage.ranks) > 1 else None
-        if number not in models:
-            continue
-        model = models[number]
-        if replicas is None or not model.tensors():
-            gradients[number] = SerialGradients(model.parameters())
-        else:
-            gradients[number] = ReplicatedGradients(
-                model.parameters(),
-                model.statistics(),
-                States(model.states, model.put),
-                HorovodCollectives(horovod, replicas, stage.ranks, world.rank, f"stage{number}"),
-            )
-    return gradients
