@@ -258,6 +258,7 @@ def _import_horovod(framework: str, ranks: int) -> Any:
         reason = " ".join(str(error).split())
         raise UsageError(
             f"Horovod cannot be loaded ({reason}), and {ranks} ranks need it: run hvdtrain setup"
+            f"{', or use --reduce-with mpi' if framework == 'torch' else ''}"
         ) from None
     return module
 

@@ -47,6 +47,10 @@ class Operation:
     host: Tensor
     kept: list[Any] = field(default_factory=list)
 
+    def is_over(self) -> bool:
+        """Return whether the result is complete; a call also lets MPI continue its work."""
+        return bool(self.request.Test())
+
 
 class MPICollectives:
     """MPI's non-blocking operations on communicators of the replicas.
@@ -102,7 +106,7 @@ class MPICollectives:
 
     def wait(self, handle: Operation) -> Tensor:
         """Return the result of an operation; the wait leaves the core to others."""
-        wait_until(handle.request.Test)
+        wait_until(handle.is_over)
         if handle.result is not handle.host:
             handle.result.copy_(handle.host)
         return handle.result

@@ -9,6 +9,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from hvdtrain import world
+from hvdtrain.backends.pytorch.agreement import open_group
 from hvdtrain.errors import UsageError
 from hvdtrain.parallel.stage import fingerprint
 from hvdtrain.torch import state as states
@@ -54,8 +55,9 @@ def prepare(model: Any, optimizer: Any, *more: Any) -> tuple[Any, ...]:
     everywhere = state.agreement.gather(note, facts(model, optimizers))
     check_alike(everywhere)
     if state.place.size > 1:
-        largest = max(1, trainable_bytes(model))
-        world.start_horovod(largest)
+        if state.library == "horovod":
+            world.start_horovod(max(1, trainable_bytes(model)))
+        open_group(state.library, tuple(range(state.place.size)))
         leave_together_at_exit()
         _make_equal(model, optimizers, state, note)
     place, steps = _forget(model, state)
@@ -112,7 +114,7 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
         return
     if not check_dtype(parameter):
         raise UsageError(
-            f"{name} is {parameter.dtype}, whose gradients Horovod cannot add: keep parameters in "
+            f"{name} is {parameter.dtype}, whose gradients cannot be summed: keep parameters in "
             "torch.float32 and use torch.autocast"
         )
     if not is_dense(parameter):

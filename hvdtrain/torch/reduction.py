@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from hvdtrain import world
+from hvdtrain.backends.pytorch.agreement import collectives_of
 from hvdtrain.errors import CheckFailed
 from hvdtrain.host.stop import StopRequest
 from hvdtrain.parallel.stage import fingerprint
 from hvdtrain.plan.cut import Share
-from hvdtrain.sync.collectives import Alone, Collectives, HorovodCollectives
+from hvdtrain.sync.collectives import Alone, Collectives
 from hvdtrain.sync.gradients import Bucket, ExactSums, Gradients, ReplicatedGradients
 from hvdtrain.sync.states import States
 from hvdtrain.torch.agreement import Action, Note
@@ -192,9 +192,7 @@ def _add_group(
     collectives: Collectives = Alone()
     if place.size > 1:
         everybody = tuple(range(place.size))
-        collectives = HorovodCollectives(
-            world.horovod(), world.process_set(everybody), everybody, place.rank, name
-        )
+        collectives = collectives_of(reduction.state.library, everybody, place.rank, name)
     sums = WeightedSums(collectives, reduction)
     reduction.groups.append(ReplicatedGradients(parameters, statistics, states, collectives, sums))
 
@@ -233,5 +231,5 @@ def is_dense(value: Tensor) -> bool:
 
 
 def check_dtype(value: Tensor) -> bool:
-    """Return whether Horovod can add gradients of this dtype."""
+    """Return whether gradients of this dtype can be summed."""
     return value.dtype in (torch.float16, torch.float32, torch.float64)

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from hvdtrain.backends.pytorch.agreement import Library
 from hvdtrain.errors import UsageError
 from hvdtrain.health import failure
 from hvdtrain.host.stop import StopRequest
@@ -103,6 +104,7 @@ class State:
     """The state of a program between `start` and its end.
 
     Attributes:
+        library: sums the gradients.
         models: prepared so far, in order.
         prepared: number of calls of `prepare`.
         positions: samples consumed, by name of their order.
@@ -120,6 +122,7 @@ class State:
     world: World
     place: Rank
     agreement: Agreement
+    library: Library = "horovod"
     models: list[Watched] = field(default_factory=list)
     prepared: int = 0
     positions: dict[str, int] = field(default_factory=dict)

@@ -227,7 +227,7 @@ def test_named_state_is_whole_on_every_replica(world: World) -> None:
     shapes = {name: value.shape for name, value in part.model.parameters().items()}
     for name, group in named_state(part).items():
         for key, value in group.items():
-            if key.endswith("/exp_avg") or key.endswith("/exp_avg_sq"):
+            if key.endswith(("/exp_avg", "/exp_avg_sq")):
                 assert value.shape == shapes[name]
                 assert bool(value.any()) or not shapes[name].numel()
     runtime.observer.close()
@@ -254,8 +254,8 @@ def test_a_replica_without_elements_takes_part(world: World, kind: Any) -> None:
         optimizer.step()
         gradients.updated()
         gradients.zero()
-    assert len(set(world.gather(float(weight)))) == 1
-    assert float(weight) < 1.9
+    assert len(set(world.gather(weight.item()))) == 1
+    assert weight.item() < 1.9
     state = state_by_name(optimizer, gradients.trained())
     whole = world.gather(
         {key: value.tolist() for key, value in gradients.whole_state(state)["weight"].items()}

@@ -1,12 +1,11 @@
 """How the replicas of each stage agree, as the options request it."""
 
 from collections.abc import Mapping
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Literal
 
 from hvdtrain import world as worlds
 from hvdtrain.config import TrainConfig
+from hvdtrain.host.installed import has_horovod
 from hvdtrain.parallel.stage import StageModel
 from hvdtrain.plan.plan import Plan
 from hvdtrain.sync.collectives import Collectives, HorovodCollectives
@@ -19,7 +18,7 @@ from hvdtrain.world import World
 Library = Literal["horovod", "mpi"]
 
 WITHOUT_HOROVOD = (
-    "Horovod is not installed on all ranks: gradients are summed by MPI (--reduce-with mpi)"
+    "Horovod is not installed on all ranks: MPI sums the gradients, as with --reduce-with mpi"
 )
 
 
@@ -34,11 +33,11 @@ def reduction_library(requested: Library | None, world: World) -> Library:
     return "horovod" if all(world.gather(has_horovod())) else "mpi"
 
 
-def has_horovod() -> bool:
-    """Return whether Horovod is installed for PyTorch, without loading it."""
-    spec = find_spec("horovod")
-    folders = (spec.submodule_search_locations or []) if spec else []
-    return any(True for folder in folders for _ in Path(folder, "torch").glob("mpi_lib*"))
+def remarks(requested: Library | None, world: World) -> list[str]:
+    """Return what a user should know about the library that sums gradients. Collective."""
+    if requested is not None or world.size == 1:
+        return []
+    return [] if reduction_library(requested, world) == "horovod" else [WITHOUT_HOROVOD]
 
 
 def stage_gradients(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hvdtrain import models
+from hvdtrain.backends.pytorch import agreement
 from hvdtrain.backends.pytorch.batches import check_batches, input_boundaries
 from hvdtrain.backends.pytorch.build import build_runtime
 from hvdtrain.backends.pytorch.migration import TorchMigration
@@ -109,7 +110,11 @@ def _built(
         train_rows=trial.rows,
         held_rows=held_rows,
         splits=trial.splits,
-        remarks=(*(chosen.remarks if chosen else ()), *([verified] if verified else [])),
+        remarks=(
+            *agreement.remarks(config.reduce_with, world),
+            *(chosen.remarks if chosen else ()),
+            *([verified] if verified else []),
+        ),
         predicted_seconds=chosen.predicted_seconds if chosen else None,
         migration=TorchMigration(
             question=chosen.question if chosen else None,
