@@ -368,6 +368,13 @@ def communicator_for(ranks: tuple[int, ...], name: str) -> "MPI.Comm":
     return _communicators[key]
 
 
+def progress() -> None:
+    """Let MPI continue all operations in flight, by a question that has no effect."""
+    communicator = current().communicator
+    if communicator is not None:
+        communicator.Iprobe()
+
+
 def stop() -> None:
     """Stop on all ranks together: Horovod first, since its shutdown needs MPI.
 

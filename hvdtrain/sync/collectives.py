@@ -50,6 +50,9 @@ class Collectives(Protocol):
         `wait` returns the slice [n] of the sum that belongs to this replica's place.
         """
 
+    def progress(self) -> None:
+        """Let operations in flight continue; called often during backward."""
+
     def wait(self, handle: Any) -> Tensor:
         """Return the result of an operation once it has ended."""
 
@@ -102,6 +105,9 @@ class HorovodCollectives:
             process_set=self.process_set,
         )
 
+    def progress(self) -> None:
+        """Do nothing: Horovod has a thread for it."""
+
     def wait(self, handle: Any) -> Tensor:
         """Return the result of an operation; the wait leaves the core to others."""
         wait_until(lambda: self.horovod.poll(handle))
@@ -128,6 +134,9 @@ class Alone:
     def reduce_scatter(self, tensor: Tensor, name: str) -> Tensor:
         """Return the tensor."""
         return tensor
+
+    def progress(self) -> None:
+        """Do nothing."""
 
     def wait(self, handle: Tensor) -> Tensor:
         """Return the result."""

@@ -205,7 +205,7 @@ class ReplicatedGradients(Gradients):
         self.sums: Sums = sums or ExactSums(collectives)
         self.named = dict(parameters)
         self.statistics = list(statistics.values())
-        self.states = CopiedStates(states, collectives)
+        self.states, self.progress = CopiedStates(states, collectives), collectives.progress
         # Backward reaches the last parameters first.
         backwards = list(parameters.items())[::-1]
         sizes = [parameter.numel() * parameter.element_size() for _, parameter in backwards]
@@ -316,6 +316,8 @@ class ReplicatedGradients(Gradients):
         bucket.missing.discard(place)
         if not bucket.missing and self.first_is_over and self.each_arrives_once:
             self._start(bucket)
+        elif self._is_under_way():
+            self.progress()
 
     def _start(self, bucket: Bucket) -> None:
         if not self._is_under_way():

@@ -5,7 +5,9 @@ from typing import Literal
 
 from hvdtrain import world as worlds
 from hvdtrain.config import TrainConfig
+from hvdtrain.errors import UsageError
 from hvdtrain.host.installed import has_horovod
+from hvdtrain.options.syncrequest import NO_HIERARCHY
 from hvdtrain.parallel.stage import StageModel
 from hvdtrain.plan.plan import Plan
 from hvdtrain.sync.collectives import Collectives, HorovodCollectives
@@ -33,6 +35,25 @@ def reduction_library(requested: Library | None, world: World) -> Library:
     return "horovod" if all(world.gather(has_horovod())) else "mpi"
 
 
+def check_algorithm(algorithm: str) -> None:
+    """Refuse an algorithm that MPI's non-blocking all-reduce cannot use.
+
+    Raises:
+        UsageError: if it is hierarchical, or the library is not Open MPI.
+    """
+    if algorithm == "auto":
+        return
+    if algorithm == "hierarchical":
+        raise UsageError(NO_HIERARCHY)
+    library = worlds.mpi().Get_library_version()
+    if "Open MPI" not in library:
+        name = library.split(",")[0].split(chr(10))[0].strip()
+        raise UsageError(
+            f"--allreduce {algorithm} with --reduce-with mpi needs Open MPI, and this is {name}: "
+            "use --allreduce auto, or --reduce-with horovod"
+        )
+
+
 def remarks(requested: Library | None, world: World) -> list[str]:
     """Return what a user should know about the library that sums gradients. Collective."""
     if requested is not None or world.size == 1:
@@ -48,6 +69,8 @@ def stage_gradients(
     if not groups:
         return {number: SerialGradients(model.parameters()) for number, model in models.items()}
     library = reduction_library(config.reduce_with, world)
+    if library == "mpi":
+        check_algorithm(config.allreduce)
     if library == "horovod":
         _start_horovod(models, groups, world)
     gradients: dict[int, Gradients] = {}
