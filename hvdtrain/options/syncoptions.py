@@ -81,9 +81,9 @@ class SyncOptions:
     )
     shard_optimizer: bool = option(
         False,
-        "keep the optimizer's state of each parameter on one replica only (ZeRO stage 1)",
+        "divide the optimizer's state among the replicas of a stage (ZeRO stage 1)",
         Group.SYNC,
-        Rule.TORCH_ONLY,
+        Rule.ON_RESUME | Rule.TORCH_ONLY,
     )
     reduce_with: Literal["horovod", "mpi"] | None = option(
         None,
@@ -94,7 +94,8 @@ class SyncOptions:
     )
     allreduce: Algorithm = option(  # noqa: RUF009
         "auto",
-        "algorithm of the MPI library's all-reduce; auto: let the library choose",
+        "algorithm of the MPI library's all-reduce; auto: let the library choose; hierarchical "
+        "needs --reduce-with horovod",
         Group.SYNC,
         Rule.ON_RESUME,
     )

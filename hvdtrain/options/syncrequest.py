@@ -74,6 +74,10 @@ CompressRequest = NoCompression | Half | TopK | PowerSGD
 
 SYNC_FORMS = "exact, local:H, post-local:H@EPOCH, diloco:H or elastic:H"
 COMPRESS_FORMS = "none, fp16, bf16, topk:RATIO or powersgd:RANK"
+NO_HIERARCHY = (
+    "--allreduce hierarchical does not support --reduce-with mpi, whose all-reduces do not block: "
+    "use --reduce-with horovod, or another --allreduce"
+)
 NO_SYNC, NO_COMPRESSION = Exact(), NoCompression()
 # The options that only some ways to agree have, with the request that they belong to.
 OPTIONS_OF: Mapping[str, type[SyncRequest]] = {
@@ -148,15 +152,31 @@ def check_sync(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         if values[name] != defaults[name] and not isinstance(request, kind):
             raise UsageError(f"{flag(name)} needs {NAMES[kind]}: add it, or leave this out")
     is_compressed = compression != NO_COMPRESSION
-    if is_compressed and isinstance(request, Elastic):
-        raise UsageError("--compress does not support --sync elastic: use exact, local or diloco")
+    if is_compressed and request != NO_SYNC:
+        raise UsageError(
+            f"--compress {values['compress']} needs the sums of every step, which --sync "
+            f"{values['sync']} does not make: leave one out"
+        )
     if values["shard_optimizer"] and (request != NO_SYNC or is_compressed):
         other = "--compress" if is_compressed else "--sync"
         raise UsageError(
             f"--shard-optimizer needs the exact sums of every step, without {other}: leave one out"
         )
+    _check_algorithm(values)
     _check_approximate(values, request, is_compressed)
     _check_apart(values, request)
+
+
+def _check_algorithm(values: Mapping[str, Any]) -> None:
+    """Refuse an algorithm of all-reduces that the run cannot use."""
+    algorithm = values["allreduce"]
+    if algorithm == "hierarchical" and values["reduce_with"] == "mpi":
+        raise UsageError(NO_HIERARCHY)
+    if algorithm != "auto" and values["shard_optimizer"]:
+        raise UsageError(
+            f"--shard-optimizer sums by reduce-scatter, which --allreduce {algorithm} does not "
+            "change: leave one out"
+        )
 
 
 def _check_approximate(

@@ -154,6 +154,7 @@ class Runtime:
         gradients = {}
         for part in self.parts.values():
             part.gradients.finish()
+            part.gradients.gather()
             for name, parameter in part.model.parameters().items():
                 # A replica that trains apart has no gradients without samples.
                 value = parameter.grad

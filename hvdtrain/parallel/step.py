@@ -115,9 +115,9 @@ def update(
             _judge(rule, parts, exchange, step)
         is_bad = step.is_bad
     if not is_bad:
-        part.gradients.accept()
         if part.optimizer is not None:
             part.optimizer.step()
+        part.gradients.accept()
     part.gradients.zero()
 
 
@@ -157,13 +157,13 @@ def _judge(
 def total_norm(parts: Mapping[int, Part], exchange: Exchange | None) -> float:
     """Return the norm of the reduced gradients of all stages together. Collective.
 
-    Only the first replica of each stage contributes, and all ranks add in the same order, so that
-    all of them compute the same bits.
+    Only the first replica of each stage contributes, or each one its slice. All ranks add in the
+    same order, so that all of them compute the same bits.
     """
     square = torch.zeros(1, dtype=torch.float64)
     for part in parts.values():
-        gradients = _gradients(part)
-        if part.is_first_replica and gradients:
+        gradients = part.gradients.reduced()
+        if gradients and (part.is_first_replica or part.gradients.is_divided):
             square += torch.nn.utils.get_total_norm(gradients).double().cpu() ** 2
     squares = exchange.gather_all(square) if exchange else square
     return float(squares.sum().sqrt())
@@ -177,9 +177,5 @@ def clip_gradients(norm: float, largest: float, parts: Mapping[int, Part]) -> No
     scale = largest / (norm + 1e-6)
     if scale < 1:
         for part in parts.values():
-            if gradients := _gradients(part):
+            if gradients := part.gradients.reduced():
                 torch._foreach_mul_(gradients, scale)
-
-
-def _gradients(part: Part) -> list[Tensor]:
-    return [value.grad for value in part.parameters if value.grad is not None]

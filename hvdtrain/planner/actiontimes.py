@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hvdtrain.models.component import IMAGE_CHANNELS
 from hvdtrain.parallel.boundary import Boundaries, Form
@@ -29,8 +29,7 @@ from hvdtrain.plan.plan import Plan
 from hvdtrain.plan.program import Program, ReductionTime, program
 from hvdtrain.plan.simulate import Costs
 from hvdtrain.planner.chain import LEAST, now, repeated, without_gathering
-from hvdtrain.sync.gradients import Gradients
-from hvdtrain.sync.saved import Kept
+from hvdtrain.sync.gradients import Gradients, all_finite
 from hvdtrain.world import World
 
 Table = dict[tuple[int, str, int], float]  # (stage, kind of action, samples) -> seconds
@@ -103,7 +102,7 @@ def measured_costs(
 
 
 @dataclass
-class _Unreduced(Kept):
+class _Unreduced(Gradients):
     """A stage's gradients, which are not reduced and not announced to other ranks."""
 
     gradients: Gradients
@@ -119,7 +118,9 @@ class _Unreduced(Kept):
         return ReductionTime()
 
     def are_finite(self) -> bool:
-        """Return whether all gradients are finite, by the test of the stage."""
+        """Return whether all gradients are finite, by the test of the stage if it is local."""
+        if self.gradients.is_divided:
+            return all_finite(self.reduced())
         return self.gradients.are_finite()
 
     def accept(self) -> None:
@@ -132,6 +133,10 @@ class _Unreduced(Kept):
     def counted(self) -> Mapping[str, float]:
         """Return nothing: nothing is sent."""
         return {}
+
+    def trained(self) -> Mapping[str, nn.Parameter]:
+        """Return what the optimizer updates."""
+        return self.gradients.trained()
 
 
 def _runtime_alone(runtime: Runtime) -> Runtime:

@@ -3,7 +3,8 @@
 import hashlib
 import socket
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,10 +34,18 @@ from hvdtrain.planner.chain import Link
 from hvdtrain.planner.cost import Known, Question, activation_bytes, held_memory
 from hvdtrain.planner.measure import Setting, measure_rank, measured_sizes
 from hvdtrain.planner.network import MeasuredNetwork
-from hvdtrain.planner.probe import measure_network, message_to_self
+from hvdtrain.planner.probe import (
+    Start,
+    horovod_sum,
+    measure_network,
+    message_to_self,
+    started_mpi_sum,
+)
 from hvdtrain.planner.profile import Profile, RankTimes
 from hvdtrain.planner.solve import GIB, solve
-from hvdtrain.world import World, temporary_horovod
+from hvdtrain.sync.library import reduction_library
+from hvdtrain.sync.mpi import MPICollectives
+from hvdtrain.world import World, communicator_among, temporary_horovod
 
 RESERVE = 0.15  # share of a memory limit for memory that is not counted: up to 0.106 was measured
 MORE = 2  # factor on the counted activations before anything is measured
@@ -94,13 +103,15 @@ class Subject:
         places = ",".join(str(list(dict.fromkeys(hosts)).index(host)) for host in hosts)
         patches = f", patches of {config.patch_size}" if config.patch_size else ""
         compiled = ", compiled" if config.compile else ""
+        library = reduction_library(config.reduce_with, world)
+        reduction = f"{config.allreduce}{' by MPI' if library == 'mpi' else ''}"
         content = ""
         if config.model.startswith(PREFIX):  # other models may have the same name
             content = f" {hashlib.sha256(repr(self.costs).encode()).hexdigest()[:8]}"
         return (
             f"{config.model}{content}{patches}, {self.costs[-1].output_shape[-1]} classes, "
             f"{self.image_size} px, {config.batch_size} images, {config.precision}{compiled}, "
-            f"{config.optimizer}, all-reduce {config.allreduce}, {self.images.device.type}, "
+            f"{config.optimizer}, all-reduce {reduction}, {self.images.device.type}, "
             f"ranks on hosts {places} x {world.threads} threads"
         )
 
@@ -235,12 +246,24 @@ def measure(subject: Subject, world: World) -> Known:
     exchange = Exchange(world.communicator, subject.images.device)
     parameter_bytes = sum(cost.parameter_bytes for cost in costs)
     handed = max(cost.output_bytes for cost in costs) * subject.config.batch_size
-    with temporary_horovod() as horovod:
-        network = measure_network(world, horovod, exchange, parameter_bytes, handed)
+    with _sum_of_training(subject.config, world) as start:
+        network = measure_network(world, start, exchange, parameter_bytes, handed)
     # After it, so that the memory that Horovod holds is counted.
     times = local_times(subject, world, partial(message_to_self, exchange))
     profile = Profile(tuple(world.gather(times)))
     return Known(costs, profile, network, recomputed)
+
+
+@contextmanager
+def _sum_of_training(config: TrainConfig, world: World) -> Iterator[Start]:
+    """Yield a function that starts an all-reduce over all ranks as training does. Collective."""
+    if reduction_library(config.reduce_with, world) == "horovod":
+        with temporary_horovod() as horovod:
+            yield horovod_sum(horovod)
+        return
+    everybody = tuple(range(world.size))
+    communicator_among(everybody)
+    yield started_mpi_sum(MPICollectives(everybody, world.rank, "planner"))
 
 
 def local_times(

@@ -12,6 +12,7 @@ import torch
 from hvdtrain.host.poll import wait_until
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.planner.network import Contention, Curve, MeasuredNetwork
+from hvdtrain.sync.mpi import MPICollectives
 from hvdtrain.world import World
 
 SIZES = tuple(4**power for power in range(1, 14))  # 4 bytes to 64 MiB
@@ -20,6 +21,8 @@ LEAST, MOST = 5, 40  # repeats per size
 SECONDS_PER_SIZE = 0.05
 CONTENDED_BYTES = 4 * 2**20
 PING, PONG = 11, 12
+# Starts an all-reduce in place under a name; returns a function that tells whether it is complete.
+Start = Callable[[torch.Tensor, str], Callable[[], bool]]
 
 
 def sizes_up_to(largest: float) -> tuple[int, ...]:
@@ -30,29 +33,25 @@ def sizes_up_to(largest: float) -> tuple[int, ...]:
 
 
 def measure_network(
-    world: World, horovod: Any, exchange: Exchange, reduced_bytes: float, transfer_bytes: float
+    world: World, start: Start, exchange: Exchange, reduced_bytes: float, transfer_bytes: float
 ) -> MeasuredNetwork:
     """Measure the network of the job. Collective.
 
     Args:
-        horovod: the imported and started module of Horovod.
+        start: starts the all-reduces of training, over all ranks.
         reduced_bytes, transfer_bytes: the largest all-reduce and transfer that matter.
     """
     hosts = tuple(world.gather(socket.gethostname()))
     sizes = sizes_up_to(reduced_bytes)
-    whole = reduce_curve(world, horovod_sum(horovod), sizes)
+    whole = reduce_curve(world, start, sizes)
     all_reduce: dict[bool, dict[int, Curve]] = {}
     everyone = tuple(range(world.size))
     all_reduce.setdefault(_crosses(hosts, everyone), {})[world.size] = whole
     if world.size > 2:
         _add_smaller_groups(world, hosts, sizes, whole, all_reduce)
     hand_over = transfer_curves(world, exchange, sizes_up_to(transfer_bytes))
-    contention = measure_contention(world, horovod_sum(horovod), whole)
+    contention = measure_contention(world, start, whole)
     return MeasuredNetwork(hosts, all_reduce, hand_over, contention)
-
-
-# Starts an all-reduce in place under a name; returns a function that tells whether it is complete.
-Start = Callable[[torch.Tensor, str], Callable[[], bool]]
 
 
 def horovod_sum(horovod: Any) -> Start:
@@ -68,6 +67,15 @@ def horovod_sum(horovod: Any) -> Start:
             return True
 
         return is_over
+
+    return start
+
+
+def started_mpi_sum(collectives: MPICollectives) -> Start:
+    """Return a function that starts MPI's non-blocking all-reduce, as --reduce-with mpi does."""
+
+    def start(tensor: torch.Tensor, _: str) -> Callable[[], bool]:
+        return collectives.all_reduce(tensor, "probe").is_over
 
     return start
 
@@ -123,7 +131,7 @@ def _add_smaller_groups(
     whole: Curve,
     all_reduce: dict[bool, dict[int, Curve]],
 ) -> None:
-    """Measure groups of 2, 4, ... ranks by MPI itself, and add Horovod's overhead on all ranks.
+    """Measure groups of 2, 4, ... ranks by blocking MPI, and add the overhead on all ranks.
 
     Horovod needs its groups when it starts. The overhead does not depend on the number of ranks.
     """

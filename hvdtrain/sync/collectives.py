@@ -1,7 +1,7 @@
 """Collective operations among the replicas of a stage, on flat tensors: over what replicas agree.
 
 Every operation starts with a call that returns at once, and ends with `wait`. All replicas start
-the same operations by name; with Horovod the order may differ between replicas.
+the same operations by name, after `prepare` in any order.
 """
 
 from collections.abc import Sequence
@@ -28,6 +28,13 @@ class Collectives(Protocol):
     place: int
     sent_bytes: float
 
+    def prepare(self, names: Sequence[str]) -> None:
+        """Announce operations by name, in the same order on all replicas. Collective among them.
+
+        An operation that was not announced must start for the first time in the same order on all
+        replicas; afterwards, and after an announcement, the order may differ.
+        """
+
     def all_reduce(self, tensor: Tensor, name: str) -> Any:
         """Start to replace a tensor by its sum over the replicas; return a handle."""
 
@@ -48,6 +55,9 @@ class Collectives(Protocol):
 
         `wait` returns the slices that this replica has received, as [replicas, n].
         """
+
+    def progress(self) -> None:
+        """Let operations in flight continue; called often during backward."""
 
     def wait(self, handle: Any) -> Tensor:
         """Return the result of an operation once it has ended."""
@@ -70,6 +80,9 @@ class HorovodCollectives:
         self.horovod, self.process_set, self.name = horovod, process_set, name
         self.size, self.place = len(ranks), sorted(ranks).index(rank)
         self.sent_bytes = 0.0
+
+    def prepare(self, names: Sequence[str]) -> None:
+        """Do nothing: Horovod agrees on the order of operations in every cycle."""
 
     def all_reduce(self, tensor: Tensor, name: str) -> Any:
         """Start a sum in place."""
@@ -105,6 +118,9 @@ class HorovodCollectives:
             tensor.view(self.size, -1), name=f"{self.name}.{name}", process_set=self.process_set
         )
 
+    def progress(self) -> None:
+        """Do nothing: Horovod has a thread for it."""
+
     def wait(self, handle: Any) -> Tensor:
         """Return the result of an operation; the wait leaves the core to others."""
         wait_until(lambda: self.horovod.poll(handle))
@@ -118,6 +134,9 @@ class Alone:
     """The collective operations of a single replica: each returns what it was given."""
 
     size, place, sent_bytes = 1, 0, 0.0
+
+    def prepare(self, names: Sequence[str]) -> None:
+        """Do nothing."""
 
     def all_reduce(self, tensor: Tensor, name: str) -> Tensor:
         """Return the tensor."""
@@ -134,6 +153,9 @@ class Alone:
     def all_to_all(self, tensor: Tensor, name: str) -> Tensor:
         """Return the tensor as the only row."""
         return tensor[None]
+
+    def progress(self) -> None:
+        """Do nothing."""
 
     def wait(self, handle: Tensor) -> Tensor:
         """Return the result."""

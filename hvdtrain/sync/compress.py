@@ -93,6 +93,8 @@ class HalfSums(TwoPartSums):
     the range of fp16, an infinity arrives on all replicas, and the step is a bad one.
     """
 
+    parts = ("slices", "sums", "tail")
+
     def __init__(self, dtype: torch.dtype, collectives: Collectives, after: int = 0) -> None:
         super().__init__(collectives, after)
         self.dtype = dtype
@@ -139,6 +141,8 @@ class TopKSums(TwoPartSums):
     Args:
         ratio: share of the values that each replica sends, rounded up per bucket.
     """
+
+    parts = ("largest", "tail")
 
     def __init__(self, ratio: float, collectives: Collectives, after: int = 0) -> None:
         super().__init__(collectives, after)

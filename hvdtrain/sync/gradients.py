@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,17 @@ from hvdtrain.sync.collectives import Collectives
 from hvdtrain.sync.saved import Kept, Shapes
 from hvdtrain.sync.states import CopiedStates, States
 
+State: TypeAlias = Mapping[str, Mapping[str, Tensor]]
+
 
 class Gradients(Kept, Protocol):
-    """The gradients of a stage, as the runtime uses them."""
+    """The gradients of a stage, as the runtime and its optimizer use them.
+
+    Attributes:
+        is_divided: whether each replica holds only its slice of the sums.
+    """
+
+    is_divided: bool = False
 
     def announce(self, share: Share) -> None:
         """Announce that the next backward completes the gradients: reductions may start."""
@@ -43,10 +51,11 @@ class Gradients(Kept, Protocol):
         """Return whether all gradients are finite, after `finish`; the same on all replicas."""
 
     def accept(self) -> None:
-        """Count the step: the gradients of this `finish` go into the weights.
+        """Count the step, after its update of the weights. Collective among the replicas.
 
         Not called for a step that is left out, or computed again only to explain it.
         """
+        return
 
     def zero(self) -> None:
         """Reset the gradients."""
@@ -54,12 +63,39 @@ class Gradients(Kept, Protocol):
     def counted(self) -> Mapping[str, float]:
         """Return what this rank has counted since the start, by name, such as bytes sent."""
 
+    def trained(self) -> Mapping[str, nn.Parameter]:
+        """Return what this rank's optimizer updates, by the name of the parameter."""
 
-class SerialGradients(Kept):
+    def reduced(self) -> list[Tensor]:
+        """Return the sums that this rank's optimizer uses; not copies."""
+        return [value.grad for value in self.trained().values() if value.grad is not None]
+
+    def gather(self) -> None:
+        """Give each parameter its whole sum, after `finish`. Collective among the replicas."""
+        return
+
+    def whole_state(self, state: State) -> State:
+        """Return the state of whole parameters for that of `trained`. Collective among replicas.
+
+        Args:
+            state: the optimizer's tensors by the name of the parameter and key.
+        """
+        return state
+
+    def local_state(self, name: str, key: str, value: Tensor) -> Tensor:
+        """Return the part of a tensor of the state that belongs to `trained`.
+
+        Args:
+            value: of the whole parameter.
+        """
+        return value
+
+
+class SerialGradients(Gradients):
     """The gradients of a stage on one rank: autograd's sums need no reduction."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self.parameters = list(parameters.values())
+        self.named, self.parameters = dict(parameters), list(parameters.values())
 
     def announce(self, share: Share) -> None:
         """Do nothing: there is no reduction to start early."""
@@ -78,9 +114,6 @@ class SerialGradients(Kept):
         """Return whether all gradients are finite."""
         return all_finite([value.grad for value in self.parameters if value.grad is not None])
 
-    def accept(self) -> None:
-        """Do nothing: no state depends on it."""
-
     def zero(self) -> None:
         """Drop the gradients: autograd then stores the next ones without a sum."""
         for parameter in self.parameters:
@@ -89,6 +122,10 @@ class SerialGradients(Kept):
     def counted(self) -> Mapping[str, float]:
         """Return nothing: this rank sends no gradients."""
         return {}
+
+    def trained(self) -> Mapping[str, nn.Parameter]:
+        """Return the parameters."""
+        return self.named
 
 
 @dataclass
@@ -153,7 +190,7 @@ class ExactSums(Sums):
         return {"sent_bytes": self.collectives.sent_bytes}
 
 
-class ReplicatedGradients(Kept):
+class ReplicatedGradients(Gradients):
     """The gradients of a stage on several ranks, summed with its running statistics.
 
     Args:
@@ -177,19 +214,15 @@ class ReplicatedGradients(Kept):
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self.sums: Sums = sums or ExactSums(collectives)
+        self.named = dict(parameters)
         self.statistics = list(statistics.values())
-        self.states = CopiedStates(states, collectives)
+        self.states, self.progress = CopiedStates(states, collectives), collectives.progress
         # Backward reaches the last parameters first.
         backwards = list(parameters.items())[::-1]
         sizes = [parameter.numel() * parameter.element_size() for _, parameter in backwards]
         groups = group_by_bytes(sizes, bucket_bytes, min(FIRST_BUCKET_BYTES, bucket_bytes))
-        self.buckets = [
-            _make_bucket(
-                f"gradients.{i}", dict(backwards[k] for k in group), self._tail(i, groups)
-            )
-            for i, group in enumerate(groups)
-            if group or statistics
-        ]
+        self.buckets = self._make_buckets([dict(backwards[k] for k in group) for group in groups])
+        collectives.prepare([bucket.name for bucket in self.buckets])
         self.sums.attach(self.buckets)
         self.tail = [view for bucket in self.buckets for view in bucket.tail]
         self.announced = False
@@ -249,6 +282,10 @@ class ReplicatedGradients(Kept):
         """Return what the sums have counted."""
         return self.sums.counted()
 
+    def trained(self) -> Mapping[str, nn.Parameter]:
+        """Return the parameters."""
+        return self.named
+
     def saved(self) -> dict[str, Tensor]:
         """Return what the sums keep from step to step."""
         return self.sums.saved()
@@ -266,9 +303,15 @@ class ReplicatedGradients(Kept):
             view.copy_(value)
             view.mul_(share.weight if value.is_floating_point() else float(share.first))
 
-    def _tail(self, index: int, groups: Sequence[Sequence[int]]) -> list[Tensor]:
+    def _make_buckets(self, groups: Sequence[Mapping[str, nn.Parameter]]) -> list[Bucket]:
+        """Return the buckets of groups of parameters by name."""
         # The last bucket starts last: all replicas have finished their forwards by then.
-        return self.statistics if index == len(groups) - 1 else []
+        tails = [*([] for _ in groups[1:]), self.statistics]
+        return [
+            make_bucket(f"gradients.{i}", group, tail)
+            for i, (group, tail) in enumerate(zip(groups, tails, strict=True))
+            if group or tail
+        ]
 
     def arrived(self, index: int, place: int) -> None:
         """Record that autograd added to a gradient: in an announced backward it is complete.
@@ -289,6 +332,8 @@ class ReplicatedGradients(Kept):
         bucket.missing.discard(place)
         if not bucket.missing and self.first_is_over and self.each_arrives_once:
             self._start(bucket)
+        elif self._is_under_way():
+            self.progress()
 
     def _start(self, bucket: Bucket) -> None:
         if not self._is_under_way():
@@ -317,11 +362,18 @@ def all_finite(tensors: Sequence[Tensor]) -> bool:
     return not tensors or bool(torch.stack([t.sum() for t in tensors]).sum().isfinite())
 
 
-def _make_bucket(name: str, named: Mapping[str, nn.Parameter], statistics: list[Tensor]) -> Bucket:
-    """Allocate a bucket and make each parameter's gradient a view into it."""
+def make_bucket(
+    name: str, named: Mapping[str, nn.Parameter], statistics: Sequence[Tensor], slices: int = 1
+) -> Bucket:
+    """Allocate a bucket and make each parameter's gradient a view into it.
+
+    Args:
+        slices: the bucket has zeros at its end, so that it divides into as many equal slices.
+    """
     parameters = list(named.values())
     reference = [*parameters, *statistics][0]
     length = sum(tensor.numel() for tensor in (*parameters, *statistics))
+    length += -length % slices
     flat = torch.zeros(length, dtype=reference.dtype, device=reference.device)
     offset = 0
     for parameter in parameters:

@@ -10,7 +10,7 @@ from typing_extensions import override
 from hvdtrain.plan.cut import Share
 from hvdtrain.plan.program import ReductionTime
 from hvdtrain.sync.gradients import Gradients, SerialGradients
-from hvdtrain.sync.saved import Kept, Shapes
+from hvdtrain.sync.saved import Shapes
 
 
 @dataclass
@@ -38,7 +38,7 @@ class LocalGradients(SerialGradients):
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], trained: Trained) -> None:
         super().__init__(parameters)
-        self.trained = trained
+        self.count = trained
 
     @override
     def start(self, share: Share) -> None:
@@ -47,13 +47,13 @@ class LocalGradients(SerialGradients):
             self.zero()
             return
         super().start(share)
-        self.trained.samples += share.samples
+        self.count.samples += share.samples
         gradients = [value.grad for value in self.parameters if value.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, 1 / share.weight)
 
 
-class SwitchedGradients(Kept):
+class SwitchedGradients(Gradients):
     """Gradients that are exact in the first steps, and local afterwards.
 
     Args:
@@ -86,6 +86,14 @@ class SwitchedGradients(Kept):
     def are_finite(self) -> bool:
         """Return whether all gradients are finite."""
         return self.current.are_finite()
+
+    def trained(self) -> Mapping[str, nn.Parameter]:
+        """Return the parameters."""
+        return self.local.trained()
+
+    def accept(self) -> None:
+        """Count the step."""
+        self.current.accept()
 
     def zero(self) -> None:
         """Reset the gradients."""

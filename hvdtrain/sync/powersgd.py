@@ -69,6 +69,8 @@ class PowerSums(CompressedSums):
         rank: columns of P and Q.
     """
 
+    parts = ("p", "q")
+
     def __init__(self, rank: int, collectives: Collectives, after: int = 0) -> None:
         super().__init__(collectives, after)
         self.rank = rank

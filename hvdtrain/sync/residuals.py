@@ -10,7 +10,7 @@ all residuals is what the weights have not received yet.
 import abc
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -83,7 +83,12 @@ class CompressedSums(Sums, abc.ABC):
         collectives: among the replicas.
         after: first steps, whose sums are exact. Steps that do not count, such as one with bad
             gradients, are not among them.
+
+    Attributes:
+        parts: ends of the names of the operations that sum a bucket.
     """
+
+    parts: ClassVar[tuple[str, ...]]
 
     def __init__(self, collectives: Collectives, after: int = 0) -> None:
         self.collectives, self.after, self.steps = collectives, after, 0
@@ -104,6 +109,8 @@ class CompressedSums(Sums, abc.ABC):
 
     def attach(self, buckets: Sequence[Bucket]) -> None:
         """Allocate a residual per bucket."""
+        names = [f"{bucket.name}.{part}" for bucket in buckets for part in self.parts]
+        self.collectives.prepare(names)
         self.residuals = {bucket.name: Residual(bucket) for bucket in buckets}
 
     def start(self, bucket: Bucket) -> Any:

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from hvdtrain import world
 from hvdtrain.errors import UsageError
 from hvdtrain.options.syncrequest import Exact, Local, parse_sync_request
 from hvdtrain.plan.cut import Share
 from hvdtrain.sync.averaging import LocalMeetings
-from hvdtrain.sync.collectives import Alone, HorovodCollectives
-from hvdtrain.sync.gradients import ReplicatedGradients
+from hvdtrain.sync.collectives import Alone
+from hvdtrain.sync.gradients import ExactSums, ReplicatedGradients
+from hvdtrain.sync.library import collectives_of
 from hvdtrain.sync.local import Trained
 from hvdtrain.sync.replica import Replica
 from hvdtrain.sync.states import States
@@ -46,12 +46,8 @@ class LocalReduction(Reduction):
         self.optimizer, self.period, self.trained = optimizer, period, Trained()
         self.share = Share(0.0, False)
         everybody = tuple(range(state.place.size))
-        collectives = HorovodCollectives(
-            world.horovod(),
-            world.process_set(everybody),
-            everybody,
-            state.place.rank,
-            f"model{number}.meetings",
+        collectives = collectives_of(
+            state.library, everybody, state.place.rank, f"model{number}.meetings"
         )
         states = States(self.states, self._put)
         replica = Replica(parameters, statistics, states, optimizer, self._complete)
@@ -74,7 +70,7 @@ class LocalReduction(Reduction):
         name: str,
     ) -> None:
         alone, nothing = Alone(), States(dict, lambda _: None)
-        sums = WeightedSums(alone, self)
+        sums = WeightedSums(ExactSums(alone), self)
         self.groups.append(ReplicatedGradients(parameters, {}, nothing, alone, sums))
 
     @override

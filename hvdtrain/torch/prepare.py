@@ -10,8 +10,9 @@ from torch.optim import Optimizer
 
 from hvdtrain import world
 from hvdtrain.errors import UsageError
-from hvdtrain.options.syncrequest import parse_compress_request
+from hvdtrain.options.syncrequest import NO_COMPRESSION, parse_compress_request
 from hvdtrain.parallel.stage import fingerprint
+from hvdtrain.sync.library import open_group
 from hvdtrain.torch import state as states
 from hvdtrain.torch.agreement import Action, Note
 from hvdtrain.torch.gradients import Replica
@@ -100,16 +101,21 @@ def prepare(
     for other in state.models:
         other.meet()
     if state.place.size > 1:
-        largest = max(1, trainable_bytes(model))
-        world.start_horovod(largest)
+        if state.library == "horovod":
+            world.start_horovod(max(1, trainable_bytes(model)))
+        open_group(state.library, tuple(range(state.place.size)))
         leave_together_at_exit()
         _make_equal(model, optimizers, state, note)
-    _add(model, optimizers, state, compression)
+    _add(model, optimizers, state, compression, period if state.place.size > 1 else None)
     return model, *optimizers
 
 
 def _add(
-    model: nn.Module, optimizers: Sequence[Optimizer], state: State, compression: Compression
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    state: State,
+    compression: Compression,
+    period: int | None,
 ) -> None:
     """Add hooks to the model, in place of those of an earlier `prepare`."""
     place, steps = _forget(model, state)
@@ -165,7 +171,7 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
         return
     if not check_dtype(parameter):
         raise UsageError(
-            f"{name} is {parameter.dtype}, whose gradients Horovod cannot add: keep parameters in "
+            f"{name} is {parameter.dtype}, whose gradients cannot be summed: keep parameters in "
             "torch.float32 and use torch.autocast"
         )
     if not is_dense(parameter):

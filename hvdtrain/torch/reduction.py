@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from hvdtrain import world
 from hvdtrain.errors import CheckFailed
 from hvdtrain.host.stop import StopRequest
 from hvdtrain.options.syncrequest import NO_COMPRESSION, CompressRequest
 from hvdtrain.parallel.stage import fingerprint
 from hvdtrain.plan.cut import Share
-from hvdtrain.sync.collectives import Alone, Collectives, HorovodCollectives
+from hvdtrain.sync.collectives import Alone, Collectives
 from hvdtrain.sync.compress import make_sums
 from hvdtrain.sync.gradients import Bucket, Gradients, ReplicatedGradients, Sums
+from hvdtrain.sync.library import collectives_of
 from hvdtrain.sync.saved import Kept, Shapes
 from hvdtrain.sync.states import States
 from hvdtrain.torch.agreement import Action, Note
@@ -59,7 +59,7 @@ class Reduction(Kept):
         parameters: Mapping[str, nn.Parameter],
         others: Mapping[str, Key],
         state: State,
-        compression: Compression,
+        compression: Compression = Compression(),
     ) -> None:
         self.number, self.state, self.compression = number, state, compression
         self.parameters, self.others = dict(parameters), dict(others)
@@ -125,10 +125,10 @@ class Reduction(Kept):
         collectives: Collectives = Alone()
         if place.size > 1:
             everybody = tuple(range(place.size))
-            collectives = HorovodCollectives(
-                world.horovod(), world.process_set(everybody), everybody, place.rank, name
-            )
-        sums = WeightedSums(collectives, self)
+            collectives = collectives_of(self.state.library, everybody, place.rank, name)
+        is_half = any(value.dtype == torch.float16 for value in parameters.values())
+        request = NO_COMPRESSION if is_half else self.compression.request
+        sums = WeightedSums(make_sums(request, self.compression.after, collectives), self)
         gradients = ReplicatedGradients(parameters, statistics, states, collectives, sums)
         self.groups.append(gradients)
 
@@ -317,5 +317,5 @@ def is_dense(value: Tensor) -> bool:
 
 
 def check_dtype(value: Tensor) -> bool:
-    """Return whether Horovod can add gradients of this dtype."""
+    """Return whether gradients of this dtype can be summed."""
     return value.dtype in (torch.float16, torch.float32, torch.float64)

@@ -18,6 +18,7 @@ from hvdtrain import world
 from hvdtrain.errors import HvdtrainError, Interrupted, Preempted, UsageError
 from hvdtrain.health import failure
 from hvdtrain.host.stop import STOP_SIGNALS
+from hvdtrain.sync.library import Library, reduction_library, remarks
 from hvdtrain.torch import state as states
 from hvdtrain.torch.agreement import Action, Agreement, Note
 from hvdtrain.torch.state import Rank, State, Watched
@@ -31,6 +32,7 @@ def start(
     allreduce: str = "auto",
     device: str | None = None,
     stall_timeout: float = STALL_SECONDS,
+    reduce_with: Library | None = None,
 ) -> Rank:
     """Join the ranks that the launcher started, or be a world of one; call it first.
 
@@ -43,9 +45,11 @@ def start(
         allreduce: "ring" requests the ring algorithm of the MPI library, "auto" lets it choose.
         device: "cpu" or "cuda"; default: the rank's GPU if there is one.
         stall_timeout: seconds to wait for the other ranks before the job ends.
+        reduce_with: "horovod" or "mpi", which sums gradients; default: Horovod if all ranks have
+            it, else MPI.
 
     Raises:
-        UsageError: if MPI or Horovod is missing, there is no such device, or the launcher does not
+        UsageError: if MPI is missing, there is no such device, or the launcher does not
             connect its processes by MPI, as torchrun.
     """
     if states.is_started():
@@ -56,7 +60,12 @@ def start(
     place = Rank(
         joined.rank, joined.size, joined.local_rank, joined.local_size, _device(device, joined)
     )
-    state = State(joined, place, Agreement(joined, stall_timeout))
+    library = reduction_library(reduce_with, joined) if joined.size > 1 else "mpi"
+    notes = remarks(reduce_with, joined)
+    if place.is_first:
+        for note in notes:
+            print(f"hvdtrain: {note}", file=sys.stderr)
+    state = State(joined, place, Agreement(joined, stall_timeout), library)
     before = register_optimizer_step_pre_hook(_before_step)
     after = register_optimizer_step_post_hook(_after_step)
     state.undo += [before.remove, after.remove, state.agreement.close]

@@ -147,6 +147,14 @@ def test_every_gradient_and_weight_is_that_of_the_serial_loop(world: World, name
     assert worst(together(case, 5), serial(case, 5)) <= BOUND
 
 
+def test_mpi_sums_the_same_gradients_without_horovod(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state.current(), "library", "mpi")
+    case = CASES["a last batch of one sample"]
+    assert worst(together(case, 5), serial(case, 5)) <= BOUND
+
+
 def plain_average(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
     """Weight all ranks alike, as an average of the ranks' means does."""
     monkeypatch.setattr(state.Batch, "weight", property(lambda batch: 1 / world.size))

@@ -157,7 +157,7 @@ ALWAYS: dict[Callable[..., None], str] = {
     foreign_group: "an optimizer AdamW has got parameters that are not the model's",
     wrapped: "the model is wrapped in DataParallel",
     not_its_optimizer: "the optimizer AdamW has parameters that are not the model's",
-    brain_floats: "weight is torch.bfloat16, whose gradients Horovod cannot add",
+    brain_floats: "weight is torch.bfloat16, whose gradients cannot be summed",
     sparse: "the gradient of weight is sparse",
     nothing_to_evaluate: "evaluate got no samples on any rank",
 }

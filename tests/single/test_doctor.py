@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from hvdtrain.doctor import libraries
 from hvdtrain.host.launchers import own_mpirun
 
 REPOSITORY = Path(__file__).parents[2]
@@ -122,6 +123,16 @@ def test_a_broken_horovod_and_a_foreign_mpirun_are_faults_with_cures(tmp_path: P
     if own_mpirun():
         assert checks["one MPI"]["cure"] == f'export PATH="{BESIDE_PYTHON}:$PATH"'
         assert checks["all-reduce by mpi4py"]["state"] == "ok"
+
+
+def test_without_horovod_several_ranks_train_by_mpi() -> None:
+    missing = {"error": "ModuleNotFoundError: No module named 'horovod'"}
+    check = libraries.horovod_check(missing, "")
+    assert check.state == "note"
+    assert "--reduce-with mpi" in check.text
+    broken = libraries.horovod_check({"error": "ImportError: libmpi.so.40: missing"}, "")
+    assert broken.state == "fault"
+    assert "--reduce-with mpi" in broken.cure
 
 
 def test_without_mpi_the_cure_is_said_and_that_one_rank_works(tmp_path: Path) -> None:

@@ -1,63 +1,128 @@
-"""Gradients and meetings of the replicas of a stage, as the options request them."""
+"""Gradients and meetings of the replicas of each stage, as the options request them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 
 from hvdtrain.backends.pytorch.state import restore_state, state_shapes
 from hvdtrain.config import TrainConfig
-from hvdtrain.options.syncrequest import DiLoCo, Elastic, Local
-from hvdtrain.parallel.stage import StageModel
+from hvdtrain.options.syncrequest import NO_COMPRESSION, DiLoCo, Elastic, Exact, Local
+from hvdtrain.parallel.stage import Part, StageModel
+from hvdtrain.plan.plan import Plan
 from hvdtrain.sync.averaging import LocalMeetings, PostLocalMeetings
-from hvdtrain.sync.collectives import Collectives
+from hvdtrain.sync.collectives import Alone, Collectives
+from hvdtrain.sync.compress import make_sums
 from hvdtrain.sync.diloco import DiLoCoMeetings, Outer
 from hvdtrain.sync.elastic import ElasticMeetings
-from hvdtrain.sync.gradients import Gradients, ReplicatedGradients
+from hvdtrain.sync.gradients import Gradients, ReplicatedGradients, SerialGradients
+from hvdtrain.sync.library import (
+    Library,
+    check_algorithm,
+    collectives_of,
+    open_group,
+    reduction_library,
+)
 from hvdtrain.sync.local import LocalGradients, SwitchedGradients, Trained
 from hvdtrain.sync.meetings import Meetings, NoMeetings
 from hvdtrain.sync.replica import Replica
+from hvdtrain.sync.sharded import ShardedGradients
 from hvdtrain.sync.states import States
+from hvdtrain.world import World, start_horovod
 
 # Returns collective operations for a purpose, which makes their names differ from all others.
 Group = Callable[[str], Collectives]
 
 
-def agreement(
-    config: TrainConfig, model: StageModel, optimizer: torch.optim.Optimizer | None, group: Group
-) -> tuple[Gradients, Meetings]:
-    """Return the gradients of a replicated stage, and the meetings of its replicas."""
+def open_groups(
+    config: TrainConfig, plan: Plan, models: Mapping[int, StageModel], world: World
+) -> dict[int, Group]:
+    """Return the operations of the replicas of this rank's stages, by stage. Collective.
+
+    Stages without replicas have none, unless more replicas may have left something out.
+    """
+    groups: dict[int, Group] = {}
+    replicated = [stage.ranks for stage in plan.stages if len(stage.ranks) > 1]
+    library = reduction_library(config.reduce_with, world) if replicated else "mpi"
+    if replicated and library == "mpi":
+        check_algorithm(config.allreduce)
+    if replicated and library == "horovod":
+        _start_horovod(models, replicated, world)
+    for number, stage in enumerate(plan.stages):
+        if len(stage.ranks) > 1:
+            open_group(library, stage.ranks)
+        if number not in models or not models[number].tensors():
+            continue
+        if len(stage.ranks) > 1:
+            groups[number] = partial(_operations, library, stage.ranks, world.rank, number)
+        elif config.compress_request != NO_COMPRESSION:
+            groups[number] = lambda purpose: Alone()
+    return groups
+
+
+def _operations(
+    library: Library, ranks: tuple[int, ...], rank: int, stage: int, purpose: str
+) -> Collectives:
+    return collectives_of(library, ranks, rank, f"stage{stage}.{purpose}")
+
+
+def _start_horovod(
+    models: Mapping[int, StageModel], groups: list[tuple[int, ...]], world: World
+) -> None:
+    parameters = [value for model in models.values() for value in model.parameters().values()]
+    largest = max(world.gather(sum(value.numel() * value.element_size() for value in parameters)))
+    start_horovod(largest, groups)
+
+
+def stage_gradients(
+    config: TrainConfig, model: StageModel, group: Group | None, trained: Trained
+) -> Gradients:
+    """Return the gradients of a stage.
+
+    Args:
+        group: operations of its replicas; None if there are none.
+        trained: counts the samples that replicas train on apart.
+    """
+    parameters, request = model.parameters(), config.sync_request
+    if group is None:
+        return SerialGradients(parameters)
+    match request:
+        case DiLoCo() | Elastic() | Local(exact_epochs=0):
+            return LocalGradients(parameters, trained)
+        case Local():
+            exact = _exact(config, model, group("gradients"))
+            return SwitchedGradients(exact, LocalGradients(parameters, trained))
+    return _exact(config, model, group("gradients"))
+
+
+def _exact(config: TrainConfig, model: StageModel, collectives: Collectives) -> Gradients:
+    parameters, statistics = model.parameters(), model.statistics()
+    states = States(model.states, model.put)
+    if config.shard_optimizer and parameters:
+        return ShardedGradients(parameters, statistics, states, collectives)
+    sums = make_sums(config.compress_request, config.compress_after, collectives)
+    return ReplicatedGradients(parameters, statistics, states, collectives, sums)
+
+
+def stage_meetings(
+    config: TrainConfig, part: Part, group: Group | None, trained: Trained
+) -> Meetings:
+    """Return the meetings of a stage's replicas; arguments as of `stage_gradients`."""
     request = config.sync_request
-    trained = Trained()
-    local = LocalGradients(model.parameters(), trained)
-    if isinstance(request, Local):
-        meetings = LocalMeetings(
-            _replica(config, model, optimizer),
-            group("meetings"),
-            trained,
-            request.period,
-            config.average_optimizer,
-        )
-        if not request.exact_epochs:
-            return local, meetings
-        switched = SwitchedGradients(_exact(model, group), local)
-        return switched, PostLocalMeetings(meetings, switched, request.exact_epochs)
-    if isinstance(request, DiLoCo):
-        outer = Outer(config.outer_lr, config.outer_momentum, config.fragments, config.overlap)
-        replica = _replica(config, model, optimizer)
-        return local, DiLoCoMeetings(replica, group("meetings"), trained, request.period, outer)
-    if isinstance(request, Elastic):
-        replica, rate = _replica(config, model, optimizer), config.elastic_rate
-        return local, ElasticMeetings(replica, group("meetings"), trained, request.period, rate)
-    return _exact(model, group), NoMeetings()
-
-
-def _exact(model: StageModel, group: Group) -> ReplicatedGradients:
-    return ReplicatedGradients(
-        model.parameters(),
-        model.statistics(),
-        States(model.states, model.put),
-        group("gradients"),
-    )
+    if group is None or isinstance(request, Exact):
+        return NoMeetings()
+    replica, operations = _replica(config, part.model, part.optimizer), group("meetings")
+    period = request.period
+    match request:
+        case DiLoCo():
+            outer = Outer(config.outer_lr, config.outer_momentum, config.fragments, config.overlap)
+            return DiLoCoMeetings(replica, operations, trained, period, outer)
+        case Elastic():
+            return ElasticMeetings(replica, operations, trained, period, config.elastic_rate)
+    meetings = LocalMeetings(replica, operations, trained, period, config.average_optimizer)
+    if isinstance(request, Local) and isinstance(part.gradients, SwitchedGradients):
+        return PostLocalMeetings(meetings, part.gradients, request.exact_epochs)
+    return meetings
 
 
 def _replica(

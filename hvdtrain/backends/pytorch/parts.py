@@ -3,29 +3,26 @@
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from fnmatch import fnmatchcase
-from functools import partial
 from inspect import unwrap
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.backends.pytorch.agreement import Group, agreement
+from hvdtrain.backends.pytorch.agreement import open_groups, stage_gradients, stage_meetings
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError, one_line
 from hvdtrain.models.component import Component, build_component
 from hvdtrain.options import decay
 from hvdtrain.options.nearest import nearest
-from hvdtrain.options.syncrequest import NO_COMPRESSION
 from hvdtrain.parallel.batchnorm import synchronise
 from hvdtrain.parallel.boundary import Form
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.stage import DTYPES, Part, StageModel
 from hvdtrain.plan.plan import Plan
-from hvdtrain.sync.collectives import Alone, Collectives, HorovodCollectives
-from hvdtrain.sync.gradients import Gradients, SerialGradients
-from hvdtrain.sync.meetings import Meetings, NoMeetings
-from hvdtrain.world import World, process_set, start_horovod
+from hvdtrain.sync.gradients import SerialGradients
+from hvdtrain.sync.local import Trained
+from hvdtrain.world import World
 
 Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
 
@@ -44,22 +41,19 @@ def build_parts(
     """Return this rank's part of each stage that it holds, by stage number. Collective."""
     models = _models(config, plan, components, world.rank, device)
     synchronised = _synchronise(config, plan, models, exchange)
-    groups = _groups(plan, models, world)
+    groups = open_groups(config, plan, models, world)
     parts: dict[int, Part] = {}
     for number, model in models.items():
-        optimizer = stage_optimizer(config, model)
-        gradients: Gradients = SerialGradients(model.parameters())
-        meetings: Meetings = NoMeetings()
-        if number in groups:
-            gradients, meetings = agreement(config, model, optimizer, groups[number])
-        parts[number] = Part(
+        group, trained = groups.get(number), Trained()
+        gradients = stage_gradients(config, model, group, trained)
+        part = parts[number] = Part(
             model,
             gradients,
-            optimizer,
-            meetings,
+            stage_optimizer(config, model, gradients.trained()),
             is_first_replica=world.rank == plan.stages[number].ranks[0],
             synchronised=number in synchronised,
         )
+        part.meetings = stage_meetings(config, part, group, trained)
     return parts
 
 
@@ -94,9 +88,15 @@ def _models(
     }
 
 
-def stage_optimizer(config: TrainConfig, model: StageModel) -> torch.optim.Optimizer | None:
-    """Return the optimizer of a stage; None if the stage has no parameters."""
-    parameters = model.parameters()
+def stage_optimizer(
+    config: TrainConfig, model: StageModel, trained: Mapping[str, nn.Parameter] | None = None
+) -> torch.optim.Optimizer | None:
+    """Return the optimizer of a stage; None if the stage has no parameters.
+
+    Args:
+        trained: what it updates, by the name of the parameter; by default the parameters.
+    """
+    parameters = model.parameters() if trained is None else trained
     free = model.undecayed(decay.parse(config.no_decay))
     return make_optimizer(config, parameters, free) if parameters else None
 
@@ -261,25 +261,3 @@ def _synchronise(
             layers = [synchronise(component, gather) for component in components]
             synchronised |= {number} if sum(layers) else set()
     return frozenset(synchronised)
-
-
-def _groups(plan: Plan, models: Mapping[int, StageModel], world: World) -> dict[int, Group]:
-    """Return collective operations of each of this rank's replicated stages. Collective."""
-    groups: dict[int, Group] = {}
-    if all(len(stage.ranks) == 1 for stage in plan.stages):
-        return groups
-    parameters = [value for model in models.values() for value in model.parameters().values()]
-    largest = max(world.gather(sum(value.numel() * value.element_size() for value in parameters)))
-    members = [stage.ranks for stage in plan.stages if len(stage.ranks) > 1]
-    horovod = start_horovod(largest, members)
-    for number, stage in enumerate(plan.stages):
-        replicas = process_set(stage.ranks) if len(stage.ranks) > 1 else None
-        if replicas is not None and number in models and models[number].tensors():
-            groups[number] = partial(_operations, horovod, replicas, stage.ranks, world, number)
-    return groups
-
-
-def _operations(
-    horovod: Any, replicas: Any, ranks: Sequence[int], world: World, stage: int, purpose: str
-) -> Collectives:
-    return HorovodCollectives(horovod, replicas, ranks, world.rank, f"stage{stage}.{purpose}")

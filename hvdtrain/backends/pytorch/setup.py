@@ -34,6 +34,7 @@ from hvdtrain.parallel.stage import Images
 from hvdtrain.plan import plan as plans
 from hvdtrain.plan import planfile
 from hvdtrain.plan.plan import Plan
+from hvdtrain.sync import library
 from hvdtrain.training.feed import (
     Normalisation,
     check_images,
@@ -109,7 +110,11 @@ def _built(
         train_rows=trial.rows,
         held_rows=held_rows,
         splits=trial.splits,
-        remarks=(*(chosen.remarks if chosen else ()), *([verified] if verified else [])),
+        remarks=(
+            *library.remarks(config.reduce_with, world),
+            *(chosen.remarks if chosen else ()),
+            *([verified] if verified else []),
+        ),
         predicted_seconds=chosen.predicted_seconds if chosen else None,
         migration=TorchMigration(
             question=chosen.question if chosen else None,

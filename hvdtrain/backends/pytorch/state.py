@@ -117,8 +117,9 @@ class TorchState(State):
         for part in self.parts.values():
             if part.optimizer is None or not was_updated:
                 continue  # an optimizer has no state before its first update
-            for name, parameter in part.model.parameters().items():
-                entries = state_shapes(self.config, parameter.shape)
+            parameters = part.model.parameters()
+            for name in part.gradients.trained():
+                entries = state_shapes(self.config, parameters[name].shape)
                 expected |= {f"{OPTIMIZER}{name}/{key}": shape for key, shape in entries.items()}
         shapes = _without_prefix(saved)
         self.wanted = [kept.wanted(shapes) for kept in self._kept()]
@@ -182,10 +183,13 @@ def local_share(plan: Plan, parts: Mapping[int, Part], rank: int) -> dict[str, T
 def named_state(part: Part) -> dict[str, dict[str, Tensor]]:
     """Return for each parameter and buffer its tensors by their names in a checkpoint.
 
-    These are the tensor itself and those of the optimizer.
+    These are the tensor itself and those of the optimizer. Collective among the replicas of the
+    stage if each holds a part of the optimizer's state.
     """
-    parameters = part.model.parameters()
-    state = state_by_name(part.optimizer, parameters) if part.optimizer else {}
+    state: Mapping[str, Mapping[str, Tensor]] = {}
+    if part.optimizer is not None:
+        local_state = state_by_name(part.optimizer, part.gradients.trained())
+        state = part.gradients.whole_state(local_state)
     return {
         name: {f"{MODEL}{name}": tensor}
         | {f"{OPTIMIZER}{name}/{key}": value for key, value in state.get(name, {}).items()}
@@ -200,8 +204,15 @@ def put_arrays(parts: Mapping[int, Part], arrays: Mapping[str, np.ndarray]) -> N
     for part in parts.values():
         if part.optimizer is None:
             continue
-        parameters = part.model.parameters()
-        states = {name: optimizer[name] for name in parameters if name in optimizer}
+        parameters = part.gradients.trained()
+        states = {
+            name: {
+                key: part.gradients.local_state(name, key, value)
+                for key, value in optimizer[name].items()
+            }
+            for name in parameters
+            if name in optimizer
+        }
         restore_state(part.optimizer, parameters, states)
 
 

@@ -1,0 +1,170 @@
+"""Collective operations among the replicas of a stage by mpi4py, without Horovod.
+
+Non-blocking operations of one communicator must start in the same order on all ranks, but a
+replica without samples starts its buckets in another order than the hooks of the others. Every
+name therefore has a communicator of its own.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hvdtrain import world
+from hvdtrain.host.poll import wait_until
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+# MPI's names of the dtypes that it can sum. 16-bit floats are summed by `_sum_of_halves`.
+DATATYPES = {
+    torch.float32: "FLOAT",
+    torch.float64: "DOUBLE",
+    torch.int8: "INT8_T",
+    torch.int16: "INT16_T",
+    torch.int32: "INT32_T",
+    torch.int64: "INT64_T",
+    torch.uint8: "UINT8_T",
+}
+HALVES = (torch.float16, torch.bfloat16)
+
+
+@dataclass
+class Operation:
+    """An operation in flight.
+
+    Attributes:
+        request: MPI's.
+        result: the tensor for the caller, on the device of his tensor.
+        host: the memory of the result that MPI writes to; `result` itself on a CPU.
+        kept: other memory that MPI uses.
+    """
+
+    request: "MPI.Request"
+    result: Tensor
+    host: Tensor
+    kept: list[Any] = field(default_factory=list)
+
+    def is_over(self) -> bool:
+        """Return whether the result is complete; a call also lets MPI continue its work."""
+        return bool(self.request.Test())
+
+
+class MPICollectives:
+    """MPI's non-blocking operations on communicators of the replicas.
+
+    Tensors on a GPU pass through pinned host memory; this has never run on a GPU.
+
+    Args:
+        ranks: of the group, as world ranks. All ranks of the world have called
+            `world.communicator_among` with them.
+        rank: this rank.
+        name: the same on all ranks of the group, and different from every other group's.
+    """
+
+    def __init__(self, ranks: Sequence[int], rank: int, name: str) -> None:
+        self.ranks, self.name = tuple(sorted(ranks)), name
+        self.size, self.place = len(self.ranks), self.ranks.index(rank)
+        self.sent_bytes = 0.0
+        self._mpi = world.mpi()
+
+    def prepare(self, names: Sequence[str]) -> None:
+        """Make the communicators of operations. Collective among the replicas."""
+        for name in names:
+            self._communicator(name)
+
+    def all_reduce(self, tensor: Tensor, name: str) -> Operation:
+        """Start a sum in place."""
+        self.sent_bytes += 2 * (self.size - 1) / self.size * tensor.nbytes
+        host = _on_host(tensor)
+        request = self._communicator(name).Iallreduce(
+            self._mpi.IN_PLACE, self._buffer(host), self._sum(host.dtype)
+        )
+        return Operation(request, tensor, host)
+
+    def all_gather(self, tensor: Tensor, name: str) -> Operation:
+        """Start to gather the replicas' tensors, each as one row."""
+        self.sent_bytes += (self.size - 1) * tensor.nbytes
+        row = _on_host(tensor)
+        rows = torch.empty((self.size, *row.shape), dtype=row.dtype, pin_memory=tensor.is_cuda)
+        request = self._communicator(name).Iallgather(_bytes(row), _bytes(rows))
+        result = torch.empty_like(rows, device=tensor.device) if tensor.is_cuda else rows
+        return Operation(request, result, rows, [row])
+
+    def reduce_scatter(self, tensor: Tensor, name: str) -> Operation:
+        """Start to sum, each replica for its slice."""
+        self.sent_bytes += (self.size - 1) / self.size * tensor.nbytes
+        whole, length = _on_host(tensor), tensor.numel() // self.size
+        part = torch.empty(length, dtype=whole.dtype, pin_memory=tensor.is_cuda)
+        request = self._communicator(name).Ireduce_scatter_block(
+            self._buffer(whole), self._buffer(part), self._sum(whole.dtype)
+        )
+        result = torch.empty_like(part, device=tensor.device) if tensor.is_cuda else part
+        return Operation(request, result, part, [whole])
+
+    def all_to_all(self, tensor: Tensor, name: str) -> Operation:
+        """Start to send each replica its slice."""
+        self.sent_bytes += (self.size - 1) / self.size * tensor.nbytes
+        whole = _on_host(tensor).view(self.size, -1)
+        rows = torch.empty_like(whole, pin_memory=tensor.is_cuda)
+        request = self._communicator(name).Ialltoall(_bytes(whole), _bytes(rows))
+        result = torch.empty_like(rows, device=tensor.device) if tensor.is_cuda else rows
+        return Operation(request, result, rows, [whole])
+
+    def progress(self) -> None:
+        """Enter the MPI library, which works on all operations in flight only inside of calls.
+
+        Backward calls this for each gradient. On 2 ranks that was faster than a thread.
+        """
+        world.progress()
+
+    def wait(self, handle: Operation) -> Tensor:
+        """Return the result of an operation; the wait leaves the core to others."""
+        wait_until(handle.is_over)
+        if handle.result is not handle.host:
+            handle.result.copy_(handle.host)
+        return handle.result
+
+    def _communicator(self, name: str) -> "MPI.Comm":
+        return world.communicator_for(self.ranks, f"{self.name}.{name}")
+
+    def _buffer(self, tensor: Tensor) -> list[Any]:
+        """Return the memory of a contiguous tensor as numbers, for mpi4py."""
+        name = "UINT16_T" if tensor.dtype in HALVES else DATATYPES[tensor.dtype]
+        return [_bytes(tensor)[0], getattr(self._mpi, name)]
+
+    def _sum(self, dtype: torch.dtype) -> "MPI.Op":
+        if dtype not in HALVES:
+            total: MPI.Op = self._mpi.SUM
+            return total
+        if dtype not in _HALF_SUMS:
+            _HALF_SUMS[dtype] = self._mpi.Op.Create(_sum_of_halves(dtype), commute=True)
+        return _HALF_SUMS[dtype]
+
+
+_HALF_SUMS: "dict[torch.dtype, MPI.Op]" = {}
+
+
+def _sum_of_halves(dtype: torch.dtype) -> Callable[[Any, Any, Any], None]:
+    """Return a function that MPI calls to add 16-bit floats, of which it knows only the bits."""
+
+    def add(sent: Any, total: Any, _: Any) -> None:
+        torch.frombuffer(total, dtype=dtype).add_(torch.frombuffer(sent, dtype=dtype))
+
+    return add
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor itself, or a pinned copy of one on a GPU."""
+    assert tensor.is_contiguous(), "MPI needs memory without gaps"
+    if not tensor.is_cuda:
+        return tensor.detach()
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor.detach())
+
+
+def _bytes(tensor: Tensor) -> list[Any]:
+    """Return the memory of a contiguous tensor as bytes, for mpi4py."""
+    mpi = world.mpi()
+    return [mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), mpi.BYTE]
