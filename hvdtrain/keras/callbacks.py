@@ -162,7 +162,7 @@ class LocalSteps(keras.callbacks.Callback):
         """
         super().__init__()
         if period < 1:
-            raise UsageError(f"average_every={period} is not a number of steps: use at least 1")
+            raise UsageError(f"average_every={period} is too small: use at least 1")
         self.period, self.steps, self.are_apart = period, 0, False
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
