@@ -12,6 +12,7 @@ package the optimizer itself averages, where Keras 3 calls it, and different wei
 
 from hvdtrain.keras.callbacks import (
     ExactMetrics,
+    LocalSteps,
     SameWeights,
     SaveOnFirstRank,
     WarmUp,
@@ -25,6 +26,7 @@ from hvdtrain.keras.ranks import start
 __all__ = [
     "Datasets",
     "ExactMetrics",
+    "LocalSteps",
     "SameWeights",
     "SaveOnFirstRank",
     "WarmUp",

@@ -9,20 +9,27 @@ import numpy as np
 
 from hvdtrain import world
 from hvdtrain.errors import UsageError
-from hvdtrain.keras.optimizer import as_it_was, is_distributed
+from hvdtrain.keras.optimizer import as_it_was, is_distributed, sums
 from hvdtrain.keras.ranks import average_statistics, broadcast, check_same, gather, is_float
 
 
 def callbacks(
-    *, warmup_epochs: int = 0, save_to: str | Path | None = None
+    *,
+    warmup_epochs: int = 0,
+    save_to: str | Path | None = None,
+    average_every: int | None = None,
 ) -> list[keras.callbacks.Callback]:
     """Return the callbacks that a model on several ranks needs; put your own after these.
 
     Args:
         warmup_epochs: epochs in which the learning rate grows from 1/size of itself to itself.
         save_to: a file ending in .keras that rank 0 writes after each epoch.
+        average_every: steps after which ranks average their weights, instead of gradients in
+            every step: compile the model with an optimizer of Keras, see `LocalSteps`.
     """
     needed: list[keras.callbacks.Callback] = [SameWeights(), ExactMetrics()]
+    if average_every is not None:
+        needed = [LocalSteps(average_every), SameWeights(is_local=True), ExactMetrics()]
     if warmup_epochs:
         needed.append(WarmUp(warmup_epochs))
     if save_to is not None:
@@ -37,6 +44,11 @@ class SameWeights(keras.callbacks.Callback):
     over the ranks before an evaluation and after each epoch.
     """
 
+    def __init__(self, is_local: bool = False) -> None:
+        """Expect an optimizer that averages gradients, or with `is_local` one that does not."""
+        super().__init__()
+        self.is_local = is_local
+
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Give all ranks rank 0's variables of model and optimizers.
 
@@ -47,7 +59,7 @@ class SameWeights(keras.callbacks.Callback):
         if world.current().size == 1:
             return
         optimizers = optimizers_of(self.model)
-        _check_alike(self.model, optimizers, self.params)
+        _check_alike(self.model, optimizers, self.params, self.is_local)
         # Integers are seeds of dropout: each rank keeps its own.
         variables = [variable for variable in self.model.variables if is_float(variable)]
         states = [variable for optimizer in optimizers for variable in optimizer.variables]
@@ -80,7 +92,9 @@ def optimizers_of(model: keras.Model) -> list[Any]:
     return others or [model.optimizer]
 
 
-def _check_alike(model: keras.Model, optimizers: list[Any], params: dict[str, Any]) -> None:
+def _check_alike(
+    model: keras.Model, optimizers: list[Any], params: dict[str, Any], is_local: bool
+) -> None:
     """Refuse models that ranks cannot train together. Collective.
 
     Raises:
@@ -92,7 +106,7 @@ def _check_alike(model: keras.Model, optimizers: list[Any], params: dict[str, An
             "start it with keras.Input, or call it on a batch before fit"
         )
     for optimizer in optimizers:
-        _check_distributed(optimizer)
+        _check_local(optimizer) if is_local else _check_distributed(optimizer)
     facts = {
         "steps per epoch": params.get("steps"),
         "epochs": params.get("epochs"),
@@ -123,6 +137,67 @@ def _check_distributed(optimizer: Any) -> None:
         "the model was compiled with an optimizer that averages nothing, so each rank would "
         "train alone: use compile(hvdtrain.keras.optimizer(...))"
     )
+
+
+def _check_local(optimizer: Any) -> None:
+    if any(map(is_distributed, (optimizer, getattr(optimizer, "inner_optimizer", None)))):
+        raise UsageError(
+            "the optimizer averages gradients in every step, so average_every has no use: compile "
+            "with your optimizer itself, or leave average_every out"
+        )
+
+
+class LocalSteps(keras.callbacks.Callback):
+    """Lets ranks train apart, and averages weights and optimizer after every `period` steps.
+
+    Local SGD (Stich, ICLR 2019): all ranks count the same, so give them batches of one size. The
+    ranks also average before an evaluation and after each epoch. Place it before other callbacks.
+    """
+
+    def __init__(self, period: int) -> None:
+        """Average after every `period` steps.
+
+        Raises:
+            UsageError: if that is not positive.
+        """
+        super().__init__()
+        if period < 1:
+            raise UsageError(f"average_every={period} is too small: use at least 1")
+        self.period, self.steps, self.are_apart = period, 0, False
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Average if the step ends a period."""
+        self.steps, self.are_apart = self.steps + 1, True
+        if self.steps % self.period == 0:
+            self.average()
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Average, so that all ranks evaluate the same model."""
+        self.average()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Average, so that ranks end the epoch with the same model; periods start again."""
+        self.average()
+        self.steps = 0
+
+    def average(self) -> None:
+        """Average unless there was no step since the last time. Collective."""
+        if not self.are_apart or world.current().size == 1:
+            return
+        self.are_apart = False
+        # A product of the learning rate and the number of ranks would not always divide exactly.
+        variables = [
+            variable
+            for variable in (
+                *self.model.variables,
+                *(v for optimizer in optimizers_of(self.model) for v in optimizer.variables),
+            )
+            if is_float(variable) and not variable.path.endswith("learning_rate")
+        ]
+        gather("averaging weights", len(variables))
+        values = [variable.value for variable in variables]
+        for variable, total in zip(variables, sums(values, "local.steps"), strict=True):
+            variable.assign(total / world.current().size)
 
 
 class WarmUp(keras.callbacks.Callback):

@@ -9,10 +9,9 @@ same bits on all ranks. Clipping, GradScaler and the optimizer then need not kno
 
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -25,14 +24,7 @@ from hvdtrain.plan.cut import Share
 from hvdtrain.sync.saved import Kept
 from hvdtrain.torch.agreement import Action, Note
 from hvdtrain.torch.hooks import ForwardWatch, parameter_hooks, watched
-from hvdtrain.torch.local import LocalReduction
-from hvdtrain.torch.reduction import (
-    Compression,
-    Reduction,
-    reduction_of,
-    statistics_of,
-    stop_flags,
-)
+from hvdtrain.torch.reduction import MadeBy, Reduction, reduction_of, stop_flags
 from hvdtrain.torch.state import Batch, State
 
 MOST_IDLE = 100  # backwards in a row without a step: a GradScaler leaves out a few
@@ -80,7 +72,6 @@ class Replica:
 
     Attributes:
         views: the gradients of `parameters` in the buckets.
-        reduction: sums the gradients, or lets ranks meet after every `period` steps.
         backwards: number of backwards whose gradients were averaged.
         steps: number of steps of its optimizers.
         idle: backwards without a step since the last step.
@@ -92,8 +83,7 @@ class Replica:
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         state: State,
-        compression: Compression,
-        period: int | None = None,
+        made_by: MadeBy = Reduction,
     ) -> None:
         self.number, self.model, self.optimizers, self.state = number, model, [*optimizers], state
         named = {name: value for name, value in model.named_parameters() if value.requires_grad}
@@ -114,15 +104,7 @@ class Replica:
             self._handles.append(parameter.register_hook(before))
             # Before the hooks of the buckets, which may start a reduction.
             self._handles.append(parameter.register_post_accumulate_grad_hook(after))
-        kind: Callable[..., Reduction] = partial(Reduction, compression=compression)
-        if period is not None:
-            kind = partial(
-                LocalReduction,
-                statistics=statistics_of(model),
-                optimizer=optimizers[0],
-                period=period,
-            )
-        self.reduction = reduction_of(number, model, named, state, kind)
+        self.reduction = reduction_of(number, model, named, state, made_by)
         self.kept: Kept = self.reduction
         self.views = [cast(Tensor, parameter.grad) for parameter in self.parameters]
         for parameter in self.parameters:

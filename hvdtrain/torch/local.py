@@ -1,6 +1,7 @@
 """Local steps of a prepared model: ranks train apart and average their weights after a period."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,14 @@ from hvdtrain.sync.local import Trained
 from hvdtrain.sync.replica import Replica
 from hvdtrain.sync.states import States
 from hvdtrain.torch.agreement import Action, Note
-from hvdtrain.torch.reduction import Key, Reduction, WeightedSums
+from hvdtrain.torch.reduction import (
+    Compression,
+    Key,
+    MadeBy,
+    Reduction,
+    WeightedSums,
+    statistics_of,
+)
 from hvdtrain.torch.state import State
 
 
@@ -148,3 +156,16 @@ def period_of(sync: str, optimizers: Sequence[torch.optim.Optimizer]) -> int | N
     if len(optimizers) > 1:
         raise UsageError(f"sync={sync!r} supports one optimizer: prepare each model with its own")
     return request.period
+
+
+def reduction_kind(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    period: int | None,
+    compression: Compression,
+) -> MadeBy:
+    """Return what makes the sums of a model: those of every step if `period` is None."""
+    if period is None:
+        return partial(Reduction, compression=compression)
+    statistics = statistics_of(model)
+    return partial(LocalReduction, statistics=statistics, optimizer=optimizer, period=period)

@@ -16,8 +16,8 @@ from hvdtrain.sync.library import open_group
 from hvdtrain.torch import state as states
 from hvdtrain.torch.agreement import Action, Note
 from hvdtrain.torch.gradients import Replica
-from hvdtrain.torch.local import period_of
-from hvdtrain.torch.reduction import Compression, check_dtype, is_dense, trainable_bytes
+from hvdtrain.torch.local import period_of, reduction_kind
+from hvdtrain.torch.reduction import Compression, MadeBy, check_dtype, is_dense, trainable_bytes
 from hvdtrain.torch.start import leave_together_at_exit
 from hvdtrain.torch.state import State
 
@@ -106,20 +106,15 @@ def prepare(
         open_group(state.library, tuple(range(state.place.size)))
         leave_together_at_exit()
         _make_equal(model, optimizers, state, note)
-    _add(model, optimizers, state, compression, period if state.place.size > 1 else None)
+    period = period if state.place.size > 1 else None
+    _add(model, optimizers, state, reduction_kind(model, optimizer, period, compression))
     return model, *optimizers
 
 
-def _add(
-    model: nn.Module,
-    optimizers: Sequence[Optimizer],
-    state: State,
-    compression: Compression,
-    period: int | None,
-) -> None:
+def _add(model: nn.Module, optimizers: Sequence[Optimizer], state: State, made_by: MadeBy) -> None:
     """Add hooks to the model, in place of those of an earlier `prepare`."""
     place, steps = _forget(model, state)
-    replica = Replica(state.prepared, model, optimizers, state, compression, period)
+    replica = Replica(state.prepared, model, optimizers, state, made_by)
     replica.steps = steps
     state.prepared += 1
     state.models.insert(place, replica)

@@ -211,17 +211,20 @@ class Reduction(Kept):
         return "the ranks hold different weights: change none on one rank only"
 
 
+MadeBy = Callable[..., Reduction]
+
+
 def reduction_of(
     number: int,
     model: nn.Module,
     parameters: Mapping[str, nn.Parameter],
     state: State,
-    kind: "Callable[..., Reduction]" = Reduction,
+    made_by: MadeBy = Reduction,
 ) -> Reduction:
     """Return the sums of a model; each gradient becomes a view into a bucket. Collective.
 
     Args:
-        kind: makes them, of the arguments of `Reduction`.
+        made_by: makes them, of the first arguments of `Reduction`.
     """
     statistics = statistics_of(model)
     known = {id(value) for value in statistics.values()}
@@ -231,7 +234,7 @@ def reduction_of(
         for key, value in module.named_buffers(recurse=False)
         if id(value) not in known
     }
-    reduction = kind(number, parameters, others, state)
+    reduction = made_by(number, parameters, others, state)
     groups = dict.fromkeys((value.dtype, value.device) for value in parameters.values())
     for place, group in enumerate(groups):
         members = {
