@@ -148,6 +148,8 @@ def check_sync(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         if values[name] != defaults[name] and not isinstance(request, kind):
             raise UsageError(f"{flag(name)} needs {NAMES[kind]}: add it, or leave this out")
     is_compressed = compression != NO_COMPRESSION
+    if values["compress_after"] != defaults["compress_after"] and not is_compressed:
+        raise UsageError("--compress-after needs --compress METHOD: add it, or leave this out")
     if is_compressed and isinstance(request, Elastic):
         raise UsageError("--compress does not support --sync elastic: use exact, local or diloco")
     if values["shard_optimizer"] and (request != NO_SYNC or is_compressed):

@@ -66,9 +66,7 @@ def prepare(
     state = states.current()
     optimizers = [optimizer, *more]
     _check(model, optimizers)
-    if compress_after < 0:
-        raise UsageError(f"compress_after {compress_after} is negative: give 0 or more steps")
-    compression = Compression(parse_compress_request(compress, "compress"), compress_after)
+    compression = _compression(compress, compress_after)
     note = Note(Action.PREPARING, len(state.models))
     everywhere = state.agreement.gather(note, facts(model, optimizers, compression))
     check_alike(everywhere)
@@ -79,6 +77,17 @@ def prepare(
         _make_equal(model, optimizers, state, note)
     _add(model, optimizers, state, compression)
     return model, *optimizers
+
+
+def _compression(compress: str, after: int) -> Compression:
+    """Return what `prepare` was given.
+
+    Raises:
+        UsageError: if it is not known or out of range.
+    """
+    if after < 0:
+        raise UsageError(f"compress_after {after} is negative: give 0 or more steps")
+    return Compression(parse_compress_request(compress, "compress"), after)
 
 
 def _add(
