@@ -44,10 +44,11 @@ def make_sums(request: CompressRequest, after: int, collectives: Collectives) ->
 class SingleSums(CompressedSums):
     """The gradients of a single replica, to which it adds what several replicas have left out."""
 
-    def send(self, residual: Residual, full: Tensor) -> None:
+    def send(self, residual: Residual, full: Tensor) -> str:
         """Store the gradients with the residual, which is then zero."""
         residual.gradients.copy_(full)
         full.zero_()
+        return "done"  # None would mean that the bucket has not started
 
     def receive(self, residual: Residual, handle: Any) -> None:
         """Return at once: nothing is in flight."""
