@@ -58,7 +58,7 @@ class Half:
 
 @dataclass(frozen=True)
 class TopK:
-    """Only the share `ratio` of the largest values travels."""
+    """Gradients travel as the share `ratio` of their values, the largest ones."""
 
     ratio: float
 

@@ -56,7 +56,7 @@ class SingleSums(CompressedSums):
 
 @dataclass
 class Sent:
-    """What one bucket has in flight.
+    """The operations of one bucket in flight.
 
     Attributes:
         handle: of the gradients.
@@ -125,7 +125,7 @@ class HalfSums(TwoPartSums):
 
 @dataclass
 class SentLargest(Sent):
-    """As `Sent`, with the number of values per replica."""
+    """The operations of one bucket in flight, and the number of values that a replica sends."""
 
     count: int
 

@@ -80,7 +80,7 @@ def prepare(
 
 
 def _compression(compress: str, after: int) -> Compression:
-    """Return what `prepare` was given.
+    """Return the compression that a call of `prepare` requests.
 
     Raises:
         UsageError: if it is not known or out of range.
