@@ -75,7 +75,7 @@ class SyncOptions:
     )
     compress_after: int = option(
         100,
-        "first steps, whose gradients --compress leaves exact",
+        "first updates of the weights, for which --compress leaves gradients exact",
         Group.SYNC,
         Rule.NOT_NEGATIVE | Rule.TORCH_ONLY,
     )

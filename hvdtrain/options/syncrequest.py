@@ -58,7 +58,7 @@ class Half:
 
 @dataclass(frozen=True)
 class TopK:
-    """The share `ratio` of the values travels, the largest ones."""
+    """Gradients travel as the share `ratio` of their values, the largest ones."""
 
     ratio: float
 
@@ -152,6 +152,8 @@ def check_sync(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         if values[name] != defaults[name] and not isinstance(request, kind):
             raise UsageError(f"{flag(name)} needs {NAMES[kind]}: add it, or leave this out")
     is_compressed = compression != NO_COMPRESSION
+    if values["compress_after"] != defaults["compress_after"] and not is_compressed:
+        raise UsageError("--compress-after needs --compress METHOD: add it, or leave this out")
     if is_compressed and request != NO_SYNC:
         raise UsageError(
             f"--compress {values['compress']} needs the sums of every step, which --sync "

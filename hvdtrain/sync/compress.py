@@ -44,10 +44,11 @@ def make_sums(request: CompressRequest, after: int, collectives: Collectives) ->
 class SingleSums(CompressedSums):
     """The gradients of a single replica, to which it adds what several replicas have left out."""
 
-    def send(self, residual: Residual, full: Tensor) -> None:
+    def send(self, residual: Residual, full: Tensor) -> str:
         """Store the gradients with the residual, which is then zero."""
         residual.gradients.copy_(full)
         full.zero_()
+        return "done"  # None would mean that the bucket has not started
 
     def receive(self, residual: Residual, handle: Any) -> None:
         """Return at once: nothing is in flight."""
@@ -55,7 +56,7 @@ class SingleSums(CompressedSums):
 
 @dataclass
 class Sent:
-    """What one bucket has in flight.
+    """The operations of one bucket in flight.
 
     Attributes:
         handle: of the gradients.
@@ -126,7 +127,7 @@ class HalfSums(TwoPartSums):
 
 @dataclass
 class SentLargest(Sent):
-    """As `Sent`, with the number of values per replica."""
+    """The operations of one bucket in flight, and the number of values that a replica sends."""
 
     count: int
 

@@ -158,7 +158,7 @@ class Sums(Kept, Protocol):
         return
 
     def start(self, bucket: Bucket) -> Any:
-        """Start to sum a bucket; return a handle."""
+        """Start to sum a bucket; return a handle, which is not None."""
 
     def finish(self, bucket: Bucket, handle: Any) -> None:
         """Return once the bucket holds the sum, the same bits on all replicas."""

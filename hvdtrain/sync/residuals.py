@@ -23,7 +23,7 @@ RESIDUAL, STEPS = "residual/", "compressed-steps/"
 
 
 class Residual:
-    """What a replica has not sent yet of the gradients of one bucket.
+    """The part of the gradients of one bucket that a replica has not sent yet.
 
     Attributes:
         size: elements of the gradients, without the statistics that follow them.

@@ -84,10 +84,7 @@ def prepare(
     state = states.current()
     optimizers = [optimizer, *more]
     _check(model, optimizers)
-    period = period_of(sync, optimizers)
-    if compress_after < 0:
-        raise UsageError(f"compress_after {compress_after} is negative: give 0 or more steps")
-    compression = Compression(parse_compress_request(compress, "compress"), compress_after)
+    period, compression = period_of(sync, optimizers), _compression(compress, compress_after)
     if period is not None and compression.request != NO_COMPRESSION:
         raise UsageError(
             f"compress={compress!r} does not support sync={sync!r}, which sums no gradients: "
@@ -109,6 +106,17 @@ def prepare(
     period = period if state.place.size > 1 else None
     _add(model, optimizers, state, reduction_kind(model, optimizer, period, compression))
     return model, *optimizers
+
+
+def _compression(compress: str, after: int) -> Compression:
+    """Return the compression that a call of `prepare` requests.
+
+    Raises:
+        UsageError: if it is not known or out of range.
+    """
+    if after < 0:
+        raise UsageError(f"compress_after {after} is negative: give 0 or more steps")
+    return Compression(parse_compress_request(compress, "compress"), after)
 
 
 def _add(model: nn.Module, optimizers: Sequence[Optimizer], state: State, made_by: MadeBy) -> None:

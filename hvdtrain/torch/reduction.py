@@ -30,7 +30,7 @@ Key = tuple[nn.Module, str]
 
 @dataclass(frozen=True)
 class Compression:
-    """What `prepare` was given.
+    """The compression that a call of `prepare` requests.
 
     Attributes:
         after: first steps, whose gradients are exact.

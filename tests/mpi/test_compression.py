@@ -259,6 +259,31 @@ def test_models_train_with_compressed_sums(world: World, monkeypatch: pytest.Mon
     assert 1e-6 < distance(weights["bf16"], weights["none"]) < 0.1
 
 
+@pytest.mark.several_ranks
+def test_a_skipped_step_changes_neither_weights_nor_residuals(world: World) -> None:
+    components = components_of("cnn", 16)
+    plan = PLANS[world.size]["dp"](names(components))
+    settings: dict[str, Any] = {"compress": "topk:0.1", "compress_after": 0, "batch_size": 13}
+    config = TrainConfig(model="cnn", data="", on_bad_step="skip", **settings)
+    runtime = runtime_of(config, plan, components, 16, world)
+    (part,) = runtime.parts.values()
+
+    def state() -> dict[str, np.ndarray]:
+        tensors = {**part.model.parameters(), **part.gradients.saved()}
+        return {name: value.detach().numpy().copy() for name, value in tensors.items()}
+
+    assert not run_step(runtime, plan, world, 16, 13, 0).is_bad
+    before, calls = state(), dict(part.model.calls)
+    name, call = next(iter(calls.items()))
+    if world.rank == 0:
+        part.model.calls[name] = lambda inputs: call(inputs) * math.nan
+    assert run_step(runtime, plan, world, 16, 13, 1).is_bad
+    assert distance(state(), before) == 0
+    part.model.calls[name] = call
+    assert not run_step(runtime, plan, world, 16, 13, 2).is_bad
+    assert distance(state(), before) > 0
+
+
 def checkpoint_of(world: World, replica: Replica) -> dict[str, Tensor]:
     """Return what all ranks write; no name may be written twice."""
     saved: dict[str, Tensor] = {}

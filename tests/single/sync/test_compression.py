@@ -12,7 +12,7 @@ from hvdtrain.sync.states import States
 
 
 def test_a_single_replica_adds_once_what_several_have_left_out() -> None:
-    layer, after = nn.Linear(3, 2), 1
+    layer, after = nn.Linear(3, 2), 1  # later steps start during backward
     named, alone = dict(layer.named_parameters()), Alone()
     states = States(dict, lambda _: None)
     sums = make_sums(TopK(0.1), after, alone)
@@ -24,6 +24,7 @@ def test_a_single_replica_adds_once_what_several_have_left_out() -> None:
     received = []
     for _ in range(3):
         gradients.zero()
+        gradients.announce(Share(1.0, True))
         layer(torch.ones(1, 3)).sum().backward()
         gradients.start(Share(1.0, True))
         gradients.finish()
