@@ -339,14 +339,13 @@ def communicator_among(ranks: tuple[int, ...]) -> "MPI.Comm | None":
 
     Collective: all ranks of the world call it, in the same order.
     """
-    key, current_world = tuple(sorted(ranks)), current()
+    key, world = tuple(sorted(ranks)), current()
     if key not in _groups:
-        assert current_world.communicator is not None
-        current_world.barrier()
-        is_inside = current_world.rank in key
-        color = 0 if is_inside else mpi().UNDEFINED
-        _groups[key] = current_world.communicator.Split(color, current_world.rank)
-    return _groups[key] if current_world.rank in key else None
+        assert world.communicator is not None
+        world.barrier()
+        color = 0 if world.rank in key else mpi().UNDEFINED
+        _groups[key] = world.communicator.Split(color, world.rank)
+    return _groups[key] if world.rank in key else None
 
 
 def communicator_for(ranks: tuple[int, ...], name: str) -> "MPI.Comm":
@@ -366,13 +365,6 @@ def communicator_for(ranks: tuple[int, ...], name: str) -> "MPI.Comm":
             raise RuntimeError(f"the ranks {key[0]} prepare different operations: {names}")
         _communicators[key] = group.Dup()
     return _communicators[key]
-
-
-def progress() -> None:
-    """Let MPI continue all operations in flight, by a question that has no effect."""
-    communicator = current().communicator
-    if communicator is not None:
-        communicator.Iprobe()
 
 
 def stop() -> None:

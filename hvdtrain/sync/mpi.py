@@ -116,9 +116,12 @@ class MPICollectives:
     def progress(self) -> None:
         """Enter the MPI library, which works on all operations in flight only inside of calls.
 
-        Backward calls this for each gradient. On 2 ranks that was faster than a thread.
+        Backward calls this for each gradient. With cnn on 2 ranks that left 0.7 ms of a bucket
+        exposed, a thread that made the same call every 0.5 ms left 12 ms, and neither 14 ms.
         """
-        world.progress()
+        communicator = world.current().communicator
+        assert communicator is not None
+        communicator.Iprobe()  # a question without effect
 
     def wait(self, handle: Operation) -> Tensor:
         """Return the result of an operation; the wait leaves the core to others."""
