@@ -1,4 +1,4 @@
-"""Which libraries are installed, without loading them."""
+"""Installed libraries, recognised without loading them."""
 
 from importlib.util import find_spec
 from pathlib import Path

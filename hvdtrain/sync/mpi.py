@@ -151,7 +151,7 @@ _HALF_SUMS: "dict[torch.dtype, MPI.Op]" = {}
 
 
 def _sum_of_halves(dtype: torch.dtype) -> Callable[[Any, Any, Any], None]:
-    """Return a function that MPI calls to add 16-bit floats, of which it knows only the bits."""
+    """Return a function that MPI calls to add 16-bit floats, which it knows as bits only."""
 
     def add(sent: Any, total: Any, _: Any) -> None:
         torch.frombuffer(total, dtype=dtype).add_(torch.frombuffer(sent, dtype=dtype))

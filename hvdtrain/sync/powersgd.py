@@ -26,7 +26,7 @@ class Matrix:
     Attributes:
         piece: its place in the bucket.
         factor: [columns, rank], Q of the last step that counted; the same on all replicas.
-        following: Q of a step of which it is not known yet if it counts.
+        following: Q of the last step, until that step counts.
     """
 
     name: str

@@ -30,8 +30,7 @@ class Residual:
         current: [size], what the next step adds to its gradients.
         following: [size], that of the step after it, which replaces `current` if the step counts.
             Until a bucket has been compressed it is the gradient with `current` added.
-        is_pending: whether `following` belongs to a step of which it is not known yet if it
-            counts.
+        is_pending: whether `following` belongs to a step that does not count yet.
     """
 
     def __init__(self, bucket: Bucket) -> None:
@@ -88,7 +87,7 @@ class CompressedSums(Sums, abc.ABC):
         parts: ends of the names of the operations that sum a bucket.
     """
 
-    parts: ClassVar[tuple[str, ...]]
+    parts: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, collectives: Collectives, after: int = 0) -> None:
         self.collectives, self.after, self.steps = collectives, after, 0

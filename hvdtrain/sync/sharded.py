@@ -51,7 +51,7 @@ class Span:
 
 
 class SlicedSums(ExactSums):
-    """Sums of which each replica gets its slice, in place; statistics are summed as a whole."""
+    """Sums that give each replica its slice, in place; statistics are summed as a whole."""
 
     def start(self, bucket: Bucket) -> Any:
         """Start a reduce-scatter."""
@@ -67,7 +67,7 @@ class SlicedSums(ExactSums):
 
 
 class ShardedGradients(ReplicatedGradients):
-    """As `ReplicatedGradients`, for an optimizer that updates this replica's slices only.
+    """Gradients of a stage for an optimizer that updates this replica's slices only.
 
     Attributes:
         weights: by name of a bucket, the buffer of its parameters.

@@ -46,7 +46,7 @@ def test_other_texts_are_refused(text: str) -> None:
     ("values", "message"),
     [
         ({"compress_after": 5}, "--compress-after needs --compress METHOD: add it"),
-        ({"compress": "fp16", "sync": "elastic:4"}, "--compress does not support --sync elastic"),
+        ({"compress": "fp16", "sync": "local:4"}, "--compress fp16 needs the sums of every step"),
         ({"compress": "fp16", "shard_optimizer": True}, "without --compress: leave one out"),
         ({"compress": "fp16", "verify": True}, "--verify compares with the serial run, from w"),
         ({"compress": "fp16", "plan": "adaptive"}, "--plan adaptive does not support --compress"),
