@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 else:
     _Mixed = object  # `_Averaging` calls methods of the class that it is mixed into
 
+COMPRESSIONS = ("none", "fp16")
 CHECK_EVERY = 100  # steps between comparisons of the ranks' weights
 # For the names of all-reduces. Keras's names of optimizers may differ: each rank counts its own.
 _numbers = count()
@@ -27,7 +28,7 @@ DIFFERENT = (
 )
 
 
-def optimizer(own: Any) -> Any:
+def optimizer(own: Any, compress: str = "none") -> Any:
     """Make `own` average the gradients over all ranks, in one all-reduce per step.
 
     The optimizer is changed, not copied: it keeps its variables and settings, and is returned.
@@ -41,9 +42,16 @@ def optimizer(own: Any) -> Any:
     With `gradient_accumulation_steps`, ranks communicate only when the weights change.
     In a world of one rank the optimizer is returned unchanged. Collective.
 
+    Args:
+        compress: "fp16" sends gradients in 16 bits, rounded and without error feedback: a residual
+            would be a variable, without which a saved model would not load elsewhere.
+
     Raises:
-        UsageError: if `own` is not an optimizer of Keras 3, or has different classes on the ranks.
+        UsageError: if `own` is not an optimizer of Keras 3, or the ranks have different classes or
+            ways to compress.
     """
+    if compress not in COMPRESSIONS:
+        raise UsageError(f"compress={compress!r} is not supported for Keras: use none or fp16")
     if not isinstance(own, keras.optimizers.Optimizer):
         raise UsageError(
             f"a {type(own).__name__} is not an optimizer of Keras 3: "
@@ -55,16 +63,16 @@ def optimizer(own: Any) -> Any:
     if keras.config.dtype_policy().name == "mixed_float16" and not scales:
         own = keras.optimizers.LossScaleOptimizer(own)
     kind = type(own)
-    facts = gather("making an optimizer distributed", (kind.__name__, own.built))
+    facts = gather("making an optimizer distributed", (kind.__name__, own.built, compress))
     if len(set(facts)) > 1:
         raise UsageError(
-            "the ranks' optimizers have different classes, or are built on some ranks only: make "
-            "or load the same model on all ranks"
+            "the ranks' optimizers have different classes or ways to compress, or are built on "
+            "some ranks only: make or load the same model on all ranks"
         )
     # Saved models contain this name of the class, so that they load without hvdtrain.
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     own.__class__ = type(kind.__name__, (_Averaging, kind), names)
-    own.reduction = f"optimizer.{next(_numbers)}"
+    own.reduction, own.is_half = f"optimizer.{next(_numbers)}", compress == "fp16"
     return own
 
 
@@ -91,6 +99,7 @@ class _Averaging(_Mixed):
     """Methods that run before those of the optimizer's own class: Keras 3 calls only `apply`."""
 
     reduction: str
+    is_half: bool
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
         # The optimizer's own variables start equal on all ranks. In a traced step they do not
@@ -102,7 +111,7 @@ class _Averaging(_Mixed):
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         grads = list(grads)
         if not self.gradient_accumulation_steps:
-            grads = average(grads, self.reduction)
+            grads = average(grads, self.reduction, self.is_half)
         super().apply(grads, trainable_variables)
         variables = trainable_variables or self._trainable_variables
         compare(variables, self.iterations, self.reduction)
@@ -110,18 +119,27 @@ class _Averaging(_Mixed):
     def _clip_gradients(self, grads: Any) -> Any:
         # With accumulation Keras calls this once per update, with the accumulated gradients.
         if self.gradient_accumulation_steps:
-            grads = average(list(grads), self.reduction)
+            grads = average(list(grads), self.reduction, self.is_half)
         return super()._clip_gradients(grads)
 
 
-def average(gradients: list[Any], name: str) -> list[Any]:
-    """Return the mean over all ranks of each gradient; None stays None."""
+def average(gradients: list[Any], name: str, is_half: bool = False) -> list[Any]:
+    """Return the mean over all ranks of each gradient; None stays None.
+
+    Args:
+        is_half: whether gradients travel in 16 bits.
+    """
     places = [place for place, gradient in enumerate(gradients) if gradient is not None]
     dense = [tf.convert_to_tensor(gradients[place]) for place in places]
-    means = list(gradients)
+    means, size = list(gradients), world.current().size
+    kinds = [value.dtype for value in dense]
+    if is_half:  # divided before they are added: a sum could exceed the range of fp16
+        dense = [tf.cast(value / size, tf.float16) for value in dense]
     # An explicit name: automatic names differ between ranks that trace at different steps.
-    for place, total in zip(places, sums(dense, f"{name}.gradients"), strict=True):
-        means[place] = total / tf.cast(world.current().size, total.dtype)
+    totals = sums(dense, f"{name}.gradients")
+    for place, total, kind in zip(places, totals, kinds, strict=True):
+        mean = total if is_half else total / tf.cast(size, total.dtype)
+        means[place] = tf.cast(mean, kind)
     return means
 
 

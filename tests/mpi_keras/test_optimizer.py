@@ -78,6 +78,28 @@ def test_steps_of_all_ranks_are_the_serial_ones(world: World, kind: str) -> None
     assert (distance(alone, serial) > 0.1) == (world.size > 1)
 
 
+def test_gradients_in_16_bits_are_the_serial_ones_but_for_rounding(world: World) -> None:
+    data = batch(2)
+    weights = []
+    for optimizer, samples in (
+        (keras.optimizers.SGD(1.0), data),
+        (distributed.optimizer(keras.optimizers.SGD(1.0), "fp16"), share(data, world)),
+    ):
+        model = compiled(optimizer)
+        model.train_on_batch(*samples)
+        weights.append(model)
+    serial, together = weights
+    check_same(together.variables)
+    assert distance(together, serial) < 3e-3  # fp16 has 11 bits
+    if world.size > 1:
+        assert distance(together, serial) > 1e-6, "as exact as without compression"
+
+
+def test_an_unknown_compression_is_refused() -> None:
+    with pytest.raises(UsageError, match="compress='bf16' is not supported for Keras: use none"):
+        distributed.optimizer(keras.optimizers.SGD(1.0), "bf16")
+
+
 def test_gradients_are_the_serial_ones(world: World) -> None:
     """The change of each weight is its gradient, because the learning rate is 1."""
     data = batch(1)
