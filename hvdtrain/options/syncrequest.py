@@ -75,8 +75,8 @@ CompressRequest = NoCompression | Half | TopK | PowerSGD
 SYNC_FORMS = "exact, local:H, post-local:H@EPOCH, diloco:H or elastic:H"
 COMPRESS_FORMS = "none, fp16, bf16, topk:RATIO or powersgd:RANK"
 NO_HIERARCHY = (
-    "--allreduce hierarchical does not support --reduce-with mpi, whose all-reduces do not block: "
-    "use --reduce-with horovod, or another --allreduce"
+    "--allreduce hierarchical needs Horovod, since the all-reduces of --reduce-with mpi do not "
+    "block: use --reduce-with horovod (hvdtrain setup installs it), or another --allreduce"
 )
 NO_SYNC, NO_COMPRESSION = Exact(), NoCompression()
 # The options that only some ways to agree have, with the request that they belong to.
@@ -164,12 +164,13 @@ def check_sync(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         raise UsageError(
             f"--shard-optimizer needs the exact sums of every step, without {other}: leave one out"
         )
-    _check_algorithm(values)
+    _check_algorithm(values, compression)
+    _check_memory(values, request, compression)
     _check_approximate(values, request, is_compressed)
     _check_apart(values, request)
 
 
-def _check_algorithm(values: Mapping[str, Any]) -> None:
+def _check_algorithm(values: Mapping[str, Any], compression: CompressRequest) -> None:
     """Refuse an algorithm of all-reduces that the run cannot use."""
     algorithm = values["allreduce"]
     if algorithm == "hierarchical" and values["reduce_with"] == "mpi":
@@ -178,6 +179,24 @@ def _check_algorithm(values: Mapping[str, Any]) -> None:
         raise UsageError(
             f"--shard-optimizer sums by reduce-scatter, which --allreduce {algorithm} does not "
             "change: leave one out"
+        )
+    if algorithm != "auto" and isinstance(compression, Half | TopK):
+        raise UsageError(
+            f"--compress {values['compress']} sends without an all-reduce, so --allreduce "
+            f"{algorithm} does not change it: leave one out"
+        )
+
+
+def _check_memory(
+    values: Mapping[str, Any], request: SyncRequest, compression: CompressRequest
+) -> None:
+    """Refuse a limit of memory that the planner would count wrongly."""
+    used = "--shard-optimizer" if values["shard_optimizer"] else ""
+    used = f"--sync {values['sync']}" if request != NO_SYNC else used
+    used = f"--compress {values['compress']}" if compression != NO_COMPRESSION else used
+    if used and values["memory_limit"] is not None:
+        raise UsageError(
+            f"--memory-limit does not count the memory that {used} needs or saves: leave one out"
         )
 
 

@@ -1,5 +1,6 @@
 """Replicas that train apart: their periods, and their state in checkpoints."""
 
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
@@ -21,8 +22,8 @@ class Apart(Kept, ABC):
     """Replicas that train apart and meet after every `period` steps of an epoch.
 
     Between two meetings a checkpoint holds the average of all replicas as the model, and each
-    replica's own state beside it, under `replica/<place>/`. A run that is resumed with as many
-    replicas continues bit by bit; with another number it continues from the average.
+    replica's own state beside it, under `replica/<place>/`. A run that is resumed with the same
+    stage on as many replicas continues bit by bit; any other continues from the average.
 
     Args:
         replica: this rank's.
@@ -132,7 +133,7 @@ class Apart(Kept, ABC):
         named = {_outward(name): value for name, value in self.replica.moments().items()}
         named |= weights
         if self.anchor:
-            named[f"{COUNTS}{self.anchor}"] = torch.tensor([self.samples, self.steps])
+            named[self._counts] = torch.tensor([self.samples, self.steps])
         return {f"replica/{self.collectives.place}/{name}": value for name, value in named.items()}
 
     def local_weights(self) -> dict[str, Tensor]:
@@ -144,10 +145,16 @@ class Apart(Kept, ABC):
         """The name of a tensor of this stage."""
         return next(iter({**self.replica.parameters, **self.replica.statistics}), "")
 
+    @property
+    def _counts(self) -> str:
+        """The name of the counts, which differs from that of a stage with other tensors."""
+        names = (*self.replica.parameters, *self.replica.statistics)
+        return f"{COUNTS}{zlib.crc32(' '.join(names).encode()):08x}/{self.anchor}"
+
     def wanted(self, shapes: Shapes) -> frozenset[str]:
         """Return the state of the replica at this place, if there were as many replicas."""
         size, place = self.collectives.size, self.collectives.place
-        last, next_ = (f"replica/{i}/{COUNTS}{self.anchor}" for i in (size - 1, size))
+        last, next_ = (f"replica/{i}/{self._counts}" for i in (size - 1, size))
         if last not in shapes or next_ in shapes:
             return frozenset()
         names = {*self.replica.parameters, *self.replica.statistics, *self.replica.states.find()}
@@ -168,7 +175,7 @@ class Apart(Kept, ABC):
             if name.startswith(prefix)
         }
         self.has_local_state = bool(state)
-        counts = state.pop(f"{COUNTS}{self.anchor}", None)
+        counts = state.pop(self._counts, None)
         samples, self.steps = counts.tolist() if counts is not None else (0, 0)
         self.samples_before = self.trained.samples - samples
         self.differ = self.steps > 0

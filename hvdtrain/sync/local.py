@@ -62,12 +62,15 @@ class SwitchedGradients(Gradients):
     """
 
     def __init__(self, exact: Gradients, local: LocalGradients) -> None:
-        self.exact, self.local = exact, local
+        self.local, self.exact = local, exact
         self.current: Gradients = exact
+        self.counts: dict[str, float] = {}
 
     def become_local(self) -> None:
         """Sum no gradients from now on; between two steps."""
         if self.current is not self.local:
+            # The buckets of the exact gradients are free from now on.
+            self.counts, self.exact = dict(self.exact.counted()), self.local
             self.current = self.local
             self.local.zero()
 
@@ -101,7 +104,7 @@ class SwitchedGradients(Gradients):
 
     def counted(self) -> Mapping[str, float]:
         """Return what the exact steps have counted."""
-        return self.exact.counted()
+        return {**self.exact.counted(), **self.counts}
 
     def saved(self) -> dict[str, Tensor]:
         """Return what the exact sums keep from step to step."""

@@ -37,7 +37,7 @@ class Operation:
 
     Attributes:
         request: MPI's.
-        result: the tensor for the caller, on the device of his tensor.
+        result: the tensor for the caller, on the device of the argument.
         host: the memory of the result that MPI writes to; `result` itself on a CPU.
         kept: other memory that MPI uses.
     """

@@ -5,7 +5,8 @@ Optimization", NeurIPS 2019, arXiv 1905.13727.
 """
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -88,7 +89,12 @@ class PowerSums(CompressedSums):
     def send(self, residual: Residual, full: Tensor) -> tuple[object, Tensor]:
         """Start to sum the products M_i Q, all that travels as it is, and the statistics."""
         pieces = self.pieces[residual.bucket.name]
-        products = [matrix.of(full) @ orthonormal(matrix.factor) for matrix in pieces.matrices]
+        with one_thread():
+            factors = [orthonormal(matrix.factor) for matrix in pieces.matrices]
+        products = [
+            matrix.of(full) @ factor
+            for matrix, factor in zip(pieces.matrices, factors, strict=True)
+        ]
         exact = [full[piece] for piece in pieces.exact]
         flat = torch.cat([value.flatten() for value in (*products, *exact, residual.tail)])
         return self.collectives.all_reduce(flat, f"{residual.bucket.name}.p"), flat
@@ -106,9 +112,10 @@ class PowerSums(CompressedSums):
         for piece, value in zip(pieces.exact, sums[len(shapes) :], strict=True):
             residual.gradients[piece] = value
             full[piece] = 0
-        columns = [
-            orthonormal(value.view(shape)) for value, shape in zip(sums, shapes, strict=False)
-        ]
+        with one_thread():
+            columns = [
+                orthonormal(value.view(shape)) for value, shape in zip(sums, shapes, strict=False)
+            ]
         self._receive_factors(residual, columns)
 
     def accept(self) -> None:
@@ -152,7 +159,8 @@ class PowerSums(CompressedSums):
         sums = flat.split([factor.numel() for factor in factors])
         for matrix, p, total in zip(matrices, columns, sums, strict=True):
             matrix.following = total.view_as(matrix.factor).clone()
-            torch.mm(p, matrix.following.T, out=matrix.of(residual.gradients))
+            with one_thread():
+                torch.mm(p, matrix.following.T, out=matrix.of(residual.gradients))
 
     def _matrices(self) -> list[Matrix]:
         return [matrix for pieces in self.pieces.values() for matrix in pieces.matrices]
@@ -170,6 +178,23 @@ class PowerSums(CompressedSums):
             else:
                 pieces.exact.append(piece)
         return pieces
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with one thread inside the block.
+
+    All replicas compute the same from the same sums. Their bits depend on the number of threads,
+    which differs where hosts have unequal numbers of ranks.
+    """
+    threads = torch.get_num_threads()
+    if threads > 1:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if threads > 1:
+            torch.set_num_threads(threads)
 
 
 def matrix_shape(parameter: Tensor) -> tuple[int, int]:

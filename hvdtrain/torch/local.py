@@ -99,7 +99,24 @@ class LocalReduction(Reduction):
 
     @override
     def fingerprint(self, backward: int) -> int:
-        return 0  # ranks hold different weights between two meetings
+        """Return whether gradients are not finite: ranks hold different weights anyway."""
+        return int(not all(group.are_finite() for group in self.groups))
+
+    @override
+    def judge(self, notes: Sequence[Note], first: int) -> int | None:
+        """Act on the notes; let all ranks see that gradients of one are not finite.
+
+        A GradScaler then leaves out the same steps on all of them.
+        """
+        if any(note.fingerprint for note in notes):
+            for parameter in self.parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad.fill_(torch.nan)
+            for group in self.groups:
+                assert isinstance(group, ReplicatedGradients)
+                for bucket in group.buckets:
+                    bucket.flat.fill_(torch.nan)
+        return super().judge([note._replace(fingerprint=0) for note in notes], first)
 
     @override
     def after_step(self, step: int) -> None:

@@ -128,7 +128,8 @@ class Saving:
                 error = caught
         if self.replication is not None:
             self.replication.expect(name)
-        self.saver.begin(name, session.state.share, partial(self._settle, name, commit), error)
+        with session.activity.doing("copying the state for a checkpoint"):
+            self.saver.begin(name, session.state.share, partial(self._settle, name, commit), error)
 
     def follow(self, agreed: Agreed) -> None:
         """Commit the pending checkpoint once all ranks have written their files. Collective.

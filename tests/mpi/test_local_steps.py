@@ -286,3 +286,31 @@ def test_another_number_of_replicas_continues_from_the_average(
         expected = {name: value.numpy() for name, value in trainer.meetings[0].centre.items()}
     assert difference(other.whole(), expected) <= BOUND
     other.train(4, 6)
+
+
+@pytest.mark.several_ranks
+@pytest.mark.parametrize("sync", ["local:3", "diloco:3", "elastic:3"])
+def test_a_replica_of_another_stage_continues_from_the_average(world: World, sync: str) -> None:
+    """The other stage starts with the same tensor, but holds more of them."""
+    components = components_of("cnn", SIZE)
+    trainer = Trainer(config_of(sync), stages(world), components, world)
+    trainer.train(0, 4)
+    arrays = trainer.share()
+    other = Trainer(config_of(sync), unequal(world.size), components, world)
+    other.restore(arrays)
+    other.whole()  # replicas hold the same weights
+    other.train(4, 6)
+
+
+@pytest.mark.several_ranks
+@pytest.mark.parametrize("sync", ["local:3", "diloco:3", "elastic:3"])
+def test_a_checkpoint_is_whole_though_a_replica_has_no_samples(world: World, sync: str) -> None:
+    shares = [1] * (world.size - 1) + [0]
+    plan = staged((list(range(world.size)), shares), microbatches=2)
+    components = components_of("cnn", SIZE)
+    trainer = Trainer(config_of(sync), plan(names(components)), components, world)
+    trainer.train(0, 4)
+    arrays = trainer.share()
+    trainer.restore(arrays)
+    parameters = trainer.runtime.parts[0].model.parameters()
+    assert {f"optimizer/{name}/momentum_buffer" for name in parameters} <= arrays.keys()

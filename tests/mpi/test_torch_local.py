@@ -69,6 +69,24 @@ def test_ranks_differ_until_they_meet(world: World) -> None:
     assert are_equal(world, model)
 
 
+def test_all_ranks_leave_out_a_step_whose_gradients_overflow_on_one(world: World) -> None:
+    model, optimizer = distributed.prepare(*_made(), sync="local:2")
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step, (images, labels) in enumerate(batches(2), 1):
+        before = weights_of(model)
+        optimizer.zero_grad()
+        loss = cross_entropy(model, images, labels)
+        is_bad = step == 2
+        scaler.scale(loss * (torch.inf if is_bad and world.rank == 1 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        was_changed = distance(weights_of(model), before) > 0
+        assert was_changed != is_bad
+        assert scaler.get_scale() == (2.0 if step > 1 else 4.0)
+    distributed.evaluate(model, [(images, labels)])
+    assert are_equal(world, model)
+
+
 @pytest.mark.parametrize("sync", ["diloco:4", "post-local:4@1", "elastic:2"])
 def test_other_methods_are_refused(sync: str) -> None:
     with pytest.raises(UsageError, match="use 'exact' or 'local:H'"):

@@ -7,7 +7,8 @@ import torch
 
 from hvdtrain.backends.pytorch.state import restore_state, state_shapes
 from hvdtrain.config import TrainConfig
-from hvdtrain.options.syncrequest import NO_COMPRESSION, DiLoCo, Elastic, Exact, Local
+from hvdtrain.options.planrequest import Chosen
+from hvdtrain.options.syncrequest import NO_COMPRESSION, NO_SYNC, DiLoCo, Elastic, Exact, Local
 from hvdtrain.parallel.stage import Part, StageModel
 from hvdtrain.plan.plan import Plan
 from hvdtrain.sync.averaging import LocalMeetings, PostLocalMeetings
@@ -32,6 +33,18 @@ from hvdtrain.world import World, start_horovod
 
 # Returns collective operations for a purpose, which makes their names differ from all others.
 Group = Callable[[str], Collectives]
+
+
+def agreement_remarks(config: TrainConfig, plan: Plan) -> list[str]:
+    """Return what a user should know about how replicas agree under a plan."""
+    used = f"--sync {config.sync}" if config.sync_request != NO_SYNC else ""
+    used = f"--compress {config.compress}" if config.compress_request != NO_COMPRESSION else used
+    used = "--shard-optimizer" if config.shard_optimizer else used
+    if used and all(len(stage.ranks) == 1 for stage in plan.stages):
+        return [f"no stage of the plan has several ranks, so {used} changes nothing"]
+    if used and isinstance(config.plan_request, Chosen):
+        return [f"the plan was chosen for exact sums in every step, without {used}"]
+    return []
 
 
 def open_groups(

@@ -21,6 +21,7 @@ from hvdtrain.backends.pytorch.state import TorchState
 from hvdtrain.data.order import Rows
 from hvdtrain.health.badstep import Sighting, as_words
 from hvdtrain.host.activity import Activity
+from hvdtrain.options.syncrequest import NO_SYNC
 from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.stage import Part, StageModel
 from hvdtrain.parallel.step import Step, copied_buffers, restore_buffers
@@ -233,9 +234,12 @@ class TorchSession(Session):
 
     def _after_step(self, step: int) -> float:
         """Let replicas meet if it is due after a step of the epoch; return the seconds it took."""
+        if self.config.sync_request == NO_SYNC:
+            return 0.0
         started = time.perf_counter()
-        for part in self.state.parts.values():
-            part.meetings.after_step(step)
+        with self.activity.doing("meeting the other replicas"):
+            for part in self.state.parts.values():
+                part.meetings.after_step(step)
         return time.perf_counter() - started
 
     @override

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hvdtrain import models
+from hvdtrain.backends.pytorch.agreement import agreement_remarks
 from hvdtrain.backends.pytorch.batches import check_batches, input_boundaries
 from hvdtrain.backends.pytorch.build import build_runtime
 from hvdtrain.backends.pytorch.migration import TorchMigration
@@ -112,6 +113,7 @@ def _built(
         splits=trial.splits,
         remarks=(
             *library.remarks(config.reduce_with, world),
+            *agreement_remarks(config, plan),
             *(chosen.remarks if chosen else ()),
             *([verified] if verified else []),
         ),

@@ -103,9 +103,10 @@ class TorchState(State):
 
     @override
     def share(self) -> dict[str, np.ndarray]:
+        # First: a replica without samples gets the optimizer's state that the others have.
+        averages = [part.meetings.agreed() for part in self.parts.values()]
         share = local_share(self.plan, self.parts, self.world.rank)
-        for part in self.parts.values():
-            agreed = part.meetings.agreed()
+        for agreed in averages:
             share |= {name: agreed[name] for name in share.keys() & agreed.keys()}
         for kept in self._kept():
             share |= {f"{SYNC}{name}": tensor for name, tensor in kept.saved().items()}
