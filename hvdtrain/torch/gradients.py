@@ -274,8 +274,7 @@ class Replica:
         else:
             self.phase, unused = Phase.REDUCED, self._reduce()
         for place, parameter in enumerate(self.parameters):
-            is_unused = place in unused or not self.reduction.has_gradients
-            parameter.grad = None if is_unused else self.views[place]
+            parameter.grad = None if place in unused else self.views[place]
 
     def _missing(self) -> set[int]:
         return set(range(len(self.parameters))) - self.window.touched

@@ -32,7 +32,8 @@ from hvdtrain.torch.state import State
 class LocalReduction(Reduction):
     """Gradients of a rank's own samples, and the meetings of all ranks.
 
-    The state of the optimizer is averaged, too, so that a checkpoint of rank 0 is complete.
+    The state of the optimizer is averaged, too, so that a checkpoint of rank 0 is complete. A rank
+    without samples has gradients of zero, since a GradScaler needs some.
 
     Args:
         statistics: running statistics of batch norms, by name.
@@ -64,11 +65,6 @@ class LocalReduction(Reduction):
         )
         self.statistics = statistics
 
-    @property
-    @override
-    def has_gradients(self) -> bool:
-        return self.share.samples > 0
-
     @override
     def add_group(
         self,
@@ -94,7 +90,7 @@ class LocalReduction(Reduction):
         super().finish()
         for group in self.groups:
             assert isinstance(group, ReplicatedGradients)
-            for bucket in group.buckets if self.has_gradients else ():
+            for bucket in group.buckets if self.share.samples else ():
                 bucket.flat.mul_(1 / self.share.weight)
 
     @override

@@ -102,11 +102,6 @@ class Reduction(Kept):
         for group in self.groups:
             group.load(tensors)
 
-    @property
-    def has_gradients(self) -> bool:
-        """Return whether this rank updates its weights, after `start`."""
-        return True
-
     def after_step(self, step: int) -> None:
         """Do nothing: ranks agree in every step."""
 

@@ -76,7 +76,7 @@ def test_all_ranks_leave_out_a_step_whose_gradients_overflow_on_one(world: World
         before = weights_of(model)
         optimizer.zero_grad()
         loss = cross_entropy(model, images, labels)
-        is_bad = step == 2
+        is_bad = step == 2  # a batch in which every rank has samples
         scaler.scale(loss * (torch.inf if is_bad and world.rank == 1 else 1.0)).backward()
         scaler.step(optimizer)
         scaler.update()
