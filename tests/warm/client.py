@@ -24,7 +24,7 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # until the job is sent
     for number in PASSED_ON:
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda number, _: server.send(bytes([number])))
+            signal.signal(number, lambda number, _: pass_on(server, number))
     mask = os.umask(0)
     os.umask(mask)
     cores = " ".join(map(str, sorted(os.sched_getaffinity(0))))
@@ -36,6 +36,14 @@ def main() -> None:
     server.sendall(job)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
     end(int.from_bytes(server.recv(8), "little", signed=True))
+
+
+def pass_on(server: socket.socket, number: int) -> None:
+    """Send a signal to the fork, unless it has just ended: its exit code is then on the way."""
+    try:
+        server.send(bytes([number]))
+    except OSError:
+        return  # contextlib would take milliseconds to load
 
 
 def framework_of(arguments: list[str]) -> str:
