@@ -384,8 +384,7 @@ class Part:
         optimizer: None if the stage has no trainable parameters.
         meetings: of replicas that do not agree in every step.
         is_first_replica: whether this rank contributes the norm of the stage's gradients.
-        synchronised: whether forward and backward communicate, so that every replica must run
-            them even without samples.
+        synchronised: whether every replica must run forward and backward, which communicate.
     """
 
     model: StageModel

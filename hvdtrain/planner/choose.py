@@ -43,7 +43,7 @@ from hvdtrain.planner.probe import (
 )
 from hvdtrain.planner.profile import Profile, RankTimes
 from hvdtrain.planner.solve import GIB, solve
-from hvdtrain.sync.library import reduction_library
+from hvdtrain.sync.engine import reduction_library
 from hvdtrain.sync.mpi import MPICollectives
 from hvdtrain.world import World, communicator_among, temporary_horovod
 

@@ -12,8 +12,8 @@ from hvdtrain.options.syncrequest import Exact, Local, parse_sync_request
 from hvdtrain.plan.cut import Share
 from hvdtrain.sync.averaging import LocalMeetings
 from hvdtrain.sync.collectives import Alone
+from hvdtrain.sync.engine import collectives_of
 from hvdtrain.sync.gradients import ExactSums, ReplicatedGradients
-from hvdtrain.sync.library import collectives_of
 from hvdtrain.sync.local import Trained
 from hvdtrain.sync.replica import Replica
 from hvdtrain.sync.states import States
@@ -56,7 +56,7 @@ class LocalReduction(Reduction):
         self.share = Share(0.0, False)
         everybody = tuple(range(state.place.size))
         collectives = collectives_of(
-            state.library, everybody, state.place.rank, f"model{number}.meetings"
+            state.engine, everybody, state.place.rank, f"model{number}.meetings"
         )
         states = States(self.states, self._put)
         replica = Replica(parameters, statistics, states, optimizer, self._complete)

@@ -12,7 +12,7 @@ from hvdtrain import world
 from hvdtrain.errors import UsageError
 from hvdtrain.options.syncrequest import NO_COMPRESSION, parse_compress_request
 from hvdtrain.parallel.stage import fingerprint
-from hvdtrain.sync.library import open_group
+from hvdtrain.sync.engine import open_group
 from hvdtrain.torch import state as states
 from hvdtrain.torch.agreement import Action, Note
 from hvdtrain.torch.gradients import Replica
@@ -84,12 +84,7 @@ def prepare(
     state = states.current()
     optimizers = [optimizer, *more]
     _check(model, optimizers)
-    period, compression = period_of(sync, optimizers), _compression(compress, compress_after)
-    if period is not None and compression.request != NO_COMPRESSION:
-        raise UsageError(
-            f"compress={compress!r} does not support sync={sync!r}, which sums no gradients: "
-            "leave one out"
-        )
+    period, compression = period_of(sync, optimizers), _compression(compress, compress_after, sync)
     note = Note(Action.PREPARING, len(state.models))
     described = facts(model, optimizers, compression)
     described["optimizer"]["sync"] = sync
@@ -98,9 +93,9 @@ def prepare(
     for other in state.models:
         other.meet()
     if state.place.size > 1:
-        if state.library == "horovod":
+        if state.engine == "horovod":
             world.start_horovod(max(1, trainable_bytes(model)))
-        open_group(state.library, tuple(range(state.place.size)))
+        open_group(state.engine, tuple(range(state.place.size)))
         leave_together_at_exit()
         _make_equal(model, optimizers, state, note)
     period = period if state.place.size > 1 else None
@@ -108,15 +103,21 @@ def prepare(
     return model, *optimizers
 
 
-def _compression(compress: str, after: int) -> Compression:
+def _compression(compress: str, after: int, sync: str) -> Compression:
     """Return the compression that a call of `prepare` requests.
 
     Raises:
-        UsageError: if it is not known or out of range.
+        UsageError: if it is not known, out of range, or not possible with `sync`.
     """
     if after < 0:
         raise UsageError(f"compress_after {after} is negative: give 0 or more steps")
-    return Compression(parse_compress_request(compress, "compress"), after)
+    request = parse_compress_request(compress, "compress")
+    if sync != "exact" and request != NO_COMPRESSION:
+        raise UsageError(
+            f"compress={compress!r} does not support sync={sync!r}, which sums no gradients: "
+            "leave one out"
+        )
+    return Compression(request, after)
 
 
 def _add(model: nn.Module, optimizers: Sequence[Optimizer], state: State, made_by: MadeBy) -> None:

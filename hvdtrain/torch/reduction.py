@@ -15,8 +15,8 @@ from hvdtrain.parallel.stage import fingerprint
 from hvdtrain.plan.cut import Share
 from hvdtrain.sync.collectives import Alone, Collectives
 from hvdtrain.sync.compress import make_sums
+from hvdtrain.sync.engine import collectives_of
 from hvdtrain.sync.gradients import Bucket, Gradients, ReplicatedGradients, Sums
-from hvdtrain.sync.library import collectives_of
 from hvdtrain.sync.saved import Kept, Shapes
 from hvdtrain.sync.states import States
 from hvdtrain.torch.agreement import Action, Note
@@ -120,7 +120,7 @@ class Reduction(Kept):
         collectives: Collectives = Alone()
         if place.size > 1:
             everybody = tuple(range(place.size))
-            collectives = collectives_of(self.state.library, everybody, place.rank, name)
+            collectives = collectives_of(self.state.engine, everybody, place.rank, name)
         is_half = any(value.dtype == torch.float16 for value in parameters.values())
         request = NO_COMPRESSION if is_half else self.compression.request
         sums = WeightedSums(make_sums(request, self.compression.after, collectives), self)

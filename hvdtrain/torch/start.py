@@ -18,7 +18,7 @@ from hvdtrain import world
 from hvdtrain.errors import HvdtrainError, Interrupted, Preempted, UsageError
 from hvdtrain.health import failure
 from hvdtrain.host.stop import STOP_SIGNALS
-from hvdtrain.sync.library import Library, reduction_library, remarks
+from hvdtrain.sync.engine import Library, reduction_library, remarks
 from hvdtrain.torch import state as states
 from hvdtrain.torch.agreement import Action, Agreement, Note
 from hvdtrain.torch.state import Rank, State, Watched

@@ -11,7 +11,7 @@ from torch import nn
 from hvdtrain.errors import UsageError
 from hvdtrain.health import failure
 from hvdtrain.host.stop import StopRequest
-from hvdtrain.sync.library import Library
+from hvdtrain.sync.engine import Library
 from hvdtrain.sync.saved import Kept
 from hvdtrain.torch.agreement import Agreement
 from hvdtrain.world import World
@@ -113,7 +113,7 @@ class State:
     """The state of a program between `start` and its end.
 
     Attributes:
-        library: sums the gradients.
+        engine: the library that sums the gradients.
         models: prepared so far, in order.
         prepared: number of calls of `prepare`.
         positions: samples consumed, by name of their order.
@@ -131,7 +131,7 @@ class State:
     world: World
     place: Rank
     agreement: Agreement
-    library: Library = "horovod"
+    engine: Library = "horovod"
     models: list[Watched] = field(default_factory=list)
     prepared: int = 0
     positions: dict[str, int] = field(default_factory=dict)

@@ -150,7 +150,7 @@ def test_every_gradient_and_weight_is_that_of_the_serial_loop(world: World, name
 def test_mpi_sums_the_same_gradients_without_horovod(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state.current(), "library", "mpi")
+    monkeypatch.setattr(state.current(), "engine", "mpi")
     case = CASES["a last batch of one sample"]
     assert worst(together(case, 5), serial(case, 5)) <= BOUND
 

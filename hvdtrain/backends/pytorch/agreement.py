@@ -16,14 +16,14 @@ from hvdtrain.sync.collectives import Alone, Collectives
 from hvdtrain.sync.compress import make_sums
 from hvdtrain.sync.diloco import DiLoCoMeetings, Outer
 from hvdtrain.sync.elastic import ElasticMeetings
-from hvdtrain.sync.gradients import Gradients, ReplicatedGradients, SerialGradients
-from hvdtrain.sync.library import (
+from hvdtrain.sync.engine import (
     Library,
     check_algorithm,
     collectives_of,
     open_group,
     reduction_library,
 )
+from hvdtrain.sync.gradients import Gradients, ReplicatedGradients, SerialGradients
 from hvdtrain.sync.local import LocalGradients, SwitchedGradients, Trained
 from hvdtrain.sync.meetings import Meetings, NoMeetings
 from hvdtrain.sync.replica import Replica

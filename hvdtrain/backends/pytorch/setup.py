@@ -35,7 +35,7 @@ from hvdtrain.parallel.stage import Images
 from hvdtrain.plan import plan as plans
 from hvdtrain.plan import planfile
 from hvdtrain.plan.plan import Plan
-from hvdtrain.sync import library
+from hvdtrain.sync import engine
 from hvdtrain.training.feed import (
     Normalisation,
     check_images,
@@ -112,7 +112,7 @@ def _built(
         held_rows=held_rows,
         splits=trial.splits,
         remarks=(
-            *library.remarks(config.reduce_with, world),
+            *engine.remarks(config.reduce_with, world),
             *agreement_remarks(config, plan),
             *(chosen.remarks if chosen else ()),
             *([verified] if verified else []),
