@@ -17,6 +17,7 @@ from hvdtrain.host.activity import Activity
 
 # The kernel's nice value: the writing thread yields to threads that compute.
 NICE = 10
+WITHDRAWAL_SECONDS = 10.0  # for a write that has begun; the disk may hang
 
 
 @dataclass
@@ -114,6 +115,13 @@ class Saver:
         if self._open.pending or self.failed:
             store.discard(self.folder, self._open.name, self.rank, self.token)
         self._open = self._error = None
+
+    def withdraw(self) -> None:
+        """Remove this rank's files of the open checkpoint, in a folder that is another run's."""
+        if self._thread is not None:
+            self._thread.join(WITHDRAWAL_SECONDS)
+        if self._open is not None:
+            store.discard(self.folder, self._open.name, self.rank, self.token)
 
     @property
     def fault(self) -> str:

@@ -78,7 +78,9 @@ def train(
             run.console.say(f"resumed with the settings of the older version: {older}")
         try:
             summary = _train(run)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, UsageError):  # the folder belongs to another run by now
+                run.saving.saver.withdraw()
             run.heartbeat.give_up()
             raise
         _leave_world(run)
