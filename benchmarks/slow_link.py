@@ -89,7 +89,8 @@ def _job(options: argparse.Namespace, link: Link, method: str, data: Path, run: 
         return _ddp(options, link, method, data)
     images = 2 * options.images
     way = "" if method == "exact" else f"--{method}"
-    arguments = f"--model {options.model} --threads 1 --batch-size {images} --compress-after 0"
+    arguments = f"--model {options.model} --threads 1 --batch-size {images}"
+    arguments += " --compress-after 0" if method.startswith("compress") else ""
     arguments += f" --max-steps {options.steps} --log-every 1 --eval-every 0 {way}"
     run = run.with_name(f"{run.name}-{method.replace(' ', '-').replace(':', '-')}")
     before = link.sent_bytes()
@@ -124,7 +125,11 @@ def _peer(options: argparse.Namespace) -> None:
         "gloo", init_method=f"tcp://{NETWORK}.1:29555", rank=options.job, world_size=2
     )
     loop = common.PlainLoop(options.model, options.data, "fp32")
-    loop.module = nn.parallel.DistributedDataParallel(loop.module, gradient_as_bucket_view=True)
+    # Over gloo, PowerSGD's hook starts the sums of several buckets in another order on each rank.
+    bucket_size = 10_000 if options.method == "ddp powersgd" else None
+    loop.module = nn.parallel.DistributedDataParallel(
+        loop.module, gradient_as_bucket_view=True, bucket_cap_mb=bucket_size
+    )
     if options.method == "ddp fp16":
         loop.module.register_comm_hook(None, default_hooks.fp16_compress_hook)
     if options.method == "ddp powersgd":
