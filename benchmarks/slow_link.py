@@ -2,16 +2,21 @@
 
     python benchmarks/slow_link.py [--model resnet18] [--images 32] [--gigabits 0.1,1]
                                    [--methods "exact;compress fp16;..."] [--rounds 3]
+                                   [--plot FILE]
 
 A round is one job of each method, in turns, on a link that `tc` limits (benchmarks/link.py); the
 first steps of a job do not count. The bytes are those that the interface of rank 0 has sent per
 step, headers included, beside those that hvdtrain has counted. The predicted step is that of two
 ranks that never meet, plus the counted bytes over the bandwidth: no overlap, and no cost of
-compressing. The peers are DistributedDataParallel over gloo with PyTorch's own hooks.
+compressing. A method pays below the bandwidth at which its step is as long as the exact one; it is
+interpolated between the two bandwidths around it, in logarithms. The peers are
+DistributedDataParallel over gloo with PyTorch's own hooks.
 """
 
 import argparse
+import itertools
 import json
+import math
 import os
 import statistics
 import sys
@@ -53,6 +58,7 @@ def main() -> None:
         _peer(options)
         return
     methods = options.methods.split(";")
+    medians: dict[float, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data"
         from hvdtrain.data import synth
@@ -68,6 +74,15 @@ def main() -> None:
                         run = Path(folder) / f"run-{gigabits}-{number}-{len(results[method])}"
                         results[method].append(_job(options, link, method, data, run))
             _print(options, gigabits, results)
+            medians[gigabits] = {
+                method: statistics.median(sample.seconds for sample in samples)
+                for method, samples in results.items()
+            }
+    for method in methods:
+        if "exact" in methods and method not in (ALONE, "exact"):
+            print(f"{method:>24} {_crossover(medians, method)}")
+    if options.plot:
+        _plot(options, medians)
 
 
 def _options() -> argparse.Namespace:
@@ -78,6 +93,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--methods", default=METHODS)
     parser.add_argument("--steps", type=int, default=36, help="steps per job")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="picture of the steps")
     parser.add_argument("--data", help=argparse.SUPPRESS)
     parser.add_argument("--method", help=argparse.SUPPRESS)
     parser.add_argument("--job", type=int, help=argparse.SUPPRESS)
@@ -163,6 +179,41 @@ def _print(
             f"{counted / 1e6:>9.2f}{predicted:>9.3f} s"
         )
     sys.stdout.flush()
+
+
+def _crossover(medians: Mapping[float, Mapping[str, float]], method: str) -> str:
+    """Return the bandwidths at which a method is faster than exact sums, in words."""
+    gains = [(b, math.log(steps["exact"] / steps[method])) for b, steps in sorted(medians.items())]
+    if all(gain > 0 for _, gain in gains):
+        return "is faster than exact at every bandwidth measured"
+    if gains[0][1] <= 0:
+        return f"is not faster than exact at {gains[0][0]:g} Gbit/s"
+    (low, before), (high, after) = next(
+        pair for pair in itertools.pairwise(gains) if pair[1][1] <= 0
+    )
+    share = before / (before - after)
+    return f"is faster than exact below {low * (high / low) ** share:.2g} Gbit/s"
+
+
+def _plot(options: argparse.Namespace, medians: Mapping[float, Mapping[str, float]]) -> None:
+    from matplotlib import pyplot
+
+    from hvdtrain.study.plots import COLOURS, STYLE
+
+    with pyplot.rc_context(STYLE):
+        figure, axes = pyplot.subplots(figsize=(5, 3.2))
+        methods = [method for method in medians[min(medians)] if method != ALONE]
+        for place, method in enumerate(methods):
+            seconds = [1000 * medians[gigabits][method] for gigabits in sorted(medians)]
+            line = "--" if method.startswith("ddp") else "-"
+            colour = COLOURS[place % len(COLOURS)]
+            axes.plot(sorted(medians), seconds, line, marker="o", color=colour, label=method)
+        axes.set(xscale="log", yscale="log", xlabel="link, Gbit/s", ylabel="step, ms")
+        axes.set_xticks(sorted(medians), [f"{gigabits:g}" for gigabits in sorted(medians)])
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+        figure.savefig(options.plot)
 
 
 _NONE = Sample(float("nan"), float("nan"), float("nan"))
