@@ -11,7 +11,7 @@ backward has ended.
 
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
@@ -74,13 +74,14 @@ class Gradients(Kept, Protocol):
         """Give each parameter its whole sum, after `finish`. Collective among the replicas."""
         return
 
-    def whole_state(self, state: State) -> State:
+    def whole_state(self, state: State, names: Collection[str]) -> State:
         """Return the state of whole parameters for that of `trained`. Collective among replicas.
 
         Args:
             state: the optimizer's tensors by the name of the parameter and key.
+            names: of the parameters whose state this replica asks for.
         """
-        return state
+        return {name: state[name] for name in names if name in state}
 
     def local_state(self, name: str, key: str, value: Tensor) -> Tensor:
         """Return the part of a tensor of the state that belongs to `trained`.

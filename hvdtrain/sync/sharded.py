@@ -8,13 +8,16 @@ views into the buffers of weights.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hvdtrain.host import memory
 from hvdtrain.plan.passes import BUCKET_BYTES
 from hvdtrain.sync.collectives import Collectives
 from hvdtrain.sync.gradients import (
@@ -30,6 +33,7 @@ from hvdtrain.sync.states import States
 STATISTICS = "statistics"
 NUMBER = "step"  # the only key of torch's optimizers whose value is one number per parameter
 LINE_BYTES = 512
+IN_FLIGHT = 2  # all-gathers: each one's result takes the memory of a whole bucket
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,7 @@ class ShardedGradients(ReplicatedGradients):
         self.starts: dict[str, int] = {}
         sums = SlicedSums(collectives)
         super().__init__(parameters, statistics, states, collectives, sums, bucket_bytes)
+        memory.return_freed_memory()  # that of the parameters before they became views
         names = [f"{kind}.{name}" for kind in ("weights", "whole") for name in self.weights]
         collectives.prepare([*names, "finite", "keys"])
 
@@ -152,29 +157,38 @@ class ShardedGradients(ReplicatedGradients):
     @torch.no_grad()
     def _exchange(self, kind: str, buffers: Mapping[str, Tensor]) -> None:
         """Give all replicas the slices of buffers, which are divided as the buckets."""
-        handles = {
-            name: self.collectives.all_gather(slice_of(flat, self.collectives), f"{kind}.{name}")
-            for name, flat in buffers.items()
-        }
-        for name, handle in handles.items():
-            buffers[name].copy_(self.collectives.wait(handle).view(-1))
+        waiting: deque[tuple[Tensor, Any]] = deque()
+        for name, flat in buffers.items():
+            part = slice_of(flat, self.collectives)
+            waiting.append((flat, self.collectives.all_gather(part, f"{kind}.{name}")))
+            if len(waiting) == IN_FLIGHT:
+                self._store(*waiting.popleft())
+        while waiting:
+            self._store(*waiting.popleft())
+
+    def _store(self, flat: Tensor, handle: Any) -> None:
+        flat.copy_(self.collectives.wait(handle).view(-1))
 
     @torch.no_grad()
-    def whole_state(self, state: State) -> State:
-        """Return the optimizer's state of whole parameters, by name and key."""
+    def whole_state(self, state: State, names: Collection[str]) -> State:
+        """Return the optimizer's state of these parameters, by name and key.
+
+        Buckets are gathered one after another: the state of all may not fit.
+        """
         keys, scalars = self._agree_on_keys(state)
-        whole: dict[str, dict[str, Tensor]] = {}
-        for key in keys:
-            buffers = {name: torch.zeros_like(flat) for name, flat in self.weights.items()}
-            for name, start in self.starts.items():
-                value = state[name][key]
-                buffers[self.spans[name].bucket.name][start : start + len(value)] = value
-            self._exchange("whole", buffers)
-            for name, span in self.spans.items():
-                whole.setdefault(name, {})[key] = span.of(buffers[span.bucket.name])
-        for name in self.spans if scalars else ():
-            numbers = {key: torch.tensor(value) for key, value in scalars.items()}
-            whole.setdefault(name, {}).update(numbers)
+        whole: dict[str, dict[str, Tensor]] = {name: {} for name in self.spans if name in names}
+        for key, bucket in product(keys, self._divided()):
+            flat = torch.zeros_like(bucket.flat)
+            for name in bucket.names:
+                if (start := self.starts.get(name)) is not None:
+                    value = state[name][key]
+                    flat[start : start + len(value)] = value
+            self._exchange("whole", {bucket.name: flat})
+            for name in bucket.names:
+                if name in whole:
+                    whole[name][key] = self.spans[name].of(flat).clone()
+        for entries in whole.values():
+            entries |= {key: torch.tensor(value) for key, value in scalars.items()}
         return whole
 
     def _agree_on_keys(self, state: State) -> tuple[list[str], dict[str, float]]:

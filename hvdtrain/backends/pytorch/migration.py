@@ -124,7 +124,7 @@ def _by_component(parts: Mapping[int, Part]) -> dict[str, dict[str, np.ndarray]]
     """Return the state of each component that this rank holds, named as in a checkpoint."""
     held: dict[str, dict[str, np.ndarray]] = {}
     for part in parts.values():
-        named = named_state(part)
+        named = named_state(part, part.model.tensors().keys())
         for component, module in part.model.components.items():
             tensors = (*module.named_parameters(), *module.named_buffers())
             held[component] = {

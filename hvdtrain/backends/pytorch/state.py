@@ -1,6 +1,6 @@
 """The state of a model and its optimizers, by the names that its tensors have in a checkpoint."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -172,17 +172,19 @@ def local_share(plan: Plan, parts: Mapping[int, Part], rank: int) -> dict[str, T
     """
     share: dict[str, Tensor] = {}
     for number, part in parts.items():
-        named = named_state(part)
-        sizes = [tensor.nbytes for tensor in part.model.tensors().values()]
-        ranks = plan.stages[number].ranks
-        for group, owner in zip(named.values(), owners(sizes, len(ranks)), strict=True):
-            if ranks[owner] == rank:
-                share |= group
+        tensors, ranks = part.model.tensors(), plan.stages[number].ranks
+        sizes = [tensor.nbytes for tensor in tensors.values()]
+        writers = owners(sizes, len(ranks))
+        names = {
+            name for name, writer in zip(tensors, writers, strict=True) if ranks[writer] == rank
+        }
+        for group in named_state(part, names).values():
+            share |= group
     return share
 
 
-def named_state(part: Part) -> dict[str, dict[str, Tensor]]:
-    """Return for each parameter and buffer its tensors by their names in a checkpoint.
+def named_state(part: Part, names: Collection[str]) -> dict[str, dict[str, Tensor]]:
+    """Return for these parameters and buffers their tensors by their names in a checkpoint.
 
     These are the tensor itself and those of the optimizer. Collective among the replicas of the
     stage if each holds a part of the optimizer's state.
@@ -190,11 +192,12 @@ def named_state(part: Part) -> dict[str, dict[str, Tensor]]:
     state: Mapping[str, Mapping[str, Tensor]] = {}
     if part.optimizer is not None:
         local_state = state_by_name(part.optimizer, part.gradients.trained())
-        state = part.gradients.whole_state(local_state)
+        state = part.gradients.whole_state(local_state, names)
     return {
         name: {f"{MODEL}{name}": tensor}
         | {f"{OPTIMIZER}{name}/{key}": value for key, value in state.get(name, {}).items()}
         for name, tensor in part.model.tensors().items()
+        if name in names
     }
 
 
