@@ -17,7 +17,7 @@ from hvdtrain.host.activity import Activity
 
 # The kernel's nice value: the writing thread yields to threads that compute.
 NICE = 10
-WITHDRAWAL_SECONDS = 10.0  # for a write that has begun; the disk may hang
+WITHDRAWAL_SECONDS = 10.0  # for a write in progress; the disk may hang
 
 
 @dataclass

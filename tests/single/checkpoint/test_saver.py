@@ -14,7 +14,7 @@ from hvdtrain.host.activity import Activity
 def test_a_run_that_lost_its_folder_withdraws_the_checkpoint_it_was_writing(
     tmp_path: Path, copies: dict[str, np.ndarray]
 ) -> None:
-    """Once, a run that was suspended while it began a checkpoint left a file of it."""
+    """Once, a run suspended at the start of a checkpoint left a file of it."""
     saver = Saver(tmp_path, 0, "token", Activity(None, 0, 600, print))
     saver.begin(store.name_of(4), lambda: copies, lambda: None)
     saver.withdraw()
