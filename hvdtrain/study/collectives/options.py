@@ -30,7 +30,8 @@ class StudyOptions:
     )
     repeats: int = field(default=3, metadata=about("jobs per measurement"))
     largest: int = field(
-        default=16 * 2**20, metadata=about("bytes of the largest all-reduce; the least are 1024")
+        default=16 * 2**20,
+        metadata=about("bytes of the largest all-reduce; the smallest has 1024"),
     )
     algorithms: str = field(
         default=",".join(ALGORITHMS), metadata=about("algorithms to compare", metavar="NAME,...")

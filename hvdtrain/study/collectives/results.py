@@ -59,14 +59,13 @@ class Sums:
         return counts(self.algorithm, self.ranks)
 
     def fit_of_repeats(self, part: Callable[[Line], float]) -> Estimate:
-        """Return a part of the line with the interval of the lines of single repeats."""
+        """Return a part of the lines that are fitted to single repeats: median and interval."""
         repeats = len(next(iter(self.seconds.values())))
         lines = [
             fitted_line({size: values[k] for size, values in self.seconds.items()})
             for k in range(repeats)
         ]
-        values = estimate([part(line) for line in lines])
-        return Estimate(part(self.line), values.low, values.high)
+        return estimate([part(line) for line in lines])
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from hvdtrain.study.statistics import Estimate, ratio
 HOLDS, FAILS, NOISE = "holds", "does not hold", "within the noise"
 ONE_REPEAT = "one repeat: undecided"
 SAME_COUNT = "the textbook counts the same: not applicable"
+NO_PREDICTION = "the fit has no cost in which they differ: no prediction"
 NEAR = 2.0  # a crossover within this factor of its prediction confirms it
 # The pairs whose trade-off is judged: fewer messages first, fewer bytes second.
 PAIRS = (("tree", "ring"), ("recursive-doubling", "ring"), ("recursive-doubling", "rabenseifner"))
@@ -62,7 +63,8 @@ class Crossover:
         """Return whether the measurement confirms the prediction."""
         predicted, measured = self.predicted, self.measured
         if not predicted.below:
-            return SAME_COUNT
+            works = {counts(name, self.group.ranks) for name in self.pair}
+            return SAME_COUNT if len(works) == 1 else NO_PREDICTION
         if not measured.below:
             return NOISE
         if (predicted.below, predicted.above) != (measured.below, measured.above):

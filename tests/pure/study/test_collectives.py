@@ -17,7 +17,7 @@ from hvdtrain.study.collectives.cells import Cell, SumCell, this_machine, write_
 from hvdtrain.study.collectives.options import StudyOptions, doublings
 from hvdtrain.study.collectives.results import Group, arrange
 from hvdtrain.study.collectives.study import measure_all
-from hvdtrain.study.collectives.textbook import Crossing, Network, counts
+from hvdtrain.study.collectives.textbook import Crossing, Network, counts, predicted_crossing
 from hvdtrain.study.statistics import Estimate
 
 SIZES = doublings(4 * 2**20)
@@ -109,6 +109,17 @@ def test_equal_counts_are_not_judged() -> None:
     assert judged["large sums: ring is faster than tree"].verdict == verdicts.HOLDS
     large = judged["large sums: ring is faster than recursive-doubling"]
     assert (large.verdict, large.measured) == (verdicts.SAME_COUNT, None)
+
+
+def test_a_fit_without_a_cost_of_messages_predicts_no_crossover_of_them() -> None:
+    group = group_of(2)
+    unseen = Network(1e-4, 0.0, 3e-10)
+    pair = ("recursive-doubling", "ring")
+    predicted = predicted_crossing(*pair, 2, unseen)
+    crossover = verdicts.Crossover(group, pair, predicted, Crossing("ring", "ring"))
+    assert crossover.verdict == verdicts.NO_PREDICTION
+    same = replace(crossover, pair=("ring", "rabenseifner"))
+    assert same.verdict == verdicts.SAME_COUNT
 
 
 def test_a_hierarchy_is_not_judged_on_one_host() -> None:
