@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from matplotlib import pyplot
 
+from hvdtrain.study.collectives.cells import LIBRARIES
 from hvdtrain.study.collectives.results import Group, Steps, Sums
 from hvdtrain.study.plots import COLOURS, HEIGHT, MARKERS, STYLE, WIDTH, save
 from hvdtrain.study.statistics import median
@@ -62,7 +63,10 @@ def draw_steps(steps: Sequence[Steps], to: Path) -> None:
         predicted = [1e3 * item.predicted(lambda one: one.step).value for item in steps]
         axes.barh(rows - 0.2, measured, 0.38, color=COLOURS[0], label="measured")
         axes.barh(rows + 0.2, predicted, 0.38, color=COLOURS[4], label="predicted")
-        names = [f"{item.arm.library} {item.arm.algorithm}, {item.arm.ranks}" for item in steps]
+        names = [
+            f"{LIBRARIES[item.arm.library]}, {item.arm.algorithm}, {item.arm.ranks}"
+            for item in steps
+        ]
         axes.set_yticks(rows, names)
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)

@@ -93,6 +93,11 @@ class Group:
         return {name: sums.seconds for name, sums in self.sums.items()}
 
     @property
+    def repeats(self) -> int:
+        """Return the smallest number of repeats of an algorithm."""
+        return min(len(values) for sums in self.sums.values() for values in sums.seconds.values())
+
+    @property
     def words(self) -> str:
         """Return library and ranks for a table."""
         return f"{LIBRARIES[self.library]}, {self.ranks}{self._remark}"

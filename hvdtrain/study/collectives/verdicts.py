@@ -8,6 +8,7 @@ from statistics import median
 from hvdtrain.study.collectives.cells import LIBRARIES
 from hvdtrain.study.collectives.results import Group, Steps
 from hvdtrain.study.collectives.textbook import (
+    DIFFERENT,
     Crossing,
     counts,
     measured_crossing,
@@ -62,6 +63,8 @@ class Crossover:
     def verdict(self) -> str:
         """Return whether the measurement confirms the prediction."""
         predicted, measured = self.predicted, self.measured
+        if self.group.repeats < 2:
+            return ONE_REPEAT
         if not predicted.below:
             works = {counts(name, self.group.ranks) for name in self.pair}
             return SAME_COUNT if len(works) == 1 else NO_PREDICTION
@@ -170,10 +173,12 @@ def choices_of_library(groups: Sequence[Group]) -> list[str]:
         best = {size: min(named, key=lambda name: named[name].medians[size]) for size in auto}
         losses = {size: auto[size] / named[best[size]].medians[size] for size in auto}
         worst = max(losses, key=lambda size: losses[size])
-        slower = f"{losses[worst]:.2f}x slower than the fastest one, {best[worst]}"
+        loss = f"at most {losses[worst]:.2f}x slower than {best[worst]}, at {size_name(worst)}"
+        if losses[worst] <= 1 + DIFFERENT:
+            loss = "at no size clearly slower than another"
         lines.append(
             f"- {group.title}: auto is nearest to {nearest}, {math.exp(apart[nearest]):.2f}x "
-            f"apart at the median size; it is at most {slower} at {size_name(worst)}."
+            f"apart at the median size, and {loss}."
         )
     return lines
 

@@ -297,4 +297,13 @@ def test_the_choice_of_the_library_is_compared_with_the_fastest() -> None:
     (line,) = verdicts.choices_of_library([group])
     assert "auto is nearest to tree, 1.00x apart" in line
     largest = by_textbook("tree", 8, SIZES[-1]) / by_textbook("ring", 8, SIZES[-1])
-    assert f"at most {largest:.2f}x slower than the fastest one, ring at 4 MiB" in line
+    assert f"at most {largest:.2f}x slower than ring, at 4 MiB." in line
+    alone = group_of(8, seconds=like_tree, names=("auto", "tree"))
+    (line,) = verdicts.choices_of_library([alone])
+    assert line.endswith("and at no size clearly slower than another.")
+
+
+def test_one_repeat_decides_nothing() -> None:
+    group = group_of(8, repeats=1)
+    assert {item.verdict for item in verdicts.judgements([group])} == {verdicts.ONE_REPEAT}
+    assert {item.verdict for item in verdicts.crossovers([group])} == {verdicts.ONE_REPEAT}
