@@ -41,7 +41,8 @@ HOW = "\n".join(
         "an interval is no wider than their range.",
         "- **MPI** is the non-blocking all-reduce in place of `--reduce-with mpi`. "
         "**Horovod** is its sum in a cycle of 0.3 ms, as for models of up to 8 MiB; it calls "
-        "MPI's blocking all-reduce.",
+        "MPI's blocking all-reduce. Larger models train with a cycle of 5 ms, which their "
+        "predictions leave out.",
         "- **Fitted:** latency and bandwidth are the line with the smallest relative error to "
         "an algorithm's medians. Alpha and beta are seconds per message and per byte of a "
         "message, fitted to all algorithms of a group together with the textbook's counts and "
