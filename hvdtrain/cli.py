@@ -21,6 +21,7 @@ from hvdtrain.options.parser import Parser, add_config, add_dataclass
 from hvdtrain.planner.options import PlanConfig
 from hvdtrain.setup.options import ABOUT as SETUP
 from hvdtrain.setup.options import SetupOptions
+from hvdtrain.study.collectives.options import StudyOptions
 
 COMMANDS: dict[str, Callable[..., int]] = {
     "doctor": machine.doctor,
@@ -41,6 +42,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "jobs cancel": jobs.jobs_cancel,
     "report": jobs.report,
     "reproduce paper-a": jobs.reproduce_paper_a,
+    "reproduce collectives": jobs.reproduce_collectives,
     "plan show": plans.plan_show,
     "plan simulate": plans.plan_simulate,
     "plan check": plans.plan_check,
@@ -49,6 +51,10 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "bench allreduce": machine.bench_allreduce,
     "bench exchange": machine.bench_exchange,
 }
+COLLECTIVES = (
+    "Compare the algorithms of all-reduces. Writes their time against bytes, the crossovers and "
+    "the training step, each measured and predicted, with verdicts."
+)
 DIR, DEST, RUN = "DIR", "DEST", "RUN"  # metavars that shell completion treats as paths
 RUNS = "run folders, or folders of them"
 PLAN_COMMANDS: dict[str, tuple[type, str]] = {
@@ -115,6 +121,7 @@ def _parser() -> Parser:
     commands.add_subcommand("report", _report())
     papers = _group(commands, "reproduce", "Repeat a published experiment, and write its tables.")
     papers.add_subcommand("paper-a", _paper_a())
+    _add_commands(papers, {"collectives": (StudyOptions, COLLECTIVES)})
     _add_commands(
         _group(commands, "plan", "Look at a plan: which ranks hold what, and when they work."),
         PLAN_COMMANDS,

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from hvdtrain.commands import as_json
+from hvdtrain.commands import as_json, in_one_process
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
 from hvdtrain.jobs.options import JobOptions, SlurmOptions
 from hvdtrain.options.parser import select_fields
+from hvdtrain.study.collectives.options import StudyOptions
 
 
 def jobs_submit(arguments: Sequence[str], **values: Any) -> int:
@@ -80,4 +81,17 @@ def reproduce_paper_a(
         print(line, flush=True)
 
     print(paper_a.reproduce(data, to, epochs=epochs, repeats=repeats, ranks=ranks, say=say))
+    return 0
+
+
+def reproduce_collectives(arguments: Sequence[str], **values: Any) -> int:
+    """Measure all-reduces and training steps by algorithm, and write a report of the trade-off."""
+    in_one_process("reproduce collectives")
+    options = StudyOptions(**values).check()
+    from hvdtrain.study.collectives import study
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+
+    print(study.reproduce(options, say))
     return 0

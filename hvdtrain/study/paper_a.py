@@ -9,23 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hvdtrain import launch
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.index import read_index
-from hvdtrain.errors import (
-    CheckFailed,
-    DataError,
-    HvdtrainError,
-    Interrupted,
-    Preempted,
-    RankError,
-    UsageError,
-)
+from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host import files
-from hvdtrain.options import configfile
 from hvdtrain.study import plots
 from hvdtrain.study.report import markdown_table, number, origin
 from hvdtrain.study.results import Result, read
+from hvdtrain.study.runs import check_same, train
 from hvdtrain.study.statistics import Estimate, difference, median, ratio
 
 SINGLE, MIRRORED, KERAS = "single", "mirrored", "horovod-tensorflow"
@@ -36,11 +27,6 @@ PAPER = {SINGLE: (156.63, 0.6892), MIRRORED: (126.12, 0.6907)}
 CLAIMED = 0.195  # the claimed saving of time
 POINT = 0.01  # a percentage point of accuracy
 SMALL_BATCH, SMALL_STEPS = 2, 500  # such a step computes hardly anything
-# The exit code of a run that stopped selects the error.
-KINDS: dict[int, type[HvdtrainError]] = {
-    kind.exit_code: kind
-    for kind in (CheckFailed, UsageError, DataError, RankError, Preempted, Interrupted)
-}
 
 
 @dataclass(frozen=True)
@@ -147,41 +133,13 @@ def run_all(
         folder = to / "runs" / f"{arm.key}-{seed}"
         folders[arm.key].append(folder)
         config = replace(arm.config, seed=seed, run=str(folder))
-        _check_same(folder / "config.yaml", config)
+        check_same(config)
         if (folder / "summary.json").exists():
             say(f"run {place} of {len(todo)}: {folder} is finished")
             continue
         say(f"run {place} of {len(todo)}: {arm.name}, seed {seed}")
-        _run(config, arm.ranks, to / "configs")
+        train(config, arm.ranks, to / "configs")
     return folders
-
-
-def _check_same(path: Path, config: TrainConfig) -> None:
-    """Raise UsageError if the folder holds a run of other settings."""
-    if path.exists():
-        saved = configfile.load(path)
-        changed = configfile.differences(saved, config, configfile.MAY_CHANGE_IN_STUDY)
-        if changed:
-            raise UsageError(
-                f"{path.parent} holds a run of other settings ({'; '.join(changed)}): "
-                "choose another --to"
-            )
-
-
-def _run(config: TrainConfig, ranks: int, folder: Path) -> None:
-    """Train as `hvdtrain train --config` does, with this number of ranks on this machine."""
-    run = Path(config.run or "")
-    path = folder / f"{run.name}.yaml"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"{folder} cannot be created: {error.strerror}") from None
-    files.write_text(path, configfile.to_yaml(config), "the configuration", DataError)
-    outcome = launch.supervise(ranks, ["train", "--config", str(path), "--resume", "auto"])
-    if outcome.code == 0:
-        return
-    kind = KINDS.get(outcome.code, RankError)
-    raise kind(f"{run} stopped: fix the cause above, then run the same command again to resume")
 
 
 def write(folder: Path, names: Mapping[str, str], results: Mapping[str, list[Result]]) -> Path:

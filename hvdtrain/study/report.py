@@ -246,7 +246,7 @@ def markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
 
 def _runs_csv(results: Sequence[Result]) -> str:
     rows = [[str(run.path), *(getattr(run, name) for name in RUN_COLUMNS)] for run in results]
-    return _csv(["run", *RUN_COLUMNS], rows)
+    return as_csv(["run", *RUN_COLUMNS], rows)
 
 
 def _sizes_csv(all_series: Sequence[Series]) -> str:
@@ -262,10 +262,11 @@ def _sizes_csv(all_series: Sequence[Series]) -> str:
                 estimate = getattr(size, name)
                 row += [estimate.value, estimate.low, estimate.high]
             rows.append(row)
-    return _csv(heads, rows)
+    return as_csv(heads, rows)
 
 
-def _csv(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+def as_csv(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Return rows below their heads as CSV."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(heads)
