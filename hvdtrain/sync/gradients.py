@@ -79,7 +79,7 @@ class Gradients(Kept, Protocol):
 
         Args:
             state: the optimizer's tensors by the name of the parameter and key.
-            names: of the parameters whose state this replica asks for.
+            names: of the parameters whose state this replica needs.
         """
         return {name: state[name] for name in names if name in state}
 
