@@ -302,7 +302,8 @@ INTERVALS = (
 
 AGREEMENT = (
     "Bytes are those that a rank sends if each operation sends as few as any algorithm can: means "
-    "over ranks and steps. The residual norm is that of what a rank has not sent at the end. All "
+    "over ranks and steps. Those of checkpoints are included, for which replicas that train apart "
+    "average what differs. The residual norm is that of what a rank has not sent at the end. All "
     "numbers are medians of repeats."
 )
 
