@@ -169,6 +169,7 @@ SENT = [
     ("diloco:2", {}, "bf16"),
     ("diloco:3", FRAGMENTS, "topk:0.1"),
     ("diloco:3", FRAGMENTS, "powersgd:2"),
+    ("diloco:3", {**FRAGMENTS, "reduce_with": "mpi"}, "bf16"),
 ]
 
 
