@@ -4,7 +4,7 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -30,10 +30,13 @@ from hvdtrain.options.configfile import MAY_CHANGE_IN_STUDY
 from hvdtrain.options.fields import about
 from hvdtrain.options.nearest import unknown_key
 from hvdtrain.options.parser import Parser, add_dataclass, select_fields
+from hvdtrain.options.syncoptions import SyncOptions
+from hvdtrain.options.syncrequest import NO_COMPRESSION, OPTIONS_OF
 
 MOST_RUNS = 1000
 SINGLE_RUN_KEYS = ("run", "resume", "restarts", "ledger", "trace", "dry_run", "chain")
 WHOLE_STUDY_KEYS = ("repeats", "in_flight", "cluster", "site")
+DEFAULT_SYNC: dict[str, Any] = {item.name: item.default for item in fields(SyncOptions)}
 LIST_KEYS = ("sbatch",)  # a list is one value, not several values to combine
 
 
@@ -108,7 +111,7 @@ def load(path: str, folder: str, slurm: SlurmOptions | None = None) -> Study:
         options = select_fields(StudyOptions, parsed)
         varied = [key for key in axes if len(axes[key]) > 1]
         name = "-".join(f"{key}={plain_name(str(chosen[key]))}" for key in varied)
-        cell = _cell(parsed, options, str(Path(folder) / (name or "run")))
+        cell = _cell(parsed, options, str(Path(folder) / (name or "run")), varied)
         cell = replace(cell, job=cell.job.overridden_by(slurm))
         # One rank runs the same under every plan, so that is a single size.
         cells.setdefault(repr([replace(cell.runs[0], run=None), cell.job]), cell)
@@ -152,7 +155,9 @@ def _check_folders(path: str, cells: Iterable[Cell]) -> None:
         )
 
 
-def _cell(parsed: dict[str, Any], options: StudyOptions, stem: str) -> Cell:
+def _cell(
+    parsed: dict[str, Any], options: StudyOptions, stem: str, varied: Collection[str]
+) -> Cell:
     """Return the repeats of one combination of values, in run folders that start with `stem`."""
     for name in ("repeats", "ranks_per_node", "in_flight"):
         value = getattr(options, name)
@@ -162,8 +167,9 @@ def _cell(parsed: dict[str, Any], options: StudyOptions, stem: str) -> Cell:
     ranks = run.ranks or 1
     if options.scaling == "weak":
         run = replace(run, batch_size=run.batch_size * ranks)
-    if ranks == 1:
-        run = replace(run, plan=None, change_batch_norm=False)
+    run = replace(run, **_unused(run, varied))
+    if ranks == 1:  # which has nobody to agree with
+        run = replace(run, plan=None, change_batch_norm=False, **DEFAULT_SYNC)
     if options.ranks_per_node:
         job = replace(job, nodes=-(-ranks // options.ranks_per_node))
     if job.gpus_per_node:
@@ -174,6 +180,18 @@ def _cell(parsed: dict[str, Any], options: StudyOptions, stem: str) -> Cell:
     runs = [replace(run, ranks=ranks, seed=n, run=f"{stem}-seed={n}").check() for n in seeds]
     job.ranks_per_node(run)
     return Cell(tuple(runs), job)
+
+
+def _unused(run: TrainConfig, varied: Collection[str]) -> dict[str, Any]:
+    """Return defaults of the options that only other values of a varied option use."""
+    names = [
+        name
+        for name, kind in OPTIONS_OF.items()
+        if "sync" in varied and not isinstance(run.sync_request, kind)
+    ]
+    if "compress" in varied and run.compress_request == NO_COMPRESSION:
+        names.append("compress_after")
+    return {name: DEFAULT_SYNC[name] for name in names}
 
 
 def sweep(study: Study, folder: str, is_dry: bool) -> Iterator[str]:

@@ -267,6 +267,7 @@ def _label(series: Series, all_series: Sequence[Series]) -> str:
         "model": series.model,
         "framework": series.framework,
         "plan": series.plan,
+        "agreement": series.agreement,
         "precision": series.precision,
         "scaling": series.scaling,
         "batch_size": f"batch {series.batch_size}",

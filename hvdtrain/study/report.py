@@ -10,7 +10,7 @@ from typing import Any
 from hvdtrain import __version__
 from hvdtrain.errors import DataError
 from hvdtrain.host import files
-from hvdtrain.study import plots
+from hvdtrain.study import agreement, plots
 from hvdtrain.study.results import Result, find, machines
 from hvdtrain.study.series import Series, Size, arrange
 from hvdtrain.study.statistics import Estimate, Fit, usl_peak
@@ -62,7 +62,7 @@ def write(runs: list[str], to: str, efficiency: float, price: float | None) -> P
     for name, content in (
         ("report.md", text),
         ("runs.csv", _runs_csv(results)),
-        ("sizes.csv", _sizes_csv(all_series)),
+        ("sizes.csv", _sizes_csv(all_series, agreement.counts_shown(results))),
     ):
         files.write_text(folder / name, content, "the report", DataError)
     return folder / "report.md"
@@ -81,6 +81,8 @@ def as_markdown(
     parts += [_section(series, efficiency, price) for series in all_series]
     if not all_series:
         parts.append("No runs on one and on several ranks with the same settings to compare.")
+    if ways := agreement.rows(results):
+        parts += ["## How replicas agreed", AGREEMENT, markdown_table(ways)]
     parts += [f"![{text}]({name})\n\n*{text}*" for name, text in pictures.items()]
     parts += ["## Intervals", INTERVALS]
     if all_series:
@@ -245,14 +247,24 @@ def markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
 
 
 def _runs_csv(results: Sequence[Result]) -> str:
-    rows = [[str(run.path), *(getattr(run, name) for name in RUN_COLUMNS)] for run in results]
-    return as_csv(["run", *RUN_COLUMNS], rows)
+    keys = agreement.counts_shown(results)
+    names = [*RUN_COLUMNS, *(["agreement"] if keys else [])]
+    rows = [
+        [
+            str(run.path),
+            *(getattr(run, name) for name in names),
+            *(run.counted.get(key) for key in keys),
+        ]
+        for run in results
+    ]
+    return as_csv(["run", *names, *keys], rows)
 
 
-def _sizes_csv(all_series: Sequence[Series]) -> str:
+def _sizes_csv(all_series: Sequence[Series], counts: Sequence[str]) -> str:
     names = ("images_per_second", "speedup", "efficiency", "speedup_over_best", "seconds")
     heads = ["model", "plan", "precision", "scaling", "ranks", "repeats"]
     heads += [f"{name}{end}" for name in names for end in ("", "_low", "_high")]
+    heads += ["agreement", *counts] if counts else []
     rows = []
     for series in all_series:
         for size in series.sizes:
@@ -261,6 +273,9 @@ def _sizes_csv(all_series: Sequence[Series]) -> str:
             for name in names:
                 estimate = getattr(size, name)
                 row += [estimate.value, estimate.low, estimate.high]
+            if counts:
+                row += [series.agreement]
+                row += [agreement.median_count(size.runs, key) for key in counts]
             rows.append(row)
     return as_csv(heads, rows)
 
@@ -284,6 +299,13 @@ INTERVALS = (
     "better. Core-hours are ranks times threads times the time of all starts from their first "
     "step on, and the start-up of the last one. Steps that a killed run had to repeat are not "
     "included."
+)
+
+AGREEMENT = (
+    "Bytes are those that a rank sends if each operation sends as few as any algorithm can: means "
+    "over ranks and steps. Those of checkpoints are included, for which replicas that train apart "
+    "average what differs. The residual norm is that of what a rank has not sent at the end. All "
+    "numbers are medians of repeats."
 )
 
 # By the names of the distributions in a run's versions.

@@ -2,7 +2,8 @@
 
 import json
 from collections import Counter
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,11 +15,13 @@ from hvdtrain.errors import DataError, UsageError
 from hvdtrain.options import configfile
 from hvdtrain.options.fields import Rule
 from hvdtrain.options.planrequest import ADAPTIVE, Chosen, Mirrored, PlanFile, parse_plan_request
+from hvdtrain.options.syncoptions import SyncOptions
 
 # Runs that differ only in these are compared: sizes, repeats, and the names and handling of files.
 NOT_SETTINGS = frozenset(
     item.name for item in fields(TrainConfig) if Rule.NOT_COMPARED in item.metadata["rule"]
 )
+EXACT = "exact"  # sums of gradients in every step
 UNREADABLE = (
     OSError,
     ValueError,
@@ -58,6 +61,8 @@ class Result:
             pipeline, for images, and for a slower rank.
         peak_memory_bytes: maximum over the ranks.
         step_seconds: median time of a step on a whole batch.
+        agreement: how replicas agreed, as options without their dashes.
+        counted: what ranks counted about it, by its key in summary.json.
     """
 
     path: Path
@@ -83,6 +88,8 @@ class Result:
     machine: dict[str, Any]
     versions: dict[str, str]
     step_seconds: float = 0.0
+    agreement: str = EXACT
+    counted: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def cores(self) -> int:
@@ -215,7 +222,24 @@ def _result(
         machine=machine,
         versions=dict(summary["versions"]),
         step_seconds=_step_seconds(steps, int(config["batch_size"])),
+        agreement=_agreement(config),
+        counted={
+            name: float(value)
+            for name, value in summary.get("agreement", {}).items()
+            if isinstance(value, int | float)
+        },
     )
+
+
+def _agreement(config: dict[str, Any]) -> str:
+    """Return the value of --sync, and all other options of agreement that are not defaults."""
+    words = [str(config.get("sync", EXACT))]
+    for item in fields(SyncOptions):
+        value = config.get(item.name, item.default)
+        if item.name != "sync" and value != item.default:
+            name = item.name.replace("_", "-")
+            words.append(name if value is True else f"{name} {value}")
+    return ", ".join(words)
 
 
 def _step_seconds(steps: list[dict[str, Any]], batch_size: int) -> float:

@@ -10,7 +10,8 @@ from typing import Literal
 import numpy as np
 
 from hvdtrain.options.planrequest import Pipeline, parse_plan_request
-from hvdtrain.study.results import Result
+from hvdtrain.study.agreement import OPTIONS
+from hvdtrain.study.results import EXACT, Result
 from hvdtrain.study.statistics import Estimate, Fit, amdahl, median, ratio, usl
 
 Scaling = Literal["strong", "weak"]
@@ -57,9 +58,10 @@ class Size:
 
 @dataclass(frozen=True)
 class Series:
-    """A model under one kind of plan.
+    """A model under one kind of plan, with one way to agree.
 
     Attributes:
+        agreement: how replicas agree.
         plan: dp, mp, hp (or hp:SxR, if a number of ranks has several of them), or a file.
         batch_size: global in strong scaling, per rank in weak scaling.
         scaling: strong if all sizes take the same global batch, weak if each rank takes the same.
@@ -77,13 +79,15 @@ class Series:
     best_serial: tuple[Result, ...]
     sizes: tuple[Size, ...]
     fits: tuple[Fit, ...]
+    agreement: str = EXACT
 
     @property
     def title(self) -> str:
-        """Return the model, plan, precision, scaling and batch as text."""
+        """Return the model, plan, precision, scaling, batch and agreement as text."""
         batch = f"batch {self.batch_size}" + (" per rank" if self.scaling == "weak" else "")
         model = self.model if self.framework == "torch" else f"{self.model} ({self.framework})"
-        return f"{model}, {self.plan}, {self.precision}, {self.scaling} scaling, {batch}"
+        text = f"{model}, {self.plan}, {self.precision}, {self.scaling} scaling, {batch}"
+        return text if self.agreement == EXACT else f"{text}, {self.agreement}"
 
     def worth(self, efficiency: float) -> int:
         """Return the largest measured number of ranks with at least this efficiency.
@@ -94,16 +98,20 @@ class Series:
 
 
 def arrange(results: Iterable[Result]) -> tuple[list[Series], list[str]]:
-    """Group runs into series; return them, and a line for each run that is in none."""
+    """Group runs into series; return them, and a line for each run that is in none.
+
+    One rank has nobody to agree with: it is the baseline of all ways to agree.
+    """
     groups: dict[str, list[Result]] = defaultdict(list)
     for result in results:
-        groups[json.dumps([result.model, result.settings], sort_keys=True)].append(result)
+        settings = {k: value for k, value in result.settings.items() if k not in OPTIONS}
+        groups[json.dumps([result.model, settings], sort_keys=True)].append(result)
     all_series: list[Series] = []
     left_out: list[str] = []
     for runs in groups.values():
         serial = [run for run in runs if run.ranks == 1]
         used: set[object] = set()
-        for plan, parallel in _by_plan([run for run in runs if run.ranks > 1]).items():
+        for plan, parallel in _by_way([run for run in runs if run.ranks > 1]):
             for scaling in SCALINGS:
                 # A run that is part of a strong series is not used again in a weak one.
                 pending = [run for run in parallel if run.path not in used]
@@ -119,6 +127,16 @@ def arrange(results: Iterable[Result]) -> tuple[list[Series], list[str]]:
             if run.path not in used
         ]
     return all_series, left_out
+
+
+def _by_way(runs: Sequence[Result]) -> list[tuple[str, list[Result]]]:
+    """Return plans with their runs, once for each way to agree."""
+    ways = sorted({run.agreement for run in runs})
+    return [
+        group
+        for way in ways
+        for group in _by_plan(run for run in runs if run.agreement == way).items()
+    ]
 
 
 def _by_plan(runs: Iterable[Result]) -> dict[str, list[Result]]:
@@ -191,6 +209,7 @@ def _series(
         precision=str(base[0].settings.get("precision", "fp32")),
         best_serial=tuple(best),
         sizes=sizes,
+        agreement=sizes[-1].runs[0].agreement,
         # Amdahl's law describes a problem of fixed size, so strong scaling only.
         fits=tuple(
             fit

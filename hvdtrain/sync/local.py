@@ -15,13 +15,20 @@ from hvdtrain.sync.saved import Shapes
 
 @dataclass
 class Trained:
-    """Count of what a replica has trained on without the others.
+    """Count of what a replica has trained on without the others, since the process started.
 
     Attributes:
-        samples: since the start of the process.
+        samples: of the replica.
+        total: of all replicas in the same steps.
     """
 
     samples: int = 0
+    total: int = 0
+
+    def add(self, share: Share) -> None:
+        """Count a step."""
+        self.samples += share.samples
+        self.total += share.total
 
 
 class LocalGradients(SerialGradients):
@@ -43,11 +50,11 @@ class LocalGradients(SerialGradients):
     @override
     def start(self, share: Share) -> None:
         """Scale the gradients to the mean over this replica's samples."""
+        self.count.add(share)
         if not share.samples:
             self.zero()
             return
         super().start(share)
-        self.count.samples += share.samples
         gradients = [value.grad for value in self.parameters if value.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, 1 / share.weight)

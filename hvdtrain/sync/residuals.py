@@ -63,12 +63,16 @@ class Residual:
 
     def by_name(self) -> dict[str, Tensor]:
         """Return `current` by parameter, each a view with the shape of the parameter."""
-        views, offset = {}, 0
-        for name, parameter in zip(self.bucket.names, self.bucket.parameters, strict=True):
-            start = self.current.storage_offset() + offset
-            views[name] = self.current.as_strided(parameter.shape, parameter.stride(), start)
-            offset += parameter.numel()
-        return views
+        return named_views(self.bucket, self.current)
+
+
+def named_views(bucket: Bucket, flat: Tensor) -> dict[str, Tensor]:
+    """Return views of a flat tensor, laid out as a bucket, by the names of its parameters."""
+    views, offset = {}, flat.storage_offset()
+    for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
+        views[name] = flat.as_strided(parameter.shape, parameter.stride(), offset)
+        offset += parameter.numel()
+    return views
 
 
 class CompressedSums(Sums, abc.ABC):
@@ -123,22 +127,29 @@ class CompressedSums(Sums, abc.ABC):
     def finish(self, bucket: Bucket, handle: Any) -> None:
         """Wait for the sum, and compute the residual."""
         residual = self.residuals[bucket.name]
-        if self.steps < self.after or not residual.size:
-            self.exact.finish(bucket, handle)
-        else:
+        if residual.is_pending and residual.size:
             self.receive(residual, handle)
+        else:
+            self.exact.finish(bucket, handle)
 
     def accept(self) -> None:
         """Count the step, and continue with its residuals."""
         self.steps += 1
+        self.settle()
+
+    def settle(self) -> None:
+        """Continue with the residuals of the last sums."""
         for residual in self.residuals.values():
             residual.accept()
 
     def counted(self) -> Mapping[str, float]:
         """Return the bytes that this rank has sent, and the norm of its current residuals."""
+        return {**self.exact.counted(), "residual_norm": self.residual_norm()}
+
+    def residual_norm(self) -> float:
+        """Return the norm of this replica's current residuals."""
         norms = [residual.current.norm().double().cpu() for residual in self.residuals.values()]
-        norm = float(torch.stack(norms).norm()) if norms else 0.0
-        return {**self.exact.counted(), "residual_norm": norm}
+        return float(torch.stack(norms).norm()) if norms else 0.0
 
     def saved(self) -> dict[str, Tensor]:
         """Return this replica's residuals, and on the first one the number of steps."""
@@ -173,6 +184,7 @@ class CompressedSums(Sums, abc.ABC):
         )
         places = _places(tensors)
         for residual in self.residuals.values():
+            residual.is_pending = False
             for name, view in residual.by_name().items():
                 view.zero_()
                 for place in places[name]:

@@ -63,8 +63,8 @@ class Window:
     def share(self, rank: int) -> Share:
         """Return the weight of this rank's running statistics."""
         samples = sum(batch.samples for batch in self.batches)
-        first = self.batches[-1].first == rank
-        return Share(samples / self.total if self.total else 0.0, first, samples)
+        first, total = self.batches[-1].first == rank, self.total
+        return Share(samples / total if total else 0.0, first, samples, total)
 
 
 class Replica:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from hvdtrain import world
 from hvdtrain.errors import UsageError
-from hvdtrain.options.syncrequest import NO_COMPRESSION, parse_compress_request
+from hvdtrain.options.syncrequest import parse_compress_request
 from hvdtrain.parallel.stage import fingerprint
 from hvdtrain.sync.engine import open_group
 from hvdtrain.torch import state as states
@@ -73,8 +73,9 @@ def prepare(
         optimizer, more: of its parameters only.
         compress: what travels between ranks, as `hvdtrain train --compress`: none, fp16, bf16,
             topk:RATIO or powersgd:RANK. What is left out is added to the next gradients, so keep
-            the scale of a GradScaler constant. Parameters in fp16 are not compressed.
-        compress_after: first averaged gradients that are exact.
+            the scale of a GradScaler constant. Parameters in fp16 are not compressed. With
+            `sync="local:H"` it is the changes of weights that travel so; all else travels whole.
+        compress_after: first averaged gradients, or steps with `sync="local:H"`, that are exact.
         sync: "exact" or "local:H", with one optimizer.
 
     Raises:
@@ -84,7 +85,7 @@ def prepare(
     state = states.current()
     optimizers = [optimizer, *more]
     _check(model, optimizers)
-    period, compression = period_of(sync, optimizers), _compression(compress, compress_after, sync)
+    period, compression = period_of(sync, optimizers), _compression(compress, compress_after)
     note = Note(Action.PREPARING, len(state.models))
     described = facts(model, optimizers, compression)
     described["optimizer"]["sync"] = sync
@@ -98,26 +99,20 @@ def prepare(
         open_group(state.engine, tuple(range(state.place.size)))
         leave_together_at_exit()
         _make_equal(model, optimizers, state, note)
-    period = period if state.place.size > 1 else None
-    _add(model, optimizers, state, reduction_kind(model, optimizer, period, compression))
+    made_by = reduction_kind(model, optimizer, period, compression, state.place.size)
+    _add(model, optimizers, state, made_by)
     return model, *optimizers
 
 
-def _compression(compress: str, after: int, sync: str) -> Compression:
+def _compression(compress: str, after: int) -> Compression:
     """Return the compression that a call of `prepare` requests.
 
     Raises:
-        UsageError: if it is not known, out of range, or not possible with `sync`.
+        UsageError: if it is not known, or out of range.
     """
     if after < 0:
         raise UsageError(f"compress_after {after} is negative: give 0 or more steps")
-    request = parse_compress_request(compress, "compress")
-    if sync != "exact" and request != NO_COMPRESSION:
-        raise UsageError(
-            f"compress={compress!r} does not support sync={sync!r}, which sums no gradients: "
-            "leave one out"
-        )
-    return Compression(request, after)
+    return Compression(parse_compress_request(compress, "compress"), after)
 
 
 def _add(model: nn.Module, optimizers: Sequence[Optimizer], state: State, made_by: MadeBy) -> None:

@@ -1,14 +1,17 @@
 """A run that changes its plan keeps its state, to the bit."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hvdtrain.backends.pytorch.migration import under_plan
-from hvdtrain.backends.pytorch.state import local_share
+from hvdtrain.backends.pytorch.migration import TorchMigration, under_plan
+from hvdtrain.backends.pytorch.session import Times, TorchFaults
+from hvdtrain.backends.pytorch.state import TorchState, local_share
 from hvdtrain.config import TrainConfig
+from hvdtrain.models.component import tensor_shapes
 from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.plan.plan import Plan, replicated
 from hvdtrain.world import World
@@ -53,6 +56,36 @@ def test_weights_statistics_and_optimizer_are_those_of_before(
         before = after
     assert len(seen) == len(plans)  # each step had changed it
     runtime.observer.close()
+
+
+@pytest.mark.several_ranks
+def test_bytes_sent_before_a_change_are_still_counted(world: World) -> None:
+    components = components_of("cnn", IMAGE_SIZE)
+    before, after = (PLANS[world.size][name](names(components)) for name in ("dp", "mp"))
+    runtime = runtime_of(ADAM, before, components, IMAGE_SIZE, world)
+    state = TorchState(
+        plan=before, shapes=tensor_shapes(components), runtime=runtime, config=ADAM, world=world
+    )
+    image: Any = SimpleNamespace(image_shape=(IMAGE_SIZE,))
+    migration = TorchMigration(
+        question=None,
+        building_seconds=0.0,
+        state=state,
+        times=Times(state),
+        faults=TorchFaults(state),
+        components=components,
+        index=image,
+        epoch_length=26,
+    )
+    run_step(state.runtime, before, world, IMAGE_SIZE, 26, 0)
+    sent = state.counted()["sent_bytes"]
+    assert sent > 0
+    migration.change(after)
+    assert state.counted()["sent_bytes"] == sent
+    migration.change(before)
+    run_step(state.runtime, before, world, IMAGE_SIZE, 26, 1)
+    assert state.counted()["sent_bytes"] == 2 * sent
+    state.runtime.observer.close()
 
 
 @pytest.mark.parametrize("steps", [12, pytest.param(50, marks=pytest.mark.proof)])

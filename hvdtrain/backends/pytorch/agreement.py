@@ -8,10 +8,23 @@ import torch
 from hvdtrain.backends.pytorch.state import restore_state, state_shapes
 from hvdtrain.config import TrainConfig
 from hvdtrain.options.planrequest import Chosen
-from hvdtrain.options.syncrequest import NO_COMPRESSION, NO_SYNC, DiLoCo, Elastic, Exact, Local
+from hvdtrain.options.syncrequest import (
+    NO_COMPRESSION,
+    NO_SYNC,
+    CompressRequest,
+    DiLoCo,
+    Elastic,
+    Exact,
+    Local,
+)
 from hvdtrain.parallel.stage import Part, StageModel
 from hvdtrain.plan.plan import Plan
-from hvdtrain.sync.averaging import LocalMeetings, PostLocalMeetings
+from hvdtrain.sync.averaging import (
+    CompressedLocalMeetings,
+    LocalMeetings,
+    PostLocalMeetings,
+)
+from hvdtrain.sync.changes import LeftOver, compressed
 from hvdtrain.sync.collectives import Alone, Collectives
 from hvdtrain.sync.compress import make_sums
 from hvdtrain.sync.diloco import DiLoCoMeetings, Outer
@@ -68,7 +81,7 @@ def open_groups(
             continue
         if len(stage.ranks) > 1:
             groups[number] = partial(_operations, library, stage.ranks, world.rank, number)
-        elif config.compress_request != NO_COMPRESSION:
+        elif config.compress_request != NO_COMPRESSION and config.sync_request == NO_SYNC:
             groups[number] = lambda purpose: Alone()
     return groups
 
@@ -103,17 +116,21 @@ def stage_gradients(
         case DiLoCo() | Elastic() | Local(exact_epochs=0):
             return LocalGradients(parameters, trained)
         case Local():
-            exact = _exact(config, model, group("gradients"))
+            # What compressed gradients leave out would be lost when they become local.
+            exact = _summed(config, model, group("gradients"), NO_COMPRESSION)
             return SwitchedGradients(exact, LocalGradients(parameters, trained))
-    return _exact(config, model, group("gradients"))
+    return _summed(config, model, group("gradients"), config.compress_request)
 
 
-def _exact(config: TrainConfig, model: StageModel, collectives: Collectives) -> Gradients:
+def _summed(
+    config: TrainConfig, model: StageModel, collectives: Collectives, compression: CompressRequest
+) -> Gradients:
+    """Return gradients that replicas sum in every step."""
     parameters, statistics = model.parameters(), model.statistics()
     states = States(model.states, model.put)
     if config.shard_optimizer and parameters:
         return ShardedGradients(parameters, statistics, states, collectives)
-    sums = make_sums(config.compress_request, config.compress_after, collectives)
+    sums = make_sums(compression, config.compress_after, collectives)
     return ReplicatedGradients(parameters, statistics, states, collectives, sums)
 
 
@@ -121,21 +138,33 @@ def stage_meetings(
     config: TrainConfig, part: Part, group: Group | None, trained: Trained
 ) -> Meetings:
     """Return the meetings of a stage's replicas; arguments as of `stage_gradients`."""
-    request = config.sync_request
-    if group is None or isinstance(request, Exact):
+    request, compression = config.sync_request, config.compress_request
+    if isinstance(request, Exact):
         return NoMeetings()
+    if group is None:
+        sign = -1.0 if isinstance(request, DiLoCo) else 1.0
+        is_compressed = compression != NO_COMPRESSION
+        return LeftOver(part.model.parameters(), sign) if is_compressed else NoMeetings()
     replica, operations = _replica(config, part.model, part.optimizer), group("meetings")
-    period = request.period
+    common = replica, operations, trained, request.period
+    changes = None
+    if compression != NO_COMPRESSION:
+        changes = compressed(compression, config.compress_after, trained)
     match request:
         case DiLoCo():
             outer = Outer(config.outer_lr, config.outer_momentum, config.fragments, config.overlap)
-            return DiLoCoMeetings(replica, operations, trained, period, outer)
+            return DiLoCoMeetings(*common, outer, changes)
         case Elastic():
-            return ElasticMeetings(replica, operations, trained, period, config.elastic_rate)
-    meetings = LocalMeetings(replica, operations, trained, period, config.average_optimizer)
-    if isinstance(request, Local) and isinstance(part.gradients, SwitchedGradients):
-        return PostLocalMeetings(meetings, part.gradients, request.exact_epochs)
-    return meetings
+            return ElasticMeetings(*common, config.elastic_rate)
+    averages = config.average_optimizer
+    local = (
+        LocalMeetings(*common, averages)
+        if changes is None
+        else CompressedLocalMeetings(*common, averages, changes)
+    )
+    if isinstance(part.gradients, SwitchedGradients):
+        return PostLocalMeetings(local, part.gradients, request.exact_epochs)
+    return local
 
 
 def _replica(

@@ -49,6 +49,7 @@ class TorchMigration(Migration):
     def change(self, plan: Plan) -> None:
         state = self.state
         if not is_same_layout(state.plan, plan):
+            state.counted_before = state.counted()
             state.runtime = under_plan(
                 state.runtime,
                 state.config,

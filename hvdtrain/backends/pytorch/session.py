@@ -6,7 +6,6 @@ that), and by then the weights have the update of that step, if it was a good on
 """
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -196,11 +195,7 @@ class TorchSession(Session):
 
     @override
     def counted(self) -> Mapping[str, float]:
-        totals: Counter[str] = Counter()
-        for part in self.state.parts.values():
-            totals.update(part.gradients.counted())
-            totals.update(part.meetings.counted())
-        return totals
+        return self.state.counted()
 
     @override
     def local_rows(self, batch: Rows, is_training: bool) -> tuple[Rows, Rows]:

@@ -1,5 +1,6 @@
 """The state of a model and its optimizers, by the names that its tensors have in a checkpoint."""
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,6 +57,7 @@ class TorchState(State):
 
     Attributes:
         plan, runtime: the current ones, which a migration replaces.
+        counted_before: what the replicas of earlier plans have counted.
         wanted: names of the tensors that each way to agree reads, by the last `expected`.
     """
 
@@ -64,11 +66,20 @@ class TorchState(State):
     world: World
     copies: Copies = field(default_factory=Copies)
     wanted: list[frozenset[str]] = field(default_factory=list)
+    counted_before: Counter[str] = field(default_factory=Counter)
 
     @property
     def parts(self) -> Mapping[int, Part]:
         """The parts of the model that this rank holds, by stage."""
         return self.runtime.parts
+
+    def counted(self) -> Counter[str]:
+        """Return what this rank has counted of its agreements with other replicas, by name."""
+        totals = Counter(self.counted_before)
+        for part in self.parts.values():
+            totals.update(part.gradients.counted())
+            totals.update(part.meetings.counted())
+        return totals
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the parameters and buffers that this rank holds, by name."""

@@ -26,6 +26,26 @@ def test_lists_are_combined_and_one_rank_is_the_base_of_all_plans(tmp_path: Path
     assert "runs/ranks=4-plan=mp-seed=12" in folders
 
 
+def test_ways_to_agree_are_combined_and_one_rank_is_the_base_of_all(tmp_path: Path) -> None:
+    """An option of one way does not belong to the runs of another."""
+    study = _load(
+        tmp_path,
+        "ranks: [1, 2]\nsync: [exact, 'local:8', 'diloco:8']\nouter_lr: 0.5\n"
+        "compress: [none, bf16]\ncompress_after: 0\n",
+    )
+    runs = [run for cell in study.cells for run in cell.runs]
+    ways = [(run.ranks, run.sync, run.outer_lr, run.compress, run.compress_after) for run in runs]
+    assert sorted(ways) == [
+        (1, "exact", 0.7, "none", 100),
+        (2, "diloco:8", 0.5, "bf16", 0),
+        (2, "diloco:8", 0.5, "none", 100),
+        (2, "exact", 0.7, "bf16", 0),
+        (2, "exact", 0.7, "none", 100),
+        (2, "local:8", 0.7, "bf16", 0),
+        (2, "local:8", 0.7, "none", 100),
+    ]
+
+
 def test_the_order_is_not_that_of_the_file_and_always_the_same(tmp_path: Path) -> None:
     text = "ranks: [1, 2, 3, 4, 5, 6, 7, 8]\n"
     order = [cell.runs[0].ranks for cell in _load(tmp_path, text).cells]

@@ -28,7 +28,8 @@ def write_run(
 ) -> Path:
     """Write a finished run of 1,000 images in 10 steps, a tenth of it waiting for transfers."""
     folder.mkdir(parents=True)
-    config = TrainConfig(model="cnn", data="data", batch_size=100, ranks=ranks)
+    options = changes.pop("options", {})
+    config = TrainConfig(model="cnn", data="data", batch_size=100, ranks=ranks, **options)
     (folder / "config.yaml").write_text(yaml.safe_dump(asdict(config)))
     rate = IMAGES / train_seconds
     started = [
@@ -91,6 +92,47 @@ def test_each_number_of_a_size_comes_from_its_files(tmp_path: Path) -> None:
         rows = list(csv.DictReader(file))
     assert [float(row["images_per_second"]) for row in rows] == pytest.approx([10, IMAGES / 60])
     assert float(rows[1]["efficiency"]) == pytest.approx(100 / 120)
+
+
+def test_ways_to_agree_are_compared_if_there_are_several(tmp_path: Path) -> None:
+    """Medians of two repeats; a key that only one way counts is a column of all."""
+    write_run(tmp_path / "one", 1, 100.0, [9.0])
+    exact = {"sync": "exact", "compress": "none", "sent_bytes_per_step": 4e6}
+    write_run(tmp_path / "exact", 2, 60.0, [5.0, 5.4], agreement=exact)
+    report.write([str(tmp_path)], str(tmp_path / "without"), 0.8, None)
+    options = {"sync": "local:8", "compress": "topk:0.01", "average_optimizer": True}
+    for number in (1, 3):
+        counted = {"sent_bytes_per_step": 1e4 * number, "meetings": 5.0, "drift": 2.0}
+        counted |= {"residual_norm": 0.25, "staleness_max": 3.0 + number}
+        run = tmp_path / f"local{number}"
+        write_run(run, 2, 50.0, [5.0, 5.4], options=options, agreement=counted)
+    report.write([str(tmp_path)], str(tmp_path / "with"), 0.8, None)
+    without, text = ((tmp_path / n / "report.md").read_text() for n in ("without", "with"))
+    assert "How replicas agreed" not in without
+    _, section = text.split("## How replicas agreed")
+    heads, _, *rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in section.split("##")[0].splitlines()
+        if line.startswith("|")
+    ]
+    plain, local = (dict(zip(heads, row, strict=True)) for row in rows)
+    assert plain["agreement"] == "exact"
+    assert local["agreement"] == "local:8, average-optimizer, compress topk:0.01"
+    assert (local["repeats"], local["images/s"], local["accuracy"]) == ("2", "20", "0.5000")
+    assert local["bytes sent per step and rank"] == "20,000"
+    assert plain["bytes sent per step and rank"] == "4,000,000"
+    assert (local["meetings"], plain["meetings"]) == ("5", "-")
+    assert (local["residual norm"], local["staleness, maximum"]) == ("0.25", "5")
+    assert "staleness, mean" not in heads, "no run has counted it"
+    with (tmp_path / "with" / "sizes.csv").open() as file:
+        sizes = [row for row in csv.DictReader(file) if row["agreement"].startswith("local")]
+    assert [row["sent_bytes_per_step"] for row in sizes] == ["", "20000.0"]
+    with (tmp_path / "with" / "runs.csv").open() as file:
+        runs = {Path(row["run"]).name: row for row in csv.DictReader(file)}
+    assert runs["local3"]["sent_bytes_per_step"] == "30000.0"
+    assert runs["exact"]["agreement"] == "exact"
+    with (tmp_path / "without" / "runs.csv").open() as file:
+        assert "agreement" not in next(csv.DictReader(file))
 
 
 @pytest.mark.filterwarnings("error")

@@ -127,3 +127,19 @@ def test_plans_have_the_names_of_the_command_line() -> None:
     assert [named(1), named(4), named(1, 1), named(2, 2), named(3, 1)] == [
         *("single", "dp", "mp", "hp:2x2", "plan")
     ]
+
+
+def test_one_rank_is_the_base_of_all_ways_to_agree() -> None:
+    ways = ("exact", "local:8, compress bf16")
+    runs = [
+        _run(2, 150 + place, agreement=way, settings={"precision": "fp32", "sync": way})
+        for place, way in enumerate(ways)
+    ]
+    all_series, left_out = arrange([_run(1, 100), *runs])
+    assert [series.title for series in all_series] == [
+        "cnn, dp, fp32, strong scaling, batch 64",
+        "cnn, dp, fp32, strong scaling, batch 64, local:8, compress bf16",
+    ]
+    speedups = [series.sizes[1].speedup.value for series in all_series]
+    assert speedups == pytest.approx([1.5, 1.51])
+    assert not left_out
