@@ -170,7 +170,7 @@ def _add_data_commands(commands: Any) -> None:
     fetch.add_argument("--to", required=True, type=str, metavar=DIR, help="folder for the archive")
     commands.add_subcommand("fetch", fetch)
     commands.add_subcommand("pack", _pack())
-    synth = Parser(description="Make a synthetic data set that a small model can learn.")
+    synth = Parser(description="Make a data set that a small model can learn.")
     synth.add_argument("destination", type=str, metavar=DEST, help="new folder for the shards")
     for name, default, text in (
         ("images", None, "training images"),
@@ -271,7 +271,7 @@ def _add_job_commands(commands: Any) -> None:
     add_dataclass(submit, JobOptions, "job")
     add_dataclass(submit, TrainConfig)
     commands.add_subcommand("submit", submit)
-    sweep = Parser(description="Submit every run of a study as jobs, repeats as arrays.")
+    sweep = Parser(description="Submit the runs of a study as jobs, or as arrays.")
     sweep.add_argument(
         "study",
         type=str,
