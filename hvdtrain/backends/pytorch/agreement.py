@@ -8,7 +8,15 @@ import torch
 from hvdtrain.backends.pytorch.state import restore_state, state_shapes
 from hvdtrain.config import TrainConfig
 from hvdtrain.options.planrequest import Chosen
-from hvdtrain.options.syncrequest import NO_COMPRESSION, NO_SYNC, DiLoCo, Elastic, Exact, Local
+from hvdtrain.options.syncrequest import (
+    NO_COMPRESSION,
+    NO_SYNC,
+    Auto,
+    DiLoCo,
+    Elastic,
+    Exact,
+    Local,
+)
 from hvdtrain.parallel.stage import Part, StageModel
 from hvdtrain.plan.plan import Plan
 from hvdtrain.sync.averaging import LocalMeetings, PostLocalMeetings
@@ -42,8 +50,8 @@ def agreement_remarks(config: TrainConfig, plan: Plan) -> list[str]:
     used = "--shard-optimizer" if config.shard_optimizer else used
     if used and all(len(stage.ranks) == 1 for stage in plan.stages):
         return [f"no stage of the plan has several ranks, so {used} changes nothing"]
-    if used and isinstance(config.plan_request, Chosen):
-        return [f"the plan was chosen for exact sums in every step, without {used}"]
+    if config.shard_optimizer and isinstance(config.plan_request, Chosen):
+        return [f"the plan was chosen without {used}, which sends as much and updates a part only"]
     return []
 
 
@@ -122,7 +130,7 @@ def stage_meetings(
 ) -> Meetings:
     """Return the meetings of a stage's replicas; arguments as of `stage_gradients`."""
     request = config.sync_request
-    if group is None or isinstance(request, Exact):
+    if group is None or isinstance(request, Exact | Auto):
         return NoMeetings()
     replica, operations = _replica(config, part.model, part.optimizer), group("meetings")
     period = request.period
