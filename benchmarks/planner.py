@@ -47,6 +47,7 @@ from hvdtrain.planner.cost import Question
 from hvdtrain.planner.probe import message_to_self
 from hvdtrain.planner.profile import Profile
 from hvdtrain.planner.solve import solve
+from hvdtrain.planner.subject import Subject, subject_of
 from hvdtrain.study import plots
 from hvdtrain.world import World
 
@@ -161,7 +162,7 @@ def _rank(options: argparse.Namespace) -> None:
     )
     components = models.components(model, CLASSES, SIZE)
     images = Images(MEAN, STD, torch.device("cpu"), config.precision)
-    subject = choose.subject_of(config, components, SIZE, CLASSES, images)
+    subject = subject_of(config, components, SIZE, CLASSES, images)
     began = time.perf_counter()
     question = choose.question(config, choose.measure(subject, job), RANKS)
     profiled = time.perf_counter() - began
@@ -190,7 +191,7 @@ def _rank(options: argparse.Namespace) -> None:
 
 def _rounds(
     options: argparse.Namespace,
-    subject: choose.Subject,
+    subject: Subject,
     question: Question,
     plans: dict[str, Plan],
     ready: dict[str, tuple[Runtime, Step]],
@@ -212,7 +213,7 @@ def _rounds(
 
 
 def _ready(
-    subject: choose.Subject, plans: dict[str, Plan], job: World
+    subject: Subject, plans: dict[str, Plan], job: World
 ) -> dict[str, tuple[Runtime, Step]]:
     """Return what a step of each plan needs on this rank."""
     config, size = subject.config, subject.config.batch_size

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -30,8 +30,10 @@ from hvdtrain.models.component import (
     check_logits,
     run_on_meta,
 )
+from hvdtrain.plan.traffic import Gradient, Sizes, as_matrix
 
 BATCHES = (2, 4)
+IMAGE_DIMENSIONS = 4  # of tensors with a channels_last order
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class ComponentCost:
         is_differentiable: whether gradients can flow back from its output: it is floating point.
         batch_norms: the number of layers that `--batch-norm sync` synchronises.
         fixed_bytes: memory that autograd keeps for any batch size: statistics, weights in bf16.
+        tensors: sizes of what replicas agree on; None: one vector of all parameters.
     """
 
     name: str
@@ -66,6 +69,12 @@ class ComponentCost:
     is_differentiable: bool = True
     batch_norms: int = 0
     fixed_bytes: int = 0
+    tensors: Sizes | None = None
+
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes of what replicas agree on."""
+        return self.tensors or Sizes((Gradient(self.parameter_bytes // 4),))
 
 
 def component_costs(
@@ -223,4 +232,32 @@ def _cost(component: Component, module: nn.Module, small: _Run, large: _Run) -> 
         is_differentiable=small.emitted.is_floating_point(),
         fixed_bytes=max(0, 2 * small.saved_bytes - large.saved_bytes),
         batch_norms=sum(isinstance(layer, _BatchNorm) for layer in module.modules()),
+        tensors=_sizes(module),
     )
+
+
+def _sizes(module: nn.Module) -> Sizes:
+    """Return the sizes of a component's gradients and batch norm statistics."""
+    trained = [value for value in module.parameters() if value.requires_grad]
+    statistics = [
+        buffer
+        for layer in module.modules()
+        if isinstance(layer, _NormBase)
+        for buffer in layer.buffers(recurse=False)
+    ]
+    averages = [buffer for buffer in statistics if buffer.is_floating_point()]
+    reference = [*trained, *statistics][:1]
+    return Sizes(
+        gradients=tuple(map(_gradient, trained)),
+        averages=sum(buffer.numel() for buffer in averages),
+        counters=sum(buffer.numel() for buffer in statistics) - sum(map(torch.numel, averages)),
+        itemsize=reference[0].element_size() if reference else 4,
+    )
+
+
+def _gradient(parameter: Tensor) -> Gradient:
+    """Return the size of a gradient in the memory order that a stage's weights have."""
+    dense = parameter.detach()
+    if dense.dim() == IMAGE_DIMENSIONS:
+        dense = dense.to(memory_format=torch.channels_last)
+    return Gradient(*as_matrix(dense.shape, dense.stride()), dense.dim() > 1)

@@ -16,7 +16,7 @@ from hvdtrain.options.planrequest import (
     Replicated,
     parse_plan_request,
 )
-from hvdtrain.options.syncrequest import check_sync
+from hvdtrain.options.syncrequest import AUTO_SYNC, check_sync, parse_sync_request
 
 # The allowed values, as the end of a message about another one.
 LIMITS = {
@@ -98,8 +98,9 @@ def _check_together(values: Mapping[str, Any]) -> None:
     if values["change_batch_norm"] and request != ADAPTIVE:
         raise UsageError("--change-batch-norm needs --plan adaptive: add it, or leave this out")
     if not isinstance(request, Chosen):
+        is_measured = parse_sync_request(values["sync"]) == AUTO_SYNC
         for name in CHOSEN_PLANS_ONLY:
-            if values[name] is not None:
+            if values[name] is not None and not (is_measured and name == "profile"):
                 raise UsageError(f"{flag(name)} needs --plan auto or --plan adaptive")
     if values["resume"] and values["run"] is None:
         raise UsageError("--resume needs --run: give the folder of the run to resume")

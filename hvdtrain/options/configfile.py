@@ -8,6 +8,8 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError
 from hvdtrain.host import files, harmless
 from hvdtrain.options.fields import Rule, flag
+from hvdtrain.options.planrequest import Chosen
+from hvdtrain.options.syncrequest import AUTO_SYNC, NO_COMPRESSION, parse_compress_request
 
 # A run may resume with other values of these: they decide where, how and how long it runs. In the
 # results of a step they change only rounding, and the samples that local batch norm sees together.
@@ -28,7 +30,7 @@ def with_older_defaults(config: TrainConfig) -> TrainConfig:
     Raises:
         UsageError: if the file in the run folder is not a configuration.
     """
-    saved = Path(config.run) / "config.yaml" if config.run else None
+    saved = _saved(config)
     if saved is None or not saved.is_file():
         return config
     older_values = values_of_older_version(load(saved))
@@ -37,6 +39,63 @@ def with_older_defaults(config: TrainConfig) -> TrainConfig:
     if not config.weight_decay:
         older_values.pop("no_decay", None)
     return replace(config, **older_values)
+
+
+def _saved(config: TrainConfig) -> Path | None:
+    return Path(config.run) / "config.yaml" if config.run else None
+
+
+def as_started(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
+    """Return the configuration with the settings of a run that exists already, and remarks.
+
+    Raises:
+        UsageError: if the file in the run folder is not a configuration.
+    """
+    older, lines = with_older_defaults(config), []
+    if older != config:
+        lines.append(f"resumed with the settings of the older version: {differing(older, config)}")
+    resolved = with_saved_choice(older, _saved(config))
+    if resolved != older:
+        chosen = f"--compress {resolved.compress}" if resolved.compress != "none" else "exact"
+        lines.append(f"--sync auto: {chosen}, as chosen when this run started")
+    return resolved, lines
+
+
+def with_choice(config: TrainConfig, compress: str | None) -> TrainConfig:
+    """Return the configuration of a run with the choice of `--sync auto`, as if it were given.
+
+    Args:
+        compress: a value of `--compress`; None: there was nothing to choose.
+    """
+    if compress is None:
+        return config
+    unused: dict[str, Any] = {} if isinstance(config.plan_request, Chosen) else {"profile": None}
+    if parse_compress_request(compress) == NO_COMPRESSION:
+        unused["compress_after"] = _default("compress_after")
+    return replace(config, sync="exact", compress=compress, allow_approximate=False, **unused)
+
+
+def with_saved_choice(config: TrainConfig, saved: Path | None) -> TrainConfig:
+    """Return the configuration with what `--sync auto` chose when a run started.
+
+    A run never chooses anew: its weights are those of one way to agree.
+
+    Args:
+        saved: the configuration in the run folder, which may be absent.
+
+    Raises:
+        UsageError: if that file is not a configuration.
+    """
+    if config.sync_request != AUTO_SYNC or saved is None or not saved.is_file():
+        return config
+    old = load(saved)
+    if old.get("sync", "exact") != "exact":  # a job that never started, or another run
+        return config
+    return with_choice(config, str(old.get("compress", "none")))
+
+
+def _default(name: str) -> Any:
+    return next(item.default for item in fields(TrainConfig) if item.name == name)
 
 
 def values_of_older_version(old: dict[str, Any]) -> dict[str, Any]:
@@ -65,6 +124,8 @@ def differences(
         may_change = may_change | {"no_decay"}
     if new.lr_schedule != "constant":
         may_change = may_change - {"epochs", "max_steps"}  # they stretch the schedule
+    if {old.get("sync"), new.sync} == {"auto", "exact"}:  # before and after the choice
+        may_change = may_change | {"sync", "compress", "compress_after"}
     return [
         f"{name} was {old[name]!r}, is {current[name]!r}"
         for name in current

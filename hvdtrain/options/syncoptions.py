@@ -22,10 +22,17 @@ class SyncOptions:
         "exact",
         "exact: sum gradients in every step; local:H: train alone and average weights every H "
         "steps; post-local:H@EPOCH: exact up to an epoch, then local; diloco:H: as local, with "
-        "an outer optimizer; elastic:H: drawn to a common centre every H steps",
+        "an outer optimizer; elastic:H: drawn to a common centre every H steps; auto: exact, or "
+        "with --allow-approximate whatever compression makes the predicted step shortest",
         Group.SYNC,
         Rule.ONE_LINE | Rule.TORCH_ONLY,
         "METHOD",
+    )
+    allow_approximate: bool = option(
+        False,
+        "let --sync auto choose bf16, fp16 or powersgd:2 if a step is predicted to be shorter",
+        Group.SYNC,
+        Rule.ON_RESUME | Rule.TORCH_ONLY,
     )
     average_optimizer: bool = option(
         False,

@@ -1,9 +1,9 @@
 """`--plan auto`: measures components and network on the ranks of the run, and chooses its plan."""
 
-import hashlib
 import socket
+import statistics
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,26 +11,27 @@ from pathlib import Path
 
 import psutil
 import torch
+from torch import nn
 
 from hvdtrain.backends.pytorch.parts import (
     build_model,
     reason_against_split_backward,
-    recomputed_components,
     stage_optimizer,
 )
 from hvdtrain.config import TrainConfig
 from hvdtrain.host.files import check_target
 from hvdtrain.host.memory import return_freed_memory
-from hvdtrain.models.component import Component
-from hvdtrain.models.costs import ComponentCost, component_costs
-from hvdtrain.options.givenmodel import PREFIX
+from hvdtrain.options.planrequest import Chosen
+from hvdtrain.options.syncrequest import AUTO_SYNC
 from hvdtrain.parallel.exchange import Exchange
-from hvdtrain.parallel.stage import DTYPES, Images
 from hvdtrain.plan.passes import group_by_bytes
 from hvdtrain.plan.plan import Plan, replicated
 from hvdtrain.planner import profile as profiles
+from hvdtrain.planner.agreement import EXACT, NONE, agreement_of, rank_bytes
+from hvdtrain.planner.approximate import NOTHING_TO_SETTLE, Settled, settle, size
 from hvdtrain.planner.candidate import play
 from hvdtrain.planner.chain import Link
+from hvdtrain.planner.coding import measure_coding
 from hvdtrain.planner.cost import Known, Question, activation_bytes, held_memory
 from hvdtrain.planner.measure import Setting, measure_rank, measured_sizes
 from hvdtrain.planner.network import MeasuredNetwork
@@ -42,7 +43,8 @@ from hvdtrain.planner.probe import (
     started_mpi_sum,
 )
 from hvdtrain.planner.profile import Profile, RankTimes
-from hvdtrain.planner.solve import GIB, solve
+from hvdtrain.planner.solve import GIB, Solution, solve
+from hvdtrain.planner.subject import Subject
 from hvdtrain.sync.engine import reduction_library
 from hvdtrain.sync.mpi import MPICollectives
 from hvdtrain.world import World, communicator_among, temporary_horovod
@@ -61,102 +63,77 @@ class Choice:
         remarks: notes on the choice, in words.
         predicted_seconds: per step.
         question: the model, batch and machine that the plan was chosen for.
+        predicted_bytes: that a rank sends per step to agree with other replicas, their mean.
+        compress: the choice of `--sync auto`, as a value of `--compress`, on all ranks.
+        predictions: of all that `--sync auto` chose among, for a log.
     """
 
     plan: Plan
     remarks: tuple[str, ...] = ()
     predicted_seconds: float | None = None
     question: Question | None = None
+    predicted_bytes: float | None = None
+    compress: str | None = None
+    predictions: Mapping[str, object] | None = None
 
 
-@dataclass(frozen=True)
-class Subject:
-    """The model that is measured, with the settings of a run.
+def choose_plan(subject: Subject, world: World, plan: Plan | None = None) -> Choice:
+    """Measure, choose on rank 0 what is not given, and broadcast it. Collective.
 
-    Attributes:
-        costs: costs of the components, in their order.
-        image_size: height and width in pixels.
-    """
-
-    config: TrainConfig
-    components: Sequence[Component]
-    costs: Sequence[ComponentCost]
-    image_size: int
-    images: Images
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the components."""
-        return [cost.name for cost in self.costs]
-
-    @property
-    def recomputed(self) -> Collection[str]:
-        """Names of the components that are recomputed in backward."""
-        return recomputed_components(self.config.recompute, self.names)
-
-    def words(self, world: World) -> str:
-        """Return the settings that decide the measurements. Collective.
-
-        A profile of equal settings is valid for this subject on these ranks.
-        """
-        config, hosts = self.config, world.gather(socket.gethostname())
-        places = ",".join(str(list(dict.fromkeys(hosts)).index(host)) for host in hosts)
-        patches = f", patches of {config.patch_size}" if config.patch_size else ""
-        compiled = ", compiled" if config.compile else ""
-        library = reduction_library(config.reduce_with, world)
-        reduction = f"{config.allreduce}{' by MPI' if library == 'mpi' else ''}"
-        content = ""
-        if config.model.startswith(PREFIX):  # other models may have the same name
-            content = f" {hashlib.sha256(repr(self.costs).encode()).hexdigest()[:8]}"
-        return (
-            f"{config.model}{content}{patches}, {self.costs[-1].output_shape[-1]} classes, "
-            f"{self.image_size} px, {config.batch_size} images, {config.precision}{compiled}, "
-            f"{config.optimizer}, all-reduce {reduction}, {self.images.device.type}, "
-            f"ranks on hosts {places} x {world.threads} threads"
-        )
-
-
-def subject_of(
-    config: TrainConfig,
-    components: Sequence[Component],
-    image_size: int,
-    classes: int,
-    images: Images,
-) -> Subject:
-    """Return the subject that a run measures."""
-    dtype = DTYPES[config.precision]
-    autocast = images.device.type if config.precision == "bf16" else None
-    costs = component_costs(
-        components, image_size, classes=classes, dtype=dtype, autocast=autocast
-    )
-    return Subject(config, components, costs, image_size, images)
-
-
-def choose_plan(subject: Subject, world: World) -> Choice:
-    """Measure, choose a plan on rank 0, and broadcast it. Collective.
+    Args:
+        plan: of the run, if only `--sync auto` has to be decided.
 
     Raises:
         UsageError: if nothing fits.
     """
     config = subject.config
-    if world.size == 1 and config.memory_limit is None:
-        return Choice(replicated(subject.names, 1, config.microbatches, config.schedule))
+    settles = config.sync_request == AUTO_SYNC
+    if plan is None and world.size == 1 and config.memory_limit is None:
+        plan = replicated(subject.names, 1, config.microbatches, config.schedule)
+    if plan is not None and not plan.replicated_stages:
+        return Choice(plan, (NOTHING_TO_SETTLE,), compress=NONE) if settles else Choice(plan)
     started = time.perf_counter()
     known, how = _known(subject, world)
     measured = time.perf_counter()
     chosen = None
     if known is not None:
         problem = question(config, known, world.size)
-        solution = solve(problem)
-        ended = time.perf_counter()
-        remarks = (
-            f"plan: {how} in {measured - started:.1f} s, chosen in {ended - measured:.2f} s",
-            *solution.reasons(),
-        )
-        best = solution.chosen
-        chosen = Choice(best.plan, remarks, best.seconds, problem)
-    plan = world.broadcast(chosen.plan if chosen else None)
-    return chosen or Choice(plan)
+        if settles:
+            chosen = _of_settled(settle(problem, config.allow_approximate, plan))
+        else:
+            chosen = _of_solution(problem, solve(problem))
+        seconds = time.perf_counter() - measured
+        what = "plan" if plan is None else "--sync auto"
+        line = f"{what}: {how} in {measured - started:.1f} s, chosen in {seconds:.2f} s"
+        chosen = replace(chosen, remarks=(line, *chosen.remarks))
+    agreed = world.broadcast((chosen.plan, chosen.compress) if chosen else None)
+    return chosen or Choice(agreed[0], compress=agreed[1])
+
+
+def _of_solution(problem: Question, solution: Solution) -> Choice:
+    """Return the choice of a plan for a given way to agree."""
+    plan, agreement = solution.chosen.plan, problem.known.agreement
+    sent = rank_bytes(agreement, plan, problem.known.by_name)
+    remarks = solution.reasons()
+    if agreement != EXACT:
+        remarks.append(f"to agree, a rank sends up to {size(max(sent))} per step (predicted)")
+    seconds, mean = solution.chosen.seconds, statistics.mean(sent)
+    return Choice(plan, tuple(remarks), seconds, problem, predicted_bytes=mean)
+
+
+def _of_settled(settled: Settled) -> Choice:
+    """Return the choice of `--sync auto`."""
+    best = settled.chosen
+    known, plan = best.question.known, best.candidate.plan
+    return Choice(
+        plan,
+        (settled.reason, *(best.solution.reasons() if best.solution else ())),
+        best.candidate.seconds,
+        best.question,
+        statistics.mean(rank_bytes(known.agreement, plan, known.by_name)),
+        best.method,
+        settled.as_json(),
+    )
 
 
 def without_split_backward(chosen: Choice, remark: str = "") -> Choice:
@@ -171,7 +148,9 @@ def without_split_backward(chosen: Choice, remark: str = "") -> Choice:
     )
     remarks = (*chosen.remarks, remark) if remark else chosen.remarks
     seconds = play(question, plan, "").seconds
-    return Choice(plan, remarks, seconds, question)
+    return replace(
+        chosen, plan=plan, remarks=remarks, predicted_seconds=seconds, question=question
+    )
 
 
 def _known(subject: Subject, world: World) -> tuple[Known | None, str]:
@@ -208,7 +187,7 @@ def _read(subject: Subject, path: Path, words: str, ranks: int) -> tuple[Known |
     if not path.exists():
         check_target(str(path), "--profile")
         return None, ""
-    profile = profiles.load(path, words, subject.names, ranks)
+    profile = profiles.load(path, words, subject.names, ranks, subject.methods)
     if isinstance(profile, str):
         return None, f" ({path} has other settings: {profile})"
     times, network = profile
@@ -219,7 +198,11 @@ def question(config: TrainConfig, known: Known, ranks: int) -> Question:
     """Return the question that the solver answers with a plan."""
     limit = config.memory_limit
     return Question(
-        replace(known, is_synchronised=config.batch_norm == "sync"),
+        replace(
+            known,
+            is_synchronised=config.batch_norm == "sync",
+            agreement=agreement_of(config),
+        ),
         config.batch_size,
         config.optimizer,
         schedules=_schedules(config, [cost.name for cost in known.costs]),
@@ -232,6 +215,8 @@ def _schedules(config: TrainConfig, names: Sequence[str]) -> Collection[str]:
     """Return the schedules that the runtime supports for this run, or the requested one."""
     if config.schedule is not None:
         return (config.schedule,)
+    if not isinstance(config.plan_request, Chosen):
+        return ("1f1b",)
     # A schedule that splits backward is verified on one rank first, which may exceed the limit.
     splits = not reason_against_split_backward(config, names) and config.memory_limit is None
     return ("1f1b", "interleaved", "zb-h1") if splits else ("1f1b", "interleaved")
@@ -267,9 +252,16 @@ def _sum_of_training(config: TrainConfig, world: World) -> Iterator[Start]:
 
 
 def local_times(
-    subject: Subject, world: World, message: Callable[[], None] | None = None
+    subject: Subject,
+    world: World,
+    message: Callable[[], None] | None = None,
+    replicas: int | None = None,
 ) -> RankTimes:
-    """Return the measured times and memory of each component on this rank. Collective."""
+    """Return the measured times and memory of each component on this rank. Collective.
+
+    Args:
+        replicas: that compressed gradients are sent among; None: all ranks.
+    """
     config, images = subject.config, subject.images
     by_name = {part.name: part for part in subject.components}
 
@@ -291,7 +283,17 @@ def local_times(
         held=partial(_held_bytes, subject),
         give_back=partial(_give_back, subject),
     )
-    return measure_rank(_chains(subject, setting.sizes[-1], world), setting, world)
+    times = measure_rank(_chains(subject, setting.sizes[-1], world), setting, world)
+    if not subject.methods:
+        return times
+
+    def parameters_of(name: str) -> Mapping[str, nn.Parameter]:
+        return build_model([by_name[name]], config, images.device).parameters()
+
+    coding = measure_coding(
+        parameters_of, subject.names, subject.methods, replicas or world.size, world
+    )
+    return times.with_coding(coding)
 
 
 def _chains(subject: Subject, rows: int, world: World) -> list[list[str]]:

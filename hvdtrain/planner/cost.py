@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from hvdtrain.plan.actions import (
@@ -21,9 +21,18 @@ from hvdtrain.plan.actions import (
     rows_sent,
 )
 from hvdtrain.plan.cut import Cut, is_same
-from hvdtrain.plan.passes import BUCKET_BYTES, FIRST_BUCKET_BYTES, group_by_bytes
 from hvdtrain.plan.plan import Plan, Stage
 from hvdtrain.plan.simulate import Costs
+from hvdtrain.plan.traffic import Operation, Sizes
+from hvdtrain.planner.agreement import (
+    EXACT,
+    FREE,
+    NONE,
+    Agreement,
+    Coding,
+    Reduction,
+    reductions,
+)
 from hvdtrain.planner.network import Network
 from hvdtrain.planner.profile import ComponentTimes, Profile
 
@@ -39,6 +48,7 @@ class Known:
         costs: costs of the components, in model order.
         recomputed: names of components that run their forward again in the backward.
         is_synchronised: whether replicas normalise a micro-batch together.
+        agreement: how the replicas of a stage agree.
     """
 
     costs: "Sequence[ComponentCost]"
@@ -46,6 +56,7 @@ class Known:
     network: Network
     recomputed: Collection[str] = ()
     is_synchronised: bool = False
+    agreement: Agreement = EXACT
 
     @cached_property
     def send_seconds(self) -> Callable[[int, int, float], float]:
@@ -197,25 +208,67 @@ def _seconds(times: ComponentTimes, kind: str, rows: int, is_recomputed: bool) -
 
 
 def reduction_seconds(plan: Plan, cut: Cut, stage: int, known: Known) -> float:
-    """Return the seconds that all-reducing gradients of a stage adds after its last backward.
+    """Return the seconds that agreeing on a stage's gradients adds after its last backward.
 
     Buckets are reduced one after another; the first ones while the backward computes, which slows
-    both. If the backward is split, the buckets wait for its end.
+    both. If the backward is split, the buckets wait for its end. Nothing hides the operations and
+    the decompression that follow a bucket's first operations, nor a meeting of replicas that train
+    apart, of which a step gets its share of the period.
     """
-    ranks = plan.stages[stage].ranks
+    ranks, components = plan.stages[stage].ranks, plan.stages[stage].components
     if len(ranks) == 1:
         return 0.0
-    backwards = list(plan.stages[stage].components)[::-1]
-    sizes = [known.by_name[name].parameter_bytes for name in backwards]
-    groups = group_by_bytes(sizes, BUCKET_BYTES, FIRST_BUCKET_BYTES)
-    seconds = [
-        known.network.reduce_seconds(ranks, sum(sizes[k] for k in group)) for group in groups
-    ]
+    costs = [known.by_name[name] for name in components]
+    agreement, replicas = known.agreement, len(ranks)
+    if agreement.period is not None:
+        meeting = agreement.meeting(Sizes.total(cost.sizes for cost in costs), replicas)
+        return _seconds_of(meeting, ranks, known) / agreement.period
+    sums = reductions(agreement, costs, replicas)
+    coding = [_coding(one, components[::-1], ranks, known) for one in sums]
+    first = [_seconds_of(one.traffic.first, ranks, known) for one in sums]
+    encoding = sum(code.encode for code in coding)
+    after = sum(_seconds_of(one.traffic.second, ranks, known) for one in sums)
+    after += sum(code.decode for code in coding)
     if plan.splits_backward:
-        return sum(seconds)
-    ready = _ready_times(plan, cut, stage, known, backwards)
-    ends_at = [ready[group[-1]] for group in groups]
-    return exposed_seconds(ends_at, seconds, ready[-1], known)
+        return encoding + sum(first) + after
+    ready = _ready_times(plan, cut, stage, known, components[::-1])
+    delays = accumulate(code.encode for code in coding)
+    ends_at = [ready[one.last] + delay for one, delay in zip(sums, delays, strict=True)]
+    exposed = exposed_seconds(ends_at, first, ready[-1] + encoding, known)
+    return encoding + exposed + after
+
+
+def _seconds_of(operations: Iterable[Operation], ranks: Sequence[int], known: Known) -> float:
+    """Return the seconds of operations, one after another.
+
+    Each takes as long as an all-reduce that sends as many bytes.
+    """
+    return sum(
+        known.network.reduce_seconds(ranks, one.as_all_reduce(len(ranks))) for one in operations
+    )
+
+
+def _coding(
+    reduction: Reduction, backwards: Sequence[str], ranks: Sequence[int], known: Known
+) -> Coding:
+    """Return the seconds of compressing and decompressing a bucket, on the slowest rank.
+
+    A bucket with a part of a component's gradients takes that part of its seconds.
+    """
+    if known.agreement.compress == NONE:
+        return FREE
+    seconds = []
+    distinct = {id(times): times for times in (known.profile.ranks[rank] for rank in ranks)}
+    for rank_times in distinct.values():
+        times, encode, decode = rank_times.components, 0.0, 0.0
+        for place, size in reduction.bytes_of.items():
+            name = backwards[place]
+            code = known.agreement.coding(times[name].coding)
+            sizes = known.by_name[name].sizes
+            part = size / max(1, sizes.itemsize * sizes.elements)
+            encode, decode = encode + part * code.encode, decode + part * code.decode
+        seconds.append(Coding(encode, decode))
+    return Coding(*map(max, zip(*seconds, strict=True)))
 
 
 def _ready_times(

@@ -7,7 +7,7 @@ does not import torch.
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ import numpy as np
 from hvdtrain.errors import UsageError, on_one_line
 from hvdtrain.host.files import write_text
 from hvdtrain.host.harmless import parse_json
+from hvdtrain.planner.agreement import Coding
 from hvdtrain.planner.network import Contention, Curve, MeasuredNetwork, stacked
 
 VERSION = 3  # of the files
@@ -32,6 +33,7 @@ class ComponentTimes:
         input_half, weight_half: of a backward in halves; None if they were not measured.
         update: of the optimizer; does not depend on the samples.
         spread: of the measured repeats, (largest - smallest) / median of the noisiest size.
+        coding: of compressing and decompressing its gradients, by the measured methods.
     """
 
     forward: Curve
@@ -40,6 +42,7 @@ class ComponentTimes:
     weight_half: Curve | None = None
     update: float = 0.0
     spread: float = 0.0
+    coding: Mapping[str, Coding] = field(default_factory=dict)
 
     def times(self, factor: float) -> "ComponentTimes":
         """Return the times on a rank that is `factor` times slower."""
@@ -54,6 +57,7 @@ class ComponentTimes:
             weight_half=weight_half,
             update=factor * self.update,
             spread=self.spread,
+            coding={method: code.times(factor) for method, code in self.coding.items()},
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -63,7 +67,8 @@ class ComponentTimes:
             for name in ("forward", "backward", *HALVES)
             if (curve := getattr(self, name)) is not None
         }
-        return curves | {"update": self.update, "spread": self.spread}
+        coding = {method: list(code) for method, code in self.coding.items()}
+        return curves | {"update": self.update, "spread": self.spread, "coding": coding}
 
 
 class ComponentArrays(NamedTuple):
@@ -121,6 +126,13 @@ class RankTimes:
             "activation_factor": self.activation_factor,
         }
 
+    def with_coding(self, coding: Mapping[str, Mapping[str, Coding]]) -> "RankTimes":
+        """Return the times with the seconds of compression, by component and method."""
+        components = {
+            name: replace(times, coding=coding[name]) for name, times in self.components.items()
+        }
+        return replace(self, components=components)
+
     def times(self, factor: float) -> "RankTimes":
         """Return the times on a rank that is `factor` times slower."""
         slower = {name: component.times(factor) for name, component in self.components.items()}
@@ -164,6 +176,15 @@ class Profile:
         ratios: list[float] = np.median(seconds / seconds.min(axis=0), axis=1).tolist()
         return tuple(slow / min(ratios) for slow in ratios)
 
+    def with_coding(self, coding: Mapping[str, Mapping[str, Coding]]) -> "Profile":
+        """Return the profile with the same seconds of compression on all ranks.
+
+        Args:
+            coding: by component and method.
+        """
+        alike = {id(rank): rank.with_coding(coding) for rank in self.ranks}
+        return Profile(tuple(alike[id(rank)] for rank in self.ranks))
+
     def scaled(self, factors: Sequence[float]) -> "Profile":
         """Return the profile with each rank slower by its factor."""
         pairs = zip(self.ranks, factors, strict=True)
@@ -206,9 +227,12 @@ def save(path: Path, subject: str, profile: Profile, network: MeasuredNetwork) -
 
 
 def load(
-    path: Path, subject: str, names: Sequence[str], ranks: int
+    path: Path, subject: str, names: Sequence[str], ranks: int, methods: Sequence[str] = ()
 ) -> tuple[Profile, MeasuredNetwork] | str:
     """Read a profile; return its subject if that is another one.
+
+    Args:
+        methods: of compression whose seconds it must have.
 
     Raises:
         UsageError: if the file is not a valid profile.
@@ -229,7 +253,9 @@ def load(
     try:
         if content["version"] == VERSION and content["subject"] != subject:
             return on_one_line(content["subject"], 300)
-        return _checked(content, names, ranks)
+        profile, network = _checked(content, names, ranks)
+        _check_methods(profile, methods)
+        return profile, network
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         reason = " ".join(str(error).split())
         raise UsageError(
@@ -261,6 +287,12 @@ def _checked(
     return Profile(ranks), MeasuredNetwork(hosts, all_reduce, hand_over, contention)
 
 
+def _check_methods(profile: Profile, methods: Sequence[str]) -> None:
+    for method in methods:
+        if any(method not in c.coding for rank in profile.ranks for c in rank.components.values()):
+            raise ValueError(f"it has no seconds of {method}")
+
+
 def _rank(content: Mapping[str, Any], names: Sequence[str]) -> RankTimes:
     components = content["components"]
     if list(components) != list(names):
@@ -285,6 +317,11 @@ def _times(content: Mapping[str, Any]) -> ComponentTimes:
         weight_half=weight_half,
         update=_number(content["update"]),
         spread=_number(content["spread"]),
+        coding={
+            str(method): Coding(_number(encode), _number(decode))
+            # A file of an earlier version has none.
+            for method, (encode, decode) in content.get("coding", {}).items()
+        },
     )
 
 

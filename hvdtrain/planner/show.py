@@ -18,6 +18,7 @@ from hvdtrain.host.files import check_target, write_text
 from hvdtrain.models.component import Component, boundaries
 from hvdtrain.models.costs import component_costs
 from hvdtrain.options.planrequest import AUTO
+from hvdtrain.options.syncrequest import AUTO_SYNC
 from hvdtrain.parallel.boundary import Boundaries
 from hvdtrain.parallel.runtime import Observer, Runtime, Settings
 from hvdtrain.parallel.stage import DTYPES, Images
@@ -28,6 +29,15 @@ from hvdtrain.plan.plan import Plan
 from hvdtrain.plan.simulate import Costs, write_trace
 from hvdtrain.planner import clusters
 from hvdtrain.planner.actiontimes import Table, measured_costs, profile_parts
+from hvdtrain.planner.agreement import (
+    EXACT,
+    NONE,
+    Agreement,
+    agreement_of,
+    rank_bytes,
+    typical_coding,
+)
+from hvdtrain.planner.approximate import settle, size
 from hvdtrain.planner.candidate import (
     Candidate,
     Overview,
@@ -36,12 +46,13 @@ from hvdtrain.planner.candidate import (
     paper_objective,
     play,
 )
-from hvdtrain.planner.choose import local_times, question, subject_of
+from hvdtrain.planner.choose import local_times, question
 from hvdtrain.planner.clusters import PREDICTED, Cluster, ClusterNetwork, StrategyTable
 from hvdtrain.planner.cost import Known, Question
 from hvdtrain.planner.options import PlanConfig
 from hvdtrain.planner.profile import Profile
 from hvdtrain.planner.solve import lower_bound, solve
+from hvdtrain.planner.subject import subject_of
 from hvdtrain.world import World
 from hvdtrain.world import start as start_world
 from hvdtrain.world import stop as stop_world
@@ -72,6 +83,7 @@ class Explained:
             "bound_seconds": lower_bound(self.question),
             "paper_objective_seconds": paper_objective(known, plan, self.question.batch_size),
             "rank_bytes": list(self.candidate.rank_bytes),
+            "sent_bytes": list(rank_bytes(known.agreement, plan, known.by_name)),
             "remark": self.remark,
         }
 
@@ -103,15 +115,31 @@ def _explained(
     """
     question = _question(config, training, components)
     remark = PREDICTED if config.cluster else "All ranks are assumed to be as fast as this one."
-    if training.plan_request == AUTO:
-        solution = solve(question)
-        candidate, reasons = solution.chosen, tuple(solution.reasons())
-    else:
+    plan = None
+    if training.plan_request != AUTO:
         plan = make_plan(training, components, config.image_size, config.classes, config.ranks)
+    lines: list[str] = []
+    if training.sync_request == AUTO_SYNC:
+        settled = settle(question, config.allow_approximate, plan)
+        question = settled.chosen.question
+        lines.append(settled.reason)
+    if plan is None:
+        solution = solve(question)
+        candidate = solution.chosen
+        lines += solution.reasons()
+    else:
         candidate = play(question, plan, config.plan or "dp")
-        reasons = (_against_the_best(question, plan, candidate),)
+        lines.append(_against_the_best(question, plan, candidate))
+    if question.known.agreement != EXACT:
+        lines.append(_sent(question.known.agreement, candidate.overview))
     _write(config, candidate.overview)
-    return Explained(question, candidate, reasons, remark)
+    return Explained(question, candidate, tuple(lines), remark)
+
+
+def _sent(agreement: Agreement, shown: Overview) -> str:
+    """Return the bytes that the ranks of a plan send to agree, in words."""
+    sent = rank_bytes(agreement, shown.plan, shown.costs)
+    return f"To agree, a rank sends up to {size(max(sent))} per step."
 
 
 def _against_the_best(question: Question, plan: Plan, candidate: Candidate) -> str:
@@ -151,10 +179,13 @@ def _question(
         predicted = clusters.question_of(
             cluster, costs, config.batch_size, config.optimizer, recomputed
         )
-        return replace(question(training, predicted.known, config.ranks), limits=predicted.limits)
+        coding = typical_coding(subject.methods, costs, 1e9 * cluster.memory_gbytes)
+        profile = predicted.known.profile.with_coding(coding)
+        known = replace(predicted.known, profile=profile)
+        return replace(question(training, known, config.ranks), limits=predicted.limits)
     world = start_world()
     torch.set_num_threads(world.threads)
-    times = local_times(subject, world)
+    times = local_times(subject, world, replicas=config.ranks)
     machine = Cluster(
         ranks=config.ranks,
         ranks_per_node=config.ranks,
@@ -186,6 +217,10 @@ def show(config: PlanConfig) -> Overview | Explained:
         raise UsageError(
             "plan show --cluster needs --explain: add --explain, or use plan simulate"
         )
+    if training.sync_request == AUTO_SYNC and not config.explain:
+        raise UsageError(
+            "--sync auto compares seconds, which plan show counts with --explain only"
+        )
     components = _components(config, training)
     if config.explain:
         return _explained(config, training, components)
@@ -202,6 +237,11 @@ def simulate(config: PlanConfig) -> Overview | Explained | StrategyTable:
     training = _checked(config)
     if config.explain or config.picture:
         raise UsageError("plan simulate has no --explain and no --picture: use plan show")
+    if training.sync_request == AUTO_SYNC and not (config.cluster and config.plan):
+        raise UsageError(
+            "plan simulate --sync auto needs --cluster and --plan, because it compares the "
+            "all-reduces of one plan: add them, or use plan show --explain"
+        )
     if config.cluster:
         components = _components(config, training)
         if config.plan is None:
@@ -267,6 +307,11 @@ def check(config: PlanConfig) -> Parity:
         UsageError: for any mistake of the user.
     """
     training = config.training("fp64")
+    if (training.sync, training.compress) != ("exact", NONE):
+        raise UsageError(
+            "plan check compares with serial steps, from which --sync and --compress differ: "
+            "leave them out"
+        )
     if any(path is not None for path in (config.trace, config.save, config.actions)):
         raise UsageError("plan check has no --trace, --save or --actions: use plan show")
     if config.cluster or config.explain or config.picture:
@@ -326,5 +371,8 @@ def _overview(
         measured=measured,
         is_synchronised=config.batch_norm == "sync",
     )
+    agreement = agreement_of(training)
+    if agreement != EXACT:
+        shown = replace(shown, remarks=(*shown.remarks, _sent(agreement, shown)))
     _write(config, shown)
     return shown

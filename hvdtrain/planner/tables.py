@@ -7,6 +7,7 @@ from functools import reduce
 import numpy as np
 
 from hvdtrain.plan.schedule import most_in_flight
+from hvdtrain.planner.agreement import load_bytes
 from hvdtrain.planner.cost import Question, activation_bytes, lasting_bytes
 from hvdtrain.planner.divide import UNFIT, Division, Limit, Run, Times, divide, refined
 
@@ -33,7 +34,6 @@ class Tables:
         costs = self.known.costs
         self.places = np.arange(len(costs) + 1) if places is None else np.asarray(places)
         self.valid = self.places[:, None] < self.places[None, :]
-        self.weights = self._spans([cost.parameter_bytes for cost in costs])
         recomputed = self.known.recomputed
         self.times_forward = np.array([1.0 + (cost.name in recomputed) for cost in costs])
         self.norms = self._spans([cost.batch_norms for cost in costs])
@@ -146,13 +146,27 @@ class Tables:
 
     def _reduced(self, ranks: tuple[int, ...]) -> np.ndarray:
         if len(ranks) == 1:
-            return np.zeros_like(self.weights)
+            return np.zeros_like(self.norms)
+        agreement, count = self.known.agreement, len(ranks)
 
         def make() -> np.ndarray:
-            network = self.known.network
-            return self._between(self.weights, lambda size: network.reduce_seconds(ranks, size))
+            network, costs = self.known.network, self.known.costs
+            loads = self._spans([load_bytes(agreement, [cost], count) for cost in costs])
+            seconds = self._between(loads, lambda size: network.reduce_seconds(ranks, size))
+            return seconds / (agreement.period or 1)
 
-        return self._once("reduced", len(ranks), *self._hosts(ranks), make=make)
+        reduced = self._once("reduced", count, *self._hosts(ranks), make=make)
+        total: np.ndarray = reduced + _largest(map(self._coding, ranks))
+        return total
+
+    def _coding(self, rank: int) -> np.ndarray:
+        times, agreement = self.known.profile.ranks[rank], self.known.agreement
+        parts = times.components.values()
+
+        def make() -> np.ndarray:
+            return self._spans([sum(agreement.coding(part.coding)) for part in parts])
+
+        return self._once("coding", id(times), make=make)
 
     def _between(self, sizes: np.ndarray, seconds: Callable[[float], float]) -> np.ndarray:
         """Return the seconds of each size, 0 for size 0.

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from hvdtrain.host.poll import wait_until
+from hvdtrain.plan.traffic import Operation
 
 
 class Collectives(Protocol):
@@ -18,10 +19,7 @@ class Collectives(Protocol):
     Attributes:
         size: number of replicas.
         place: of this rank among the replicas, from 0.
-        sent_bytes: bytes that this rank has sent so far, if each operation sends as few as any
-            algorithm can: 2 (n - 1) / n of the tensor in an all-reduce, (n - 1) / n in a
-            reduce-scatter or an all-to-all, n - 1 times its own tensor in an all-gather (Thakur
-            et al., "Optimization of Collective Communication Operations in MPICH", 2005).
+        sent_bytes: bytes that this rank has sent so far, as `plan/traffic.py` counts them.
     """
 
     size: int
@@ -86,7 +84,7 @@ class HorovodCollectives:
 
     def all_reduce(self, tensor: Tensor, name: str) -> Any:
         """Start a sum in place."""
-        self.sent_bytes += 2 * (self.size - 1) / self.size * tensor.nbytes
+        self.sent_bytes += Operation("all_reduce", tensor.nbytes).sent_bytes(self.size)
         return self.horovod.allreduce_async_(
             tensor,
             name=f"{self.name}.{name}",
@@ -96,14 +94,14 @@ class HorovodCollectives:
 
     def all_gather(self, tensor: Tensor, name: str) -> Any:
         """Start to gather the replicas' tensors, each as one row."""
-        self.sent_bytes += (self.size - 1) * tensor.nbytes
+        self.sent_bytes += Operation("all_gather", tensor.nbytes).sent_bytes(self.size)
         return self.horovod.allgather_async(
             tensor[None], name=f"{self.name}.{name}", process_set=self.process_set
         )
 
     def reduce_scatter(self, tensor: Tensor, name: str) -> Any:
         """Start to sum, each replica for its slice."""
-        self.sent_bytes += (self.size - 1) / self.size * tensor.nbytes
+        self.sent_bytes += Operation("reduce_scatter", tensor.nbytes).sent_bytes(self.size)
         return self.horovod.reducescatter_async(
             tensor,
             name=f"{self.name}.{name}",
@@ -113,7 +111,7 @@ class HorovodCollectives:
 
     def all_to_all(self, tensor: Tensor, name: str) -> Any:
         """Start to send each replica its slice."""
-        self.sent_bytes += (self.size - 1) / self.size * tensor.nbytes
+        self.sent_bytes += Operation("all_to_all", tensor.nbytes).sent_bytes(self.size)
         return self.horovod.alltoall_async(
             tensor.view(self.size, -1), name=f"{self.name}.{name}", process_set=self.process_set
         )

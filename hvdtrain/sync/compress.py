@@ -1,6 +1,5 @@
 """Compressed sums of gradients: in 16 bits, of the largest values only, or of low rank."""
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +9,7 @@ from torch.nn import functional
 
 from hvdtrain.options import syncrequest
 from hvdtrain.options.syncrequest import NO_COMPRESSION, CompressRequest
+from hvdtrain.plan.traffic import largest_count, padded
 from hvdtrain.sync.collectives import Collectives
 from hvdtrain.sync.gradients import ExactSums, Sums
 from hvdtrain.sync.powersgd import PowerSums
@@ -102,8 +102,8 @@ class HalfSums(TwoPartSums):
 
     def send(self, residual: Residual, full: Tensor) -> Sent:
         """Start to send each replica its slice."""
-        padded = functional.pad(full, (0, -len(full) % self.collectives.size))
-        halves = padded.to(self.dtype)
+        length = padded(len(full), self.collectives.size)
+        halves = functional.pad(full, (0, length - len(full))).to(self.dtype)
         full.sub_(halves[: len(full)])
         bits = halves.view(torch.uint8)  # libraries know no bf16
         handle = self.collectives.all_to_all(bits, f"{residual.bucket.name}.slices")
@@ -151,7 +151,7 @@ class TopKSums(TwoPartSums):
 
     def send(self, residual: Residual, full: Tensor) -> SentLargest:
         """Start to gather values and places, as bytes."""
-        count = math.ceil(self.ratio * len(full))
+        count = largest_count(self.ratio, len(full))
         places = full.abs().topk(count, sorted=False).indices
         bits = torch.cat([full[places].view(torch.uint8), places.int().view(torch.uint8)])
         full[places] = 0

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from hvdtrain.plan.traffic import fragment_numbers
 from hvdtrain.sync.apart import Apart
 from hvdtrain.sync.average import Agreed
 from hvdtrain.sync.changes import Changes, ExactChanges, MakeChanges
@@ -268,13 +269,10 @@ def _fragments(
     make_changes: Callable[[int, Mapping[str, nn.Parameter]], Changes],
 ) -> list[Fragment]:
     """Return fragments of about equally many bytes, in the order of the model."""
-    total, before = max(1, sum(value.nbytes for value in replica.parameters.values())), 0
+    numbers = fragment_numbers([value.nbytes for value in replica.parameters.values()], count)
     groups: dict[int, dict[str, nn.Parameter]] = {}
-    for name, parameter in replica.parameters.items():
-        # A parameter belongs where its middle lies.
-        number = min(count - 1, (2 * before + parameter.nbytes) * count // (2 * total))
+    for number, (name, parameter) in zip(numbers, replica.parameters.items(), strict=True):
         groups.setdefault(number, {})[name] = parameter
-        before += parameter.nbytes
     groups = groups or {0: {}}
     last = max(groups)
     return [

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hvdtrain import world
 from hvdtrain.host.poll import wait_until
+from hvdtrain.plan import traffic
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -77,7 +78,7 @@ class MPICollectives:
 
     def all_reduce(self, tensor: Tensor, name: str) -> Operation:
         """Start a sum in place."""
-        self.sent_bytes += 2 * (self.size - 1) / self.size * tensor.nbytes
+        self.sent_bytes += traffic.Operation("all_reduce", tensor.nbytes).sent_bytes(self.size)
         host = _on_host(tensor)
         request = self._communicator(name).Iallreduce(
             self._mpi.IN_PLACE, self._buffer(host), self._sum(host.dtype)
@@ -86,7 +87,7 @@ class MPICollectives:
 
     def all_gather(self, tensor: Tensor, name: str) -> Operation:
         """Start to gather the replicas' tensors, each as one row."""
-        self.sent_bytes += (self.size - 1) * tensor.nbytes
+        self.sent_bytes += traffic.Operation("all_gather", tensor.nbytes).sent_bytes(self.size)
         row = _on_host(tensor)
         rows = torch.empty((self.size, *row.shape), dtype=row.dtype, pin_memory=tensor.is_cuda)
         request = self._communicator(name).Iallgather(_bytes(row), _bytes(rows))
@@ -95,7 +96,7 @@ class MPICollectives:
 
     def reduce_scatter(self, tensor: Tensor, name: str) -> Operation:
         """Start to sum, each replica for its slice."""
-        self.sent_bytes += (self.size - 1) / self.size * tensor.nbytes
+        self.sent_bytes += traffic.Operation("reduce_scatter", tensor.nbytes).sent_bytes(self.size)
         whole, length = _on_host(tensor), tensor.numel() // self.size
         part = torch.empty(length, dtype=whole.dtype, pin_memory=tensor.is_cuda)
         request = self._communicator(name).Ireduce_scatter_block(
@@ -106,7 +107,7 @@ class MPICollectives:
 
     def all_to_all(self, tensor: Tensor, name: str) -> Operation:
         """Start to send each replica its slice."""
-        self.sent_bytes += (self.size - 1) / self.size * tensor.nbytes
+        self.sent_bytes += traffic.Operation("all_to_all", tensor.nbytes).sent_bytes(self.size)
         whole = _on_host(tensor).view(self.size, -1)
         rows = torch.empty_like(whole, pin_memory=tensor.is_cuda)
         request = self._communicator(name).Ialltoall(_bytes(whole), _bytes(rows))

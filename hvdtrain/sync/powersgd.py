@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from hvdtrain.plan import traffic
 from hvdtrain.sync.collectives import Collectives
 from hvdtrain.sync.gradients import Bucket
 from hvdtrain.sync.residuals import CompressedSums, Residual
@@ -79,7 +80,7 @@ class PowerSums(CompressedSums):
 
     def shrinks(self, rows: int, columns: int) -> bool:
         """Return whether the two factors of a matrix are smaller than the matrix."""
-        return self.rank * (rows + columns) < rows * columns
+        return traffic.shrinks(self.rank, rows, columns)
 
     def attach(self, buckets: Sequence[Bucket]) -> None:
         """Allocate residuals, and draw a first Q for each matrix."""
@@ -170,9 +171,9 @@ class PowerSums(CompressedSums):
         for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
             piece = slice(offset, offset + parameter.numel())
             offset = piece.stop
-            rows, columns = matrix_shape(parameter)
+            rows, columns = traffic.as_matrix(parameter.shape, parameter.stride())
             if parameter.dim() > 1 and self.shrinks(rows, columns):
-                rank = min(self.rank, rows, columns)
+                rank = traffic.factor_rank(self.rank, rows, columns)
                 factor = first_factor(name, columns, rank).to(bucket.flat)
                 pieces.matrices.append(Matrix(name, piece, rows, columns, factor))
             else:
@@ -195,20 +196,6 @@ def one_thread() -> Iterator[None]:
     finally:
         if threads > 1:
             torch.set_num_threads(threads)
-
-
-def matrix_shape(parameter: Tensor) -> tuple[int, int]:
-    """Return rows and columns of a dense tensor as a matrix in the order of its memory.
-
-    The rows are the outermost dimension. This is the first one, as in the paper, for weights of
-    layers in contiguous and in channels_last order; the order of the columns does not matter.
-    """
-    if not parameter.numel():
-        return 0, 0
-    # A dimension of size 1 may have any stride.
-    strides = zip(parameter.stride(), parameter.shape, strict=True)
-    _, rows = max(((stride, size) for stride, size in strides if size > 1), default=(1, 1))
-    return rows, parameter.numel() // rows
 
 
 def first_factor(name: str, columns: int, rank: int) -> Tensor:

@@ -23,7 +23,7 @@ from hvdtrain.health.stragglers import Stragglers, peers
 from hvdtrain.host import quiet
 from hvdtrain.host.activity import Activity
 from hvdtrain.host.stop import StopRequest
-from hvdtrain.options.configfile import differing, public, with_older_defaults
+from hvdtrain.options.configfile import as_started, public
 from hvdtrain.training.callbacks import Callbacks
 from hvdtrain.training.control import Agreed, Flags, Stopped, Vitals, stop_code
 from hvdtrain.training.evaluate import end_epoch, evaluate_end
@@ -65,17 +65,14 @@ def train(
         atexit.register(_note_the_end, ended)
         if world.size > 1:
             failure.end_all_on_exception()
-        # First: with_older_defaults reads the version of a run from its records.
+        # First: as_started reads the version of a run from its records.
         repair_records(config, world)
-        resolved: TrainConfig = world.broadcast(
-            with_older_defaults(config) if world.rank == 0 else None
-        )
+        resolved, lines = world.broadcast(as_started(config) if world.rank == 0 else None)
         # The configuration of rank 0 came without a model that was passed in Python.
         resolved = replace(resolved, model=config.model)
         run = open_run(_open_session(resolved, world), stop, callbacks)
-        if resolved != config:
-            older = differing(resolved, config)
-            run.console.say(f"resumed with the settings of the older version: {older}")
+        for line in lines:
+            run.console.say(line)
         try:
             summary = _train(run)
         except BaseException as error:

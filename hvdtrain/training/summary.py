@@ -51,6 +51,10 @@ def announce(run: Run) -> None:
     plan_record = session.plan.to_json() | {"devices_a_rank": session.device.count}
     if session.predicted_seconds is not None:
         plan_record["predicted_seconds"] = session.predicted_seconds
+    if session.predicted_bytes is not None:
+        plan_record["predicted_sent_bytes"] = session.predicted_bytes
+    if session.agreement is not None:
+        run.journal.event("agreement", step=run.progress.step, **session.agreement)
     run.journal.event("plan", step=run.progress.step, **plan_record)
 
 

@@ -9,11 +9,12 @@ import pytest
 from torch import Tensor
 
 from hvdtrain.plan.plan import Plan
+from hvdtrain.plan.traffic import as_matrix
 from hvdtrain.sync.apart import Apart
 from hvdtrain.sync.averaging import PostLocalMeetings
 from hvdtrain.sync.changes import CompressedChanges, LeftOver
 from hvdtrain.sync.local import Trained
-from hvdtrain.sync.powersgd import PowerSums, matrix_shape
+from hvdtrain.sync.powersgd import PowerSums
 from hvdtrain.sync.residuals import CompressedSums
 from hvdtrain.world import World
 from tests.mpi.apart import (
@@ -282,7 +283,7 @@ def bytes_of(parameters: list[Any], compress: str, size: int) -> float:
         return 2 * share * 2 * math.ceil(count / size) * size
     numbers = 0
     for value in parameters:
-        rows, columns = matrix_shape(value)
+        rows, columns = as_matrix(value.shape, value.stride())
         shrinks = value.dim() > 1 and 2 * (rows + columns) < rows * columns
         numbers += 2 * (rows + columns) if shrinks else value.numel()
     return 2 * share * 8 * numbers

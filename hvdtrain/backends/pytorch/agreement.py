@@ -11,6 +11,7 @@ from hvdtrain.options.planrequest import Chosen
 from hvdtrain.options.syncrequest import (
     NO_COMPRESSION,
     NO_SYNC,
+    Auto,
     CompressRequest,
     DiLoCo,
     Elastic,
@@ -55,8 +56,8 @@ def agreement_remarks(config: TrainConfig, plan: Plan) -> list[str]:
     used = "--shard-optimizer" if config.shard_optimizer else used
     if used and all(len(stage.ranks) == 1 for stage in plan.stages):
         return [f"no stage of the plan has several ranks, so {used} changes nothing"]
-    if used and isinstance(config.plan_request, Chosen):
-        return [f"the plan was chosen for exact sums in every step, without {used}"]
+    if config.shard_optimizer and isinstance(config.plan_request, Chosen):
+        return [f"the plan was chosen without {used}, which sends as much and updates a part only"]
     return []
 
 
@@ -81,7 +82,9 @@ def open_groups(
             continue
         if len(stage.ranks) > 1:
             groups[number] = partial(_operations, library, stage.ranks, world.rank, number)
-        elif config.compress_request != NO_COMPRESSION and config.sync_request == NO_SYNC:
+        elif config.compress_request != NO_COMPRESSION and isinstance(
+            config.sync_request, Exact | Auto
+        ):
             groups[number] = lambda purpose: Alone()
     return groups
 
@@ -139,7 +142,7 @@ def stage_meetings(
 ) -> Meetings:
     """Return the meetings of a stage's replicas; arguments as of `stage_gradients`."""
     request, compression = config.sync_request, config.compress_request
-    if isinstance(request, Exact):
+    if isinstance(request, Exact | Auto):
         return NoMeetings()
     if group is None:
         sign = -1.0 if isinstance(request, DiLoCo) else 1.0

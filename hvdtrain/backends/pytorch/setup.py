@@ -30,7 +30,9 @@ from hvdtrain.errors import UsageError
 from hvdtrain.host.files import check_target
 from hvdtrain.models.component import Boundary, Component, parameter_count, tensor_shapes
 from hvdtrain.models.costs import component_costs
+from hvdtrain.options.configfile import with_choice
 from hvdtrain.options.planrequest import ADAPTIVE, AUTO
+from hvdtrain.options.syncrequest import AUTO_SYNC
 from hvdtrain.parallel.stage import Images
 from hvdtrain.plan import plan as plans
 from hvdtrain.plan import planfile
@@ -66,13 +68,15 @@ def open_session(config: TrainConfig, world: World) -> TorchSession:
     plan = _agreed_plan(config, components, index, len(train_rows), world)
     normal = normalisation(config.normalise, index, train_rows, world)
     images = _images(config, normal, world)
-    chosen = None if plan else _choose(config, components, index, images, len(train_rows), world)
-    plan = chosen.plan if chosen else plan
+    is_chosen, chosen = plan is None, None
+    if is_chosen or config.sync_request == AUTO_SYNC:
+        chosen = _choose(config, components, index, images, len(train_rows), world, plan)
+        config, plan = with_choice(config, chosen.compress), chosen.plan
     assert plan is not None
     at_an_end = {0, plan.last} & set(plan.stages_of(world.rank)) != set()
     splits = open_splits(index, world, at_an_end or config.plan_request == ADAPTIVE)
     trial = Trial(config, components, index, splits, train_rows, normal, images, world)
-    if chosen is not None:
+    if chosen is not None and is_chosen:
         chosen = _without_wrong_halves(trial, chosen)
         plan = chosen.plan
     verified = verify(trial, plan) if config.verify else ""
@@ -118,6 +122,8 @@ def _built(
             *([verified] if verified else []),
         ),
         predicted_seconds=chosen.predicted_seconds if chosen else None,
+        predicted_bytes=chosen.predicted_bytes if chosen else None,
+        agreement=chosen.predictions if chosen else None,
         migration=TorchMigration(
             question=chosen.question if chosen else None,
             building_seconds=time.perf_counter() - started,
@@ -139,21 +145,25 @@ def _choose(
     images: Images,
     epoch_length: int,
     world: World,
+    plan: Plan | None,
 ) -> "Choice":
-    """Measure, and return the plan with the best prediction. Collective.
+    """Measure, and return the plan and the way to agree with the best prediction. Collective.
+
+    Args:
+        plan: of the run; None: choose it.
 
     Raises:
         UsageError: if no plan fits, or --plan adaptive is not possible.
     """
-    from hvdtrain.planner import choose  # not needed for other plans
+    from hvdtrain.planner import choose, subject  # not needed for other plans
 
     if config.plan_request == ADAPTIVE:
         _check_adaptive(images.device)
         allow_new_groups()
     size, classes = index.image_shape[0], index.classes
-    subject = choose.subject_of(config, components, size, classes, images)
-    chosen = choose.choose_plan(subject, world)
-    if world.rank == 0:
+    measured = subject.subject_of(config, components, size, classes, images)
+    chosen = choose.choose_plan(measured, world, plan)
+    if world.rank == 0 and plan is None:
         boundaries = check_components(components, config, index)
         check_batches(config, chosen.plan, components, boundaries, epoch_length)
     return chosen

@@ -22,10 +22,11 @@ from hvdtrain.plan.passes import BUCKET_BYTES, FIRST_BUCKET_BYTES, group_by_byte
 from hvdtrain.plan.plan import replicated
 from hvdtrain.planner import profile
 from hvdtrain.planner.candidate import play
-from hvdtrain.planner.choose import Subject, question
-from hvdtrain.planner.choose import subject_of as choose_subject
+from hvdtrain.planner.choose import question
 from hvdtrain.planner.cost import Known, reduction_seconds
 from hvdtrain.planner.network import Curve, Line
+from hvdtrain.planner.subject import Subject
+from hvdtrain.planner.subject import subject_of as choose_subject
 from hvdtrain.study.collectives.arms import Arm
 from hvdtrain.study.collectives.cells import Cell, read_result, start_ranks
 from hvdtrain.study.runs import make_folder

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.errors import UsageError
+from hvdtrain.planner.agreement import Coding
 from hvdtrain.planner.network import Contention
 from hvdtrain.planner.profile import Profile, load, save
 from tests import hostile
@@ -60,3 +61,25 @@ def test_whatever_a_file_holds_ends_in_one_line(tmp_path: Path, data: st.DataObj
         profile, _ = loaded
         assert profile.names == tuple(NAMES)
         assert all(slowness >= 1 for slowness in profile.slowness)
+
+
+def test_seconds_of_compression_come_back_and_must_be_there(tmp_path: Path) -> None:
+    path, coding = tmp_path / "profile.json", {"bf16": Coding(0.5, 0.25)}
+    coded = PROFILE.with_coding(dict.fromkeys(NAMES, coding))
+    save(path, "cnn", coded, NETWORK)
+    assert load(path, "cnn", NAMES, 2, ["bf16"]) == (coded, NETWORK)
+    slower = coded.scaled([1, 2]).ranks[1].components["a"].coding
+    assert slower == {"bf16": Coding(1.0, 0.5)}
+    with pytest.raises(UsageError, match=r"is not a valid profile \(it has no seconds of fp16\)"):
+        load(path, "cnn", NAMES, 2, ["bf16", "fp16"])
+
+
+def test_a_profile_of_an_earlier_version_has_no_compression(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    save(path, "cnn", PROFILE, NETWORK)
+    content = json.loads(path.read_text())
+    for rank in content["ranks"]:
+        for times in rank["components"].values():
+            del times["coding"]
+    path.write_text(json.dumps(content))
+    assert load(path, "cnn", NAMES, 2) == (PROFILE, NETWORK)

@@ -10,8 +10,9 @@ from hvdtrain import cli
 from hvdtrain.errors import CheckFailed
 from hvdtrain.plan.plan import Plan, Stage
 from hvdtrain.planner import choose
-from hvdtrain.planner.choose import Choice, Subject
+from hvdtrain.planner.choose import Choice
 from hvdtrain.planner.cost import Question
+from hvdtrain.planner.subject import Subject
 from hvdtrain.world import World
 from tests.conftest import Program
 from tests.pure.planner.machines import known, network
@@ -86,7 +87,7 @@ def halves_are_chosen(monkeypatch: pytest.MonkeyPatch) -> list[Choice]:
     """Make `--plan auto` choose a split backward without measuring; return its choices."""
     made: list[Choice] = []
 
-    def choose_split(subject: Subject, world: World) -> Choice:
+    def choose_split(subject: Subject, world: World, plan: Plan | None) -> Choice:
         names = subject.names
         stages = tuple(Stage((name,), (0,), (1,)) for name in names)
         costs = known(subject.costs, [1.0] * len(names), [1.0], network(1))

@@ -19,6 +19,7 @@ from hvdtrain.models.costs import component_costs
 from hvdtrain.parallel.stage import Images
 from hvdtrain.planner import choose
 from hvdtrain.planner.measure import measured_sizes
+from hvdtrain.planner.subject import subject_of
 from hvdtrain.world import World
 from tests import warm
 from tests.conftest import Program
@@ -329,7 +330,7 @@ def test_every_component_is_measured_in_every_way(model: str) -> None:
     components = models.components(model, 10, 32)
     images = Images([0.5] * 3, [0.25] * 3, torch.device("cpu"), "fp32")
     world = World("none", 0, 1, 0, 1, 1)
-    subject = choose.subject_of(config, components, 32, 10, images)
+    subject = subject_of(config, components, 32, 10, images)
     measured, costs = choose.local_times(subject, world), subject.costs
     assert list(measured.components) == [cost.name for cost in costs]
     assert measured.resident_bytes > 2**20

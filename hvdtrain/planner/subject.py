@@ -1,0 +1,88 @@
+"""The model that the planner measures, with the settings of a run."""
+
+import hashlib
+import socket
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from hvdtrain.backends.pytorch.parts import recomputed_components
+from hvdtrain.config import TrainConfig
+from hvdtrain.models.component import Component
+from hvdtrain.models.costs import ComponentCost, component_costs
+from hvdtrain.options.givenmodel import PREFIX
+from hvdtrain.options.syncrequest import AUTO_SYNC, CHOICES
+from hvdtrain.parallel.stage import DTYPES, Images
+from hvdtrain.planner.agreement import NONE
+from hvdtrain.sync.engine import reduction_library
+from hvdtrain.world import World
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model that is measured, with the settings of a run.
+
+    Attributes:
+        costs: costs of the components, in their order.
+        image_size: height and width in pixels.
+    """
+
+    config: TrainConfig
+    components: Sequence[Component]
+    costs: Sequence[ComponentCost]
+    image_size: int
+    images: Images
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the components."""
+        return [cost.name for cost in self.costs]
+
+    @property
+    def recomputed(self) -> Collection[str]:
+        """Names of the components that are recomputed in backward."""
+        return recomputed_components(self.config.recompute, self.names)
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """Values of `--compress` whose seconds are measured."""
+        if self.config.sync_request == AUTO_SYNC:
+            return tuple(method for method in CHOICES if method != NONE)
+        return () if self.config.compress == NONE else (self.config.compress,)
+
+    def words(self, world: World) -> str:
+        """Return the settings that decide the measurements. Collective.
+
+        A profile of equal settings is valid for this subject on these ranks.
+        """
+        config, hosts = self.config, world.gather(socket.gethostname())
+        places = ",".join(str(list(dict.fromkeys(hosts)).index(host)) for host in hosts)
+        patches = f", patches of {config.patch_size}" if config.patch_size else ""
+        compiled = ", compiled" if config.compile else ""
+        library = reduction_library(config.reduce_with, world)
+        reduction = f"{config.allreduce}{' by MPI' if library == 'mpi' else ''}"
+        content = ""
+        if config.model.startswith(PREFIX):  # other models may have the same name
+            content = f" {hashlib.sha256(repr(self.costs).encode()).hexdigest()[:8]}"
+        coded = f", compress {' '.join(self.methods)}" if self.methods else ""
+        return (
+            f"{config.model}{content}{patches}, {self.costs[-1].output_shape[-1]} classes, "
+            f"{self.image_size} px, {config.batch_size} images, {config.precision}{compiled}, "
+            f"{config.optimizer}, all-reduce {reduction}{coded}, {self.images.device.type}, "
+            f"ranks on hosts {places} x {world.threads} threads"
+        )
+
+
+def subject_of(
+    config: TrainConfig,
+    components: Sequence[Component],
+    image_size: int,
+    classes: int,
+    images: Images,
+) -> Subject:
+    """Return the subject that a run measures."""
+    dtype = DTYPES[config.precision]
+    autocast = images.device.type if config.precision == "bf16" else None
+    costs = component_costs(
+        components, image_size, classes=classes, dtype=dtype, autocast=autocast
+    )
+    return Subject(config, components, costs, image_size, images)
