@@ -8,6 +8,10 @@ from typing import Any
 from hvdtrain.errors import UsageError
 from hvdtrain.options.fields import flag
 from hvdtrain.options.planrequest import ADAPTIVE, parse_plan_request
+from hvdtrain.options.servercheck import check_servers
+
+# Each rank keeps the batches of as many steps, to explain a bad one, and an agreement per step.
+MOST_STEPS_AHEAD = 32
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,23 @@ class Elastic:
     period: int
 
 
-SyncRequest = Exact | Local | DiLoCo | Elastic
+@dataclass(frozen=True)
+class Server:
+    """Servers hold the weights; in every step replicas push gradients and get weights.
+
+    Attributes:
+        staleness: how many steps of others a replica's weights may miss; None: any number.
+    """
+
+    staleness: int | None = 0
+
+    @property
+    def steps_ahead(self) -> int:
+        """Return how many steps a replica may be ahead of the slowest one inside an epoch."""
+        return MOST_STEPS_AHEAD if self.staleness is None else self.staleness + 1
+
+
+SyncRequest = Exact | Local | DiLoCo | Elastic | Server
 
 
 @dataclass(frozen=True)
@@ -72,7 +92,7 @@ class PowerSGD:
 
 CompressRequest = NoCompression | Half | TopK | PowerSGD
 
-SYNC_FORMS = "exact, local:H, post-local:H@EPOCH, diloco:H or elastic:H"
+SYNC_FORMS = "exact, local:H, post-local:H@EPOCH, diloco:H, elastic:H or server"
 COMPRESS_FORMS = "none, fp16, bf16, topk:RATIO or powersgd:RANK"
 NO_HIERARCHY = (
     "--allreduce hierarchical needs Horovod, since the all-reduces of --reduce-with mpi do not "
@@ -87,11 +107,13 @@ OPTIONS_OF: Mapping[str, type[SyncRequest]] = {
     "overlap": DiLoCo,
     "elastic_rate": Elastic,
     "average_optimizer": Local,
+    "servers": Server,
 }
 NAMES: Mapping[type[SyncRequest], str] = {
     DiLoCo: "--sync diloco:H",
     Elastic: "--sync elastic:H",
     Local: "--sync local:H",
+    Server: "--sync server",
 }
 
 
@@ -103,6 +125,8 @@ def parse_sync_request(text: str) -> SyncRequest:
     """
     if text == "exact":
         return NO_SYNC
+    if text == "server":
+        return Server()
     match = re.fullmatch(r"(local|post-local|diloco|elastic):(\d{1,9})(?:@(\d{1,6}))?", text)
     if match is None or not int(match[2]) or (match[3] is None) != (match[1] != "post-local"):
         raise UsageError(
@@ -151,6 +175,8 @@ def check_sync(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     for name, kind in OPTIONS_OF.items():
         if values[name] != defaults[name] and not isinstance(request, kind):
             raise UsageError(f"{flag(name)} needs {NAMES[kind]}: add it, or leave this out")
+    if isinstance(request, Server):
+        check_servers(values)
     is_compressed = compression != NO_COMPRESSION
     if values["compress_after"] != defaults["compress_after"] and not is_compressed:
         raise UsageError("--compress-after needs --compress METHOD: add it, or leave this out")

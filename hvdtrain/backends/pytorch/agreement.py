@@ -8,7 +8,15 @@ import torch
 from hvdtrain.backends.pytorch.state import restore_state, state_shapes
 from hvdtrain.config import TrainConfig
 from hvdtrain.options.planrequest import Chosen
-from hvdtrain.options.syncrequest import NO_COMPRESSION, NO_SYNC, DiLoCo, Elastic, Exact, Local
+from hvdtrain.options.syncrequest import (
+    NO_COMPRESSION,
+    NO_SYNC,
+    DiLoCo,
+    Elastic,
+    Exact,
+    Local,
+    Server,
+)
 from hvdtrain.parallel.stage import Part, StageModel
 from hvdtrain.plan.plan import Plan
 from hvdtrain.sync.averaging import LocalMeetings, PostLocalMeetings
@@ -37,6 +45,11 @@ Group = Callable[[str], Collectives]
 
 def agreement_remarks(config: TrainConfig, plan: Plan) -> list[str]:
     """Return what a user should know about how replicas agree under a plan."""
+    if isinstance(config.sync_request, Server):
+        workers = len(plan.ranks)
+        last = workers + config.servers - 1
+        held = f"rank {last} holds" if workers == last else f"ranks {workers} to {last} hold"
+        return [f"{workers} rank(s) train; {held} the weights"]
     used = f"--sync {config.sync}" if config.sync_request != NO_SYNC else ""
     used = f"--compress {config.compress}" if config.compress_request != NO_COMPRESSION else used
     used = "--shard-optimizer" if config.shard_optimizer else used
@@ -122,7 +135,7 @@ def stage_meetings(
 ) -> Meetings:
     """Return the meetings of a stage's replicas; arguments as of `stage_gradients`."""
     request = config.sync_request
-    if group is None or isinstance(request, Exact):
+    if group is None or isinstance(request, Exact | Server):
         return NoMeetings()
     replica, operations = _replica(config, part.model, part.optimizer), group("meetings")
     period = request.period

@@ -1,0 +1,194 @@
+"""A worker of a parameter server: it computes gradients, and gets its weights from the servers.
+
+Its optimizer is on the servers. In each step it pushes the gradients of each slice to the slice's
+server, and waits for the answer: the weights that it continues with.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from inspect import unwrap
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from hvdtrain.plan.cut import Share
+from hvdtrain.plan.program import ReductionTime
+from hvdtrain.sync.gradients import Gradients, SerialGradients
+from hvdtrain.sync.messages import ANSWER, GRADIENT, PUSH, WEIGHTS, Answer, Kind, Push, Wire
+from hvdtrain.sync.saved import Kept
+from hvdtrain.sync.slices import Slice
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+class PushedGradients(SerialGradients):
+    """The gradients of a worker: its part of the mean over the batch.
+
+    Args:
+        parameters: of the model by name.
+        shared: statistics of batch norm that the workers average in each step, without gradients;
+            None if they average them at meetings only.
+
+    Attributes:
+        share: of the step, once its gradients are complete.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], shared: Gradients | None = None
+    ) -> None:
+        super().__init__(parameters)
+        self.shared = shared
+        self.share = Share(0.0, False)
+
+    @override
+    def announce(self, share: Share) -> None:
+        """Announce the last backward to what the workers share."""
+        if self.shared is not None:
+            self.shared.announce(share)
+
+    @override
+    def start(self, share: Share) -> None:
+        """Note the share, and start to average statistics."""
+        super().start(share)
+        self.share = share
+        if self.shared is not None:
+            self.shared.start(share)
+
+    @override
+    def finish(self) -> ReductionTime:
+        """Wait for the statistics."""
+        return self.shared.finish() if self.shared is not None else ReductionTime()
+
+    @override
+    def are_finite(self) -> bool:
+        """Return whether this worker's gradients are finite."""
+        return super().are_finite()
+
+    @override
+    def counted(self) -> Mapping[str, float]:
+        """Return the bytes of the statistics."""
+        return self.shared.counted() if self.shared is not None else {}
+
+    @override
+    def trained(self) -> Mapping[str, nn.Parameter]:
+        """Return nothing: the servers update the weights."""
+        return {}
+
+
+class PushOptimizer(torch.optim.Optimizer):
+    """The optimizer of a worker, whose steps are made by the servers.
+
+    Args:
+        parameters: of the model.
+        push: sends their gradients, with the learning rate.
+    """
+
+    # Torch's method has a guard against being compiled, which loads its compiler.
+    add_param_group = unwrap(torch.optim.Optimizer.add_param_group)
+
+    def __init__(self, parameters: Sequence[nn.Parameter], push: Callable[[float], None]) -> None:
+        super().__init__(parameters, {"lr": 0.0})
+        self.push = push
+
+    @override
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.push(self.param_groups[0]["lr"])
+
+
+class Worker(Kept):
+    """The meetings of a worker: it gets weights in every step.
+
+    Args:
+        gradients: its own.
+        slices: of the model, by server.
+        servers: their ranks.
+        wire: its messages.
+        workers: their number; this rank is one of them.
+        staleness: how many steps of others its weights may miss; None: any number.
+
+    Attributes:
+        step: number of pushes so far.
+        differ: whether this worker may hold other weights than the servers now.
+    """
+
+    def __init__(
+        self,
+        gradients: PushedGradients,
+        slices: Sequence[Slice],
+        servers: Sequence[int],
+        wire: Wire,
+        workers: int,
+        staleness: int | None,
+    ) -> None:
+        self.gradients, self.slices, self.servers, self.wire = gradients, slices, servers, wire
+        self.staleness, self.step, self.differ = staleness, 0, False
+        self.versions = [0] * len(slices)
+        self._outgoing = [held.empty() for held in slices]
+        self._weights = [held.empty() for held in slices]
+        self._answers = [np.zeros(1 + workers, np.int64) for _ in slices]
+        self._receipts: list[MPI.Request] = []
+
+    def push(self, rate: float) -> None:
+        """Send the gradients of a step."""
+        share = self.gradients.share
+        self._push(Kind.GRADIENTS if share.samples else Kind.EMPTY, rate)
+
+    def before_step(self, epoch: int) -> None:
+        """Do nothing."""
+
+    def after_step(self, step: int) -> None:
+        """Get the weights after the step; tell the servers if there was no good gradient."""
+        if not self._receipts:
+            self._push(Kind.BAD)
+        self.differ = self.staleness != 0
+        self._pull()
+
+    def meet(self) -> None:
+        """Get the weights with all updates of all workers."""
+        if not self.differ:
+            return
+        self._push(Kind.MEETING)
+        self._pull()
+        self.differ = False
+
+    def agreed(self) -> dict[str, Tensor]:
+        """Meet for a checkpoint, which holds the servers' weights; return nothing else."""
+        self.meet()
+        return {}
+
+    def counted(self) -> Mapping[str, float]:
+        """Return the bytes sent."""
+        return {"sent_bytes": self.wire.sent_bytes}
+
+    def _push(self, kind: Kind, rate: float = 0.0) -> None:
+        """Send a push to each server, and start to receive the answers."""
+        self.wire.flush()  # the servers have received the push before: they have answered it
+        self.step += kind is not Kind.MEETING
+        weight = self.gradients.share.weight
+        for place, server in enumerate(self.servers):
+            flat, answer = self._outgoing[place], self._answers[place]
+            push = Push(kind, self.step, rate, weight, self.versions[place])
+            self.wire.send(push.to_array(), PUSH, server)
+            if kind is Kind.GRADIENTS:
+                self.slices[place].copy_gradients(flat, self._scale(weight))
+                self.wire.send_tensor(flat, GRADIENT, server)
+            self._receipts += [
+                self.wire.receive(answer, ANSWER, server),
+                self.wire.receive_tensor(self._weights[place], WEIGHTS, server),
+            ]
+
+    def _scale(self, weight: float) -> float:
+        return 1.0
+
+    def _pull(self) -> list[Answer]:
+        """Wait for the answers, and continue with their weights."""
+        self.wire.wait(self._receipts)
+        self._receipts = []
+        for held, flat in zip(self.slices, self._weights, strict=True):
+            held.put_weights(flat)
+        answers = [Answer.of(values) for values in self._answers]
+        self.versions = [answer.version for answer in answers]
+        return answers
