@@ -26,7 +26,9 @@ class SyncOptions:
         "exact: sum gradients in every step; local:H: train alone and average weights every H "
         "steps; post-local:H@EPOCH: exact up to an epoch, then local; diloco:H: as local, with "
         "an outer optimizer; elastic:H: drawn to a common centre every H steps; server: the last "
-        "--servers ranks hold the weights and update them with the sum of all gradients",
+        "--servers ranks hold the weights and update them with the sum of all gradients; "
+        "server:stale=S: each rank's gradients when they arrive, up to S steps ahead of the "
+        "slowest rank; server:async: without waiting for any",
         Group.SYNC,
         Rule.ONE_LINE | Rule.TORCH_ONLY,
         "METHOD",

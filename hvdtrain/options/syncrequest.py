@@ -92,7 +92,10 @@ class PowerSGD:
 
 CompressRequest = NoCompression | Half | TopK | PowerSGD
 
-SYNC_FORMS = "exact, local:H, post-local:H@EPOCH, diloco:H, elastic:H or server"
+SYNC_FORMS = (
+    "exact, local:H, post-local:H@EPOCH, diloco:H, elastic:H, server, server:stale=S or "
+    "server:async"
+)
 COMPRESS_FORMS = "none, fp16, bf16, topk:RATIO or powersgd:RANK"
 NO_HIERARCHY = (
     "--allreduce hierarchical needs Horovod, since the all-reduces of --reduce-with mpi do not "
@@ -125,8 +128,8 @@ def parse_sync_request(text: str) -> SyncRequest:
     """
     if text == "exact":
         return NO_SYNC
-    if text == "server":
-        return Server()
+    if text.partition(":")[0] == "server":
+        return _server(text)
     match = re.fullmatch(r"(local|post-local|diloco|elastic):(\d{1,9})(?:@(\d{1,6}))?", text)
     if match is None or not int(match[2]) or (match[3] is None) != (match[1] != "post-local"):
         raise UsageError(
@@ -136,6 +139,19 @@ def parse_sync_request(text: str) -> SyncRequest:
     if match[1] in ("local", "post-local"):
         return Local(period, int(match[3] or 0))
     return DiLoCo(period) if match[1] == "diloco" else Elastic(period)
+
+
+def _server(text: str) -> Server:
+    if text == "server:async":
+        return Server(None)
+    match = re.fullmatch(r"server(?::stale=(\d{1,6}))?", text)
+    staleness = int(match[1] or 0) if match else 0
+    if match is None or staleness >= MOST_STEPS_AHEAD:
+        raise UsageError(
+            f"--sync {text} is not known: use server, server:async or server:stale=S with S from "
+            f"0 to {MOST_STEPS_AHEAD - 1}, such as server:stale=2"
+        )
+    return Server(staleness)
 
 
 def parse_compress_request(text: str, option: str = "--compress") -> CompressRequest:

@@ -10,7 +10,7 @@ ranks end, because no other rank holds the slice. There is no copy of it between
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -104,6 +104,56 @@ class SummedUpdates(Updates):
         # As without servers, a step with bad gradients updates nothing; the run ends soon.
         if not any(each.kind is Kind.BAD for each, _ in pushes):
             self.update([flat for _, flat in pushes if flat is not None], push.rate)
+
+
+class ArrivingUpdates(Updates):
+    """One update per push, when it arrives, with the mean over the worker's samples.
+
+    Args:
+        rate_of: returns the learning rate of a push, for the number of updates that the weights
+            have had since the worker got them.
+
+    Attributes:
+        delays: sum of these numbers.
+    """
+
+    def __init__(
+        self,
+        held: Slice,
+        optimizer: torch.optim.Optimizer,
+        rate_of: Callable[[Push, int], float],
+    ) -> None:
+        super().__init__(held, optimizer)
+        self.rate_of, self.delays = rate_of, 0
+
+    @override
+    def take(self, worker: int, push: Push, gradients: Tensor | None) -> None:
+        if gradients is None:
+            return
+        delay = self.version - push.version
+        self.delays += delay
+        self.update([gradients], self.rate_of(push, delay))
+
+    @override
+    def counted(self) -> Mapping[str, float]:
+        return {"mean_updates_missed": self.delays / max(1, self.version)}
+
+
+def rate_by_share(push: Push, delay: int) -> float:
+    """Return the rate of a push under a bounded staleness: that of the worker's samples.
+
+    The shares of all workers add up to one, so that the pushes of a step change the weights about
+    as much as its one update would, with any optimizer.
+    """
+    return push.rate * push.weight
+
+
+def rate_by_delay(push: Push, delay: int) -> float:
+    """Return the rate of a push without a bound, divided by its staleness.
+
+    Zhang et al., "Staleness-Aware Async-SGD for Distributed Deep Learning", IJCAI 2016.
+    """
+    return push.rate / max(1, delay)
 
 
 @dataclass

@@ -5,6 +5,7 @@ server, and waits for the answer: the weights that it continues with.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from inspect import unwrap
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +16,14 @@ from typing_extensions import override
 
 from hvdtrain.plan.cut import Share
 from hvdtrain.plan.program import ReductionTime
+from hvdtrain.sync.average import Averager
+from hvdtrain.sync.collectives import Collectives
 from hvdtrain.sync.gradients import Gradients, SerialGradients
 from hvdtrain.sync.messages import ANSWER, GRADIENT, PUSH, WEIGHTS, Answer, Kind, Push, Wire
+from hvdtrain.sync.replica import Replica
 from hvdtrain.sync.saved import Kept
 from hvdtrain.sync.slices import Slice
+from hvdtrain.sync.states import CopiedStates, States
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -63,11 +68,6 @@ class PushedGradients(SerialGradients):
         return self.shared.finish() if self.shared is not None else ReductionTime()
 
     @override
-    def are_finite(self) -> bool:
-        """Return whether this worker's gradients are finite."""
-        return super().are_finite()
-
-    @override
     def counted(self) -> Mapping[str, float]:
         """Return the bytes of the statistics."""
         return self.shared.counted() if self.shared is not None else {}
@@ -98,6 +98,63 @@ class PushOptimizer(torch.optim.Optimizer):
         self.push(self.param_groups[0]["lr"])
 
 
+class AveragedStatistics:
+    """Batch norm statistics and other changing buffers, in which workers agree at meetings.
+
+    Args:
+        statistics: by name; means and variances are averaged, weighted by samples.
+        states: the other buffers; they and counters become those of the first worker with samples.
+        collectives: among the workers.
+    """
+
+    def __init__(
+        self, statistics: Mapping[str, Tensor], states: States, collectives: Collectives
+    ) -> None:
+        replica = Replica({}, statistics, states, None)
+        self.averaged, self.collectives = list(replica.averaged.values()), collectives
+        self.averager = Averager(collectives)
+        self.copies = CopiedStates(replica.copied, collectives)
+
+    @torch.no_grad()
+    def agree(self, samples: int) -> None:
+        """Average them. Collective among the workers.
+
+        Args:
+            samples: of this worker since the last call.
+        """
+        travelling = self.averager.start("meeting", self.averaged, samples)
+        agreed = self.averager.finish(travelling)
+        for value, average in zip(self.averaged, agreed.averages, strict=True):
+            value.copy_(average)
+        is_first = self.collectives.place == agreed.first
+        self.copies.start(Share(float(is_first), is_first))
+        self.copies.finish()
+
+
+@dataclass
+class _Missed:
+    """Numbers of missed steps.
+
+    Attributes:
+        answers: whose weights were used in a step.
+    """
+
+    answers: int = 0
+    total: int = 0
+    largest: int = 0
+
+    def add(self, steps: int) -> None:
+        """Count an answer that misses so many steps of some worker."""
+        self.answers += 1
+        self.total += steps
+        self.largest = max(self.largest, steps)
+
+    def counted(self) -> dict[str, float]:
+        """Return mean and maximum."""
+        mean = self.total / max(1, self.answers)
+        return {"mean_staleness": mean, "max_staleness": self.largest}
+
+
 class Worker(Kept):
     """The meetings of a worker: it gets weights in every step.
 
@@ -108,10 +165,12 @@ class Worker(Kept):
         wire: its messages.
         workers: their number; this rank is one of them.
         staleness: how many steps of others its weights may miss; None: any number.
+        statistics: in which workers agree at meetings; None if they do so in each step.
 
     Attributes:
         step: number of pushes so far.
         differ: whether this worker may hold other weights than the servers now.
+        missed: of each step so far, how many steps of another worker its weights missed at most.
     """
 
     def __init__(
@@ -122,9 +181,12 @@ class Worker(Kept):
         wire: Wire,
         workers: int,
         staleness: int | None,
+        statistics: AveragedStatistics | None = None,
     ) -> None:
         self.gradients, self.slices, self.servers, self.wire = gradients, slices, servers, wire
         self.staleness, self.step, self.differ = staleness, 0, False
+        self.statistics, self.samples = statistics, 0
+        self.missed = _Missed()
         self.versions = [0] * len(slices)
         self._outgoing = [held.empty() for held in slices]
         self._weights = [held.empty() for held in slices]
@@ -144,15 +206,19 @@ class Worker(Kept):
         if not self._receipts:
             self._push(Kind.BAD)
         self.differ = self.staleness != 0
-        self._pull()
+        self.samples += self.gradients.share.samples
+        for answer in self._pull():
+            self.missed.add(max(0, self.step - int(answer.steps.min())))
 
     def meet(self) -> None:
-        """Get the weights with all updates of all workers."""
+        """Get the weights with all updates of all workers, and agree on statistics."""
         if not self.differ:
             return
         self._push(Kind.MEETING)
         self._pull()
-        self.differ = False
+        if self.statistics is not None:
+            self.statistics.agree(self.samples)
+        self.samples, self.differ = 0, False
 
     def agreed(self) -> dict[str, Tensor]:
         """Meet for a checkpoint, which holds the servers' weights; return nothing else."""
@@ -160,8 +226,8 @@ class Worker(Kept):
         return {}
 
     def counted(self) -> Mapping[str, float]:
-        """Return the bytes sent."""
-        return {"sent_bytes": self.wire.sent_bytes}
+        """Return the bytes sent, and the steps of others that the weights of a step missed."""
+        return {"sent_bytes": self.wire.sent_bytes, **self.missed.counted()}
 
     def _push(self, kind: Kind, rate: float = 0.0) -> None:
         """Send a push to each server, and start to receive the answers."""
@@ -181,7 +247,8 @@ class Worker(Kept):
             ]
 
     def _scale(self, weight: float) -> float:
-        return 1.0
+        """Return what makes gradients this worker's part of a sum, or a mean over its samples."""
+        return 1.0 if self.staleness == 0 else 1 / weight
 
     def _pull(self) -> list[Answer]:
         """Wait for the answers, and continue with their weights."""

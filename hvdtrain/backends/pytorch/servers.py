@@ -14,10 +14,19 @@ from hvdtrain.sync.collectives import Alone, Collectives
 from hvdtrain.sync.gradients import Gradients, ReplicatedGradients
 from hvdtrain.sync.messages import Wire
 from hvdtrain.sync.mpi import MPICollectives
-from hvdtrain.sync.server import ServedGradients, Server, SummedUpdates, Updates, keep_only
+from hvdtrain.sync.server import (
+    ArrivingUpdates,
+    ServedGradients,
+    Server,
+    SummedUpdates,
+    Updates,
+    keep_only,
+    rate_by_delay,
+    rate_by_share,
+)
 from hvdtrain.sync.slices import Slice, slices_of
 from hvdtrain.sync.states import States
-from hvdtrain.sync.worker import PushedGradients, PushOptimizer, Worker
+from hvdtrain.sync.worker import AveragedStatistics, PushedGradients, PushOptimizer, Worker
 from hvdtrain.world import World
 
 MakeOptimizer = Callable[[StageModel], torch.optim.Optimizer | None]
@@ -73,7 +82,12 @@ def _server_part(
     assert optimizer is not None, "a server has a parameter"
     gradients = ServedGradients(model.parameters())
     part = Part(model, gradients, optimizer, is_first_replica=False)
-    updates: Updates = SummedUpdates(held, optimizer, workers)
+    updates: Updates
+    if request.staleness == 0:
+        updates = SummedUpdates(held, optimizer, workers)
+    else:
+        rate_of = rate_by_delay if request.staleness is None else rate_by_share
+        updates = ArrivingUpdates(held, optimizer, rate_of)
     part.meetings = Server(held, updates, wire, workers, request.staleness)
     return part
 
@@ -87,8 +101,13 @@ def _worker_part(
     group: Collectives,
 ) -> Part:
     states = States(model.states, model.put)
-    shared: Gradients = ReplicatedGradients({}, model.statistics(), states, group)
+    shared: Gradients | None = None
+    statistics: AveragedStatistics | None = None
+    if request.staleness == 0:
+        shared = ReplicatedGradients({}, model.statistics(), states, group)
+    else:
+        statistics = AveragedStatistics(model.statistics(), states, group)
     gradients = PushedGradients(model.parameters(), shared)
-    meetings = Worker(gradients, slices, servers, wire, group.size, request.staleness)
+    meetings = Worker(gradients, slices, servers, wire, group.size, request.staleness, statistics)
     optimizer = PushOptimizer(gradients.parameters, meetings.push)
     return Part(model, gradients, optimizer, meetings, is_first_replica=group.place == 0)
