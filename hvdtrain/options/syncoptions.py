@@ -3,9 +3,12 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from hvdtrain.errors import UsageError
 from hvdtrain.options.fields import Group, Rule, option
+from hvdtrain.options.servercheck import no_worker
 from hvdtrain.options.syncrequest import (
     CompressRequest,
+    Server,
     SyncRequest,
     parse_compress_request,
     parse_sync_request,
@@ -22,8 +25,11 @@ class SyncOptions:
         "exact",
         "exact: sum gradients in every step; local:H: train alone and average weights every H "
         "steps; post-local:H@EPOCH: exact up to an epoch, then local; diloco:H: as local, with "
-        "an outer optimizer; elastic:H: drawn to a common centre every H steps; auto: exact, or "
-        "with --allow-approximate whatever compression makes the predicted step shortest",
+        "an outer optimizer; elastic:H: drawn to a common centre every H steps; server: the last "
+        "--servers ranks hold the weights and update them with the sum of all gradients; "
+        "server:stale=S: each rank's gradients when they arrive, up to S steps ahead of the "
+        "slowest rank; server:async: without waiting for any; auto: exact, or with "
+        "--allow-approximate whatever compression makes the predicted step shortest",
         Group.SYNC,
         Rule.ONE_LINE | Rule.TORCH_ONLY,
         "METHOD",
@@ -72,6 +78,13 @@ class SyncOptions:
         Rule.POSITIVE | Rule.TORCH_ONLY,
         shown_default="0.9 / replicas",
     )
+    servers: int = option(
+        1,
+        "with --sync server: ranks that hold weights and do not train, the last ones of --ranks; "
+        "--batch-size is divided among the other ranks",
+        Group.SYNC,
+        Rule.POSITIVE | Rule.ON_RESUME | Rule.TORCH_ONLY | Rule.NOT_COMPARED,
+    )
     compress: str = option(
         "none",
         "how gradients travel, or under --sync the changes of weights since the last meeting: "
@@ -113,6 +126,24 @@ class SyncOptions:
     def sync_request(self) -> SyncRequest:
         """Return the parsed value of --sync."""
         return parse_sync_request(self.sync)
+
+    @property
+    def steps_ahead(self) -> int:
+        """Return how many steps a rank may be ahead of the slowest one inside an epoch."""
+        request = self.sync_request
+        return request.steps_ahead if isinstance(request, Server) else 1
+
+    def workers_of(self, ranks: int) -> int:
+        """Return how many of a number of ranks train; the others, the last ones, are servers.
+
+        Raises:
+            UsageError: if none is left to train.
+        """
+        if not isinstance(self.sync_request, Server):
+            return ranks
+        if ranks <= self.servers:
+            raise UsageError(no_worker(self.sync, self.servers, ranks))
+        return ranks - self.servers
 
     @property
     def compress_request(self) -> CompressRequest:

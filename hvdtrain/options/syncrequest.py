@@ -8,6 +8,10 @@ from typing import Any
 from hvdtrain.errors import UsageError
 from hvdtrain.options.fields import flag
 from hvdtrain.options.planrequest import ADAPTIVE, parse_plan_request
+from hvdtrain.options.servercheck import check_servers
+
+# Each rank keeps the batches of as many steps, to explain a bad one, and an agreement per step.
+MOST_STEPS_AHEAD = 32
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,23 @@ class Auto:
     """
 
 
-SyncRequest = Exact | Auto | Local | DiLoCo | Elastic
+@dataclass(frozen=True)
+class Server:
+    """Servers hold the weights; in every step replicas push gradients and get weights.
+
+    Attributes:
+        staleness: how many steps of others a replica's weights may miss; None: any number.
+    """
+
+    staleness: int | None = 0
+
+    @property
+    def steps_ahead(self) -> int:
+        """Return how many steps a replica may be ahead of the slowest one inside an epoch."""
+        return MOST_STEPS_AHEAD if self.staleness is None else self.staleness + 1
+
+
+SyncRequest = Exact | Auto | Local | DiLoCo | Elastic | Server
 
 
 @dataclass(frozen=True)
@@ -80,7 +100,10 @@ class PowerSGD:
 
 CompressRequest = NoCompression | Half | TopK | PowerSGD
 
-SYNC_FORMS = "exact, auto, local:H, post-local:H@EPOCH, diloco:H or elastic:H"
+SYNC_FORMS = (
+    "exact, auto, local:H, post-local:H@EPOCH, diloco:H, elastic:H, server, server:stale=S or "
+    "server:async"
+)
 COMPRESS_FORMS = "none, fp16, bf16, topk:RATIO or powersgd:RANK"
 NO_HIERARCHY = (
     "--allreduce hierarchical needs Horovod, since the all-reduces of --reduce-with mpi do not "
@@ -97,11 +120,13 @@ OPTIONS_OF: Mapping[str, type[SyncRequest]] = {
     "overlap": DiLoCo,
     "elastic_rate": Elastic,
     "average_optimizer": Local,
+    "servers": Server,
 }
 NAMES: Mapping[type[SyncRequest], str] = {
     DiLoCo: "--sync diloco:H",
     Elastic: "--sync elastic:H",
     Local: "--sync local:H",
+    Server: "--sync server",
 }
 
 
@@ -113,6 +138,8 @@ def parse_sync_request(text: str) -> SyncRequest:
     """
     if text in ("exact", "auto"):
         return NO_SYNC if text == "exact" else AUTO_SYNC
+    if text.partition(":")[0] == "server":
+        return _server(text)
     match = re.fullmatch(r"(local|post-local|diloco|elastic):(\d{1,9})(?:@(\d{1,6}))?", text)
     if match is None or not int(match[2]) or (match[3] is None) != (match[1] != "post-local"):
         raise UsageError(
@@ -122,6 +149,19 @@ def parse_sync_request(text: str) -> SyncRequest:
     if match[1] in ("local", "post-local"):
         return Local(period, int(match[3] or 0))
     return DiLoCo(period) if match[1] == "diloco" else Elastic(period)
+
+
+def _server(text: str) -> Server:
+    if text == "server:async":
+        return Server(None)
+    match = re.fullmatch(r"server(?::stale=(\d{1,6}))?", text)
+    staleness = int(match[1] or 0) if match else 0
+    if match is None or staleness >= MOST_STEPS_AHEAD:
+        raise UsageError(
+            f"--sync {text} is not known: use server, server:async or server:stale=S with S from "
+            f"0 to {MOST_STEPS_AHEAD - 1}, such as server:stale=2"
+        )
+    return Server(staleness)
 
 
 def parse_compress_request(text: str, option: str = "--compress") -> CompressRequest:
@@ -161,6 +201,8 @@ def check_sync(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     for name, kind in OPTIONS_OF.items():
         if values[name] != defaults[name] and not isinstance(request, kind):
             raise UsageError(f"{flag(name)} needs {NAMES[kind]}: add it, or leave this out")
+    if isinstance(request, Server):
+        check_servers(values)
     is_compressed = compression != NO_COMPRESSION
     _check_choice(values, request, is_compressed)
     may_compress = is_compressed or request == AUTO_SYNC

@@ -244,4 +244,4 @@ def program_of(plan: Plan, batch_size: int, rank: int, is_training: bool) -> Pro
     used = plan_for(plan, is_training)
     pieces = cut(used, batch_size)
     make = schedule.training_step if is_training else schedule.evaluation
-    return program(used, pieces, make(used, pieces)[rank], rank)
+    return program(used, pieces, make(used, pieces).get(rank, []), rank)

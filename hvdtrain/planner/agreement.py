@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from hvdtrain.options.syncrequest import (
     AUTO_SYNC,
     NO_SYNC,
-    Auto,
     CompressRequest,
-    Exact,
+    DiLoCo,
+    Elastic,
     Half,
     Local,
     PowerSGD,
@@ -74,7 +74,7 @@ class Agreement:
     @property
     def period(self) -> int | None:
         """Steps between two meetings; None if gradients are summed in every step."""
-        return None if isinstance(self.sync, Exact | Auto) else self.sync.period
+        return self.sync.period if isinstance(self.sync, Local | DiLoCo | Elastic) else None
 
     def meeting(self, sizes: Sizes, replicas: int) -> tuple[Operation, ...]:
         """Return the operations of one period of replicas that train apart."""

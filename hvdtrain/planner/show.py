@@ -18,7 +18,7 @@ from hvdtrain.host.files import check_target, write_text
 from hvdtrain.models.component import Component, boundaries
 from hvdtrain.models.costs import component_costs
 from hvdtrain.options.planrequest import AUTO
-from hvdtrain.options.syncrequest import AUTO_SYNC
+from hvdtrain.options.syncrequest import AUTO_SYNC, Server
 from hvdtrain.parallel.boundary import Boundaries
 from hvdtrain.parallel.runtime import Observer, Runtime, Settings
 from hvdtrain.parallel.stage import DTYPES, Images
@@ -271,7 +271,12 @@ def _checked(config: PlanConfig) -> TrainConfig:
     for name in ("trace", "save", "actions", "picture"):
         if (path := getattr(config, name)) is not None:
             check_target(path, f"--{name}")
-    return config.training("fp32")
+    training = config.training("fp32")
+    if isinstance(training.sync_request, Server):
+        raise UsageError(
+            f"plan show and plan simulate predict no servers: leave --sync {config.sync} out"
+        )
+    return training
 
 
 def _measure(

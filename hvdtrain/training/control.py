@@ -1,6 +1,8 @@
-"""Control vector of a step: one small non-blocking all-reduce per step, read one step later.
+"""Control vector of a step: one small non-blocking all-reduce per step, read later.
 
-The ranks agree on nothing else inside an epoch. The vector has the requests to stop or to save,
+It is read one step later, or, where the way to agree lets ranks be further ahead of each other, as
+many steps later: always the same number, so that all ranks take a decision at the same step. The
+ranks agree on nothing else inside an epoch. The vector has the requests to stop or to save,
 bad steps, the loss that is logged and the vitals of each rank.
 """
 
@@ -122,22 +124,23 @@ class Stopped(Exception):
 
 
 class Control:
-    """Sends each step's control vector and returns the agreement on the step before.
+    """Sends each step's control vector and returns the agreement on an earlier step.
 
     Args:
         delay: steps after which a step's vector is sent: 1 on a GPU, whose loss is copied during
             the computation of the next step.
+        ahead: agreements in flight: how many steps a rank may be ahead of the slowest one.
     """
 
-    def __init__(self, world: World, delay: int) -> None:
-        self.world, self.delay = world, delay
+    def __init__(self, world: World, delay: int, ahead: int = 1) -> None:
+        self.world, self.delay, self.ahead = world, delay, ahead
         self.waiting: deque[tuple[Callable[[], float], np.ndarray, float]] = deque()
-        self.in_flight: tuple[np.ndarray, Any, float] | None = None
+        self.in_flight: deque[tuple[np.ndarray, Any, float]] = deque()
 
     def post(
         self, read_loss: Callable[[], float], samples: int, flags: Flags, vitals: Vitals
     ) -> Agreed | None:
-        """Send this rank's vector of a step; return the agreement that was in flight, if any.
+        """Send this rank's vector of a step; return the oldest agreement, if enough are in flight.
 
         Args:
             read_loss: returns the sum of the losses of `samples`; called when the vector is sent.
@@ -150,18 +153,19 @@ class Control:
         start = HEADER + self.world.rank * fields
         vector[start : start + fields] = vitals
         self.waiting.append((read_loss, vector, time.perf_counter()))
-        agreed = self._receive()
+        agreed = self._receive() if len(self.in_flight) >= self.ahead else None
         if len(self.waiting) > self.delay:
             self._send()
         return agreed
 
     def drain(self) -> list[Agreed]:
         """Return the agreements on all steps still under way, oldest first."""
-        agreements = [self._receive()]
-        while self.waiting:
-            self._send()
+        agreements = []
+        while self.waiting or self.in_flight:
+            if not self.in_flight:
+                self._send()
             agreements.append(self._receive())
-        return [agreed for agreed in agreements if agreed is not None]
+        return agreements
 
     def _send(self) -> None:
         read_loss, vector, posted_at = self.waiting.popleft()
@@ -172,13 +176,10 @@ class Control:
             total = np.empty_like(vector)
             request = self.world.communicator.Iallreduce(vector, total)
         # The vector must live as long as the send.
-        self.in_flight = total, (request, vector), posted_at
+        self.in_flight.append((total, (request, vector), posted_at))
 
-    def _receive(self) -> Agreed | None:
-        if self.in_flight is None:
-            return None
-        total, (request, _), posted_at = self.in_flight
+    def _receive(self) -> Agreed:
+        total, (request, _), posted_at = self.in_flight.popleft()
         if request is not None:
             wait_until(request.Test)
-        self.in_flight = None
         return Agreed.of(total, posted_at)

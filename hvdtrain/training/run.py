@@ -3,7 +3,7 @@
 import math
 import threading
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,7 @@ from hvdtrain.world import World, activity_path
 if TYPE_CHECKING:
     from hvdtrain.training.adapting import Adapter
 
+RECORDS_READ_LATER = 3  # steps whose records may be read after the agreement on a later one
 SECONDS_TO_LOOK = 5.0  # for reading the heartbeats, before the job is ended
 
 
@@ -61,7 +62,7 @@ class Run:
     injector: Injector | None
     adapter: "Adapter | None"
     first_step: int
-    step_records: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=4))
+    step_records: deque[StepRecord]
     skipped_in_a_row: int = 0
 
     @property
@@ -162,7 +163,7 @@ def open_run(session: Session, stop: StopRequest, callbacks: Callbacks = ()) -> 
         return Run(
             session=session,
             stop=stop,
-            control=Control(world, session.device.loss_delay),
+            control=Control(world, session.device.loss_delay, config.steps_ahead),
             progress=progress,
             clock=clock,
             journal=journal,
@@ -172,6 +173,7 @@ def open_run(session: Session, stop: StopRequest, callbacks: Callbacks = ()) -> 
             injector=injector,
             adapter=adapter,
             first_step=progress.step,
+            step_records=deque(maxlen=RECORDS_READ_LATER + config.steps_ahead),
         )
     except BaseException:
         heartbeat.give_up()

@@ -140,6 +140,8 @@ def compare_fingerprints(run: Run, log: StepLog) -> None:
     # All ranks are at the same step: each has sent the control vector of it.
     if run.progress.step % CHECK_EVERY or not _has_replicas(run):
         return
+    if session.config.steps_ahead > 1:  # replicas differ inside an epoch, and nobody waits
+        return
     # A rank knows of its own stages only whether their replicas agree.
     local = session.state.fingerprints() if session.replicas_agree else {}
     with run.activity.doing("comparing the replicas"):

@@ -111,15 +111,24 @@ def summarise(run: Run, startup_seconds: float) -> dict[str, Any]:
 def _agreement(run: Run) -> dict[str, Any]:
     """Return how the replicas agreed, with what the ranks have counted since the start.
 
-    Counts are means over the ranks, per step where their name says so. Collective.
+    Counts are means over the ranks, per step where their name says so. A rank may count only some
+    of those that start with mean_ or max_. Collective.
     """
     session, steps = run.session, max(1, run.progress.step - run.first_step)
     counted = session.world.gather(dict(session.counted()))
     names = sorted({name for rank_counts in counted for name in rank_counts})
-    means = {name: sum(c.get(name, 0.0) for c in counted) / len(counted) for name in names}
+    means = {name: _over_ranks(name, counted) for name in names}
     per_step = {"sent_bytes_per_step": means.pop("sent_bytes", 0.0) / steps}
     config = session.config
     return {"sync": config.sync, "compress": config.compress} | per_step | means
+
+
+def _over_ranks(name: str, counted: Sequence[Mapping[str, float]]) -> float:
+    """Return the mean of a count over all ranks, or over those that count it, or its maximum."""
+    values = [counts[name] for counts in counted if name in counts]
+    if name.startswith("max_"):
+        return max(values)
+    return sum(values) / len(values if name.startswith("mean_") else counted)
 
 
 def check_memory(run: Run, limit_gib: float, peaks: list[int]) -> None:

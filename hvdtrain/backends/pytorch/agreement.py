@@ -17,6 +17,7 @@ from hvdtrain.options.syncrequest import (
     Elastic,
     Exact,
     Local,
+    Server,
 )
 from hvdtrain.parallel.stage import Part, StageModel
 from hvdtrain.plan.plan import Plan
@@ -51,6 +52,11 @@ Group = Callable[[str], Collectives]
 
 def agreement_remarks(config: TrainConfig, plan: Plan) -> list[str]:
     """Return what a user should know about how replicas agree under a plan."""
+    if isinstance(config.sync_request, Server):
+        workers = len(plan.ranks)
+        last = workers + config.servers - 1
+        held = f"rank {last} holds" if workers == last else f"ranks {workers} to {last} hold"
+        return [f"{workers} rank(s) train; {held} the weights"]
     used = f"--sync {config.sync}" if config.sync_request != NO_SYNC else ""
     used = f"--compress {config.compress}" if config.compress_request != NO_COMPRESSION else used
     used = "--shard-optimizer" if config.shard_optimizer else used
@@ -142,7 +148,7 @@ def stage_meetings(
 ) -> Meetings:
     """Return the meetings of a stage's replicas; arguments as of `stage_gradients`."""
     request, compression = config.sync_request, config.compress_request
-    if isinstance(request, Exact | Auto):
+    if isinstance(request, Exact | Auto | Server):
         return NoMeetings()
     if group is None:
         sign = -1.0 if isinstance(request, DiLoCo) else 1.0

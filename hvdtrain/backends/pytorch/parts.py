@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from fnmatch import fnmatchcase
+from functools import partial
 from inspect import unwrap
 from typing import Any, TypeVar, cast
 
@@ -10,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.backends.pytorch.agreement import open_groups, stage_gradients, stage_meetings
+from hvdtrain.backends.pytorch.servers import served_part
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError, one_line
 from hvdtrain.models.component import Component, build_component
 from hvdtrain.options import decay
 from hvdtrain.options.nearest import nearest
+from hvdtrain.options.syncrequest import Server
 from hvdtrain.parallel.batchnorm import synchronise
 from hvdtrain.parallel.boundary import Form
 from hvdtrain.parallel.exchange import Exchange
@@ -39,6 +42,11 @@ def build_parts(
     device: torch.device,
 ) -> dict[int, Part]:
     """Return this rank's part of each stage that it holds, by stage number. Collective."""
+    if isinstance(config.sync_request, Server):
+        # Each rank builds the only stage; servers lose what they do not hold.
+        models = _models(config, plan, components, plan.stages[0].ranks[0], device)
+        optimizer = partial(stage_optimizer, config)
+        return {0: served_part(config, config.sync_request, models[0], world, optimizer)}
     models = _models(config, plan, components, world.rank, device)
     synchronised = _synchronise(config, plan, models, exchange)
     groups = open_groups(config, plan, models, world)

@@ -5,8 +5,9 @@ its images are in memory. The ranks learn of it after the next step (on a GPU af
 that), and by then the weights have the update of that step, if it was a good one.
 """
 
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -142,7 +143,7 @@ class TorchTimeline(Timeline):
     def write(self) -> None:
         runtime, world, path = self.state.runtime, self.state.world, self.state.config.trace
         observer = runtime.observer
-        if not observer.events or path is None:
+        if observer.events is None or path is None:
             return
         offset = runtime.exchange.offset_to_first_clock() if runtime.exchange else 0.0
         events = [
@@ -151,7 +152,7 @@ class TorchTimeline(Timeline):
         ]
         observer.events = None
         everywhere = world.gather_on_first(events)
-        if world.rank == 0:
+        if any(everywhere):
             simulate.write_trace(Path(path), [event for rank in everywhere for event in rank])
 
 
@@ -311,8 +312,20 @@ def diagnose(
     with activity.doing("gathering what all ranks saw in a bad step"):
         reports = world.gather((sightings, _norms(runtime.parts, gradients)))
     seen = [sighting for theirs, _ in reports for sighting in theirs]
-    norms = {name: norm for _, theirs in reports for name, norm in theirs.items()}
+    norms = _largest([theirs for _, theirs in reports])
     return as_words(seen, norms, places)
+
+
+def _largest(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the largest norm of each component over all ranks, or NaN if one of them is NaN.
+
+    Ranks that do not share their gradients have different norms, and a server has none but zeros.
+    """
+    largest: dict[str, float] = {}
+    for name, norm in (item for report in reports for item in report.items()):
+        if name not in largest or norm > largest[name] or math.isnan(norm):
+            largest[name] = norm
+    return largest
 
 
 def _norms(parts: Mapping[int, Part], gradients: Mapping[str, Tensor]) -> dict[str, float]:

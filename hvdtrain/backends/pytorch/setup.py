@@ -233,17 +233,25 @@ def make_plan(
 ) -> Plan:
     """Return the plan of a run, checked against model and ranks.
 
+    Args:
+        ranks: the world size, with servers.
+
     Raises:
         UsageError: if it does not fit, or the runtime cannot run it.
     """
-    names = [part.name for part in components]
+    names, workers = [part.name for part in components], config.workers_of(ranks)
 
     def costs() -> list[float]:
         component_flops = component_costs(components, image_size, classes=classes)
         return [cost.forward_flops for cost in component_flops]
 
-    plan = planfile.parse(config.plan, names, ranks, config.microbatches, config.schedule, costs)
-    plans.check(plan, names, ranks, lambda: reason_against_split_backward(config, names))
+    plan = planfile.parse(config.plan, names, workers, config.microbatches, config.schedule, costs)
+    plans.check(plan, names, workers, lambda: reason_against_split_backward(config, names))
+    if workers < ranks and len(plan.stages) > 1:
+        raise UsageError(
+            f"--sync {config.sync} needs a plan of one stage, and {config.plan} has "
+            f"{len(plan.stages)}: use --plan dp"
+        )
     return plan
 
 

@@ -184,6 +184,10 @@ def local_share(plan: Plan, parts: Mapping[int, Part], rank: int) -> dict[str, T
     share: dict[str, Tensor] = {}
     for number, part in parts.items():
         tensors, ranks = part.model.tensors(), plan.stages[number].ranks
+        if rank not in ranks:  # a server: its workers hold the same weights, and write them
+            for group in named_state(part, tensors.keys()).values():
+                share |= {key: value for key, value in group.items() if key.startswith(OPTIMIZER)}
+            continue
         sizes = [tensor.nbytes for tensor in tensors.values()]
         writers = owners(sizes, len(ranks))
         names = {
@@ -240,7 +244,7 @@ def put_tensors(parts: Mapping[int, Part], tensors: Mapping[str, Tensor]) -> Non
 def agree_on_weights(
     plan: Plan, parts: Mapping[int, Part], local_digests: Mapping[str, str], world: World
 ) -> None:
-    """Give replicas the weights of the first replica, if they differ. Collective.
+    """Give replicas and servers the weights of the first replica, if they differ. Collective.
 
     The toolkit's components are seeded, but those of a user may not be.
 
@@ -251,8 +255,8 @@ def agree_on_weights(
     for number, stage in enumerate(plan.stages):
         owner = stage.ranks[0]
         if all(
-            digests[rank].get(name) == digest
-            for rank in stage.ranks
+            held.get(name, digest) == digest
+            for held in digests
             for name, digest in digests[owner].items()
             if name.startswith(tuple(f"{component}." for component in stage.components))
         ):
