@@ -1,4 +1,4 @@
-"""What does not go together with `--sync server`."""
+"""Checks of the options that exclude `--sync server`."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -63,7 +63,7 @@ class Push:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the weights of an answer contain.
+    """The updates that the weights of an answer contain.
 
     Attributes:
         version: number of the server's updates.

@@ -144,7 +144,7 @@ class _Missed:
     largest: int = 0
 
     def add(self, steps: int) -> None:
-        """Count an answer that misses so many steps of some worker."""
+        """Count an answer that misses up to `steps` steps of another worker."""
         self.answers += 1
         self.total += steps
         self.largest = max(self.largest, steps)
