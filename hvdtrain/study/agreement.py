@@ -14,8 +14,8 @@ COUNTS: Mapping[str, tuple[str, str]] = {
     "sent_bytes_per_step": ("bytes sent per step and rank", ",.0f"),
     "meetings": ("meetings", ",.0f"),
     "residual_norm": ("residual norm", ".3g"),
-    "staleness_mean": ("staleness, mean", ".2f"),
-    "staleness_max": ("staleness, maximum", ",.0f"),
+    "mean_staleness": ("staleness, mean", ".2f"),
+    "max_staleness": ("staleness, maximum", ",.0f"),
 }
 OPTIONS = frozenset(item.name for item in fields(SyncOptions))
 

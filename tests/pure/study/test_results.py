@@ -103,7 +103,7 @@ def test_ways_to_agree_are_compared_if_there_are_several(tmp_path: Path) -> None
     options = {"sync": "local:8", "compress": "topk:0.01", "average_optimizer": True}
     for number in (1, 3):
         counted = {"sent_bytes_per_step": 1e4 * number, "meetings": 5.0, "drift": 2.0}
-        counted |= {"residual_norm": 0.25, "staleness_max": 3.0 + number}
+        counted |= {"residual_norm": 0.25, "max_staleness": 3.0 + number}
         run = tmp_path / f"local{number}"
         write_run(run, 2, 50.0, [5.0, 5.4], options=options, agreement=counted)
     report.write([str(tmp_path)], str(tmp_path / "with"), 0.8, None)
