@@ -72,11 +72,12 @@ def main() -> None:
                     turn = number % len(methods)
                     for method in methods[turn:] + methods[:turn]:
                         run = Path(folder) / f"run-{gigabits}-{number}-{len(results[method])}"
-                        results[method].append(_job(options, link, method, data, run))
+                        results[method] += _samples(options, link, method, data, run)
             _print(options, gigabits, results)
             medians[gigabits] = {
                 method: statistics.median(sample.seconds for sample in samples)
                 for method, samples in results.items()
+                if samples
             }
     for method in methods:
         if "exact" in methods and method not in (ALONE, "exact"):
@@ -98,6 +99,18 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--method", help=argparse.SUPPRESS)
     parser.add_argument("--job", type=int, help=argparse.SUPPRESS)
     return parser.parse_args()
+
+
+def _samples(
+    options: argparse.Namespace, link: Link, method: str, data: Path, run: Path
+) -> list[Sample]:
+    """Return the results of one job; none of a peer that failed."""
+    try:
+        return [_job(options, link, method, data, run)]
+    except SystemExit:
+        if not method.startswith("ddp"):
+            raise
+        return []
 
 
 def _job(options: argparse.Namespace, link: Link, method: str, data: Path, run: Path) -> Sample:
@@ -160,6 +173,7 @@ def _peer(options: argparse.Namespace) -> None:
         seconds.append(time.perf_counter() - started)
     if options.job == 0:
         print(json.dumps(seconds), flush=True)
+    distributed.destroy_process_group()  # otherwise gloo's threads may abort the process
 
 
 def _print(
@@ -170,6 +184,9 @@ def _print(
     print(f"{'':>24}{'s/step':>9}{'images/s':>10}{'MB sent':>9}{'counted':>9}{'predicted':>11}")
     alone = statistics.median(sample.seconds for sample in results.get(ALONE, []) or [_NONE])
     for method, samples in results.items():
+        if not samples:
+            print(f"{method:>24}   failed")
+            continue
         seconds, sent, counted = (
             statistics.median(column) for column in zip(*samples, strict=True)
         )
@@ -183,7 +200,13 @@ def _print(
 
 def _crossover(medians: Mapping[float, Mapping[str, float]], method: str) -> str:
     """Return the bandwidths at which a method is faster than exact sums, in words."""
-    gains = [(b, math.log(steps["exact"] / steps[method])) for b, steps in sorted(medians.items())]
+    gains = [
+        (gigabits, math.log(steps["exact"] / steps[method]))
+        for gigabits, steps in sorted(medians.items())
+        if method in steps
+    ]
+    if not gains:
+        return "failed"
     if all(gain > 0 for _, gain in gains):
         return "is faster than exact at every bandwidth measured"
     if gains[0][1] <= 0:
@@ -198,16 +221,18 @@ def _crossover(medians: Mapping[float, Mapping[str, float]], method: str) -> str
 def _plot(options: argparse.Namespace, medians: Mapping[float, Mapping[str, float]]) -> None:
     from matplotlib import pyplot
 
-    from hvdtrain.study.plots import COLOURS, STYLE
+    from hvdtrain.study.plots import COLOURS, MARKERS, STYLE
 
     with pyplot.rc_context(STYLE):
         figure, axes = pyplot.subplots(figsize=(5, 3.2))
-        methods = [method for method in medians[min(medians)] if method != ALONE]
-        for place, method in enumerate(methods):
-            seconds = [1000 * medians[gigabits][method] for gigabits in sorted(medians)]
-            line = "--" if method.startswith("ddp") else "-"
+        methods = {method for steps in medians.values() for method in steps} - {ALONE}
+        for place, method in enumerate(sorted(methods)):
+            links = [gigabits for gigabits in sorted(medians) if method in medians[gigabits]]
+            seconds = [1000 * medians[gigabits][method] for gigabits in links]
+            line = "--" if method.startswith("ddp") else ":" if place >= len(COLOURS) else "-"
+            marker = MARKERS[place % len(MARKERS)]
             colour = COLOURS[place % len(COLOURS)]
-            axes.plot(sorted(medians), seconds, line, marker="o", color=colour, label=method)
+            axes.plot(links, seconds, line, marker=marker, color=colour, label=method)
         axes.set(xscale="log", yscale="log", xlabel="link, Gbit/s", ylabel="step, ms")
         axes.set_xticks(sorted(medians), [f"{gigabits:g}" for gigabits in sorted(medians)])
         axes.yaxis.set_major_formatter("{x:g}")

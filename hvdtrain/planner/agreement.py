@@ -68,7 +68,7 @@ class Agreement:
 
     @cached_property
     def request(self) -> CompressRequest:
-        """What travels."""
+        """The compression of what travels."""
         return parse_compress_request(self.compress)
 
     @property

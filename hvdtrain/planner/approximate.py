@@ -108,7 +108,7 @@ def settle(question: Question, allows_approximate: bool, plan: Plan | None = Non
 
 
 def choose(prospects: Sequence[Prospect], allows_approximate: bool) -> Settled:
-    """Return the choice among prospects, of which the first one is exact."""
+    """Return the choice among prospects; the first one is exact."""
     exact, best = prospects[0], prospects[0]
     for other in prospects[1:]:
         if other.candidate.seconds <= WORTH * best.candidate.seconds:

@@ -22,7 +22,7 @@ from hvdtrain.world import World
 
 
 class Imagined:
-    """The collective operations of several replicas, of which only this one exists.
+    """The collective operations of several replicas, as if the others existed.
 
     Attributes:
         seconds: of the operations themselves, which are no part of the compression.

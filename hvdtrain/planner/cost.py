@@ -213,7 +213,7 @@ def reduction_seconds(plan: Plan, cut: Cut, stage: int, known: Known) -> float:
     Buckets are reduced one after another; the first ones while the backward computes, which slows
     both. If the backward is split, the buckets wait for its end. Nothing hides the operations and
     the decompression that follow a bucket's first operations, nor a meeting of replicas that train
-    apart, of which a step gets its share of the period.
+    apart; a step gets its share of a meeting.
     """
     ranks, components = plan.stages[stage].ranks, plan.stages[stage].components
     if len(ranks) == 1:
