@@ -8,7 +8,7 @@ messages with one tag, so that an answer always belongs to the newest push.
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 PUSH, GRADIENT, ANSWER, WEIGHTS = range(4)  # tags
+Request: TypeAlias = "MPI.Request"
 
 
 class Kind(IntEnum):
@@ -96,7 +97,7 @@ class Wire:
     def __init__(self, communicator: "MPI.Comm") -> None:
         self.communicator, self._mpi = communicator, world.mpi()
         self.sent_bytes = 0.0
-        self._sending: list[tuple[MPI.Request, np.ndarray]] = []
+        self._sending: list[tuple[Request, np.ndarray]] = []
 
     def send(self, head: np.ndarray, tag: int, receiver: int) -> None:
         """Start to send a first message."""
@@ -108,11 +109,11 @@ class Wire:
         self.sent_bytes += flat.nbytes
         self.send(_bytes(flat), tag, receiver)
 
-    def receive(self, head: np.ndarray, tag: int, sender: int) -> "MPI.Request":
+    def receive(self, head: np.ndarray, tag: int, sender: int) -> Request:
         """Start to receive a first message."""
         return self.communicator.Irecv(head, sender, tag)
 
-    def receive_tensor(self, flat: Tensor, tag: int, sender: int) -> "MPI.Request":
+    def receive_tensor(self, flat: Tensor, tag: int, sender: int) -> Request:
         """Start to receive a tensor [n] of the CPU."""
         return self.communicator.Irecv(_bytes(flat), sender, tag)
 
@@ -126,7 +127,7 @@ class Wire:
         message.Recv(values)
         return status.Get_source(), Push.of(values)
 
-    def wait(self, requests: "Sequence[MPI.Request]") -> None:
+    def wait(self, requests: Sequence[Request]) -> None:
         """Wait for messages without taking the core."""
         requests = list(requests)
         wait_until(lambda: self._mpi.Request.Testall(requests))

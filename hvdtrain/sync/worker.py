@@ -7,7 +7,7 @@ server, and waits for the answer: the weights that it continues with.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import unwrap
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,14 +19,21 @@ from hvdtrain.plan.program import ReductionTime
 from hvdtrain.sync.average import Averager
 from hvdtrain.sync.collectives import Collectives
 from hvdtrain.sync.gradients import Gradients, SerialGradients
-from hvdtrain.sync.messages import ANSWER, GRADIENT, PUSH, WEIGHTS, Answer, Kind, Push, Wire
+from hvdtrain.sync.messages import (
+    ANSWER,
+    GRADIENT,
+    PUSH,
+    WEIGHTS,
+    Answer,
+    Kind,
+    Push,
+    Request,
+    Wire,
+)
 from hvdtrain.sync.replica import Replica
 from hvdtrain.sync.saved import Kept
 from hvdtrain.sync.slices import Slice
 from hvdtrain.sync.states import CopiedStates, States
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 
 class PushedGradients(SerialGradients):
@@ -191,7 +198,7 @@ class Worker(Kept):
         self._outgoing = [held.empty() for held in slices]
         self._weights = [held.empty() for held in slices]
         self._answers = [np.zeros(1 + workers, np.int64) for _ in slices]
-        self._receipts: list[MPI.Request] = []
+        self._receipts: list[Request] = []
 
     def push(self, rate: float) -> None:
         """Send the gradients of a step."""

@@ -33,7 +33,7 @@ LAYERS = (
 # The modules that may import a library which is slow, missing on some machines, or conflicting.
 OWNERS = {
     "horovod": {"world"},
-    "mpi4py": {"world", "doctor", "parallel.exchange", "sync.mpi"},
+    "mpi4py": {"world", "doctor", "parallel.exchange", "sync.messages", "sync.mpi"},
     "h5py": {"data"},
     "safetensors": {"checkpoint.format"},
     "tensorflow": {"doctor", "keras", "backends.tensorflow"},
