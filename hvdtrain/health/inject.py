@@ -168,6 +168,10 @@ def _computing_ranks(plan: Plan) -> dict[str, tuple[int, ...]]:
 
 def _check_component(fault: Fault, session: Session) -> None:
     held = _components(session, fault.rank)
+    if fault.kind == "nan" and not held:
+        raise UsageError(
+            f"--inject nan: rank {fault.rank} computes nothing under this plan: name another rank"
+        )
     if fault.component is not None and fault.component not in held:
         whose = "the model has" if fault.rank is None else f"rank {fault.rank} holds"
         raise UsageError(

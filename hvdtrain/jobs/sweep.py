@@ -31,7 +31,7 @@ from hvdtrain.options.fields import about
 from hvdtrain.options.nearest import unknown_key
 from hvdtrain.options.parser import Parser, add_dataclass, select_fields
 from hvdtrain.options.syncoptions import SyncOptions
-from hvdtrain.options.syncrequest import NO_COMPRESSION, OPTIONS_OF
+from hvdtrain.options.syncrequest import AUTO_SYNC, NO_COMPRESSION, OPTIONS_OF
 
 MOST_RUNS = 1000
 SINGLE_RUN_KEYS = ("run", "resume", "restarts", "ledger", "trace", "dry_run", "chain")
@@ -166,6 +166,11 @@ def _cell(
     job, run = select_fields(JobOptions, parsed), select_fields(TrainConfig, parsed)
     ranks = run.ranks or 1
     if options.scaling == "weak":
+        if run.sync.partition(":")[0] == "server":
+            raise UsageError(
+                "scaling: weak multiplies the batch by all ranks, but those of --servers do not "
+                "train: use scaling: strong"
+            )
         run = replace(run, batch_size=run.batch_size * ranks)
     run = replace(run, **_unused(run, varied))
     if ranks == 1:  # which has nobody to agree with
@@ -189,8 +194,11 @@ def _unused(run: TrainConfig, varied: Collection[str]) -> dict[str, Any]:
         for name, kind in OPTIONS_OF.items()
         if "sync" in varied and not isinstance(run.sync_request, kind)
     ]
-    if "compress" in varied and run.compress_request == NO_COMPRESSION:
-        names.append("compress_after")
+    is_auto = run.sync_request == AUTO_SYNC
+    if "sync" in varied and not is_auto:
+        names.append("allow_approximate")
+    if {"sync", "compress"} & set(varied) and not is_auto:
+        names += ["compress_after"] if run.compress_request == NO_COMPRESSION else []
     return {name: DEFAULT_SYNC[name] for name in names}
 
 

@@ -57,7 +57,7 @@ def as_started(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
     resolved = with_saved_choice(older, _saved(config))
     if resolved != older:
         chosen = f"--compress {resolved.compress}" if resolved.compress != "none" else "exact"
-        lines.append(f"--sync auto: {chosen}, as chosen when this run started")
+        lines.append(f"--sync auto: {chosen}, with which this run started")
     return resolved, lines
 
 

@@ -248,6 +248,11 @@ def _check_algorithm(values: Mapping[str, Any], compression: CompressRequest) ->
             f"--shard-optimizer sums by reduce-scatter, which --allreduce {algorithm} does not "
             "change: leave one out"
         )
+    if algorithm != "auto" and values["allow_approximate"]:
+        raise UsageError(
+            "--allow-approximate may choose 16 bits, which travel without an all-reduce, so that "
+            f"--allreduce {algorithm} would not change it: leave one out"
+        )
     if algorithm != "auto" and isinstance(compression, Half | TopK):
         raise UsageError(
             f"--compress {values['compress']} sends without an all-reduce, so --allreduce "

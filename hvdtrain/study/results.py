@@ -201,7 +201,9 @@ def _result(
     return Result(
         path=run,
         model=str(summary["model"]),
-        plan=_plan(summary["plan"], config.get("plan")),
+        plan=_plan(
+            summary["plan"], config.get("plan"), str(config.get("sync")).startswith("server")
+        ),
         ranks=int(summary["ranks"]) * devices,
         threads=max(1, int(machine.get("threads", 1)) // devices),
         batch_size=int(config["batch_size"]),
@@ -258,12 +260,15 @@ def plan_name(plan: dict[str, Any]) -> str:
     return f"hp:{len(replicas)}x{replicas[0]}" if len(set(replicas)) == 1 else "plan"
 
 
-def _plan(plan: dict[str, Any], option: str | None) -> str:
+def _plan(plan: dict[str, Any], option: str | None, has_servers: bool) -> str:
     """Return the short name of a plan, or its file: the shape does not distinguish such plans."""
     request = parse_plan_request(option)
     if isinstance(request, Mirrored):
         return "mirrored"
-    return str(option) if isinstance(request, Chosen | PlanFile) else plan_name(plan)
+    if isinstance(request, Chosen | PlanFile):
+        return str(option)
+    # Beside servers a single rank may train: its series is that of more ranks.
+    return "dp" if has_servers else plan_name(plan)
 
 
 def machines(results: list[Result]) -> list[str]:

@@ -64,14 +64,14 @@ class Updates(ABC):
 
     def update(self, gradients: list[Tensor], rate: float) -> None:
         """Update the weights with a sum of flat gradients."""
-        for value in self.held.parameters:
-            assert value.grad is not None
-            value.grad.zero_()
         for flat in gradients:
             self.held.add_gradients(flat)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
+        for value in self.held.parameters:
+            assert value.grad is not None
+            value.grad.zero_()  # to explain a bad step, ranks compare norms: a server has none
         self.version += 1
 
     def counted(self) -> Mapping[str, float]:

@@ -234,7 +234,10 @@ class Worker(Kept):
 
     def counted(self) -> Mapping[str, float]:
         """Return the bytes sent, and the steps of others that the weights of a step missed."""
-        return {"sent_bytes": self.wire.sent_bytes, **self.missed.counted()}
+        sent = self.wire.sent_bytes
+        if self.statistics is not None:
+            sent += self.statistics.collectives.sent_bytes
+        return {"sent_bytes": sent, **self.missed.counted()}
 
     def _push(self, kind: Kind, rate: float = 0.0) -> None:
         """Send a push to each server, and start to receive the answers."""

@@ -32,7 +32,7 @@ from hvdtrain.models.component import Boundary, Component, parameter_count, tens
 from hvdtrain.models.costs import component_costs
 from hvdtrain.options.configfile import with_choice
 from hvdtrain.options.planrequest import ADAPTIVE, AUTO
-from hvdtrain.options.syncrequest import AUTO_SYNC
+from hvdtrain.options.syncrequest import AUTO_SYNC, Server
 from hvdtrain.parallel.stage import Images
 from hvdtrain.plan import plan as plans
 from hvdtrain.plan import planfile
@@ -116,7 +116,7 @@ def _built(
         held_rows=held_rows,
         splits=trial.splits,
         remarks=(
-            *engine.remarks(config.reduce_with, world),
+            *_sum_remarks(config, world),
             *agreement_remarks(config, plan),
             *(chosen.remarks if chosen else ()),
             *([verified] if verified else []),
@@ -222,6 +222,13 @@ def _agreed_plan(
             check_target(config.trace, "--trace")
     agreed: Plan | None = world.broadcast(plan)
     return agreed
+
+
+def _sum_remarks(config: TrainConfig, world: World) -> list[str]:
+    """Return what a user should know of the library that sums gradients; servers use none."""
+    if isinstance(config.sync_request, Server):
+        return []
+    return engine.remarks(config.reduce_with, world)
 
 
 def make_plan(

@@ -88,9 +88,9 @@ class StudyOptions:
         for name, value in (("repeats", self.repeats), ("steps", self.steps)):
             if value is not None and value < 1:
                 raise UsageError(f"--{name} must be at least 1, not {value}")
-        if not LEAST_BYTES <= self.largest <= LARGEST_MESSAGE:
+        if not 2 * LEAST_BYTES <= self.largest <= LARGEST_MESSAGE:  # a line needs two sizes
             raise UsageError(
-                f"--largest must be between {LEAST_BYTES} and {LARGEST_MESSAGE} bytes, not "
+                f"--largest must be between {2 * LEAST_BYTES} and {LARGEST_MESSAGE} bytes, not "
                 f"{self.largest}"
             )
         _check_names("--algorithms", self.algorithms, tuple(ALGORITHMS))

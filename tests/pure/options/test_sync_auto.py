@@ -34,6 +34,10 @@ def config(**values: Any) -> TrainConfig:
             {"sync": "auto", "allow_approximate": True, "plan": "auto", "memory_limit": 1.0},
             "--memory-limit does not count the memory that --sync auto needs",
         ),
+        (
+            {"sync": "auto", "allow_approximate": True, "allreduce": "ring"},
+            "--allow-approximate may choose 16 bits, .* so that --allreduce ring would not change",
+        ),
         ({"sync": "auto", "framework": "tensorflow"}, "--sync is not supported with --framework"),
         ({"sync": "auto", "memory_limit": 1.0}, "--memory-limit needs --plan auto or --plan ada"),
     ],
@@ -78,7 +82,7 @@ def test_a_run_that_resumes_keeps_its_choice(tmp_path: Path, compress: str) -> N
     resumed, lines = configfile.as_started(requested)
     assert resumed == chosen
     words = "exact" if compress == "none" else "--compress bf16"
-    assert lines == [f"--sync auto: {words}, as chosen when this run started"]
+    assert lines == [f"--sync auto: {words}, with which this run started"]
     assert configfile.differences(configfile.load(tmp_path / "config.yaml"), resumed) == []
 
 

@@ -206,7 +206,7 @@ def test_a_crossover_in_words(crossing: Crossing, words: str) -> None:
         ({"ranks": ""}, "--ranks  is not a list of numbers"),
         ({"repeats": 0}, "--repeats must be at least 1, not 0"),
         ({"steps": 0}, "--steps must be at least 1, not 0"),
-        ({"largest": 512}, "--largest must be between 1024 and 1073741824 bytes, not 512"),
+        ({"largest": 512}, "--largest must be between 2048 and 1073741824 bytes, not 512"),
         ({"algorithms": "ring,star"}, "--algorithms star is unknown: use auto, ring"),
         ({"models": "cnm"}, "--models cnm is unknown: use cnn"),
     ],

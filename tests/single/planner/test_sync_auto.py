@@ -80,7 +80,7 @@ def test_a_slow_link_is_compressed_if_that_is_allowed_and_a_resumed_run_keeps_it
     fast = with_link(profile, tmp_path / "fast.json", FAST)
     done = hvdtrain(*options, "--max-steps", 6, "--profile", fast, "--resume")
     assert done.returncode == 0, done.stderr
-    assert "--sync auto: --compress powersgd:2, as chosen when this run started" in done.stdout
+    assert "--sync auto: --compress powersgd:2, with which this run started" in done.stdout
     assert "measured" not in done.stdout and "read from" not in done.stdout
     assert summary_of(run)["agreement"]["compress"] == "powersgd:2"
     assert summary_of(run)["steps"] == 6
