@@ -171,6 +171,7 @@ def _table(
 def _question(
     config: PlanConfig, training: TrainConfig, components: Sequence[Component]
 ) -> Question:
+    training = replace(training, plan="auto")  # with every schedule, to compare a given plan with
     images = Images(MEAN, STD, torch.device("cpu"), training.precision)
     subject = subject_of(training, components, config.image_size, config.classes, images)
     costs, recomputed = subject.costs, subject.recomputed

@@ -1,4 +1,5 @@
 import time
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -16,6 +17,7 @@ from hvdtrain.models.component import (
     tensor_shapes,
 )
 from hvdtrain.models.costs import ComponentCost, component_costs
+from hvdtrain.plan.traffic import Gradient, Sizes
 
 
 def flops(model: str, image_size: int, classes: int = 10) -> float:
@@ -46,7 +48,10 @@ def test_costs_of_a_small_model_are_those_counted_by_hand() -> None:
         Component("head", partial(nn.Linear, 4 * 64, 5)),
     ]
     one = 4 * 64  # elements of an activation
-    assert component_costs(parts, 8, classes=5) == [
+    costs = component_costs(parts, 8, classes=5)
+    assert costs[3].tensors == Sizes((Gradient(5, 256, is_matrix=True), Gradient(5)))
+    assert [cost.sizes.statistics for cost in costs] == [0, 2 * 4 + 1, 0, 0]
+    assert [replace(cost, tensors=None) for cost in costs] == [
         # no saved bytes: the input, which backward needs, is not counted
         ComponentCost(
             *("conv", 3 * 4 * 9 + 4, 4 * (3 * 4 * 9 + 4), 0),
