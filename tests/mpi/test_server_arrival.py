@@ -162,6 +162,8 @@ def counting(world: World, staleness: int | None, steps: int, slow: int) -> tupl
     draw, most = np.random.default_rng(world.rank), 0
     for step in range(steps):
         time.sleep(draw.uniform(0, 0.01 if world.rank == slow else 0.001))
+        if world.rank == slow and step == 5:
+            time.sleep(0.4)  # the others run ahead as far as they may, also on a busy machine
         value.grad = torch.zeros(count, dtype=torch.float64)
         value.grad[world.rank] = -1.0
         gradients.share = Share(1.0, True, 1)
