@@ -30,7 +30,6 @@ from hvdtrain.planner.agreement import (
     NONE,
     Agreement,
     Coding,
-    Reduction,
     reductions,
 )
 from hvdtrain.planner.network import Network
@@ -222,9 +221,14 @@ def reduction_seconds(plan: Plan, cut: Cut, stage: int, known: Known) -> float:
     agreement, replicas = known.agreement, len(ranks)
     if agreement.period is not None:
         meeting = agreement.meeting(Sizes.total(cost.sizes for cost in costs), replicas)
-        return _seconds_of(meeting, ranks, known) / agreement.period
+        whole = {
+            place: cost.sizes.itemsize * cost.sizes.elements
+            for place, cost in enumerate(costs[::-1])
+        }
+        coded = sum(_coding(whole, components[::-1], ranks, known))
+        return (_seconds_of(meeting, ranks, known) + coded) / agreement.period
     sums = reductions(agreement, costs, replicas)
-    coding = [_coding(one, components[::-1], ranks, known) for one in sums]
+    coding = [_coding(one.bytes_of, components[::-1], ranks, known) for one in sums]
     first = [_seconds_of(one.traffic.first, ranks, known) for one in sums]
     encoding = sum(code.encode for code in coding)
     after = sum(_seconds_of(one.traffic.second, ranks, known) for one in sums)
@@ -249,11 +253,13 @@ def _seconds_of(operations: Iterable[Operation], ranks: Sequence[int], known: Kn
 
 
 def _coding(
-    reduction: Reduction, backwards: Sequence[str], ranks: Sequence[int], known: Known
+    bytes_of: Mapping[int, float], backwards: Sequence[str], ranks: Sequence[int], known: Known
 ) -> Coding:
     """Return the seconds of compressing and decompressing a bucket, on the slowest rank.
 
-    A bucket with a part of a component's gradients takes that part of its seconds.
+    Args:
+        bytes_of: bytes of gradients by component, counted from the end of the stage; a part of a
+            component's gradients takes that part of its seconds.
     """
     if known.agreement.compress == NONE:
         return FREE
@@ -261,7 +267,7 @@ def _coding(
     distinct = {id(times): times for times in (known.profile.ranks[rank] for rank in ranks)}
     for rank_times in distinct.values():
         times, encode, decode = rank_times.components, 0.0, 0.0
-        for place, size in reduction.bytes_of.items():
+        for place, size in bytes_of.items():
             name = backwards[place]
             code = known.agreement.coding(times[name].coding)
             sizes = known.by_name[name].sizes

@@ -119,12 +119,13 @@ def _explained(
     if training.plan_request != AUTO:
         plan = make_plan(training, components, config.image_size, config.classes, config.ranks)
     lines: list[str] = []
+    solution = None
     if training.sync_request == AUTO_SYNC:
         settled = settle(question, config.allow_approximate, plan)
-        question = settled.chosen.question
+        question, solution = settled.chosen.question, settled.chosen.solution
         lines.append(settled.reason)
     if plan is None:
-        solution = solve(question)
+        solution = solution or solve(question)
         candidate = solution.chosen
         lines += solution.reasons()
     else:

@@ -152,12 +152,11 @@ class Tables:
         def make() -> np.ndarray:
             network, costs = self.known.network, self.known.costs
             loads = self._spans([load_bytes(agreement, [cost], count) for cost in costs])
-            seconds = self._between(loads, lambda size: network.reduce_seconds(ranks, size))
-            return seconds / (agreement.period or 1)
+            return self._between(loads, lambda size: network.reduce_seconds(ranks, size))
 
         reduced = self._once("reduced", count, *self._hosts(ranks), make=make)
         total: np.ndarray = reduced + _largest(map(self._coding, ranks))
-        return total
+        return total / (agreement.period or 1)
 
     def _coding(self, rank: int) -> np.ndarray:
         times, agreement = self.known.profile.ranks[rank], self.known.agreement
