@@ -71,7 +71,7 @@ def with_choice(config: TrainConfig, compress: str | None) -> TrainConfig:
         return config
     unused: dict[str, Any] = {} if isinstance(config.plan_request, Chosen) else {"profile": None}
     if parse_compress_request(compress) == NO_COMPRESSION:
-        unused["compress_after"] = _default("compress_after")
+        unused["compress_after"] = TrainConfig.compress_after
     return replace(config, sync="exact", compress=compress, allow_approximate=False, **unused)
 
 
@@ -92,10 +92,6 @@ def with_saved_choice(config: TrainConfig, saved: Path | None) -> TrainConfig:
     if old.get("sync", "exact") != "exact":  # a job that never started, or another run
         return config
     return with_choice(config, str(old.get("compress", "none")))
-
-
-def _default(name: str) -> Any:
-    return next(item.default for item in fields(TrainConfig) if item.name == name)
 
 
 def values_of_older_version(old: dict[str, Any]) -> dict[str, Any]:

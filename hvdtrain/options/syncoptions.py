@@ -14,6 +14,7 @@ from hvdtrain.options.syncrequest import (
     parse_sync_request,
 )
 
+Library = Literal["horovod", "mpi"]
 Algorithm = Literal["auto", "ring", "recursive-doubling", "rabenseifner", "tree", "hierarchical"]
 
 
@@ -107,7 +108,7 @@ class SyncOptions:
         Group.SYNC,
         Rule.ON_RESUME | Rule.TORCH_ONLY,
     )
-    reduce_with: Literal["horovod", "mpi"] | None = option(
+    reduce_with: Library | None = option(  # noqa: RUF009
         None,
         "library that sums gradients",
         Group.SYNC,

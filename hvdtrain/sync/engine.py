@@ -1,16 +1,13 @@
 """The library that carries out collective operations: Horovod, or MPI alone."""
 
-from typing import Literal
-
 from hvdtrain import world as worlds
 from hvdtrain.errors import UsageError
 from hvdtrain.host.installed import has_horovod
+from hvdtrain.options.syncoptions import Library
 from hvdtrain.options.syncrequest import NO_HIERARCHY
 from hvdtrain.sync.collectives import Collectives, HorovodCollectives
 from hvdtrain.sync.mpi import MPICollectives
 from hvdtrain.world import World
-
-Library = Literal["horovod", "mpi"]
 
 WITHOUT_HOROVOD = (
     "Horovod is not installed on all ranks: MPI sums the gradients, as with --reduce-with mpi"

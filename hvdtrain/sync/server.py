@@ -226,7 +226,9 @@ class Server(Kept):
 
     def serve(self) -> None:
         """Wait for one push, use it, and answer all workers that need not wait any longer."""
-        worker, push = wait_until(self.wire.next_push) or (0, Push(Kind.EMPTY, 0))
+        arrived = wait_until(self.wire.next_push)
+        assert arrived is not None, "the wait ends with a push"
+        worker, push = arrived
         if push.kind is Kind.MEETING:
             self._waiting.meetings.add(worker)
             return

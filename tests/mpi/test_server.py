@@ -72,7 +72,7 @@ def test_a_wrong_rate_is_noticed(world: World, monkeypatch: pytest.MonkeyPatch) 
     assert difference(trained(world, "server", 1), expected) > SEEN
 
 
-def test_a_step_with_bad_gradients_updates_nothing(world: World) -> None:
+def test_a_step_with_bad_gradients_leaves_the_weights(world: World) -> None:
     config = config_of("server")
     plan, components = workers(world, 1), components_of("cnn", SIZE)
     trainer = Served(config, plan, components, world)

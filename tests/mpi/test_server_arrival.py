@@ -220,7 +220,7 @@ def test_at_meetings_all_ranks_hold_the_same_weights_and_statistics(
     again.train(3, 5)
 
 
-def test_a_step_with_bad_gradients_on_arrival_updates_nothing(world: World) -> None:
+def test_bad_gradients_on_arrival_leave_the_weights(world: World) -> None:
     count = world.size - 1
     trainer = Served(
         config_of("server:async"), workers(world, 1), components_of("cnn", SIZE), world

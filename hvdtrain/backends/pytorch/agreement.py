@@ -8,6 +8,7 @@ import torch
 from hvdtrain.backends.pytorch.state import restore_state, state_shapes
 from hvdtrain.config import TrainConfig
 from hvdtrain.options.planrequest import Chosen
+from hvdtrain.options.syncoptions import Library
 from hvdtrain.options.syncrequest import (
     NO_COMPRESSION,
     NO_SYNC,
@@ -32,7 +33,6 @@ from hvdtrain.sync.compress import make_sums
 from hvdtrain.sync.diloco import DiLoCoMeetings, Outer
 from hvdtrain.sync.elastic import ElasticMeetings
 from hvdtrain.sync.engine import (
-    Library,
     check_algorithm,
     collectives_of,
     open_group,

@@ -115,12 +115,7 @@ def _built(
         train_rows=trial.rows,
         held_rows=held_rows,
         splits=trial.splits,
-        remarks=(
-            *_sum_remarks(config, world),
-            *agreement_remarks(config, plan),
-            *(chosen.remarks if chosen else ()),
-            *([verified] if verified else []),
-        ),
+        remarks=_remarks(config, plan, chosen, verified, world),
         predicted_seconds=chosen.predicted_seconds if chosen else None,
         predicted_bytes=chosen.predicted_bytes if chosen else None,
         agreement=chosen.predictions if chosen else None,
@@ -224,11 +219,14 @@ def _agreed_plan(
     return agreed
 
 
-def _sum_remarks(config: TrainConfig, world: World) -> list[str]:
-    """Return what a user should know of the library that sums gradients; servers use none."""
-    if isinstance(config.sync_request, Server):
-        return []
-    return engine.remarks(config.reduce_with, world)
+def _remarks(
+    config: TrainConfig, plan: Plan, chosen: "Choice | None", verified: str, world: World
+) -> tuple[str, ...]:
+    """Return what a user should know of the session before it trains. Collective."""
+    has_sums = not isinstance(config.sync_request, Server)
+    sums = engine.remarks(config.reduce_with, world) if has_sums else []
+    choice = chosen.remarks if chosen else ()
+    return (*sums, *agreement_remarks(config, plan), *choice, *filter(None, [verified]))
 
 
 def make_plan(

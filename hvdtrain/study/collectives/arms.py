@@ -8,8 +8,8 @@ from hvdtrain import data
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.index import read_index
 from hvdtrain.host.launchers import ALGORITHMS
-from hvdtrain.options.syncoptions import Algorithm
-from hvdtrain.study.collectives.cells import MPI, Cell, Library, free_cores
+from hvdtrain.options.syncoptions import Algorithm, Library
+from hvdtrain.study.collectives.cells import MPI, Cell, free_cores
 from hvdtrain.study.collectives.options import StudyOptions
 from hvdtrain.study.results import Result, read
 from hvdtrain.study.runs import check_same, make_folder, train
@@ -28,7 +28,7 @@ class Arm:
 
     model: str
     ranks: int
-    library: Library
+    engine: Library
     algorithm: str
     images: str
     steps: int
@@ -36,12 +36,12 @@ class Arm:
     @property
     def key(self) -> str:
         """Return the first part of the names of its run folders."""
-        return f"{self.model}-{self.ranks}-{self.library}-{self.algorithm}"
+        return f"{self.model}-{self.ranks}-{self.engine}-{self.algorithm}"
 
     @property
     def profile_key(self) -> tuple[str, int, str]:
         """Return what its profile depends on."""
-        return self.model, self.ranks, self.library
+        return self.model, self.ranks, self.engine
 
     def config(self) -> TrainConfig:
         """Return the configuration of its runs, without seed and run folder."""
@@ -55,7 +55,7 @@ class Arm:
             batch_size=IMAGES_PER_STEP,
             log_every=max(1, self.steps // STEP_LINES),
             device="cpu",
-            reduce_with=self.library,
+            reduce_with=self.engine,
             allreduce=cast(Algorithm, self.algorithm),
         )
 
@@ -69,7 +69,7 @@ class Arm:
         config = replace(self.config(), seed=repeat, run=str(run))
         environment = ALGORITHMS[self.algorithm]
         return Cell(
-            f"{self.model} by {self.library}, {self.algorithm} on {self.ranks} ranks, "
+            f"{self.model} by {self.engine}, {self.algorithm} on {self.ranks} ranks, "
             f"repeat {repeat}",
             run / "summary.json",
             lambda: check_same(config),

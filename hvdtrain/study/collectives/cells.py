@@ -9,16 +9,16 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from hvdtrain import launch
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host import files, harmless
 from hvdtrain.host.launchers import ALGORITHMS
+from hvdtrain.options.syncoptions import Library
 from hvdtrain.study.runs import error_of, make_folder
 
 RANKS_PROGRAM = "hvdtrain.study.collectives.ranks"
-Library = Literal["mpi", "horovod"]
 MPI: Library = "mpi"
 HOROVOD: Library = "horovod"
 LIBRARIES: Mapping[Library, str] = {MPI: "MPI", HOROVOD: "Horovod"}  # their names in tables

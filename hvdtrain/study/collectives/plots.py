@@ -64,7 +64,7 @@ def draw_steps(steps: Sequence[Steps], to: Path) -> None:
         axes.barh(rows - 0.2, measured, 0.38, color=COLOURS[0], label="measured")
         axes.barh(rows + 0.2, predicted, 0.38, color=COLOURS[4], label="predicted")
         names = [
-            f"{LIBRARIES[item.arm.library]}, {item.arm.algorithm}, {item.arm.ranks}"
+            f"{LIBRARIES[item.arm.engine]}, {item.arm.algorithm}, {item.arm.ranks}"
             for item in steps
         ]
         axes.set_yticks(rows, names)

@@ -3,7 +3,6 @@
 A prediction simulates the step as the planner does. Nothing of the measured runs is in it.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -18,15 +17,14 @@ from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host import files
 from hvdtrain.options import configfile
 from hvdtrain.parallel.stage import Images
-from hvdtrain.plan.passes import BUCKET_BYTES, FIRST_BUCKET_BYTES, group_by_bytes
+from hvdtrain.plan.passes import BUCKET_BYTES
 from hvdtrain.plan.plan import replicated
-from hvdtrain.planner import profile
+from hvdtrain.planner import profile, subject
+from hvdtrain.planner.agreement import EXACT, reductions
 from hvdtrain.planner.candidate import play
 from hvdtrain.planner.choose import question
 from hvdtrain.planner.cost import Known, reduction_seconds
 from hvdtrain.planner.network import Curve, Line
-from hvdtrain.planner.subject import Subject
-from hvdtrain.planner.subject import subject_of as choose_subject
 from hvdtrain.study.collectives.arms import Arm
 from hvdtrain.study.collectives.cells import Cell, read_result, start_ranks
 from hvdtrain.study.runs import make_folder
@@ -49,20 +47,20 @@ class ProfileCell:
         """Return the settings that a profile in a file must have."""
         arm, index = self.arm, read_index(self.arm.images)
         return (
-            f"{arm.model}, {arm.ranks} ranks, {arm.library}, {index.classes} classes, "
+            f"{arm.model}, {arm.ranks} ranks, {arm.engine}, {index.classes} classes, "
             f"{index.image_shape[0]} px, {self.config.batch_size} images"
         )
 
     def path(self, folder: Path) -> Path:
         """Return the file of the profile."""
-        name = f"{self.arm.model}-{self.arm.ranks}-{self.arm.library}-{self.repeat}.json"
+        name = f"{self.arm.model}-{self.arm.ranks}-{self.arm.engine}-{self.repeat}.json"
         return folder / "profiles" / name
 
     def cell(self, folder: Path) -> Cell:
         """Return the measurement."""
         path, arm = self.path(folder), self.arm
         return Cell(
-            f"components of {arm.model} by {arm.library} on {arm.ranks} ranks, "
+            f"components of {arm.model} by {arm.engine} on {arm.ranks} ranks, "
             f"repeat {self.repeat}",
             path,
             lambda: check_words(path, self.words),
@@ -113,15 +111,15 @@ class Predictor:
 
     def __init__(self, config: TrainConfig, ranks: int, path: Path, words: str) -> None:
         self.config, self.ranks = config, ranks
-        subject = subject_of(config)
-        self.plan = replicated(subject.names, ranks, None, config.schedule)
-        loaded = profile.load(path, words, subject.names, ranks)
+        trained = subject_of(config)
+        self.plan = replicated(trained.names, ranks, None, config.schedule)
+        loaded = profile.load(path, words, trained.names, ranks)
         if isinstance(loaded, str):
             raise UsageError(
                 f"{path} holds a profile of other settings ({loaded}): choose another --to"
             )
         times, self.network = loaded
-        self.known = Known(subject.costs, times, self.network, subject.recomputed)
+        self.known = Known(trained.costs, times, self.network, trained.recomputed)
 
     def step(self, line: Line) -> Prediction:
         """Return the predicted step if an all-reduce takes the seconds of a line."""
@@ -129,25 +127,15 @@ class Predictor:
         known = replace(self.known, network=replace(self.network, all_reduce=curves))
         played = play(question(self.config, known, self.ranks), self.plan, "dp")
         added = reduction_seconds(self.plan, played.overview.cut, 0, known)
-        buckets = bucket_bytes([cost.parameter_bytes for cost in known.costs])
-        alone = sum(line.fixed + line.per_unit * size for size in buckets)
+        sums = reductions(EXACT, known.costs, self.ranks)
+        sizes = [operation.size for one in sums for operation in one.traffic.operations]
+        alone = sum(line.fixed + line.per_unit * size for size in sizes)
         return Prediction(played.seconds, added, alone)
 
 
-def bucket_bytes(parameter_bytes: Sequence[int]) -> list[int]:
-    """Return the bytes of each bucket of gradients, in the order of their all-reduces.
-
-    Args:
-        parameter_bytes: of each component, in model order.
-    """
-    sizes = list(parameter_bytes)[::-1]
-    groups = group_by_bytes(sizes, BUCKET_BYTES, FIRST_BUCKET_BYTES)
-    return [total for group in groups if (total := sum(sizes[k] for k in group))]
-
-
-def subject_of(config: TrainConfig) -> Subject:
+def subject_of(config: TrainConfig) -> subject.Subject:
     """Return the model of a configuration as the planner measures it, on CPUs."""
     index = read_index(config.data)
     images = Images(MEAN, STD, torch.device("cpu"), config.precision)
     components = model_components(config, index)
-    return choose_subject(config, components, index.image_shape[0], index.classes, images)
+    return subject.subject_of(config, components, index.image_shape[0], index.classes, images)

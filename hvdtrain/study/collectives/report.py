@@ -104,7 +104,7 @@ def write(folder: Path, findings: Findings) -> Path:
 
 
 def _picture(group: Group) -> str:
-    return f"allreduce-{group.library}-{group.ranks}.png"
+    return f"allreduce-{group.engine}-{group.ranks}.png"
 
 
 def as_markdown(findings: Findings, crossings: Sequence[Crossover]) -> str:
@@ -275,7 +275,7 @@ def _steps(steps: Sequence[Steps]) -> str:
         rows.append(
             {
                 "model, ranks": f"{item.arm.model}, {item.arm.ranks}",
-                "library": LIBRARIES[item.arm.library],
+                "library": LIBRARIES[item.arm.engine],
                 "algorithm": item.arm.algorithm,
                 "measured (ms)": milliseconds(item.measured),
                 "predicted (ms)": number(_scaled(predicted, 1e3), ",.2f"),

@@ -6,9 +6,10 @@ from functools import cached_property
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from hvdtrain.options.syncoptions import Library
 from hvdtrain.planner.network import Line
 from hvdtrain.study.collectives.arms import Arm
-from hvdtrain.study.collectives.cells import LIBRARIES, Library, SumCell
+from hvdtrain.study.collectives.cells import LIBRARIES, SumCell
 from hvdtrain.study.collectives.textbook import (
     Counts,
     Network,
@@ -77,7 +78,7 @@ class Group:
         is_oversubscribed: whether there are fewer cores than ranks.
     """
 
-    library: Library
+    engine: Library
     ranks: int
     sums: Mapping[str, Sums]
     is_oversubscribed: bool
@@ -100,7 +101,7 @@ class Group:
     @property
     def words(self) -> str:
         """Return library and ranks for a table."""
-        return f"{LIBRARIES[self.library]}, {self.ranks}{self._remark}"
+        return f"{LIBRARIES[self.engine]}, {self.ranks}{self._remark}"
 
     @property
     def _remark(self) -> str:
@@ -109,7 +110,7 @@ class Group:
     @property
     def title(self) -> str:
         """Return library and ranks in words."""
-        return f"{LIBRARIES[self.library]}, {self.ranks} ranks{self._remark}"
+        return f"{LIBRARIES[self.engine]}, {self.ranks} ranks{self._remark}"
 
     def textbook(self, algorithm: str) -> dict[int, float] | None:
         """Return the seconds by bytes by the textbook's counts and the group's network."""

@@ -7,9 +7,10 @@ from pathlib import Path
 from hvdtrain import launch
 from hvdtrain.errors import UsageError
 from hvdtrain.host.installed import has_horovod
+from hvdtrain.options.syncoptions import Library
 from hvdtrain.study.collectives import report
 from hvdtrain.study.collectives.arms import Arm, arms, images_for
-from hvdtrain.study.collectives.cells import HOROVOD, MPI, Cell, Library, SumCell, free_cores
+from hvdtrain.study.collectives.cells import HOROVOD, MPI, Cell, SumCell, free_cores
 from hvdtrain.study.collectives.options import StudyOptions
 from hvdtrain.study.collectives.predictions import Predictor, ProfileCell
 from hvdtrain.study.collectives.results import Group, Steps, arrange
@@ -85,7 +86,7 @@ def _all_steps(
 ) -> list[Steps]:
     """Return the measured and predicted steps of the arms whose all-reduces were measured."""
     sums = {
-        (group.library, group.ranks, name): one
+        (group.engine, group.ranks, name): one
         for group in groups
         for name, one in group.sums.items()
     }
@@ -99,5 +100,5 @@ def _all_steps(
             [one.step(measured.line) for one in predictors[arm.profile_key]],
         )
         for arm in compared
-        if (measured := sums.get((arm.library, arm.ranks, arm.algorithm))) is not None
+        if (measured := sums.get((arm.engine, arm.ranks, arm.algorithm))) is not None
     ]

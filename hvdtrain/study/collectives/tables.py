@@ -16,7 +16,7 @@ def sums_csv(groups: Sequence[Group]) -> str:
     heads = ["library", "ranks", "oversubscribed", "algorithm", "bytes", "repeats"]
     heads += [*(f"seconds{end}" for end in INTERVAL), "fitted", "textbook"]
     rows = [
-        [group.library, group.ranks, group.is_oversubscribed, name, size, len(sums.seconds[size])]
+        [group.engine, group.ranks, group.is_oversubscribed, name, size, len(sums.seconds[size])]
         + _ends(median(list(sums.seconds[size])))
         + [sums.fitted[size], (group.textbook(name) or {}).get(size)]
         for group in groups
@@ -34,7 +34,7 @@ def fits_csv(groups: Sequence[Group]) -> str:
     rows = []
     for group in groups:
         for name, sums in group.sums.items():
-            row: list[Any] = [group.library, group.ranks, group.is_oversubscribed, name]
+            row: list[Any] = [group.engine, group.ranks, group.is_oversubscribed, name]
             row += [*(sums.counts or (None, None))]
             row += _ends(sums.fit_of_repeats(lambda line: line.fixed))
             row += _ends(sums.fit_of_repeats(lambda line: line.per_unit))
@@ -50,7 +50,7 @@ def crossovers_csv(crossings: Sequence[Crossover]) -> str:
     rows = []
     for item in crossings:
         group, predicted, measured = item.group, item.predicted, item.measured
-        row: list[Any] = [group.library, group.ranks, group.is_oversubscribed, *item.pair]
+        row: list[Any] = [group.engine, group.ranks, group.is_oversubscribed, *item.pair]
         row += [predicted.below, predicted.above, predicted.size]
         row += [measured.below, measured.above, measured.size]
         rows.append([*row, *(measured.between or (None, None)), item.verdict])
@@ -63,7 +63,7 @@ def steps_csv(steps: Sequence[Steps]) -> str:
     heads += [f"{name}{end}" for name in ("measured", "predicted", "ratio") for end in INTERVAL]
     heads += ["sums_alone_predicted", "not_hidden_predicted", "waiting_measured"]
     rows = [
-        [item.arm.model, item.arm.ranks, item.arm.library, item.arm.algorithm, item.arm.steps]
+        [item.arm.model, item.arm.ranks, item.arm.engine, item.arm.algorithm, item.arm.steps]
         + [len(item.runs)]
         + _ends(median(item.measured))
         + _ends(item.predicted(lambda prediction: prediction.step))

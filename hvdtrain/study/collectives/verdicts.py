@@ -104,27 +104,20 @@ def crossovers(groups: Sequence[Group]) -> list[Crossover]:
 
 def judgements(groups: Sequence[Group]) -> list[Judged]:
     """Return the verdicts on small and on large sums, and on the hierarchy, for each group."""
-    return [
-        item
-        for group in groups
-        for item in (*_small(group), *_large(group), *_hierarchical(group))
-    ]
+    return [item for group in groups for item in (*_pairs(group), *_hierarchical(group))]
 
 
-def _small(group: Group) -> Iterator[Judged]:
-    for few, many in PAIRS:
-        if {few, many} <= group.sums.keys():
-            size = min(group.sums[few].medians)
-            claim = f"small sums: {few} is faster than {many}"
-            yield _compare(claim, group, many, few, size, "messages")
-
-
-def _large(group: Group) -> Iterator[Judged]:
-    for more, less in PAIRS:
-        if {more, less} <= group.sums.keys():
-            size = max(group.sums[less].medians)
-            claim = f"large sums: {less} is faster than {more}"
-            yield _compare(claim, group, more, less, size, "volume")
+def _pairs(group: Group) -> Iterator[Judged]:
+    """Judge that fewer messages are faster for small sums, and fewer bytes for large ones."""
+    pairs = [pair for pair in PAIRS if set(pair) <= group.sums.keys()]
+    for few, many in pairs:
+        size = min(group.sums[few].medians)
+        claim = f"small sums: {few} is faster than {many}"
+        yield _compare(claim, group, many, few, size, "messages")
+    for more, less in pairs:
+        size = max(group.sums[less].medians)
+        claim = f"large sums: {less} is faster than {more}"
+        yield _compare(claim, group, more, less, size, "volume")
 
 
 def _compare(claim: str, group: Group, slower: str, faster: str, size: int, work: str) -> Judged:
@@ -187,9 +180,9 @@ def growth(groups: Sequence[Group]) -> list[str]:
     """Return sentences on how latency grows with the ranks, for groups with a core per rank."""
     lines = []
     for library, name in LIBRARIES.items():
-        fitting = [g for g in groups if g.library == library and not g.is_oversubscribed]
+        fitting = [g for g in groups if g.engine == library and not g.is_oversubscribed]
         if len(fitting) < 2:
-            if any(group.library == library for group in groups):
+            if any(group.engine == library for group in groups):
                 lines.append(
                     f"- {name}: how latency grows with the ranks is not decided, since fewer than "
                     "two groups have a core for each rank."
@@ -216,11 +209,11 @@ def _growth(library: str, algorithm: str, least: Group, most: Group) -> str:
 def step_verdicts(steps: Sequence[Steps]) -> list[str]:
     """Return a sentence per model, ranks and library: fastest algorithm and what it gains."""
     lines = []
-    for key in dict.fromkeys((s.arm.model, s.arm.ranks, s.arm.library) for s in steps):
+    for key in dict.fromkeys((s.arm.model, s.arm.ranks, s.arm.engine) for s in steps):
         arms = {
             item.arm.algorithm: item
             for item in steps
-            if (item.arm.model, item.arm.ranks, item.arm.library) == key
+            if (item.arm.model, item.arm.ranks, item.arm.engine) == key
         }
         if "auto" not in arms or len(arms) < 2:
             continue

@@ -228,7 +228,7 @@ def test_steps_are_measured_where_each_rank_has_a_core(monkeypatch: pytest.Monke
 def test_the_arms_are_the_algorithms_that_their_library_has() -> None:
     compared = arms(StudyOptions(to="d", ranks="2").check(), "d", ["mpi", "horovod"])
     names = {
-        name: [arm.algorithm for arm in compared if arm.library == name]
+        name: [arm.algorithm for arm in compared if arm.engine == name]
         for name in ("mpi", "horovod")
     }
     assert names["horovod"] == list(ALGORITHMS)
