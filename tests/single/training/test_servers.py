@@ -62,15 +62,15 @@ def test_workers_that_run_ahead_make_the_same_number_of_steps(
     run = tmp_path / "run"
     slow = "slow step=2 rank=1 seconds=0.02 steps=20"
     more = ("--sync", sync, "--checkpoint-every", "7 steps", "--log-every", 1, "--inject", slow)
-    done = hvdtrain(*command(small_set, run, 3, *more))
+    done = hvdtrain(*command(small_set, run, 3, *more, "--epochs", 6))
     assert done.returncode == 0, done.stderr
-    assert [line["step"] for line in events_of(run, "step")] == list(range(1, 27))
+    assert [line["step"] for line in events_of(run, "step")] == list(range(1, 79))
     summary = summary_of(run)
     agreement = summary["agreement"]
     assert 0 < agreement["mean_staleness"] <= agreement["max_staleness"]
     assert agreement["max_staleness"] <= (2 if sync == "server:stale=2" else 32)
-    assert summary["final"]["test_loss"] < 2
-    done = hvdtrain(*command(small_set, run, 2, "--resume", "--epochs", 3, "--sync", sync))
+    assert summary["final"]["test_loss"] < 1.5  # without learning log 5 = 1.61
+    done = hvdtrain(*command(small_set, run, 2, "--resume", "--epochs", 7, "--sync", sync))
     assert done.returncode == 0, done.stderr
 
 
