@@ -33,7 +33,6 @@ import psutil
 from hvdtrain import data, launch
 
 RANKS, CLASSES = 2, 10
-SPIN = "while True: pass"
 LOADED = ("dp", "dp uneven", "mp", "adaptive")
 QUIET = ("dp", "adaptive")
 
@@ -80,25 +79,23 @@ def _run(arguments: str, source: Path, run: Path, busy: int, steps: int) -> floa
     command = [*pinned, *common.training(arguments, source, run)]
     environment = os.environ | common.AS_ROOT
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
-    load: list[subprocess.Popen[bytes]] = []
-    while process.poll() is None:
-        time.sleep(0.05)
-        done = _steps_done(run)
-        if not load and steps / 4 <= done < 3 * steps / 4:
-            spin = ["taskset", "-c", str(_core_of(process, 1)), sys.executable, "-c", SPIN]
-            load = [subprocess.Popen(spin) for _ in range(busy)]
-        if done >= 3 * steps / 4:
-            for spinner in load:
-                spinner.kill()
-    for spinner in load:
-        spinner.kill()
-    if process.returncode:
+    _wait_for(process, run, steps // 4)
+    if busy and process.poll() is None:
+        with common.busy(_core_of(process, 1), busy):
+            _wait_for(process, run, 3 * steps // 4)
+        if process.poll() is not None:
+            sys.exit("the run ended before its load did: use more --steps")
+    if process.wait():
         sys.exit(f"failed: {' '.join(command)}")
-    if busy and not load:
-        sys.exit("the run ended before its load started: use more --steps")
     _decisions(run)
     summary: dict[str, Any] = json.loads((run / "summary.json").read_text())
     return float(summary["train_seconds"])
+
+
+def _wait_for(job: "subprocess.Popen[bytes]", run: Path, steps: int) -> None:
+    """Wait until a run has done a number of steps, or has ended."""
+    while job.poll() is None and _steps_done(run) < steps:
+        time.sleep(0.05)
 
 
 def _steps_done(run: Path) -> int:

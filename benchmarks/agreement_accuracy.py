@@ -50,9 +50,7 @@ def _train(options: argparse.Namespace, method: str, seed: int) -> dict[str, flo
         way = "" if method == EXACT else f"--{method}"
         arguments = f"--model cnn --epochs {options.epochs} --ranks 2 --threads 1 --seed {seed}"
         command = common.training(f"{arguments} {way} --resume auto", options.data, run)
-        default = command.index("--optimizer")
-        del command[default : default + 4]  # the optimizer and rate of speed benchmarks
-        common.run_all([command], threads=1)
+        common.run_all([common.without_rate(command)], threads=1)
     summary = json.loads((run / "summary.json").read_text())
     sent = summary["agreement"]["sent_bytes_per_step"]
     return {"accuracy": summary["final"]["test_accuracy"], "sent": sent}

@@ -5,8 +5,8 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,25 @@ def training(arguments: str, data: Path, run: Path) -> list[str]:
     """Return the command of a training job that logs every step, or every `--log-every` steps."""
     command = f"train {arguments} --optimizer sgd --lr 0.01 --data {data} --run {run}"
     return [sys.executable, "-m", "hvdtrain", *command.split()]
+
+
+def without_rate(command: list[str]) -> list[str]:
+    """Return the command of a training job with the default optimizer and learning rate."""
+    start = command.index("--optimizer")
+    return [*command[:start], *command[start + 4 :]]
+
+
+@contextmanager
+def busy(core: int, processes: int = 1) -> Iterator[None]:
+    """Let processes that only compute share a core while the block runs."""
+    spin = ["taskset", "-c", str(core), sys.executable, "-c", "while True: pass"]
+    load = [subprocess.Popen(spin) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for process in load:
+            process.kill()
+            process.wait()
 
 
 def step_seconds(run: Path, batch_size: int) -> list[float]:
