@@ -6,7 +6,7 @@ does not import torch.
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,7 @@ from hvdtrain.errors import UsageError, on_one_line
 from hvdtrain.host.files import write_text
 from hvdtrain.host.harmless import parse_json
 from hvdtrain.planner.agreement import Coding
-from hvdtrain.planner.network import Contention, Curve, MeasuredNetwork, stacked
+from hvdtrain.planner.network import Contention, Curve, MeasuredNetwork, Stacked
 
 VERSION = 3  # of the files
 LARGEST = 64 * 2**20  # bytes: enough for 1,000 ranks with 100 components
@@ -75,12 +75,12 @@ class ComponentArrays(NamedTuple):
     """Seconds of all components of a rank, in model order: fp64 [components].
 
     Attributes:
-        forward, backward: return the array for a number of samples.
+        forward, backward: called with a number of samples, they return the array.
         update: of the optimizer.
     """
 
-    forward: Callable[[float], np.ndarray]
-    backward: Callable[[float], np.ndarray]
+    forward: Stacked
+    backward: Stacked
     update: np.ndarray
 
 
@@ -111,8 +111,8 @@ class RankTimes:
         """Return the times of all components as arrays."""
         times = self.components.values()
         return ComponentArrays(
-            forward=stacked([part.forward for part in times]),
-            backward=stacked([part.backward for part in times]),
+            forward=Stacked([part.forward for part in times]),
+            backward=Stacked([part.backward for part in times]),
             update=np.array([part.update for part in times]),
         )
 

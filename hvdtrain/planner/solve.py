@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hvdtrain.errors import UsageError
+from hvdtrain.host.memory import collection_paused
 from hvdtrain.plan.plan import Plan, Stage, pipeline, replicated
 from hvdtrain.planner.candidate import Candidate, play
 from hvdtrain.planner.cost import Question, activation_bytes, lasting_bytes, process_bytes
 from hvdtrain.planner.divide import UNFIT, Division
-from hvdtrain.planner.tables import divided, shares_of
+from hvdtrain.planner.tables import divided, refined_division, shares_of
 
 if TYPE_CHECKING:
     from hvdtrain.models.costs import ComponentCost
@@ -85,7 +86,8 @@ def solve(question: Question) -> Solution:
     Raises:
         UsageError: if nothing fits, naming the component and the shortage.
     """
-    allowed = [candidate for candidate in candidates(question) if question.allows(candidate.plan)]
+    with collection_paused():
+        allowed = [one for one in candidates(question) if question.allows(one.plan)]
     if not allowed:
         raise UsageError("every other plan changes over which samples batch norm normalises")
     played = {candidate.plan: candidate for candidate in reversed(allowed)}
@@ -208,6 +210,7 @@ def _divisions(question: Question, schedule: str) -> Iterator[Candidate]:
     divisions.sort(key=lambda entry: entry[0])
     for _, number, division in divisions[: 1 if is_large(question) else MOST_PLAYED]:
         if len(division.runs) > 1:
+            division = refined_division(question, schedule, number, division)
             yield play(question, _as_plan(question, division, number, schedule), "divided")
 
 
@@ -229,21 +232,18 @@ def lower_bound(question: Question) -> float:
     any number of samples. A rank is at most as fast as for the component at which it is closest to
     that.
     """
-    again = question.known.recomputed
-    rates = [
-        [
-            part.forward.least_per_unit * (2 if name in again else 1)
-            + part.backward.least_per_unit
-            for name, part in rank.components.items()
-        ]
-        for rank in question.known.profile.ranks
-    ]
-    least = [max(min(of_component), 1e-15) for of_component in zip(*rates, strict=True)]
-    speed: float = sum(
-        max(fewest / max(seconds, 1e-15) for fewest, seconds in zip(least, rank, strict=True))
-        for rank in rates
-    )
-    return float(question.batch_size * sum(least) / speed)
+    known = question.known
+    forwards = np.array([1 + (name in known.recomputed) for name in known.profile.names])
+    alike = {id(rank): rank.arrays for rank in known.profile.ranks}
+    rates = {
+        key: np.maximum(
+            forwards * times.forward.least_per_unit + times.backward.least_per_unit, 1e-15
+        )
+        for key, times in alike.items()
+    }
+    least = np.min(list(rates.values()), axis=0)
+    speed = sum(float((least / rates[id(rank)]).max()) for rank in known.profile.ranks)
+    return float(question.batch_size * least.sum() / speed)
 
 
 def _nothing_fits(question: Question, played: list[Candidate]) -> str:
