@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan, moves
 from hvdtrain.planner.candidate import play
-from hvdtrain.planner.cost import Question, held_memory, stage_seconds
+from hvdtrain.planner.cost import Question, stage_seconds
+from hvdtrain.planner.memory import held_memory
 from hvdtrain.planner.network import MeasuredNetwork
 from hvdtrain.planner.profile import Profile, RankTimes
 

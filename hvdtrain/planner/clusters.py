@@ -18,10 +18,12 @@ from hvdtrain.host.harmless import read_mapping
 from hvdtrain.options.nearest import nearest, unknown_key
 from hvdtrain.plan.plan import Plan, pipeline, replicated
 from hvdtrain.planner.candidate import Candidate, play
-from hvdtrain.planner.cost import OPTIMIZER_COPIES, Known, Question
+from hvdtrain.planner.cost import Known, Question
+from hvdtrain.planner.limits import GIB
+from hvdtrain.planner.memory import OPTIMIZER_COPIES
 from hvdtrain.planner.network import Contention, Curve, FreeNetwork, Line
 from hvdtrain.planner.profile import ComponentTimes, Profile, RankTimes
-from hvdtrain.planner.solve import GIB, lower_bound, numbers_of_stages, solve
+from hvdtrain.planner.solve import lower_bound, numbers_of_stages, solve
 
 if TYPE_CHECKING:
     from hvdtrain.models.costs import ComponentCost

@@ -96,6 +96,7 @@ class RankTimes:
         load: seconds of preparing images for the first component, by number of samples.
         resident_bytes: bytes of the process besides those counted for a model.
         activation_factor: real bytes of activations divided by the counted ones.
+        activation_spread: by how much this factor was larger at another number of samples.
         message_seconds: seconds of posting a receive, sending one byte and receiving it, besides
             the time of the network.
     """
@@ -105,6 +106,7 @@ class RankTimes:
     resident_bytes: int = 0
     message_seconds: float = 0.0
     activation_factor: float = 1.0
+    activation_spread: float = 0.0
 
     @cached_property
     def arrays(self) -> ComponentArrays:
@@ -124,6 +126,7 @@ class RankTimes:
             "resident_bytes": self.resident_bytes,
             "message_seconds": self.message_seconds,
             "activation_factor": self.activation_factor,
+            "activation_spread": self.activation_spread,
         }
 
     def with_coding(self, coding: Mapping[str, Mapping[str, Coding]]) -> "RankTimes":
@@ -303,6 +306,8 @@ def _rank(content: Mapping[str, Any], names: Sequence[str]) -> RankTimes:
         resident_bytes=int(_number(content["resident_bytes"])),
         message_seconds=_number(content["message_seconds"]),
         activation_factor=_number(content["activation_factor"], least=1.0),
+        # A file of an earlier version has none.
+        activation_spread=_number(content.get("activation_spread", 0.0)),
     )
 
 

@@ -6,9 +6,8 @@ number of micro-batches, and the plans that users know by name, are simulated wi
 the fastest plan that fits is chosen.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,19 +15,16 @@ from hvdtrain.errors import UsageError
 from hvdtrain.host.memory import collection_paused
 from hvdtrain.plan.plan import Plan, Stage, pipeline, replicated
 from hvdtrain.planner.candidate import Candidate, play
-from hvdtrain.planner.cost import Question, activation_bytes, lasting_bytes, process_bytes
+from hvdtrain.planner.cost import Question
 from hvdtrain.planner.divide import UNFIT, Division
+from hvdtrain.planner.limits import nothing_fits
 from hvdtrain.planner.tables import divided, refined_division, shares_of
-
-if TYPE_CHECKING:
-    from hvdtrain.models.costs import ComponentCost
 
 MOST_PLAYED = 3  # divisions that are simulated
 SPREAD = 1.03  # a division whose estimate exceeds the best by this factor will not win
 MANY = 1000  # components times ranks: above this, simulating one plan takes a second or more
 SHOWN = 5  # candidates to list beside the chosen one
 BETTER = 0.985  # a plan is preferred to a simpler one only if its time is less than this part
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -95,7 +91,7 @@ def solve(question: Question) -> Solution:
         candidate for candidate in played.values() if not candidate.shortage(question.limits)
     ]
     if not fitting:
-        raise UsageError(_nothing_fits(question, list(played.values())))
+        raise UsageError(nothing_fits(question, list(played.values())))
     ordered = sorted(fitting, key=lambda candidate: candidate.seconds)
     close = [
         candidate for candidate in fitting if BETTER * candidate.seconds <= ordered[0].seconds
@@ -115,7 +111,10 @@ def candidates(question: Question) -> Iterator[Candidate]:
     names, ranks = question.known.profile.names, question.ranks
     for number in _accumulations(question):
         plan = replicated(names, ranks, number, None)
-        yield play(question, plan, "single" if ranks == 1 else "dp")
+        alike = play(question, plan, "single" if ranks == 1 else "dp")
+        yield alike
+        if not alike.shortage(question.limits):
+            break
     if ranks == 1:
         return
     shares = shares_of(question, tuple(range(ranks)), question.batch_size)
@@ -154,7 +153,8 @@ def _accumulations(question: Question) -> list[int]:
     """Return the numbers of micro-batches for data parallelism: more than 1 only saves memory."""
     if question.microbatches:
         return [question.microbatches]
-    return [1] if question.limits is None else [1, 2, 4, 8]
+    # More of them need less memory, and a longer step.
+    return [1] if question.limits is None else [1, 2, 4, 8, 16, 32, 64]
 
 
 def _numbers_of_microbatches(question: Question) -> list[int]:
@@ -244,57 +244,3 @@ def lower_bound(question: Question) -> float:
     least = np.min(list(rates.values()), axis=0)
     speed = sum(float((least / rates[id(rank)]).max()) for rank in known.profile.ranks)
     return float(question.batch_size * least.sum() / speed)
-
-
-def _nothing_fits(question: Question, played: list[Candidate]) -> str:
-    """Return the message that names the component or the rank that does not fit."""
-    limits, ranks = question.limits or (), question.known.profile.ranks
-    left = [limit - rank.resident_bytes for limit, rank in zip(limits, ranks, strict=True)]
-    fullest = int(np.argmin(left))
-    if left[fullest] <= 0:
-        return (
-            f"no plan fits: the process of rank {fullest} alone holds "
-            f"{ranks[fullest].resident_bytes / GIB:.2f} GiB, and only "
-            f"{limits[fullest] / GIB:.2f} GiB are allowed after the reserve: raise --memory-limit"
-        )
-    emptiest = int(np.argmax(left))
-    # The most micro-batches that a plan has here: each of them has the fewest samples.
-    most = max(candidate.plan.microbatches for candidate in played)
-    rows = -(-question.batch_size // most)
-
-    def needed(cost: "ComponentCost") -> int:
-        return process_bytes(
-            lasting=lasting_bytes([cost], question.optimizer, replicas=1),
-            activations=activation_bytes([cost], rows, question.known.recomputed),
-            resident=0,
-            factor=ranks[emptiest].activation_factor,
-        )
-
-    largest = max(question.known.costs, key=needed)
-    if needed(largest) > left[emptiest]:
-        return (
-            f"no plan fits: {largest.name} alone needs {needed(largest) / GIB:.2f} GiB, "
-            f"{(needed(largest) - left[emptiest]) / GIB:.2f} GiB more than any rank has left: "
-            "raise --memory-limit"
-        )
-    return _closest(limits, played, lambda name: needed(question.known.by_name[name]))
-
-
-def _closest(
-    limits: Sequence[float], played: list[Candidate], needed: Callable[[str], float]
-) -> str:
-    """Return the message that names the plan closest to fitting; `needed` is by component."""
-    closest = min(played, key=lambda candidate: candidate.shortage(limits))
-    lacking = closest.shortage(limits)
-    fullest = int(np.argmax([a - b for a, b in zip(closest.rank_bytes, limits, strict=True)]))
-    held_there = [
-        name
-        for stage in closest.plan.stages_of(fullest)
-        for name in closest.plan.stages[stage].components
-    ]
-    heaviest = max(held_there, key=needed)
-    return (
-        f"no plan fits: the closest, {closest.name}, lacks {lacking / GIB:.2f} GiB on rank "
-        f"{fullest}, mostly for {heaviest}: raise --memory-limit, use --recompute all, "
-        "a smaller --batch-size or more ranks"
-    )

@@ -8,8 +8,9 @@ import numpy as np
 
 from hvdtrain.plan.schedule import most_in_flight
 from hvdtrain.planner.agreement import NONE
-from hvdtrain.planner.cost import Question, activation_bytes, lasting_bytes
+from hvdtrain.planner.cost import Question
 from hvdtrain.planner.divide import UNFIT, Division, Limit, Run, Times, divide, refined
+from hvdtrain.planner.memory import BUFFERS, activation_bytes, lasting_bytes
 
 ALIKE = 1.2  # measurements of equal ranks differ by up to this factor on a shared machine
 MOST_UNITS = 16  # groups of neighbouring ranks that a division distinguishes
@@ -101,9 +102,11 @@ class Tables:
             # Receiving activations at the start and gradients at the end does not overlap.
             np.where(self.valid, passing + receiving[:, None] + receiving[None, :], UNFIT),
             np.where(self.valid, reduced + update, UNFIT),
-            self._once("lasting", len(ranks), make=lambda: self._lasting(len(ranks))),
+            self._once("lasting", len(ranks), make=lambda: self._lasting(len(ranks)))
+            + max(rows) * BUFFERS * (self.crossing[:, None] + self.crossing[None, :]),
             self._once("activations", max(rows), make=lambda: self._activations(max(rows)))
-            * max(profile[rank].activation_factor for rank in ranks),
+            * max(profile[rank].activation_factor for rank in ranks)
+            + max(rows) * self.crossing[:, None],
             # The latencies of the input and of its gradient; the rank works meanwhile.
             np.where(self.valid & (self.crossing > 0)[:, None], 2 * latency, 0.0),
         )
