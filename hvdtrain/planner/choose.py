@@ -26,8 +26,9 @@ from hvdtrain.options.syncrequest import AUTO_SYNC
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.plan.passes import group_by_bytes
 from hvdtrain.plan.plan import Plan, replicated
+from hvdtrain.planner import clusters
 from hvdtrain.planner import profile as profiles
-from hvdtrain.planner.agreement import EXACT, NONE, agreement_of, rank_bytes
+from hvdtrain.planner.agreement import EXACT, NONE, agreement_of, rank_bytes, typical_coding
 from hvdtrain.planner.approximate import NOTHING_TO_SETTLE, Settled, settle, size
 from hvdtrain.planner.candidate import play
 from hvdtrain.planner.chain import Link
@@ -216,6 +217,22 @@ def question(config: TrainConfig, known: Known, ranks: int) -> Question:
         microbatches=config.microbatches,
         limits=None if limit is None else planned_limits(limit, ranks),
     )
+
+
+def predicted_question(subject: Subject, cluster_name: str, ranks: int) -> Question:
+    """Return the question for some ranks of a cluster; nothing is measured.
+
+    Raises:
+        UsageError: if there is no such cluster.
+    """
+    config, cluster = subject.config, clusters.load(cluster_name, ranks)
+    predicted = clusters.question_of(
+        cluster, subject.costs, config.batch_size, config.optimizer, subject.recomputed
+    )
+    coding = typical_coding(subject.methods, subject.costs, 1e9 * cluster.memory_gbytes)
+    profile = predicted.known.profile.with_coding(coding)
+    known = replace(predicted.known, profile=profile)
+    return replace(question(config, known, ranks), limits=predicted.limits)
 
 
 def _schedules(config: TrainConfig, names: Sequence[str]) -> Collection[str]:
