@@ -134,7 +134,7 @@ class Sweep:
         lines = [
             f"{self.model}, {self.batch_size} images per step on any number of ranks; cost of "
             f"{EPOCHS} epochs of {IMAGES:,} images in {self.unit}",
-            f"{'':>7}{'speed-up':^36}{'':>3}{'cost':^36}",
+            f"{'':>7}{'speed-up':^36}{'':>3}{'cost':^36}".rstrip(),
             f"{'ranks':>7}" + ("".join(f"{name:>9}" for name in names) + "   ") * 2 + "plan",
         ]
         speedups = [self.speedups(name) for name in names]

@@ -37,7 +37,7 @@ def test_one_replica_takes_as_long_as_the_whole_plan(stages: int, number: int) -
 
 
 def test_the_point_where_another_plan_wins_is_named() -> None:
-    """On a slow network pipelines win on many ranks, because they sum less between nodes."""
+    """Pipelines win on many ranks of a slow network."""
     swept = sweep("resnet18", question, 16)
     assert list(swept.points) == [1, 2, 4, 8, 16]
     winners = swept.winners()
