@@ -29,8 +29,14 @@ def plan_simulate(arguments: Sequence[str], **values: Any) -> int:
     """Simulate a plan for a model with times measured on this machine."""
     in_one_process("plan simulate")
     from hvdtrain.planner import show
+    from hvdtrain.planner.sweep import Sweep
 
-    simulation = show.simulate(PlanConfig(**values))
+    config = PlanConfig(**values)
+    simulation = show.simulate(config)
+    if config.picture is not None and isinstance(simulation, Sweep):
+        from hvdtrain.study.plots import draw_sweep
+
+        draw_sweep(simulation, Path(config.picture))
     print(as_json(simulation.as_json()) if values["json"] else simulation.as_text())
     return 0
 

@@ -150,8 +150,15 @@ def share_rows(
     Micro-batch k is the k-th contiguous slice of the batch, split evenly, and replicas take
     contiguous shares of it. Positions are those of the epoch's order.
     """
-    ranges = []
+    return replica_rows(start, stop, microbatches, shares)[replica]
+
+
+def replica_rows(
+    start: int, stop: int, microbatches: int, shares: Sequence[int]
+) -> list[list[Range]]:
+    """Return `share_rows` of all replicas, in their order."""
+    ranges: list[list[Range]] = [[] for _ in shares]
     for first, last in split(stop - start, [1] * microbatches):
-        low, high = split(last - first, shares)[replica]
-        ranges.append((start + first + low, start + first + high))
+        for replica_ranges, (low, high) in zip(ranges, split(last - first, shares), strict=True):
+            replica_ranges.append((start + first + low, start + first + high))
     return ranges

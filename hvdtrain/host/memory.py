@@ -1,8 +1,10 @@
-"""Settings of the C library's allocator, and the number of out-of-memory kills by the kernel."""
+"""Memory: the C library's allocator, Python's collector, out-of-memory kills by the kernel."""
 
 import ctypes
+import gc
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 # glibc's malloc.h
@@ -39,6 +41,21 @@ def return_freed_memory() -> None:
     """Return freed memory to the system once, before allocations of other sizes."""
     with suppress(AttributeError, OSError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """Pause Python's search for garbage that refers to itself, inside of the context.
+
+    It visits all objects again and again while millions without such references are made.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def processes_ended_for_memory() -> int:

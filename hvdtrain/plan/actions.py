@@ -8,6 +8,7 @@ import csv
 import io
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from hvdtrain.errors import UsageError
@@ -24,6 +25,7 @@ PER_STAGE = ("REDUCE", "STEP")
 _OTHER_SIDE = {"SEND_F": "RECV_F", "SEND_B": "RECV_B", "RECV_F": "SEND_F", "RECV_B": "SEND_B"}
 _UPSTREAM = ("SEND_F", "RECV_B")  # of the stage before a boundary; activations flow downstream
 
+MOST_CACHED = 2**16  # actions whose neighbours are kept: many ranks run the same ones
 _FORM = re.compile(rf"(\d+)({'|'.join((*PER_MICROBATCH, *PER_STAGE))})(\d+)?")
 
 
@@ -76,7 +78,8 @@ def last_backward(actions: Sequence[Action], stage: int) -> Action | None:
     return next((a for a in reversed(actions) if a.stage == stage and a.kind in WEIGHTS), None)
 
 
-def inputs(action: Action, last: int) -> list[tuple[Action, ...]]:
+@lru_cache(MOST_CACHED)
+def inputs(action: Action, last: int) -> tuple[tuple[Action, ...], ...]:
     """Return the inputs of a compute action in a plan whose last stage is `last`.
 
     The action needs one action of each tuple. Data of another stage is represented by the action
@@ -84,11 +87,11 @@ def inputs(action: Action, last: int) -> list[tuple[Action, ...]]:
     """
     stage, kind, k = action
     if kind == "F":
-        return [(Action(stage - 1, "F", k),)] if stage else []
+        return ((Action(stage - 1, "F", k),),) if stage else ()
     if kind == "W":
-        return [(Action(stage, "I", k),)]
-    after = [(Action(stage + 1, "B", k), Action(stage + 1, "I", k))] if stage < last else []
-    return [(Action(stage, "F", k),), *after]
+        return ((Action(stage, "I", k),),)
+    after = ((Action(stage + 1, "B", k), Action(stage + 1, "I", k)),) if stage < last else ()
+    return ((Action(stage, "F", k),), *after)
 
 
 def boundary(stage: int, kind: str) -> int:
@@ -112,6 +115,7 @@ def peers(cut: Cut, rank: int, action: Action) -> tuple[int, ...]:
     return known.get((boundary(action.stage, action.kind), action.microbatch, rank), ())
 
 
+@lru_cache(MOST_CACHED)
 def receipt_for(action: Action, last: int) -> Action | None:
     """Return the RECV whose data a compute action uses; None if it uses no other stage's data."""
     stage, kind, k = action
@@ -132,6 +136,7 @@ def send_after(action: Action, last: int) -> Action | None:
     return None
 
 
+@lru_cache(MOST_CACHED)
 def partner(action: Action) -> Action:
     """Return the neighbouring stage's RECV of a SEND, or its SEND of a RECV."""
     stage, kind, k = action

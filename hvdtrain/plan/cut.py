@@ -125,13 +125,11 @@ def _by_rank(pairs: Iterable[tuple[int, int, Piece]]) -> Peers:
 def cut(plan: Plan, batch_size: int) -> Cut:
     """Cut a global batch; use fewer micro-batches if it is too small for the plan's number."""
     number = _microbatches(plan, batch_size)
-    parts = tuple(
-        {
-            rank: tuple(order.share_rows(0, batch_size, number, stage.shares, replica))
-            for replica, rank in enumerate(stage.ranks)
-        }
-        for stage in plan.stages
-    )
+    rows = {
+        shares: [tuple(ranges) for ranges in order.replica_rows(0, batch_size, number, shares)]
+        for shares in {stage.shares for stage in plan.stages}
+    }
+    parts = tuple(dict(zip(stage.ranks, rows[stage.shares], strict=True)) for stage in plan.stages)
     pieces = {
         (stage, k): tuple(_pieces(parts, stage, k))
         for stage in range(plan.last)

@@ -123,14 +123,16 @@ def completions(schedule: Schedule, plan: Plan) -> dict[Action, int]:
     ends: dict[Action, int] = {}
     free = dict.fromkeys(schedule, 0)
     position = dict.fromkeys(schedule, 0)
-    left = {rank for rank, actions in schedule.items() if actions}
+    members = _representatives(schedule, plan)
+    together = {rank for ranks in members for rank in ranks}
+    left = {rank for rank in together if schedule[rank]}
     while left:
         before = len(ends)
         for rank in sorted(left):
             if rank not in left:
                 continue
             action = schedule[rank][position[rank]]
-            ranks = plan.stages[action.stage].ranks
+            ranks = members[action.stage]
             if not all(_head(schedule, position, other) == action for other in ranks):
                 continue
             ready = [[ends[a] for a in needs if a in ends] for needs in inputs(action, plan.last)]
@@ -147,6 +149,21 @@ def completions(schedule: Schedule, plan: Plan) -> dict[Action, int]:
             stuck = (f"rank {rank} at {schedule[rank][position[rank]]}" for rank in sorted(left))
             raise ScheduleError(f"the schedule hangs: {', '.join(stuck)}")
     return ends
+
+
+def _representatives(schedule: Schedule, plan: Plan) -> list[tuple[int, ...]]:
+    """Return the ranks of each stage; if all of them run the same actions, only the first.
+
+    They do if each of them holds the same stages. A plan may have hundreds of replicas.
+    """
+    held = [stage.ranks for stage in plan.stages]
+    groups = set(held)
+    is_shared = sum(map(len, groups)) != len(set().union(*groups))
+    if is_shared or any(
+        schedule[rank] != schedule[ranks[0]] for ranks in groups for rank in ranks
+    ):
+        return held
+    return [ranks[:1] for ranks in held]
 
 
 def _head(schedule: Schedule, position: dict[int, int], rank: int) -> Action | None:

@@ -155,6 +155,9 @@ class Mark(NamedTuple):
     is_start: bool = False
 
 
+EVERYONE = -1  # the rank of a mark that is set once all replicas have reached a REDUCE
+
+
 class Deadlock(ScheduleError):
     """Ranks that wait for each other.
 
@@ -180,6 +183,7 @@ class _Run:
         marks: the times of the marks that are set.
         waiting: the ranks that wait for a mark.
         runnable: the ranks that may continue.
+        reached: when replicas have reached a REDUCE.
     """
 
     plan: Plan
@@ -192,11 +196,26 @@ class _Run:
     waiting: dict[Mark, list[int]] = field(default_factory=lambda: defaultdict(list))
     events: dict[int, list[Event]] = field(default_factory=lambda: defaultdict(list))
     runnable: deque[int] = field(default_factory=deque)
+    reached: dict[Action, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def set(self, mark: Mark, time: float) -> None:
         """Set a mark and let the ranks continue that wait for it."""
         self.marks[mark] = time
         self.runnable.extend(self.waiting.pop(mark, ()))
+
+    def count_reduction(self, action: Action, time: float) -> None:
+        """Set the mark of a REDUCE that all replicas have reached, once the last one has."""
+        self.reached[action].append(time)
+        if len(self.reached[action]) == len(self.plan.stages[action.stage].ranks):
+            self.set(Mark(EVERYONE, action), max(self.reached[action]))
+
+    def missing(self, mark: Mark) -> Mark:
+        """Return a mark of one rank that is not set, for a mark that is not set."""
+        if mark.rank != EVERYONE:
+            return mark
+        ranks = self.plan.stages[mark.action.stage].ranks
+        marks = (Mark(rank, mark.action) for rank in ranks)
+        return next(one for one in marks if one not in self.marks)
 
 
 def simulate(
@@ -236,7 +255,9 @@ def simulate(
             clock[rank] = _perform(run, rank, action, clock[rank], start)
             position[rank] += 1
     if stuck:
-        raise Deadlock(dict(sorted(stuck.items())))
+        raise Deadlock(
+            {rank: (action, run.missing(mark)) for rank, (action, mark) in sorted(stuck.items())}
+        )
     return Timeline(tuple(event for rank in sorted(schedule) for event in run.events[rank]))
 
 
@@ -271,6 +292,8 @@ def _perform(run: _Run, rank: int, action: Action, before: float, start: float) 
     if not is_communication:
         run.events[rank].append(Event(rank, action, communicated, end, "compute"))
     run.set(Mark(rank, action), end)
+    if action.kind == "REDUCE":
+        run.count_reduction(action, end)
     return end
 
 
@@ -285,8 +308,7 @@ def _needs(run: _Run, rank: int, action: Action) -> list[tuple[Mark, float]]:
     if kind in SENDS and run.rendezvous:
         return [(Mark(peer, partner(action)), 0.0) for peer in peers(run.cut, rank, action)]
     if kind == "STEP":
-        seconds, reduction = run.costs.reduce(stage), Action(stage, "REDUCE")
-        return [(Mark(other, reduction), seconds) for other in run.plan.stages[stage].ranks]
+        return [(Mark(EVERYONE, Action(stage, "REDUCE")), run.costs.reduce(stage))]
     return []
 
 

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan, moves
 from hvdtrain.planner.candidate import play
-from hvdtrain.planner.cost import Question, held_memory, stage_seconds
+from hvdtrain.planner.cost import Question, stage_seconds
+from hvdtrain.planner.memory import held_memory
 from hvdtrain.planner.network import MeasuredNetwork
 from hvdtrain.planner.profile import Profile, RankTimes
 
@@ -20,6 +21,7 @@ SETTLING = 3  # steps to ignore after a migration: they are slower than usual
 # A rank's own time, or the time that all ranks wait, must change by this factor. KungFu (Mai et
 # al., OSDI 2020) acts when throughput falls below 0.8 of its former value.
 DRIFT = 1.2
+UNIFORM = 1.1  # the ratios of ranks and step differ by less than this if the machine drifts
 # A drift counts when the sum of log(ratio / DRIFT) x seconds reaches this value (Page, "Continuous
 # inspection schemes", Biometrika 1954): after 1 s at a ratio of 2, after 4 s at 1.35. A processor
 # whose speed fluctuates does not cause a migration.
@@ -41,12 +43,14 @@ class Drift:
         own_seconds: seconds per step of each rank, without waiting for other ranks.
         step_seconds: seconds per step.
         is_waiting: the ranks wait longer, for the network or for each other.
+        is_uniform: all ranks, and the whole step, are slower or faster by about the same factor.
     """
 
     cause: str
     own_seconds: tuple[float, ...]
     step_seconds: float
     is_waiting: bool = False
+    is_uniform: bool = False
 
 
 @dataclass
@@ -133,11 +137,14 @@ class Watch:
             part = (now[-2] - self.base[-2]) / self.base[-1]
             cause = f"ranks wait {part:.0%} of a step longer than the plan assumed"
             return Drift(cause, own_seconds, step_seconds, is_waiting=True)
+        ratios = np.append(now[:-2], now[-1]) / np.append(self.base[:-2], self.base[-1])
+        is_uniform = bool(ratios.max() < UNIFORM * ratios.min())
         rank = kind % ranks
-        ratio = now[rank] / self.base[rank]
+        ratio = ratios[-1] if is_uniform else ratios[rank]
         speed = f"{ratio:.2f}x slower" if ratio > 1 else f"{1 / ratio:.2f}x faster"
-        cause = f"rank {rank} is {speed} than the plan assumed"
-        return Drift(cause, own_seconds, step_seconds)
+        who = "all ranks are" if is_uniform else f"rank {rank} is"
+        cause = f"{who} {speed} than the plan assumed"
+        return Drift(cause, own_seconds, step_seconds, is_uniform=is_uniform)
 
 
 def calibrated(
@@ -226,6 +233,10 @@ def decide(
         )
     return Decision(True, f"{comparison}, and the migration takes {migration_seconds:.1f} s")
 
+
+ALIKE = Decision(
+    False, "all ranks and the network drift alike: the profile follows, no plan gains by it"
+)
 
 MOST_DIFFERENCE = (
     2.0  # a component may deviate from its rank by this factor; more is a disturbance

@@ -17,12 +17,15 @@ from hvdtrain.plan.simulate import Costs, Timeline, draw, simulate
 from hvdtrain.plan.validate import validate
 from hvdtrain.planner.cost import (
     Known,
-    Memory,
     Question,
+    plan_costs,
+)
+from hvdtrain.planner.memory import (
+    BUFFERS,
+    Memory,
     activation_bytes,
     held_memory,
     lasting_bytes,
-    plan_costs,
     process_bytes,
 )
 from hvdtrain.planner.profile import RankTimes
@@ -248,7 +251,18 @@ class Candidate:
         return sum(
             lasting_bytes([costs[name] for name in stage.components], optimizer, len(stage.ranks))
             for stage in stages
+        ) + sum(self._buffer_bytes(rank, number) for number in self.plan.stages_of(rank))
+
+    def _buffer_bytes(self, rank: int, number: int) -> int:
+        """Return the bytes of a stage's inputs and gradients at its boundaries."""
+        plan, pieces, costs = self.plan, self.overview.cut, self.overview.costs
+        rows = max(pieces.rows(number, rank, k) for k in range(pieces.microbatches))
+        before, behind = (
+            costs[plan.stages[stage].components[-1]].output_bytes if 0 <= stage < plan.last else 0
+            for stage in (number - 1, number)
         )
+        in_flight = self.overview.timeline.peak_in_flight.get((rank, number), 0)
+        return rows * ((in_flight + BUFFERS) * before + BUFFERS * behind)
 
     @property
     def own_seconds(self) -> tuple[float, ...]:

@@ -26,14 +26,17 @@ from hvdtrain.options.syncrequest import AUTO_SYNC
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.plan.passes import group_by_bytes
 from hvdtrain.plan.plan import Plan, replicated
+from hvdtrain.planner import clusters
 from hvdtrain.planner import profile as profiles
-from hvdtrain.planner.agreement import EXACT, NONE, agreement_of, rank_bytes
+from hvdtrain.planner.agreement import EXACT, NONE, agreement_of, rank_bytes, typical_coding
 from hvdtrain.planner.approximate import NOTHING_TO_SETTLE, Settled, settle, size
 from hvdtrain.planner.candidate import play
 from hvdtrain.planner.chain import Link
 from hvdtrain.planner.coding import measure_coding
-from hvdtrain.planner.cost import Known, Question, activation_bytes, held_memory
+from hvdtrain.planner.cost import Known, Question
+from hvdtrain.planner.limits import GIB, planned_limits, with_margin
 from hvdtrain.planner.measure import Setting, measure_rank, measured_sizes
+from hvdtrain.planner.memory import activation_bytes, held_memory
 from hvdtrain.planner.network import MeasuredNetwork
 from hvdtrain.planner.probe import (
     Start,
@@ -43,13 +46,12 @@ from hvdtrain.planner.probe import (
     started_mpi_sum,
 )
 from hvdtrain.planner.profile import Profile, RankTimes
-from hvdtrain.planner.solve import GIB, Solution, solve
+from hvdtrain.planner.solve import Solution, solve
 from hvdtrain.planner.subject import Subject
 from hvdtrain.sync.engine import reduction_library
 from hvdtrain.sync.mpi import MPICollectives
 from hvdtrain.world import World, communicator_among, temporary_horovod
 
-RESERVE = 0.15  # share of a memory limit for memory that is not counted: up to 0.106 was measured
 MORE = 2  # factor on the counted activations before anything is measured
 
 
@@ -115,6 +117,11 @@ def _of_solution(problem: Question, solution: Solution) -> Choice:
     plan, agreement = solution.chosen.plan, problem.known.agreement
     sent = rank_bytes(agreement, plan, problem.known.by_name)
     remarks = solution.reasons()
+    if problem.limits is not None:
+        remarks.append(
+            f"memory: a rank needs up to {max(solution.chosen.rank_bytes) / GIB:.2f} GiB "
+            f"(predicted, of {min(problem.limits) / GIB:.2f} GiB after the reserve)"
+        )
     if agreement != EXACT:
         remarks.append(f"to agree, a rank sends up to {size(max(sent))} per step (predicted)")
     seconds, mean = solution.chosen.seconds, statistics.mean(sent)
@@ -200,6 +207,7 @@ def question(config: TrainConfig, known: Known, ranks: int) -> Question:
     return Question(
         replace(
             known,
+            profile=known.profile if limit is None else with_margin(known.profile),
             is_synchronised=config.batch_norm == "sync",
             agreement=agreement_of(config),
         ),
@@ -207,8 +215,24 @@ def question(config: TrainConfig, known: Known, ranks: int) -> Question:
         config.optimizer,
         schedules=_schedules(config, [cost.name for cost in known.costs]),
         microbatches=config.microbatches,
-        limits=None if limit is None else ((1 - RESERVE) * limit * GIB,) * ranks,
+        limits=None if limit is None else planned_limits(limit, ranks),
     )
+
+
+def predicted_question(subject: Subject, cluster_name: str, ranks: int) -> Question:
+    """Return the question for some ranks of a cluster; nothing is measured.
+
+    Raises:
+        UsageError: if there is no such cluster.
+    """
+    config, cluster = subject.config, clusters.load(cluster_name, ranks)
+    predicted = clusters.question_of(
+        cluster, subject.costs, config.batch_size, config.optimizer, subject.recomputed
+    )
+    coding = typical_coding(subject.methods, subject.costs, 1e9 * cluster.memory_gbytes)
+    profile = predicted.known.profile.with_coding(coding)
+    known = replace(predicted.known, profile=profile)
+    return replace(question(config, known, ranks), limits=predicted.limits)
 
 
 def _schedules(config: TrainConfig, names: Sequence[str]) -> Collection[str]:

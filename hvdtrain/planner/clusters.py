@@ -18,10 +18,12 @@ from hvdtrain.host.harmless import read_mapping
 from hvdtrain.options.nearest import nearest, unknown_key
 from hvdtrain.plan.plan import Plan, pipeline, replicated
 from hvdtrain.planner.candidate import Candidate, play
-from hvdtrain.planner.cost import OPTIMIZER_COPIES, Known, Question
+from hvdtrain.planner.cost import Known, Question
+from hvdtrain.planner.limits import GIB
+from hvdtrain.planner.memory import OPTIMIZER_COPIES
 from hvdtrain.planner.network import Contention, Curve, FreeNetwork, Line
 from hvdtrain.planner.profile import ComponentTimes, Profile, RankTimes
-from hvdtrain.planner.solve import GIB, lower_bound, numbers_of_stages, solve
+from hvdtrain.planner.solve import lower_bound, numbers_of_stages, solve
 
 if TYPE_CHECKING:
     from hvdtrain.models.costs import ComponentCost
@@ -299,7 +301,7 @@ class StrategyTable:
             "ms per step": [f"{1e3 * column.candidate.seconds:.2f}" for column in self.columns],
             "peak memory GiB": [f"{column.peak_bytes / GIB:.2f}" for column in self.columns],
             "communication %": [f"{100 * column.communication:.1f}" for column in self.columns],
-            "stages x replicas": [_shape(column.candidate.plan) for column in self.columns],
+            "stages x replicas": [shape(column.candidate.plan) for column in self.columns],
             "micro-batches": [str(column.candidate.plan.microbatches) for column in self.columns],
         }
         heads = "".join(f"{column.name:>14}" for column in self.columns)
@@ -327,7 +329,7 @@ class StrategyTable:
         return self.columns[0].candidate.seconds / column.candidate.seconds
 
 
-def _shape(plan: Plan) -> str:
+def shape(plan: Plan) -> str:
     """Return the shape of a plan such as 4x2, or 3:1,1 if stages differ."""
     numbers = [len(stage.ranks) for stage in plan.stages]
     if len(set(numbers)) == 1:

@@ -10,6 +10,8 @@ from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from hvdtrain.plan.actions import (
     RECEIPTS,
     SENDS,
@@ -30,6 +32,7 @@ from hvdtrain.planner.agreement import (
     NONE,
     Agreement,
     Coding,
+    load_bytes,
     reductions,
 )
 from hvdtrain.planner.network import Network
@@ -37,6 +40,8 @@ from hvdtrain.planner.profile import ComponentTimes, Profile
 
 if TYPE_CHECKING:
     from hvdtrain.models.costs import ComponentCost
+
+FEW = 8  # components: the seconds of more are added up as arrays
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,29 @@ class Known:
         latency = max(self.latency_seconds(*pair) for pair in pairwise(ranks))
         message = max(self.profile.ranks[rank].message_seconds for rank in ranks)
         return math.ceil(math.log2(len(ranks))) * (latency + message)
+
+    @cached_property
+    def place(self) -> Mapping[str, int]:
+        """Return the places of the components in the model, by name."""
+        return {cost.name: number for number, cost in enumerate(self.costs)}
+
+    @cached_property
+    def is_recomputed(self) -> np.ndarray:
+        """Return which components are recomputed: bool [components]."""
+        return np.array([cost.name in self.recomputed for cost in self.costs])
+
+    @cached_property
+    def load_bytes(self) -> Callable[[int], Sequence[float]]:
+        """Return a function from a number of replicas to `load_bytes` of each component."""
+        if self.agreement == EXACT:  # the all-reduce of all that is summed, for any number
+            return lambda replicas: self._summed_bytes
+        return cache(
+            lambda replicas: [load_bytes(self.agreement, [cost], replicas) for cost in self.costs]
+        )
+
+    @cached_property
+    def _summed_bytes(self) -> Sequence[float]:
+        return [load_bytes(self.agreement, [cost], 2) for cost in self.costs]
 
     @cached_property
     def by_name(self) -> "Mapping[str, ComponentCost]":
@@ -190,8 +218,20 @@ def stage_seconds(
     known: Known, rank: int, components: Sequence[str], kind: str, rows: int
 ) -> float:
     """Return the seconds of an action of `kind` (F, B, I or W) on some components and samples."""
+    if kind in "FB" and len(components) > FEW:
+        seconds = _whole_seconds(known, rank, kind, rows)
+        return float(seconds[[known.place[name] for name in components]].sum())
     times = known.profile.ranks[rank].components
     return sum(_seconds(times[name], kind, rows, name in known.recomputed) for name in components)
+
+
+def _whole_seconds(known: Known, rank: int, kind: str, rows: int) -> np.ndarray:
+    """Return the seconds of F or B of every component: fp64 [components]."""
+    times = known.profile.ranks[rank].arrays
+    if kind == "F":
+        return times.forward(rows)
+    seconds: np.ndarray = times.backward(rows) + known.is_recomputed * times.forward(rows)
+    return seconds
 
 
 def _seconds(times: ComponentTimes, kind: str, rows: int, is_recomputed: bool) -> float:
@@ -285,15 +325,17 @@ def _ready_times(
     The result is in seconds from the start of the last backward.
     """
     last, ranks = cut.microbatches - 1, plan.stages[stage].ranks
-    gather = known.gather_seconds(ranks)
-    slowest = [0.0] * len(backwards)
+    places = [known.place[name] for name in backwards]
+    gathering = known.gather_seconds(ranks) * np.array(
+        [known.costs[place].batch_norms for place in places], float
+    )
+    slowest = np.zeros(len(places))
     for rank in ranks:
-        rows, now = cut.rows(stage, rank, last), 0.0
-        for place, name in enumerate(backwards):
-            now += stage_seconds(known, rank, [name], "B", rows) if rows else 0.0
-            now += gather * known.by_name[name].batch_norms
-            slowest[place] = max(slowest[place], now)
-    return slowest
+        rows = cut.rows(stage, rank, last)
+        seconds = _whole_seconds(known, rank, "B", rows)[places] if rows else 0.0
+        slowest = np.maximum(slowest, np.cumsum(seconds + gathering))
+    ready: list[float] = slowest.tolist()
+    return ready
 
 
 def exposed_seconds(
@@ -316,70 +358,3 @@ def exposed_seconds(
         rest = length - overlap / reduce
         ended = now + overlap + rest
     return max(ended, computed + late) - computed
-
-
-OPTIMIZER_COPIES = {"sgd": 1, "adam": 2, "adamw": 2}  # copies of the parameters
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes that a rank holds; activations at their peak."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    activations: int
-
-    @property
-    def total(self) -> int:
-        """Return the sum of all parts."""
-        return self.parameters + self.gradients + self.optimizer + self.activations
-
-
-def held_memory(costs: "Iterable[ComponentCost]", optimizer: str, activations: int = 0) -> Memory:
-    """Return the memory of components between steps, and of `activations` bytes."""
-    costs = list(costs)
-    weights = sum(cost.parameter_bytes for cost in costs)
-    buffers = sum(cost.buffer_bytes for cost in costs)
-    return Memory(weights + buffers, weights, OPTIMIZER_COPIES[optimizer] * weights, activations)
-
-
-def lasting_bytes(costs: "Iterable[ComponentCost]", optimizer: str, replicas: int) -> int:
-    """Return the bytes that the components of a stage need in every step, whatever its samples.
-
-    Besides what they hold, there are temporary copies. A checkpoint is written from a copy while
-    training continues; each replica writes its share. Horovod copies the gradients if there are
-    replicas.
-    """
-    costs = list(costs)
-    copies = (1 + OPTIMIZER_COPIES[optimizer]) / replicas + (replicas > 1)
-    copied = sum(round(copies * cost.parameter_bytes) for cost in costs)
-    return held_memory(costs, optimizer).total + copied
-
-
-def activation_bytes(
-    costs: "Iterable[ComponentCost]", rows: int, recomputed: Collection[str] = ()
-) -> int:
-    """Return the bytes that a forward of `rows` samples keeps for its backward.
-
-    Components that are recomputed keep only their output.
-    """
-    if not rows:
-        return 0
-    return sum(
-        rows * cost.output_bytes
-        + (0 if cost.name in recomputed else rows * cost.saved_bytes + cost.fixed_bytes)
-        for cost in costs
-    )
-
-
-def process_bytes(lasting: float, activations: float, resident: int, factor: float) -> int:
-    """Return the bytes of a rank's process with some components.
-
-    Args:
-        lasting: result of `lasting_bytes`.
-        activations: result of `activation_bytes` for all micro-batches in flight.
-        resident, factor: bytes of the process besides, and real bytes of activations divided by
-            the counted ones, as in `RankTimes`.
-    """
-    return round(resident + lasting + factor * activations)

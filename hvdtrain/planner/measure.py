@@ -91,7 +91,7 @@ def measure_rank(chains: Sequence[Sequence[str]], setting: Setting, world: World
     components: dict[str, ComponentTimes] = {}
     first: dict[int, Seconds] = {}
     before, most_activations = setting.held(), -1
-    resident, factor = before, 1.0
+    memory = Memory(before, 1.0)
     for number, names in enumerate(chains):
         chain = Chain(
             links=[setting.build(name) for name in names],
@@ -106,7 +106,7 @@ def measure_rank(chains: Sequence[Sequence[str]], setting: Setting, world: World
         activations = setting.counted(names, largest) - setting.counted(names, 0)
         if activations > most_activations:  # the chain with the most is the most accurate one
             most_activations = activations
-            resident, factor = _memory(names, setting, before, measured.held)
+            memory = memory_of(partial(setting.counted, names), before, measured.held)
         components |= {name: _times(measured, place) for place, name in enumerate(names)}
         first = first or measured.whole
         source = partial(_first_rows, chain.emitted(largest))
@@ -116,7 +116,8 @@ def measure_rank(chains: Sequence[Sequence[str]], setting: Setting, world: World
     load = Curve.of(first, [float(np.median(seconds.load)) for seconds in first.values()])
     message = np.median([float(np.median(seconds.message)) for seconds in first.values()])
     # Memory that was added later stays allocated, such as kernels for all sizes.
-    return RankTimes(components, load, max(resident, setting.held()), float(message), factor)
+    resident = max(memory.resident, setting.held())
+    return RankTimes(components, load, resident, float(message), memory.factor, memory.spread)
 
 
 def _first_rows(activations: Tensor, rows: int) -> Tensor:
@@ -145,19 +146,42 @@ def _split_sizes(sizes: Sequence[int]) -> Sequence[int]:
     return sizes[-4:-1:2] or sizes
 
 
-def _memory(
-    names: Sequence[str], setting: Setting, before: int, held: Mapping[int, int]
-) -> tuple[int, float]:
-    """Return the bytes of the process besides the counted ones, and the factor of activations.
+class Memory(NamedTuple):
+    """The memory of a rank in a measurement.
 
-    The factor is that of real to counted bytes.
+    Attributes:
+        resident: bytes of the process besides the counted ones.
+        factor: real bytes of activations divided by the counted ones, at the most samples.
+        spread: by how much the factor was larger at half as many samples.
     """
-    fewest, most = min(held), max(held)
-    lasting, counted = setting.counted(names, 0), setting.counted(names, fewest)
-    more, factor = setting.counted(names, most) - counted, 1.0
-    if more >= TELLING_BYTES:
-        factor = min(MOST_MORE, max(1.0, (held[most] - held[fewest]) / more))
-    return max(before, round(held[fewest] - lasting - factor * (counted - lasting))), factor
+
+    resident: int
+    factor: float
+    spread: float = 0.0
+
+
+def memory_of(counted: Callable[[int], int], before: int, held: Mapping[int, int]) -> Memory:
+    """Return the memory of a rank.
+
+    Args:
+        counted: returns the counted bytes of the measured components with some samples.
+        before: bytes of the process before the measurement.
+        held: bytes of the process by number of samples.
+    """
+    sizes = sorted(held)
+    fewest, most = sizes[0], sizes[-1]
+    lasting, at_fewest = counted(0), counted(fewest)
+
+    def factor_at(rows: int) -> float:
+        more = counted(rows) - at_fewest
+        if more < TELLING_BYTES:
+            return 1.0
+        return min(MOST_MORE, max(1.0, (held[rows] - held[fewest]) / more))
+
+    factor = factor_at(most)
+    spread = max(0.0, factor_at(sizes[-2:][0]) - factor)
+    resident = round(held[fewest] - lasting - factor * (at_fewest - lasting))
+    return Memory(max(before, resident), factor, spread)
 
 
 def _times(measured: Measured, place: int) -> ComponentTimes:

@@ -6,7 +6,7 @@ does not import torch.
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,7 @@ from hvdtrain.errors import UsageError, on_one_line
 from hvdtrain.host.files import write_text
 from hvdtrain.host.harmless import parse_json
 from hvdtrain.planner.agreement import Coding
-from hvdtrain.planner.network import Contention, Curve, MeasuredNetwork, stacked
+from hvdtrain.planner.network import Contention, Curve, MeasuredNetwork, Stacked
 
 VERSION = 3  # of the files
 LARGEST = 64 * 2**20  # bytes: enough for 1,000 ranks with 100 components
@@ -75,12 +75,12 @@ class ComponentArrays(NamedTuple):
     """Seconds of all components of a rank, in model order: fp64 [components].
 
     Attributes:
-        forward, backward: return the array for a number of samples.
+        forward, backward: called with a number of samples, they return the array.
         update: of the optimizer.
     """
 
-    forward: Callable[[float], np.ndarray]
-    backward: Callable[[float], np.ndarray]
+    forward: Stacked
+    backward: Stacked
     update: np.ndarray
 
 
@@ -96,6 +96,7 @@ class RankTimes:
         load: seconds of preparing images for the first component, by number of samples.
         resident_bytes: bytes of the process besides those counted for a model.
         activation_factor: real bytes of activations divided by the counted ones.
+        activation_spread: by how much this factor was larger at another number of samples.
         message_seconds: seconds of posting a receive, sending one byte and receiving it, besides
             the time of the network.
     """
@@ -105,14 +106,15 @@ class RankTimes:
     resident_bytes: int = 0
     message_seconds: float = 0.0
     activation_factor: float = 1.0
+    activation_spread: float = 0.0
 
     @cached_property
     def arrays(self) -> ComponentArrays:
         """Return the times of all components as arrays."""
         times = self.components.values()
         return ComponentArrays(
-            forward=stacked([part.forward for part in times]),
-            backward=stacked([part.backward for part in times]),
+            forward=Stacked([part.forward for part in times]),
+            backward=Stacked([part.backward for part in times]),
             update=np.array([part.update for part in times]),
         )
 
@@ -124,6 +126,7 @@ class RankTimes:
             "resident_bytes": self.resident_bytes,
             "message_seconds": self.message_seconds,
             "activation_factor": self.activation_factor,
+            "activation_spread": self.activation_spread,
         }
 
     def with_coding(self, coding: Mapping[str, Mapping[str, Coding]]) -> "RankTimes":
@@ -303,6 +306,8 @@ def _rank(content: Mapping[str, Any], names: Sequence[str]) -> RankTimes:
         resident_bytes=int(_number(content["resident_bytes"])),
         message_seconds=_number(content["message_seconds"]),
         activation_factor=_number(content["activation_factor"], least=1.0),
+        # A file of an earlier version has none.
+        activation_spread=_number(content.get("activation_spread", 0.0)),
     )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,6 @@ from hvdtrain.planner.agreement import (
     Agreement,
     agreement_of,
     rank_bytes,
-    typical_coding,
 )
 from hvdtrain.planner.approximate import settle, size
 from hvdtrain.planner.candidate import (
@@ -46,13 +46,15 @@ from hvdtrain.planner.candidate import (
     paper_objective,
     play,
 )
-from hvdtrain.planner.choose import local_times, question
+from hvdtrain.planner.choose import local_times, predicted_question, question
 from hvdtrain.planner.clusters import PREDICTED, Cluster, ClusterNetwork, StrategyTable
 from hvdtrain.planner.cost import Known, Question
 from hvdtrain.planner.options import PlanConfig
 from hvdtrain.planner.profile import Profile
 from hvdtrain.planner.solve import lower_bound, solve
-from hvdtrain.planner.subject import subject_of
+from hvdtrain.planner.subject import Subject, subject_of
+from hvdtrain.planner.sweep import Sweep, sweep
+from hvdtrain.planner.sweep import check as check_sweep
 from hvdtrain.world import World
 from hvdtrain.world import start as start_world
 from hvdtrain.world import stop as stop_world
@@ -173,18 +175,10 @@ def _question(
     config: PlanConfig, training: TrainConfig, components: Sequence[Component]
 ) -> Question:
     training = replace(training, plan="auto")  # with every schedule, to compare a given plan with
-    images = Images(MEAN, STD, torch.device("cpu"), training.precision)
-    subject = subject_of(training, components, config.image_size, config.classes, images)
+    subject = _subject(config, training, components)
     costs, recomputed = subject.costs, subject.recomputed
     if config.cluster:
-        cluster = clusters.load(config.cluster, config.ranks)
-        predicted = clusters.question_of(
-            cluster, costs, config.batch_size, config.optimizer, recomputed
-        )
-        coding = typical_coding(subject.methods, costs, 1e9 * cluster.memory_gbytes)
-        profile = predicted.known.profile.with_coding(coding)
-        known = replace(predicted.known, profile=profile)
-        return replace(question(training, known, config.ranks), limits=predicted.limits)
+        return predicted_question(subject, config.cluster, config.ranks)
     world = start_world()
     torch.set_num_threads(world.threads)
     times = local_times(subject, world, replicas=config.ranks)
@@ -201,6 +195,13 @@ def _question(
     return question(training, known, config.ranks)
 
 
+def _subject(
+    config: PlanConfig, training: TrainConfig, components: Sequence[Component]
+) -> Subject:
+    images = Images(MEAN, STD, torch.device("cpu"), training.precision)
+    return subject_of(training, components, config.image_size, config.classes, images)
+
+
 # A transfer between ranks of one machine; that of a cluster has to be measured there.
 TRANSFER_SECONDS = 20e-6
 SECONDS_PER_BYTE = 1 / 4e9
@@ -215,6 +216,8 @@ def show(config: PlanConfig) -> Overview | Explained:
         UsageError: for any mistake of the user.
     """
     training = _checked(config)
+    if config.sweep or config.price is not None:
+        raise UsageError("plan show has no --sweep and no --price: use plan simulate")
     if config.cluster and not config.explain:
         raise UsageError(
             "plan show --cluster needs --explain: add --explain, or use plan simulate"
@@ -230,15 +233,18 @@ def show(config: PlanConfig) -> Overview | Explained:
     return _overview(config, training, components, plan, None)
 
 
-def simulate(config: PlanConfig) -> Overview | Explained | StrategyTable:
+def simulate(config: PlanConfig) -> Overview | Explained | StrategyTable | Sweep:
     """Return what `show` does, with measured times: this process runs the stages of each rank.
 
     Raises:
         UsageError: for any mistake of the user.
     """
     training = _checked(config)
-    if config.explain or config.picture:
-        raise UsageError("plan simulate has no --explain and no --picture: use plan show")
+    check_sweep(config)
+    if config.explain or (config.picture and not config.sweep):
+        raise UsageError(
+            "plan simulate has no --explain, and --picture with --sweep only: use plan show"
+        )
     if training.sync_request == AUTO_SYNC and not (config.cluster and config.plan):
         raise UsageError(
             "plan simulate --sync auto needs --cluster and --plan, because it compares the "
@@ -246,6 +252,10 @@ def simulate(config: PlanConfig) -> Overview | Explained | StrategyTable:
         )
     if config.cluster:
         components = _components(config, training)
+        if config.sweep:
+            subject = _subject(config, replace(training, plan="auto"), components)
+            of = partial(predicted_question, subject, config.cluster)
+            return sweep(config.model, of, config.ranks, config.price)
         if config.plan is None:
             if config.save or config.actions or config.trace:
                 raise UsageError("--save, --actions and --trace need one plan: give --plan")

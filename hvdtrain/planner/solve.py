@@ -6,28 +6,25 @@ number of micro-batches, and the plans that users know by name, are simulated wi
 the fastest plan that fits is chosen.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hvdtrain.errors import UsageError
+from hvdtrain.host.memory import collection_paused
 from hvdtrain.plan.plan import Plan, Stage, pipeline, replicated
 from hvdtrain.planner.candidate import Candidate, play
-from hvdtrain.planner.cost import Question, activation_bytes, lasting_bytes, process_bytes
+from hvdtrain.planner.cost import Question
 from hvdtrain.planner.divide import UNFIT, Division
-from hvdtrain.planner.tables import divided, shares_of
-
-if TYPE_CHECKING:
-    from hvdtrain.models.costs import ComponentCost
+from hvdtrain.planner.limits import nothing_fits
+from hvdtrain.planner.tables import divided, refined_division, shares_of
 
 MOST_PLAYED = 3  # divisions that are simulated
 SPREAD = 1.03  # a division whose estimate exceeds the best by this factor will not win
 MANY = 1000  # components times ranks: above this, simulating one plan takes a second or more
 SHOWN = 5  # candidates to list beside the chosen one
 BETTER = 0.985  # a plan is preferred to a simpler one only if its time is less than this part
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -85,7 +82,8 @@ def solve(question: Question) -> Solution:
     Raises:
         UsageError: if nothing fits, naming the component and the shortage.
     """
-    allowed = [candidate for candidate in candidates(question) if question.allows(candidate.plan)]
+    with collection_paused():
+        allowed = [one for one in candidates(question) if question.allows(one.plan)]
     if not allowed:
         raise UsageError("every other plan changes over which samples batch norm normalises")
     played = {candidate.plan: candidate for candidate in reversed(allowed)}
@@ -93,7 +91,7 @@ def solve(question: Question) -> Solution:
         candidate for candidate in played.values() if not candidate.shortage(question.limits)
     ]
     if not fitting:
-        raise UsageError(_nothing_fits(question, list(played.values())))
+        raise UsageError(nothing_fits(question, list(played.values())))
     ordered = sorted(fitting, key=lambda candidate: candidate.seconds)
     close = [
         candidate for candidate in fitting if BETTER * candidate.seconds <= ordered[0].seconds
@@ -113,7 +111,10 @@ def candidates(question: Question) -> Iterator[Candidate]:
     names, ranks = question.known.profile.names, question.ranks
     for number in _accumulations(question):
         plan = replicated(names, ranks, number, None)
-        yield play(question, plan, "single" if ranks == 1 else "dp")
+        alike = play(question, plan, "single" if ranks == 1 else "dp")
+        yield alike
+        if not alike.shortage(question.limits):
+            break
     if ranks == 1:
         return
     shares = shares_of(question, tuple(range(ranks)), question.batch_size)
@@ -152,7 +153,8 @@ def _accumulations(question: Question) -> list[int]:
     """Return the numbers of micro-batches for data parallelism: more than 1 only saves memory."""
     if question.microbatches:
         return [question.microbatches]
-    return [1] if question.limits is None else [1, 2, 4, 8]
+    # More of them need less memory, and a longer step.
+    return [1] if question.limits is None else [1, 2, 4, 8, 16, 32, 64]
 
 
 def _numbers_of_microbatches(question: Question) -> list[int]:
@@ -208,6 +210,7 @@ def _divisions(question: Question, schedule: str) -> Iterator[Candidate]:
     divisions.sort(key=lambda entry: entry[0])
     for _, number, division in divisions[: 1 if is_large(question) else MOST_PLAYED]:
         if len(division.runs) > 1:
+            division = refined_division(question, schedule, number, division)
             yield play(question, _as_plan(question, division, number, schedule), "divided")
 
 
@@ -229,72 +232,15 @@ def lower_bound(question: Question) -> float:
     any number of samples. A rank is at most as fast as for the component at which it is closest to
     that.
     """
-    again = question.known.recomputed
-    rates = [
-        [
-            part.forward.least_per_unit * (2 if name in again else 1)
-            + part.backward.least_per_unit
-            for name, part in rank.components.items()
-        ]
-        for rank in question.known.profile.ranks
-    ]
-    least = [max(min(of_component), 1e-15) for of_component in zip(*rates, strict=True)]
-    speed: float = sum(
-        max(fewest / max(seconds, 1e-15) for fewest, seconds in zip(least, rank, strict=True))
-        for rank in rates
-    )
-    return float(question.batch_size * sum(least) / speed)
-
-
-def _nothing_fits(question: Question, played: list[Candidate]) -> str:
-    """Return the message that names the component or the rank that does not fit."""
-    limits, ranks = question.limits or (), question.known.profile.ranks
-    left = [limit - rank.resident_bytes for limit, rank in zip(limits, ranks, strict=True)]
-    fullest = int(np.argmin(left))
-    if left[fullest] <= 0:
-        return (
-            f"no plan fits: the process of rank {fullest} alone holds "
-            f"{ranks[fullest].resident_bytes / GIB:.2f} GiB, and only "
-            f"{limits[fullest] / GIB:.2f} GiB are allowed after the reserve: raise --memory-limit"
+    known = question.known
+    forwards = np.array([1 + (name in known.recomputed) for name in known.profile.names])
+    alike = {id(rank): rank.arrays for rank in known.profile.ranks}
+    rates = {
+        key: np.maximum(
+            forwards * times.forward.least_per_unit + times.backward.least_per_unit, 1e-15
         )
-    emptiest = int(np.argmax(left))
-    # The most micro-batches that a plan has here: each of them has the fewest samples.
-    most = max(candidate.plan.microbatches for candidate in played)
-    rows = -(-question.batch_size // most)
-
-    def needed(cost: "ComponentCost") -> int:
-        return process_bytes(
-            lasting=lasting_bytes([cost], question.optimizer, replicas=1),
-            activations=activation_bytes([cost], rows, question.known.recomputed),
-            resident=0,
-            factor=ranks[emptiest].activation_factor,
-        )
-
-    largest = max(question.known.costs, key=needed)
-    if needed(largest) > left[emptiest]:
-        return (
-            f"no plan fits: {largest.name} alone needs {needed(largest) / GIB:.2f} GiB, "
-            f"{(needed(largest) - left[emptiest]) / GIB:.2f} GiB more than any rank has left: "
-            "raise --memory-limit"
-        )
-    return _closest(limits, played, lambda name: needed(question.known.by_name[name]))
-
-
-def _closest(
-    limits: Sequence[float], played: list[Candidate], needed: Callable[[str], float]
-) -> str:
-    """Return the message that names the plan closest to fitting; `needed` is by component."""
-    closest = min(played, key=lambda candidate: candidate.shortage(limits))
-    lacking = closest.shortage(limits)
-    fullest = int(np.argmax([a - b for a, b in zip(closest.rank_bytes, limits, strict=True)]))
-    held_there = [
-        name
-        for stage in closest.plan.stages_of(fullest)
-        for name in closest.plan.stages[stage].components
-    ]
-    heaviest = max(held_there, key=needed)
-    return (
-        f"no plan fits: the closest, {closest.name}, lacks {lacking / GIB:.2f} GiB on rank "
-        f"{fullest}, mostly for {heaviest}: raise --memory-limit, use --recompute all, "
-        "a smaller --batch-size or more ranks"
-    )
+        for key, times in alike.items()
+    }
+    least = np.min(list(rates.values()), axis=0)
+    speed = sum(float((least / rates[id(rank)]).max()) for rank in known.profile.ranks)
+    return float(question.batch_size * least.sum() / speed)

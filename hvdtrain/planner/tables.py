@@ -7,9 +7,10 @@ from functools import reduce
 import numpy as np
 
 from hvdtrain.plan.schedule import most_in_flight
-from hvdtrain.planner.agreement import load_bytes
-from hvdtrain.planner.cost import Question, activation_bytes, lasting_bytes
+from hvdtrain.planner.agreement import NONE
+from hvdtrain.planner.cost import Question
 from hvdtrain.planner.divide import UNFIT, Division, Limit, Run, Times, divide, refined
+from hvdtrain.planner.memory import BUFFERS, activation_bytes, lasting_bytes
 
 ALIKE = 1.2  # measurements of equal ranks differ by up to this factor on a shared machine
 MOST_UNITS = 16  # groups of neighbouring ranks that a division distinguishes
@@ -63,13 +64,19 @@ class Tables:
         return total + max(float(t.paces(self.microbatches)[place]) for t, place in tables)
 
     def fit(self, runs: Sequence[Run], limit: Limit) -> bool:
-        """Return whether no rank holds more than the limit."""
+        """Return whether no rank holds more than the limit; runs end at places of the tables."""
+        index = {place: number for number, place in enumerate(self.places.tolist())}
         return all(
             limit.allows(self.times_of(run.first, run.number), len(runs) - number)[
-                run.start, run.stop
+                index[run.start], index[run.stop]
             ]
             for number, run in enumerate(runs)
         )
+
+    def numbered(self, runs: Iterable[Run]) -> tuple[Run, ...]:
+        """Return runs whose components are numbered as in the model, not by places."""
+        places = self.places.tolist()
+        return tuple(run._replace(start=places[run.start], stop=places[run.stop]) for run in runs)
 
     def _hosts(self, ranks: tuple[int, ...]) -> tuple[object, ...]:
         """Return the number of hosts, and whether the rank before is on the same host."""
@@ -95,14 +102,18 @@ class Tables:
             # Receiving activations at the start and gradients at the end does not overlap.
             np.where(self.valid, passing + receiving[:, None] + receiving[None, :], UNFIT),
             np.where(self.valid, reduced + update, UNFIT),
-            self._once("lasting", len(ranks), make=lambda: self._lasting(len(ranks))),
+            self._once("lasting", len(ranks), make=lambda: self._lasting(len(ranks)))
+            + max(rows) * BUFFERS * (self.crossing[:, None] + self.crossing[None, :]),
             self._once("activations", max(rows), make=lambda: self._activations(max(rows)))
-            * max(profile[rank].activation_factor for rank in ranks),
+            * max(profile[rank].activation_factor for rank in ranks)
+            + max(rows) * self.crossing[:, None],
             # The latencies of the input and of its gradient; the rank works meanwhile.
             np.where(self.valid & (self.crossing > 0)[:, None], 2 * latency, 0.0),
         )
 
     def _lasting(self, replicas: int) -> np.ndarray:
+        if self.question.limits is None:  # nobody asks
+            return np.zeros((1, 1))
         costs, optimizer = self.known.costs, self.question.optimizer
         return self._spans([lasting_bytes([cost], optimizer, replicas) for cost in costs])
 
@@ -147,16 +158,18 @@ class Tables:
     def _reduced(self, ranks: tuple[int, ...]) -> np.ndarray:
         if len(ranks) == 1:
             return np.zeros_like(self.norms)
-        agreement, count = self.known.agreement, len(ranks)
+        count = len(ranks)
 
         def make() -> np.ndarray:
-            network, costs = self.known.network, self.known.costs
-            loads = self._spans([load_bytes(agreement, [cost], count) for cost in costs])
-            return self._between(loads, lambda size: network.reduce_seconds(ranks, size))
+            loads = self._spans(self.known.load_bytes(count))
+            return self._between(
+                loads, lambda size: self.known.network.reduce_seconds(ranks, size)
+            )
 
         reduced = self._once("reduced", count, *self._hosts(ranks), make=make)
-        total: np.ndarray = reduced + _largest(map(self._coding, ranks))
-        return total / (agreement.period or 1)
+        if self.known.agreement.compress != NONE:
+            reduced = reduced + _largest(map(self._coding, ranks))
+        return reduced / (self.known.agreement.period or 1)
 
     def _coding(self, rank: int) -> np.ndarray:
         times, agreement = self.known.profile.ranks[rank], self.known.agreement
@@ -228,33 +241,26 @@ def divided(
 
     Its unit is a group of neighbouring ranks and components; see `unit_of` and `places_of`.
     """
-    tables, places = Tables(question, microbatches), places_of(question)
+    tables = Tables(question, microbatches, places_of(question))
     limit = limit_of(question, schedule, microbatches)
-    runs = runs_at(tables, places, None, better_than)
+    division = division_at(tables, None, better_than)
     # If the best division without a limit fits, it is also the best one with the limit.
-    if runs is not None and limit is not None and not tables.fit(runs, limit):
-        runs = runs_at(tables, places, limit, better_than)
-        if runs is None and len(places) < len(tables.places):
-            runs = runs_at(tables, tables.places.tolist(), limit, better_than)
-    return None if runs is None else Division(runs, tables.estimate(runs))
+    if division is not None and limit is not None and not tables.fit(division.runs, limit):
+        division = division_at(tables, limit, better_than)
+        if division is None and len(tables.places) <= len(question.known.costs):
+            division = division_at(Tables(question, microbatches), limit, better_than)
+    return division
 
 
-def runs_at(
-    all_tables: Tables, places: Sequence[int], limit: Limit | None, better_than: float
-) -> tuple[Run, ...] | None:
-    """Return the best division with boundaries at `places`, refined afterwards to all places."""
-    question, microbatches = all_tables.question, all_tables.microbatches
-    is_whole, unit = len(places) == len(all_tables.places), unit_of(question.ranks)
-    tables = all_tables if is_whole else Tables(question, microbatches, places)
-
-    def times_of(first: int, number: int) -> Times:
-        return tables.times_of(unit * first, unit * number)
-
+def division_at(tables: Tables, limit: Limit | None, better_than: float) -> Division | None:
+    """Return the best division with boundaries at the places of the tables."""
+    question, places = tables.question, tables.places.tolist()
+    unit = unit_of(question.ranks)
     division = divide(
         components=len(places) - 1,
         ranks=question.ranks // unit,
-        microbatches=microbatches,
-        times_of=times_of,
+        microbatches=tables.microbatches,
+        times_of=lambda first, number: tables.times_of(unit * first, unit * number),
         limit=limit,
         tolerance=TOLERANCE,
         better_than=better_than,
@@ -262,10 +268,20 @@ def runs_at(
     if division is None:
         return None
     runs = tuple(
-        Run(places[run.start], places[run.stop], unit * run.first, unit * run.number)
-        for run in division.runs
+        Run(run.start, run.stop, unit * run.first, unit * run.number) for run in division.runs
     )
-    return runs if is_whole else refined(runs, microbatches, all_tables.times_of, limit)
+    return Division(tables.numbered(runs), division.seconds)
+
+
+def refined_division(
+    question: Question, schedule: str, microbatches: int, division: Division
+) -> Division:
+    """Return a division whose boundaries were moved to any place, as long as that helps."""
+    if len(places_of(question)) > len(question.known.costs):
+        return division  # they were at the best of all places already
+    tables, limit = Tables(question, microbatches), limit_of(question, schedule, microbatches)
+    runs = refined(division.runs, microbatches, tables.times_of, limit)
+    return Division(runs, tables.estimate(runs))
 
 
 def limit_of(question: Question, schedule: str, microbatches: int) -> Limit | None:

@@ -13,6 +13,7 @@ from hvdtrain.health.stragglers import own_seconds
 from hvdtrain.plan.plan import Plan, is_same_layout
 from hvdtrain.plan.validate import prove
 from hvdtrain.planner.adapt import (
+    ALIKE,
     SETTLING,
     Decision,
     Drift,
@@ -25,7 +26,7 @@ from hvdtrain.planner.adapt import (
 )
 from hvdtrain.planner.candidate import play
 from hvdtrain.planner.cost import Question
-from hvdtrain.planner.solve import Solution, solve
+from hvdtrain.planner.solve import Solution, lower_bound, solve
 from hvdtrain.training.control import Agreed
 from hvdtrain.training.session import Migration, Session, StepTimes
 
@@ -157,9 +158,14 @@ class Adapter:
 
     def _decide(self, drift: Drift, question: Question, steps_left: int) -> Replan:
         plan = self.session.plan
-        step_seconds = drift.step_seconds if drift.is_waiting else None
+        follows_network = drift.is_waiting or drift.is_uniform
+        step_seconds = drift.step_seconds if follows_network else None
         updated = calibrated(question, plan, drift.own_seconds, step_seconds)
-        current = play(updated, plan, "current").seconds
+        kept = play(updated, plan, "current")
+        if drift.is_uniform:
+            unchanged = Solution(kept, (kept,), lower_bound(updated))
+            return Replan(drift.cause, updated, unchanged, kept.seconds, ALIKE)
+        current = kept.seconds
         solution = solve(self._keeping_batch_norm(updated, plan))
         chosen = solution.chosen
         decision = decide(

@@ -42,7 +42,7 @@ class Vitals(NamedTuple):
         seconds: duration of the step, with the wait for its data.
         own_seconds: `seconds` without the wait for other ranks.
         data_seconds: the wait for its data.
-        memory_bytes: resident set, or memory allocated on the GPU.
+        memory_bytes: resident set, or memory allocated on the GPU; with a memory limit, its peak.
         load: processes of the host that are ready to run.
     """
 

@@ -28,12 +28,13 @@ from hvdtrain.training.callbacks import Callbacks
 from hvdtrain.training.control import Agreed, Flags, Stopped, Vitals, stop_code
 from hvdtrain.training.evaluate import end_epoch, evaluate_end
 from hvdtrain.training.feed import Feed, Feeder, Request, augmentation, requests, watched
+from hvdtrain.training.memorylimit import agreed_excess, check_memory
 from hvdtrain.training.precheck import NO_TENSORFLOW
 from hvdtrain.training.progress import Stopwatch, learning_rate
 from hvdtrain.training.run import Run, open_run
 from hvdtrain.training.session import Result, Session, StepRecord
 from hvdtrain.training.steplog import StepLog, check_replicas, compare_fingerprints
-from hvdtrain.training.summary import TrainResult, announce, check_memory, summarise
+from hvdtrain.training.summary import TrainResult, announce, summarise
 from hvdtrain.world import World
 from hvdtrain.world import start as start_world
 from hvdtrain.world import stop as stop_world
@@ -129,8 +130,7 @@ def _train(run: Run) -> dict[str, Any]:
         run.session.timeline.write()
     with run.activity.doing("summing up the run"):
         summary = summarise(run, startup_seconds)
-    if run.session.config.memory_limit is not None:
-        check_memory(run, run.session.config.memory_limit, summary["peak_memory_bytes"])
+    check_memory(run, summary["peak_memory_bytes"])  # the run is over: it ends as usual
     run.close(summary)
     run.journal.followers.call("on_end", summary)
     run.console.say(
@@ -362,12 +362,13 @@ def _vitals(run: Run, result: Result, seconds: float, data_seconds: float) -> Vi
     Args:
         seconds: duration of the step without the wait for its data, `data_seconds`.
     """
-    whole = data_seconds + seconds
+    whole, is_limited = data_seconds + seconds, run.session.config.memory_limit is not None
+    peak = run.session.device.peak_memory_bytes
     return Vitals(
         seconds=whole,
         own_seconds=whole - result.waited_seconds,
         data_seconds=data_seconds,
-        memory_bytes=run.heartbeat.memory_bytes,
+        memory_bytes=peak() if is_limited else run.heartbeat.memory_bytes,
         load=run.heartbeat.load,
     )
 
@@ -376,14 +377,22 @@ def _leave(run: Run, code: int) -> None:
     """Save the state if it is not saved yet, and end all ranks at the step they agreed on.
 
     Raises:
-        Interrupted, Preempted: always.
+        Interrupted, Preempted: after a signal.
+        UsageError: if the run needs far more than --memory-limit.
     """
     step = run.progress.step
-    run.journal.fault(step, "stop", "stopped by a signal")
+    if code != UsageError.exit_code:
+        run.journal.fault(step, "stop", "stopped by a signal")
     if run.saving.saved_step != step or not run.saving.finish():
         run.saving.save()
+    message = agreed_excess(run) if code == UsageError.exit_code else ""
     run.close(None)
     _leave_world(run)
+    if message:
+        raise UsageError(
+            f"{message}; stopped after step {step}, state saved: continue with --resume --run "
+            f"{run.journal.folder.path}"
+        )
     kind = Interrupted if code == Interrupted.exit_code else Preempted
     where = f"after step {step}, state saved" if step else "before the first step"
     raise kind(f"stopped {where}: continue with --resume --run {run.journal.folder.path}")

@@ -48,6 +48,7 @@ class Run:
         step_records: the last steps.
         skipped_in_a_row: bad steps since the last good one.
         first_step: steps done when this process started.
+        reported_memory: whether an excess of --memory-limit has been reported.
     """
 
     session: Session
@@ -64,6 +65,7 @@ class Run:
     first_step: int
     step_records: deque[StepRecord]
     skipped_in_a_row: int = 0
+    reported_memory: bool = False
 
     @property
     def activity(self) -> Activity:

@@ -5,13 +5,15 @@ import time
 
 import numpy as np
 
-from hvdtrain.errors import CheckFailed
+from hvdtrain.errors import CheckFailed, UsageError
 from hvdtrain.health.stragglers import as_lists
-from hvdtrain.training.control import Agreed, Stopped
+from hvdtrain.training.control import Agreed, Stopped, Vitals
+from hvdtrain.training.memorylimit import check_memory
 from hvdtrain.training.progress import learning_rate
 from hvdtrain.training.run import Run
 from hvdtrain.training.summary import weights_sha256
 
+MEMORY = Vitals._fields.index("memory_bytes")
 MOST_SKIPPED = 10  # in a row
 CHECK_EVERY = 100  # steps from one comparison of replicas inside an epoch to the next
 
@@ -76,11 +78,11 @@ class StepLog:
         samples = sum(agreed.samples for agreed in self.window)
         good = [agreed for agreed in self.window if agreed.finite and not agreed.bad]
         loss = sum(agreed.loss_sum for agreed in good) / max(1, sum(one.samples for one in good))
-        now = self.window[-1].posted_at
-        if self.run.journal.records is not None:
+        now, run = self.window[-1].posted_at, self.run
+        if run.journal.records is not None:
             vitals = np.stack([agreed.vitals for agreed in self.window])
             ranks = as_lists(vitals)
-            self.run.journal.event(
+            run.journal.event(
                 "step",
                 step=self.step,
                 epoch=self.epoch + 1,
@@ -92,8 +94,12 @@ class StepLog:
                 slowest_step_seconds=float(vitals[..., 0].max()),
                 ranks=ranks,
             )
-            for straggler in self.run.stragglers.look(vitals):
-                self.run.journal.report(self.step, "straggler", str(straggler))
+            for straggler in run.stragglers.look(vitals):
+                run.journal.report(self.step, "straggler", str(straggler))
+        if run.session.config.memory_limit is not None:
+            peaks = np.max([agreed.vitals[:, MEMORY] for agreed in self.window], axis=0)
+            if check_memory(run, peaks.tolist()) and not run.trained:
+                self.stop = self.stop or UsageError.exit_code
         self.window.clear()
         self.window_start = now
 

@@ -131,19 +131,6 @@ def _over_ranks(name: str, counted: Sequence[Mapping[str, float]]) -> float:
     return sum(values) / len(values if name.startswith("mean_") else counted)
 
 
-def check_memory(run: Run, limit_gib: float, peaks: list[int]) -> None:
-    """Report the rank with the highest peak memory, if that exceeds --memory-limit."""
-    used = max(peaks) / 2**30
-    if used > limit_gib:
-        run.journal.report(
-            run.progress.step,
-            "memory limit",
-            f"rank {peaks.index(max(peaks))} used {used:.3f} GiB, more than --memory-limit "
-            f"{limit_gib:g}: give a lower limit, more --microbatches or --recompute all, or "
-            "remove the file of --profile if it is old",
-        )
-
-
 def weights_sha256(rank_digests: Sequence[Mapping[str, str]]) -> str:
     """Return the digest of all parameters and buffers, the same under any plan.
 

@@ -21,6 +21,7 @@ from hvdtrain.backends.pytorch.state import TorchState
 from hvdtrain.data.order import Rows
 from hvdtrain.health.badstep import Sighting, as_words
 from hvdtrain.host.activity import Activity
+from hvdtrain.host.memory import return_freed_memory
 from hvdtrain.options.syncrequest import NO_SYNC
 from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.stage import Part, StageModel
@@ -158,10 +159,15 @@ class TorchTimeline(Timeline):
 
 @dataclass(kw_only=True)
 class TorchSession(Session):
-    """A `Session` under any plan."""
+    """A `Session` under any plan.
+
+    Attributes:
+        last_form: the batch size of the last program, and whether it was one of training.
+    """
 
     state: TorchState
     times: Times
+    last_form: tuple[int, bool] | None = None
     libraries = ("torch",)
 
     @property
@@ -183,6 +189,18 @@ class TorchSession(Session):
     def program(self, batch_size: int, is_training: bool) -> Program:
         """Return this rank's program for a global batch of this size."""
         return program.program_of(self.plan, batch_size, self.world.rank, is_training)
+
+    def _next_program(self, batch_size: int, is_training: bool) -> Program:
+        """Return the program to run next; under a memory limit, return freed memory before it.
+
+        Blocks that steps of another size have freed do not fit: the process would keep them and
+        allocate as many again.
+        """
+        form = batch_size, is_training
+        if self.config.memory_limit is not None and form != self.last_form:
+            return_freed_memory()
+        self.last_form = form
+        return self.program(batch_size, is_training)
 
     @property
     @override
@@ -210,7 +228,7 @@ class TorchSession(Session):
             if part.optimizer is not None:
                 set_learning_rate(part.optimizer, rate)
         self._seed(position)
-        todo = self.program(batch_size, is_training=True)
+        todo = self._next_program(batch_size, is_training=True)
         epoch, offset = divmod(position, len(self.train_rows))
         for part in self.state.parts.values():
             part.meetings.before_step(epoch)
@@ -242,7 +260,7 @@ class TorchSession(Session):
     def evaluate(self, batches: Iterable[tuple[Feed, int]]) -> tuple[float, float]:
         totals = torch.zeros(2, dtype=torch.float64, device=self.runtime.device)
         for feed, batch_size in batches:
-            todo = self.program(batch_size, is_training=False)
+            todo = self._next_program(batch_size, is_training=False)
             step = self.runtime.evaluate(Step(todo, feed.images, feed.labels))
             if step.loss_sum is not None and step.correct is not None:
                 totals += torch.stack([step.loss_sum.double(), step.correct.double()])

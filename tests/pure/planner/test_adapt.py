@@ -46,6 +46,24 @@ def test_a_rank_that_becomes_fast_is_seen_too() -> None:
     assert "rank 1 is 2.00x faster than the plan assumed" in drift.cause
 
 
+@pytest.mark.parametrize(("factor", "words"), [(1.5, "1.50x slower"), (0.5, "2.00x faster")])
+def test_a_machine_that_drifts_as_a_whole_is_seen_as_such(factor: float, words: str) -> None:
+    watch = Watch()
+    follow(watch, (1.0, 2.0), SETTLING + WINDOW)
+    drift = follow(watch, (factor, 2 * factor), 3 * WINDOW)[0]
+    assert drift.cause == f"all ranks are {words} than the plan assumed"
+    assert drift.is_uniform
+
+
+@pytest.mark.parametrize("changed", [(1.5, 4.0), (3.0, 2.0)])
+def test_ranks_that_drift_apart_are_not_a_whole_machine(changed: "tuple[float, float]") -> None:
+    watch = Watch()
+    follow(watch, (1.0, 2.0), SETTLING + WINDOW)
+    drift = follow(watch, changed, 3 * WINDOW)[0]
+    assert drift.cause.startswith("rank ")
+    assert not drift.is_uniform
+
+
 def test_noise_and_single_steps_are_no_drift() -> None:
     for seed in range(50):
         watch = Watch()

@@ -11,7 +11,7 @@ from hvdtrain.plan.plan import Plan, Stage
 from hvdtrain.planner.candidate import play
 from hvdtrain.planner.cost import Question
 from hvdtrain.planner.solve import lower_bound, solve
-from hvdtrain.planner.tables import Tables, limit_of, places_of, runs_at
+from hvdtrain.planner.tables import Tables, division_at, limit_of, places_of, refined_division
 from tests.pure.planner.machines import component, known, network, question
 
 MIB = 2**20
@@ -73,9 +73,9 @@ def test_a_division_counts_the_micro_batches_that_its_schedule_holds(
     machine = known(costs, [1] * 4, [1, 1], network(2, 0.0, 0.0, 1.0))
     problem = Question(machine, 4, "sgd", schedules=(schedule,), limits=[4 * MIB] * 2)
     tables = Tables(problem, 4)
-    runs = runs_at(tables, places_of(problem), limit_of(problem, schedule, 4), float("inf"))
-    assert runs is not None
-    assert runs[0].stop == stop
+    division = division_at(tables, limit_of(problem, schedule, 4), float("inf"))
+    assert division is not None
+    assert division.runs[0].stop == stop
 
 
 def test_the_message_counts_a_whole_micro_batch_unless_it_is_recomputed() -> None:
@@ -152,12 +152,16 @@ def test_of_many_components_neighbours_are_kept_together_at_first() -> None:
     machine = known(costs, [draw.uniform(1, 3) for _ in costs], [1] * 4, network(4, 0.0, 0.0, 1.0))
     problem = Question(machine, 32, "sgd", microbatches=8)
     whole = Tables(problem, 8)
-    fine = runs_at(whole, whole.places.tolist(), None, float("inf"))
-    coarse = runs_at(whole, places_of(problem), None, float("inf"))
-    assert len(places_of(problem)) < 60
+    places = places_of(problem)
+    fine = division_at(whole, None, float("inf"))
+    coarse = division_at(Tables(problem, 8, places), None, float("inf"))
+    assert len(places) < 60
     assert fine is not None
     assert coarse is not None
-    assert whole.estimate(coarse) <= 1.005 * whole.estimate(fine)
+    assert whole.estimate(coarse.runs) == pytest.approx(coarse.seconds)
+    better = refined_division(problem, "1f1b", 8, coarse)
+    assert better.seconds <= coarse.seconds
+    assert better.seconds <= 1.005 * fine.seconds
 
 
 def test_a_plan_that_only_a_fine_division_fits_is_found() -> None:

@@ -289,10 +289,35 @@ def test_a_run_that_used_more_than_its_limit_reports_it(
     assert done.returncode == 0, done.stderr
     (fault,) = events_of(tmp_path / "beyond", "fault")
     assert fault["cause"] == "memory limit"
-    assert re.fullmatch(
-        r"rank 0 used 0\.\d+ GiB, more than --memory-limit 0\.1: .*", fault["message"]
-    )
+    excess = r"rank 0 used 0\.\d+ GiB, \d+\.\d% more than --memory-limit 0\.1: raise .*"
+    assert re.fullmatch(excess, fault["message"])
     assert fault["message"] in done.stdout
+    # With a line for each step the excess shows in time.
+    done = hvdtrain(*common, 0.1, "--run", tmp_path / "ended", "--log-every", 1)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert re.fullmatch(f"hvdtrain: {excess}; stopped after step [12], state saved: .*", line)
+    assert events_of(tmp_path / "ended", "checkpoint")
+    done = hvdtrain(*common, 8, "--run", tmp_path / "ended", "--resume")
+    assert done.returncode == 0, done.stderr
+    assert summary_of(tmp_path / "ended")["steps"] == 4
+
+
+def test_a_run_that_used_a_little_more_than_its_limit_continues(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    profile = tmp_path / "profile.json"
+    common = (*RUN, "--data", small_set, "--plan", "auto", "--profile", profile)
+    common += ("--log-every", 1, "--memory-limit")
+    done = hvdtrain(*common, 8, "--run", tmp_path / "within")
+    assert done.returncode == 0, done.stderr
+    (peak,) = summary_of(tmp_path / "within")["peak_memory_bytes"]
+    changed = re.sub(r'"resident_bytes": ?\d+', '"resident_bytes": 1', profile.read_text())
+    profile.write_text(changed)
+    done = hvdtrain(*common, f"{peak / 1.07 / 2**30:.4f}", "--run", tmp_path / "more")
+    assert done.returncode == 0, done.stderr
+    assert [line["cause"] for line in events_of(tmp_path / "more", "fault")] == ["memory limit"]
+    assert summary_of(tmp_path / "more")["steps"] == 4
 
 
 def test_nothing_fits_is_one_line(hvdtrain: Program, small_set: Path, tmp_path: Path) -> None:

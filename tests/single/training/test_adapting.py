@@ -2,17 +2,19 @@
 
 from pathlib import Path
 
+import pytest
+
 from hvdtrain.backends.pytorch import setup
 from hvdtrain.backends.pytorch.migration import TorchMigration
 from hvdtrain.backends.pytorch.session import TorchSession
 from hvdtrain.config import TrainConfig
 from hvdtrain.models.costs import component_costs
-from hvdtrain.plan.plan import Plan
-from hvdtrain.planner.adapt import Decision
+from hvdtrain.plan.plan import Plan, replicated
+from hvdtrain.planner.adapt import Decision, Drift
 from hvdtrain.planner.candidate import play
 from hvdtrain.planner.cost import Question
 from hvdtrain.planner.solve import Solution
-from hvdtrain.training.adapting import Adapter, Replan
+from hvdtrain.training.adapting import Adapter, Replan, decision_record
 from hvdtrain.world import World
 from tests.pure.planner.machines import known, network
 
@@ -53,4 +55,36 @@ def test_a_plan_that_cannot_take_the_tail_is_not_taken(small_set: Path) -> None:
     assert record is not None
     assert record["decision"] == "change"
     assert session.plan.microbatches == 42
+    session.close()
+
+
+@pytest.mark.parametrize("is_uniform", [True, False])
+def test_a_uniform_drift_changes_the_profile_and_not_the_plan(
+    small_set: Path, is_uniform: bool
+) -> None:
+    """The same measurements replan if they are not those of a uniform drift."""
+    config = TrainConfig(model="cnn", data=str(small_set), batch_size=32, plan="single").check()
+    session = setup.open_session(config, ALONE)
+    assert isinstance(session.migration, TorchMigration)
+    costs = component_costs(session.migration.components, 16, classes=5)
+    names = [cost.name for cost in costs]
+    slow = known(costs, [1e-3] * len(costs), [1.0, 1.0], network(2, 0.0, 1e-9, 1e-6))
+    question = Question(slow, 32, "sgd")
+    session.state.plan = replicated(names, 2, 1, None)  # of a run on two ranks
+    before = play(question, session.plan, "")
+    slower = tuple(1.5 * seconds for seconds in before.own_seconds)
+    drift = Drift("all ranks", slower, 1.5 * before.seconds, is_uniform=is_uniform)
+    replanned = Adapter(session, session.migration, question, 0.0)._decide(drift, question, 10**6)
+    assert replanned.decision.change != is_uniform
+    record = decision_record(replanned)
+    assert record["decision"] == ("stay" if is_uniform else "change")
+    assert ("drift alike" in record["reason"]) == is_uniform
+    slowdown = replanned.current_seconds / before.seconds
+    # Otherwise the network keeps its speed.
+    assert slowdown == pytest.approx(1.5, rel=0.02) if is_uniform else 1.1 < slowdown < 1.3
+    seconds = [
+        rank.components["dense"].forward(8) for rank in replanned.question.known.profile.ranks
+    ]
+    wanted = 1.5 * slow.profile.ranks[0].components["dense"].forward(8)
+    assert seconds == pytest.approx([wanted, wanted])
     session.close()
