@@ -7,7 +7,7 @@ import numpy as np
 
 from hvdtrain.errors import CheckFailed
 from hvdtrain.health.stragglers import as_lists
-from hvdtrain.training.control import Agreed, Stopped
+from hvdtrain.training.control import SECONDS, Agreed, Stopped
 from hvdtrain.training.progress import learning_rate
 from hvdtrain.training.run import Run
 from hvdtrain.training.summary import weights_sha256
@@ -79,6 +79,8 @@ class StepLog:
         now = self.window[-1].posted_at
         if self.run.journal.records is not None:
             vitals = np.stack([agreed.vitals for agreed in self.window])
+            dilation = self.run.session.device.dilation
+            vitals[..., :SECONDS] /= dilation
             ranks = as_lists(vitals)
             self.run.journal.event(
                 "step",
@@ -87,7 +89,7 @@ class StepLog:
                 position=self.position,
                 loss=loss if good else None,
                 lr=self.rate,
-                images_per_second=samples / (now - self.window_start),
+                images_per_second=samples * dilation / (now - self.window_start),
                 slowest_rank=int(np.argmax(np.array(ranks["own_seconds"], float))),
                 slowest_step_seconds=float(vitals[..., 0].max()),
                 ranks=ranks,
