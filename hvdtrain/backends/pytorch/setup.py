@@ -113,6 +113,7 @@ def _built(
     if emulation is not None:
         activity = runtime.observer.activity
         emulation.hardware.step = lambda: activity.now()[0]
+        emulation.clock.slept = 0.0  # without the planner's measurements
         device = emulation.device(lambda: state.plan)
     return TorchSession(
         config=config,
@@ -129,7 +130,7 @@ def _built(
         held_rows=held_rows,
         splits=trial.splits,
         remarks=_remarks(config, plan, chosen, verified, world),
-        predicted_seconds=chosen.predicted_seconds if chosen else None,
+        predicted_seconds=_predicted_seconds(chosen, device.dilation),
         predicted_bytes=chosen.predicted_bytes if chosen else None,
         agreement=chosen.predictions if chosen else None,
         migration=TorchMigration(
@@ -271,7 +272,17 @@ def _remarks(
     has_sums = not isinstance(config.sync_request, Server)
     sums = engine.remarks(config.reduce_with, world) if has_sums else []
     choice = chosen.remarks if chosen else ()
+    emulation = emulation_of(world)
+    if choice and emulation is not None:
+        scale = f"{emulation.clock.dilation:g} per emulated one"
+        choice = (f"the planner measures and prints real seconds, {scale}", *choice)
     return (*sums, *agreement_remarks(config, plan), *choice, *filter(None, [verified]))
+
+
+def _predicted_seconds(chosen: "Choice | None", dilation: float) -> float | None:
+    """Return the predicted seconds per step on the device, which the planner has in real ones."""
+    predicted = chosen.predicted_seconds if chosen else None
+    return None if predicted is None else predicted / dilation
 
 
 def make_plan(
