@@ -27,14 +27,15 @@ from hvdtrain.sync.collectives import Collectives
 from hvdtrain.training.session import Device
 from hvdtrain.world import World
 
-# Processor seconds of the runtime, by measurement on one core: per action, and per step besides.
 REMARK = (
     "Seconds and images per second are those of the modelled cluster; peak memory is predicted; "
     "losses and weights mean nothing. Real: startup_seconds, real_train_seconds, and "
     "overhead_seconds_per_step, in which a rank neither slept nor waited."
 )
-ACTION_SECONDS, STEP_SECONDS = 0.2e-3, 6e-3
-OVERHEAD = 0.05  # part of a dilated step that the runtime itself may take
+# Seconds of the runtime itself, by measurement: per step, and on each core for every rank that
+# shares it, per step and per action.
+STEP_SECONDS, SHARED_STEP_SECONDS, ACTION_SECONDS = 12e-3, 2e-3, 0.2e-3
+OVERHEAD = 0.03  # part of a dilated step that the runtime itself may take
 
 
 @dataclass(frozen=True)
@@ -194,5 +195,5 @@ def sufficient_dilation(emulation: Emulation, plan: Plan | None, ranks: int) -> 
         seconds = candidate.seconds
         actions = max(map(len, candidate.overview.schedule.values()))
     sharing = max(1.0, ranks / len(os.sched_getaffinity(0)))
-    overhead = sharing * (STEP_SECONDS + ACTION_SECONDS * actions)
+    overhead = STEP_SECONDS + sharing * (SHARED_STEP_SECONDS + ACTION_SECONDS * actions)
     return max(1.0, float(math.ceil(overhead / (OVERHEAD * seconds))))

@@ -61,7 +61,7 @@ def test_a_message_on_a_fast_link_is_not_delayed(world: World) -> None:
 
 
 def summed(world: World, gbytes: float, lag: float = 0.0) -> tuple[torch.Tensor, float, float]:
-    """Sum a tensor over all ranks, of which the last one starts late.
+    """Sum a tensor over all ranks; the last one starts late.
 
     Returns:
         The sum, the seconds from the start of the first rank, and those of the model alone.
