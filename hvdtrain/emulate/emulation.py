@@ -20,6 +20,7 @@ from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.stage import DTYPES
 from hvdtrain.plan.plan import Plan
 from hvdtrain.planner import clusters
+from hvdtrain.planner.adapt import seconds_to_migrate
 from hvdtrain.planner.candidate import Candidate, play
 from hvdtrain.planner.cost import OPTIMIZER_COPIES, Question
 from hvdtrain.planner.solve import lower_bound
@@ -111,6 +112,11 @@ class Emulation:
             "remark": REMARK,
         }
 
+    def move(self, before: Plan, after: Plan) -> None:
+        """Let the seconds pass in which the weights would move to another plan."""
+        seconds = seconds_to_migrate(self.question, before, after)
+        self.clock.until(self.clock.now() + self.clock.dilation * seconds)
+
     def predicted(self, plan: Plan) -> Candidate:
         """Return the simulated step of a plan."""
         return play(self.question, plan, "")
@@ -165,7 +171,7 @@ def emulated_world(
         raise UsageError(
             f"--emulate runs on one host, and these {world.size} ranks are on several: use --ranks"
         )
-    cluster = clusters.load(config.emulate, world.size)
+    cluster = clusters.load(config.emulate, world.size, "--emulate")
     question = clusters.question_of(
         cluster, costs, config.batch_size, config.optimizer, recomputed
     )

@@ -23,7 +23,7 @@ from hvdtrain.planner.events import (
     DEVICES,
     LINKS,
     Event,
-    check_number,
+    check_numbers,
     check_ranks,
     factors,
     parse_events,
@@ -206,7 +206,7 @@ PRESETS: Mapping[str, Cluster] = {
 }
 
 
-def load(name: str, ranks: int | None = None) -> Cluster:
+def load(name: str, ranks: int | None = None, option: str = "--cluster") -> Cluster:
     """Return a preset or the cluster of a YAML file, with another number of ranks if requested.
 
     Raises:
@@ -218,7 +218,7 @@ def load(name: str, ranks: int | None = None) -> Cluster:
         cluster = _from_file(Path(name))
     else:
         known = (*PRESETS, "FILE.yaml")
-        raise UsageError(f"--cluster {name} is unknown{nearest(name, known)}")
+        raise UsageError(f"{option} {name} is unknown{nearest(name, known)}")
     cluster = replace(cluster, ranks=ranks or cluster.ranks)
     check_ranks(name, cluster.events, cluster.ranks)
     if not 1 <= cluster.ranks <= MOST_RANKS:
@@ -233,18 +233,9 @@ def load(name: str, ranks: int | None = None) -> Cluster:
 
 def _from_file(path: Path) -> Cluster:
     content = read_mapping(path, "cluster")
-    events, numbers = content.pop("events", None), {item.name: item for item in fields(Cluster)}
-    for key, value in content.items():
-        check_number(path, key, value, numbers)
-    for key in ("compute_contention", "reduce_contention"):
-        if content.get(key, 1) < 1:
-            raise UsageError(f"{path}: {key} must be at least 1, not {content[key]}")
-    required = {"ranks", "ranks_per_node", "gflops", "memory_gbytes", "memory_gib", "gbytes"}
-    for key in sorted(required):
-        if not content.get(key):
-            raise UsageError(f"{path}: {key} is missing, or zero")
-    cluster = Cluster(**{"latency_microseconds": 0.0} | content)
-    return replace(cluster, events=parse_events(path, events)) if events is not None else cluster
+    events = parse_events(path, content.pop("events", []))
+    check_numbers(path, content, fields(Cluster))
+    return Cluster(**{"latency_microseconds": 0.0} | content, events=events)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from hvdtrain.options.nearest import nearest, unknown_key
 
 DEVICES, LINKS = "devices", "links"
 KEYS = ("slows", "factor", "ranks", "from_step", "to_step")
+REQUIRED = ("gbytes", "gflops", "memory_gbytes", "memory_gib", "ranks", "ranks_per_node")
 SLOWEST = 1000.0  # factor
 SMALLEST, LARGEST = 1e-9, 1e12  # limits of every number: sums and quotients stay finite
 
@@ -51,15 +52,27 @@ def slowdown(events: Iterable[Event], slows: str, ranks: Iterable[int], step: in
     return prod(event.factor for event in events if event.concerns(slows, ranks, step))
 
 
-def check_number(path: Path, key: str, value: object, known: Mapping[str, Field[Any]]) -> None:
-    """Refuse a key of a cluster file that is unknown, or whose value is out of range.
+def check_numbers(path: Path, content: Mapping[str, Any], valid: Iterable[Field[Any]]) -> None:
+    """Refuse numbers of a cluster file that are unknown, out of range or missing.
 
     Args:
-        known: the fields that a file may set, by name.
+        valid: the fields that a file may set.
 
     Raises:
         UsageError: naming the file and the key.
     """
+    known = {item.name: item for item in valid}
+    for key, value in content.items():
+        _check_number(path, key, value, known)
+    for key in ("compute_contention", "reduce_contention"):
+        if content.get(key, 1) < 1:
+            raise UsageError(f"{path}: {key} must be at least 1, not {content[key]}")
+    for key in REQUIRED:
+        if not content.get(key):
+            raise UsageError(f"{path}: {key} is missing, or zero")
+
+
+def _check_number(path: Path, key: str, value: object, known: Mapping[str, Field[Any]]) -> None:
     if key not in known:
         raise unknown_key(path, key, known)
     if isinstance(value, bool) or not isinstance(value, int | float):
