@@ -33,7 +33,7 @@ class Hardware:
     cluster: Cluster
     rank: int
     clock: Clock
-    step: Callable[[], int] = lambda: 0
+    step: Callable[[], int] = lambda: 1
     flights: list[Flight] = field(default_factory=list)
 
     @property

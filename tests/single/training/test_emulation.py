@@ -45,7 +45,10 @@ def test_an_emulated_run_takes_the_modelled_time_and_resumes(
     # A busy machine makes steps longer, never shorter.
     simulated = emulated["simulated_step_seconds"]
     assert simulated < min(seconds) < 5 * simulated
-    assert min(seconds[-1:]) > 1.5 * simulated  # the throttled device
+    assert seconds[-1] > 1.5 * simulated  # the throttled device
+    refused = hvdtrain("evaluate", run)
+    assert refused.returncode == 2
+    assert "was emulated" in refused.stderr
 
 
 @pytest.mark.parametrize(
