@@ -18,6 +18,7 @@ from hvdtrain.models.component import Component
 from hvdtrain.models.costs import ComponentCost
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.stage import DTYPES
+from hvdtrain.plan.actions import COMPUTE
 from hvdtrain.plan.plan import Plan
 from hvdtrain.planner import clusters
 from hvdtrain.planner.adapt import seconds_to_migrate
@@ -34,8 +35,8 @@ REMARK = (
     "overhead_seconds_per_step, in which a rank neither slept nor waited."
 )
 # Seconds of the runtime itself, by measurement: per step, and on each core for every rank that
-# shares it, per step and per action.
-STEP_SECONDS, SHARED_STEP_SECONDS, ACTION_SECONDS = 12e-3, 2e-3, 0.2e-3
+# shares it, per step, and per action and per component in it.
+STEP_SECONDS, SHARED_STEP_SECONDS, ACTION_SECONDS = 12e-3, 2e-3, 0.15e-3
 OVERHEAD = 0.03  # part of a dilated step that the runtime itself may take
 
 
@@ -195,11 +196,16 @@ def sufficient_dilation(emulation: Emulation, plan: Plan | None, ranks: int) -> 
         plan: of the run; None if it will be chosen.
     """
     if plan is None:
-        seconds, actions = lower_bound(emulation.question), 8 * ranks
+        components = len(emulation.components)
+        seconds, actions = lower_bound(emulation.question), 8 * ranks + 2 * components
     else:
         candidate = emulation.predicted(plan)
         seconds = candidate.seconds
-        actions = max(map(len, candidate.overview.schedule.values()))
+        actions = max(
+            len(done)
+            + sum(len(plan.stages[a.stage].components) for a in done if a.kind in COMPUTE)
+            for done in candidate.overview.schedule.values()
+        )
     sharing = max(1.0, ranks / len(os.sched_getaffinity(0)))
     overhead = STEP_SECONDS + sharing * (SHARED_STEP_SECONDS + ACTION_SECONDS * actions)
     return max(1.0, float(math.ceil(overhead / (OVERHEAD * seconds))))
