@@ -9,6 +9,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
 from hvdtrain.options.checks import check_values
+from hvdtrain.options.emulateoptions import EmulateOptions
 from hvdtrain.options.fields import DEFAULT_EPOCHS, Group, Rule, option
 from hvdtrain.options.givenmodel import Model, ModelInConfig
 from hvdtrain.options.planrequest import PlanRequest, parse_plan_request
@@ -20,7 +21,7 @@ Augment = Literal["none", "crop-flip", "resized-crop-flip"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(ModelInConfig, SyncOptions):
+class TrainConfig(ModelInConfig, SyncOptions, EmulateOptions):
     """One training run; in Python `model` may also be the model itself (see `train`).
 
     Raises:

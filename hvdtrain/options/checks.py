@@ -8,6 +8,7 @@ from typing import Any, get_args
 from hvdtrain.errors import UsageError
 from hvdtrain.host.harmless import LARGEST_WHOLE
 from hvdtrain.options import decay, injection
+from hvdtrain.options.emulateoptions import check_emulation
 from hvdtrain.options.fields import DEFAULT_EPOCHS, Rule, flag
 from hvdtrain.options.planrequest import (
     ADAPTIVE,
@@ -47,6 +48,7 @@ def check_values(options: Sequence[Field[Any]], values: Mapping[str, Any]) -> No
         injection.parse(values["inject"], values["ranks"] or MOST_RANKS)
     _check_together(values)
     check_sync(values, {item.name: item.default for item in options})
+    check_emulation(values)
 
 
 def _check_ranges(options: Iterable[Field[Any]], values: Mapping[str, Any]) -> None:

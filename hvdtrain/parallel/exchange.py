@@ -73,7 +73,7 @@ class Exchange:
         """Start to send rows, contiguous in memory; they must not change until `flush`."""
         if rows.device.type == "cuda":
             rows = rows.detach().to("cpu", copy=True)  # waits for the stream
-        now = np.array([time.perf_counter()])
+        now = np.array([self.now()])
         self._drop_finished()
         for kept, buffer in ((rows, self._bytes_of(rows)), (now, now)):
             self._sending.append((self._isend(buffer, receiver, tag), kept))
@@ -96,17 +96,31 @@ class Exchange:
     def wait(self, receipts: Sequence[Receipt]) -> None:
         """Wait until all messages have arrived; add the time to `waited`, split by cause."""
         start = time.perf_counter()
-        self._wait_all([request for receipt in receipts for request in receipt.requests])
+        self.complete(receipts, start)
         for receipt in receipts:
             if receipt.host is not None:
                 _flat(receipt.rows).copy_(receipt.host.view(receipt.rows.dtype))
         end = time.perf_counter()
-        sent = max(
-            float(receipt.sent_at[0]) + self._clock_offsets[receipt.sender] for receipt in receipts
-        )
+        sent = max(map(self.sent_at, receipts))
         bubble = min(max(0.0, sent - start), end - start)
         self.waited.bubble += bubble
         self.waited.transfer += end - start - bubble
+
+    def now(self) -> float:
+        """Return the time at which a message that is sent now leaves this rank."""
+        return time.perf_counter()
+
+    def complete(self, receipts: Sequence[Receipt], start: float) -> None:
+        """Return once all messages are in memory.
+
+        Args:
+            start: when the wait started.
+        """
+        self._wait_all([request for receipt in receipts for request in receipt.requests])
+
+    def sent_at(self, receipt: Receipt) -> float:
+        """Return when a message that has arrived was sent, on this rank's clock."""
+        return float(receipt.sent_at[0] + self._clock_offsets[receipt.sender])
 
     def flush(self) -> None:
         """Wait until all sends are complete."""

@@ -19,11 +19,12 @@ from hvdtrain.backends.pytorch.parts import (
     stage_optimizer,
 )
 from hvdtrain.config import TrainConfig
+from hvdtrain.emulate.emulation import exchange_of
+from hvdtrain.emulate.probes import tools_of
 from hvdtrain.host.files import check_target
 from hvdtrain.host.memory import return_freed_memory
 from hvdtrain.options.planrequest import Chosen
 from hvdtrain.options.syncrequest import AUTO_SYNC
-from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.plan.passes import group_by_bytes
 from hvdtrain.plan.plan import Plan, replicated
 from hvdtrain.planner import clusters
@@ -252,11 +253,11 @@ def measure(subject: Subject, world: World) -> Known:
     if world.communicator is None:
         profile = Profile((local_times(subject, world),))
         return Known(costs, profile, MeasuredNetwork((socket.gethostname(),)), recomputed)
-    exchange = Exchange(world.communicator, subject.images.device)
+    exchange = exchange_of(world, subject.images.device, scale=1.0)
     parameter_bytes = sum(cost.parameter_bytes for cost in costs)
     handed = max(cost.output_bytes for cost in costs) * subject.config.batch_size
     with _sum_of_training(subject.config, world) as start:
-        network = measure_network(world, start, exchange, parameter_bytes, handed)
+        network = measure_network(world, tools_of(start, world), exchange, parameter_bytes, handed)
     # After it, so that the memory that Horovod holds is counted.
     times = local_times(subject, world, partial(message_to_self, exchange))
     profile = Profile(tuple(world.gather(times)))

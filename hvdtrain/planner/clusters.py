@@ -15,10 +15,20 @@ from typing import TYPE_CHECKING, Any
 
 from hvdtrain.errors import UsageError
 from hvdtrain.host.harmless import read_mapping
-from hvdtrain.options.nearest import nearest, unknown_key
+from hvdtrain.options.nearest import nearest
 from hvdtrain.plan.plan import Plan, pipeline, replicated
 from hvdtrain.planner.candidate import Candidate, play
 from hvdtrain.planner.cost import Known, Question
+from hvdtrain.planner.events import (
+    DEVICES,
+    LINKS,
+    Event,
+    check_numbers,
+    check_ranks,
+    factors,
+    parse_events,
+    slowdown,
+)
 from hvdtrain.planner.limits import GIB
 from hvdtrain.planner.memory import OPTIMIZER_COPIES
 from hvdtrain.planner.network import Contention, Curve, FreeNetwork, Line
@@ -29,7 +39,6 @@ if TYPE_CHECKING:
     from hvdtrain.models.costs import ComponentCost
 
 MOST_RANKS = 1024
-SMALLEST, LARGEST = 1e-9, 1e12  # limits of every value: sums and quotients stay finite
 BACKWARD = 2  # a backward takes as long as this many forwards
 IMAGES, EPOCHS = 50_000, 100  # CIFAR-100, as in paper B
 PREDICTED = "These are predictions from typical rates of such machines, not measurements."
@@ -37,7 +46,7 @@ PREDICTED = "These are predictions from typical rates of such machines, not meas
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """A machine whose ranks are all alike.
+    """A machine whose ranks are all alike, except for its events.
 
     Attributes:
         ranks, ranks_per_node: ranks in all, and on one node.
@@ -51,6 +60,7 @@ class Cluster:
         node_latency_microseconds, node_gbytes: the same between nodes, for a whole node.
         compute_contention, reduce_contention: slowdown of computing and of an all-reduce when both
             run at the same time, at least 1.
+        events: devices and links that are slow. A prediction is for the first step.
     """
 
     ranks: int
@@ -65,6 +75,7 @@ class Cluster:
     node_gbytes: float = 0.0
     compute_contention: float = 1.0
     reduce_contention: float = 1.0
+    events: tuple[Event, ...] = ()
 
     def profile(self, costs: "Sequence[ComponentCost]", copies: int) -> Profile:
         """Return the predicted times of each component on each rank.
@@ -73,7 +84,9 @@ class Cluster:
             copies: copies of the parameters that the optimizer keeps.
         """
         parts = {cost.name: self._component(cost, copies) for cost in costs}
-        return Profile.alike(RankTimes(parts), self.ranks)
+        slower = factors(self.events, DEVICES, self.ranks, step=1)
+        alike = {factor: RankTimes(parts).times(factor) for factor in set(slower)}
+        return Profile(tuple(alike[factor] for factor in slower))
 
     def _component(self, cost: "ComponentCost", copies: int) -> ComponentTimes:
         moved = 2 * (cost.saved_bytes + cost.output_bytes)
@@ -93,9 +106,10 @@ class Cluster:
 
 @dataclass(frozen=True)
 class ClusterNetwork:
-    """The network of a cluster; implements `Network`."""
+    """The network of a cluster in one step; implements `Network`."""
 
     cluster: Cluster
+    step: int = 1
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -124,18 +138,22 @@ class ClusterNetwork:
         cluster = self.cluster
         within = _ring(local, size, cluster.latency_microseconds, cluster.gbytes)
         between = _ring(len(nodes), size, cluster.node_latency_microseconds, cluster.node_gbytes)
-        return within + between
+        return (within + between) * self._slowdown(ranks)
 
     def send_seconds(self, sender: int, receiver: int, size: float) -> float:
         """Return the seconds from a send of `size` bytes to their arrival."""
         cluster = self.cluster
         if sender == receiver:
             return 0.0
+        slow = self._slowdown((sender, receiver))
         if sender // cluster.ranks_per_node == receiver // cluster.ranks_per_node:
-            return 1e-6 * cluster.latency_microseconds + size / (1e9 * cluster.gbytes)
+            return slow * (1e-6 * cluster.latency_microseconds + size / (1e9 * cluster.gbytes))
         # The ranks of a node share its link to the other nodes.
         rank_gbytes = cluster.node_gbytes / min(cluster.ranks_per_node, cluster.ranks)
-        return 1e-6 * cluster.node_latency_microseconds + size / (1e9 * rank_gbytes)
+        return slow * (1e-6 * cluster.node_latency_microseconds + size / (1e9 * rank_gbytes))
+
+    def _slowdown(self, ranks: Sequence[int]) -> float:
+        return slowdown(self.cluster.events, LINKS, ranks, self.step)
 
 
 def _ring(members: int, size: float, microseconds: float, gbytes: float) -> float:
@@ -190,7 +208,7 @@ PRESETS: Mapping[str, Cluster] = {
 }
 
 
-def load(name: str, ranks: int | None = None) -> Cluster:
+def load(name: str, ranks: int | None = None, option: str = "--cluster") -> Cluster:
     """Return a preset or the cluster of a YAML file, with another number of ranks if requested.
 
     Raises:
@@ -202,8 +220,9 @@ def load(name: str, ranks: int | None = None) -> Cluster:
         cluster = _from_file(Path(name))
     else:
         known = (*PRESETS, "FILE.yaml")
-        raise UsageError(f"--cluster {name} is unknown{nearest(name, known)}")
+        raise UsageError(f"{option} {name} is unknown{nearest(name, known)}")
     cluster = replace(cluster, ranks=ranks or cluster.ranks)
+    check_ranks(name, cluster.events, cluster.ranks)
     if not 1 <= cluster.ranks <= MOST_RANKS:
         raise UsageError(f"--ranks must be between 1 and {MOST_RANKS}, not {cluster.ranks}")
     if cluster.ranks > cluster.ranks_per_node and not cluster.node_gbytes:
@@ -216,27 +235,9 @@ def load(name: str, ranks: int | None = None) -> Cluster:
 
 def _from_file(path: Path) -> Cluster:
     content = read_mapping(path, "cluster")
-    known = {item.name: item for item in fields(Cluster)}
-    for key, value in content.items():
-        if key not in known:
-            raise unknown_key(path, key, known)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 <= value < float("inf"):
-            raise UsageError(f"{path}: {key} must be a number of at least 0, not {value!r}")
-        if value and not SMALLEST <= value <= LARGEST:
-            raise UsageError(
-                f"{path}: {key} must be between {SMALLEST:g} and {LARGEST:g}, not {value:g}"
-            )
-        if known[key].type is int and (not isinstance(value, int) or value < 1):
-            raise UsageError(f"{path}: {key} must be a whole number above 0, not {value!r}")
-    for key in ("compute_contention", "reduce_contention"):
-        if content.get(key, 1) < 1:
-            raise UsageError(f"{path}: {key} must be at least 1, not {content[key]}")
-    required = {"ranks", "ranks_per_node", "gflops", "memory_gbytes", "memory_gib", "gbytes"}
-    for key in sorted(required):
-        if not content.get(key):
-            raise UsageError(f"{path}: {key} is missing, or zero")
-    return Cluster(**{"latency_microseconds": 0.0} | content)
+    events = parse_events(path, content.pop("events", []))
+    check_numbers(path, content, fields(Cluster))
+    return Cluster(**{"latency_microseconds": 0.0} | content, events=events)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class Imagined:
         seconds: of the operations themselves, which are no part of the compression.
     """
 
-    place, sent_bytes = 0, 0.0
+    place, sent_bytes, scale = 0, 0.0, 1.0
 
     def __init__(self, size: int) -> None:
         self.size, self.seconds = size, 0.0

@@ -4,6 +4,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ LEAST, MOST = 5, 40  # repeats per size
 SECONDS_PER_SIZE = 0.05
 CONTENDED_BYTES = 4 * 2**20
 PING, PONG = 11, 12
+_MATRIX = torch.ones(192, 192)
 # Starts an all-reduce in place under a name; returns a function that tells whether it is complete.
 Start = Callable[[torch.Tensor, str], Callable[[], bool]]
 
@@ -32,25 +34,59 @@ def sizes_up_to(largest: float) -> tuple[int, ...]:
     return tuple(below + above[:1])
 
 
+def mpi_sum(communicator: Any) -> Start:
+    """Return a function that runs MPI's own all-reduce over the ranks of a communicator.
+
+    It is the blocking all-reduce, which Horovod calls. The one that does not block uses other
+    algorithms, which no tuning changes.
+    """
+
+    def start(tensor: torch.Tensor, name: str) -> Callable[[], bool]:
+        communicator.Allreduce(tensor.numpy(), np.empty_like(tensor.numpy()))
+        return lambda: True
+
+    return start
+
+
+def multiply() -> None:
+    """Multiply two small matrices."""
+    torch.mm(_MATRIX, _MATRIX)
+
+
+@dataclass(frozen=True)
+class Tools:
+    """Operations whose times are measured.
+
+    Attributes:
+        start: starts the all-reduces of training, over all ranks.
+        group_sum: returns a function that starts all-reduces over the ranks of a communicator.
+        work: computes for a short time.
+    """
+
+    start: Start
+    group_sum: Callable[[Any], Start] = mpi_sum
+    work: Callable[[], object] = multiply
+
+
 def measure_network(
-    world: World, start: Start, exchange: Exchange, reduced_bytes: float, transfer_bytes: float
+    world: World, tools: Tools, exchange: Exchange, reduced_bytes: float, transfer_bytes: float
 ) -> MeasuredNetwork:
     """Measure the network of the job. Collective.
 
     Args:
-        start: starts the all-reduces of training, over all ranks.
+        tools: what is measured.
         reduced_bytes, transfer_bytes: the largest all-reduce and transfer that matter.
     """
     hosts = tuple(world.gather(socket.gethostname()))
     sizes = sizes_up_to(reduced_bytes)
-    whole = reduce_curve(world, start, sizes)
+    whole = reduce_curve(world, tools.start, sizes)
     all_reduce: dict[bool, dict[int, Curve]] = {}
     everyone = tuple(range(world.size))
     all_reduce.setdefault(_crosses(hosts, everyone), {})[world.size] = whole
     if world.size > 2:
-        _add_smaller_groups(world, hosts, sizes, whole, all_reduce)
+        _add_smaller_groups(world, tools, hosts, sizes, whole, all_reduce)
     hand_over = transfer_curves(world, exchange, sizes_up_to(transfer_bytes))
-    contention = measure_contention(world, start, whole)
+    contention = measure_contention(world, tools.start, whole, work=tools.work)
     return MeasuredNetwork(hosts, all_reduce, hand_over, contention)
 
 
@@ -76,20 +112,6 @@ def started_mpi_sum(collectives: MPICollectives) -> Start:
 
     def start(tensor: torch.Tensor, _: str) -> Callable[[], bool]:
         return collectives.all_reduce(tensor, "probe").is_over
-
-    return start
-
-
-def mpi_sum(communicator: Any) -> Start:
-    """Return a function that runs MPI's own all-reduce over the ranks of a communicator.
-
-    It is the blocking all-reduce, which Horovod calls. The one that does not block uses other
-    algorithms, which no tuning changes.
-    """
-
-    def start(tensor: torch.Tensor, name: str) -> Callable[[], bool]:
-        communicator.Allreduce(tensor.numpy(), np.empty_like(tensor.numpy()))
-        return lambda: True
 
     return start
 
@@ -126,6 +148,7 @@ def _agreed_median(world: World, once: Callable[[], float]) -> float:
 
 def _add_smaller_groups(
     world: World,
+    tools: Tools,
     hosts: Sequence[str],
     sizes: Sequence[int],
     whole: Curve,
@@ -136,7 +159,7 @@ def _add_smaller_groups(
     Horovod needs its groups when it starts. The overhead does not depend on the number of ranks.
     """
     assert world.communicator is not None
-    mpi_curve = reduce_curve(world, mpi_sum(world.communicator), sizes)
+    mpi_curve = reduce_curve(world, tools.group_sum(world.communicator), sizes)
     more = [max(0.0, whole(size) - mpi_curve(size)) for size in sizes]
     count = 2
     while count < world.size:
@@ -146,7 +169,7 @@ def _add_smaller_groups(
         seconds = [0.0] * len(sizes)
         if inside:
             alone = World("none", part.rank, part.size, part.rank, part.size, 1, part)
-            seconds = [_sum_seconds(alone, mpi_sum(part), size) for size in sizes]
+            seconds = [_sum_seconds(alone, tools.group_sum(part), size) for size in sizes]
         seconds = world.broadcast(seconds)
         part.Free()
         curve = Curve.of(sizes, [a + b for a, b in zip(seconds, more, strict=True)])
@@ -242,11 +265,15 @@ def measure_contention(
     start: Start,
     alone: Curve,
     size: int = CONTENDED_BYTES,
+    work: Callable[[], object] = multiply,
 ) -> Contention:
-    """Return how much slower computing and an all-reduce are at the same time. Collective."""
-    matrix = torch.ones(192, 192)
+    """Return how much slower computing and an all-reduce are at the same time. Collective.
+
+    Args:
+        work: computes for a short time.
+    """
     values = torch.zeros(size // 4)
-    one = statistics.median([_seconds_of(lambda: matrix @ matrix) for _ in range(30)])
+    one = statistics.median([_seconds_of(work) for _ in range(30)])
     expected = alone(size)
     ratios: list[tuple[float, float]] = []
     for _ in range(WARM_UP + LEAST):
@@ -255,7 +282,7 @@ def measure_contention(
         is_over = start(values, "probe.contention")
         products = 0
         while not is_over():
-            matrix @ matrix
+            work()
             products += 1
         seconds = time.perf_counter() - began
         ratios.append((seconds / max(one * products, 1e-9), seconds / expected))

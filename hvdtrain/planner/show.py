@@ -60,7 +60,7 @@ from hvdtrain.world import start as start_world
 from hvdtrain.world import stop as stop_world
 
 # Assumed network between ranks of one machine; `train --plan auto` measures it.
-SHARED_MEMORY = {"latency_microseconds": 20.0, "gbytes": 4.0}
+SHARED_MEMORY: dict[str, Any] = {"latency_microseconds": 20.0, "gbytes": 4.0}
 
 
 @dataclass(frozen=True)

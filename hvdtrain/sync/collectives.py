@@ -20,11 +20,13 @@ class Collectives(Protocol):
         size: number of replicas.
         place: of this rank among the replicas, from 0.
         sent_bytes: bytes that this rank has sent so far, as `plan/traffic.py` counts them.
+        scale: bytes that each byte of a tensor counts for; above 1 in an emulation.
     """
 
     size: int
     place: int
     sent_bytes: float
+    scale: float = 1.0
 
     def prepare(self, names: Sequence[str]) -> None:
         """Announce operations by name, in the same order on all replicas. Collective among them.
@@ -71,6 +73,8 @@ class HorovodCollectives:
         rank: this rank.
         name: the same on all ranks of the group, and different from every other group's.
     """
+
+    scale = 1.0
 
     def __init__(
         self, horovod: Any, process_set: Any, ranks: Sequence[int], rank: int, name: str
@@ -131,7 +135,7 @@ class HorovodCollectives:
 class Alone:
     """The collective operations of a single replica: each returns what it was given."""
 
-    size, place, sent_bytes = 1, 0, 0.0
+    size, place, sent_bytes, scale = 1, 0, 0.0, 1.0
 
     def prepare(self, names: Sequence[str]) -> None:
         """Do nothing."""

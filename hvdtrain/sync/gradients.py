@@ -220,7 +220,7 @@ class ReplicatedGradients(Gradients):
         self.states, self.progress = CopiedStates(states, collectives), collectives.progress
         # Backward reaches the last parameters first.
         backwards = list(parameters.items())[::-1]
-        sizes = [parameter.numel() * parameter.element_size() for _, parameter in backwards]
+        sizes = [round(collectives.scale * parameter.nbytes) for _, parameter in backwards]
         groups = group_by_bytes(sizes, bucket_bytes, min(FIRST_BUCKET_BYTES, bucket_bytes))
         self.buckets = self._make_buckets([dict(backwards[k] for k in group) for group in groups])
         collectives.prepare([bucket.name for bucket in self.buckets])

@@ -65,6 +65,8 @@ class MPICollectives:
         name: the same on all ranks of the group, and different from every other group's.
     """
 
+    scale = 1.0
+
     def __init__(self, ranks: Sequence[int], rank: int, name: str) -> None:
         self.ranks, self.name = tuple(sorted(ranks)), name
         self.size, self.place = len(self.ranks), self.ranks.index(rank)

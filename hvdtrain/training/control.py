@@ -53,6 +53,9 @@ class Vitals(NamedTuple):
     load: float = 0.0
 
 
+SECONDS = 3  # the first fields of `Vitals` are seconds
+
+
 @dataclass(frozen=True)
 class Agreed:
     """The agreement of all ranks on one step.

@@ -213,7 +213,7 @@ def _train_epoch(run: Run) -> None:
 def _change_plan(run: Run) -> None:
     """Migrate to the plan that rank 0 has chosen. Collective; no agreement is under way."""
     assert run.adapter is not None
-    clock = Stopwatch(run.progress, "train_seconds")
+    clock = Stopwatch(run.progress, "train_seconds", run.session.device.dilation)
     with run.activity.doing("changing the plan"):
         decision = run.adapter.change()
     clock.count()  # a migration has to pay for its own time
@@ -245,7 +245,7 @@ def _train_under_plan(run: Run) -> None:
     if session.timeline is not None:
         session.timeline.align()
     epoch, offset = order.locate(progress.position, length)
-    clock = Stopwatch(progress, "train_seconds")
+    clock = Stopwatch(progress, "train_seconds", session.device.dilation)
     rows = order.training_order(session.index, session.train_rows, config.seed, epoch)
     last = config.total_samples(length) - epoch * length
     slices = [
@@ -329,7 +329,7 @@ def _step(run: Run, feed: Feed, epoch: int, batch_size: int, data_seconds: float
     if run.injector is not None:
         run.injector.before(progress.step)
     result = session.train(feed, progress.position, batch_size, rate)
-    progress.count(result)
+    progress.count(result, session.device.dilation)
     run.step_records.append(
         StepRecord(progress.step, progress.position, batch_size, feed, result.norm)
     )

@@ -67,19 +67,27 @@ class Progress:
                 )
         return cls(**{item.name: kept[item.name] for item in fields(cls)})
 
-    def count(self, result: Result) -> None:
-        """Add the seconds of a step."""
-        self.exposed_seconds += result.exposed_seconds
-        self.communication_seconds += result.communication_seconds
-        self.bubble_seconds += result.bubble_seconds
-        self.compute_seconds += result.compute_seconds
+    def count(self, result: Result, dilation: float) -> None:
+        """Add the seconds of a step.
+
+        Args:
+            dilation: real seconds per second that counts.
+        """
+        self.exposed_seconds += result.exposed_seconds / dilation
+        self.communication_seconds += result.communication_seconds / dilation
+        self.bubble_seconds += result.bubble_seconds / dilation
+        self.compute_seconds += result.compute_seconds / dilation
 
 
 class Stopwatch:
-    """Counts the seconds that pass into one field of a run's progress."""
+    """Counts the seconds that pass into one field of a run's progress.
 
-    def __init__(self, progress: Progress, name: str) -> None:
-        self.progress, self.name = progress, name
+    Args:
+        dilation: real seconds per second that counts.
+    """
+
+    def __init__(self, progress: Progress, name: str, dilation: float = 1.0) -> None:
+        self.progress, self.name, self.dilation = progress, name, dilation
         self.restart()
 
     def restart(self) -> None:
@@ -89,7 +97,7 @@ class Stopwatch:
     def count(self) -> None:
         """Add the seconds since the last count."""
         now = time.perf_counter()
-        seconds = getattr(self.progress, self.name) + now - self.since
+        seconds = getattr(self.progress, self.name) + (now - self.since) / self.dilation
         setattr(self.progress, self.name, seconds)
         self.since = now
 

@@ -161,7 +161,7 @@ def open_run(session: Session, stop: StopRequest, callbacks: Callbacks = ()) -> 
         listener = failure.Listener(config.on_alert, str(folder.path))
         called = followers(callbacks, world, listener)
         journal = Journal(config, folder, console, records, called)
-        clock = Stopwatch(progress, "seconds")
+        clock = Stopwatch(progress, "seconds", session.device.dilation)
         return Run(
             session=session,
             stop=stop,

@@ -97,6 +97,8 @@ class Device:
         kind: "cpu" or "cuda".
         accelerator: name of the GPU, None for a CPU.
         count: number of devices of this rank.
+        notice: printed first by a run whose device is emulated.
+        dilation: real seconds per reported second, above 1 if the device is emulated.
         loss_delay: steps after which the loss is read, see `Control`.
         memory_bytes: returns the bytes allocated on the GPU, or the resident set of the process.
         peak_memory_bytes: returns the largest `memory_bytes` so far.
@@ -105,6 +107,8 @@ class Device:
     kind: str = "cpu"
     accelerator: str | None = None
     count: int = 1
+    notice: str = ""
+    dilation: float = 1.0
     loss_delay: int = 0
     memory_bytes: Callable[[], float] = _resident_bytes
     peak_memory_bytes: Callable[[], int] = _peak_resident_bytes
@@ -276,6 +280,17 @@ class Session(ABC):
 
     def counted(self) -> Mapping[str, float]:
         """Return what this rank has counted since the start, by name, such as bytes sent."""
+        return {}
+
+    def emulated(
+        self, steps: int, train_seconds: float, waited_seconds: float
+    ) -> dict[str, object]:
+        """Return what a summary has to say about an emulation; empty on real devices. Collective.
+
+        Args:
+            train_seconds, waited_seconds: emulated seconds of all steps, and of this rank's waits
+                in them.
+        """
         return {}
 
     @property

@@ -31,6 +31,8 @@ class TrainResult(dict[str, Any]):
 def announce(run: Run) -> None:
     """Print and record the settings that a run starts or resumes with."""
     session, config = run.session, run.session.config
+    if session.device.notice:
+        run.console.say(session.device.notice)
     run.console.say(
         f"{config.model}, {session.parameters:,} parameters, {config.precision}; "
         f"{session.world.size} rank(s) x {session.world.threads} thread(s) on "
@@ -77,6 +79,11 @@ def summarise(run: Run, startup_seconds: float) -> dict[str, Any]:
         progress.bubble_seconds,
         progress.compute_seconds,
     ]
+    emulated = session.emulated(
+        progress.step - run.first_step,
+        progress.train_seconds,
+        progress.exposed_seconds + progress.bubble_seconds,
+    )
     exposed, total, bubble, compute = np.mean(
         session.world.gather([seconds / rank_seconds for seconds in spent]), axis=0
     )
@@ -105,7 +112,7 @@ def summarise(run: Run, startup_seconds: float) -> dict[str, Any]:
         "weights_sha256": digest,
         "machine": machine(session.device.accelerator, session.world.threads),
         "versions": versions(session.libraries),
-    }
+    } | ({"emulated": emulated} if emulated else {})
 
 
 def _agreement(run: Run) -> dict[str, Any]:

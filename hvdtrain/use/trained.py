@@ -148,7 +148,7 @@ def read_config(run: Path) -> dict[str, Any]:
     """Return the saved configuration of a PyTorch run.
 
     Raises:
-        UsageError: if there is no such run, or it is a TensorFlow run.
+        UsageError: if there is no such run, or it is a TensorFlow run, or was emulated.
     """
     if not (run / "config.yaml").is_file():
         raise UsageError(f"{run} is not the folder of a run: there is no config.yaml in it")
@@ -157,6 +157,11 @@ def read_config(run: Path) -> dict[str, Any]:
         raise UsageError(
             f"{run} is a TensorFlow run, whose weights PyTorch cannot read: use its checkpoints, "
             "which are safetensors files with Keras's names"
+        )
+    if config.get("emulate"):
+        raise UsageError(
+            f"{run} was emulated (--emulate {config['emulate']}), so its weights mean nothing: "
+            "train without --emulate"
         )
     return config
 

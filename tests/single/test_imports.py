@@ -24,6 +24,7 @@ LAYERS = (
     {
         *("jobs", "study", "doctor", "keras", "tf", "torch", "setup"),
         *("training", "backends", "check", "planner", "checkpoint", "health", "use"),
+        "emulate",
     },
     {"parallel", "launch"},
     {"sync"},

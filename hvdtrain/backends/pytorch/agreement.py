@@ -7,6 +7,7 @@ import torch
 
 from hvdtrain.backends.pytorch.state import restore_state, state_shapes
 from hvdtrain.config import TrainConfig
+from hvdtrain.emulate.emulation import emulation_of
 from hvdtrain.options.planrequest import Chosen
 from hvdtrain.options.syncoptions import Library
 from hvdtrain.options.syncrequest import (
@@ -87,7 +88,7 @@ def open_groups(
         if number not in models or not models[number].tensors():
             continue
         if len(stage.ranks) > 1:
-            groups[number] = partial(_operations, library, stage.ranks, world.rank, number)
+            groups[number] = partial(_operations, library, stage.ranks, world, number)
         elif config.compress_request != NO_COMPRESSION and isinstance(
             config.sync_request, Exact | Auto
         ):
@@ -96,9 +97,11 @@ def open_groups(
 
 
 def _operations(
-    library: Library, ranks: tuple[int, ...], rank: int, stage: int, purpose: str
+    library: Library, ranks: tuple[int, ...], world: World, stage: int, purpose: str
 ) -> Collectives:
-    return collectives_of(library, ranks, rank, f"stage{stage}.{purpose}")
+    operations = collectives_of(library, ranks, world.rank, f"stage{stage}.{purpose}")
+    emulation = emulation_of(world)
+    return operations if emulation is None else emulation.collectives(operations, ranks)
 
 
 def _start_horovod(

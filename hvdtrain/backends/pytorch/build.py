@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hvdtrain.backends.pytorch.parts import build_parts, probe_forms, recomputed_components
 from hvdtrain.config import TrainConfig
+from hvdtrain.emulate.emulation import exchange_of
 from hvdtrain.errors import UsageError
 from hvdtrain.health.failure import patience, stalled
 from hvdtrain.host.activity import Activity
@@ -22,7 +23,6 @@ from hvdtrain.models.component import Component, build_component
 from hvdtrain.options.planrequest import ADAPTIVE
 from hvdtrain.parallel.boundary import Boundaries, Form
 from hvdtrain.parallel.dropout import Draws, follow_samples
-from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.runtime import Observer, Runtime, Settings
 from hvdtrain.parallel.stage import DTYPES, ComponentClock, Images, Part, StageModel
 from hvdtrain.parallel.step import UpdateRule
@@ -51,7 +51,7 @@ def build_runtime(
     device = images.device
     exchange = before.exchange if before else None
     if exchange is None and world.communicator is not None:
-        exchange = Exchange(world.communicator, device)
+        exchange = exchange_of(world, device)
     parts = build_parts(config, plan, components, world, exchange, device)
     _make_ready(config, plan, parts, world, device)
     forms = probe_forms(plan, parts, image_size, config, world, device)

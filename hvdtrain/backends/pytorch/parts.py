@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hvdtrain.backends.pytorch.agreement import open_groups, stage_gradients, stage_meetings
 from hvdtrain.backends.pytorch.servers import served_part
 from hvdtrain.config import TrainConfig
+from hvdtrain.emulate.components import sleep_in_updates
 from hvdtrain.errors import UsageError, one_line
 from hvdtrain.models.component import Component, build_component
 from hvdtrain.options import decay
@@ -106,7 +107,11 @@ def stage_optimizer(
     """
     parameters = model.parameters() if trained is None else trained
     free = model.undecayed(decay.parse(config.no_decay))
-    return make_optimizer(config, parameters, free) if parameters else None
+    if not parameters:
+        return None
+    optimizer = make_optimizer(config, parameters, free)
+    sleep_in_updates(optimizer, list(model.components.values()))
+    return optimizer
 
 
 def make_optimizer(

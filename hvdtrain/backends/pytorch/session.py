@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -19,6 +20,7 @@ from typing_extensions import override
 from hvdtrain.backends.pytorch.parts import set_learning_rate
 from hvdtrain.backends.pytorch.state import TorchState
 from hvdtrain.data.order import Rows
+from hvdtrain.emulate.emulation import emulation_of
 from hvdtrain.health.badstep import Sighting, as_words
 from hvdtrain.host.activity import Activity
 from hvdtrain.host.memory import return_freed_memory
@@ -255,6 +257,17 @@ class TorchSession(Session):
             for part in self.state.parts.values():
                 part.meetings.after_step(step)
         return time.perf_counter() - started
+
+    @override
+    def emulated(
+        self, steps: int, train_seconds: float, waited_seconds: float
+    ) -> dict[str, object]:
+        emulation = emulation_of(self.world)
+        if emulation is None:
+            return {}
+        overhead = emulation.overhead_seconds(steps, train_seconds - waited_seconds)
+        mean = float(np.mean(self.world.gather(overhead)))
+        return emulation.report(self.plan, steps, train_seconds, mean)
 
     @override
     def evaluate(self, batches: Iterable[tuple[Feed, int]]) -> tuple[float, float]:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,11 @@ from hvdtrain.backends.pytorch.agreement import agreement_remarks
 from hvdtrain.backends.pytorch.batches import check_batches, input_boundaries
 from hvdtrain.backends.pytorch.build import build_runtime
 from hvdtrain.backends.pytorch.migration import TorchMigration
-from hvdtrain.backends.pytorch.parts import check_compiler, reason_against_split_backward
+from hvdtrain.backends.pytorch.parts import (
+    check_compiler,
+    reason_against_split_backward,
+    recomputed_components,
+)
 from hvdtrain.backends.pytorch.ready import agree_on_values
 from hvdtrain.backends.pytorch.session import (
     Times,
@@ -26,14 +31,15 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
 from hvdtrain.data.index import Index, read_index
 from hvdtrain.data.order import Rows
+from hvdtrain.emulate.emulation import emulated_world, emulation_of, sufficient_dilation
 from hvdtrain.errors import UsageError
 from hvdtrain.host.files import check_target
 from hvdtrain.models.component import Boundary, Component, parameter_count, tensor_shapes
 from hvdtrain.models.costs import component_costs
 from hvdtrain.options.configfile import with_choice
-from hvdtrain.options.planrequest import ADAPTIVE, AUTO
+from hvdtrain.options.planrequest import ADAPTIVE, AUTO, Chosen
 from hvdtrain.options.syncrequest import AUTO_SYNC, Server
-from hvdtrain.parallel.stage import Images
+from hvdtrain.parallel.stage import DTYPES, Images
 from hvdtrain.plan import plan as plans
 from hvdtrain.plan import planfile
 from hvdtrain.plan.plan import Plan
@@ -62,6 +68,8 @@ def open_session(config: TrainConfig, world: World) -> TorchSession:
     index = staged(read_index(config.data).at_size(config.image_size), config.stage, world)
     components = model_components(config, index)
     agree_on_values(components, world)
+    if config.emulate is not None:
+        config, components, world = _emulated(config, components, index, world)
     train_rows, held_rows = order.holdout(
         index.splits["train"].count, config.holdout, index.hash, config.seed
     )
@@ -101,22 +109,28 @@ def _built(
         world=world,
     )
     times, faults = Times(state), TorchFaults(state)
+    emulation, device = emulation_of(world), device_of(trial.images.device)
+    if emulation is not None:
+        activity = runtime.observer.activity
+        emulation.hardware.step = lambda: activity.now()[0]
+        emulation.clock.slept = 0.0  # without the planner's measurements
+        device = emulation.device(lambda: state.plan)
     return TorchSession(
         config=config,
         world=world,
         activity=runtime.observer.activity,
-        device=device_of(trial.images.device),
+        device=device,
         state=state,
         times=times,
         faults=faults,
-        parameters=parameter_count(components),
+        parameters=emulation.parameters if emulation else parameter_count(components),
         index=index,
         normalisation=trial.normalisation,
         train_rows=trial.rows,
         held_rows=held_rows,
         splits=trial.splits,
         remarks=_remarks(config, plan, chosen, verified, world),
-        predicted_seconds=chosen.predicted_seconds if chosen else None,
+        predicted_seconds=_predicted_seconds(chosen, device.dilation),
         predicted_bytes=chosen.predicted_bytes if chosen else None,
         agreement=chosen.predictions if chosen else None,
         migration=TorchMigration(
@@ -131,6 +145,38 @@ def _built(
         ),
         timeline=TorchTimeline(state, runtime.observer.activity),
     )
+
+
+def _emulated(
+    config: TrainConfig, components: Sequence[Component], index: Index, world: World
+) -> tuple[TrainConfig, list[Component], World]:
+    """Return the configuration, components and world of an emulated run. Collective.
+
+    Nothing is evaluated: accuracies would mean nothing.
+
+    Raises:
+        UsageError: if the cluster is not valid, or the plan does not fit.
+    """
+    size, names = index.image_shape[0], [part.name for part in components]
+    costs = component_costs(
+        components,
+        size,
+        classes=index.classes,
+        dtype=DTYPES[config.precision],
+        autocast="cpu" if config.precision == "bf16" else None,
+    )
+    recomputed = recomputed_components(config.recompute, names)
+    emulated = emulated_world(config, components, costs, recomputed, world)
+    if config.emulate_dilation is None:
+        dilation = 0.0
+        if world.rank == 0:
+            parts, plan = emulated.emulation.components, None
+            if not isinstance(config.plan_request, Chosen):
+                plan = make_plan(config, parts, size, index.classes, world.size)
+            dilation = sufficient_dilation(emulated.emulation, plan, world.size)
+        emulated.emulation.clock.dilation = world.broadcast(dilation)
+    config = replace(config, eval_every=0, device="cpu")
+    return config, emulated.emulation.components, emulated
 
 
 def _choose(
@@ -226,7 +272,17 @@ def _remarks(
     has_sums = not isinstance(config.sync_request, Server)
     sums = engine.remarks(config.reduce_with, world) if has_sums else []
     choice = chosen.remarks if chosen else ()
+    emulation = emulation_of(world)
+    if choice and emulation is not None:
+        scale = f"{emulation.clock.dilation:g} per emulated one"
+        choice = (f"the planner measures and prints real seconds, {scale}", *choice)
     return (*sums, *agreement_remarks(config, plan), *choice, *filter(None, [verified]))
+
+
+def _predicted_seconds(chosen: "Choice | None", dilation: float) -> float | None:
+    """Return the predicted seconds per step on the device, which the planner has in real ones."""
+    predicted = chosen.predicted_seconds if chosen else None
+    return None if predicted is None else predicted / dilation
 
 
 def make_plan(

@@ -307,8 +307,10 @@ def test_a_run_that_used_a_little_more_than_its_limit_continues(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
     profile = tmp_path / "profile.json"
-    common = (*RUN, "--data", small_set, "--plan", "auto", "--profile", profile)
-    common += ("--log-every", 1, "--memory-limit")
+    common = (
+        *(*RUN, "--data", small_set, "--plan", "auto", "--profile", profile),
+        *("--log-every", 1, "--memory-limit"),
+    )
     done = hvdtrain(*common, 8, "--run", tmp_path / "within")
     assert done.returncode == 0, done.stderr
     (peak,) = summary_of(tmp_path / "within")["peak_memory_bytes"]

@@ -1,0 +1,1 @@
+"""Runs of the real runtime on ranks whose devices and links are modelled, not present."""

@@ -1,0 +1,212 @@
+"""The emulation of a run: what replaces its components, its transfers and its all-reduces."""
+
+import math
+import os
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from hvdtrain.config import TrainConfig
+from hvdtrain.emulate.clock import Clock
+from hvdtrain.emulate.components import SCALE, Work, emulated
+from hvdtrain.emulate.device import Hardware
+from hvdtrain.emulate.links import DelayedCollectives, DelayedExchange
+from hvdtrain.errors import UsageError
+from hvdtrain.models.component import Component
+from hvdtrain.models.costs import ComponentCost
+from hvdtrain.parallel.exchange import Exchange
+from hvdtrain.parallel.stage import DTYPES
+from hvdtrain.plan.actions import COMPUTE
+from hvdtrain.plan.plan import Plan
+from hvdtrain.planner import clusters
+from hvdtrain.planner.adapt import seconds_to_migrate
+from hvdtrain.planner.candidate import Candidate, play
+from hvdtrain.planner.cost import Question
+from hvdtrain.planner.memory import OPTIMIZER_COPIES
+from hvdtrain.planner.solve import lower_bound
+from hvdtrain.sync.collectives import Collectives
+from hvdtrain.training.session import Device
+from hvdtrain.world import World
+
+REMARK = (
+    "Seconds and images per second are those of the modelled cluster; peak memory is predicted; "
+    "losses and weights mean nothing. Real: startup_seconds, real_train_seconds, and "
+    "overhead_seconds_per_step, in which a rank neither slept nor waited."
+)
+# Seconds of the runtime itself, by measurement: per step, and on each core for every rank that
+# shares it, per step, and per action and per component in it.
+STEP_SECONDS, SHARED_STEP_SECONDS, ACTION_SECONDS = 12e-3, 2e-3, 0.15e-3
+OVERHEAD = 0.03  # part of a dilated step that the runtime itself may take
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """One rank's part of an emulation.
+
+    Attributes:
+        name: of the cluster.
+        question: the model, batch and modelled machine, for predictions.
+        components: of the model; they sleep.
+    """
+
+    name: str
+    hardware: Hardware
+    question: Question
+    components: list[Component]
+
+    @property
+    def clock(self) -> Clock:
+        """The dilated clock."""
+        return self.hardware.clock
+
+    def collectives(
+        self, collectives: Collectives, ranks: Sequence[int], scale: float = SCALE
+    ) -> Collectives:
+        """Return collective operations on the modelled network."""
+        return DelayedCollectives(collectives, ranks, self.hardware, scale)
+
+    @property
+    def parameters(self) -> int:
+        """The number of parameters of the modelled model."""
+        return sum(cost.parameters for cost in self.question.known.costs)
+
+    def device(self, plan: Callable[[], Plan]) -> Device:
+        """Return the description of the modelled device.
+
+        Args:
+            plan: returns the current plan.
+        """
+        rank = self.hardware.rank
+        return Device(
+            accelerator=f"{self.name} (emulated)",
+            notice=(
+                f"emulated on {self.name}: each rank sleeps for as long as a device of it would "
+                f"compute, {self.clock.dilation:g} real seconds per second; losses mean nothing, "
+                "nothing is evaluated"
+            ),
+            dilation=self.clock.dilation,
+            peak_memory_bytes=lambda: round(self.predicted(plan()).rank_bytes[rank]),
+        )
+
+    def overhead_seconds(self, steps: int, busy_seconds: float) -> float:
+        """Return the real seconds per step in which this rank neither slept nor waited.
+
+        They do not shrink with the dilation: they are the runtime itself.
+
+        Args:
+            busy_seconds: emulated seconds of all steps without waits.
+        """
+        return (self.clock.dilation * busy_seconds - self.clock.slept) / max(1, steps)
+
+    def report(
+        self, plan: Plan, steps: int, train_seconds: float, overhead_seconds: float
+    ) -> dict[str, object]:
+        """Return the part of summary.json about the emulation."""
+        return {
+            "cluster": self.name,
+            "dilation": self.clock.dilation,
+            "real_train_seconds": self.clock.dilation * train_seconds,
+            "step_seconds": train_seconds / max(1, steps),
+            "simulated_step_seconds": self.predicted(plan).seconds,
+            "overhead_seconds_per_step": overhead_seconds,
+            "remark": REMARK,
+        }
+
+    def move(self, before: Plan, after: Plan) -> None:
+        """Let the seconds pass in which the weights would move to another plan."""
+        seconds = seconds_to_migrate(self.question, before, after)
+        self.clock.until(self.clock.now() + self.clock.dilation * seconds)
+
+    def predicted(self, plan: Plan) -> Candidate:
+        """Return the simulated step of a plan."""
+        return play(self.question, plan, "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmulatedWorld(World):
+    """The world of a run whose hardware is emulated."""
+
+    emulation: Emulation
+
+
+def emulation_of(world: World) -> Emulation | None:
+    """Return the emulation of a run; None on real hardware."""
+    return world.emulation if isinstance(world, EmulatedWorld) else None
+
+
+def exchange_of(world: World, device: torch.device, scale: float | None = None) -> Exchange:
+    """Return the transfers of a run with several ranks. Collective.
+
+    Args:
+        scale: modelled bytes per byte of a message, if it is another one than in training.
+    """
+    emulation = emulation_of(world)
+    if emulation is not None:
+        return DelayedExchange(
+            world, device, emulation.hardware, SCALE if scale is None else scale
+        )
+    assert world.communicator is not None, "a single rank transfers nothing"
+    return Exchange(world.communicator, device)
+
+
+def emulated_world(
+    config: TrainConfig,
+    components: Sequence[Component],
+    costs: Sequence[ComponentCost],
+    recomputed: Collection[str],
+    world: World,
+) -> EmulatedWorld:
+    """Return the world of an emulated run. Collective.
+
+    Args:
+        components, costs: of the real model.
+        recomputed: names of the components that are recomputed in backward.
+
+    Raises:
+        UsageError: if the ranks are on several hosts, whose clocks cannot be compared, or the
+            cluster is not valid.
+    """
+    assert config.emulate is not None
+    if world.local_size < world.size:
+        raise UsageError(
+            f"--emulate runs on one host, and these {world.size} ranks are on several: use --ranks"
+        )
+    cluster = clusters.load(config.emulate, world.size, "--emulate")
+    question = clusters.question_of(
+        cluster, costs, config.batch_size, config.optimizer, recomputed
+    )
+    profile = cluster.profile(costs, OPTIMIZER_COPIES[config.optimizer]).ranks[world.rank]
+    hardware = Hardware(cluster, world.rank, Clock(config.emulate_dilation or 1.0))
+    itemsize = DTYPES[config.precision].itemsize
+
+    def work(name: str) -> Work:
+        return Work(profile.components[name], hardware.compute)
+
+    made = emulated(components, costs, work, itemsize)
+    emulation = Emulation(config.emulate, hardware, question, made)
+    kept: dict[str, Any] = {item.name: getattr(world, item.name) for item in fields(World)}
+    return EmulatedWorld(**kept, emulation=emulation)
+
+
+def sufficient_dilation(emulation: Emulation, plan: Plan | None, ranks: int) -> float:
+    """Return a dilation that makes the runtime's overhead a small part of a step.
+
+    Args:
+        plan: of the run; None if it will be chosen.
+    """
+    if plan is None:
+        components = len(emulation.components)
+        seconds, actions = lower_bound(emulation.question), 8 * ranks + 2 * components
+    else:
+        candidate = emulation.predicted(plan)
+        seconds = candidate.seconds
+        actions = max(
+            len(done)
+            + sum(len(plan.stages[a.stage].components) for a in done if a.kind in COMPUTE)
+            for done in candidate.overview.schedule.values()
+        )
+    sharing = max(1.0, ranks / len(os.sched_getaffinity(0)))
+    overhead = STEP_SECONDS + sharing * (SHARED_STEP_SECONDS + ACTION_SECONDS * actions)
+    return max(1.0, float(math.ceil(overhead / (OVERHEAD * seconds))))

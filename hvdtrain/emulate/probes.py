@@ -1,0 +1,80 @@
+"""The planner's measurements under an emulation: those of the modelled cluster.
+
+Their payload is small, whatever size is measured.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvdtrain.emulate.device import Flight
+from hvdtrain.emulate.emulation import Emulation, emulation_of
+from hvdtrain.planner.probe import Start, Tools
+from hvdtrain.world import World
+
+WORK_SECONDS = 20e-6  # emulated seconds of the computation that measures contention
+
+
+def tools_of(start: Start, world: World) -> Tools:
+    """Return the planner's tools, which are delayed under an emulation.
+
+    Args:
+        start: starts the all-reduces of training.
+    """
+    emulation = emulation_of(world)
+    if emulation is None:
+        return Tools(start)
+
+    def group_sum(communicator: Any) -> Start:
+        return delayed(emulation, _blocking(communicator), range(communicator.size))
+
+    work = partial(emulation.hardware.compute, WORK_SECONDS)
+    return Tools(delayed(emulation, start, range(world.size)), group_sum, work)
+
+
+def _blocking(communicator: Any) -> Start:
+    """Return a function that runs MPI's blocking all-reduce in place."""
+
+    def start(tensor: torch.Tensor, _: str) -> Callable[[], bool]:
+        total = np.empty_like(tensor.numpy())
+        communicator.Allreduce(tensor.numpy(), total)
+        tensor.copy_(torch.from_numpy(total))
+        return lambda: True
+
+    return start
+
+
+def delayed(emulation: Emulation, start: Start, ranks: Sequence[int]) -> Start:
+    """Return all-reduces that end when those of the modelled network would.
+
+    Args:
+        start: starts the real ones.
+        ranks: the members.
+    """
+    hardware, clock = emulation.hardware, emulation.clock
+
+    def begin(tensor: torch.Tensor, name: str) -> Callable[[], bool]:
+        stamps = torch.zeros(len(ranks), dtype=torch.float64)
+        stamps[hardware.rank], computed = clock.now(), clock.slept
+        seconds = hardware.reduce_seconds(ranks, tensor.nbytes)
+        flight = Flight(float(stamps[hardware.rank]), seconds)
+        hardware.flights.append(flight)
+        is_summed, end = start(stamps, name), None
+
+        def is_over() -> bool:
+            nonlocal end
+            if end is None and is_summed():
+                end = float(stamps.max()) + seconds
+            _, reduce = hardware.network.contention
+            overlap = min(clock.slept - computed, seconds * reduce)
+            if end is None or clock.now() < end + overlap * (1 - 1 / reduce):
+                return False
+            hardware.flights.remove(flight)
+            return True
+
+        return is_over
+
+    return begin

@@ -1,0 +1,117 @@
+"""Transfers and all-reduces of an emulation: real payloads at the times of modelled ones."""
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hvdtrain.emulate.clock import Clock
+from hvdtrain.emulate.device import Hardware
+from hvdtrain.emulate.links import DelayedCollectives, DelayedExchange
+from hvdtrain.planner.clusters import PRESETS
+from hvdtrain.sync.mpi import MPICollectives
+from hvdtrain.world import World, communicator_among
+
+pytestmark = pytest.mark.several_ranks
+SCALE, ROWS, DILATION = 1024, 1024, 10.0
+SIZE = SCALE * 4 * ROWS  # modelled bytes of a message
+
+
+def hardware_of(world: World, gbytes: float) -> Hardware:
+    alone = replace(
+        PRESETS["8-v100"], ranks=world.size, gbytes=gbytes, latency_microseconds=1000.0
+    )
+    return Hardware(alone, world.rank, Clock(DILATION))
+
+
+def sent_around(world: World, gbytes: float) -> tuple[torch.Tensor, float, float]:
+    """Send a message to the next rank.
+
+    Returns:
+        The received one, the seconds of the wait, and those that the model predicts.
+    """
+    hardware = hardware_of(world, gbytes)
+    exchange = DelayedExchange(world, torch.device("cpu"), hardware, SCALE)
+    received = torch.empty(ROWS)
+    before, after = (world.rank - 1) % world.size, (world.rank + 1) % world.size
+    world.barrier()
+    receipt = exchange.receive(received, before, 7)
+    exchange.send(torch.full((ROWS,), float(world.rank)), after, 7)
+    start = time.perf_counter()
+    exchange.wait([receipt])
+    seconds = time.perf_counter() - start
+    exchange.flush()
+    return received, seconds, DILATION * hardware.network.send_seconds(before, world.rank, SIZE)
+
+
+def test_a_message_takes_as_long_as_on_the_modelled_link(world: World) -> None:
+    received, seconds, predicted = sent_around(world, gbytes=0.5)
+    assert predicted > 0.09
+    # The latency may have started to pass before the wait, when the other rank sent.
+    assert 0.09 - DILATION * 1e-3 < seconds - 1e-4 < 20 * predicted
+    assert received.eq((world.rank - 1) % world.size).all()
+
+
+def test_a_message_on_a_fast_link_is_not_delayed(world: World) -> None:
+    _, seconds, predicted = sent_around(world, gbytes=1e6)
+    assert predicted < 0.011
+    slow = min(world.gather(sent_around(world, gbytes=0.5)[1]))
+    assert max(world.gather(seconds)) < slow / 2
+
+
+def summed(world: World, gbytes: float, lag: float = 0.0) -> tuple[torch.Tensor, float, float]:
+    """Sum a tensor over all ranks; the last one starts late.
+
+    Returns:
+        The sum, the seconds from the start of the first rank, and those of the model alone.
+    """
+    everybody, hardware = tuple(range(world.size)), hardware_of(world, gbytes)
+    communicator_among(everybody)
+    real = MPICollectives(everybody, world.rank, f"emulated{gbytes}.{lag}")
+    collectives = DelayedCollectives(real, everybody, hardware, SCALE)
+    collectives.prepare(["sum"])
+    values = torch.full((ROWS,), float(world.rank + 1))
+    world.barrier()
+    start = time.perf_counter()
+    if world.rank == world.size - 1:
+        time.sleep(lag)
+    total = collectives.wait(collectives.all_reduce(values, "sum"))
+    seconds = time.perf_counter() - start
+    assert hardware.flights == []
+    return total, seconds, hardware.reduce_seconds(everybody, SIZE)
+
+
+def test_an_all_reduce_takes_as_long_as_on_the_modelled_network(world: World) -> None:
+    total, seconds, predicted = summed(world, gbytes=0.5)
+    assert predicted > 0.09
+    assert predicted - 0.02 < seconds < 20 * predicted
+    assert total.eq(world.size * (world.size + 1) / 2).all()
+
+
+def test_an_all_reduce_starts_with_its_last_member(world: World) -> None:
+    _, seconds, predicted = summed(world, gbytes=0.5, lag=0.1)
+    assert seconds > predicted + 0.1 - 0.02
+
+
+def test_an_all_reduce_on_a_fast_network_is_not_delayed(world: World) -> None:
+    fast = max(world.gather(summed(world, gbytes=1e6)[1]))
+    slow = min(world.gather(summed(world, gbytes=0.5)[1]))
+    assert fast < slow / 2
+
+
+def test_operations_of_a_group_follow_one_another(world: World) -> None:
+    everybody, hardware = tuple(range(world.size)), hardware_of(world, 0.5)
+    communicator_among(everybody)
+    real = MPICollectives(everybody, world.rank, "emulated.row")
+    collectives = DelayedCollectives(real, everybody, hardware, SCALE)
+    collectives.prepare(["first", "second"])
+    world.barrier()
+    start = time.perf_counter()
+    handles = [collectives.all_reduce(torch.ones(ROWS), name) for name in ("first", "second")]
+    for handle in handles:
+        collectives.wait(handle)
+    predicted = 2 * hardware.reduce_seconds(everybody, SIZE)
+    assert time.perf_counter() - start > predicted - 0.02
+    expected = 2 * 2 * (world.size - 1) / world.size * SIZE
+    assert collectives.sent_bytes == pytest.approx(expected)
