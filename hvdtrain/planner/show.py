@@ -47,11 +47,12 @@ from hvdtrain.planner.candidate import (
     play,
 )
 from hvdtrain.planner.choose import local_times, predicted_question, question
-from hvdtrain.planner.clusters import PREDICTED, Cluster, ClusterNetwork, StrategyTable
+from hvdtrain.planner.clusters import Cluster, ClusterNetwork
 from hvdtrain.planner.cost import Known, Question
 from hvdtrain.planner.options import PlanConfig
 from hvdtrain.planner.profile import Profile
 from hvdtrain.planner.solve import lower_bound, solve
+from hvdtrain.planner.strategies import PREDICTED, StrategyTable, five_columns
 from hvdtrain.planner.subject import Subject, subject_of
 from hvdtrain.planner.sweep import Sweep, sweep
 from hvdtrain.planner.sweep import check as check_sweep
@@ -168,7 +169,7 @@ def _table(
         UsageError: if there is no such cluster, or if no plan fits.
     """
     cluster = clusters.load(config.cluster or "", config.ranks)
-    return clusters.five_columns(config.model, cluster, _question(config, training, components))
+    return five_columns(config.model, cluster, _question(config, training, components))
 
 
 def _question(

@@ -16,10 +16,10 @@ from hvdtrain.plan.plan import Plan, pipeline, replicated
 from hvdtrain.plan.schedule import training_step
 from hvdtrain.plan.simulate import simulate
 from hvdtrain.planner.candidate import Candidate, Overview, play
-from hvdtrain.planner.clusters import EPOCHS, IMAGES, PREDICTED, shape
 from hvdtrain.planner.cost import Question, plan_costs
 from hvdtrain.planner.options import PlanConfig
 from hvdtrain.planner.solve import numbers_of_stages, solve
+from hvdtrain.planner.strategies import EPOCHS, IMAGES, PREDICTED, shape
 
 STRATEGIES = ("dp", "mp", "hybrid")
 CHOSEN = "chosen"

@@ -71,25 +71,6 @@ def test_the_choice_is_the_known_one(cluster: str, model: str, batch: int, is_dp
     assert (len(chosen.plan.stages) == 1) == is_dp, chosen.name
 
 
-def test_the_table_of_five_strategies() -> None:
-    cluster = load("8-v100")
-    question = clusters.question_of(cluster, costs_of("resnet50"), 256, "sgd")
-    table = clusters.five_columns("resnet50", cluster, question)
-    assert [column.name for column in table.columns] == ["single", "DP", "MP", "hybrid", "chosen"]
-    seconds = [column.candidate.seconds for column in table.columns]
-    assert seconds[-1] == min(seconds)
-    assert seconds[0] == max(seconds)
-    content = table.as_json()
-    assert content["columns"][0]["speedup"] == 1
-    assert content["columns"][0]["communication_fraction"] == 0
-    assert 4 < content["columns"][1]["speedup"] < 8
-    assert table.bound < min(seconds)
-    text = table.as_text()
-    assert "predictions" in text
-    for head in ("hours", "speed-up", "peak memory", "communication"):
-        assert head in text
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -9,10 +9,11 @@ from hvdtrain.errors import UsageError
 from hvdtrain.plan.plan import pipeline, replicated
 from hvdtrain.planner import clusters
 from hvdtrain.planner.candidate import play
-from hvdtrain.planner.clusters import IMAGES, load, question_of
+from hvdtrain.planner.clusters import load, question_of
 from hvdtrain.planner.cost import Question
 from hvdtrain.planner.network import FreeNetwork
 from hvdtrain.planner.options import PlanConfig
+from hvdtrain.planner.strategies import IMAGES
 from hvdtrain.planner.sweep import Sweep, check, numbers_of_ranks, one_replica, sweep
 from tests.pure.planner.test_clusters import costs_of
 
