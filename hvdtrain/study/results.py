@@ -60,6 +60,8 @@ class Result:
             which a rank waited for communication (imbalance included), for its turn in a
             pipeline, for images, and for a slower rank.
         peak_memory_bytes: maximum over the ranks.
+        accuracy: on the test images.
+        validation_accuracy: on the part of the training images that is held out, None without it.
         step_seconds: median time of a step on a whole batch.
         agreement: how replicas agreed, as options without their dashes.
         counted: what ranks counted about it, by its key in summary.json.
@@ -87,6 +89,7 @@ class Result:
     epochs: tuple[Epoch, ...]
     machine: dict[str, Any]
     versions: dict[str, str]
+    validation_accuracy: float | None = None
     step_seconds: float = 0.0
     agreement: str = EXACT
     counted: Mapping[str, float] = field(default_factory=dict)
@@ -220,6 +223,7 @@ def _result(
         imbalance=imbalance * train_seconds,
         peak_memory_bytes=max(map(int, summary["peak_memory_bytes"])),
         accuracy=summary["final"]["test_accuracy"],
+        validation_accuracy=summary["final"].get("val_accuracy"),
         epochs=tuple(_epoch(line) for line in lines if line["event"] == "epoch"),
         machine=machine,
         versions=dict(summary["versions"]),

@@ -1,4 +1,4 @@
-"""Medians, ratios and scaling laws, each with an interval.
+"""Medians, ratios and scaling laws, each with an interval, and a test of equivalence.
 
 All intervals are percentile bootstrap intervals (Efron and Tibshirani, "An Introduction to the
 Bootstrap", 1993) at 95 %; a single value has none. Resamples are seeded: a report made twice
@@ -78,6 +78,28 @@ def difference(first: Sequence[float], second: Sequence[float]) -> Estimate:
         return np.median(one, axis=axis) - np.median(other, axis=axis)
 
     return _estimate(statistic, first, second)
+
+
+def equivalence(first: Sequence[float], second: Sequence[float], margin: float) -> float | None:
+    """Return the p-value of the hypothesis that two means differ by `margin` or more.
+
+    A small value shows that they are equivalent; a large one shows nothing. Source: Schuirmann's
+    two one-sided tests (J. Pharmacokinet. Biopharm. 15, 1987), each Welch's t-test. None if a
+    sample has fewer than two values.
+    """
+    if min(len(first), len(second)) < 2:
+        return None
+    one, other = np.asarray(first, float), np.asarray(second, float)
+    if one.std() == other.std() == 0:  # without variance there is no t-test
+        return 0.0 if abs(one[0] - other[0]) < margin else 1.0
+    above = stats.ttest_ind(one + margin, other, equal_var=False, alternative="greater")
+    below = stats.ttest_ind(one - margin, other, equal_var=False, alternative="less")
+    return float(max(above.pvalue, below.pvalue))
+
+
+def is_shown(p_value: float | None) -> bool:
+    """Return whether a p-value shows an equivalence."""
+    return p_value is not None and p_value < 1 - CONFIDENCE
 
 
 def _estimate(statistic: Callable[..., Any], *samples: Sequence[float]) -> Estimate:

@@ -6,7 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.study import statistics
-from hvdtrain.study.statistics import amdahl, median, ratio, usl, usl_peak
+from hvdtrain.study.statistics import (
+    amdahl,
+    equivalence,
+    is_shown,
+    median,
+    ratio,
+    usl,
+    usl_peak,
+)
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
 
@@ -86,3 +94,21 @@ def test_a_ratio_is_one_of_medians_and_the_same_each_time() -> None:
     assert estimate.low is not None
     assert estimate.high is not None
     assert 10 / 7 <= estimate.low <= 2.0 <= estimate.high <= 10.0
+
+
+def test_equivalence_is_hardly_ever_shown_where_there_is_none() -> None:
+    draw = np.random.default_rng(0)
+    pairs = [(draw.normal(0.71, 0.004, 3), draw.normal(0.70, 0.004, 3)) for _ in range(1000)]
+    shown = [is_shown(equivalence(list(one), list(other), 0.01)) for one, other in pairs]
+    assert np.mean(shown) < 0.06  # the difference is the margin itself: at most 5 %
+    shown = [is_shown(equivalence(list(one), list(other), 0.05)) for one, other in pairs]
+    assert np.mean(shown) > 0.9
+
+
+def test_equivalence_needs_repeats_and_little_spread() -> None:
+    assert equivalence([0.7], [0.7, 0.7], 0.01) is None
+    assert not is_shown(None)
+    assert not is_shown(equivalence([0.70, 0.71], [0.70, 0.71], 0.005))
+    assert is_shown(equivalence([0.700, 0.701], [0.701, 0.700], 0.01))
+    assert equivalence([0.7, 0.7], [0.7, 0.7], 0.01) == 0
+    assert equivalence([0.7, 0.7], [0.8, 0.8], 0.01) == 1

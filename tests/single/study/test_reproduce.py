@@ -24,7 +24,7 @@ def test_the_runs_of_paper_a_are_made_once(
         *("single device, PyTorch", "Horovod, PyTorch"),
     ]
     assert [row[1].strip() for row in rows][1:3] == ["2 x 1"] * 2
-    assert [row[6].strip() for row in rows] == ["156.63", "126.12", "-", "-", "-"]
+    assert [row[7].strip() for row in rows] == ["156.63", "126.12", "-", "-", "-"]
     for number in (4, 5):
         assert (to / f"figure{number}.png").read_bytes().startswith(b"\x89PNG")
     frameworks = {path.name: summary_of(path)["framework"] for path in (to / "runs").iterdir()}
