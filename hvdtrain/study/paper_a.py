@@ -4,9 +4,8 @@ Paper A: Abdulkarim et al., "Optimizing Training Time in Deep Learning Models Us
 Computing Techniques", AJEST 5(1), 2026, doi 10.55145/ajest.2026.05.01.009.
 """
 
-import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from hvdtrain.config import TrainConfig
@@ -16,7 +15,7 @@ from hvdtrain.host import files
 from hvdtrain.study import plots
 from hvdtrain.study.report import markdown_table, number, origin
 from hvdtrain.study.results import Result, read
-from hvdtrain.study.runs import check_same, train
+from hvdtrain.study.runs import Arm, run_all
 from hvdtrain.study.statistics import (
     Estimate,
     difference,
@@ -34,23 +33,6 @@ PAPER = {SINGLE: (156.63, 0.6892), MIRRORED: (126.12, 0.6907)}
 CLAIMED = 0.195  # the claimed saving of time
 POINT = 0.01  # a percentage point of accuracy
 SMALL_BATCH, SMALL_STEPS = 2, 500  # such a step computes hardly anything
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One side of a comparison.
-
-    Attributes:
-        key: first part of the names of its run folders.
-        name: name in tables and pictures.
-        ranks: number of processes that are started.
-        config: configuration of its runs, without seed and run folder.
-    """
-
-    key: str
-    name: str
-    ranks: int
-    config: TrainConfig
 
 
 def arms(data: str, epochs: int, ranks: int) -> list[Arm]:
@@ -119,34 +101,6 @@ def reproduce(
     folders = run_all([*compared, *small_arms(data, ranks)], repeats, folder, say)
     results = {key: [read(path) for path in sorted(paths)] for key, paths in folders.items()}
     return write(folder, {arm.key: arm.name for arm in compared}, results)
-
-
-def run_all(
-    arms: Sequence[Arm], repeats: int, to: Path, say: Callable[[str], object]
-) -> dict[str, list[Path]]:
-    """Train `repeats` runs of each arm, with seeds from 0; return the run folders by arm key.
-
-    The order is random but the same each time, so that slow changes of the machine are spread over
-    all arms. Finished runs are kept; interrupted runs resume.
-
-    Raises:
-        UsageError: if a folder holds a run of other settings.
-        HvdtrainError: the error of a run that failed; the other runs stay.
-    """
-    todo = [(arm, seed) for arm in arms for seed in range(repeats)]
-    random.Random(0).shuffle(todo)
-    folders: dict[str, list[Path]] = {arm.key: [] for arm in arms}
-    for place, (arm, seed) in enumerate(todo, 1):
-        folder = to / "runs" / f"{arm.key}-{seed}"
-        folders[arm.key].append(folder)
-        config = replace(arm.config, seed=seed, run=str(folder))
-        check_same(config)
-        if (folder / "summary.json").exists():
-            say(f"run {place} of {len(todo)}: {folder} is finished")
-            continue
-        say(f"run {place} of {len(todo)}: {arm.name}, seed {seed}")
-        train(config, arm.ranks, to / "configs")
-    return folders
 
 
 def write(folder: Path, names: Mapping[str, str], results: Mapping[str, list[Result]]) -> Path:

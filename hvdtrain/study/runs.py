@@ -1,6 +1,8 @@
 """Training runs of a study: started as `hvdtrain train` does, kept, and resumed after a stop."""
 
-from collections.abc import Mapping
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hvdtrain import launch
@@ -22,6 +24,23 @@ KINDS: dict[int, type[HvdtrainError]] = {
     kind.exit_code: kind
     for kind in (CheckFailed, UsageError, DataError, RankError, Preempted, Interrupted)
 }
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One side of a comparison.
+
+    Attributes:
+        key: first part of the names of its run folders.
+        name: name in tables and pictures.
+        ranks: number of processes that are started.
+        config: configuration of its runs, without seed and run folder.
+    """
+
+    key: str
+    name: str
+    ranks: int
+    config: TrainConfig
 
 
 def error_of(code: int, what: str) -> HvdtrainError:
@@ -80,3 +99,31 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DataError(f"{folder} cannot be created: {error.strerror}") from None
+
+
+def run_all(
+    arms: Sequence[Arm], repeats: int, to: Path, say: Callable[[str], object]
+) -> dict[str, list[Path]]:
+    """Train `repeats` runs of each arm, with seeds from 0; return the run folders by arm key.
+
+    The order is random but the same each time, so that slow changes of the machine are spread over
+    all arms. Finished runs are kept; interrupted runs resume.
+
+    Raises:
+        UsageError: if a folder holds a run of other settings.
+        HvdtrainError: the error of a run that failed; the other runs stay.
+    """
+    todo = [(arm, seed) for arm in arms for seed in range(repeats)]
+    random.Random(0).shuffle(todo)
+    folders: dict[str, list[Path]] = {arm.key: [] for arm in arms}
+    for place, (arm, seed) in enumerate(todo, 1):
+        folder = to / "runs" / f"{arm.key}-{seed}"
+        folders[arm.key].append(folder)
+        config = replace(arm.config, seed=seed, run=str(folder))
+        check_same(config)
+        if (folder / "summary.json").exists():
+            say(f"run {place} of {len(todo)}: {folder} is finished")
+            continue
+        say(f"run {place} of {len(todo)}: {arm.name}, seed {seed}")
+        train(config, arm.ranks, to / "configs")
+    return folders

@@ -144,13 +144,13 @@ def other_cuts() -> Iterator[None]:
 
 @pytest.mark.usefixtures("other_cuts")
 def test_a_sample_that_the_cut_leaves_out(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = order.share_rows
+    whole = order.replica_rows
 
-    def without_the_last(start: int, stop: int, *others: Any) -> list[order.Range]:
-        ranges = whole(start, stop, *others)
-        return [(first, min(last, stop - 1)) for first, last in ranges]
+    def without_the_last(start: int, stop: int, *others: Any) -> list[list[order.Range]]:
+        replicas = whole(start, stop, *others)
+        return [[(first, min(last, stop - 1)) for first, last in rows] for rows in replicas]
 
-    monkeypatch.setattr(order, "share_rows", without_the_last)
+    monkeypatch.setattr(order, "replica_rows", without_the_last)
     assert check(world, next(iter(PLANS[world.size]))).largest > SEEN
 
 
