@@ -98,23 +98,13 @@ def draw(
         [Panel(one.model, _values(one), True) for one in predicted],
         [Panel(model, values, False) for model, values in measured.items() if values],
     ]
-    panels = [row for row in rows if row]
-    hollow = "Hollow marks: table I of the paper. Hatched: predicted."
-    captions = {
-        "figure1.png": f"Hours of 100 epochs by strategy, extrapolated. {hollow}",
-        "figure3.png": "Share of computing (pale) and communication in the time of a step. "
-        f"{hollow}",
-    }
-    _draw_bars(panels, _hours, "hours", folder / "figure1.png")
+    captions = _draw_table(folder, [row for row in rows if row])
     if predicted or speedups:
         captions["figure2.png"] = _draw_speedups(predicted, speedups or {}, folder / "figure2.png")
-    _draw_shares(panels, folder / "figure3.png")
     for model, arms in (accuracy or {}).items():
         name = f"figure4-{model}.png"
         draw_by_epoch(arms, "accuracy", "test accuracy", folder / name)
         captions[name] = f"Accuracy of {model} by epoch, measured: medians and ranges of repeats."
-    _draw_bars(panels, _memory, "peak memory (GB)", folder / "figure5.png")
-    captions["figure5.png"] = f"Peak memory of the fullest rank by strategy. {hollow}"
     for one in predicted:
         if one.model == TRANSFORMER:
             draw_strategies(one.plan("adaptive"), folder / "figure6.png")
@@ -122,7 +112,21 @@ def draw(
                 "The strategy that the planner chooses per component of the ViT, predicted. In "
                 "the paper attention has MP, MLPs have DP and the embedding has HP."
             )
-    return captions
+    return dict(sorted(captions.items()))
+
+
+def _draw_table(folder: Path, rows: Sequence[Sequence[Panel]]) -> dict[str, str]:
+    """Draw what table I has, figures 1, 3 and 5; return their captions by file name."""
+    _draw_bars(rows, _hours, "hours", folder / "figure1.png")
+    _draw_shares(rows, folder / "figure3.png")
+    _draw_bars(rows, _memory, "peak memory (GB)", folder / "figure5.png")
+    captions = {
+        "figure1.png": "Hours of 100 epochs by strategy, extrapolated.",
+        "figure3.png": "Share of communication and (pale) of computing in the time of a step.",
+        "figure5.png": "Peak memory of the fullest rank by strategy.",
+    }
+    hollow = "Hollow marks: table I of the paper. Hatched: predicted."
+    return {name: f"{caption} {hollow}" for name, caption in captions.items()}
 
 
 def _values(prediction: Prediction) -> dict[str, Measured]:

@@ -11,6 +11,8 @@ from hvdtrain.study.paper_b import figures
 from hvdtrain.study.paper_b.figures import Measured, draw
 from hvdtrain.study.paper_b.predicted import predict
 from hvdtrain.study.plots import COLOURS
+from hvdtrain.study.results import Epoch
+from tests.pure.study.test_series import _run
 from tests.single.study.test_plan_pictures import colours
 
 
@@ -30,9 +32,21 @@ def test_the_figures_of_the_paper_are_drawn(tmp_path: Path) -> None:
         assert heights[1] > 1.5 * heights[0]
     assert COLOURS[5] in colours(together / "figure1.png")  # the arm that the paper has not
     assert COLOURS[5] not in colours(alone / "figure1.png")
-    assert set(draw(alone, [], {"vit_b16": measured})) == {f"figure{n}.png" for n in (1, 3, 5)}
     with pytest.raises(DataError, match="cannot be written"):
         draw(tmp_path / "absent", [prediction], {})
+
+
+def test_accuracy_is_drawn_by_model(tmp_path: Path) -> None:
+    """Figure 4: a curve per strategy, and other figures as without it."""
+    arms = {}
+    for name, best in (("single", 0.2), ("DP", 0.4)):
+        epochs = tuple(Epoch(number, 1.0, 1.0, best / (3 - number)) for number in (1, 2))
+        arms[name] = [_run(1, 100, epochs=epochs)]
+    measured = {"resnet18": {"single": Measured(9, 0, 1)}}
+    captions = draw(tmp_path, [], measured, accuracy={"resnet18": arms})
+    assert list(captions) == [f"figure{n}.png" for n in ("1", "3", "4-resnet18", "5")]
+    assert "resnet18 by epoch, measured" in captions["figure4-resnet18.png"]
+    assert set(COLOURS[:2]) <= colours(tmp_path / "figure4-resnet18.png")
 
 
 def test_marks_are_at_the_papers_values() -> None:
