@@ -72,7 +72,7 @@ class Throughput:
     source: str
 
 
-# NVIDIA's measurements on a DGX-1 with 8 V100 of 32 GB, a fixed batch per GPU, container 21.03.
+# NVIDIA's measurements on a DGX-1 with 8 V100 of 32 GB, container 21.03.
 V100: Mapping[str, Throughput] = {
     "resnet50": Throughput(
         356,
@@ -269,7 +269,7 @@ def _baseline(prediction: Prediction) -> str:
     if rates := V100.get(prediction.model):
         text += (
             f" NVIDIA measured {rates.one:.0f} images/s on one V100 of 32 GB in fp32 and "
-            f"{rates.eight:,.0f} on eight, with a fixed batch per GPU ([source]({rates.source}))."
+            f"{rates.eight:,.0f} on eight ([source]({rates.source}))."
         )
     else:
         text += " No published rate of fp32 training on a V100 is known to us for this model."
