@@ -63,8 +63,8 @@ class StrategyTable:
                     "strategy": column.name,
                     "plan": column.candidate.plan.to_json(),
                     "step_seconds": column.candidate.seconds,
-                    "hours": self._hours(column),
-                    "speedup": self._speedup(column),
+                    "hours": self.hours(column),
+                    "speedup": self.speedup(column),
                     "peak_bytes": column.peak_bytes,
                     "communication_fraction": column.communication,
                 }
@@ -75,10 +75,8 @@ class StrategyTable:
     def as_text(self) -> str:
         """Return the table as text."""
         rows = {
-            f"hours for {EPOCHS} epochs": [
-                f"{self._hours(column):.3g}" for column in self.columns
-            ],
-            "speed-up": [f"{self._speedup(column):.2f}" for column in self.columns],
+            f"hours for {EPOCHS} epochs": [f"{self.hours(column):.3g}" for column in self.columns],
+            "speed-up": [f"{self.speedup(column):.2f}" for column in self.columns],
             "ms per step": [f"{1e3 * column.candidate.seconds:.2f}" for column in self.columns],
             "peak memory GiB": [f"{column.peak_bytes / GIB:.2f}" for column in self.columns],
             "communication %": [f"{100 * column.communication:.1f}" for column in self.columns],
@@ -102,11 +100,13 @@ class StrategyTable:
         )
         return "\n".join([*lines, PREDICTED])
 
-    def _hours(self, column: Column) -> float:
+    def hours(self, column: Column) -> float:
+        """Return the hours of all epochs."""
         steps = -(-IMAGES // self.batch_size) * EPOCHS
         return steps * column.candidate.seconds / 3600
 
-    def _speedup(self, column: Column) -> float:
+    def speedup(self, column: Column) -> float:
+        """Return the speed-up over one rank."""
         return self.columns[0].candidate.seconds / column.candidate.seconds
 
 
@@ -138,7 +138,7 @@ def five_columns(model: str, cluster: Cluster, question: Question) -> StrategyTa
             strategies.append((name, question, fastest))
     strategies.append(("chosen", question, solution.chosen))
     columns = tuple(
-        Column(name, candidate, _communication(of_column, candidate))
+        Column(name, candidate, communication(of_column, candidate))
         for name, of_column, candidate in strategies
     )
     return StrategyTable(model, cluster, question.batch_size, columns, lower_bound(question))
@@ -159,7 +159,7 @@ def _pipelines(question: Question) -> list[Plan]:
     ]
 
 
-def _communication(question: Question, candidate: Candidate) -> float:
+def communication(question: Question, candidate: Candidate) -> float:
     """Return the part of a step that the same plan would save on a network without cost."""
     free = replace(question.known, network=FreeNetwork(question.known.network.hosts))
     seconds = play(replace(question, known=free), candidate.plan, "").seconds

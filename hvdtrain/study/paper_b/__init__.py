@@ -1,0 +1,1 @@
+"""Paper B reproduced: five strategies and two models, measured and predicted."""
