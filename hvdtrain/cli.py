@@ -22,6 +22,7 @@ from hvdtrain.planner.options import PlanConfig
 from hvdtrain.setup.options import ABOUT as SETUP
 from hvdtrain.setup.options import SetupOptions
 from hvdtrain.study.collectives.options import StudyOptions
+from hvdtrain.study.paper_b.options import PaperBOptions
 
 COMMANDS: dict[str, Callable[..., int]] = {
     "doctor": machine.doctor,
@@ -42,6 +43,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "jobs cancel": jobs.jobs_cancel,
     "report": jobs.report,
     "reproduce paper-a": jobs.reproduce_paper_a,
+    "reproduce paper-b": jobs.reproduce_paper_b,
     "reproduce collectives": jobs.reproduce_collectives,
     "plan show": plans.plan_show,
     "plan simulate": plans.plan_simulate,
@@ -51,6 +53,10 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "bench allreduce": machine.bench_allreduce,
     "bench exchange": machine.bench_exchange,
 }
+PAPER_B = (
+    "Compare data, model, hybrid and adaptive parallelism. Writes table I measured here and "
+    "predicted for the paper's machine, figures, and verdicts on the claims of arXiv 2503.23186."
+)
 COLLECTIVES = (
     "Compare the algorithms of all-reduces. Writes their time against bytes, the crossovers and "
     "the training step, each measured and predicted, with verdicts."
@@ -121,7 +127,8 @@ def _parser() -> Parser:
     commands.add_subcommand("report", _report())
     papers = _group(commands, "reproduce", "Repeat a published experiment, and write its tables.")
     papers.add_subcommand("paper-a", _paper_a())
-    _add_commands(papers, {"collectives": (StudyOptions, COLLECTIVES)})
+    studies = {"paper-b": (PaperBOptions, PAPER_B), "collectives": (StudyOptions, COLLECTIVES)}
+    _add_commands(papers, studies)
     _add_commands(
         _group(commands, "plan", "Look at a plan: which ranks hold what, and when they work."),
         PLAN_COMMANDS,

@@ -10,6 +10,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.jobs.options import JobOptions, SlurmOptions
 from hvdtrain.options.parser import select_fields
 from hvdtrain.study.collectives.options import StudyOptions
+from hvdtrain.study.paper_b.options import PaperBOptions
 
 
 def jobs_submit(arguments: Sequence[str], **values: Any) -> int:
@@ -77,10 +78,17 @@ def reproduce_paper_a(
     """Train the runs of paper A, and write a report of their results."""
     from hvdtrain.study import paper_a
 
-    def say(line: str) -> None:
-        print(line, flush=True)
+    print(paper_a.reproduce(data, to, epochs=epochs, repeats=repeats, ranks=ranks, say=_say))
+    return 0
 
-    print(paper_a.reproduce(data, to, epochs=epochs, repeats=repeats, ranks=ranks, say=say))
+
+def reproduce_paper_b(arguments: Sequence[str], **values: Any) -> int:
+    """Train the runs of paper B, predict its table, and write a report of both."""
+    in_one_process("reproduce paper-b")
+    options = PaperBOptions(**values).check()
+    from hvdtrain.study.paper_b import study
+
+    print(study.reproduce(options, _say))
     return 0
 
 
@@ -90,8 +98,9 @@ def reproduce_collectives(arguments: Sequence[str], **values: Any) -> int:
     options = StudyOptions(**values).check()
     from hvdtrain.study.collectives import study
 
-    def say(line: str) -> None:
-        print(line, flush=True)
-
-    print(study.reproduce(options, say))
+    print(study.reproduce(options, _say))
     return 0
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)

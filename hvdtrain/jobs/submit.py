@@ -25,6 +25,7 @@ from hvdtrain.jobs.options import JobOptions
 from hvdtrain.jobs.record import LOGS, Record
 from hvdtrain.jobs.slurm import ENDING_SIGNALS, Request, dry_run, submit_request
 from hvdtrain.options import configfile
+from hvdtrain.options.emulateoptions import EmulateOptions
 from hvdtrain.options.syncoptions import SyncOptions
 from hvdtrain.training.metrics import holds_run
 
@@ -77,7 +78,8 @@ def run_folder(training: TrainConfig) -> Path:
     # The interval of evaluations does not change the run; nor does the default of a newer option.
     content = asdict(replace(training, resume=False, eval_every=1))
     del content["verify"]
-    newer = {item.name for item in fields(SyncOptions)} - {"allreduce"}
+    later = (*fields(SyncOptions), *fields(EmulateOptions))
+    newer = {item.name for item in later} - {"allreduce"}
     for name in ("no_decay", "change_batch_norm", *newer):
         if content[name] == getattr(TrainConfig, name):
             del content[name]

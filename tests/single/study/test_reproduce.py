@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests import warm
 from tests.conftest import Program
 from tests.single.training.jobs import summary_of
@@ -48,3 +50,34 @@ def test_without_a_data_set_nothing_is_begun(hvdtrain: Program, tmp_path: Path) 
     assert done.returncode == 3
     assert len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "to").exists()
+
+
+@pytest.mark.proof
+def test_the_runs_of_paper_b_are_made_once(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    to = tmp_path / "paper"
+    words = ("reproduce", "paper-b", "--data", small_set, "--to", to, "--models", "cnn")
+    command = (*words, "--repeats", 1, "--steps", 3, "--epochs", 1, "--seeds", 1)
+    done = hvdtrain(*command)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == str(to / "report.md")
+    text = (to / "report.md").read_text()
+    for strategy in ("single", "DP", "MP", "hybrid", "adaptive"):
+        assert f"| {strategy} | {1 if strategy == 'single' else 2} | " in text
+    for head in ("## Verdicts", "## Predicted for 8 V100", "hours, paper | 24.6 | 8.2 |"):
+        assert head in text
+    for picture in ("figure1", "figure2", "figure3", "figure4-cnn", "figure5", "figure6"):
+        assert (to / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
+    made = {path: path.stat().st_mtime_ns for path in (to / "runs").rglob("summary.json")}
+    assert len(made) == 10
+    plan = summary_of(to / "runs" / "timed-cnn-hybrid-2-0")["plan"]
+    assert [stage["ranks"] for stage in plan["stages"]] == [[0, 1], [1]]
+    done = hvdtrain(*command)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(" is finished") == 10
+    assert (to / "report.md").read_text() == text
+    assert {path: path.stat().st_mtime_ns for path in made} == made
+    done = hvdtrain(*words, "--repeats", 1, "--steps", 4)
+    assert done.returncode == 2
+    assert "holds a run of other settings (max_steps was 3, is 4)" in done.stderr

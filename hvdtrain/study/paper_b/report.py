@@ -1,0 +1,111 @@
+"""The report of `reproduce paper-b`: what was measured here, what is predicted, and verdicts."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from hvdtrain.errors import DataError
+from hvdtrain.host import files
+from hvdtrain.planner.strategies import EPOCHS, IMAGES
+from hvdtrain.study.paper_b import figures, measured
+from hvdtrain.study.paper_b.claims import CONTRADICTIONS, PUBLISHED, UNSTATED
+from hvdtrain.study.paper_b.measured import Measured
+from hvdtrain.study.paper_b.options import PaperBOptions
+from hvdtrain.study.paper_b.predicted import predict, section
+from hvdtrain.study.report import origin
+from hvdtrain.study.statistics import median
+
+TITLE = (
+    'Baligodugula and Amsaad, "Optimizing Distributed Training Approaches for Scaling Neural '
+    'Networks", arXiv 2503.23186.'
+)
+SHAPES = (
+    "The paper does not state the shapes of its strategies. Here a device is one core, and a "
+    "strategy is a plan of `plans/` or a short form of `--plan`: DP has all components on all "
+    "ranks, MP is a pipeline of one stage per rank, hybrid has two stages of half of the ranks "
+    "each, or on fewer than four ranks the tail with half of the parameters on one rank and the "
+    "rest on all; figure 6 has the labels of that figure; adaptive is `--plan adaptive`."
+)
+
+
+def write(
+    folder: Path,
+    options: PaperBOptions,
+    results: Sequence[Measured],
+    say: Callable[[str], object],
+) -> Path:
+    """Write the report with its figures into the folder; return the path of `report.md`.
+
+    Raises:
+        DataError: if something cannot be written.
+    """
+    say("predicting table I")
+    predictions = [predict(model) for model in PUBLISHED]
+    captions = figures.draw(
+        folder,
+        predictions,
+        {_title(one): _bars(one) for one in results},
+        speedups={_title(one): _speedups(one) for one in results},
+        accuracy={one.model: one.accuracy for one in results if one.accuracy},
+    )
+    parts = [
+        "# Paper B on this machine",
+        TITLE,
+        origin([run for one in results for runs in one.timed.values() for run in runs]),
+        "## Measured: time, communication, memory",
+        f"{SHAPES} Each value is the median of {options.repeats} run(s) of {options.steps} steps "
+        f"with {options.batch_size} images, in random order, with the 95 % bootstrap interval. "
+        f"Hours are extrapolated from the median step to {EPOCHS} epochs of {IMAGES:,} images. "
+        "Communication is the share of the steps in which ranks wait for it.",
+        *(text for one in results for text in (f"### {one.model}", measured.time_table(one))),
+        *_accuracy(options, results),
+        "## Verdicts",
+        *(
+            text
+            for one in results
+            for text in (f"### {one.model}", "\n".join(measured.verdicts(one)))
+        ),
+        section(predictions),
+        "## Where the paper disagrees with itself",
+        "\n".join(f"- {line}" for line in CONTRADICTIONS),
+        UNSTATED,
+        "## Figures",
+        *(f"![{name}]({name})\n\n*{caption}*" for name, caption in captions.items()),
+    ]
+    files.write_text(folder / "report.md", "\n\n".join(parts) + "\n", "the report", DataError)
+    return folder / "report.md"
+
+
+def _accuracy(options: PaperBOptions, results: Sequence[Measured]) -> list[str]:
+    if not options.epochs:
+        return ["## Measured: accuracy", "Left out by `--epochs 0`."]
+    return [
+        "## Measured: accuracy",
+        f"Test accuracy after {options.epochs} epoch(s), medians of {options.seeds} run(s). All "
+        "strategies see the same samples in the same order. Equivalence is shown if two one-sided "
+        "t-tests refute a difference of 0.5 points or more (p < 0.05).",
+        *(text for one in results for text in (f"### {one.model}", measured.accuracy_table(one))),
+    ]
+
+
+def _title(one: Measured) -> str:
+    """Return the name in figures, which differs from that of a model of table I."""
+    return f"{one.model}, {one.ranks} ranks"
+
+
+def _bars(one: Measured) -> dict[str, figures.Measured]:
+    return {
+        strategy: figures.Measured(
+            hours=median(one.hours(strategy)).value,
+            communication=one.communication(strategy).value,
+            memory_gb=one.memory_bytes(strategy).value / 1e9,
+        )
+        for strategy in one.timed
+    }
+
+
+def _speedups(one: Measured) -> Mapping[str, Mapping[int, float]]:
+    return {
+        strategy: {1: 1.0, runs[0].ranks: one.speedup(strategy, measured.SINGLE).value}
+        for strategy, runs in one.timed.items()
+        if strategy != measured.SINGLE
+    }

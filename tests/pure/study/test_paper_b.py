@@ -1,0 +1,144 @@
+"""The strategies of paper B as plans, and verdicts for given measurements."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from hvdtrain.errors import UsageError
+from hvdtrain.models.costs import ComponentCost
+from hvdtrain.plan.plan import labels
+from hvdtrain.study.paper_b import plans
+from hvdtrain.study.paper_b.measured import Measured, accuracy_table, time_table, verdicts
+from hvdtrain.study.paper_b.options import ModelAtSize, PaperBOptions
+from hvdtrain.study.results import Result
+from tests.pure.planner.test_clusters import costs_of
+from tests.pure.study.test_paper_a import runs
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_on_few_ranks_the_tail_with_half_of_the_parameters_is_on_one(ranks: int) -> None:
+    costs = costs_of("resnet50")
+    plan = plans.hybrid(costs, ranks)
+    heavy = plan.stages[-1]
+    assert heavy.ranks == (ranks - 1,)
+    assert plan.stages[0].ranks == tuple(range(ranks))
+    held = sum(cost.parameters for cost in costs if cost.name in heavy.components)
+    without_first = held - parameters(costs, heavy.components[0])
+    total = sum(cost.parameters for cost in costs)
+    assert without_first < total / 2 <= held
+
+
+def parameters(costs: Sequence[ComponentCost], name: str) -> int:
+    return next(cost.parameters for cost in costs if cost.name == name)
+
+
+def test_on_four_ranks_the_hybrid_has_two_stages_of_two() -> None:
+    plan = plans.hybrid(costs_of("resnet50"), 4)
+    assert [stage.ranks for stage in plan.stages] == [(0, 1), (2, 3)]
+
+
+def test_the_plan_of_figure_6_has_its_labels() -> None:
+    names = ["embed", *(f"block{n}.{part}" for n in range(5) for part in ("attention", "mlp"))]
+    plan = plans.figure_6([*names, "head"], 4)
+    assert plan is not None
+    label_of = labels(plan)
+    assert label_of["embed"] == "HP"
+    assert {label_of[name] for name in names if name.endswith("attention")} == {"MP"}
+    assert {label_of[name] for name in names if name.endswith("mlp")} == {"DP"}
+    holders = [stage.ranks for stage in plan.stages if "attention" in stage.components[0]]
+    assert holders == [(0,), (1,), (2,), (3,), (0,)]
+    assert plans.figure_6(["stem", "head"], 2) is None
+
+
+def measured(hours: dict[str, list[float]], accuracy: dict[str, list[float]]) -> Measured:
+    def of(values: list[float]) -> list[Result]:
+        # 64 images per step: 78,200 steps in 100 epochs.
+        return [run for value in values for run in runs([1.0], step_seconds=value / 78_200 * 3600)]
+
+    def trained(values: list[float]) -> list[Result]:
+        return [run for value in values for run in runs([1.0], accuracy=value)]
+
+    timed = {name: of(values) for name, values in hours.items()}
+    return Measured("m", 2, timed, {name: trained(values) for name, values in accuracy.items()})
+
+
+BASE: dict[str, list[float]] = {
+    "single": [10.0, 10.1, 9.9],
+    "DP": [6.0, 6.1, 5.9],
+    "MP": [8.0, 8.1, 7.9],
+    "hybrid": [7.0, 7.1, 6.9],
+}
+
+
+@pytest.mark.parametrize(
+    ("adaptive", "phrases"),
+    [
+        ([5.0, 5.1, 4.9], ["2.00", "1.40", "over the best static one, DP, 1.20"]),
+        ([6.0, 6.05, 5.95], ["1.67", "within the noise"]),
+        ([12.0, 12.1, 11.9], ["0.83", "the claim does not hold here"]),
+        ([5.0], ["one run of each cannot tell"]),
+    ],
+)
+def test_a_claim_holds_only_if_the_interval_says_so(
+    adaptive: list[float], phrases: list[str]
+) -> None:
+    text = "\n".join(verdicts(measured(BASE | {"adaptive": adaptive}, {})))
+    for phrase in phrases:
+        assert phrase in text
+    assert ("the claim holds here" in text.splitlines()[0]) == (
+        adaptive[0] < 10 and len(adaptive) > 1
+    )
+
+
+def test_hours_are_those_of_the_papers_epochs() -> None:
+    table = time_table(measured(BASE | {"adaptive": [5.0, 5.0]}, {}))
+    row = next(line for line in table.splitlines() if line.startswith("| DP"))
+    assert [cell.strip() for cell in row.split("|")][4:6] == [
+        "6.0 (5.9 to 6.1)",
+        "1.67 (1.62 to 1.71)",
+    ]
+
+
+def test_an_accuracy_is_equivalent_only_if_that_is_shown() -> None:
+    accuracy = {
+        "single": [0.700, 0.701, 0.699],
+        "DP": [0.700, 0.701, 0.700],
+        "MP": [0.70, 0.72, 0.68],
+        "adaptive": [0.710, 0.711, 0.709],
+    }
+    one = measured(BASE | {"adaptive": [5.0, 5.1]}, accuracy)
+    shown = {
+        line.split("|")[1].strip(): line.split("|")[4].strip()
+        for line in accuracy_table(one).splitlines()[2:]
+    }
+    assert shown == {"single": "-", "DP": "shown", "MP": "not shown", "adaptive": "not shown"}
+    assert verdicts(one)[-1].endswith("not shown for MP, adaptive")
+    single_run = measured(BASE | {"adaptive": [5.0]}, {name: [0.7] for name in accuracy})
+    assert "nan" not in accuracy_table(single_run)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"models": "resnet19"}, "unknown model 'resnet19'"),
+        ({"models": "resnet50@0"}, "--models resnet50@0 is not valid"),
+        ({"models": "resnet50@large"}, "--models resnet50@large is not valid"),
+        ({"models": "cnn,cnn"}, "names a model twice"),
+        ({"ranks": 1}, "--ranks must be between 2 and 64, not 1"),
+        ({"repeats": 0}, "--repeats must be at least 1, not 0"),
+        ({"steps": 2}, "--steps must be at least 3, not 2"),
+        ({"epochs": -1}, "--epochs must be at least 0, not -1"),
+        ({"seeds": 0}, "--seeds must be at least 1, not 0"),
+        ({"batch_size": 1}, "--batch-size must be at least --ranks, 2, not 1"),
+    ],
+)
+def test_options_out_of_range_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        PaperBOptions(data="d", to="t", **change).check()
+
+
+def test_models_may_have_a_size_of_images() -> None:
+    options = PaperBOptions(data="d", to="t", models="resnet50@224,vit_tiny").check()
+    assert options.trained == [ModelAtSize("resnet50", 224), ModelAtSize("vit_tiny", None)]
+    assert [model.key for model in options.trained] == ["resnet50@224", "vit_tiny"]
