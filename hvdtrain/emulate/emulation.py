@@ -39,6 +39,7 @@ REMARK = (
 # shares it, per step, and per action and per component in it.
 STEP_SECONDS, SHARED_STEP_SECONDS, ACTION_SECONDS = 12e-3, 2e-3, 0.15e-3
 OVERHEAD = 0.03  # part of a dilated step that the runtime itself may take
+MOST_BELOW = 2  # a smaller factor is not worth a warning
 
 
 @dataclass(frozen=True)
@@ -210,3 +211,15 @@ def sufficient_dilation(emulation: Emulation, plan: Plan | None, ranks: int) -> 
     sharing = max(1.0, ranks / len(os.sched_getaffinity(0)))
     overhead = STEP_SECONDS + sharing * (SHARED_STEP_SECONDS + ACTION_SECONDS * actions)
     return max(1.0, float(math.ceil(overhead / (OVERHEAD * seconds))))
+
+
+def low_dilation(emulation: Emulation, plan: Plan, ranks: int) -> tuple[str, ...]:
+    """Return a warning if the runtime itself is a large part of a step, otherwise nothing."""
+    dilation, enough = emulation.clock.dilation, sufficient_dilation(emulation, plan, ranks)
+    if enough <= MOST_BELOW * dilation:
+        return ()
+    return (
+        f"--emulate-dilation {dilation:g} is low: the program itself adds about "
+        f"{OVERHEAD * enough / dilation:.0%} to a step, so that reported seconds are too long; "
+        f"with {enough:g} it adds {OVERHEAD:.0%}",
+    )

@@ -31,7 +31,12 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
 from hvdtrain.data.index import Index, read_index
 from hvdtrain.data.order import Rows
-from hvdtrain.emulate.emulation import emulated_world, emulation_of, sufficient_dilation
+from hvdtrain.emulate.emulation import (
+    emulated_world,
+    emulation_of,
+    low_dilation,
+    sufficient_dilation,
+)
 from hvdtrain.errors import UsageError
 from hvdtrain.host.files import check_target
 from hvdtrain.models.component import Boundary, Component, parameter_count, tensor_shapes
@@ -276,6 +281,8 @@ def _remarks(
     if choice and emulation is not None:
         scale = f"{emulation.clock.dilation:g} per emulated one"
         choice = (f"the planner measures and prints real seconds, {scale}", *choice)
+    if emulation is not None:
+        choice = (*low_dilation(emulation, plan, world.size), *choice)
     return (*sums, *agreement_remarks(config, plan), *choice, *filter(None, [verified]))
 
 
