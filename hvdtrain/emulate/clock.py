@@ -11,7 +11,7 @@ class Clock:
     """Lets modelled seconds pass by sleeping.
 
     A sleep ends late: the timer is not exact, and the cores may be busy with other ranks. What
-    follows the sleep at once is shortened by the same time, so that such delays do not add up.
+    follows is shortened by the same time, so that such delays do not add up.
 
     Args:
         dilation: real seconds per modelled second.
@@ -20,7 +20,7 @@ class Clock:
 
     Attributes:
         slept: real seconds of `work` so far.
-        late: real seconds by which the last sleep ended late, until `start` takes them back.
+        late: real seconds by which this rank is behind the modelled device.
     """
 
     def __init__(
@@ -32,21 +32,20 @@ class Clock:
         self.dilation, self.now, self._sleep = dilation, now, sleep
         self.slept = self.late = 0.0
 
-    def start(self) -> float:
-        """Return the real time at which work starts that follows the last sleep."""
-        start, self.late = self.now() - self.late, 0.0
-        return start
+    def modelled_now(self) -> float:
+        """Return the real time at which the modelled device has reached this point."""
+        return self.now() - self.late
 
     def until(self, deadline: float) -> None:
-        """Sleep until a real time, if it is in the future."""
+        """Sleep until a real time, if the modelled device reaches it later than now."""
+        if self.modelled_now() >= deadline:
+            return
         left = deadline - self.now()
         if left > 0:
             self._sleep(left)
-            self.late = max(0.0, self.now() - deadline)
+        self.late = max(0.0, self.now() - deadline)
 
     def work(self, seconds: float) -> None:
         """Let modelled seconds pass."""
-        start = self.start()
-        end = start + self.dilation * seconds
-        self.until(end)
+        self.until(self.modelled_now() + self.dilation * seconds)
         self.slept += self.dilation * seconds

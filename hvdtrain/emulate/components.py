@@ -8,13 +8,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from hvdtrain.models.component import Component
 from hvdtrain.models.costs import ComponentCost, CountedComponent
-from hvdtrain.planner.profile import ComponentTimes
+
+if TYPE_CHECKING:
+    from hvdtrain.planner.profile import ComponentTimes
 
 SCALE = 1024  # bytes of the modelled tensors per byte of the emulated ones
 READ = 64  # values per sample from which the output is computed
@@ -28,7 +31,7 @@ class Work:
         compute: lets modelled seconds pass.
     """
 
-    times: ComponentTimes
+    times: "ComponentTimes"
     compute: Callable[[float], None]
 
     def backward_part(self, rows: int, part: float) -> None:
@@ -115,11 +118,9 @@ def sleep_in_updates(optimizer: torch.optim.Optimizer, modules: Sequence[nn.Modu
     slow = [module for module in modules if isinstance(module, EmulatedComponent)]
     if not slow:
         return
-    step = optimizer.step
 
-    def update() -> None:
+    def sleep(*_: object) -> None:
         for module in slow:
             module.work.compute(module.update_seconds)
-        step()
 
-    optimizer.step = update  # type: ignore[assignment,method-assign]
+    optimizer.register_step_pre_hook(sleep)

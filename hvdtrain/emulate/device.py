@@ -47,7 +47,7 @@ class Hardware:
         It is slower in events, and while all-reduces are in flight.
         """
         slow = slowdown(self.cluster.events, DEVICES, [self.rank], self.step())
-        alone, start = slow * seconds * self.clock.dilation, self.clock.now() - self.clock.late
+        alone, start = slow * seconds * self.clock.dilation, self.clock.modelled_now()
         compute, reduce = self.network.contention
         if compute > 1:
             for flight in self.flights:

@@ -3,8 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,9 +13,9 @@ from hvdtrain.emulate.components import SCALE, Work, emulated
 from hvdtrain.emulate.device import Hardware
 from hvdtrain.emulate.links import DelayedCollectives, DelayedExchange
 from hvdtrain.errors import UsageError
+from hvdtrain.host.activity import Activity
 from hvdtrain.models.component import Component
 from hvdtrain.models.costs import ComponentCost
-from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.stage import DTYPES
 from hvdtrain.plan.actions import COMPUTE
 from hvdtrain.plan.plan import Plan
@@ -32,8 +31,8 @@ from hvdtrain.world import World
 
 REMARK = (
     "Seconds and images per second are those of the modelled cluster; peak memory is predicted; "
-    "losses and weights mean nothing. Real: startup_seconds, real_train_seconds, and "
-    "overhead_seconds_per_step, in which a rank neither slept nor waited."
+    "losses and weights mean nothing. Real: startup_seconds, and overhead_seconds_per_step, in "
+    "which a rank neither slept nor waited since the last start."
 )
 # Seconds of the runtime itself, by measurement: per step, and on each core for every rank that
 # shares it, per step, and per action and per component in it.
@@ -68,17 +67,30 @@ class Emulation:
         """Return collective operations on the modelled network."""
         return DelayedCollectives(collectives, ranks, self.hardware, scale)
 
+    def exchange(
+        self, world: World, device: torch.device, scale: float | None = None
+    ) -> DelayedExchange:
+        """Return transfers on the modelled links. Collective.
+
+        Args:
+            scale: modelled bytes per byte of a message, if it is another one than in training.
+        """
+        return DelayedExchange(world, device, self.hardware, SCALE if scale is None else scale)
+
     @property
     def parameters(self) -> int:
         """The number of parameters of the modelled model."""
         return sum(cost.parameters for cost in self.question.known.costs)
 
-    def device(self, plan: Callable[[], Plan]) -> Device:
-        """Return the description of the modelled device.
+    def start(self, activity: Activity, plan: Callable[[], Plan]) -> Device:
+        """Let events follow the steps of training, and return the modelled device.
 
         Args:
+            activity: knows the current step.
             plan: returns the current plan.
         """
+        self.hardware.step = lambda: activity.now()[0]
+        self.clock.slept = 0.0  # without the planner's measurements
         rank = self.hardware.rank
         return Device(
             accelerator=f"{self.name} (emulated)",
@@ -91,25 +103,67 @@ class Emulation:
             peak_memory_bytes=lambda: round(self.predicted(plan()).rank_bytes[rank]),
         )
 
+    def remarks(self, plan: Plan, is_chosen: bool) -> list[str]:
+        """Return what a user should know before the first step.
+
+        Args:
+            is_chosen: whether the planner has chosen the plan.
+        """
+        dilation, enough = self.clock.dilation, self.sufficient_dilation(plan)
+        remarks = []
+        if enough > MOST_BELOW * dilation:
+            remarks.append(
+                f"--emulate-dilation {dilation:g} is low: the program itself adds about "
+                f"{OVERHEAD * enough / dilation:.0%} to a step, so that reported seconds are too "
+                f"long; with {enough:g} it adds {OVERHEAD:.0%}"
+            )
+        if is_chosen:
+            remarks.append(
+                f"the planner measures and prints real seconds, {dilation:g} per emulated one"
+            )
+        return remarks
+
+    def sufficient_dilation(self, plan: Plan | None) -> float:
+        """Return a dilation that makes the runtime's overhead a small part of a step.
+
+        Args:
+            plan: of the run; None if it will be chosen.
+        """
+        ranks = self.question.ranks
+        if plan is None:
+            seconds = lower_bound(self.question)
+            actions = 8 * ranks + 2 * len(self.components)
+        else:
+            candidate = self.predicted(plan)
+            seconds = candidate.seconds
+            actions = max(
+                len(done)
+                + sum(len(plan.stages[a.stage].components) for a in done if a.kind in COMPUTE)
+                for done in candidate.overview.schedule.values()
+            )
+        sharing = max(1.0, ranks / len(os.sched_getaffinity(0)))
+        overhead = STEP_SECONDS + sharing * (SHARED_STEP_SECONDS + ACTION_SECONDS * actions)
+        return max(1.0, float(math.ceil(overhead / (OVERHEAD * seconds))))
+
     def overhead_seconds(self, steps: int, busy_seconds: float) -> float:
         """Return the real seconds per step in which this rank neither slept nor waited.
 
         They do not shrink with the dilation: they are the runtime itself.
 
         Args:
-            busy_seconds: emulated seconds of all steps without waits.
+            steps: of this process.
+            busy_seconds: emulated seconds of these steps without waits.
         """
         return (self.clock.dilation * busy_seconds - self.clock.slept) / max(1, steps)
 
     def report(
-        self, plan: Plan, steps: int, train_seconds: float, overhead_seconds: float
+        self, plan: Plan, step_seconds: float, overhead_seconds: float
     ) -> dict[str, object]:
         """Return the part of summary.json about the emulation."""
         return {
             "cluster": self.name,
             "dilation": self.clock.dilation,
-            "real_train_seconds": self.clock.dilation * train_seconds,
-            "step_seconds": train_seconds / max(1, steps),
+            "step_seconds": step_seconds,
             "simulated_step_seconds": self.predicted(plan).seconds,
             "overhead_seconds_per_step": overhead_seconds,
             "remark": REMARK,
@@ -117,49 +171,21 @@ class Emulation:
 
     def move(self, before: Plan, after: Plan) -> None:
         """Let the seconds pass in which the weights would move to another plan."""
-        seconds = seconds_to_migrate(self.question, before, after)
-        self.clock.until(self.clock.now() + self.clock.dilation * seconds)
+        self.clock.work(seconds_to_migrate(self.question, before, after))
 
     def predicted(self, plan: Plan) -> Candidate:
         """Return the simulated step of a plan."""
         return play(self.question, plan, "")
 
 
-@dataclass(frozen=True, kw_only=True)
-class EmulatedWorld(World):
-    """The world of a run whose hardware is emulated."""
-
-    emulation: Emulation
-
-
-def emulation_of(world: World) -> Emulation | None:
-    """Return the emulation of a run; None on real hardware."""
-    return world.emulation if isinstance(world, EmulatedWorld) else None
-
-
-def exchange_of(world: World, device: torch.device, scale: float | None = None) -> Exchange:
-    """Return the transfers of a run with several ranks. Collective.
-
-    Args:
-        scale: modelled bytes per byte of a message, if it is another one than in training.
-    """
-    emulation = emulation_of(world)
-    if emulation is not None:
-        return DelayedExchange(
-            world, device, emulation.hardware, SCALE if scale is None else scale
-        )
-    assert world.communicator is not None, "a single rank transfers nothing"
-    return Exchange(world.communicator, device)
-
-
-def emulated_world(
+def emulation(
     config: TrainConfig,
     components: Sequence[Component],
     costs: Sequence[ComponentCost],
     recomputed: Collection[str],
     world: World,
-) -> EmulatedWorld:
-    """Return the world of an emulated run. Collective.
+) -> Emulation:
+    """Return the emulation of a run.
 
     Args:
         components, costs: of the real model.
@@ -178,7 +204,9 @@ def emulated_world(
     question = clusters.question_of(
         cluster, costs, config.batch_size, config.optimizer, recomputed
     )
-    profile = cluster.profile(costs, OPTIMIZER_COPIES[config.optimizer]).ranks[world.rank]
+    # The hardware adds the events of each step.
+    undisturbed = replace(cluster, events=())
+    profile = undisturbed.profile(costs, OPTIMIZER_COPIES[config.optimizer]).ranks[world.rank]
     hardware = Hardware(cluster, world.rank, Clock(config.emulate_dilation or 1.0))
     itemsize = DTYPES[config.precision].itemsize
 
@@ -186,40 +214,4 @@ def emulated_world(
         return Work(profile.components[name], hardware.compute)
 
     made = emulated(components, costs, work, itemsize)
-    emulation = Emulation(config.emulate, hardware, question, made)
-    kept: dict[str, Any] = {item.name: getattr(world, item.name) for item in fields(World)}
-    return EmulatedWorld(**kept, emulation=emulation)
-
-
-def sufficient_dilation(emulation: Emulation, plan: Plan | None, ranks: int) -> float:
-    """Return a dilation that makes the runtime's overhead a small part of a step.
-
-    Args:
-        plan: of the run; None if it will be chosen.
-    """
-    if plan is None:
-        components = len(emulation.components)
-        seconds, actions = lower_bound(emulation.question), 8 * ranks + 2 * components
-    else:
-        candidate = emulation.predicted(plan)
-        seconds = candidate.seconds
-        actions = max(
-            len(done)
-            + sum(len(plan.stages[a.stage].components) for a in done if a.kind in COMPUTE)
-            for done in candidate.overview.schedule.values()
-        )
-    sharing = max(1.0, ranks / len(os.sched_getaffinity(0)))
-    overhead = STEP_SECONDS + sharing * (SHARED_STEP_SECONDS + ACTION_SECONDS * actions)
-    return max(1.0, float(math.ceil(overhead / (OVERHEAD * seconds))))
-
-
-def low_dilation(emulation: Emulation, plan: Plan, ranks: int) -> tuple[str, ...]:
-    """Return a warning if the runtime itself is a large part of a step, otherwise nothing."""
-    dilation, enough = emulation.clock.dilation, sufficient_dilation(emulation, plan, ranks)
-    if enough <= MOST_BELOW * dilation:
-        return ()
-    return (
-        f"--emulate-dilation {dilation:g} is low: the program itself adds about "
-        f"{OVERHEAD * enough / dilation:.0%} to a step, so that reported seconds are too long; "
-        f"with {enough:g} it adds {OVERHEAD:.0%}",
-    )
+    return Emulation(config.emulate, hardware, question, made)

@@ -32,7 +32,7 @@ class DelayedExchange(Exchange):
 
     def now(self) -> float:
         """Return the time at which the modelled device is ready to send."""
-        return super().now() - self.hardware.clock.late
+        return self.hardware.clock.modelled_now()
 
     def complete(self, receipts: Sequence[Receipt], start: float) -> None:
         """Return when the messages would have arrived."""
@@ -111,7 +111,7 @@ class DelayedCollectives:
     def wait(self, handle: Started) -> Tensor:
         """Return the result of an operation when the modelled one would have ended."""
         clock = self.hardware.clock
-        waiting_since = clock.now() - clock.late
+        waiting_since = clock.modelled_now()
         starts = self.collectives.wait(handle.stamps)
         result = self.collectives.wait(handle.handle)
         start = max(self.free_at, float(starts.max()))
@@ -125,7 +125,7 @@ class DelayedCollectives:
         operation = Operation(kind, round(self.scale * tensor.nbytes))
         self.sent_bytes += operation.sent_bytes(self.size)
         size = operation.as_all_reduce(self.size)
-        now = self.hardware.clock.now() - self.hardware.clock.late
+        now = self.hardware.clock.modelled_now()
         flights = self.hardware.flights
         start = max([now, *(flight.start + flight.seconds for flight in flights)])
         flight = Flight(start, self.hardware.reduce_seconds(self.ranks, size))

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from hvdtrain.emulate.device import Flight
-from hvdtrain.emulate.emulation import Emulation, emulation_of
+from hvdtrain.emulate.emulation import Emulation
+from hvdtrain.emulate.world import emulation_of
 from hvdtrain.planner.probe import Start, Tools
 from hvdtrain.world import World
 

@@ -22,7 +22,7 @@ from hvdtrain.parallel.stage import Images, Part
 from hvdtrain.parallel.step import Step, UpdateRule, copied_buffers, restore_buffers, update
 from hvdtrain.plan.actions import RECEIPTS, SENDS
 from hvdtrain.plan.program import Task, WaitTime
-from hvdtrain.plan.simulate import Event
+from hvdtrain.plan.trace import Event
 
 TRANSFERS = (*SENDS, *RECEIPTS, "REDUCE")
 

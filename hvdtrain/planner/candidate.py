@@ -13,7 +13,8 @@ from hvdtrain.plan.actions import Action, Schedule
 from hvdtrain.plan.cut import Cut, cut, sample_counts
 from hvdtrain.plan.plan import Plan, labels
 from hvdtrain.plan.schedule import training_step
-from hvdtrain.plan.simulate import Costs, Timeline, draw, simulate
+from hvdtrain.plan.simulate import Costs, Timeline, simulate
+from hvdtrain.plan.trace import draw
 from hvdtrain.plan.validate import validate
 from hvdtrain.planner.cost import (
     Known,

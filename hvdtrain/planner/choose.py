@@ -19,8 +19,8 @@ from hvdtrain.backends.pytorch.parts import (
     stage_optimizer,
 )
 from hvdtrain.config import TrainConfig
-from hvdtrain.emulate.emulation import exchange_of
 from hvdtrain.emulate.probes import tools_of
+from hvdtrain.emulate.world import exchange_of
 from hvdtrain.host.files import check_target
 from hvdtrain.host.memory import return_freed_memory
 from hvdtrain.options.planrequest import Chosen

@@ -27,7 +27,8 @@ from hvdtrain.plan import planfile
 from hvdtrain.plan.actions import to_csv
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan
-from hvdtrain.plan.simulate import Costs, write_trace
+from hvdtrain.plan.simulate import Costs
+from hvdtrain.plan.trace import write_trace
 from hvdtrain.planner import clusters
 from hvdtrain.planner.actiontimes import Table, measured_costs, profile_parts
 from hvdtrain.planner.agreement import (

@@ -337,7 +337,7 @@ def _step(run: Run, feed: Feed, epoch: int, batch_size: int, data_seconds: float
     if config.ledger and not result.is_bad:
         stem = f"{epoch + 1},{progress.step},{session.world.rank}"
         run.journal.ledger += [f"{stem},{sample}\n" for sample in feed.ids.tolist()]
-    if session.timeline is not None and progress.step - run.first_step == TRACED_STEPS:
+    if session.timeline is not None and progress.step - run.before.step == TRACED_STEPS:
         session.timeline.write()
     vitals = _vitals(run, result, time.perf_counter() - started, data_seconds)
     with run.activity.doing("agreeing with all ranks on the step before"):

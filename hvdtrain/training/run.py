@@ -47,7 +47,7 @@ class Run:
         clock: counts the seconds of the run.
         step_records: the last steps.
         skipped_in_a_row: bad steps since the last good one.
-        first_step: steps done when this process started.
+        before: the progress when this process started.
         reported_memory: whether an excess of --memory-limit has been reported.
     """
 
@@ -62,7 +62,7 @@ class Run:
     stragglers: Stragglers
     injector: Injector | None
     adapter: "Adapter | None"
-    first_step: int
+    before: Progress
     step_records: deque[StepRecord]
     skipped_in_a_row: int = 0
     reported_memory: bool = False
@@ -174,7 +174,7 @@ def open_run(session: Session, stop: StopRequest, callbacks: Callbacks = ()) -> 
             stragglers=Stragglers(peers(session.plan, world.size)),
             injector=injector,
             adapter=adapter,
-            first_step=progress.step,
+            before=replace(progress),
             step_records=deque(maxlen=RECORDS_READ_LATER + config.steps_ahead),
         )
     except BaseException:

@@ -282,14 +282,13 @@ class Session(ABC):
         """Return what this rank has counted since the start, by name, such as bytes sent."""
         return {}
 
-    def emulated(
-        self, steps: int, train_seconds: float, waited_seconds: float
-    ) -> dict[str, object]:
+    def emulated(self, step_seconds: float, steps: int, busy_seconds: float) -> dict[str, object]:
         """Return what a summary has to say about an emulation; empty on real devices. Collective.
 
         Args:
-            train_seconds, waited_seconds: emulated seconds of all steps, and of this rank's waits
-                in them.
+            step_seconds: mean emulated seconds per step of the run.
+            steps, busy_seconds: steps since the last start, and their emulated seconds without
+                this rank's waits.
         """
         return {}
 

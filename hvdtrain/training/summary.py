@@ -71,22 +71,6 @@ def summarise(run: Run, startup_seconds: float) -> dict[str, Any]:
     """
     session, progress = run.session, run.progress
     digest = weights_sha256(session.world.gather(session.state.digests()))
-    # Fractions of each rank's own seconds: a rank measures its waits with its own clock.
-    rank_seconds = max(progress.train_seconds, 1e-9)
-    spent = [
-        progress.exposed_seconds,
-        progress.communication_seconds,
-        progress.bubble_seconds,
-        progress.compute_seconds,
-    ]
-    emulated = session.emulated(
-        progress.step - run.first_step,
-        progress.train_seconds,
-        progress.exposed_seconds + progress.bubble_seconds,
-    )
-    exposed, total, bubble, compute = np.mean(
-        session.world.gather([seconds / rank_seconds for seconds in spent]), axis=0
-    )
     return {
         "framework": session.config.framework,
         "model": session.config.model,
@@ -102,17 +86,48 @@ def summarise(run: Run, startup_seconds: float) -> dict[str, Any]:
         "startup_seconds": startup_seconds,
         "train_seconds": progress.train_seconds,
         "images_per_second": progress.position / max(progress.train_seconds, 1e-9),
-        "communication": {"exposed_fraction": exposed, "total_fraction": total},
         "agreement": _agreement(run),
-        "bubble_fraction": bubble,
-        "compute_fraction": compute,
+        **_shares(run),
         "peak_memory_bytes": session.world.gather(session.device.peak_memory_bytes()),
         "final": progress.final,
         "best": progress.best,
         "weights_sha256": digest,
         "machine": machine(session.device.accelerator, session.world.threads),
         "versions": versions(session.libraries),
-    } | ({"emulated": emulated} if emulated else {})
+        **_emulated(run),
+    }
+
+
+def _shares(run: Run) -> dict[str, Any]:
+    """Return the shares of the steps' time, means over the ranks. Collective."""
+    progress = run.progress
+    # Fractions of each rank's own seconds: a rank measures its waits with its own clock.
+    rank_seconds = max(progress.train_seconds, 1e-9)
+    spent = [
+        progress.exposed_seconds,
+        progress.communication_seconds,
+        progress.bubble_seconds,
+        progress.compute_seconds,
+    ]
+    shares = run.session.world.gather([seconds / rank_seconds for seconds in spent])
+    exposed, total, bubble, compute = np.mean(shares, axis=0)
+    return {
+        "communication": {"exposed_fraction": exposed, "total_fraction": total},
+        "bubble_fraction": bubble,
+        "compute_fraction": compute,
+    }
+
+
+def _emulated(run: Run) -> dict[str, Any]:
+    """Return what there is to say of an emulation, under its key. Collective."""
+    now, before = run.progress, run.before
+    busy_seconds = (now.train_seconds - now.exposed_seconds - now.bubble_seconds) - (
+        before.train_seconds - before.exposed_seconds - before.bubble_seconds
+    )
+    emulated = run.session.emulated(
+        now.train_seconds / max(1, now.step), now.step - before.step, busy_seconds
+    )
+    return {"emulated": emulated} if emulated else {}
 
 
 def _agreement(run: Run) -> dict[str, Any]:
@@ -121,7 +136,7 @@ def _agreement(run: Run) -> dict[str, Any]:
     Counts are means over the ranks, per step where their name says so. A rank may count only some
     of those that start with mean_ or max_. Collective.
     """
-    session, steps = run.session, max(1, run.progress.step - run.first_step)
+    session, steps = run.session, max(1, run.progress.step - run.before.step)
     counted = session.world.gather(dict(session.counted()))
     names = sorted({name for rank_counts in counted for name in rank_counts})
     means = {name: _over_ranks(name, counted) for name in names}

@@ -14,7 +14,7 @@ import pytest
 from hvdtrain.check.parity import Parity
 from hvdtrain.check.plan import check_plan
 from hvdtrain.config import Precision, TrainConfig
-from hvdtrain.emulate import emulation
+from hvdtrain.emulate import world as emulated_world
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.world import World
 from tests.mpi.common import CLASSES, components_of, names
@@ -45,7 +45,7 @@ def parity_of(world: World, plan: str, model: str, **settings: Any) -> Parity:
     sizes = (config.batch_size, -(-2 * config.batch_size // 3))[:batches]  # a batch and a tail
     with pytest.MonkeyPatch.context() as patch:
         if synchronous:
-            patch.setattr(emulation, "Exchange", partial(Exchange, synchronous=True))
+            patch.setattr(emulated_world, "Exchange", partial(Exchange, synchronous=True))
         return check_plan(config, components, made, size, CLASSES, world, sizes)
 
 

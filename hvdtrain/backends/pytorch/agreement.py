@@ -7,7 +7,7 @@ import torch
 
 from hvdtrain.backends.pytorch.state import restore_state, state_shapes
 from hvdtrain.config import TrainConfig
-from hvdtrain.emulate.emulation import emulation_of
+from hvdtrain.emulate.world import emulation_of
 from hvdtrain.options.planrequest import Chosen
 from hvdtrain.options.syncoptions import Library
 from hvdtrain.options.syncrequest import (

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hvdtrain.backends.pytorch.parts import build_parts, probe_forms, recomputed_components
 from hvdtrain.config import TrainConfig
-from hvdtrain.emulate.emulation import exchange_of
+from hvdtrain.emulate.world import exchange_of
 from hvdtrain.errors import UsageError
 from hvdtrain.health.failure import patience, stalled
 from hvdtrain.host.activity import Activity

@@ -13,7 +13,7 @@ from hvdtrain.backends.pytorch.session import Times, TorchFaults
 from hvdtrain.backends.pytorch.state import TorchState, named_state, put_arrays, to_array
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.shards import Index
-from hvdtrain.emulate.emulation import emulation_of
+from hvdtrain.emulate.world import emulation_of
 from hvdtrain.host.poll import wait_until
 from hvdtrain.models.component import Component
 from hvdtrain.parallel.runtime import Runtime

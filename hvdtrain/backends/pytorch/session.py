@@ -1,14 +1,12 @@
-"""A run's session in PyTorch: the interpreter of a plan, and the diagnosis of its bad steps.
+"""A run's session in PyTorch: the interpreter of a plan.
 
 A bad step makes no update and its random draws are seeded, so that it can be repeated as long as
 its images are in memory. The ranks learn of it after the next step (on a GPU after the one after
 that), and by then the weights have the update of that step, if it was a good one.
 """
 
-import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,23 +15,20 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from hvdtrain.backends.pytorch.diagnosis import diagnose
 from hvdtrain.backends.pytorch.parts import set_learning_rate
 from hvdtrain.backends.pytorch.state import TorchState
 from hvdtrain.data.order import Rows
-from hvdtrain.emulate.emulation import emulation_of
-from hvdtrain.health.badstep import Sighting, as_words
+from hvdtrain.emulate.world import emulation_of
 from hvdtrain.host.activity import Activity
 from hvdtrain.host.memory import return_freed_memory
 from hvdtrain.options.syncrequest import NO_SYNC
 from hvdtrain.parallel.runtime import Runtime
-from hvdtrain.parallel.stage import Part, StageModel
-from hvdtrain.parallel.step import Step, copied_buffers, restore_buffers
-from hvdtrain.plan import program, simulate
+from hvdtrain.parallel.step import Step
+from hvdtrain.plan import program, trace
 from hvdtrain.plan.actions import COMPUTE
 from hvdtrain.plan.cut import Cut, cut
-from hvdtrain.plan.plan import Plan
 from hvdtrain.plan.program import Program
-from hvdtrain.sync.gradients import all_finite
 from hvdtrain.training.feed import Feed, step_seed, take_rows
 from hvdtrain.training.session import (
     Device,
@@ -44,7 +39,6 @@ from hvdtrain.training.session import (
     StepTimes,
     Timeline,
 )
-from hvdtrain.world import World
 
 
 def device_of(device: torch.device) -> Device:
@@ -156,7 +150,7 @@ class TorchTimeline(Timeline):
         observer.events = None
         everywhere = world.gather_on_first(events)
         if any(everywhere):
-            simulate.write_trace(Path(path), [event for rank in everywhere for event in rank])
+            trace.write_trace(Path(path), [event for rank in everywhere for event in rank])
 
 
 @dataclass(kw_only=True)
@@ -259,15 +253,12 @@ class TorchSession(Session):
         return time.perf_counter() - started
 
     @override
-    def emulated(
-        self, steps: int, train_seconds: float, waited_seconds: float
-    ) -> dict[str, object]:
+    def emulated(self, step_seconds: float, steps: int, busy_seconds: float) -> dict[str, object]:
         emulation = emulation_of(self.world)
         if emulation is None:
             return {}
-        overhead = emulation.overhead_seconds(steps, train_seconds - waited_seconds)
-        mean = float(np.mean(self.world.gather(overhead)))
-        return emulation.report(self.plan, steps, train_seconds, mean)
+        overheads = self.world.gather(emulation.overhead_seconds(steps, busy_seconds))
+        return emulation.report(self.plan, step_seconds, float(np.mean(overheads)))
 
     @override
     def evaluate(self, batches: Iterable[tuple[Feed, int]]) -> tuple[float, float]:
@@ -319,95 +310,3 @@ def read_later(value: Tensor | None) -> Callable[[], float]:
         return float(host)
 
     return read
-
-
-def diagnose(
-    runtime: Runtime, plan: Plan, world: World, program: Program, step: StepRecord
-) -> str:
-    """Repeat a step without updating anything, and return what is wrong with it. Collective.
-
-    The caller has reset the random generators to their state before the step.
-    """
-    sightings, places = list[Sighting](), _places(plan)
-    kept = copied_buffers(runtime.parts)
-    observer, activity = runtime.observer, runtime.observer.activity
-    events, observer.events = observer.events, None
-    assert activity is not None
-    newest, _ = activity.now()
-    activity.step(step.step)
-    with _watched(runtime.parts, places, world.rank, sightings):
-        gradients = runtime.gradients(Step(program, step.feed.images, step.feed.labels))
-    observer.events = events
-    activity.step(newest)
-    restore_buffers(runtime.parts, kept)
-    with activity.doing("gathering what all ranks saw in a bad step"):
-        reports = world.gather((sightings, _norms(runtime.parts, gradients)))
-    seen = [sighting for theirs, _ in reports for sighting in theirs]
-    norms = _largest([theirs for _, theirs in reports])
-    return as_words(seen, norms, places)
-
-
-def _largest(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the largest norm of each component over all ranks, or NaN if one of them is NaN.
-
-    Ranks that do not share their gradients have different norms, and a server has none but zeros.
-    """
-    largest: dict[str, float] = {}
-    for name, norm in (item for report in reports for item in report.items()):
-        if name not in largest or norm > largest[name] or math.isnan(norm):
-            largest[name] = norm
-    return largest
-
-
-def _norms(parts: Mapping[int, Part], gradients: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the norm of the gradients of each component that this rank holds."""
-    norms = {}
-    for part in parts.values():
-        for component in part.model.components:
-            values = [
-                value for name, value in gradients.items() if name.startswith(f"{component}.")
-            ]
-            if values:
-                norms[component] = float(torch.nn.utils.get_total_norm(values))
-    return norms
-
-
-def _places(plan: Plan) -> dict[str, int]:
-    names = [name for stage in plan.stages for name in stage.components]
-    return {name: place for place, name in enumerate(names)}
-
-
-@contextmanager
-def _watched(
-    parts: Mapping[int, Part], places: Mapping[str, int], rank: int, sightings: list[Sighting]
-) -> Iterator[None]:
-    """Note the components whose output is not finite although their input is."""
-    models = [part.model for part in parts.values()]
-    before = [dict(model.calls) for model in models]
-    for model in models:
-        for name, call in model.calls.items():
-            model.calls[name] = _looking(model, name, call, places[name], rank, sightings)
-    try:
-        yield
-    finally:
-        for model, calls in zip(models, before, strict=True):
-            model.calls = calls
-
-
-def _looking(
-    model: StageModel,
-    name: str,
-    call: Callable[[Tensor], Tensor],
-    place: int,
-    rank: int,
-    sightings: list[Sighting],
-) -> Callable[[Tensor], Tensor]:
-    def look(inputs: Tensor) -> Tensor:
-        output = call(inputs)
-        if not all_finite([output.detach()]) and all_finite([inputs.detach()]):
-            weights = list(model.components[name].parameters())
-            has_bad_weights = not all_finite([value.detach() for value in weights])
-            sightings.append(Sighting(place, name, rank, has_bad_weights))
-        return output
-
-    return look

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +14,6 @@ from hvdtrain.backends.pytorch.migration import TorchMigration
 from hvdtrain.backends.pytorch.parts import (
     check_compiler,
     reason_against_split_backward,
-    recomputed_components,
 )
 from hvdtrain.backends.pytorch.ready import agree_on_values
 from hvdtrain.backends.pytorch.session import (
@@ -31,20 +29,15 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
 from hvdtrain.data.index import Index, read_index
 from hvdtrain.data.order import Rows
-from hvdtrain.emulate.emulation import (
-    emulated_world,
-    emulation_of,
-    low_dilation,
-    sufficient_dilation,
-)
+from hvdtrain.emulate.world import emulation_of
 from hvdtrain.errors import UsageError
 from hvdtrain.host.files import check_target
 from hvdtrain.models.component import Boundary, Component, parameter_count, tensor_shapes
 from hvdtrain.models.costs import component_costs
 from hvdtrain.options.configfile import with_choice
-from hvdtrain.options.planrequest import ADAPTIVE, AUTO, Chosen
+from hvdtrain.options.planrequest import ADAPTIVE, AUTO
 from hvdtrain.options.syncrequest import AUTO_SYNC, Server
-from hvdtrain.parallel.stage import DTYPES, Images
+from hvdtrain.parallel.stage import Images
 from hvdtrain.plan import plan as plans
 from hvdtrain.plan import planfile
 from hvdtrain.plan.plan import Plan
@@ -74,7 +67,12 @@ def open_session(config: TrainConfig, world: World) -> TorchSession:
     components = model_components(config, index)
     agree_on_values(components, world)
     if config.emulate is not None:
-        config, components, world = _emulated(config, components, index, world)
+        from hvdtrain.backends.pytorch.emulated import emulate  # loads the planner
+
+        def plan_of(parts: Sequence[Component]) -> Plan:
+            return make_plan(config, parts, index.image_shape[0], index.classes, world.size)
+
+        config, components, world = emulate(config, components, index, world, plan_of)
     train_rows, held_rows = order.holdout(
         index.splits["train"].count, config.holdout, index.hash, config.seed
     )
@@ -113,13 +111,12 @@ def _built(
         config=config,
         world=world,
     )
-    times, faults = Times(state), TorchFaults(state)
-    emulation, device = emulation_of(world), device_of(trial.images.device)
-    if emulation is not None:
-        activity = runtime.observer.activity
-        emulation.hardware.step = lambda: activity.now()[0]
-        emulation.clock.slept = 0.0  # without the planner's measurements
-        device = emulation.device(lambda: state.plan)
+    times, faults, emulation = Times(state), TorchFaults(state), emulation_of(world)
+    if emulation is None:
+        device, parameters = device_of(trial.images.device), parameter_count(components)
+    else:
+        device = emulation.start(runtime.observer.activity, lambda: state.plan)
+        parameters = emulation.parameters
     return TorchSession(
         config=config,
         world=world,
@@ -128,7 +125,7 @@ def _built(
         state=state,
         times=times,
         faults=faults,
-        parameters=emulation.parameters if emulation else parameter_count(components),
+        parameters=parameters,
         index=index,
         normalisation=trial.normalisation,
         train_rows=trial.rows,
@@ -150,38 +147,6 @@ def _built(
         ),
         timeline=TorchTimeline(state, runtime.observer.activity),
     )
-
-
-def _emulated(
-    config: TrainConfig, components: Sequence[Component], index: Index, world: World
-) -> tuple[TrainConfig, list[Component], World]:
-    """Return the configuration, components and world of an emulated run. Collective.
-
-    Nothing is evaluated: accuracies would mean nothing.
-
-    Raises:
-        UsageError: if the cluster is not valid, or the plan does not fit.
-    """
-    size, names = index.image_shape[0], [part.name for part in components]
-    costs = component_costs(
-        components,
-        size,
-        classes=index.classes,
-        dtype=DTYPES[config.precision],
-        autocast="cpu" if config.precision == "bf16" else None,
-    )
-    recomputed = recomputed_components(config.recompute, names)
-    emulated = emulated_world(config, components, costs, recomputed, world)
-    if config.emulate_dilation is None:
-        dilation = 0.0
-        if world.rank == 0:
-            parts, plan = emulated.emulation.components, None
-            if not isinstance(config.plan_request, Chosen):
-                plan = make_plan(config, parts, size, index.classes, world.size)
-            dilation = sufficient_dilation(emulated.emulation, plan, world.size)
-        emulated.emulation.clock.dilation = world.broadcast(dilation)
-    config = replace(config, eval_every=0, device="cpu")
-    return config, emulated.emulation.components, emulated
 
 
 def _choose(
@@ -277,12 +242,8 @@ def _remarks(
     has_sums = not isinstance(config.sync_request, Server)
     sums = engine.remarks(config.reduce_with, world) if has_sums else []
     choice = chosen.remarks if chosen else ()
-    emulation = emulation_of(world)
-    if choice and emulation is not None:
-        scale = f"{emulation.clock.dilation:g} per emulated one"
-        choice = (f"the planner measures and prints real seconds, {scale}", *choice)
-    if emulation is not None:
-        choice = (*low_dilation(emulation, plan, world.size), *choice)
+    if (emulation := emulation_of(world)) is not None:
+        choice = (*emulation.remarks(plan, chosen is not None), *choice)
     return (*sums, *agreement_remarks(config, plan), *choice, *filter(None, [verified]))
 
 

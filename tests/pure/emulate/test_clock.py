@@ -45,6 +45,25 @@ def test_sleeps_that_end_late_do_not_add_up() -> None:
     assert time.now == pytest.approx(100 + 10 + 0.2)
 
 
+def test_work_that_is_shorter_than_the_delay_of_a_sleep_shortens_what_follows() -> None:
+    time = Time(late=0.2)
+    clock = clock_on(time, 10)
+    for seconds in (0.1, 0.005, 0.005, 0.1):  # the two in the middle take no real time
+        clock.work(seconds)
+    assert time.now == pytest.approx(100 + 2.1 + 0.2)
+
+
+def test_a_deadline_within_the_delay_of_the_last_sleep_counts() -> None:
+    time = Time(late=0.2)
+    clock = clock_on(time, 10)
+    clock.work(0.1)  # until 101, and it ends at 101.2
+    clock.until(101.15)
+    assert time.now == pytest.approx(101.2)
+    assert clock.modelled_now() == pytest.approx(101.15)
+    clock.until(101.1)
+    assert clock.modelled_now() == pytest.approx(101.15)
+
+
 def test_time_between_two_sleeps_counts() -> None:
     time = Time()
     clock = clock_on(time, 10)

@@ -23,7 +23,8 @@ from hvdtrain.plan.actions import (
 )
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import SCHEDULES, Plan
-from hvdtrain.plan.simulate import draw, simulate, unit_costs
+from hvdtrain.plan.simulate import simulate, unit_costs
+from hvdtrain.plan.trace import draw
 from tests.pure.parallel.plans import Case, a_pipeline, a_plan, cases, plans
 
 GOLDEN = Path(__file__).parent / "golden"

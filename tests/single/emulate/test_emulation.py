@@ -1,12 +1,22 @@
-"""The dilation of an emulation: the runtime itself must be a small part of a step."""
+"""The dilation of an emulation, and the seconds of its components during events."""
+
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
+from hvdtrain import models
+from hvdtrain.config import TrainConfig
+from hvdtrain.emulate import emulation as emulations
 from hvdtrain.emulate.clock import Clock
 from hvdtrain.emulate.device import Hardware
-from hvdtrain.emulate.emulation import Emulation, low_dilation, sufficient_dilation
+from hvdtrain.emulate.emulation import Emulation
+from hvdtrain.models.component import build_component
+from hvdtrain.models.costs import component_costs
 from hvdtrain.plan.plan import pipeline, replicated
 from hvdtrain.planner.clusters import load, question_of
+from hvdtrain.world import World
 from tests.pure.planner.test_clusters import costs_of
 
 
@@ -18,10 +28,10 @@ def emulation(dilation: float, ranks: int = 2) -> Emulation:
 
 def test_a_low_dilation_is_reported_with_a_sufficient_one() -> None:
     plan = replicated([cost.name for cost in costs_of("resnet50")], 2, None, None)
-    enough = sufficient_dilation(emulation(1), plan, 2)
+    enough = emulation(1).sufficient_dilation(plan)
     assert enough > 2
-    assert low_dilation(emulation(enough), plan, 2) == ()
-    (line,) = low_dilation(emulation(enough / 10), plan, 2)
+    assert emulation(enough).remarks(plan, is_chosen=False) == []
+    (line,) = emulation(enough / 10).remarks(plan, is_chosen=False)
     assert f"with {enough:g} it adds 3%" in line
     assert "adds about 30% to a step" in line
 
@@ -33,6 +43,31 @@ def test_more_ranks_on_the_same_cores_need_a_larger_dilation(ranks: int) -> None
 
     def enough(number: int) -> float:
         plan = pipeline(names, work, number, number, 1, None, "1f1b")
-        return sufficient_dilation(emulation(1, number), plan, number)
+        return emulation(1, number).sufficient_dilation(plan)
 
     assert enough(ranks) > enough(ranks // 2)
+
+
+@pytest.mark.parametrize(("step", "factor"), [(1, 3.0), (4, 3.0), (5, 1.0)])
+def test_an_event_slows_a_component_once_and_ends(
+    tmp_path: Path, step: int, factor: float
+) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(
+        "{ranks: 1, ranks_per_node: 1, gflops: 1, memory_gbytes: 20, memory_gib: 16, gbytes: 1, "
+        "events: [{slows: devices, factor: 3, ranks: [0], to_step: 5}]}"
+    )
+    config = TrainConfig(
+        model="cnn", data="", batch_size=8, emulate=str(file), emulate_dilation=1e-3
+    )
+    parts = models.components("cnn", 10, 32)
+    costs = component_costs(parts, 32, classes=10)
+    made = emulations.emulation(config, parts, costs, (), World("none", 0, 1, 0, 1, 1))
+    made.hardware.step = lambda: step
+    module = build_component(made.components[0], 0)
+    module(torch.zeros(8, 3, 32, 32))
+    undisturbed = replace(load(str(file)), events=()).profile(costs, 1).ranks[0]
+    seconds = undisturbed.components["conv1"].forward(8)
+    assert made.clock.slept == pytest.approx(factor * 1e-3 * seconds)
+    simulated = made.question.known.profile.ranks[0].components["conv1"].forward(8)
+    assert simulated == pytest.approx(3 * seconds)  # of the first step
