@@ -70,16 +70,16 @@ def _side(way: str, folder: Path, options: argparse.Namespace) -> Callable[[int]
         whole = [*launch.mpirun(ranks), *bound, *command]
         job = subprocess.Popen(whole, env=environment, stdout=subprocess.DEVNULL)
         with common.busy(CORES[1]):
-            seconds = _until(job, name / "metrics.jsonl", options.accuracy)
-        if job.returncode:
-            sys.exit(f"failed: {' '.join(whole)}")
-        return seconds
+            return _until(job, name / "metrics.jsonl", options.accuracy)
 
     return run
 
 
 def _until(job: "subprocess.Popen[bytes]", metrics: Path, accuracy: float) -> float:
-    """Return the seconds until an epoch had the accuracy; print each epoch, and end the job."""
+    """Return the seconds until an epoch had the accuracy; print each epoch, and end the job.
+
+    They are infinite if the job ended before.
+    """
     seen = 0
     while True:
         ended = job.poll() is not None
@@ -93,9 +93,10 @@ def _until(job: "subprocess.Popen[bytes]", metrics: Path, accuracy: float) -> fl
             if epoch["test_accuracy"] >= accuracy:
                 job.terminate()
                 job.wait()
-                job.returncode = 0  # ended by this program
                 return float(epoch["seconds"])
         seen = len(epochs)
+        if ended and job.returncode:
+            sys.exit(f"failed: {metrics.parent.name}")
         if ended:
             return float("inf")
         time.sleep(0.2)

@@ -217,11 +217,16 @@ def counted_costs(plan: Plan, pieces: Cut, costs: Mapping[str, ComponentCost]) -
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan with its name and a simulated step."""
+    """A plan with its name and a simulated step.
+
+    Attributes:
+        replicas: number of replicas of each stage, those that are not simulated included.
+    """
 
     name: str
     overview: Overview
     ranks: tuple[RankTimes, ...]
+    replicas: tuple[int, ...]
 
     @property
     def plan(self) -> Plan:
@@ -248,11 +253,12 @@ class Candidate:
 
     def _lasting_bytes(self, rank: int) -> int:
         costs, optimizer = self.overview.costs, self.overview.optimizer
-        stages = [self.plan.stages[number] for number in self.plan.stages_of(rank)]
-        return sum(
-            lasting_bytes([costs[name] for name in stage.components], optimizer, len(stage.ranks))
-            for stage in stages
-        ) + sum(self._buffer_bytes(rank, number) for number in self.plan.stages_of(rank))
+        total = 0
+        for number in self.plan.stages_of(rank):
+            held = [costs[name] for name in self.plan.stages[number].components]
+            total += lasting_bytes(held, optimizer, self.replicas[number])
+            total += self._buffer_bytes(rank, number)
+        return total
 
     def _buffer_bytes(self, rank: int, number: int) -> int:
         """Return the bytes of a stage's inputs and gradients at its boundaries."""
@@ -307,11 +313,21 @@ class Candidate:
 
 def play(question: Question, plan: Plan, name: str) -> Candidate:
     """Simulate a step of a plan; the schedule is validated where it is used."""
-    known = question.known
     pieces = cut(plan, question.batch_size)
-    actions = training_step(plan, pieces)
+    costs = plan_costs(plan, pieces, question.known)
+    return played(question, plan, pieces, costs, name, [len(stage.ranks) for stage in plan.stages])
+
+
+def played(
+    question: Question, plan: Plan, pieces: Cut, costs: Costs, name: str, replicas: Sequence[int]
+) -> Candidate:
+    """Simulate a step of a plan with these costs.
+
+    Args:
+        replicas: number of replicas of each stage, as in `Candidate`.
+    """
+    known, actions = question.known, training_step(plan, pieces)
     together = plan.replicated_stages if known.is_synchronised else frozenset()
-    costs = plan_costs(plan, pieces, known)
     predicted = Overview(
         plan=plan,
         cut=pieces,
@@ -322,7 +338,7 @@ def play(question: Question, plan: Plan, name: str) -> Candidate:
         timeline=simulate(actions, plan, pieces, costs, synchronised=together),
         unit="s",
     )
-    return Candidate(name, predicted, known.profile.ranks)
+    return Candidate(name, predicted, known.profile.ranks, tuple(replicas))
 
 
 def component_table(question: Question, plan: Plan) -> list[str]:

@@ -35,9 +35,9 @@ from hvdtrain.planner.candidate import play
 from hvdtrain.planner.chain import Link
 from hvdtrain.planner.coding import measure_coding
 from hvdtrain.planner.cost import Known, Question
-from hvdtrain.planner.limits import GIB, planned_limits, with_margin
+from hvdtrain.planner.limits import planned_limits, with_margin
 from hvdtrain.planner.measure import Setting, measure_rank, measured_sizes
-from hvdtrain.planner.memory import activation_bytes, held_memory
+from hvdtrain.planner.memory import GIB, activation_bytes, held_memory
 from hvdtrain.planner.network import MeasuredNetwork
 from hvdtrain.planner.probe import (
     Start,

@@ -20,12 +20,10 @@ from hvdtrain.planner.events import (
     Event,
     check_numbers,
     check_ranks,
-    factors,
     parse_events,
     slowdown,
 )
-from hvdtrain.planner.limits import GIB
-from hvdtrain.planner.memory import OPTIMIZER_COPIES
+from hvdtrain.planner.memory import GIB, OPTIMIZER_COPIES
 from hvdtrain.planner.network import Contention, Curve, Line
 from hvdtrain.planner.profile import ComponentTimes, Profile, RankTimes
 
@@ -76,7 +74,7 @@ class Cluster:
             copies: copies of the parameters that the optimizer keeps.
         """
         parts = {cost.name: self._component(cost, copies) for cost in costs}
-        slower = factors(self.events, DEVICES, self.ranks, step=1)
+        slower = [slowdown(self.events, DEVICES, [rank], 1) for rank in range(self.ranks)]
         alike = {factor: RankTimes(parts).times(factor) for factor in set(slower)}
         return Profile(tuple(alike[factor] for factor in slower))
 

@@ -1,6 +1,6 @@
 """Cluster files: their numbers, and events that make devices or links slow during some steps."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass
 from math import prod
 from pathlib import Path
@@ -156,8 +156,3 @@ def _ranks(source: str, content: dict[str, Any]) -> tuple[int, ...] | None:
         if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
             raise UsageError(f"{source}: {on_one_line(rank, 60)} is not a rank: use 0 or above")
     return tuple(ranks)
-
-
-def factors(events: Sequence[Event], slows: str, ranks: int, step: int) -> list[float]:
-    """Return the slowdown of each of `ranks` ranks."""
-    return [slowdown(events, slows, [rank], step) for rank in range(ranks)]

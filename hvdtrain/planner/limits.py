@@ -15,14 +15,18 @@ import numpy as np
 from hvdtrain.plan.plan import Plan
 from hvdtrain.planner.candidate import Candidate, play
 from hvdtrain.planner.cost import Question
-from hvdtrain.planner.memory import activation_bytes, lasting_bytes, process_bytes
+from hvdtrain.planner.memory import (
+    GIB,
+    RESERVE,
+    activation_bytes,
+    lasting_bytes,
+    process_bytes,
+)
 from hvdtrain.planner.profile import Profile
 
 if TYPE_CHECKING:
     from hvdtrain.models.costs import ComponentCost
 
-GIB = 2**30
-RESERVE = 0.15  # share of a memory limit for memory that is not counted
 MOST_MICROBATCHES = 1024  # in a suggestion
 
 

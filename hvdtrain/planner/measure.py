@@ -91,7 +91,7 @@ def measure_rank(chains: Sequence[Sequence[str]], setting: Setting, world: World
     components: dict[str, ComponentTimes] = {}
     first: dict[int, Seconds] = {}
     before, most_activations = setting.held(), -1
-    memory = Memory(before, 1.0)
+    memory = MeasuredMemory(before, 1.0)
     for number, names in enumerate(chains):
         chain = Chain(
             links=[setting.build(name) for name in names],
@@ -146,7 +146,7 @@ def _split_sizes(sizes: Sequence[int]) -> Sequence[int]:
     return sizes[-4:-1:2] or sizes
 
 
-class Memory(NamedTuple):
+class MeasuredMemory(NamedTuple):
     """The memory of a rank in a measurement.
 
     Attributes:
@@ -160,7 +160,9 @@ class Memory(NamedTuple):
     spread: float = 0.0
 
 
-def memory_of(counted: Callable[[int], int], before: int, held: Mapping[int, int]) -> Memory:
+def memory_of(
+    counted: Callable[[int], int], before: int, held: Mapping[int, int]
+) -> MeasuredMemory:
     """Return the memory of a rank.
 
     Args:
@@ -181,7 +183,7 @@ def memory_of(counted: Callable[[int], int], before: int, held: Mapping[int, int
     factor = factor_at(most)
     spread = max(0.0, factor_at(sizes[-2:][0]) - factor)
     resident = round(held[fewest] - lasting - factor * (at_fewest - lasting))
-    return Memory(max(before, resident), factor, spread)
+    return MeasuredMemory(max(before, resident), factor, spread)
 
 
 def _times(measured: Measured, place: int) -> ComponentTimes:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hvdtrain.models.costs import ComponentCost
 
+GIB = 2**30
+RESERVE = 0.15  # share of a memory limit for memory that is not counted
 OPTIMIZER_COPIES = {"sgd": 1, "adam": 2, "adamw": 2}  # copies of the parameters
 
 

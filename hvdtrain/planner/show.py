@@ -55,7 +55,7 @@ from hvdtrain.planner.profile import Profile
 from hvdtrain.planner.solve import lower_bound, solve
 from hvdtrain.planner.strategies import PREDICTED, StrategyTable, five_columns
 from hvdtrain.planner.subject import Subject, subject_of
-from hvdtrain.planner.sweep import Sweep, sweep
+from hvdtrain.planner.sweep import Sweep, check_alike, sweep
 from hvdtrain.planner.sweep import check as check_sweep
 from hvdtrain.world import World
 from hvdtrain.world import start as start_world
@@ -255,6 +255,7 @@ def simulate(config: PlanConfig) -> Overview | Explained | StrategyTable | Sweep
     if config.cluster:
         components = _components(config, training)
         if config.sweep:
+            check_alike(config.cluster, config.ranks)
             subject = _subject(config, replace(training, plan="auto"), components)
             of = partial(predicted_question, subject, config.cluster)
             return sweep(config.model, of, config.ranks, config.price)

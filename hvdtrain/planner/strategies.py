@@ -11,7 +11,7 @@ from hvdtrain.plan.plan import Plan, pipeline, replicated
 from hvdtrain.planner.candidate import Candidate, play
 from hvdtrain.planner.clusters import Cluster
 from hvdtrain.planner.cost import Question
-from hvdtrain.planner.limits import GIB
+from hvdtrain.planner.memory import GIB
 from hvdtrain.planner.network import FreeNetwork
 from hvdtrain.planner.profile import Profile
 from hvdtrain.planner.solve import lower_bound, numbers_of_stages, solve
@@ -131,7 +131,8 @@ def five_columns(model: str, cluster: Cluster, question: Question) -> StrategyTa
     names, limits = question.known.profile.names, question.limits
     plan = replicated(names, question.ranks, None, None)
     strategies.append(("DP", question, play(question, plan, "DP")))
-    for name, shapes in (("MP", _pipelines(question)[:1]), ("hybrid", _pipelines(question)[1:])):
+    staged = pipelines(question)
+    for name, shapes in (("MP", staged[:1]), ("hybrid", staged[1:])):
         played = [play(question, plan, name) for plan in shapes]
         if played:
             fastest = min(played, key=lambda one: (bool(one.shortage(limits)), one.seconds))
@@ -149,7 +150,7 @@ def _on_one(question: Question, cluster: Cluster) -> Question:
     return replace(question, known=one, limits=(cluster.memory_gib * GIB,))
 
 
-def _pipelines(question: Question) -> list[Plan]:
+def pipelines(question: Question) -> list[Plan]:
     """Return the pipelines that use all ranks: the one with the most stages, then hybrids."""
     names, ranks = question.known.profile.names, question.ranks
     work = [cost.forward_flops for cost in question.known.costs]

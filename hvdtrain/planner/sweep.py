@@ -12,14 +12,13 @@ from typing import Any
 
 from hvdtrain.errors import UsageError
 from hvdtrain.plan.cut import cut
-from hvdtrain.plan.plan import Plan, pipeline, replicated
-from hvdtrain.plan.schedule import training_step
-from hvdtrain.plan.simulate import simulate
-from hvdtrain.planner.candidate import Candidate, Overview, play
+from hvdtrain.plan.plan import Plan, replicated
+from hvdtrain.planner.candidate import Candidate, play, played
+from hvdtrain.planner.clusters import load
 from hvdtrain.planner.cost import Question, plan_costs
 from hvdtrain.planner.options import PlanConfig
-from hvdtrain.planner.solve import numbers_of_stages, solve
-from hvdtrain.planner.strategies import EPOCHS, IMAGES, PREDICTED, shape
+from hvdtrain.planner.solve import solve
+from hvdtrain.planner.strategies import EPOCHS, IMAGES, PREDICTED, pipelines, shape
 
 STRATEGIES = ("dp", "mp", "hybrid")
 CHOSEN = "chosen"
@@ -175,6 +174,18 @@ def check(config: PlanConfig) -> None:
         raise UsageError(f"--price must be above 0, not {config.price:g}")
 
 
+def check_alike(cluster: str, ranks: int) -> None:
+    """Refuse a cluster whose ranks are not alike: one replica stands for all.
+
+    Raises:
+        UsageError: naming the cluster.
+    """
+    if load(cluster, ranks).events:
+        raise UsageError(
+            f"--sweep needs ranks that are alike, and {cluster} has events: leave these out"
+        )
+
+
 def numbers_of_ranks(most: int) -> list[int]:
     """Return 1, 2, 4, ... and `most` itself."""
     return sorted({most, *(2**power for power in range(most.bit_length()))})
@@ -213,11 +224,8 @@ def _named(question: Question) -> dict[str, Entry]:
     """Return the named strategies that are possible on the ranks of a question and fit."""
     names, ranks, number = question.known.profile.names, question.ranks, question.microbatches
     plans: dict[str, list[Plan]] = {"dp": [replicated(names, ranks, number, None)]}
-    work = [cost.forward_flops for cost in question.known.costs]
-    for stages in numbers_of_stages(question):
-        kind = "mp" if stages == ranks else "hybrid"
-        plan = pipeline(names, work, ranks, stages, ranks // stages, number, "1f1b")
-        plans.setdefault(kind, []).append(plan)
+    for plan in pipelines(question):
+        plans.setdefault("mp" if len(plan.stages) == ranks else "hybrid", []).append(plan)
     entries = {}
     for kind, tried in plans.items():
         fitting = [
@@ -255,15 +263,4 @@ def one_replica(question: Question, plan: Plan) -> Candidate:
     )
     part = cut(one, samples[place])
     costs = replace(plan_costs(one, part, known), reduce=plan_costs(plan, pieces, known).reduce)
-    actions = training_step(one, part)
-    shown = Overview(
-        plan=one,
-        cut=part,
-        costs=dict(known.by_name),
-        optimizer=question.optimizer,
-        recomputed=known.recomputed,
-        schedule=actions,
-        timeline=simulate(actions, one, part, costs),
-        unit="s",
-    )
-    return Candidate("", shown, known.profile.ranks)
+    return played(question, one, part, costs, "", [len(stage.ranks) for stage in plan.stages])

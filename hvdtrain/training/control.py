@@ -42,7 +42,8 @@ class Vitals(NamedTuple):
         seconds: duration of the step, with the wait for its data.
         own_seconds: `seconds` without the wait for other ranks.
         data_seconds: the wait for its data.
-        memory_bytes: resident set, or memory allocated on the GPU; with a memory limit, its peak.
+        memory_bytes: resident set, or memory allocated on the GPU; with a memory limit, its peak
+            if a step has reached that.
         load: processes of the host that are ready to run.
     """
 

@@ -362,13 +362,15 @@ def _vitals(run: Run, result: Result, seconds: float, data_seconds: float) -> Vi
     Args:
         seconds: duration of the step without the wait for its data, `data_seconds`.
     """
-    whole, is_limited = data_seconds + seconds, run.session.config.memory_limit is not None
-    peak = run.session.device.peak_memory_bytes
+    whole, memory = data_seconds + seconds, run.heartbeat.memory_bytes
+    if run.session.config.memory_limit is not None:
+        peak = run.session.device.peak_memory_bytes()
+        memory = peak if peak > run.peak_before else memory  # the planner may have needed more
     return Vitals(
         seconds=whole,
         own_seconds=whole - result.waited_seconds,
         data_seconds=data_seconds,
-        memory_bytes=peak() if is_limited else run.heartbeat.memory_bytes,
+        memory_bytes=memory,
         load=run.heartbeat.load,
     )
 

@@ -7,10 +7,8 @@ more than the reserve of the planner: then its prediction was wrong.
 
 from collections.abc import Sequence
 
+from hvdtrain.planner.memory import GIB, RESERVE
 from hvdtrain.training.run import Run
-
-GIB = 2**30
-MOST_BEYOND = 1.15  # as a multiple of the limit
 
 
 def check_memory(run: Run, peaks: Sequence[float]) -> bool:
@@ -28,7 +26,7 @@ def check_memory(run: Run, peaks: Sequence[float]) -> bool:
     if not run.reported_memory:
         run.reported_memory = True
         run.journal.report(run.progress.step, "memory limit", excess(run, peaks))
-    return max(peaks) > MOST_BEYOND * limit * GIB
+    return max(peaks) > (1 + RESERVE) * limit * GIB
 
 
 def agreed_excess(run: Run) -> str:

@@ -48,6 +48,7 @@ class Run:
         step_records: the last steps.
         skipped_in_a_row: bad steps since the last good one.
         before: the progress when this process started.
+        peak_before: peak memory before the first step, in bytes.
         reported_memory: whether an excess of --memory-limit has been reported.
     """
 
@@ -64,6 +65,7 @@ class Run:
     adapter: "Adapter | None"
     before: Progress
     step_records: deque[StepRecord]
+    peak_before: int
     skipped_in_a_row: int = 0
     reported_memory: bool = False
 
@@ -175,6 +177,7 @@ def open_run(session: Session, stop: StopRequest, callbacks: Callbacks = ()) -> 
             injector=injector,
             adapter=adapter,
             before=replace(progress),
+            peak_before=session.device.peak_memory_bytes(),
             step_records=deque(maxlen=RECORDS_READ_LATER + config.steps_ahead),
         )
     except BaseException:

@@ -277,9 +277,7 @@ def _predicted_speedups(axes: Any, prediction: Prediction) -> list[int]:
         values, colour = prediction.speedups(name), _colour(name)
         # Wide curves show below those that hide them.
         style: Any = {"color": colour, "label": name, "linewidth": 3 - 0.6 * place}
-        axes.plot(
-            list(values), list(values.values()), "--", **style
-        )  # wide ones show below others
+        axes.plot(list(values), list(values.values()), "--", **style)
         paper = prediction.published.speedup(name)
         axes.plot([GPUS], [paper], zorder=3, **HOLLOW | {"markeredgecolor": colour})
     return list(prediction.swept.points)

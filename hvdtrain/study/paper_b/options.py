@@ -8,6 +8,7 @@ from hvdtrain.options.fields import about
 
 MOST_RANKS = 64
 MOST_PIXELS = 1024
+NO_MODEL = "none"  # only predictions
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class PaperBOptions:
     models: str = field(
         default="resnet18,vit_tiny",
         metadata=about(
-            "models to train; NAME@PIXELS scales the images, such as resnet50@224",
+            "models to train, or none; NAME@PIXELS scales the images, such as resnet50@224",
             metavar="NAME,...",
         ),
     )
@@ -49,7 +50,7 @@ class PaperBOptions:
     @property
     def trained(self) -> list[ModelAtSize]:
         """Return the models to train."""
-        return [_model(word) for word in self.models.split(",")]
+        return [_model(word) for word in self.models.split(",") if word != NO_MODEL]
 
     def check(self) -> "PaperBOptions":
         """Return the options themselves if every value is in range.

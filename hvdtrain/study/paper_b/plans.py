@@ -5,7 +5,8 @@ some. A plan puts whole components on ranks, so MP means one rank here.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import groupby
+from operator import itemgetter
 
 from hvdtrain.models.costs import ComponentCost
 from hvdtrain.plan.plan import Plan, Stage, pipeline
@@ -56,10 +57,8 @@ def figure_6(names: Sequence[str], ranks: int) -> Plan | None:
 
 def _staged(held: Sequence[tuple[Sequence[str], tuple[int, ...]]]) -> Plan:
     """Return the plan whose neighbouring components on the same ranks form a stage."""
-    stages: list[tuple[list[str], tuple[int, ...]]] = [(list(held[0][0]), held[0][1])]
-    for (_, before), (names, group) in pairwise(held):
-        if group == before:
-            stages[-1][0].extend(names)
-        else:
-            stages.append((list(names), group))
-    return Plan(tuple(Stage(tuple(n), group, (1,) * len(group)) for n, group in stages), 2)
+    stages = [
+        Stage(tuple(name for names, _ in group for name in names), ranks, (1,) * len(ranks))
+        for ranks, group in groupby(held, key=itemgetter(1))
+    ]
+    return Plan(tuple(stages), microbatches=2)

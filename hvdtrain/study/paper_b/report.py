@@ -23,7 +23,9 @@ SHAPES = (
     "strategy is a plan of `plans/` or a short form of `--plan`: DP has all components on all "
     "ranks, MP is a pipeline of one stage per rank, hybrid has two stages of half of the ranks "
     "each, or on fewer than four ranks the tail with half of the parameters on one rank and the "
-    "rest on all; figure 6 has the labels of that figure; adaptive is `--plan adaptive`."
+    "rest on all; figure 6 has the labels of that figure, except that HP is all ranks if they "
+    "are fewer than four; adaptive is `--plan adaptive`. Hours are those of steps: start-up is "
+    "left out, and so are adaptive's profiling and migrations."
 )
 
 
@@ -50,20 +52,7 @@ def write(
     parts = [
         "# Paper B on this machine",
         TITLE,
-        origin([run for one in results for runs in one.timed.values() for run in runs]),
-        "## Measured: time, communication, memory",
-        f"{SHAPES} Each value is the median of {options.repeats} run(s) of {options.steps} steps "
-        f"with {options.batch_size} images, in random order, with the 95 % bootstrap interval. "
-        f"Hours are extrapolated from the median step to {EPOCHS} epochs of {IMAGES:,} images. "
-        "Communication is the share of the steps in which ranks wait for it.",
-        *(text for one in results for text in (f"### {one.model}", measured.time_table(one))),
-        *_accuracy(options, results),
-        "## Verdicts",
-        *(
-            text
-            for one in results
-            for text in (f"### {one.model}", "\n".join(measured.verdicts(one)))
-        ),
+        *(_measured(options, results) if results else ["Nothing was measured: `--models none`."]),
         section(predictions),
         "## Where the paper disagrees with itself",
         "\n".join(f"- {line}" for line in CONTRADICTIONS),
@@ -75,6 +64,21 @@ def write(
     return folder / "report.md"
 
 
+def _measured(options: PaperBOptions, results: Sequence[Measured]) -> list[str]:
+    return [
+        origin([run for one in results for runs in one.timed.values() for run in runs]),
+        "## Measured: time, communication, memory",
+        f"{SHAPES} Each value is the median of {options.repeats} run(s) of {options.steps} steps "
+        f"with {options.batch_size} images, in random order, with the 95 % bootstrap interval. "
+        f"Hours are extrapolated from the median step to {EPOCHS} epochs of {IMAGES:,} images. "
+        "Communication is the share of the steps in which ranks wait for it.",
+        *_by_model(results, measured.time_table),
+        *_accuracy(options, results),
+        "## Verdicts",
+        *_by_model(results, lambda one: "\n".join(measured.verdicts(one))),
+    ]
+
+
 def _accuracy(options: PaperBOptions, results: Sequence[Measured]) -> list[str]:
     if not options.epochs:
         return ["## Measured: accuracy", "Left out by `--epochs 0`."]
@@ -83,8 +87,12 @@ def _accuracy(options: PaperBOptions, results: Sequence[Measured]) -> list[str]:
         f"Test accuracy after {options.epochs} epoch(s), medians of {options.seeds} run(s). All "
         "strategies see the same samples in the same order. Equivalence is shown if two one-sided "
         "t-tests refute a difference of 0.5 points or more (p < 0.05).",
-        *(text for one in results for text in (f"### {one.model}", measured.accuracy_table(one))),
+        *_by_model(results, measured.accuracy_table),
     ]
+
+
+def _by_model(results: Sequence[Measured], text_of: Callable[[Measured], str]) -> list[str]:
+    return [text for one in results for text in (f"### {one.model}", text_of(one))]
 
 
 def _title(one: Measured) -> str:
@@ -97,7 +105,7 @@ def _bars(one: Measured) -> dict[str, figures.Measured]:
         strategy: figures.Measured(
             hours=median(one.hours(strategy)).value,
             communication=one.communication(strategy).value,
-            memory_gb=one.memory_bytes(strategy).value / 1e9,
+            memory_gb=median(one.memory_bytes(strategy)).value / 1e9,
         )
         for strategy in one.timed
     }

@@ -9,7 +9,7 @@ from hvdtrain.study.paper_b.arms import Compared, compared
 from hvdtrain.study.paper_b.measured import Measured
 from hvdtrain.study.paper_b.options import PaperBOptions
 from hvdtrain.study.results import Result, read
-from hvdtrain.study.runs import run_all
+from hvdtrain.study.runs import make_folder, run_all
 
 
 def reproduce(options: PaperBOptions, say: Callable[[str], object]) -> Path:
@@ -24,6 +24,7 @@ def reproduce(options: PaperBOptions, say: Callable[[str], object]) -> Path:
         HvdtrainError: the error of a run that failed; the same command resumes.
     """
     index, folder = read_index(options.data), Path(options.to)
+    make_folder(folder)
     sides = compared(options, index)
     timed = run_all([one.timed for one in sides], options.repeats, folder, say)
     accuracy: dict[str, list[Path]] = {}

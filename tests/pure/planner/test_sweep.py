@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,14 @@ from hvdtrain.planner.cost import Question
 from hvdtrain.planner.network import FreeNetwork
 from hvdtrain.planner.options import PlanConfig
 from hvdtrain.planner.strategies import IMAGES
-from hvdtrain.planner.sweep import Sweep, check, numbers_of_ranks, one_replica, sweep
+from hvdtrain.planner.sweep import (
+    Sweep,
+    check,
+    check_alike,
+    numbers_of_ranks,
+    one_replica,
+    sweep,
+)
 from tests.pure.planner.test_clusters import costs_of
 
 
@@ -32,7 +40,7 @@ def test_one_replica_takes_as_long_as_the_whole_plan(stages: int, number: int) -
         plan = pipeline(names, work, 8, stages, 8 // stages, number, "1f1b")
     whole, one = play(problem, plan, ""), one_replica(problem, plan)
     assert one.seconds == pytest.approx(whole.seconds, rel=1e-9)
-    assert max(one.rank_bytes) >= max(whole.rank_bytes)
+    assert max(one.rank_bytes) == pytest.approx(max(whole.rank_bytes), rel=1e-9)
     free = replace(problem.known, network=FreeNetwork(problem.known.network.hosts))
     assert one_replica(replace(problem, known=free), plan).seconds < 0.999 * whole.seconds
 
@@ -74,6 +82,16 @@ def test_sizes_on_which_nothing_fits_are_left_out() -> None:
     assert 1 not in points
     assert 8 in points
     assert "dp" not in points[min(points)]
+
+
+def test_a_cluster_with_events_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    numbers = "ranks: 8, ranks_per_node: 8, gflops: 1, memory_gbytes: 1, memory_gib: 1, gbytes: 1"
+    file.write_text(f"{{{numbers}}}")
+    check_alike(str(file), 8)
+    file.write_text(f"{{{numbers}, events: [{{slows: devices, factor: 2, ranks: [3]}}]}}")
+    with pytest.raises(UsageError, match=r"--sweep needs ranks that are alike, and .* has events"):
+        check_alike(str(file), 8)
 
 
 def test_numbers_double_up_to_the_most() -> None:

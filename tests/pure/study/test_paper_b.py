@@ -1,6 +1,7 @@
 """The strategies of paper B as plans, and verdicts for given measurements."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -74,8 +75,12 @@ BASE: dict[str, list[float]] = {
 @pytest.mark.parametrize(
     ("adaptive", "phrases"),
     [
-        ([5.0, 5.1, 4.9], ["2.00", "1.40", "over the best static one, DP, 1.20"]),
-        ([6.0, 6.05, 5.95], ["1.67", "within the noise"]),
+        (
+            [5.0, 5.1, 4.9],
+            ["2.00", "1.40", "(1.16 to 1.24)x over the best static one, DP: the"],
+        ),
+        ([6.0, 6.05, 5.95], ["1.67", "DP: within the noise"]),
+        ([6.5, 6.55, 6.45], ["1.08 (1.05 to 1.10)x on 2 ranks: faster, by less than claimed"]),
         ([12.0, 12.1, 11.9], ["0.83", "the claim does not hold here"]),
         ([5.0], ["one run of each cannot tell"]),
     ],
@@ -86,9 +91,11 @@ def test_a_claim_holds_only_if_the_interval_says_so(
     text = "\n".join(verdicts(measured(BASE | {"adaptive": adaptive}, {})))
     for phrase in phrases:
         assert phrase in text
-    assert ("the claim holds here" in text.splitlines()[0]) == (
-        adaptive[0] < 10 and len(adaptive) > 1
-    )
+    over_single, over_hybrid, *_ = text.splitlines()
+    # Two ranks say nothing of 3.8x on eight GPUs.
+    is_faster = adaptive[0] < 10 and len(adaptive) > 1
+    assert ("faster, and how much is claimed for 8 GPUs only" in over_single) == is_faster
+    assert ("the claim holds here" in over_hybrid) == (adaptive[0] < 6.5 and is_faster)
 
 
 def test_hours_are_those_of_the_papers_epochs() -> None:
@@ -142,3 +149,31 @@ def test_models_may_have_a_size_of_images() -> None:
     options = PaperBOptions(data="d", to="t", models="resnet50@224,vit_tiny").check()
     assert options.trained == [ModelAtSize("resnet50", 224), ModelAtSize("vit_tiny", None)]
     assert [model.key for model in options.trained] == ["resnet50@224", "vit_tiny"]
+
+
+@pytest.mark.parametrize(
+    ("mp", "verdict"),
+    [
+        ([100.0, 101.0], "the claim holds here"),
+        ([199.0, 201.0], "within the noise"),
+        ([300.0, 301.0], "the claim does not hold here"),
+        ([100.0], "one run of each cannot tell"),
+    ],
+)
+def test_memory_is_compared_by_its_interval(mp: list[float], verdict: str) -> None:
+    def held(values: list[float]) -> list[Result]:
+        return [
+            run
+            for value in values
+            for run in runs([1.0], step_seconds=1.0, peak_memory_bytes=value)
+        ]
+
+    timed = {name: held([200.0, 200.0]) for name in ("single", "DP", "hybrid", "adaptive")}
+    lines = verdicts(Measured("m", 2, timed | {"MP": held(mp)}, {}))
+    assert lines[-1].endswith(verdict)
+
+
+def test_a_size_is_compared_on_as_many_ranks_as_the_paper_has() -> None:
+    one = measured(BASE | {"adaptive": [5.0, 5.1, 4.9]}, {})
+    line, *_ = verdicts(replace(one, ranks=8))
+    assert line.endswith("2.00 (1.94 to 2.06)x on 8 ranks: faster, by less than claimed")

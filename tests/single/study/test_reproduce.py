@@ -81,3 +81,8 @@ def test_the_runs_of_paper_b_are_made_once(
     done = hvdtrain(*words, "--repeats", 1, "--steps", 4)
     assert done.returncode == 2
     assert "holds a run of other settings (max_steps was 3, is 4)" in done.stderr
+    predicted = tmp_path / "predicted"
+    done = hvdtrain(*words[:4], "--to", predicted, "--models", "none")
+    assert done.returncode == 0, done.stderr
+    assert "Nothing was measured" in (predicted / "report.md").read_text()
+    assert not (predicted / "runs").exists()
