@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from hvdtrain.emulate.clock import Clock
 from hvdtrain.planner.clusters import Cluster, ClusterNetwork
-from hvdtrain.planner.events import DEVICES, slowdown
+from hvdtrain.planner.events import DEVICES, Event, slowdown
+from hvdtrain.planner.network import Network
 
 
 @dataclass
@@ -26,27 +28,34 @@ class Hardware:
     """The modelled device and links of a rank.
 
     Attributes:
+        network_in: returns the network in a step.
         step: returns the number of the current step, for events.
         flights: the all-reduces in flight.
     """
 
-    cluster: Cluster
+    network_in: Callable[[int], Network]
     rank: int
     clock: Clock
+    events: Sequence[Event] = ()
     step: Callable[[], int] = lambda: 1
     flights: list[Flight] = field(default_factory=list)
 
+    @classmethod
+    def of_cluster(cls, cluster: Cluster, rank: int, clock: Clock) -> "Hardware":
+        """Return the hardware of a rank of a cluster."""
+        return cls(partial(ClusterNetwork, cluster), rank, clock, cluster.events)
+
     @property
-    def network(self) -> ClusterNetwork:
+    def network(self) -> Network:
         """The network in the current step."""
-        return ClusterNetwork(self.cluster, self.step())
+        return self.network_in(self.step())
 
     def compute(self, seconds: float) -> None:
         """Let a computation of `seconds` on an undisturbed device pass.
 
         It is slower in events, and while all-reduces are in flight.
         """
-        slow = slowdown(self.cluster.events, DEVICES, [self.rank], self.step())
+        slow = slowdown(self.events, DEVICES, [self.rank], self.step())
         alone, start = slow * seconds * self.clock.dilation, self.clock.modelled_now()
         compute, reduce = self.network.contention
         if compute > 1:

@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -20,11 +21,14 @@ from hvdtrain.parallel.stage import DTYPES
 from hvdtrain.plan.actions import COMPUTE
 from hvdtrain.plan.plan import Plan
 from hvdtrain.planner import clusters
+from hvdtrain.planner import profile as profiles
 from hvdtrain.planner.adapt import seconds_to_migrate
 from hvdtrain.planner.candidate import Candidate, play
-from hvdtrain.planner.cost import Question
+from hvdtrain.planner.cost import Known, Question
 from hvdtrain.planner.memory import OPTIMIZER_COPIES
+from hvdtrain.planner.profile import RankTimes
 from hvdtrain.planner.solve import lower_bound
+from hvdtrain.planner.subject import model_words
 from hvdtrain.sync.collectives import Collectives
 from hvdtrain.training.session import Device
 from hvdtrain.world import World
@@ -38,6 +42,7 @@ REMARK = (
 # shares it, per step, and per action and per component in it.
 STEP_SECONDS, SHARED_STEP_SECONDS, ACTION_SECONDS = 12e-3, 2e-3, 0.15e-3
 OVERHEAD = 0.03  # part of a dilated step that the runtime itself may take
+PROFILE = ".json"  # suffix of measured ranks instead of a cluster
 MOST_BELOW = 2  # a smaller factor is not worth a warning
 
 
@@ -183,6 +188,7 @@ def emulation(
     components: Sequence[Component],
     costs: Sequence[ComponentCost],
     recomputed: Collection[str],
+    image_size: int,
     world: World,
 ) -> Emulation:
     """Return the emulation of a run.
@@ -190,28 +196,75 @@ def emulation(
     Args:
         components, costs: of the real model.
         recomputed: names of the components that are recomputed in backward.
+        image_size: height and width of the images in pixels.
 
     Raises:
         UsageError: if the ranks are on several hosts, whose clocks cannot be compared, or the
-            cluster is not valid.
+            cluster or the profile is not valid.
     """
     assert config.emulate is not None
     if world.local_size < world.size:
         raise UsageError(
             f"--emulate runs on one host, and these {world.size} ranks are on several: use --ranks"
         )
+    clock = Clock(config.emulate_dilation or 1.0)
+    of_model = costs, recomputed
+    if Path(config.emulate).suffix == PROFILE:
+        question, times, hardware = _of_profile(config, *of_model, image_size, world, clock)
+    else:
+        question, times, hardware = _of_cluster(config, *of_model, world, clock)
+    itemsize = DTYPES[config.precision].itemsize
+
+    def work(name: str) -> Work:
+        return Work(times.components[name], hardware.compute)
+
+    made = emulated(components, costs, work, itemsize)
+    return Emulation(config.emulate, hardware, question, made)
+
+
+def _of_cluster(
+    config: TrainConfig,
+    costs: Sequence[ComponentCost],
+    recomputed: Collection[str],
+    world: World,
+    clock: Clock,
+) -> tuple[Question, RankTimes, Hardware]:
+    """Return the question, and this rank's undisturbed device, of a modelled cluster."""
+    assert config.emulate is not None
     cluster = clusters.load(config.emulate, world.size, "--emulate")
     question = clusters.question_of(
         cluster, costs, config.batch_size, config.optimizer, recomputed
     )
-    # The hardware adds the events of each step.
-    undisturbed = replace(cluster, events=())
-    profile = undisturbed.profile(costs, OPTIMIZER_COPIES[config.optimizer]).ranks[world.rank]
-    hardware = Hardware(cluster, world.rank, Clock(config.emulate_dilation or 1.0))
-    itemsize = DTYPES[config.precision].itemsize
+    undisturbed = replace(cluster, events=())  # the hardware adds the events of each step
+    profile = undisturbed.profile(costs, OPTIMIZER_COPIES[config.optimizer])
+    hardware = Hardware.of_cluster(cluster, world.rank, clock)
+    return question, profile.ranks[world.rank], hardware
 
-    def work(name: str) -> Work:
-        return Work(profile.components[name], hardware.compute)
 
-    made = emulated(components, costs, work, itemsize)
-    return Emulation(config.emulate, hardware, question, made)
+def _of_profile(
+    config: TrainConfig,
+    costs: Sequence[ComponentCost],
+    recomputed: Collection[str],
+    image_size: int,
+    world: World,
+    clock: Clock,
+) -> tuple[Question, RankTimes, Hardware]:
+    """Return the question, and this rank's device, of ranks that were measured.
+
+    Raises:
+        UsageError: if the profile cannot be read, or is of another model.
+    """
+    path = config.emulate or ""
+    names, words = [cost.name for cost in costs], model_words(config, costs, image_size)
+    read = profiles.load(Path(path), words, names, world.size)
+    if isinstance(read, str):
+        raise UsageError(
+            f"--emulate {path} is a profile of other settings ({read}): measure one of this model "
+            "with --plan auto --profile FILE.json"
+        )
+    profile, network = read
+    question = Question(
+        Known(costs, profile, network, recomputed), config.batch_size, config.optimizer
+    )
+    hardware = Hardware(lambda step: network, world.rank, clock)
+    return question, profile.ranks[world.rank], hardware

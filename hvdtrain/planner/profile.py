@@ -235,6 +235,7 @@ def load(
     """Read a profile; return its subject if that is another one.
 
     Args:
+        subject: all of the subject, or its first part if the rest may differ.
         methods: of compression whose seconds it must have.
 
     Raises:
@@ -254,8 +255,9 @@ def load(
     except ValueError as error:
         raise UsageError(f"the profile {path} cannot be used: {error}") from None
     try:
-        if content["version"] == VERSION and content["subject"] != subject:
-            return on_one_line(content["subject"], 300)
+        measured = str(content["subject"])
+        if content["version"] == VERSION and not measured.startswith(subject):
+            return on_one_line(measured, 300)
         profile, network = _checked(content, names, ranks)
         _check_methods(profile, methods)
         return profile, network

@@ -56,20 +56,25 @@ class Subject:
         """
         config, hosts = self.config, world.gather(socket.gethostname())
         places = ",".join(str(list(dict.fromkeys(hosts)).index(host)) for host in hosts)
-        patches = f", patches of {config.patch_size}" if config.patch_size else ""
         compiled = ", compiled" if config.compile else ""
         library = reduction_library(config.reduce_with, world)
         reduction = f"{config.allreduce}{' by MPI' if library == 'mpi' else ''}"
-        content = ""
-        if config.model.startswith(PREFIX):  # other models may have the same name
-            content = f" {hashlib.sha256(repr(self.costs).encode()).hexdigest()[:8]}"
         coded = f", compress {' '.join(self.methods)}" if self.methods else ""
         return (
-            f"{config.model}{content}{patches}, {self.costs[-1].output_shape[-1]} classes, "
-            f"{self.image_size} px, {config.batch_size} images, {config.precision}{compiled}, "
-            f"{config.optimizer}, all-reduce {reduction}{coded}, {self.images.device.type}, "
-            f"ranks on hosts {places} x {world.threads} threads"
+            f"{model_words(config, self.costs, self.image_size)}{config.batch_size} images, "
+            f"{config.precision}{compiled}, {config.optimizer}, all-reduce {reduction}{coded}, "
+            f"{self.images.device.type}, ranks on hosts {places} x {world.threads} threads"
         )
+
+
+def model_words(config: TrainConfig, costs: Sequence[ComponentCost], image_size: int) -> str:
+    """Return the model and its images: the first part of `Subject.words`."""
+    patches = f", patches of {config.patch_size}" if config.patch_size else ""
+    content = ""
+    if config.model.startswith(PREFIX):  # other models may have the same name
+        content = f" {hashlib.sha256(repr(costs).encode()).hexdigest()[:8]}"
+    classes = costs[-1].output_shape[-1]
+    return f"{config.model}{content}{patches}, {classes} classes, {image_size} px, "
 
 
 def subject_of(

@@ -22,7 +22,7 @@ def hardware_of(world: World, gbytes: float) -> Hardware:
     alone = replace(
         PRESETS["8-v100"], ranks=world.size, gbytes=gbytes, latency_microseconds=1000.0
     )
-    return Hardware(alone, world.rank, Clock(DILATION))
+    return Hardware.of_cluster(alone, world.rank, Clock(DILATION))
 
 
 def sent_around(world: World, gbytes: float) -> tuple[torch.Tensor, float, float]:

@@ -42,7 +42,7 @@ def emulate(
         autocast="cpu" if config.precision == "bf16" else None,
     )
     recomputed = recomputed_components(config.recompute, names)
-    made = emulation(config, components, costs, recomputed, world)
+    made = emulation(config, components, costs, recomputed, size, world)
     if config.emulate_dilation is None:
         dilation = 0.0
         if world.rank == 0:

@@ -1,11 +1,13 @@
 """Tables of the time, memory and accuracy that were measured, and a verdict per claim."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import groupby
 
 from hvdtrain.planner.strategies import EPOCHS, IMAGES
 from hvdtrain.study.paper_b import claims
-from hvdtrain.study.paper_b.arms import ADAPTIVE, DP, HYBRID, MP, SINGLE
+from hvdtrain.study.paper_b.arms import ADAPTIVE, DP, HYBRID, MP, OBJECTIVE, SINGLE, same_as
+from hvdtrain.study.paper_b.objective import Group, Optimum
 from hvdtrain.study.report import markdown_table, number
 from hvdtrain.study.results import Result
 from hvdtrain.study.statistics import (
@@ -28,12 +30,14 @@ class Measured:
 
     Attributes:
         accuracy: empty if accuracy was left out.
+        optima: of the paper's objective, by how it is read.
     """
 
     model: str
     ranks: int
     timed: Mapping[str, Sequence[Result]]
     accuracy: Mapping[str, Sequence[Result]]
+    optima: Mapping[str, Optimum] = field(default_factory=dict)
 
     def hours(self, strategy: str) -> list[float]:
         """Return the hours of the paper's epochs, extrapolated from the step of each run."""
@@ -41,6 +45,10 @@ class Measured:
             -(-IMAGES // run.batch_size) * EPOCHS * run.step_seconds / 3600
             for run in self.timed[strategy]
         ]
+
+    def seconds(self, strategy: str) -> float:
+        """Return the median seconds of a step."""
+        return median([run.step_seconds for run in self.timed[strategy]]).value
 
     def speedup(self, strategy: str, base: str) -> Estimate:
         """Return how many times faster a strategy is than another one."""
@@ -145,6 +153,33 @@ def verdicts(measured: Measured) -> list[str]:
     if measured.accuracy:
         lines.append(_accuracy_verdict(measured))
     return lines
+
+
+def objective_lines(measured: Measured) -> list[str]:
+    """Return a line per reading of the paper's objective: its optimum, and what it is here."""
+    lines = []
+    for reading, optimum in measured.optima.items():
+        same = same_as(optimum, measured.ranks)
+        where = [
+            f"{' to '.join(dict.fromkeys((names[0], names[-1])))} on "
+            f"rank {', '.join(map(str, group))}"
+            for group, names in _neighbours(optimum.groups)
+        ]
+        what = f"the same as the row {same}" if same else f"the row {OBJECTIVE}"
+        seconds = median([run.step_seconds for run in measured.timed[same or OBJECTIVE]]).value
+        lines.append(
+            f"- {reading}: {'; '.join(where)}, {what}. The objective promises "
+            f"{1e3 * optimum.seconds:.0f} ms per step; measured {1e3 * seconds:.0f}."
+        )
+    return lines
+
+
+def _neighbours(groups: Mapping[str, Group]) -> list[tuple[Group, list[str]]]:
+    """Return the components in model order, neighbours on the same ranks together."""
+    return [
+        (group, [name for name, _ in held])
+        for group, held in groupby(groups.items(), key=lambda item: item[1])
+    ]
 
 
 def _verdict(value: Estimate, claimed: float | None = 1.0) -> str:

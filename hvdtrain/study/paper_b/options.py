@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from hvdtrain.errors import UsageError
 from hvdtrain.models import check_name
-from hvdtrain.options.fields import about
+from hvdtrain.options.fields import about, flag
 
 MOST_RANKS = 64
 MOST_PIXELS = 1024
@@ -34,7 +34,8 @@ class PaperBOptions:
     models: str = field(
         default="resnet18,vit_tiny",
         metadata=about(
-            "models to train, or none; NAME@PIXELS scales the images, such as resnet50@224",
+            "models to train, or none; NAME@PIXELS has larger images, such as resnet50@224: "
+            "synthetic ones if those of the data set are too small, without accuracy",
             metavar="NAME,...",
         ),
     )
@@ -44,6 +45,9 @@ class PaperBOptions:
     steps: int = field(default=12, metadata=about("steps of a timed run"))
     epochs: int = field(
         default=1, metadata=about("epochs of the runs for accuracy; 0 leaves them out")
+    )
+    emulated_steps: int = field(
+        default=12, metadata=about("steps of an emulated run of the V100; 0 leaves them out")
     )
     seeds: int = field(default=3, metadata=about("runs for accuracy per strategy and model"))
 
@@ -61,11 +65,11 @@ class PaperBOptions:
         models = self.trained
         if len(set(models)) < len(models):
             raise UsageError(f"--models {self.models} names a model twice: name it once")
-        least = {"repeats": 1, "steps": 3, "epochs": 0, "seeds": 1}
+        least = {"repeats": 1, "steps": 3, "epochs": 0, "seeds": 1, "emulated_steps": 0}
         for name, smallest in least.items():
             if getattr(self, name) < smallest:
                 raise UsageError(
-                    f"--{name} must be at least {smallest}, not {getattr(self, name)}"
+                    f"{flag(name)} must be at least {smallest}, not {getattr(self, name)}"
                 )
         if not 2 <= self.ranks <= MOST_RANKS:
             raise UsageError(

@@ -30,7 +30,7 @@ def hybrid(costs: Sequence[ComponentCost], ranks: int) -> Plan:
     while heavy > 1 and held < HEAVY * total:
         heavy -= 1
         held += costs[heavy].parameters
-    return _staged([(names[:heavy], tuple(range(ranks))), (names[heavy:], (ranks - 1,))])
+    return staged([(names[:heavy], tuple(range(ranks))), (names[heavy:], (ranks - 1,))])
 
 
 def figure_6(names: Sequence[str], ranks: int) -> Plan | None:
@@ -52,10 +52,10 @@ def figure_6(names: Sequence[str], ranks: int) -> Plan | None:
         else:
             group = some if name == names[0] else everybody
         held.append(([name], group))
-    return _staged(held)
+    return staged(held)
 
 
-def _staged(held: Sequence[tuple[Sequence[str], tuple[int, ...]]]) -> Plan:
+def staged(held: Sequence[tuple[Sequence[str], tuple[int, ...]]]) -> Plan:
     """Return the plan whose neighbouring components on the same ranks form a stage."""
     stages = [
         Stage(tuple(name for names, _ in group for name in names), ranks, (1,) * len(ranks))

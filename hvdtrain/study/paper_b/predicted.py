@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from hvdtrain import models
-from hvdtrain.models.costs import component_costs
 from hvdtrain.plan.plan import Plan, replicated
 from hvdtrain.planner.candidate import play
 from hvdtrain.planner.clusters import Cluster, load, question_of
@@ -27,14 +25,12 @@ from hvdtrain.planner.strategies import (
 )
 from hvdtrain.planner.sweep import CHOSEN, Sweep, sweep
 from hvdtrain.study.paper_b.claims import GPUS, PUBLISHED, STRATEGIES, Published
+from hvdtrain.study.paper_b.settings import CLUSTER, IMAGE_SIZE, SETTINGS, Setting, costs_of
 from hvdtrain.study.report import markdown_table
 
 if TYPE_CHECKING:
     from hvdtrain.models.costs import ComponentCost
 
-CLUSTER = "8-v100"
-CLASSES = 100  # CIFAR-100
-IMAGE_SIZE = 224  # the paper's images/s would be far too few for a V100 at 32 pixels
 FACTOR = 2  # numbers that differ by more are explained
 SLOWEST, FASTEST = 1e-4, 1e4  # 1e9 bytes per second between which links are searched
 TOLERANCE = 1e-4  # of the logarithm of a bandwidth
@@ -42,25 +38,6 @@ TOLERANCE = 1e-4  # of the logarithm of a bandwidth
 # The strategies of the paper under the names that the planner's table and sweep have for them.
 COLUMN = {name: name for name in STRATEGIES} | {"adaptive": "chosen"}
 IN_SWEEP = {"DP": "dp", "MP": "mp", "hybrid": "hybrid", "adaptive": CHOSEN}
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Settings of a model that the paper does not state.
-
-    The batch is the power of two with which the memory that we predict for one GPU is closest to
-    that of table I. Optimizers are the usual ones of these models. Weights and activations are
-    fp32, the default of PyTorch: the paper names no other precision.
-    """
-
-    batch_size: int
-    optimizer: str
-
-
-SETTINGS: Mapping[str, Setting] = {
-    "resnet50": Setting(128, "sgd"),
-    "vit_b16": Setting(256, "adamw"),
-}
 
 
 @dataclass(frozen=True)
@@ -147,9 +124,13 @@ class Prediction:
         """Return the part of a step that a network without cost would save, 0 to 1."""
         return self._column(strategy).communication
 
+    def step_seconds(self, strategy: str) -> float:
+        """Return the seconds of a step."""
+        return self._column(strategy).candidate.seconds
+
     def images_per_second(self, strategy: str) -> float:
         """Return the throughput."""
-        return self.table.batch_size / self._column(strategy).candidate.seconds
+        return self.table.batch_size / self.step_seconds(strategy)
 
     def speedups(self, strategy: str) -> dict[int, float]:
         """Return the speed-up over one rank by number of ranks."""
@@ -168,10 +149,8 @@ def predict(model: str, ranks: int | None = None, image_size: int = IMAGE_SIZE) 
     Raises:
         UsageError: if no plan fits into memory.
     """
-    setting = SETTINGS[model]
-    cluster = load(CLUSTER, ranks)
-    components = models.components(model, CLASSES, image_size)
-    costs = component_costs(components, image_size, classes=CLASSES)
+    setting, cluster = SETTINGS[model], load(CLUSTER, ranks)
+    costs = costs_of(model, image_size)
 
     def question(number: int, factor: int = 1) -> Question:
         smaller = replace(cluster, ranks=number)

@@ -1,13 +1,17 @@
 """`reproduce paper-b`: trains what is not trained yet, predicts, and writes the report."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from hvdtrain.data.index import read_index
-from hvdtrain.study.paper_b import report
-from hvdtrain.study.paper_b.arms import Compared, compared
+from hvdtrain.study.paper_b import arms, report
+from hvdtrain.study.paper_b.arms import Compared
+from hvdtrain.study.paper_b.claims import PUBLISHED
+from hvdtrain.study.paper_b.emulations import emulate, on_measured_ranks
 from hvdtrain.study.paper_b.measured import Measured
+from hvdtrain.study.paper_b.objective import DIVIDED, READINGS, Optimum, minimise
 from hvdtrain.study.paper_b.options import PaperBOptions
+from hvdtrain.study.paper_b.predicted import predict
 from hvdtrain.study.results import Result, read
 from hvdtrain.study.runs import make_folder, run_all
 
@@ -25,21 +29,40 @@ def reproduce(options: PaperBOptions, say: Callable[[str], object]) -> Path:
     """
     index, folder = read_index(options.data), Path(options.to)
     make_folder(folder)
-    sides = compared(options, index)
+    make_folder(folder / "profiles")
+    run_all(arms.profiled(options, index), 1, folder, say)
+    known = {model.key: arms.known_of(options, model, index) for model in options.trained}
+    optima = {
+        model: {
+            reading: minimise(what, options.ranks, options.batch_size, reading)
+            for reading in READINGS
+        }
+        for model, what in known.items()
+    }
+    divided = {model: each[DIVIDED] for model, each in optima.items()}
+    sides = arms.compared(options, index, divided)
     timed = run_all([one.timed for one in sides], options.repeats, folder, say)
-    accuracy: dict[str, list[Path]] = {}
-    if options.epochs:
-        accuracy = run_all([one.accuracy for one in sides], options.seeds, folder, say)
-    results = [_measured(options, sides, model.key, timed, accuracy) for model in options.trained]
-    return report.write(folder, options, results, say)
+    trained = [one.accuracy for one in sides if one.accuracy is not None]
+    accuracy = run_all(trained, options.seeds, folder, say)
+    measured = {
+        model.key: _measured(options, sides, model.key, optima[model.key], timed, accuracy)
+        for model in options.trained
+    }
+    say("predicting table I")
+    predictions = [predict(model) for model in PUBLISHED]
+    profiles = {model.key: arms.profile_of(options, model) for model in options.trained}
+    here = on_measured_ranks(sides, profiles, measured)
+    emulations = emulate(options, here, predictions, say)
+    return report.write(folder, options, list(measured.values()), predictions, emulations)
 
 
 def _measured(
     options: PaperBOptions,
     sides: Sequence[Compared],
     model: str,
-    timed: dict[str, list[Path]],
-    accuracy: dict[str, list[Path]],
+    optima: Mapping[str, Optimum],
+    timed: Mapping[str, list[Path]],
+    accuracy: Mapping[str, list[Path]],
 ) -> Measured:
     def results(paths: Sequence[Path]) -> list[Result]:
         return [read(path) for path in sorted(paths)]
@@ -52,6 +75,7 @@ def _measured(
         {
             one.strategy: results(accuracy[one.accuracy.key])
             for one in of_model
-            if one.accuracy.key in accuracy
+            if one.accuracy is not None
         },
+        optima,
     )

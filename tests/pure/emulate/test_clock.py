@@ -28,7 +28,7 @@ def hardware_on(time: Time, events: tuple[Event, ...] = (), dilation: float = 10
     quiet = replace(
         PRESETS["8-v100"], events=events, compute_contention=1.25, reduce_contention=2.0
     )
-    return Hardware(quiet, 0, clock_on(time, dilation))
+    return Hardware.of_cluster(quiet, 0, clock_on(time, dilation))
 
 
 def test_work_takes_its_seconds_times_the_dilation() -> None:

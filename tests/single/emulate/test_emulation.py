@@ -22,7 +22,7 @@ from tests.pure.planner.test_clusters import costs_of
 
 def emulation(dilation: float, ranks: int = 2) -> Emulation:
     cluster, costs = load("8-v100", ranks), costs_of("resnet50")
-    hardware = Hardware(cluster, 0, Clock(dilation))
+    hardware = Hardware.of_cluster(cluster, 0, Clock(dilation))
     return Emulation("8-v100", hardware, question_of(cluster, costs, 64, "sgd"), [])
 
 
@@ -62,7 +62,7 @@ def test_an_event_slows_a_component_once_and_ends(
     )
     parts = models.components("cnn", 10, 32)
     costs = component_costs(parts, 32, classes=10)
-    made = emulations.emulation(config, parts, costs, (), World("none", 0, 1, 0, 1, 1))
+    made = emulations.emulation(config, parts, costs, (), 32, World("none", 0, 1, 0, 1, 1))
     made.hardware.step = lambda: step
     module = build_component(made.components[0], 0)
     module(torch.zeros(8, 3, 32, 32))
