@@ -256,7 +256,10 @@ def _of_profile(
     """
     path = config.emulate or ""
     names, words = [cost.name for cost in costs], model_words(config, costs, image_size)
-    read = profiles.load(Path(path), words, names, world.size)
+    try:
+        read = profiles.load(Path(path), words, names, world.size)
+    except UsageError as error:
+        raise UsageError(f"--emulate: {error}") from None
     if isinstance(read, str):
         raise UsageError(
             f"--emulate {path} is a profile of other settings ({read}): measure one of this model "

@@ -277,10 +277,10 @@ def _checked(
     ranks = tuple(_rank(item, names) for item in content["ranks"])
     network = content["network"]
     hosts = tuple(str(host) for host in network["hosts"])
-    if len(ranks) != number_of_ranks or len(hosts) != len(ranks):
-        raise ValueError(
-            f"it has {len(ranks)} ranks on {len(hosts)} hosts, the job has {number_of_ranks} ranks"
-        )
+    if len(ranks) != number_of_ranks:
+        raise ValueError(f"it has {len(ranks)} rank(s), the job has {number_of_ranks}")
+    if len(hosts) != len(ranks):
+        raise ValueError(f"it has {len(ranks)} rank(s), and names the hosts of {len(hosts)}")
     all_reduce: dict[bool, dict[int, Curve]] = {}
     for crosses, number, points in network["all_reduce"]:
         all_reduce.setdefault(bool(crosses), {})[int(_number(number, least=2))] = _curve(points)

@@ -25,13 +25,14 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
     save(path, "cnn", PROFILE, NETWORK)
     assert load(path, "cnn", NAMES, 2) == (PROFILE, NETWORK)
     assert load(path, "vit", NAMES, 2) == "cnn"
+    assert load(path, "c", NAMES, 2) == (PROFILE, NETWORK)  # the first part of its subject
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"version": 4}, "it has version 4, not 3"),
-        ({"ranks": []}, "it has 0 ranks on 2 hosts"),
+        ({"ranks": []}, r"it has 0 rank\(s\), the job has 2"),
         ({"network": None}, "is not a valid profile "),
         ({"ranks": [{"components": {}}]}, "its components are not those of the model"),
     ],
@@ -43,7 +44,7 @@ def test_another_profile_is_refused(tmp_path: Path, change: dict[str, Any], mess
     with pytest.raises(UsageError, match=message):
         load(path, "cnn", NAMES, 2)
     save(path, "cnn", PROFILE, NETWORK)
-    with pytest.raises(UsageError, match="it has 2 ranks on 2 hosts, the job has 3 ranks"):
+    with pytest.raises(UsageError, match=r"it has 2 rank\(s\), the job has 3"):
         load(path, "cnn", NAMES, 3)
 
 

@@ -12,10 +12,13 @@ from hvdtrain.emulate import emulation as emulations
 from hvdtrain.emulate.clock import Clock
 from hvdtrain.emulate.device import Hardware
 from hvdtrain.emulate.emulation import Emulation
+from hvdtrain.errors import UsageError
 from hvdtrain.models.component import build_component
 from hvdtrain.models.costs import component_costs
 from hvdtrain.plan.plan import pipeline, replicated
 from hvdtrain.planner.clusters import load, question_of
+from hvdtrain.planner.network import Contention, Curve, Line, MeasuredNetwork
+from hvdtrain.planner.profile import save
 from hvdtrain.world import World
 from tests.pure.planner.test_clusters import costs_of
 
@@ -71,3 +74,31 @@ def test_an_event_slows_a_component_once_and_ends(
     assert made.clock.slept == pytest.approx(factor * 1e-3 * seconds)
     simulated = made.question.known.profile.ranks[0].components["conv1"].forward(8)
     assert simulated == pytest.approx(3 * seconds)  # of the first step
+
+
+def test_a_profile_emulates_the_ranks_that_it_was_measured_on(tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    parts = models.components("cnn", 10, 32)
+    costs = component_costs(parts, 32, classes=10)
+    modelled = load("8-v100", 2).profile(costs, 1)
+    slow = modelled.scaled([1, 3])
+    free = Curve.straight(Line(0.0, 1e-9), 1e9)
+    network = MeasuredNetwork(("here",) * 2, {False: {2: free}}, {False: free}, Contention(2, 1))
+    save(file, "cnn, 10 classes, 32 px, 64 images, fp32", slow, network)
+    config = TrainConfig(
+        model="cnn", data="", batch_size=8, emulate=str(file), emulate_dilation=1.0
+    )
+    emulated = [
+        emulations.emulation(config, parts, costs, (), 32, World("none", rank, 2, rank, 2, 1))
+        for rank in range(2)
+    ]
+    for rank, one in enumerate(emulated):
+        build_component(one.components[0], 0)(torch.zeros(8, 3, 32, 32))
+        expected = slow.ranks[rank].components["conv1"].forward(8)
+        assert one.clock.slept == pytest.approx(expected)
+        assert one.hardware.network.send_seconds(0, 1, 1e6) == pytest.approx(1e-3)
+        assert one.hardware.network.contention == (2, 1)
+    with pytest.raises(UsageError, match=r"a profile of other settings \(cnn, 10 classes, 32 px"):
+        emulations.emulation(config, parts, costs, (), 64, World("none", 0, 2, 0, 2, 1))
+    with pytest.raises(UsageError, match=r"--emulate: .*it has 2 rank\(s\), the job has 1"):
+        emulations.emulation(config, parts, costs, (), 32, World("none", 0, 1, 0, 1, 1))
