@@ -28,7 +28,6 @@ from hvdtrain.planner.cost import Known, Question
 from hvdtrain.planner.memory import OPTIMIZER_COPIES
 from hvdtrain.planner.profile import RankTimes
 from hvdtrain.planner.solve import lower_bound
-from hvdtrain.planner.subject import model_words
 from hvdtrain.sync.collectives import Collectives
 from hvdtrain.training.session import Device
 from hvdtrain.world import World
@@ -255,7 +254,7 @@ def _of_profile(
         UsageError: if the profile cannot be read, or is of another model.
     """
     path = config.emulate or ""
-    names, words = [cost.name for cost in costs], model_words(config, costs, image_size)
+    names, words = [cost.name for cost in costs], profiles.model_words(config, costs, image_size)
     try:
         read = profiles.load(Path(path), words, names, world.size)
     except UsageError as error:

@@ -4,21 +4,27 @@ A profile is measured (`measure.py`), read from a file, or predicted (`clusters.
 does not import torch.
 """
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError, on_one_line
 from hvdtrain.host.files import write_text
 from hvdtrain.host.harmless import parse_json
+from hvdtrain.options.givenmodel import PREFIX
 from hvdtrain.planner.agreement import Coding
 from hvdtrain.planner.network import Contention, Curve, MeasuredNetwork, Stacked
+
+if TYPE_CHECKING:
+    from hvdtrain.models.costs import ComponentCost
 
 VERSION = 3  # of the files
 LARGEST = 64 * 2**20  # bytes: enough for 1,000 ranks with 100 components
@@ -198,6 +204,16 @@ def _whole_model(rank: RankTimes, sizes: Sequence[float]) -> list[float]:
     """Return the seconds of all components together, for each size."""
     arrays = rank.arrays
     return [float((arrays.forward(size) + arrays.backward(size)).sum()) for size in sizes]
+
+
+def model_words(config: TrainConfig, costs: "Sequence[ComponentCost]", image_size: int) -> str:
+    """Return the model and its images: the first part of the subject of a profile."""
+    patches = f", patches of {config.patch_size}" if config.patch_size else ""
+    content = ""
+    if config.model.startswith(PREFIX):  # other models may have the same name
+        content = f" {hashlib.sha256(repr(costs).encode()).hexdigest()[:8]}"
+    classes = costs[-1].output_shape[-1]
+    return f"{config.model}{content}{patches}, {classes} classes, {image_size} px, "
 
 
 def save(path: Path, subject: str, profile: Profile, network: MeasuredNetwork) -> None:

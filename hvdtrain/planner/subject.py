@@ -1,6 +1,5 @@
 """The model that the planner measures, with the settings of a run."""
 
-import hashlib
 import socket
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -9,10 +8,10 @@ from hvdtrain.backends.pytorch.parts import recomputed_components
 from hvdtrain.config import TrainConfig
 from hvdtrain.models.component import Component
 from hvdtrain.models.costs import ComponentCost, component_costs
-from hvdtrain.options.givenmodel import PREFIX
 from hvdtrain.options.syncrequest import AUTO_SYNC, CHOICES
 from hvdtrain.parallel.stage import DTYPES, Images
 from hvdtrain.planner.agreement import NONE
+from hvdtrain.planner.profile import model_words
 from hvdtrain.sync.engine import reduction_library
 from hvdtrain.world import World
 
@@ -65,16 +64,6 @@ class Subject:
             f"{config.precision}{compiled}, {config.optimizer}, all-reduce {reduction}{coded}, "
             f"{self.images.device.type}, ranks on hosts {places} x {world.threads} threads"
         )
-
-
-def model_words(config: TrainConfig, costs: Sequence[ComponentCost], image_size: int) -> str:
-    """Return the model and its images: the first part of `Subject.words`."""
-    patches = f", patches of {config.patch_size}" if config.patch_size else ""
-    content = ""
-    if config.model.startswith(PREFIX):  # other models may have the same name
-        content = f" {hashlib.sha256(repr(costs).encode()).hexdigest()[:8]}"
-    classes = costs[-1].output_shape[-1]
-    return f"{config.model}{content}{patches}, {classes} classes, {image_size} px, "
 
 
 def subject_of(

@@ -15,7 +15,6 @@ from hvdtrain.models.costs import ComponentCost, component_costs
 from hvdtrain.plan.plan import Plan
 from hvdtrain.planner import profile as profiles
 from hvdtrain.planner.cost import Known
-from hvdtrain.planner.subject import model_words
 from hvdtrain.study.paper_b.objective import Optimum
 from hvdtrain.study.paper_b.options import ModelAtSize, PaperBOptions
 from hvdtrain.study.paper_b.plans import figure_6, hybrid
@@ -54,7 +53,7 @@ def known_of(options: PaperBOptions, model: ModelAtSize, index: Index) -> Known:
     """
     costs, path = costs_of(model, index), profile_of(options, model)
     config = _config(options, model, index, "auto")
-    words = model_words(config, costs, pixels_of(model, index))
+    words = profiles.model_words(config, costs, pixels_of(model, index))
     read = profiles.load(path, words, [cost.name for cost in costs], options.ranks)
     if isinstance(read, str):
         raise UsageError(f"{path} is a profile of other settings ({read}): choose another --to")

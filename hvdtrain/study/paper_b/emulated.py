@@ -41,8 +41,8 @@ CHANGES = (
 def section(emulations: Emulations) -> str:
     """Return the emulated part of the report as Markdown."""
     parts = ["## Emulated"]
-    if emulations.here:
-        parts += [HERE, comparison(emulations.here, "measured")]
+    if emulations.measured:
+        parts += [HERE, comparison(emulations.measured, "measured")]
     if not emulations.v100:
         return "\n\n".join([*parts, "The V100 were left out by `--emulated-steps 0`."])
     parts += [
@@ -68,10 +68,10 @@ def comparison(runs: Sequence[Emulated], expected: str) -> str:
     """
     rows = [
         {
-            "model": run.asked.model,
-            "strategy": run.asked.strategy,
-            "ranks": str(run.asked.arm.ranks),
-            f"{expected}, ms": f"{1e3 * run.asked.expected:.1f}",
+            "model": run.comparison.model,
+            "strategy": run.comparison.strategy,
+            "ranks": str(run.comparison.arm.ranks),
+            f"{expected}, ms": f"{1e3 * run.comparison.expected:.1f}",
             "emulated, ms": f"{1e3 * run.seconds:.1f}",
             "difference": f"{run.difference:+.1%}",
             "dilation": f"{run.dilation:g}",
@@ -80,10 +80,11 @@ def comparison(runs: Sequence[Emulated], expected: str) -> str:
         for run in runs
     ]
     farthest = max(runs, key=lambda run: abs(run.difference))
+    which = f"{farthest.comparison.model}, {farthest.comparison.strategy}"
     average = mean(abs(run.difference) for run in runs)
     return (
         f"{markdown_table(rows)}\n\nThe mean difference is {average:.1%}, the largest "
-        f"{farthest.difference:+.1%} ({farthest.asked.model}, {farthest.asked.strategy})."
+        f"{farthest.difference:+.1%} ({which})."
     )
 
 
@@ -92,11 +93,11 @@ def own_time(emulations: Emulations) -> str:
     of_model = [
         run
         for run in (*emulations.sizes, *emulations.v100)
-        if (run.asked.model, run.asked.strategy) == (EVENTS_ON, "DP")
+        if (run.comparison.model, run.comparison.strategy) == (EVENTS_ON, "DP")
     ]
-    runs = sorted(of_model, key=lambda run: run.asked.arm.ranks)
+    runs = sorted(of_model, key=lambda run: run.comparison.arm.ranks)
     rows = [
-        {"ranks": str(run.asked.arm.ranks), "ms per step": f"{1e3 * run.overhead:.0f}"}
+        {"ranks": str(run.comparison.arm.ranks), "ms per step": f"{1e3 * run.overhead:.0f}"}
         for run in runs
     ]
     return markdown_table(rows)
@@ -127,10 +128,10 @@ def verdict(scenario: Scenario) -> str:
     possible = best.mean_seconds / _bound(scenario)
     return (
         f"{title}: adaptive is {speedup:.2f}x as fast as the best static plan, "
-        f"{scenario.best_static}; the bound is {possible:.2f}x, of which it reaches "
-        f"{speedup / possible:.0%}. The paper's text has {ASKED_SPEEDUP}x."
+        f"{scenario.best_static}; that is {speedup / possible:.0%} of the bound, "
+        f"{possible:.2f}x. The paper's text has {ASKED_SPEEDUP}x."
     )
 
 
 def _bound(scenario: Scenario) -> float:
-    return scenario.runs[ADAPTIVE].asked.expected
+    return scenario.runs[ADAPTIVE].comparison.expected

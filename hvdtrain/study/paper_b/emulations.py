@@ -43,7 +43,7 @@ SIZES = (2, 4, 16)  # ranks on which the program's own seconds are counted, besi
 EVENTS_ON = "resnet50"  # model of the runs with events
 DILATION = 12.0  # of the runs with events, which are compared with each other
 SELDOM = "1000 epochs"  # writing a checkpoint takes real time
-LONGER = 4  # times as many steps have the runs with events
+LONGER = 4  # factor by which runs with events are longer
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ CHANGES = (
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A run that is to be emulated, and the seconds per step that it is compared with."""
+class Comparison:
+    """A run to emulate, and the seconds per step that it is compared with."""
 
     model: str
     strategy: str
@@ -118,7 +118,7 @@ class Emulated:
         changes: number of times that the run changed its plan.
     """
 
-    asked: Asked
+    comparison: Comparison
     seconds: float
     mean_seconds: float
     overhead: float
@@ -127,8 +127,8 @@ class Emulated:
 
     @property
     def difference(self) -> float:
-        """By how much a step takes longer than expected, as a part of it."""
-        return self.seconds / self.asked.expected - 1
+        """The part of the expected seconds by which a step takes longer."""
+        return self.seconds / self.comparison.expected - 1
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Scenario:
 class Emulations:
     """All emulated runs of the study."""
 
-    here: Sequence[Emulated]
+    measured: Sequence[Emulated]
     v100: Sequence[Emulated]
     sizes: Sequence[Emulated]
     scenarios: Sequence[Scenario]
@@ -157,66 +157,77 @@ class Emulations:
 
 def emulate(
     options: PaperBOptions,
-    here: Sequence[Asked],
+    on_measured: Sequence[Comparison],
     predictions: Sequence[Prediction],
     say: Callable[[str], object],
 ) -> Emulations:
     """Make all emulated runs that are not made yet.
 
     Args:
-        here: runs on the measured ranks.
+        on_measured: runs on the measured ranks.
     """
 
-    def run(asked: Sequence[Asked]) -> list[Emulated]:
-        folders = run_all([one.arm for one in asked], 1, Path(options.to), say)
-        return [_read(one, *folders[one.arm.key]) for one in asked]
+    def run(comparisons: Sequence[Comparison]) -> list[Emulated]:
+        folders = run_all([one.arm for one in comparisons], 1, Path(options.to), say)
+        return [_read(one, *folders[one.arm.key]) for one in comparisons]
 
-    measured = run(here)
+    measured = run(on_measured)
     if not options.emulated_steps:
         return Emulations(measured, [], [], [])
-    v100 = run([one for each in predictions for one in _of_prediction(options, each)])
+    v100 = run(
+        [
+            comparison
+            for prediction in predictions
+            for comparison in _of_prediction(options, prediction)
+        ]
+    )
     sizes = run([_of_size(options, ranks) for ranks in SIZES])
     changed = [(change, _during(options, change)) for change in CHANGES]
-    runs = iter(run([one for _, asked in changed for one in asked]))
+    runs = iter(run([one for _, comparisons in changed for one in comparisons]))
     scenarios = [
-        Scenario(change, {one.strategy: next(runs) for one in asked}) for change, asked in changed
+        Scenario(change, {one.strategy: next(runs) for one in comparisons})
+        for change, comparisons in changed
     ]
     return Emulations(measured, v100, sizes, scenarios)
 
 
 def on_measured_ranks(
     sides: Sequence[Compared], profiles: Mapping[str, Path], measured: Mapping[str, Measured]
-) -> list[Asked]:
+) -> list[Comparison]:
     """Return the runs on emulated ranks that are as fast as the measured ones.
 
     Args:
         profiles, measured: by model.
     """
-    asked = []
+    comparisons = []
     for side in sides:
         if side.strategy in ON_MEASURED:
             model = side.model.key
             config = replace(side.timed.config, emulate=str(profiles[model]), device="cpu")
             name = f"{model}, {side.strategy}, emulated"
             arm = replace(side.timed, key=f"emulated-{side.timed.key}", name=name, config=config)
-            asked.append(Asked(model, side.strategy, arm, measured[model].seconds(side.strategy)))
-    return asked
+            comparisons.append(
+                Comparison(model, side.strategy, arm, measured[model].seconds(side.strategy))
+            )
+    return comparisons
 
 
-def _of_prediction(options: PaperBOptions, prediction: Prediction) -> list[Asked]:
+def _of_prediction(options: PaperBOptions, prediction: Prediction) -> list[Comparison]:
     """Return the runs of table I's plans on the V100."""
     ranks = prediction.table.cluster.ranks
-    asked = []
+    comparisons = []
     for strategy in prediction.strategies:
         if strategy != SINGLE:
             key = f"{prediction.model}-{strategy}-{ranks}"
             plan = written(options, f"v100-{key}", prediction.plan(strategy))
             arm = _arm(options, prediction.model, strategy, ranks, f"v100-{key}", plan)
-            asked.append(Asked(prediction.model, strategy, arm, prediction.step_seconds(strategy)))
-    return asked
+            comparisons.append(
+                Comparison(prediction.model, strategy, arm, prediction.step_seconds(strategy))
+            )
+    return comparisons
 
 
-def _of_size(options: PaperBOptions, ranks: int) -> Asked:
+def _of_size(options: PaperBOptions, ranks: int) -> Comparison:
     """Return the run of DP on another number of V100."""
     cluster = replace(load(CLUSTER), ranks=ranks, ranks_per_node=max(ranks, 8))
     question = question_for(EVENTS_ON, cluster)
@@ -225,10 +236,10 @@ def _of_size(options: PaperBOptions, ranks: int) -> Asked:
     arm = replace(
         arm, config=replace(arm.config, emulate=_written(options, f"v100-{ranks}", cluster))
     )
-    return Asked(EVENTS_ON, DP, arm, play(question, plan, DP).seconds)
+    return Comparison(EVENTS_ON, DP, arm, play(question, plan, DP).seconds)
 
 
-def _during(options: PaperBOptions, change: Change) -> list[Asked]:
+def _during(options: PaperBOptions, change: Change) -> list[Comparison]:
     """Return the runs of each strategy during a change."""
     steps = LONGER * options.emulated_steps
     cluster = change.cluster(steps)
@@ -236,13 +247,13 @@ def _during(options: PaperBOptions, change: Change) -> list[Asked]:
     plans = {DP: "dp", ADAPTIVE: "adaptive"}
     if change.event is not None:
         plans |= {MP: "mp", HYBRID: f"hp:2x{cluster.ranks // 2}"}
-    bound, asked = change.bound(), []
+    bound, comparisons = change.bound(), []
     for strategy, plan in plans.items():
         key = f"{change.key}-{EVENTS_ON}-{strategy}-{cluster.ranks}"
         arm = _arm(options, EVENTS_ON, strategy, cluster.ranks, key, plan)
         config = replace(arm.config, emulate=path, emulate_dilation=DILATION, max_steps=steps)
-        asked.append(Asked(EVENTS_ON, strategy, replace(arm, config=config), bound))
-    return asked
+        comparisons.append(Comparison(EVENTS_ON, strategy, replace(arm, config=config), bound))
+    return comparisons
 
 
 def _arm(
@@ -283,7 +294,7 @@ def _as_content(event: Event) -> dict[str, Any]:
     return values if event.ranks is None else values | {"ranks": list(event.ranks)}
 
 
-def _read(asked: Asked, folder: Path) -> Emulated:
+def _read(comparison: Comparison, folder: Path) -> Emulated:
     """Return the finished run of a folder.
 
     Raises:
@@ -294,7 +305,7 @@ def _read(asked: Asked, folder: Path) -> Emulated:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     plans = [line for line in map(json.loads, lines) if line["event"] == "plan"]
     return Emulated(
-        asked,
+        comparison,
         seconds,
         mean_seconds=report["step_seconds"],
         overhead=report["overhead_seconds_per_step"],

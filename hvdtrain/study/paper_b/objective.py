@@ -49,21 +49,21 @@ def minimise(known: Known, ranks: int, batch_size: int, reading: str) -> Optimum
     choices = groups_of(ranks)
     best: dict[Group, tuple[float, tuple[Group, ...]]] = {}
     for place in range(len(known.costs)):
-        own = {group: _seconds(known, place, group, batch_size, reading) for group in choices}
+        seconds = {group: _seconds(known, place, group, batch_size, reading) for group in choices}
         if not best:
-            best = {group: (own[group], (group,)) for group in choices}
+            best = {group: (seconds[group], (group,)) for group in choices}
             continue
         size = known.costs[place - 1].output_bytes * batch_size
         best = {
             group: min(
-                (spent + hand_over(known, before, group, size) + own[group], (*path, group))
+                (spent + hand_over(known, before, group, size) + seconds[group], (*path, group))
                 for before, (spent, path) in best.items()
             )
             for group in choices
         }
-    seconds, path = min(best.values())
+    least, path = min(best.values())
     names = [cost.name for cost in known.costs]
-    return Optimum(dict(zip(names, path, strict=True)), seconds)
+    return Optimum(dict(zip(names, path, strict=True)), least)
 
 
 def groups_of(ranks: int) -> list[Group]:

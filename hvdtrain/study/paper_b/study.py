@@ -39,7 +39,7 @@ def reproduce(options: PaperBOptions, say: Callable[[str], object]) -> Path:
         }
         for model, what in known.items()
     }
-    divided = {model: each[DIVIDED] for model, each in optima.items()}
+    divided = {model: of_model[DIVIDED] for model, of_model in optima.items()}
     sides = arms.compared(options, index, divided)
     timed = run_all([one.timed for one in sides], options.repeats, folder, say)
     trained = [one.accuracy for one in sides if one.accuracy is not None]
@@ -51,8 +51,8 @@ def reproduce(options: PaperBOptions, say: Callable[[str], object]) -> Path:
     say("predicting table I")
     predictions = [predict(model) for model in PUBLISHED]
     profiles = {model.key: arms.profile_of(options, model) for model in options.trained}
-    here = on_measured_ranks(sides, profiles, measured)
-    emulations = emulate(options, here, predictions, say)
+    on_measured = on_measured_ranks(sides, profiles, measured)
+    emulations = emulate(options, on_measured, predictions, say)
     return report.write(folder, options, list(measured.values()), predictions, emulations)
 
 

@@ -1,4 +1,4 @@
-"""The emulated part of paper B's report: what is run, and what is said of the results."""
+"""The emulated part of paper B's report: its runs, and its verdicts."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +10,7 @@ from hvdtrain.planner.clusters import load
 from hvdtrain.study.paper_b import emulated, emulations
 from hvdtrain.study.paper_b.emulations import (
     CHANGES,
-    Asked,
+    Comparison,
     Emulated,
     Emulations,
     Scenario,
@@ -34,10 +34,10 @@ def options(folder: Path) -> PaperBOptions:
 def test_a_change_is_in_the_cluster_file_of_valid_runs(
     tmp_path: Path, change: emulations.Change
 ) -> None:
-    asked = _during(options(tmp_path), change)
+    comparisons = _during(options(tmp_path), change)
     static = ["DP"] if change.event is None else ["DP", "MP", "hybrid"]
-    assert sorted(one.strategy for one in asked) == sorted([*static, "adaptive"])
-    for one in asked:
+    assert sorted(one.strategy for one in comparisons) == sorted([*static, "adaptive"])
+    for one in comparisons:
         config = one.arm.config
         config.check()
         assert config.max_steps == 40
@@ -54,16 +54,16 @@ def test_the_bound_is_the_mean_of_both_halves() -> None:
 
 
 def test_a_size_that_the_preset_has_not_is_one_node(tmp_path: Path) -> None:
-    asked = _of_size(options(tmp_path), 16)
-    cluster = load(str(asked.arm.config.emulate))
+    comparison = _of_size(options(tmp_path), 16)
+    cluster = load(str(comparison.arm.config.emulate))
     assert (cluster.ranks, cluster.ranks_per_node) == (16, 16)
     assert cluster.gflops == load("8-v100").gflops
 
 
 def run_of(strategy: str, seconds: float, expected: float, changes: int = 0) -> Emulated:
     config = TrainConfig(model="resnet50", data="somewhere")
-    asked = Asked("resnet50", strategy, Arm("key", "name", 8, config), expected)
-    return Emulated(asked, seconds, seconds, 0.02, 12.0, changes)
+    comparison = Comparison("resnet50", strategy, Arm("key", "name", 8, config), expected)
+    return Emulated(comparison, seconds, seconds, 0.02, 12.0, changes)
 
 
 def scenario(key: str, adaptive: float, changes: int) -> Scenario:
@@ -77,7 +77,7 @@ def scenario(key: str, adaptive: float, changes: int) -> Scenario:
 def test_adaptive_is_compared_with_the_best_static_plan_and_the_bound() -> None:
     line = emulated.verdict(scenario("throttled", 0.12, 1))
     assert "1.25x as fast as the best static plan, DP" in line
-    assert "the bound is 1.50x, of which it reaches 83%" in line
+    assert "DP; that is 83% of the bound, 1.50x" in line
     assert "keeps its plan" in emulated.verdict(scenario("quiet", 0.1, 0))
     assert "without a reason" in emulated.verdict(scenario("quiet", 0.1, 2))
 

@@ -52,8 +52,8 @@ def test_a_run_that_is_killed_inside_a_period_ends_with_the_same_weights(
     method: str,
 ) -> None:
     run = tmp_path / "run"
-    # After steps 5, 10 and 15 (the fourth of the second epoch) a period of three has begun, or a
-    # part of the model is on its way. The replicas do not wait for each other, so the rank that
+    # After steps 5, 10 and 15 (the fourth of the second epoch) a period of three is under way, or
+    # a part of the model is. The replicas do not wait for each other, so the rank that
     # dies is the slow one; still, a busy machine may not have written the last checkpoint.
     faults = "slow step=16 seconds=0.3 steps=4 rank=1; kill step=20 rank=1"
     options = ("--checkpoint-every", "5 steps", "--inject", faults)
