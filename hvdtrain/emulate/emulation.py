@@ -41,7 +41,6 @@ REMARK = (
 # shares it, per step, and per action and per component in it.
 STEP_SECONDS, SHARED_STEP_SECONDS, ACTION_SECONDS = 12e-3, 2e-3, 0.15e-3
 OVERHEAD = 0.03  # part of a dilated step that the runtime itself may take
-PROFILE = ".json"  # suffix of measured ranks instead of a cluster
 MOST_BELOW = 2  # a smaller factor is not worth a warning
 
 
@@ -208,7 +207,7 @@ def emulation(
         )
     clock = Clock(config.emulate_dilation or 1.0)
     of_model = costs, recomputed
-    if Path(config.emulate).suffix == PROFILE:
+    if profiles.is_profile(Path(config.emulate)):
         question, times, hardware = _of_profile(config, *of_model, image_size, world, clock)
     else:
         question, times, hardware = _of_cluster(config, *of_model, world, clock)
@@ -254,15 +253,16 @@ def _of_profile(
         UsageError: if the profile cannot be read, or is of another model.
     """
     path = config.emulate or ""
-    names, words = [cost.name for cost in costs], profiles.model_words(config, costs, image_size)
-    try:
-        read = profiles.load(Path(path), words, names, world.size)
-    except UsageError as error:
-        raise UsageError(f"--emulate: {error}") from None
+    names, subjects = (
+        [cost.name for cost in costs],
+        profiles.subjects_of(config, costs, image_size),
+    )
+    advice = "--emulate needs as many ranks as were measured, or another file"
+    read = profiles.load(Path(path), subjects, names, world.size, advice=advice)
     if isinstance(read, str):
         raise UsageError(
-            f"--emulate {path} is a profile of other settings ({read}): measure one of this model "
-            "with --plan auto --profile FILE.json"
+            f"--emulate {path} is a profile of other settings ({read}): use the same model, image "
+            "size, precision and optimizer, or measure again with --plan auto --profile FILE.json"
         )
     profile, network = read
     question = Question(

@@ -31,8 +31,8 @@ class EmulateOptions:
         None,
         "rehearse the run on hardware you do not have: ranks sleep for as long as its devices "
         "would compute, and messages take as long as on its links. 8-v100, 8-h200, 16-cpu-10g, "
-        "16-cpu-100g or a YAML file, as in plan simulate --cluster; or a .json file that "
-        "--profile has saved: its ranks",
+        "16-cpu-100g or a YAML file, as in plan simulate --cluster; or a file "
+        "that --profile has saved: the ranks that it was measured on",
         Group.PLAN,
         Rule.ONE_LINE | Rule.TORCH_ONLY,
         "CLUSTER",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from glob import escape
 from pathlib import Path
 
 import psutil
@@ -195,7 +196,7 @@ def _read(subject: Subject, path: Path, words: str, ranks: int) -> tuple[Known |
     if not path.exists():
         check_target(str(path), "--profile")
         return None, ""
-    profile = profiles.load(path, words, subject.names, ranks, subject.methods)
+    profile = profiles.load(path, escape(words), subject.names, ranks, subject.methods)
     if isinstance(profile, str):
         return None, f" ({path} has other settings: {profile})"
     times, network = profile

@@ -9,7 +9,9 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import cached_property
+from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -207,13 +209,28 @@ def _whole_model(rank: RankTimes, sizes: Sequence[float]) -> list[float]:
 
 
 def model_words(config: TrainConfig, costs: "Sequence[ComponentCost]", image_size: int) -> str:
-    """Return the model and its images: the first part of the subject of a profile."""
+    """Return the model and its images, as the subject of a profile has them."""
     patches = f", patches of {config.patch_size}" if config.patch_size else ""
     content = ""
     if config.model.startswith(PREFIX):  # other models may have the same name
         content = f" {hashlib.sha256(repr(costs).encode()).hexdigest()[:8]}"
     classes = costs[-1].output_shape[-1]
-    return f"{config.model}{content}{patches}, {classes} classes, {image_size} px, "
+    return f"{config.model}{content}{patches}, {classes} classes, {image_size} px"
+
+
+def precision_words(config: TrainConfig) -> str:
+    """Return what else decides the times of components, as the subject of a profile has it."""
+    compiled = ", compiled" if config.compile else ""
+    return f"{config.precision}{compiled}, {config.optimizer}"
+
+
+def subjects_of(config: TrainConfig, costs: "Sequence[ComponentCost]", image_size: int) -> str:
+    """Return a pattern of the subjects whose component times are those of a run's model.
+
+    They may have another batch size, other ranks and all-reduces.
+    """
+    model, precision = model_words(config, costs, image_size), precision_words(config)
+    return f"{escape(model)}, * images, {escape(precision)}, *"
 
 
 def save(path: Path, subject: str, profile: Profile, network: MeasuredNetwork) -> None:
@@ -245,14 +262,29 @@ def save(path: Path, subject: str, profile: Profile, network: MeasuredNetwork) -
     write_text(path, json.dumps(content) + "\n", "the profile")
 
 
+def is_profile(path: Path) -> bool:
+    """Return whether a file looks like a profile; False if it cannot be read."""
+    try:
+        content = parse_json(path.read_bytes()) if path.stat().st_size <= LARGEST else None
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and "subject" in content
+
+
 def load(
-    path: Path, subject: str, names: Sequence[str], ranks: int, methods: Sequence[str] = ()
+    path: Path,
+    subject: str,
+    names: Sequence[str],
+    ranks: int,
+    methods: Sequence[str] = (),
+    advice: str = "remove it or use another --profile",
 ) -> tuple[Profile, MeasuredNetwork] | str:
     """Read a profile; return its subject if that is another one.
 
     Args:
-        subject: all of the subject, or its first part if the rest may differ.
+        subject: as a pattern, in which * stands for anything.
         methods: of compression whose seconds it must have.
+        advice: what to do about a file that is not valid.
 
     Raises:
         UsageError: if the file is not a valid profile.
@@ -262,8 +294,7 @@ def load(
             text = file.read(LARGEST + 1)
         if len(text) > LARGEST:
             raise UsageError(
-                f"{path} is not a valid profile (larger than {LARGEST:,} bytes): "
-                "remove it or use another --profile"
+                f"{path} is not a valid profile (larger than {LARGEST:,} bytes): {advice}"
             )
         content = parse_json(text)
     except OSError as error:
@@ -272,16 +303,14 @@ def load(
         raise UsageError(f"the profile {path} cannot be used: {error}") from None
     try:
         measured = str(content["subject"])
-        if content["version"] == VERSION and not measured.startswith(subject):
+        if content["version"] == VERSION and not fnmatchcase(measured, subject):
             return on_one_line(measured, 300)
         profile, network = _checked(content, names, ranks)
         _check_methods(profile, methods)
         return profile, network
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         reason = " ".join(str(error).split())
-        raise UsageError(
-            f"{path} is not a valid profile ({reason}): remove it or use another --profile"
-        ) from None
+        raise UsageError(f"{path} is not a valid profile ({reason}): {advice}") from None
 
 
 def _checked(

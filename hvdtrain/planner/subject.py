@@ -11,7 +11,7 @@ from hvdtrain.models.costs import ComponentCost, component_costs
 from hvdtrain.options.syncrequest import AUTO_SYNC, CHOICES
 from hvdtrain.parallel.stage import DTYPES, Images
 from hvdtrain.planner.agreement import NONE
-from hvdtrain.planner.profile import model_words
+from hvdtrain.planner.profile import model_words, precision_words
 from hvdtrain.sync.engine import reduction_library
 from hvdtrain.world import World
 
@@ -55,13 +55,12 @@ class Subject:
         """
         config, hosts = self.config, world.gather(socket.gethostname())
         places = ",".join(str(list(dict.fromkeys(hosts)).index(host)) for host in hosts)
-        compiled = ", compiled" if config.compile else ""
         library = reduction_library(config.reduce_with, world)
         reduction = f"{config.allreduce}{' by MPI' if library == 'mpi' else ''}"
         coded = f", compress {' '.join(self.methods)}" if self.methods else ""
         return (
-            f"{model_words(config, self.costs, self.image_size)}{config.batch_size} images, "
-            f"{config.precision}{compiled}, {config.optimizer}, all-reduce {reduction}{coded}, "
+            f"{model_words(config, self.costs, self.image_size)}, {config.batch_size} images, "
+            f"{precision_words(config)}, all-reduce {reduction}{coded}, "
             f"{self.images.device.type}, ranks on hosts {places} x {world.threads} threads"
         )
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from hvdtrain import data, models
 from hvdtrain.config import TrainConfig
-from hvdtrain.data.index import read_index
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.options.planrequest import Chosen, check_one_rank
+from hvdtrain.training.dataset import as_modelled, index_for
 from hvdtrain.training.metrics import holds_run, no_run
 
 NO_TENSORFLOW = "TensorFlow is not installed: pip install tensorflow-cpu, or leave --framework out"
@@ -28,7 +28,7 @@ def check_before_launch(config: TrainConfig) -> None:
     models.check_name(config.model)
     if config.framework == "tensorflow" and find_spec("tensorflow") is None:
         raise UsageError(NO_TENSORFLOW)
-    read_index(config.data).at_size(config.image_size)
+    index_for(config)
     check_one_rank(config.plan, config.ranks or 1)
     # With --replicate the ranks search for copies of a run whose folder is lost.
     may_resume = config.resume and (config.replicate or holds_run(Path(config.run or "")))
@@ -71,7 +71,7 @@ def _check_plan(config: TrainConfig) -> None:
     )
     from hvdtrain.data import order
 
-    index = read_index(config.data).at_size(config.image_size)
+    index = as_modelled(index_for(config), config)
     components = model_components(config, index)
     boundaries = check_components(components, config, index)
     if isinstance(config.plan_request, Chosen):

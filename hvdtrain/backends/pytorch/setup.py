@@ -27,7 +27,7 @@ from hvdtrain.backends.pytorch.state import TorchState, check_dtypes
 from hvdtrain.check.verify import Trial, verify
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
-from hvdtrain.data.index import Index, read_index
+from hvdtrain.data.index import Index
 from hvdtrain.data.order import Rows
 from hvdtrain.emulate.world import emulation_of
 from hvdtrain.errors import UsageError
@@ -42,6 +42,7 @@ from hvdtrain.plan import plan as plans
 from hvdtrain.plan import planfile
 from hvdtrain.plan.plan import Plan
 from hvdtrain.sync import engine
+from hvdtrain.training.dataset import as_modelled, index_for
 from hvdtrain.training.feed import (
     Normalisation,
     check_images,
@@ -63,16 +64,17 @@ def open_session(config: TrainConfig, world: World) -> TorchSession:
         UsageError, DataError: if the options or the data are invalid.
     """
     check_started(config, world)
-    index = staged(read_index(config.data).at_size(config.image_size), config.stage, world)
-    components = model_components(config, index)
+    index = staged(index_for(config), config.stage, world)
+    modelled = as_modelled(index, config)
+    components = model_components(config, modelled)
     agree_on_values(components, world)
     if config.emulate is not None:
         from hvdtrain.backends.pytorch.emulated import emulate  # loads the planner
 
         def plan_of(parts: Sequence[Component]) -> Plan:
-            return make_plan(config, parts, index.image_shape[0], index.classes, world.size)
+            return make_plan(config, parts, modelled.image_shape[0], index.classes, world.size)
 
-        config, components, world = emulate(config, components, index, world, plan_of)
+        config, components, world = emulate(config, components, modelled, world, plan_of)
     train_rows, held_rows = order.holdout(
         index.splits["train"].count, config.holdout, index.hash, config.seed
     )

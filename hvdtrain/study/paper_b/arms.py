@@ -53,8 +53,8 @@ def known_of(options: PaperBOptions, model: ModelAtSize, index: Index) -> Known:
     """
     costs, path = costs_of(model, index), profile_of(options, model)
     config = _config(options, model, index, "auto")
-    words = profiles.model_words(config, costs, pixels_of(model, index))
-    read = profiles.load(path, words, [cost.name for cost in costs], options.ranks)
+    subjects = profiles.subjects_of(config, costs, pixels_of(model, index))
+    read = profiles.load(path, subjects, [cost.name for cost in costs], options.ranks)
     if isinstance(read, str):
         raise UsageError(f"{path} is a profile of other settings ({read}): choose another --to")
     return Known(costs, *read)
@@ -94,20 +94,23 @@ def _plans(
     figure = figure_6([cost.name for cost in costs], options.ranks)
     if figure is not None:
         plans[FIGURE_6] = write(FIGURE_6, figure)
-    if same_as(optimum, options.ranks) is None:
+    if same_as(optimum, options.ranks) == OBJECTIVE:
         plans[OBJECTIVE] = write(OBJECTIVE, optimum.plan)
     return plans | {ADAPTIVE: "adaptive"}
 
 
 def same_as(optimum: Optimum, ranks: int) -> str | None:
-    """Return the strategy that an optimum is the same as, None if it is a plan of its own.
+    """Return the strategy that an optimum is the same as; OBJECTIVE for a plan of its own.
 
-    A plan must give each rank something to do: an optimum that does not is `single`.
+    None if it leaves ranks idle, which a plan may not.
     """
     groups = set(optimum.groups.values())
     if groups == {tuple(range(ranks))}:
         return DP
-    return None if set(range(ranks)) <= {rank for group in groups for rank in group} else SINGLE
+    if len(groups) == 1 and len(*groups) == 1:
+        return SINGLE
+    used = {rank for group in groups for rank in group}
+    return OBJECTIVE if len(used) == ranks else None
 
 
 def costs_of(model: ModelAtSize, index: Index) -> list[ComponentCost]:

@@ -7,8 +7,9 @@ ranks show what an emulation leaves out; those of the V100 check the predictions
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from functools import cached_property
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import yaml
@@ -16,11 +17,12 @@ import yaml
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError
 from hvdtrain.host import files
-from hvdtrain.plan.plan import replicated
+from hvdtrain.plan.plan import Plan, pipeline, replicated
 from hvdtrain.planner.candidate import play
 from hvdtrain.planner.clusters import Cluster, load
+from hvdtrain.planner.cost import Question
 from hvdtrain.planner.events import DEVICES, LINKS, Event
-from hvdtrain.planner.solve import solve
+from hvdtrain.planner.solve import Solution, solve
 from hvdtrain.study.paper_b.arms import (
     ADAPTIVE,
     DP,
@@ -28,22 +30,23 @@ from hvdtrain.study.paper_b.arms import (
     MP,
     SINGLE,
     Compared,
-    synthetic,
     written,
 )
 from hvdtrain.study.paper_b.measured import Measured
 from hvdtrain.study.paper_b.options import PaperBOptions
 from hvdtrain.study.paper_b.predicted import Prediction
-from hvdtrain.study.paper_b.settings import CLASSES, CLUSTER, IMAGE_SIZE, SETTINGS, question_for
+from hvdtrain.study.paper_b.settings import CLUSTER, IMAGE_SIZE, SETTINGS, question_for
 from hvdtrain.study.results import read
 from hvdtrain.study.runs import Arm, make_folder, run_all
+from hvdtrain.study.statistics import Estimate
 
 ON_MEASURED = (DP, MP, HYBRID)  # strategies that are emulated on the measured ranks
-SIZES = (2, 4, 16)  # ranks on which the program's own seconds are counted, besides 8
-EVENTS_ON = "resnet50"  # model of the runs with events
-DILATION = 12.0  # of the runs with events, which are compared with each other
+SIZES = (2, 4, 16, 32)  # ranks on which DP is emulated, besides those of table I
+SIZED = "resnet50"  # model of these runs
+CHANGING = "vit_b16"  # model of the runs with events: without batch norm any plan may follow
+DILATION = 6.0  # of the runs with events, which are compared with each other
 SELDOM = "1000 epochs"  # writing a checkpoint takes real time
-LONGER = 4  # factor by which runs with events are longer
+FORESEEN, CHOSEN = "foreseen", "chosen"
 
 
 @dataclass(frozen=True)
@@ -56,36 +59,57 @@ class Change:
     is_late: bool = False
 
     def cluster(self, steps: int) -> Cluster:
-        """Return the V100 with this event, in a run of some steps."""
+        """Return the V100 with this event, in a run of some steps; from the first one on for 0."""
         if self.event is None:
             return load(CLUSTER)
-        start = steps // 2 + 1 if self.is_late else 0
+        start = steps // 2 + 1 if self.is_late and steps else 0
         return replace(load(CLUSTER), events=(replace(self.event, from_step=start),))
 
+    @cached_property
+    def phases(self) -> list[Question]:
+        """The questions that the planner answers in each part of the run, of equal length."""
+        during = question_for(CHANGING, self.cluster(0))
+        return [question_for(CHANGING, load(CLUSTER)), during] if self.is_late else [during]
+
+    @cached_property
+    def solutions(self) -> list[Solution]:
+        """The planner's answers to `phases`."""
+        return [solve(question) for question in self.phases]
+
+    @property
     def bound(self) -> float:
-        """Return the seconds per step if each phase has the planner's plan for it, at once."""
-        before = _best(load(CLUSTER))
-        during = _best(self.cluster(0))
-        return (before + during) / 2 if self.is_late else during
+        """The predicted seconds per step if each phase has its fastest plan from its start on."""
+        return mean(solution.candidates[0].seconds for solution in self.solutions)
 
+    @property
+    def plans(self) -> dict[str, Plan]:
+        """The plans that do not change, by strategy; the foreseen one suits the event."""
+        ranks, question = self.cluster(0).ranks, self.phases[-1]
+        names = list(question.known.profile.names)
+        work = [cost.forward_flops for cost in question.known.costs]
+        return {
+            DP: replicated(names, ranks, None, None),
+            MP: pipeline(names, work, ranks, ranks, 1, None, "1f1b"),
+            HYBRID: pipeline(names, work, ranks, 2, ranks // 2, None, "1f1b"),
+            FORESEEN: self.solutions[-1].chosen.plan,
+        }
 
-def _best(cluster: Cluster) -> float:
-    """Return the predicted seconds of the planner's plan for the first step."""
-    started = tuple(replace(event, from_step=0) for event in cluster.events)
-    return solve(question_for(EVENTS_ON, replace(cluster, events=started))).chosen.seconds
+    def predicted(self, plan: Plan) -> float:
+        """Return the predicted seconds per step of a plan that does not change."""
+        return mean(play(question, plan, "").seconds for question in self.phases)
 
 
 CHANGES = (
     Change("quiet", "nothing happens", None),
     Change(
         "throttled",
-        "one device at half its speed during the second half",
+        "one device at half its speed in the second half",
         Event(DEVICES, 2.0, (7,)),
         is_late=True,
     ),
     Change(
         "congested",
-        "the links of one device ten times slower during the second half",
+        "the links of one device ten times slower in the second half",
         Event(LINKS, 10.0, (7,)),
         is_late=True,
     ),
@@ -104,7 +128,7 @@ class Comparison:
     model: str
     strategy: str
     arm: Arm
-    expected: float
+    expected: Estimate
 
 
 @dataclass(frozen=True)
@@ -113,7 +137,7 @@ class Emulated:
 
     Attributes:
         seconds, mean_seconds: emulated, per step: median and mean.
-        overhead: real seconds per step of the program itself.
+        overhead: real seconds per step of the program itself, the mean of all steps.
         dilation: real seconds per emulated second.
         changes: number of times that the run changed its plan.
     """
@@ -128,21 +152,15 @@ class Emulated:
     @property
     def difference(self) -> float:
         """The part of the expected seconds by which a step takes longer."""
-        return self.seconds / self.comparison.expected - 1
+        return self.seconds / self.comparison.expected.value - 1
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A change of the cluster, and runs of each strategy."""
+    """A change of the cluster, and the runs of some strategies."""
 
     change: Change
     runs: Mapping[str, Emulated]
-
-    @property
-    def best_static(self) -> str:
-        """The fastest of the strategies that do not change."""
-        static = [name for name in self.runs if name != ADAPTIVE]
-        return min(static, key=lambda name: self.runs[name].mean_seconds)
 
 
 @dataclass(frozen=True)
@@ -171,23 +189,18 @@ def emulate(
         folders = run_all([one.arm for one in comparisons], 1, Path(options.to), say)
         return [_read(one, *folders[one.arm.key]) for one in comparisons]
 
-    measured = run(on_measured)
-    if not options.emulated_steps:
-        return Emulations(measured, [], [], [])
-    v100 = run(
-        [
-            comparison
-            for prediction in predictions
-            for comparison in _of_prediction(options, prediction)
+    measured, v100, sizes, scenarios = run(on_measured), [], [], []
+    if options.emulated_steps:
+        of_predictions = [_of_prediction(options, prediction) for prediction in predictions]
+        v100 = run([one for comparisons in of_predictions for one in comparisons])
+        sizes = run([_of_size(options, ranks) for ranks in SIZES])
+    if options.event_steps:
+        changed = [(change, _during(options, change)) for change in CHANGES]
+        runs = iter(run([one for _, comparisons in changed for one in comparisons]))
+        scenarios = [
+            Scenario(change, {one.strategy: next(runs) for one in comparisons})
+            for change, comparisons in changed
         ]
-    )
-    sizes = run([_of_size(options, ranks) for ranks in SIZES])
-    changed = [(change, _during(options, change)) for change in CHANGES]
-    runs = iter(run([one for _, comparisons in changed for one in comparisons]))
-    scenarios = [
-        Scenario(change, {one.strategy: next(runs) for one in comparisons})
-        for change, comparisons in changed
-    ]
     return Emulations(measured, v100, sizes, scenarios)
 
 
@@ -206,63 +219,65 @@ def on_measured_ranks(
             config = replace(side.timed.config, emulate=str(profiles[model]), device="cpu")
             name = f"{model}, {side.strategy}, emulated"
             arm = replace(side.timed, key=f"emulated-{side.timed.key}", name=name, config=config)
-            comparisons.append(
-                Comparison(model, side.strategy, arm, measured[model].seconds(side.strategy))
-            )
+            expected = measured[model].step_seconds(side.strategy)
+            comparisons.append(Comparison(model, side.strategy, arm, expected))
     return comparisons
 
 
 def _of_prediction(options: PaperBOptions, prediction: Prediction) -> list[Comparison]:
     """Return the runs of table I's plans on the V100."""
     ranks = prediction.table.cluster.ranks
-    comparisons = []
-    for strategy in prediction.strategies:
-        if strategy != SINGLE:
-            key = f"{prediction.model}-{strategy}-{ranks}"
-            plan = written(options, f"v100-{key}", prediction.plan(strategy))
-            arm = _arm(options, prediction.model, strategy, ranks, f"v100-{key}", plan)
-            comparisons.append(
-                Comparison(prediction.model, strategy, arm, prediction.step_seconds(strategy))
-            )
+    comparisons, plans = [], [prediction.plan(SINGLE)]
+    for name in prediction.strategies:
+        plan, strategy = prediction.plan(name), CHOSEN if name == ADAPTIVE else name
+        if plan in plans:
+            continue
+        plans.append(plan)
+        key = f"v100-{prediction.model}-{strategy}-{ranks}"
+        path = written(options, key, plan)
+        arm = _arm(options, prediction.model, ranks, key, path, options.emulated_steps)
+        seconds = Estimate(prediction.step_seconds(name))
+        comparisons.append(Comparison(prediction.model, strategy, arm, seconds))
     return comparisons
 
 
 def _of_size(options: PaperBOptions, ranks: int) -> Comparison:
     """Return the run of DP on another number of V100."""
     cluster = replace(load(CLUSTER), ranks=ranks, ranks_per_node=max(ranks, 8))
-    question = question_for(EVENTS_ON, cluster)
+    question = question_for(SIZED, cluster)
     plan = replicated(list(question.known.profile.names), ranks, None, None)
-    arm = _arm(options, EVENTS_ON, DP, ranks, f"v100-{EVENTS_ON}-{DP}-{ranks}", "dp")
-    arm = replace(
-        arm, config=replace(arm.config, emulate=_written(options, f"v100-{ranks}", cluster))
-    )
-    return Comparison(EVENTS_ON, DP, arm, play(question, plan, DP).seconds)
+    key = f"v100-{SIZED}-{DP}-{ranks}"
+    arm = _arm(options, SIZED, ranks, key, "dp", options.emulated_steps)
+    config = replace(arm.config, emulate=_written(options, f"v100-{ranks}", cluster))
+    seconds = Estimate(play(question, plan, DP).seconds)
+    return Comparison(SIZED, DP, replace(arm, config=config), seconds)
 
 
 def _during(options: PaperBOptions, change: Change) -> list[Comparison]:
-    """Return the runs of each strategy during a change."""
-    steps = LONGER * options.emulated_steps
+    """Return the runs during a change: DP, the foreseen plan if it is another, and adaptive."""
+    steps, plans = options.event_steps, change.plans
     cluster = change.cluster(steps)
     path = _written(options, f"{change.key}-{steps}", cluster)
-    plans = {DP: "dp", ADAPTIVE: "adaptive"}
-    if change.event is not None:
-        plans |= {MP: "mp", HYBRID: f"hp:2x{cluster.ranks // 2}"}
-    bound, comparisons = change.bound(), []
-    for strategy, plan in plans.items():
-        key = f"{change.key}-{EVENTS_ON}-{strategy}-{cluster.ranks}"
-        arm = _arm(options, EVENTS_ON, strategy, cluster.ranks, key, plan)
-        config = replace(arm.config, emulate=path, emulate_dilation=DILATION, max_steps=steps)
-        comparisons.append(Comparison(EVENTS_ON, strategy, replace(arm, config=config), bound))
+    key = f"{change.key}-{CHANGING}-{cluster.ranks}"
+    values = {DP: "dp", ADAPTIVE: "adaptive"}
+    if plans[FORESEEN] != plans[DP]:
+        values[FORESEEN] = written(options, f"{key}-{FORESEEN}", plans[FORESEEN])
+    comparisons = []
+    for strategy, plan in values.items():
+        arm = _arm(options, CHANGING, cluster.ranks, f"{key}-{strategy}", plan, steps)
+        config = replace(arm.config, emulate=path, emulate_dilation=DILATION)
+        seconds = change.bound if strategy == ADAPTIVE else change.predicted(plans[strategy])
+        expected = Estimate(seconds)
+        comparison = Comparison(CHANGING, strategy, replace(arm, config=config), expected)
+        comparisons.append(comparison)
     return comparisons
 
 
-def _arm(
-    options: PaperBOptions, model: str, strategy: str, ranks: int, key: str, plan: str
-) -> Arm:
+def _arm(options: PaperBOptions, model: str, ranks: int, key: str, plan: str, steps: int) -> Arm:
     setting = SETTINGS[model]
     config = TrainConfig(
         model=model,
-        data=synthetic(options, IMAGE_SIZE, CLASSES),
+        data=options.data,
         plan=plan,
         batch_size=setting.batch_size,
         optimizer=setting.optimizer,
@@ -270,12 +285,12 @@ def _arm(
         threads=1,
         emulate=CLUSTER,
         device="cpu",
-        max_steps=options.emulated_steps,
+        max_steps=steps,
         checkpoint_every=SELDOM,
         eval_every=0,
         log_every=1,
     )
-    return Arm(f"emulated-{key}", f"{key}, emulated", ranks, config)
+    return Arm(f"emulated-{key}-{steps}", f"{key}, emulated", ranks, config)
 
 
 def _written(options: PaperBOptions, name: str, cluster: Cluster) -> str:
@@ -303,12 +318,12 @@ def _read(comparison: Comparison, folder: Path) -> Emulated:
     seconds = read(folder).step_seconds
     report = json.loads((folder / "summary.json").read_text())["emulated"]
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    plans = [line for line in map(json.loads, lines) if line["event"] == "plan"]
+    decisions = [line.get("decision") for line in map(json.loads, lines)]
     return Emulated(
         comparison,
         seconds,
         mean_seconds=report["step_seconds"],
         overhead=report["overhead_seconds_per_step"],
         dilation=report["dilation"],
-        changes=sum(a["stages"] != b["stages"] for a, b in pairwise(plans)),
+        changes=decisions.count("change"),
     )

@@ -16,8 +16,6 @@ from hvdtrain.study.paper_b.plans import staged
 
 AS_PRINTED, DIVIDED = "as printed", "with divided work"
 READINGS = (AS_PRINTED, DIVIDED)
-DIRECTIONS = 2  # activations in the forward, their gradients in the backward
-
 Group = tuple[int, ...]
 
 
@@ -90,21 +88,26 @@ def _seconds(known: Known, place: int, group: Group, batch_size: int, reading: s
 
 
 def hand_over(known: Known, before: Group, after: Group, size: float) -> float:
-    """Return the seconds until each rank has its rows of a tensor, and has sent its gradients.
+    """Return the seconds of a tensor in the forward, and of its gradient in the backward.
 
     Args:
         before, after: ranks that hold equal numbers of its rows, in order.
         size: bytes of the whole tensor.
     """
+    return _transfer(known, before, after, size) + _transfer(known, after, before, size)
+
+
+def _transfer(known: Known, senders: Group, receivers: Group, size: float) -> float:
+    """Return the seconds until each receiver has its rows."""
     longest = 0.0
-    for receiver, wanted in zip(after, _parts(after), strict=True):
+    for receiver, wanted in zip(receivers, _parts(receivers), strict=True):
         seconds = 0.0
-        for sender, held in zip(before, _parts(before), strict=True):
+        for sender, held in zip(senders, _parts(senders), strict=True):
             shared = min(wanted[1], held[1]) - max(wanted[0], held[0])
             if sender != receiver and shared > 0:
                 seconds += known.network.send_seconds(sender, receiver, shared * size)
         longest = max(longest, seconds)
-    return DIRECTIONS * longest
+    return longest
 
 
 def _parts(group: Group) -> Sequence[tuple[float, float]]:

@@ -47,7 +47,11 @@ class PaperBOptions:
         default=1, metadata=about("epochs of the runs for accuracy; 0 leaves them out")
     )
     emulated_steps: int = field(
-        default=12, metadata=about("steps of an emulated run of the V100; 0 leaves them out")
+        default=12, metadata=about("steps of a run on emulated V100; 0 leaves them out")
+    )
+    event_steps: int = field(
+        default=96,
+        metadata=about("steps of such a run while devices or links change; 0 leaves them out"),
     )
     seeds: int = field(default=3, metadata=about("runs for accuracy per strategy and model"))
 
@@ -66,6 +70,7 @@ class PaperBOptions:
         if len(set(models)) < len(models):
             raise UsageError(f"--models {self.models} names a model twice: name it once")
         least = {"repeats": 1, "steps": 3, "epochs": 0, "seeds": 1, "emulated_steps": 0}
+        least["event_steps"] = 0
         for name, smallest in least.items():
             if getattr(self, name) < smallest:
                 raise UsageError(

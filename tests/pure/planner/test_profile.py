@@ -25,7 +25,7 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
     save(path, "cnn", PROFILE, NETWORK)
     assert load(path, "cnn", NAMES, 2) == (PROFILE, NETWORK)
     assert load(path, "vit", NAMES, 2) == "cnn"
-    assert load(path, "c", NAMES, 2) == (PROFILE, NETWORK)  # the first part of its subject
+    assert load(path, "c*", NAMES, 2) == (PROFILE, NETWORK)
 
 
 @pytest.mark.parametrize(

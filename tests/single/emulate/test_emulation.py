@@ -84,7 +84,9 @@ def test_a_profile_emulates_the_ranks_that_it_was_measured_on(tmp_path: Path) ->
     slow = modelled.scaled([1, 3])
     free = Curve.straight(Line(0.0, 1e-9), 1e9)
     network = MeasuredNetwork(("here",) * 2, {False: {2: free}}, {False: free}, Contention(2, 1))
-    save(file, "cnn, 10 classes, 32 px, 64 images, fp32", slow, network)
+    save(
+        file, "cnn, 10 classes, 32 px, 64 images, fp32, adam, all-reduce auto, cpu", slow, network
+    )
     config = TrainConfig(
         model="cnn", data="", batch_size=8, emulate=str(file), emulate_dilation=1.0
     )
@@ -100,5 +102,8 @@ def test_a_profile_emulates_the_ranks_that_it_was_measured_on(tmp_path: Path) ->
         assert one.hardware.network.contention == (2, 1)
     with pytest.raises(UsageError, match=r"a profile of other settings \(cnn, 10 classes, 32 px"):
         emulations.emulation(config, parts, costs, (), 64, World("none", 0, 2, 0, 2, 1))
-    with pytest.raises(UsageError, match=r"--emulate: .*it has 2 rank\(s\), the job has 1"):
+    with pytest.raises(UsageError, match=r"a profile of other settings \(.*, fp32, adam, "):
+        other = replace(config, optimizer="sgd")
+        emulations.emulation(other, parts, costs, (), 32, World("none", 0, 2, 0, 2, 1))
+    with pytest.raises(UsageError, match=r"it has 2 rank\(s\), the job has 1"):
         emulations.emulation(config, parts, costs, (), 32, World("none", 0, 1, 0, 1, 1))

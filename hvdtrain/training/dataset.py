@@ -1,0 +1,24 @@
+"""The data set of a run: the size at which it is read, and the size that the model takes."""
+
+from dataclasses import replace
+
+from hvdtrain.config import TrainConfig
+from hvdtrain.data.index import Index, read_index
+
+
+def index_for(config: TrainConfig) -> Index:
+    """Return the data set of a run, at the size at which it is read.
+
+    Raises:
+        DataError: if there is none.
+        UsageError: if its pixels are fewer than the model takes, and the run is not emulated.
+    """
+    # Emulated components look at a few pixels, so any data set serves a model of any size.
+    return read_index(config.data).at_size(None if config.emulate else config.image_size)
+
+
+def as_modelled(index: Index, config: TrainConfig) -> Index:
+    """Return the data set with the images that the model of a run takes."""
+    if config.emulate is None or config.image_size is None:
+        return index
+    return replace(index, image_shape=(config.image_size,) * 2 + index.image_shape[2:])
