@@ -14,8 +14,8 @@ from tests.single.training.jobs import summary_of
 CLUSTER = """
 ranks: 2
 ranks_per_node: 2
-gflops: 10
-memory_gbytes: 20
+gflops: 40
+memory_gbytes: 80
 memory_gib: 16
 gbytes: 1
 latency_microseconds: 100
@@ -31,6 +31,7 @@ def test_an_emulated_run_takes_the_modelled_time_and_resumes(
     cluster.write_text(CLUSTER)
     options = ["train", "--model", "cnn", "--data", small_set, "--run", run, "--log-every", 2]
     options += ["--ranks", 2, "--plan", "mp", "--batch-size", 32, "--emulate", cluster]
+    options += ["--image-size", 32]  # those of the data set have 16 pixels
     for steps, more in ((6, []), (10, ["--resume"])):
         done = hvdtrain(*options, "--emulate-dilation", 10, "--max-steps", steps, *more)
         assert done.returncode == 0, done.stdout + done.stderr
