@@ -3,7 +3,7 @@
 This module does not import torch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hvdtrain.options.syncrequest import CHOICES
@@ -11,7 +11,7 @@ from hvdtrain.plan.plan import Plan
 from hvdtrain.planner.agreement import NONE, Agreement, rank_bytes
 from hvdtrain.planner.candidate import Candidate, play
 from hvdtrain.planner.cost import Question
-from hvdtrain.planner.solve import Solution, solve
+from hvdtrain.planner.solve import BETTER, Solution, solve
 
 NOTHING_TO_SETTLE = "--sync auto: exact, because no stage of the plan has several ranks"
 WORTH = 0.95  # an approximation must shorten the predicted step to this part, or less
@@ -103,8 +103,32 @@ def settle(question: Question, allows_approximate: bool, plan: Plan | None = Non
     Raises:
         UsageError: if no plan fits.
     """
-    prospects = tuple(prospect(question, method, plan) for method in CHOICES)
-    return choose(prospects, allows_approximate)
+    prospects = [prospect(question, method, plan) for method in CHOICES]
+    return choose(prospects if plan else with_plans_of_all(prospects), allows_approximate)
+
+
+def with_plans_of_all(prospects: Sequence[Prospect]) -> list[Prospect]:
+    """Return the prospects, each with the fastest of the plans that were chosen for any of them.
+
+    The search for a plan is not exhaustive: without this, a method could win by a plan that was
+    missed for another method and does not even send anything.
+    """
+    plans = {one.candidate.plan: one.candidate.name for one in prospects}
+    return [_with_fastest(one, plans) for one in prospects]
+
+
+def _with_fastest(one: Prospect, plans: Mapping[Plan, str]) -> Prospect:
+    played = [play(one.question, plan, name) for plan, name in plans.items()]
+    fitting = [other for other in played if not other.shortage(one.question.limits)]
+    best = min(fitting, key=lambda other: other.seconds, default=one.candidate)
+    if best.seconds > BETTER * one.candidate.seconds:
+        return one
+    solution = one.solution
+    if solution is not None:
+        solution = replace(solution, chosen=best, candidates=(best, *solution.candidates))
+    known = one.question.known
+    sent = rank_bytes(known.agreement, best.plan, known.by_name)
+    return replace(one, candidate=best, sent_bytes=max(sent), solution=solution)
 
 
 def choose(prospects: Sequence[Prospect], allows_approximate: bool) -> Settled:

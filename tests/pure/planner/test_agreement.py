@@ -17,7 +17,14 @@ from hvdtrain.planner.agreement import (
     rank_bytes,
     typical_coding,
 )
-from hvdtrain.planner.approximate import WORTH, Settled, settle
+from hvdtrain.planner.approximate import (
+    WORTH,
+    Settled,
+    choose,
+    prospect,
+    settle,
+    with_plans_of_all,
+)
 from hvdtrain.planner.candidate import play
 from hvdtrain.planner.cost import Known, Question
 from hvdtrain.planner.solve import solve
@@ -188,6 +195,21 @@ def test_a_fast_link_makes_exact_sums_win() -> None:
     settled = settle(requested, True, dp(requested))
     assert chosen(settled) == "none"
     assert settled.reason.startswith("--sync auto: exact, which no approximation beats by 5%; ")
+
+
+def test_a_plan_that_was_missed_for_exact_sums_makes_no_other_method_win() -> None:
+    """Once, bf16 won by a pipeline, which sends nothing: the search had not found it for exact."""
+    requested = question(components=2)
+    names = list(requested.known.profile.names)
+    plan = pipeline(names, [1, 1], 2, 2, 1, 4, "1f1b")
+    missed = [prospect(requested, method, dp(requested)) for method in CHOICES]
+    found = prospect(requested, "bf16", plan)
+    assert found.candidate.seconds < WORTH * missed[0].candidate.seconds
+    settled = choose(with_plans_of_all([missed[0], found]), True)
+    assert chosen(settled) == "none"
+    assert settled.chosen.candidate.plan == plan
+    assert settled.chosen.sent_bytes == 0
+    assert chosen(choose([missed[0], found], True)) == "bf16"  # the control
 
 
 def test_what_compression_costs_decides() -> None:
