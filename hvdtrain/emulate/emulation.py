@@ -26,7 +26,6 @@ from hvdtrain.planner.adapt import seconds_to_migrate
 from hvdtrain.planner.candidate import Candidate, play
 from hvdtrain.planner.cost import Known, Question
 from hvdtrain.planner.memory import OPTIMIZER_COPIES
-from hvdtrain.planner.profile import RankTimes
 from hvdtrain.planner.solve import lower_bound
 from hvdtrain.sync.collectives import Collectives
 from hvdtrain.training.session import Device
@@ -206,11 +205,20 @@ def emulation(
             f"--emulate runs on one host, and these {world.size} ranks are on several: use --ranks"
         )
     clock = Clock(config.emulate_dilation or 1.0)
-    of_model = costs, recomputed
     if profiles.is_profile(Path(config.emulate)):
-        question, times, hardware = _of_profile(config, *of_model, image_size, world, clock)
+        known = _measured(config, costs, recomputed, image_size, world.size)
+        question = Question(known, config.batch_size, config.optimizer)
+        times = known.profile.ranks[world.rank]
+        hardware = Hardware(lambda step: known.network, world.rank, clock)
     else:
-        question, times, hardware = _of_cluster(config, *of_model, world, clock)
+        cluster = clusters.load(config.emulate, world.size, "--emulate")
+        question = clusters.question_of(
+            cluster, costs, config.batch_size, config.optimizer, recomputed
+        )
+        undisturbed = replace(cluster, events=())  # the hardware adds the events of each step
+        profile = undisturbed.profile(costs, OPTIMIZER_COPIES[config.optimizer])
+        times = profile.ranks[world.rank]
+        hardware = Hardware.of_cluster(cluster, world.rank, clock)
     itemsize = DTYPES[config.precision].itemsize
 
     def work(name: str) -> Work:
@@ -220,53 +228,25 @@ def emulation(
     return Emulation(config.emulate, hardware, question, made)
 
 
-def _of_cluster(
-    config: TrainConfig,
-    costs: Sequence[ComponentCost],
-    recomputed: Collection[str],
-    world: World,
-    clock: Clock,
-) -> tuple[Question, RankTimes, Hardware]:
-    """Return the question, and this rank's undisturbed device, of a modelled cluster."""
-    assert config.emulate is not None
-    cluster = clusters.load(config.emulate, world.size, "--emulate")
-    question = clusters.question_of(
-        cluster, costs, config.batch_size, config.optimizer, recomputed
-    )
-    undisturbed = replace(cluster, events=())  # the hardware adds the events of each step
-    profile = undisturbed.profile(costs, OPTIMIZER_COPIES[config.optimizer])
-    hardware = Hardware.of_cluster(cluster, world.rank, clock)
-    return question, profile.ranks[world.rank], hardware
-
-
-def _of_profile(
+def _measured(
     config: TrainConfig,
     costs: Sequence[ComponentCost],
     recomputed: Collection[str],
     image_size: int,
-    world: World,
-    clock: Clock,
-) -> tuple[Question, RankTimes, Hardware]:
-    """Return the question, and this rank's device, of ranks that were measured.
+    ranks: int,
+) -> Known:
+    """Return what a profile file knows of the ranks that it was measured on.
 
     Raises:
-        UsageError: if the profile cannot be read, or is of another model.
+        UsageError: if it is not valid, or of another model.
     """
-    path = config.emulate or ""
-    names, subjects = (
-        [cost.name for cost in costs],
-        profiles.subjects_of(config, costs, image_size),
-    )
+    path, names = config.emulate or "", [cost.name for cost in costs]
+    subjects = profiles.subjects_of(config, costs, image_size)
     advice = "--emulate needs as many ranks as were measured, or another file"
-    read = profiles.load(Path(path), subjects, names, world.size, advice=advice)
+    read = profiles.load(Path(path), subjects, names, ranks, advice=advice)
     if isinstance(read, str):
         raise UsageError(
             f"--emulate {path} is a profile of other settings ({read}): use the same model, image "
             "size, precision and optimizer, or measure again with --plan auto --profile FILE.json"
         )
-    profile, network = read
-    question = Question(
-        Known(costs, profile, network, recomputed), config.batch_size, config.optimizer
-    )
-    hardware = Hardware(lambda step: network, world.rank, clock)
-    return question, profile.ranks[world.rank], hardware
+    return Known(costs, *read, recomputed)

@@ -104,7 +104,7 @@ def settle(question: Question, allows_approximate: bool, plan: Plan | None = Non
         UsageError: if no plan fits.
     """
     prospects = [prospect(question, method, plan) for method in CHOICES]
-    return choose(prospects if plan else with_plans_of_all(prospects), allows_approximate)
+    return choose(with_plans_of_all(prospects) if plan is None else prospects, allows_approximate)
 
 
 def with_plans_of_all(prospects: Sequence[Prospect]) -> list[Prospect]:
@@ -118,7 +118,8 @@ def with_plans_of_all(prospects: Sequence[Prospect]) -> list[Prospect]:
 
 
 def _with_fastest(one: Prospect, plans: Mapping[Plan, str]) -> Prospect:
-    played = [play(one.question, plan, name) for plan, name in plans.items()]
+    others = {plan: name for plan, name in plans.items() if plan != one.candidate.plan}
+    played = [play(one.question, plan, name) for plan, name in others.items()]
     fitting = [other for other in played if not other.shortage(one.question.limits)]
     best = min(fitting, key=lambda other: other.seconds, default=one.candidate)
     if best.seconds > BETTER * one.candidate.seconds:

@@ -12,7 +12,6 @@ from hvdtrain.backends.tensorflow.session import KerasFaults, KerasSession, Kera
 from hvdtrain.backends.tensorflow.step import MirroredSteps, Steps, make_strategy
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
-from hvdtrain.data.index import read_index
 from hvdtrain.errors import UsageError
 from hvdtrain.health.failure import patience, stalled
 from hvdtrain.host import quiet
@@ -26,6 +25,7 @@ from hvdtrain.keras.ranks import (
 )
 from hvdtrain.options.planrequest import Mirrored, check_one_rank
 from hvdtrain.plan.plan import replicated
+from hvdtrain.training.dataset import index_for
 from hvdtrain.training.feed import check_images, check_started, normalisation, open_splits, staged
 from hvdtrain.training.session import Device
 from hvdtrain.world import World, notes
@@ -39,7 +39,7 @@ def open_session(config: TrainConfig, world: World) -> KerasSession:
     """
     check_started(config, world)
     check_backend()
-    index = staged(read_index(config.data).at_size(config.image_size), config.stage, world)
+    index = staged(index_for(config), config.stage, world)
     check_images(config, index)
     strategy, gpus = _devices(config, world)
     keras.backend.clear_session()  # restarts the numbers in layer names

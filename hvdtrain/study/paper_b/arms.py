@@ -125,18 +125,18 @@ def pixels_of(model: ModelAtSize, index: Index) -> int:
     return model.pixels or index.image_shape[0]
 
 
-def synthetic(options: PaperBOptions, pixels: int, classes: int) -> str:
-    """Make synthetic images of a size if there are none yet; return their folder.
+def make_images(options: PaperBOptions, index: Index) -> None:
+    """Make synthetic images for the models whose images are larger than the packed ones.
 
     Time and memory do not depend on what images show.
 
     Raises:
         DataError: if they cannot be written.
     """
-    folder = Path(options.to) / f"images-{pixels}-{classes}"
-    if not (folder / INDEX_FILE).exists():
-        synth(folder, SYNTHETIC, classes, size=pixels)
-    return str(folder)
+    for model in options.trained:
+        folder = Path(_data_of(options, model, index))
+        if not (folder / INDEX_FILE).exists():
+            synth(folder, SYNTHETIC, index.classes, size=pixels_of(model, index))
 
 
 def _data_of(options: PaperBOptions, model: ModelAtSize, index: Index) -> str:
@@ -144,7 +144,7 @@ def _data_of(options: PaperBOptions, model: ModelAtSize, index: Index) -> str:
     try:
         index.at_size(model.pixels)
     except UsageError:
-        return synthetic(options, pixels_of(model, index), index.classes)
+        return str(Path(options.to) / f"images-{model.pixels}")
     return options.data
 
 

@@ -10,19 +10,19 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 import yaml
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError
 from hvdtrain.host import files
-from hvdtrain.plan.plan import Plan, pipeline, replicated
+from hvdtrain.plan.plan import Plan, replicated
 from hvdtrain.planner.candidate import play
 from hvdtrain.planner.clusters import Cluster, load
 from hvdtrain.planner.cost import Question
 from hvdtrain.planner.events import DEVICES, LINKS, Event
 from hvdtrain.planner.solve import Solution, solve
+from hvdtrain.planner.strategies import pipelines
 from hvdtrain.study.paper_b.arms import (
     ADAPTIVE,
     DP,
@@ -30,6 +30,7 @@ from hvdtrain.study.paper_b.arms import (
     MP,
     SINGLE,
     Compared,
+    profile_of,
     written,
 )
 from hvdtrain.study.paper_b.measured import Measured
@@ -81,16 +82,15 @@ class Change:
         """The predicted seconds per step if each phase has its fastest plan from its start on."""
         return mean(solution.candidates[0].seconds for solution in self.solutions)
 
-    @property
+    @cached_property
     def plans(self) -> dict[str, Plan]:
         """The plans that do not change, by strategy; the foreseen one suits the event."""
-        ranks, question = self.cluster(0).ranks, self.phases[-1]
-        names = list(question.known.profile.names)
-        work = [cost.forward_flops for cost in question.known.costs]
+        question = self.phases[-1]
+        longest, *hybrids = pipelines(question)
         return {
-            DP: replicated(names, ranks, None, None),
-            MP: pipeline(names, work, ranks, ranks, 1, None, "1f1b"),
-            HYBRID: pipeline(names, work, ranks, 2, ranks // 2, None, "1f1b"),
+            DP: replicated(question.known.profile.names, question.ranks, None, None),
+            MP: longest,
+            HYBRID: min(hybrids, key=self.predicted),
             FORESEEN: self.solutions[-1].chosen.plan,
         }
 
@@ -205,18 +205,18 @@ def emulate(
 
 
 def on_measured_ranks(
-    sides: Sequence[Compared], profiles: Mapping[str, Path], measured: Mapping[str, Measured]
+    options: PaperBOptions, sides: Sequence[Compared], measured: Mapping[str, Measured]
 ) -> list[Comparison]:
     """Return the runs on emulated ranks that are as fast as the measured ones.
 
     Args:
-        profiles, measured: by model.
+        measured: by model.
     """
     comparisons = []
     for side in sides:
         if side.strategy in ON_MEASURED:
-            model = side.model.key
-            config = replace(side.timed.config, emulate=str(profiles[model]), device="cpu")
+            model, profile = side.model.key, str(profile_of(options, side.model))
+            config = replace(side.timed.config, emulate=profile, device="cpu")
             name = f"{model}, {side.strategy}, emulated"
             arm = replace(side.timed, key=f"emulated-{side.timed.key}", name=name, config=config)
             expected = measured[model].step_seconds(side.strategy)
@@ -245,7 +245,7 @@ def _of_size(options: PaperBOptions, ranks: int) -> Comparison:
     """Return the run of DP on another number of V100."""
     cluster = replace(load(CLUSTER), ranks=ranks, ranks_per_node=max(ranks, 8))
     question = question_for(SIZED, cluster)
-    plan = replicated(list(question.known.profile.names), ranks, None, None)
+    plan = replicated(question.known.profile.names, ranks, None, None)
     key = f"v100-{SIZED}-{DP}-{ranks}"
     arm = _arm(options, SIZED, ranks, key, "dp", options.emulated_steps)
     config = replace(arm.config, emulate=_written(options, f"v100-{ranks}", cluster))
@@ -297,16 +297,9 @@ def _written(options: PaperBOptions, name: str, cluster: Cluster) -> str:
     """Write a cluster into the folder of the study and return its path."""
     path = Path(options.to) / "clusters" / f"{name}.yaml"
     make_folder(path.parent)
-    content: dict[str, Any] = {key: value for key, value in asdict(cluster).items() if value}
-    if cluster.events:
-        content["events"] = [_as_content(event) for event in cluster.events]
+    content = {key: value for key, value in asdict(cluster).items() if value}
     files.write_text(path, yaml.safe_dump(content), "the cluster", DataError)
     return str(path)
-
-
-def _as_content(event: Event) -> dict[str, Any]:
-    values = {"slows": event.slows, "factor": event.factor, "from_step": event.from_step}
-    return values if event.ranks is None else values | {"ranks": list(event.ranks)}
 
 
 def _read(comparison: Comparison, folder: Path) -> Emulated:

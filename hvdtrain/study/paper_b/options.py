@@ -69,8 +69,8 @@ class PaperBOptions:
         models = self.trained
         if len(set(models)) < len(models):
             raise UsageError(f"--models {self.models} names a model twice: name it once")
-        least = {"repeats": 1, "steps": 3, "epochs": 0, "seeds": 1, "emulated_steps": 0}
-        least["event_steps"] = 0
+        least = {"repeats": 1, "steps": 3, "seeds": 1}
+        least |= dict.fromkeys(("epochs", "emulated_steps", "event_steps"), 0)
         for name, smallest in least.items():
             if getattr(self, name) < smallest:
                 raise UsageError(

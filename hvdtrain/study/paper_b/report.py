@@ -95,12 +95,15 @@ def _measured(options: PaperBOptions, results: Sequence[Measured]) -> list[str]:
 def _accuracy(options: PaperBOptions, results: Sequence[Measured]) -> list[str]:
     if not options.epochs:
         return ["## Measured: accuracy", "Left out by `--epochs 0`."]
+    trained = [one for one in results if one.accuracy]
+    if not trained:
+        return ["## Measured: accuracy", "Left out: synthetic images have no accuracy to compare."]
     return [
         "## Measured: accuracy",
         f"Test accuracy after {options.epochs} epoch(s), medians of {options.seeds} run(s). All "
         "strategies see the same samples in the same order. Equivalence is shown if two one-sided "
         "t-tests refute a difference of 0.5 points or more (p < 0.05).",
-        *_by_model([one for one in results if one.accuracy], measured.accuracy_table),
+        *_by_model(trained, measured.accuracy_table),
     ]
 
 

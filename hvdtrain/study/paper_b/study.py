@@ -30,6 +30,7 @@ def reproduce(options: PaperBOptions, say: Callable[[str], object]) -> Path:
     index, folder = read_index(options.data), Path(options.to)
     make_folder(folder)
     make_folder(folder / "profiles")
+    arms.make_images(options, index)
     run_all(arms.profiled(options, index), 1, folder, say)
     known = {model.key: arms.known_of(options, model, index) for model in options.trained}
     optima = {
@@ -50,8 +51,7 @@ def reproduce(options: PaperBOptions, say: Callable[[str], object]) -> Path:
     }
     say("predicting table I")
     predictions = [predict(model) for model in PUBLISHED]
-    profiles = {model.key: arms.profile_of(options, model) for model in options.trained}
-    on_measured = on_measured_ranks(sides, profiles, measured)
+    on_measured = on_measured_ranks(options, sides, measured)
     emulations = emulate(options, on_measured, predictions, say)
     return report.write(folder, options, list(measured.values()), predictions, emulations)
 

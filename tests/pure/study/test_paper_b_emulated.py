@@ -32,9 +32,9 @@ def options(folder: Path) -> PaperBOptions:
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.key)
 def test_a_change_is_in_the_cluster_file_of_valid_runs(tmp_path: Path, change: Change) -> None:
     comparisons = _during(options(tmp_path), change)
-    static = ["DP"] if change.event is None else ["DP", "foreseen"]
-    if change.key != "congested":  # there DP is the best plan, or another one
-        assert [one.strategy for one in comparisons] == [static[0], "adaptive", *static[1:]]
+    # DP is the planner's plan unless devices differ: slow links cost a large model little.
+    foreseen = ["foreseen"] if change.key in ("throttled", "two-kinds") else []
+    assert [one.strategy for one in comparisons] == ["DP", "adaptive", *foreseen]
     for one in comparisons:
         one.arm.config.check()
         assert one.arm.config.max_steps == 40
