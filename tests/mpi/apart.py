@@ -1,6 +1,6 @@
 """Replicas that train apart, for tests: their training, and serial simulations of it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -342,3 +342,18 @@ def simulated_diloco(replicas: Replicas, period: int, steps: int) -> History:
             outer.meet()
             history.append(replicas.weights())
     return history
+
+
+# By name: the simulation, the value of --sync, and other options.
+METHODS: dict[str, tuple[Callable[[Replicas, int, int], History], str, dict[str, Any]]] = {
+    "local": (simulated_local, "local:2", {}),
+    "local, adam": (simulated_local, "local:3", {"optimizer": "adam", "lr": 0.003}),
+    "elastic": (simulated_elastic, "elastic:2", {}),
+    "elastic, rate 0.3": (simulated_elastic, "elastic:5", {"elastic_rate": 0.3}),
+    "diloco": (simulated_diloco, "diloco:2", {}),
+    "diloco, adamw": (simulated_diloco, "diloco:3", {"optimizer": "adamw", "lr": 0.003}),
+    "fragments": (simulated_diloco, "diloco:4", {"fragments": 2}),
+    "overlap": (simulated_diloco, "diloco:3", {"overlap": 1, "outer_lr": 0.5}),
+    "fragments, overlap": (simulated_diloco, "diloco:3", {"fragments": 3, "overlap": 2}),
+    "fragments, overlap 1": (simulated_diloco, "diloco:2", {"fragments": 2, "overlap": 1}),
+}

@@ -18,17 +18,14 @@ from tests.mpi.apart import (
     ALONE,
     BOUND,
     EPOCH,
+    METHODS,
     SEEN,
     SIZE,
-    History,
     Replicas,
     Trainer,
     config_of,
     difference,
     final,
-    simulated_diloco,
-    simulated_elastic,
-    simulated_local,
     stages,
     unequal,
     weights_of,
@@ -139,20 +136,6 @@ def test_one_replica_of_an_elastic_run_is_the_exact_run() -> None:
         difference(final(config_of("elastic:1"), plan, ALONE), final(config_of(), plan, ALONE))
         == 0
     )
-
-
-METHODS: dict[str, tuple[Callable[[Replicas, int, int], History], str, dict[str, Any]]] = {
-    "local": (simulated_local, "local:2", {}),
-    "local, adam": (simulated_local, "local:3", {"optimizer": "adam", "lr": 0.003}),
-    "elastic": (simulated_elastic, "elastic:2", {}),
-    "elastic, rate 0.3": (simulated_elastic, "elastic:5", {"elastic_rate": 0.3}),
-    "diloco": (simulated_diloco, "diloco:2", {}),
-    "diloco, adamw": (simulated_diloco, "diloco:3", {"optimizer": "adamw", "lr": 0.003}),
-    "fragments": (simulated_diloco, "diloco:4", {"fragments": 2}),
-    "overlap": (simulated_diloco, "diloco:3", {"overlap": 1, "outer_lr": 0.5}),
-    "fragments, overlap": (simulated_diloco, "diloco:3", {"fragments": 3, "overlap": 2}),
-    "fragments, overlap 1": (simulated_diloco, "diloco:2", {"fragments": 2, "overlap": 1}),
-}
 
 
 def largest_difference(world: World, method: str, steps: int = 9) -> float:
