@@ -6,11 +6,11 @@
 
 A round is one job of each method, in turns, on a link that `tc` limits (benchmarks/link.py); the
 first steps of a job do not count. The bytes are those that the interface of rank 0 has sent per
-step, headers included, beside those that hvdtrain has counted. The predicted step is that of two
-ranks that never meet, plus the counted bytes over the bandwidth: no overlap, and no cost of
-compressing. A method pays below the bandwidth at which its step is as long as the exact one; it is
-interpolated between the two bandwidths around it, in logarithms. The peers are
-DistributedDataParallel over gloo with PyTorch's own hooks.
+step, headers included, beside those that hvdtrain has counted. The predicted step is the planner's
+for data parallelism: before the rounds it measures components, all-reduces on this link and the
+seconds of compressing, as `--plan auto` does. A method pays below the bandwidth at which its step
+is as long as the exact one; it is interpolated between the two bandwidths around it, in
+logarithms. The peers are DistributedDataParallel over gloo with PyTorch's own hooks.
 """
 
 import argparse
@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,6 +58,9 @@ def main() -> None:
     if options.job is not None:
         _peer(options)
         return
+    if options.predict:
+        _predict(options)
+        return
     methods = options.methods.split(";")
     medians: dict[float, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -68,12 +72,13 @@ def main() -> None:
         for gigabits in map(float, options.gigabits.split(",")):
             results: dict[str, list[Sample]] = {method: [] for method in methods}
             with Link(gigabits) as link:
+                predicted = _predicted(options, link)
                 for number in range(options.rounds):
                     turn = number % len(methods)
                     for method in methods[turn:] + methods[:turn]:
                         run = Path(folder) / f"run-{gigabits}-{number}-{len(results[method])}"
                         results[method] += _samples(options, link, method, data, run)
-            _print(options, gigabits, results)
+            _print(options, gigabits, results, predicted)
             medians[gigabits] = {
                 method: statistics.median(sample.seconds for sample in samples)
                 for method, samples in results.items()
@@ -98,7 +103,65 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--data", help=argparse.SUPPRESS)
     parser.add_argument("--method", help=argparse.SUPPRESS)
     parser.add_argument("--job", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--predict", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
+
+
+def _predicted(options: argparse.Namespace, link: Link) -> dict[str, float]:
+    """Return the predicted seconds per step of all methods but the peers."""
+    command = [sys.executable, __file__, "--predict", "--methods", options.methods]
+    command += ["--model", options.model, "--images", str(options.images)]
+    result: dict[str, float] = json.loads(common.run_all([link.mpirun(command)], threads=1)[0])
+    return result
+
+
+def _predict(options: argparse.Namespace) -> None:
+    """Run one rank of the predictions; rank 0 prints them."""
+    import torch
+
+    from hvdtrain import models, world
+    from hvdtrain.backends.pytorch.parts import build_model
+    from hvdtrain.check.plan import MEAN, STD
+    from hvdtrain.config import TrainConfig
+    from hvdtrain.parallel.stage import Images
+    from hvdtrain.plan.plan import replicated
+    from hvdtrain.planner import choose
+    from hvdtrain.planner.candidate import play
+    from hvdtrain.planner.coding import measure_coding
+    from hvdtrain.planner.subject import subject_of
+
+    job = world.start(threads=1)
+    torch.set_num_threads(1)
+    ways = {
+        method: dict([method.split()]) if " " in method else {}
+        for method in options.methods.split(";")
+        if not method.startswith("ddp")
+    }
+    config = TrainConfig(
+        model=options.model, data="", plan="auto", optimizer="sgd", batch_size=2 * options.images
+    )
+    components = models.components(options.model, common.CLASSES, common.SIZE)
+    images = Images(MEAN, STD, torch.device("cpu"), config.precision)
+    subject = subject_of(config, components, common.SIZE, common.CLASSES, images)
+    by_name = {part.name: part for part in components}
+    known = choose.measure(subject, job)
+    coding = measure_coding(
+        lambda name: build_model([by_name[name]], config, images.device).parameters(),
+        subject.names,
+        [way["compress"] for way in ways.values() if "compress" in way],
+        job.size,
+        job,
+    )
+    known = replace(known, profile=known.profile.with_coding(coding))
+    plan = replicated(subject.names, job.size, 1, None)
+    if job.rank == 0:
+        questions = {
+            method: choose.question(replace(config, **way), known, job.size)
+            for method, way in ways.items()
+        }
+        seconds = {method: play(one, plan, method).seconds for method, one in questions.items()}
+        print(json.dumps(seconds), flush=True)
+    world.stop()
 
 
 def _samples(
@@ -177,12 +240,17 @@ def _peer(options: argparse.Namespace) -> None:
 
 
 def _print(
-    options: argparse.Namespace, gigabits: float, results: Mapping[str, list[Sample]]
+    options: argparse.Namespace,
+    gigabits: float,
+    results: Mapping[str, list[Sample]],
+    predicted: Mapping[str, float],
 ) -> None:
     images = 2 * options.images
     print(f"{options.model}, 2 ranks x 1 thread, {images} images per step, {gigabits:g} Gbit/s")
-    print(f"{'':>24}{'s/step':>9}{'images/s':>10}{'MB sent':>9}{'counted':>9}{'predicted':>11}")
-    alone = statistics.median(sample.seconds for sample in results.get(ALONE, []) or [_NONE])
+    print(
+        f"{'':>24}{'s/step':>9}{'images/s':>10}{'MB sent':>9}{'counted':>9}"
+        f"{'predicted':>11}{'error':>8}"
+    )
     for method, samples in results.items():
         if not samples:
             print(f"{method:>24}   failed")
@@ -190,10 +258,10 @@ def _print(
         seconds, sent, counted = (
             statistics.median(column) for column in zip(*samples, strict=True)
         )
-        predicted = alone + counted * 8 / (gigabits * 1e9)
+        ahead = predicted.get(method, float("nan"))
         print(
             f"{method:>24}{seconds:>9.3f}{images / seconds:>10.1f}{sent / 1e6:>9.2f}"
-            f"{counted / 1e6:>9.2f}{predicted:>9.3f} s"
+            f"{counted / 1e6:>9.2f}{ahead:>11.3f}{ahead / seconds - 1:>8.1%}"
         )
     sys.stdout.flush()
 
@@ -240,8 +308,6 @@ def _plot(options: argparse.Namespace, medians: Mapping[float, Mapping[str, floa
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
         figure.savefig(options.plot)
 
-
-_NONE = Sample(float("nan"), float("nan"), float("nan"))
 
 if __name__ == "__main__":
     main()

@@ -26,6 +26,7 @@ REPEATS = 5
 LONG_SECONDS = 0.5
 ENOUGH_SECONDS = 1.0  # fewer repeats if this is exceeded, but at least LEAST
 LEAST = 3
+OF_TWO = 3  # repeats of a measurement that is made twice
 
 Result = TypeVar("Result")
 
@@ -109,12 +110,12 @@ class Chain:
 
     def whole(self, rows: int) -> Seconds:
         """Return the seconds of whole steps on `rows` samples."""
-        repeats = repeated(lambda: self._whole(rows))
+        repeats = repeated(lambda: self._whole(rows), most=OF_TWO)
         return Seconds(*(np.array(values) for values in zip(*repeats, strict=True)))
 
     def in_halves(self, rows: int) -> Halves:
         """Return the seconds of backwards in halves on `rows` samples."""
-        repeats = repeated(lambda: self._in_halves(rows))
+        repeats = repeated(lambda: self._in_halves(rows), most=OF_TWO)
         return Halves(*(np.array(values) for values in zip(*repeats, strict=True)))
 
     def emitted(self, rows: int) -> Tensor:
@@ -209,7 +210,9 @@ class Chain:
         return now(self.device)
 
 
-def repeated(once: Callable[[], Result], least_seconds: float = 0.0) -> list[Result]:
+def repeated(
+    once: Callable[[], Result], least_seconds: float = 0.0, most: int = REPEATS
+) -> list[Result]:
     """Repeat a measurement and return all of its results.
 
     The first repeat is dropped as a warm-up, unless it takes longer than LONG_SECONDS: then a
@@ -217,14 +220,16 @@ def repeated(once: Callable[[], Result], least_seconds: float = 0.0) -> list[Res
 
     Args:
         least_seconds: how long to repeat at least.
+        most: repeats, unless `least_seconds` needs more.
     """
     started = time.perf_counter()
     first, seconds = once(), time.perf_counter() - started
     repeats = [first] if seconds > LONG_SECONDS else []
-    while len(repeats) < REPEATS or seconds < least_seconds:
+    least = min(LEAST, most - 1)
+    while len(repeats) < most or seconds < least_seconds:
         repeats.append(once())
         seconds = time.perf_counter() - started
-        if len(repeats) >= LEAST and seconds > max(ENOUGH_SECONDS, least_seconds):
+        if len(repeats) >= least and seconds > max(ENOUGH_SECONDS, least_seconds):
             break
     return repeats
 

@@ -20,6 +20,7 @@ SIZES = tuple(4**power for power in range(1, 14))  # 4 bytes to 64 MiB
 WARM_UP = 2
 LEAST, MOST = 5, 40  # repeats per size
 SECONDS_PER_SIZE = 0.05
+LONG_SECONDS = 0.25  # an operation that takes longer, on a slow link, is not repeated
 CONTENDED_BYTES = 4 * 2**20
 PING, PONG = 11, 12
 _MATRIX = torch.ones(192, 192)
@@ -139,9 +140,11 @@ def _agreed_median(world: World, once: Callable[[], float]) -> float:
     barrier between repeats: in training ranks do not arrive at the same time either.
     """
     for _ in range(WARM_UP):
-        seconds = once()
-    longest = max(world.gather(seconds))
-    repeats = int(min(MOST, max(LEAST, SECONDS_PER_SIZE / max(longest, 1e-9))))
+        longest = max(world.gather(once()))
+        if longest > LONG_SECONDS:
+            break
+    least = 1 if longest > LONG_SECONDS else LEAST
+    repeats = int(min(MOST, max(least, SECONDS_PER_SIZE / max(longest, 1e-9))))
     repeated = [once() for _ in range(repeats)]
     return float(max(world.gather(statistics.median(repeated))))
 
@@ -202,13 +205,19 @@ def _transfer_curve(
     world: World, exchange: Exchange, pair: tuple[int, int], sizes: Sequence[int]
 ) -> Curve:
     """Return the seconds from a send to its arrival by bytes: half of a round trip. Collective."""
-    seconds_by_size = []
-    for size in sizes:
+    seconds_by_size: list[float] = []
+    for size, smaller in zip(sizes, (sizes[0], *sizes), strict=False):
+        # More bytes take longer, at most in proportion.
+        expected = 2 * seconds_by_size[-1] * size / smaller if seconds_by_size else 0.0
+        warm_up, repeats = WARM_UP, int(min(MOST, max(LEAST, 2**22 / size)))
+        if expected > LONG_SECONDS:
+            warm_up, repeats = 0, 1
         world.barrier()
         seconds = 0.0
         if world.rank in pair:
-            other = pair[1] if world.rank == pair[0] else pair[0]
-            seconds = _trip_seconds(exchange, other, world.rank == pair[0], size)
+            other, is_first = pair[world.rank == pair[0]], world.rank == pair[0]
+            trips = _trip_seconds(exchange, other, is_first, size, warm_up + repeats)
+            seconds = statistics.median(trips[warm_up:])
         seconds_by_size.append(world.broadcast(seconds, pair[0]))
     return Curve.of(sizes, seconds_by_size)
 
@@ -232,12 +241,14 @@ def _broadcast_seconds(world: World, size: int) -> float:
     return _agreed_median(world, once)
 
 
-def _trip_seconds(exchange: Exchange, other: int, is_first: bool, size: int) -> float:
+def _trip_seconds(
+    exchange: Exchange, other: int, is_first: bool, size: int, repeats: int
+) -> list[float]:
+    """Return half of the seconds of each of some round trips."""
     sent = torch.ones(size, dtype=torch.uint8, device=exchange.device)
     target = torch.empty_like(sent)
-    repeats = int(min(MOST, max(LEAST, 2**22 / size)))
     seconds = []
-    for _ in range(WARM_UP + repeats):
+    for _ in range(repeats):
         began = time.perf_counter()
         receipt = exchange.receive(target, other, PONG if is_first else PING)
         if is_first:
@@ -247,7 +258,7 @@ def _trip_seconds(exchange: Exchange, other: int, is_first: bool, size: int) -> 
             exchange.send(sent, other, PONG)
         exchange.flush()
         seconds.append((time.perf_counter() - began) / 2)
-    return statistics.median(seconds[WARM_UP:])
+    return seconds
 
 
 def message_to_self(exchange: Exchange) -> None:

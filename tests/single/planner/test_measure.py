@@ -1,0 +1,100 @@
+"""Measuring components and networks: disturbances, and operations that take long."""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from hvdtrain.parallel.exchange import Exchange
+from hvdtrain.planner import measure, probe
+from hvdtrain.planner.chain import Chain, Halves, Seconds
+from hvdtrain.planner.measure import Setting
+from hvdtrain.world import World
+
+ALONE = World("none", 0, 1, 0, 1, 1)
+SIZES = (2, 4, 8, 16, 32)
+
+
+class Disturbed:
+    """A chain of two components with 1 ms per sample; some measurements take twice as long."""
+
+    def __init__(self, disturbed: Sequence[int]) -> None:
+        self.disturbed, self.measured = disturbed, 0
+
+    def factor(self) -> float:
+        self.measured += 1
+        return 2.0 if self.measured - 1 in self.disturbed else 1.0
+
+    def whole(self, rows: int) -> Seconds:
+        values = np.full((3, 2), 1e-3 * rows * self.factor())
+        return Seconds(values, 2 * values, values, values[:, :1], values[:, :1])
+
+    def in_halves(self, rows: int) -> Halves:
+        # The first component has no halves.
+        values = np.full((3, 2), 1e-3 * rows * self.factor())
+        values[:, 0] = np.nan
+        return Halves(values, 2 * values)
+
+
+def setting(in_halves: bool) -> Setting:
+    return Setting(
+        build=cast(Any, None),
+        images=cast(Any, None),
+        image_size=32,
+        sizes=SIZES,
+        is_bf16=False,
+        in_halves=in_halves,
+        message=None,
+        counted=lambda names, rows: 0,
+        held=lambda: 0,
+        give_back=lambda: None,
+    )
+
+
+# Measurements in order: 2, 4, 8, 16, 32, 32, 16, 8, 4, 2 samples.
+@pytest.mark.parametrize("disturbed", [(), (2, 3), (0, 1, 2, 3, 4), (5, 6, 7, 8, 9), (4, 6)])
+def test_a_disturbed_measurement_does_not_count(disturbed: Sequence[int]) -> None:
+    result = measure._measured(cast(Chain, Disturbed(disturbed)), setting(False), ALONE)
+    for rows in SIZES:
+        assert result.whole[rows].forward == pytest.approx(1e-3 * rows)
+        assert result.whole[rows].backward == pytest.approx(2e-3 * rows)
+
+
+def test_a_size_that_is_disturbed_twice_is_slow() -> None:
+    result = measure._measured(cast(Chain, Disturbed((2, 7))), setting(False), ALONE)
+    assert result.whole[8].forward == pytest.approx(16e-3)
+
+
+def test_disturbed_halves_do_not_count() -> None:
+    # Whole passes and halves of 4 and 16 samples: 2, 4, 4 in halves, 8, 16, 16 in halves, 32, ...
+    result = measure._measured(cast(Chain, Disturbed((2, 8))), setting(True), ALONE)
+    assert sorted(result.halves) == [4, 16]
+    for rows, halves in result.halves.items():
+        assert halves.weights[:, 1] == pytest.approx(2e-3 * rows)
+
+
+@pytest.mark.parametrize(("seconds", "calls"), [(10.0, 2), (0.2, 7), (0.01, 7), (1e-6, 42)])
+def test_operations_that_take_long_are_not_repeated(seconds: float, calls: int) -> None:
+    called = []
+
+    def once() -> float:
+        called.append(1)
+        return seconds
+
+    assert probe._agreed_median(ALONE, once) == seconds
+    assert len(called) == calls
+
+
+def test_transfers_that_will_take_long_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    trips = {}
+
+    def trip_seconds(_: Exchange, other: int, first: bool, size: int, repeats: int) -> list[float]:
+        trips[size] = repeats
+        return [1e-7 * size] * repeats
+
+    monkeypatch.setattr(probe, "_trip_seconds", trip_seconds)
+    sizes = probe.sizes_up_to(2**26)
+    curve = probe._transfer_curve(ALONE, cast(Exchange, None), (0, 0), sizes)
+    assert curve(2**26) == pytest.approx(1e-7 * 2**26)
+    assert [trips[2**power] for power in (2, 20, 22, 24, 26)] == [42, 7, 1, 1, 1]
