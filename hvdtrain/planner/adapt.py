@@ -16,6 +16,7 @@ from hvdtrain.planner.network import MeasuredNetwork
 from hvdtrain.planner.profile import Profile, RankTimes
 
 WINDOW = 8  # steps that a drift must last, at least; the base is the median of as many times
+LONG_SECONDS, FEW = 4.0, 4  # a drift of that many seconds and steps has lasted long enough, too
 LEAST_SECONDS = 0.15  # one time is the mean over as many steps as take this long
 SETTLING = 3  # steps to ignore after a migration: they are slower than usual
 # A rank's own time, or the time that all ranks wait, must change by this factor. KungFu (Mai et
@@ -60,8 +61,8 @@ class Watch:
     Attributes:
         unaveraged: steps that together do not last LEAST_SECONDS yet.
         times: means over such steps: own seconds of each rank, the rest of the step, the step.
-        evidence, lasted: for each kind of drift (rank slower, rank faster, all waiting), the
-            evidence as in EVIDENCE, and the number of steps without a break.
+        evidence, lasted, seconds: for each kind of drift (rank slower, rank faster, all waiting),
+            the evidence as in EVIDENCE, and the steps and seconds without a break.
     """
 
     unaveraged: list[NDArray[np.float64]] = field(default_factory=list)
@@ -70,6 +71,7 @@ class Watch:
     unsettled: int = SETTLING
     evidence: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     lasted: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    seconds: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
 
     def add(self, own_seconds: Sequence[float], step_seconds: float) -> Drift | None:
         """Add one step and return the drift, if there is enough evidence of one.
@@ -107,7 +109,7 @@ class Watch:
         self.base = np.maximum(np.median(self.times, axis=0), 1e-9)
         self.times.clear()
         kinds = 2 * (len(self.base) - 2) + 1
-        self.evidence, self.lasted = np.zeros(kinds), np.zeros(kinds)
+        self.evidence, self.lasted, self.seconds = (np.zeros(kinds) for _ in range(3))
 
     def _weigh(self, time: NDArray[np.float64], steps: int) -> None:
         """Add to the evidence of the kinds that differ, and clear that of the others."""
@@ -120,12 +122,14 @@ class Watch:
         beyond = np.log(np.clip(ratios, DRIFT, MOST)) - np.log(DRIFT)
         self.evidence = np.where(differs, self.evidence + beyond * steps * time[-1], 0.0)
         self.lasted = np.where(differs, self.lasted + steps, 0.0)
+        self.seconds = np.where(differs, self.seconds + steps * time[-1], 0.0)
         if not differs.any():
             self.times.clear()
 
     def _drift(self) -> Drift | None:
         """Return the drift with the most evidence, if the evidence is sufficient."""
-        evidence = np.where(self.lasted >= WINDOW, self.evidence, 0.0)
+        is_long = (self.lasted >= FEW) & (self.seconds >= LONG_SECONDS)
+        evidence = np.where(is_long | (self.lasted >= WINDOW), self.evidence, 0.0)
         kind = int(evidence.argmax())
         if evidence[kind] < EVIDENCE:
             return None

@@ -45,7 +45,7 @@ ON_MEASURED = (DP, MP, HYBRID)  # strategies that are emulated on the measured r
 SIZES = (2, 4, 16, 32)  # ranks on which DP is emulated, besides those of table I
 SIZED = "resnet50"  # model of these runs
 CHANGING = "vit_b16"  # model of the runs with events: without batch norm any plan may follow
-DILATION = 6.0  # of the runs with events, which are compared with each other
+DILATION = 4.0  # of the runs with events, which are compared with each other
 SELDOM = "1000 epochs"  # writing a checkpoint takes real time
 FORESEEN, CHOSEN = "foreseen", "chosen"
 
