@@ -68,9 +68,12 @@ class Times(NamedTuple):
 
     def paces(self, microbatches: int) -> np.ndarray:
         """Return the seconds per step of each run, without its first micro-batch."""
-        possible = np.isfinite(self.passing)
-        passing = np.where(possible, self.passing, 0.0)
-        return np.where(possible, (microbatches - 1) * passing + self.rest, UNFIT)
+        return _paces(self.passing, self.rest, microbatches)
+
+
+def _paces(passing: np.ndarray, rest: np.ndarray, microbatches: int) -> np.ndarray:
+    possible = np.isfinite(passing)
+    return np.where(possible, (microbatches - 1) * np.where(possible, passing, 0.0) + rest, UNFIT)
 
 
 TimesOf = Callable[[int, int], Times]  # arguments: first rank, number of ranks
@@ -163,10 +166,14 @@ def _stacked(
             tables.append(tables[-1].up_to(len(rank_times)))
             continue
         previous, unlimited = rank_times, np.zeros((1, 1, 1))
+        passing, rest = (
+            np.stack([times[place] for times in rank_times], axis=1) for place in (0, 1)
+        )
+        arriving = [np.broadcast_to(times.arriving, times.passing.shape) for times in rank_times]
         tables.append(
             _Tables(
-                np.stack([times.passing + times.arriving for times in rank_times], axis=1),
-                np.stack([times.paces(microbatches) for times in rank_times], axis=1),
+                passing + np.stack(arriving, axis=1),
+                _paces(passing, rest, microbatches),
                 np.stack([times.bytes for times in rank_times], axis=1)
                 if is_limited
                 else unlimited,

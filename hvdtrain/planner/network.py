@@ -111,6 +111,18 @@ class Stacked:
         values: np.ndarray = seconds[:, piece] + (size - sizes[piece]) * self.slopes[:, piece]
         return np.maximum(values, seconds[:, 0] / sizes[0] * size) if size < sizes[0] else values
 
+    def of(self, sizes: np.ndarray) -> np.ndarray:
+        """Return the seconds of several sizes: fp64 [sizes, curves]; see `__call__`."""
+        if not self.is_alike:
+            return np.array([self(size) for size in sizes.tolist()])
+        known, seconds = self.sizes, self.seconds
+        pieces = np.clip(np.searchsorted(known, sizes, "right") - 1, 0, len(known) - 2)
+        more = (sizes - known[pieces])[:, None]
+        values = seconds.T[pieces] + more * self.slopes.T[pieces]
+        is_below = (sizes < known[0])[:, None]
+        least = (seconds[:, 0] / known[0])[None, :] * sizes[:, None] if known[0] else values
+        return np.where(is_below, np.maximum(values, least), values)
+
     @property
     def least_per_unit(self) -> np.ndarray:
         """Return `Curve.least_per_unit` of each curve: fp64 [curves]."""

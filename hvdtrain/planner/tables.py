@@ -15,6 +15,7 @@ from hvdtrain.planner.memory import BUFFERS, activation_bytes, lasting_bytes
 ALIKE = 1.2  # measurements of equal ranks differ by up to this factor on a shared machine
 MOST_UNITS = 16  # groups of neighbouring ranks that a division distinguishes
 MOST_PARTS = 48  # groups of neighbouring components that a division distinguishes
+NO_BYTES = np.zeros((1, 1))  # where memory is not limited
 TOLERANCE = 1e-3  # part of an estimate: far below the error of the measurements
 
 
@@ -47,6 +48,7 @@ class Tables:
         # A stage cannot end with a component whose output has no gradient, such as integers.
         ends = [True, *(cost.is_differentiable for cost in costs[:-1]), True]
         self.valid &= np.array(ends)[self.places][None, :]
+        self.receives = self.valid & (self.crossing > 0)[:, None]
 
     def times_of(self, first: int, count: int) -> Times:
         """Return the tables of one run of ranks, as `divide` needs them."""
@@ -93,29 +95,38 @@ class Tables:
         rows = _rows(self.rows, shares)
         # 2: in the forward and in the backward.
         gathered = 2 * self.known.gather_seconds(ranks) * self.norms
-        passing = _largest(map(self._compute, ranks, rows)) + gathered
+        computed = [self._done(rank)[count] for rank, count in zip(ranks, rows, strict=True)]
+        passing = _slowest(computed) + gathered
         receiving, latency = self._receiving(ranks, max(rows))
-        reduced = self._reduced(ranks)
-        update = _largest(map(self._update, ranks))
-        profile = self.known.profile.ranks
+        rest = self._reduced(ranks) + _slowest([self._updated(rank) for rank in ranks])
+        lasting, in_flight = NO_BYTES, NO_BYTES
+        if self.question.limits is not None:
+            lasting = self._once("lasting", len(ranks), make=lambda: self._lasting(len(ranks)))
+            lasting = lasting + max(rows) * BUFFERS * (
+                self.crossing[:, None] + self.crossing[None, :]
+            )
+            in_flight = self._in_flight(ranks, max(rows))
         return Times(
             # Receiving activations at the start and gradients at the end does not overlap.
             np.where(self.valid, passing + receiving[:, None] + receiving[None, :], UNFIT),
-            np.where(self.valid, reduced + update, UNFIT),
-            self._once("lasting", len(ranks), make=lambda: self._lasting(len(ranks)))
-            + max(rows) * BUFFERS * (self.crossing[:, None] + self.crossing[None, :]),
-            self._once("activations", max(rows), make=lambda: self._activations(max(rows)))
-            * max(profile[rank].activation_factor for rank in ranks)
-            + max(rows) * self.crossing[:, None],
+            np.where(self.valid, rest, UNFIT),
+            lasting,
+            in_flight,
             # The latencies of the input and of its gradient; the rank works meanwhile.
-            np.where(self.valid & (self.crossing > 0)[:, None], 2 * latency, 0.0),
+            np.where(self.receives, 2 * latency, 0.0),
         )
 
     def _lasting(self, replicas: int) -> np.ndarray:
-        if self.question.limits is None:  # nobody asks
-            return np.zeros((1, 1))
         costs, optimizer = self.known.costs, self.question.optimizer
         return self._spans([lasting_bytes([cost], optimizer, replicas) for cost in costs])
+
+    def _in_flight(self, ranks: tuple[int, ...], rows: int) -> np.ndarray:
+        """Return the bytes of one micro-batch in flight on the fullest rank."""
+        profile = self.known.profile.ranks
+        counted = self._once("activations", rows, make=lambda: self._activations(rows))
+        factor = max(profile[rank].activation_factor for rank in ranks)
+        held: np.ndarray = counted * factor + rows * self.crossing[:, None]
+        return held
 
     def _activations(self, rows: int) -> np.ndarray:
         costs, recomputed = self.known.costs, self.known.recomputed
@@ -126,18 +137,24 @@ class Tables:
             self.cached_arrays[key] = make()
         return self.cached_arrays[key]
 
-    def _compute(self, rank: int, rows: int) -> np.ndarray:
+    def _done(self, rank: int) -> np.ndarray:
+        """Return the seconds of one micro-batch up to each place: fp64 [rows + 1, places].
+
+        Row n is of n samples; that of 0 samples is not used.
+        """
         times = self.known.profile.ranks[rank]
 
         def make() -> np.ndarray:
-            forward, backward = times.arrays.forward(rows), times.arrays.backward(rows)
-            return self._spans(forward * self.times_forward + backward)
+            rows, arrays = np.arange(self.rows + 1), times.arrays
+            seconds = arrays.forward.of(rows) * self.times_forward + arrays.backward.of(rows)
+            return self._sums(seconds)
 
-        return self._once("compute", id(times), rows, make=make)
+        return self._once("done", id(times), make=make)
 
-    def _update(self, rank: int) -> np.ndarray:
+    def _updated(self, rank: int) -> np.ndarray:
+        """Return the seconds of the updates up to each place: fp64 [places]."""
         times = self.known.profile.ranks[rank]
-        return self._once("update", id(times), make=lambda: self._spans(times.arrays.update))
+        return self._once("updated", id(times), make=lambda: self._sums(times.arrays.update))
 
     def _receiving(self, ranks: tuple[int, ...], rows: int) -> tuple[np.ndarray, float]:
         """Return the seconds of sending and receiving at each place, and the latency."""
@@ -196,9 +213,15 @@ class Tables:
 
     def _spans(self, values: Sequence[float] | np.ndarray) -> np.ndarray:
         """Return the sums over runs: fp64, by places [start, stop); 0 if not start < stop."""
-        sums = np.concatenate([[0.0], np.cumsum(np.asarray(values, np.float64))])[self.places]
+        sums = self._sums(np.asarray(values, np.float64))
         spans: np.ndarray = np.maximum(sums[None, :] - sums[:, None], 0.0)
         return spans
+
+    def _sums(self, values: np.ndarray) -> np.ndarray:
+        """Return the sums of all components before each place, along the last axis."""
+        sums = np.zeros((*values.shape[:-1], values.shape[-1] + 1))
+        np.cumsum(values, axis=-1, out=sums[..., 1:])
+        return sums[..., self.places]
 
 
 def shares_of(question: Question, ranks: tuple[int, ...], rows: int) -> tuple[int, ...]:
@@ -223,6 +246,18 @@ def shares_of(question: Question, ranks: tuple[int, ...], rows: int) -> tuple[in
         counts[best] += 1
         heapq.heapreplace(done_at, ((counts[best] + 1) * slowness[best], best))
     return tuple(counts)
+
+
+def _slowest(sums: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the seconds of each run of components on the slowest rank: fp64 [start, stop].
+
+    Args:
+        sums: by rank, the seconds up to each place: fp64 [places].
+    """
+    distinct = {id(array): array for array in sums}
+    done = np.array(list(distinct.values()))
+    seconds: np.ndarray = (done[:, None, :] - done[:, :, None]).max(axis=0)
+    return np.maximum(seconds, 0.0)
 
 
 def _largest(arrays: Iterable[np.ndarray]) -> np.ndarray:
