@@ -25,7 +25,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import common
 from link import NETWORK, Link
@@ -72,7 +72,8 @@ def main() -> None:
         for gigabits in map(float, options.gigabits.split(",")):
             results: dict[str, list[Sample]] = {method: [] for method in methods}
             with Link(gigabits) as link:
-                predicted = _predicted(options, link)
+                only_peers = all(method.startswith("ddp") for method in methods)
+                predicted = {} if only_peers else _predicted(options, link)
                 for number in range(options.rounds):
                     turn = number % len(methods)
                     for method in methods[turn:] + methods[:turn]:
@@ -133,7 +134,7 @@ def _predict(options: argparse.Namespace) -> None:
     job = world.start(threads=1)
     torch.set_num_threads(1)
     ways = {
-        method: dict([method.split()]) if " " in method else {}
+        method: _options_of(method)
         for method in options.methods.split(";")
         if not method.startswith("ddp")
     }
@@ -162,6 +163,12 @@ def _predict(options: argparse.Namespace) -> None:
         seconds = {method: play(one, plan, method).seconds for method, one in questions.items()}
         print(json.dumps(seconds), flush=True)
     world.stop()
+
+
+def _options_of(method: str) -> dict[str, Any]:
+    """Return the options of `train` that a method stands for, such as sync and compress."""
+    words = method.replace("--", "").split() if method != "exact" else []
+    return dict(zip(words[::2], words[1::2], strict=True))
 
 
 def _samples(

@@ -121,7 +121,8 @@ class Stacked:
         values = seconds.T[pieces] + more * self.slopes.T[pieces]
         is_below = (sizes < known[0])[:, None]
         least = (seconds[:, 0] / known[0])[None, :] * sizes[:, None] if known[0] else values
-        return np.where(is_below, np.maximum(values, least), values)
+        result: np.ndarray = np.where(is_below, np.maximum(values, least), values)
+        return result
 
     @property
     def least_per_unit(self) -> np.ndarray:

@@ -20,7 +20,7 @@ SIZES = tuple(4**power for power in range(1, 14))  # 4 bytes to 64 MiB
 WARM_UP = 2
 LEAST, MOST = 5, 40  # repeats per size
 SECONDS_PER_SIZE = 0.05
-LONG_SECONDS = 0.25  # an operation that takes longer, on a slow link, is not repeated
+LONG_SECONDS = 0.25  # an operation that takes longer, as on a slow link, is not repeated often
 CONTENDED_BYTES = 4 * 2**20
 PING, PONG = 11, 12
 _MATRIX = torch.ones(192, 192)
@@ -139,12 +139,11 @@ def _agreed_median(world: World, once: Callable[[], float]) -> float:
     All ranks make the same number of repeats, as many as fit into SECONDS_PER_SIZE. There is no
     barrier between repeats: in training ranks do not arrive at the same time either.
     """
-    for _ in range(WARM_UP):
-        longest = max(world.gather(once()))
-        if longest > LONG_SECONDS:
-            break
-    least = 1 if longest > LONG_SECONDS else LEAST
-    repeats = int(min(MOST, max(least, SECONDS_PER_SIZE / max(longest, 1e-9))))
+    # The first call opens connections.
+    longest = float(min([max(world.gather(once())) for _ in range(WARM_UP)]))
+    if longest > LONG_SECONDS:
+        return longest
+    repeats = int(min(MOST, max(LEAST, SECONDS_PER_SIZE / max(longest, 1e-9))))
     repeated = [once() for _ in range(repeats)]
     return float(max(world.gather(statistics.median(repeated))))
 
@@ -206,12 +205,12 @@ def _transfer_curve(
 ) -> Curve:
     """Return the seconds from a send to its arrival by bytes: half of a round trip. Collective."""
     seconds_by_size: list[float] = []
-    for size, smaller in zip(sizes, (sizes[0], *sizes), strict=False):
-        # More bytes take longer, at most in proportion.
-        expected = 2 * seconds_by_size[-1] * size / smaller if seconds_by_size else 0.0
+    for number, size in enumerate(sizes):
         warm_up, repeats = WARM_UP, int(min(MOST, max(LEAST, 2**22 / size)))
-        if expected > LONG_SECONDS:
-            warm_up, repeats = 0, 1
+        if number > 1:
+            curve = Curve.of(sizes[:number], seconds_by_size)
+            if 2 * curve(size) > LONG_SECONDS:
+                warm_up, repeats = 0, 1
         world.barrier()
         seconds = 0.0
         if world.rank in pair:

@@ -40,7 +40,7 @@ class ComponentTimes:
     Attributes:
         input_half, weight_half: of a backward in halves; None if they were not measured.
         update: of the optimizer; does not depend on the samples.
-        spread: of the measured repeats, (largest - smallest) / median of the noisiest size.
+        spread: of the repeats that count, (largest - smallest) / median of the noisiest size.
         coding: of compressing and decompressing its gradients, by the measured methods.
     """
 

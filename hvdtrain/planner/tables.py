@@ -95,10 +95,14 @@ class Tables:
         rows = _rows(self.rows, shares)
         # 2: in the forward and in the backward.
         gathered = 2 * self.known.gather_seconds(ranks) * self.norms
-        computed = [self._done(rank)[count] for rank, count in zip(ranks, rows, strict=True)]
-        passing = _slowest(computed) + gathered
+        # Of ranks that are alike, the one with the most samples counts.
+        unlike = {
+            id(self.known.profile.ranks[rank]): (rank, count)
+            for count, rank in sorted(zip(rows, ranks, strict=True))
+        }.values()
+        passing = _slowest([self._done(rank)[count] for rank, count in unlike]) + gathered
         receiving, latency = self._receiving(ranks, max(rows))
-        rest = self._reduced(ranks) + _slowest([self._updated(rank) for rank in ranks])
+        rest = self._reduced(ranks) + _slowest([self._updated(rank) for rank, _ in unlike])
         lasting, in_flight = NO_BYTES, NO_BYTES
         if self.question.limits is not None:
             lasting = self._once("lasting", len(ranks), make=lambda: self._lasting(len(ranks)))
@@ -221,7 +225,8 @@ class Tables:
         """Return the sums of all components before each place, along the last axis."""
         sums = np.zeros((*values.shape[:-1], values.shape[-1] + 1))
         np.cumsum(values, axis=-1, out=sums[..., 1:])
-        return sums[..., self.places]
+        at_places: np.ndarray = sums[..., self.places]
+        return at_places
 
 
 def shares_of(question: Question, ranks: tuple[int, ...], rows: int) -> tuple[int, ...]:
@@ -254,10 +259,10 @@ def _slowest(sums: Sequence[np.ndarray]) -> np.ndarray:
     Args:
         sums: by rank, the seconds up to each place: fp64 [places].
     """
-    distinct = {id(array): array for array in sums}
-    done = np.array(list(distinct.values()))
+    done = np.array(sums)
     seconds: np.ndarray = (done[:, None, :] - done[:, :, None]).max(axis=0)
-    return np.maximum(seconds, 0.0)
+    positive: np.ndarray = np.maximum(seconds, 0.0)
+    return positive
 
 
 def _largest(arrays: Iterable[np.ndarray]) -> np.ndarray:

@@ -9,7 +9,14 @@ import pytest
 
 from hvdtrain.checkpoint import store
 from tests.conftest import Program
-from tests.single.training.jobs import events_of, ranks_of, start, summary_of, wait_for
+from tests.single.training.jobs import (
+    assert_each_sample_once,
+    events_of,
+    ranks_of,
+    start,
+    summary_of,
+    wait_for,
+)
 
 SECONDS_TO_END = 15.0
 
@@ -59,10 +66,11 @@ def test_a_run_with_servers_is_the_exact_run_and_resumes_as_such(
 def test_workers_that_run_ahead_make_the_same_number_of_steps(
     hvdtrain: Program, small_set: Path, tmp_path: Path, sync: str
 ) -> None:
-    run = tmp_path / "run"
+    run, ledger = tmp_path / "run", tmp_path / "ledger.csv"
     slow = "slow step=2 rank=1 seconds=0.02 steps=20"
-    more = ("--sync", sync, "--checkpoint-every", "7 steps", "--log-every", 1, "--inject", slow)
-    done = hvdtrain(*command(small_set, run, 3, *more, "--epochs", 6))
+    more = ("--sync", sync, "--checkpoint-every", "7 steps", "--log-every", 1, "--epochs", 6)
+    faults = ("--inject", slow, "--ledger", ledger)
+    done = hvdtrain(*command(small_set, run, 3, *more, *faults))
     assert done.returncode == 0, done.stderr
     assert [line["step"] for line in events_of(run, "step")] == list(range(1, 79))
     summary = summary_of(run)
@@ -70,8 +78,11 @@ def test_workers_that_run_ahead_make_the_same_number_of_steps(
     assert 0 < agreement["mean_staleness"] <= agreement["max_staleness"]
     assert agreement["max_staleness"] <= (2 if sync == "server:stale=2" else 32)
     assert summary["final"]["test_loss"] < 1.5  # without learning log 5 = 1.61
-    done = hvdtrain(*command(small_set, run, 2, "--resume", "--epochs", 7, "--sync", sync))
+    assert_each_sample_once(ledger, 6)
+    again = ("--resume", "--epochs", 7, "--sync", sync, "--ledger", ledger)
+    done = hvdtrain(*command(small_set, run, 2, *again))
     assert done.returncode == 0, done.stderr
+    assert_each_sample_once(ledger, 7)
 
 
 @pytest.mark.proof
@@ -88,3 +99,17 @@ def test_a_killed_rank_ends_the_run_soon_and_is_named(
     _, errors = process.communicate(timeout=SECONDS_TO_END)
     assert process.returncode != 0
     assert re.search(rf"rank {rank} on \S+ was ended by signal 9", errors), errors
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("sync", ["server", "server:stale=2", "server:async"])
+def test_a_run_that_loses_a_worker_goes_on_with_fewer(
+    hvdtrain: Program, small_set: Path, tmp_path: Path, sync: str
+) -> None:
+    run, ledger = tmp_path / "run", tmp_path / "ledger.csv"
+    more = ("--sync", sync, "--checkpoint-every", "3 steps", "--ledger", ledger, "--epochs", 3)
+    faults = ("--restarts", 1, "--min-ranks", 3, "--inject", "kill step=20 rank=1")
+    done = hvdtrain(*command(small_set, run, 4, *more, *faults))
+    assert done.returncode == 0, done.stderr
+    assert "was ended by signal 9" in done.stderr
+    assert_each_sample_once(ledger, 3)
