@@ -93,6 +93,16 @@ class Cut:
     def _all(self) -> Iterator[Piece]:
         return (piece for pieces in self.pieces.values() for piece in pieces)
 
+    @cached_property
+    def like(self) -> tuple[int, ...]:
+        """The first micro-batch that is cut as each micro-batch is, in all stages."""
+        first: dict[tuple[int, ...], int] = {}
+        counts = (
+            tuple(ranges[k][1] - ranges[k][0] for part in self.parts for ranges in part.values())
+            for k in range(self.microbatches)
+        )
+        return tuple(first.setdefault(count, k) for k, count in enumerate(counts))
+
     def rows(self, stage: int, rank: int, microbatch: int) -> int:
         """Return the number of samples of a micro-batch that `rank` works on in `stage`."""
         start, stop = self.parts[stage][rank][microbatch]
