@@ -308,6 +308,7 @@ def local_times(
         counted=partial(_counted_bytes, subject),
         held=partial(_held_bytes, subject),
         give_back=partial(_give_back, subject),
+        is_emulated=config.emulate is not None,
     )
     times = measure_rank(_chains(subject, setting.sizes[-1], world), setting, world)
     if not subject.methods:

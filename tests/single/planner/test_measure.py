@@ -37,7 +37,7 @@ class Disturbed:
         return Halves(values, 2 * values)
 
 
-def setting(in_halves: bool) -> Setting:
+def setting(in_halves: bool, is_emulated: bool = False) -> Setting:
     return Setting(
         build=cast(Any, None),
         images=cast(Any, None),
@@ -49,6 +49,7 @@ def setting(in_halves: bool) -> Setting:
         counted=lambda names, rows: 0,
         held=lambda: 0,
         give_back=lambda: None,
+        is_emulated=is_emulated,
     )
 
 
@@ -59,6 +60,12 @@ def test_a_disturbed_measurement_does_not_count(disturbed: Sequence[int]) -> Non
     for rows in SIZES:
         assert result.whole[rows].forward == pytest.approx(1e-3 * rows)
         assert result.whole[rows].backward == pytest.approx(2e-3 * rows)
+
+
+def test_emulated_passes_are_measured_once() -> None:
+    chain = Disturbed(())
+    measure._measured(cast(Chain, chain), setting(False, is_emulated=True), ALONE)
+    assert chain.measured == len(SIZES)
 
 
 def test_a_size_that_is_disturbed_twice_is_slow() -> None:
