@@ -109,7 +109,7 @@ demo: setup
 	@PATH="$(bin):$$PATH" $(bin)/python tools/demo.py
 
 docs: setup
-	@NO_MKDOCS_2_WARNING=1 $(bin)/python -m mkdocs build --quiet --strict && echo "$(VENV)/site/index.html"
+	@NO_MKDOCS_2_WARNING=1 $(bin)/python -m mkdocs build --strict && echo "$(VENV)/site/index.html"
 
 clean:
 	rm -rf $(VENV) .venv/cache .venv/demo build dist *.egg-info

@@ -70,7 +70,8 @@ def prepare(
 
     Args:
         model: on its device, with all its layers.
-        optimizer, more: of its parameters only.
+        optimizer: of its parameters only.
+        more: other optimizers, each of other parameters of the model.
         compress: what travels between ranks, as `hvdtrain train --compress`: none, fp16, bf16,
             topk:RATIO or powersgd:RANK. What is left out is added to the next gradients, so keep
             the scale of a GradScaler constant. Parameters in fp16 are not compressed. With
