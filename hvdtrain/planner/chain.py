@@ -26,7 +26,7 @@ REPEATS = 5
 LONG_SECONDS = 0.5
 ENOUGH_SECONDS = 1.0  # fewer repeats if this is exceeded, but at least LEAST
 LEAST = 3
-OF_TWO = 3  # repeats of a measurement that is made twice
+FEWER = 3  # repeats of a chain, which is measured twice
 
 Result = TypeVar("Result")
 
@@ -110,12 +110,12 @@ class Chain:
 
     def whole(self, rows: int) -> Seconds:
         """Return the seconds of whole steps on `rows` samples."""
-        repeats = repeated(lambda: self._whole(rows), most=OF_TWO)
+        repeats = repeated(lambda: self._whole(rows), most=FEWER)
         return Seconds(*(np.array(values) for values in zip(*repeats, strict=True)))
 
     def in_halves(self, rows: int) -> Halves:
         """Return the seconds of backwards in halves on `rows` samples."""
-        repeats = repeated(lambda: self._in_halves(rows), most=OF_TWO)
+        repeats = repeated(lambda: self._in_halves(rows), most=FEWER)
         return Halves(*(np.array(values) for values in zip(*repeats, strict=True)))
 
     def emitted(self, rows: int) -> Tensor:

@@ -166,40 +166,41 @@ def plan_costs(plan: Plan, cut: Cut, known: Known) -> Costs:
         seconds = stage_seconds(known, rank, components, kind, rows) if rows else 0.0
         return seconds + gathering_seconds(known, plan.stages[stage])
 
-    # Micro-batches that are cut alike cost the same.
-    @cache
-    def compute_like(rank: int, stage: int, kind: str, microbatch: int | None) -> float:
-        times = profile.ranks[rank]
-        if microbatch is None:
-            components = plan.stages[stage].components if kind == "STEP" else ()
-            return sum(times.components[name].update for name in components)
-        rows = cut.rows(stage, rank, microbatch)
-        if kind == "LOAD":
-            return times.load(rows) if rows and stage == 0 else 0.0
-        return compute_rows(like[rank], stage, kind, rows)
-
-    @cache
-    def communicate_like(rank: int, action: Action) -> float:
-        if action.kind in (*SENDS, *RECEIPTS):
-            return 0.5 * profile.ranks[rank].message_seconds * len(peers(cut, rank, action))
-        receipt = receipt_for(action, plan.last)
-        return receive_seconds(plan, cut, known, rank, receipt) if receipt else 0.0
-
     def compute(rank: int, action: Action) -> float:
-        stage, kind, k = action
-        return compute_like(rank, stage, kind, k if k is None else cut.like[k])
+        times = profile.ranks[rank]
+        if action.kind == "STEP":
+            components = plan.stages[action.stage].components
+            return sum(times.components[name].update for name in components)
+        assert action.microbatch is not None
+        rows = cut.rows(action.stage, rank, action.microbatch)
+        if action.kind == "LOAD":
+            return times.load(rows) if rows and action.stage == 0 else 0.0
+        return compute_rows(like[rank], action.stage, action.kind, rows)
 
     def hand_over(sender: int, receiver: int, action: Action) -> float:
         return known.latency_seconds(sender, receiver)
 
     def communicate(rank: int, action: Action) -> float:
-        stage, kind, k = action
-        return communicate_like(rank, Action(stage, kind, k if k is None else cut.like[k]))
+        if action.kind in (*SENDS, *RECEIPTS):
+            return 0.5 * profile.ranks[rank].message_seconds * len(peers(cut, rank, action))
+        receipt = receipt_for(action, plan.last)
+        return receive_seconds(plan, cut, known, rank, receipt) if receipt else 0.0
 
     def reduce(stage: int) -> float:
         return reduction_seconds(plan, cut, stage, known)
 
-    return Costs(compute, hand_over, cache(reduce), communicate)
+    return Costs(_once(cut, compute), hand_over, cache(reduce), _once(cut, communicate))
+
+
+def _once(cut: Cut, seconds: Callable[[int, Action], float]) -> Callable[[int, Action], float]:
+    """Return the function with a cache: micro-batches that are cut alike take the same seconds."""
+    cached = cache(seconds)
+
+    def like(rank: int, action: Action) -> float:
+        stage, kind, k = action
+        return cached(rank, action if k is None else Action(stage, kind, cut.like[k]))
+
+    return like
 
 
 def receive_seconds(plan: Plan, cut: Cut, known: Known, rank: int, receipt: Action) -> float:

@@ -104,17 +104,13 @@ class Stacked:
 
     def __call__(self, size: float) -> np.ndarray:
         """Return the seconds of one size: fp64 [curves], the values of calling each curve."""
-        if not self.is_alike:
-            return np.array([curve(size) for curve in self.curves])
-        sizes, seconds = self.sizes, self.seconds
-        piece = int(np.clip(np.searchsorted(sizes, size, "right") - 1, 0, len(sizes) - 2))
-        values: np.ndarray = seconds[:, piece] + (size - sizes[piece]) * self.slopes[:, piece]
-        return np.maximum(values, seconds[:, 0] / sizes[0] * size) if size < sizes[0] else values
+        of_size: np.ndarray = self.of(np.array([size]))[0]
+        return of_size
 
     def of(self, sizes: np.ndarray) -> np.ndarray:
         """Return the seconds of several sizes: fp64 [sizes, curves]; see `__call__`."""
         if not self.is_alike:
-            return np.array([self(size) for size in sizes.tolist()])
+            return np.array([[curve(size) for curve in self.curves] for size in sizes.tolist()])
         known, seconds = self.sizes, self.seconds
         pieces = np.clip(np.searchsorted(known, sizes, "right") - 1, 0, len(known) - 2)
         more = (sizes - known[pieces])[:, None]

@@ -214,7 +214,8 @@ def _transfer_curve(
         world.barrier()
         seconds = 0.0
         if world.rank in pair:
-            other, is_first = pair[world.rank == pair[0]], world.rank == pair[0]
+            is_first = world.rank == pair[0]
+            other = pair[1] if is_first else pair[0]
             trips = _trip_seconds(exchange, other, is_first, size, warm_up + repeats)
             seconds = statistics.median(trips[warm_up:])
         seconds_by_size.append(world.broadcast(seconds, pair[0]))

@@ -80,9 +80,9 @@ def test_noise_and_single_steps_are_no_drift() -> None:
         watch = Watch()
         assert follow(watch, (1.0, 1.0, 1.0), 100, seed, noise=0.4) == []
     watch = Watch()
-    follow(watch, (0.2, 0.2), SETTLING + WINDOW)
+    follow(watch, (0.05, 0.05), SETTLING + 3 * WINDOW)
     for _ in range(20):
-        assert follow(watch, (0.2, 0.4), WINDOW - 1) + follow(watch, (0.2, 0.2), 1) == []
+        assert follow(watch, (0.05, 0.45), WINDOW - 1) + follow(watch, (0.05, 0.05), 3) == []
 
 
 def test_a_network_that_becomes_slow_is_seen() -> None:
