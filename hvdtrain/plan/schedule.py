@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from hvdtrain.plan import passes
-from hvdtrain.plan.actions import BACKWARD, Action, Schedule, inputs
+from hvdtrain.plan.actions import Action, Schedule
 from hvdtrain.plan.cut import Cut
 from hvdtrain.plan.passes import UNITS
 from hvdtrain.plan.plan import Plan
@@ -198,6 +198,7 @@ class _Progress:
     ones is the next one. A whole backward counts as its two halves.
 
     Attributes:
+        kinds: the kinds of actions of each stage.
         ends: end times of the micro-batches, by kind (F, I, W) and stage.
         busy: the time from which a rank is free, by rank.
     """
@@ -205,6 +206,7 @@ class _Progress:
     plan: Plan
     pipeline: Pipeline
     policy: Policy
+    kinds: list[list[str]]
     ends: dict[str, list[list[int]]]
     busy: dict[int, int]
 
@@ -212,11 +214,10 @@ class _Progress:
         """Return the next micro-batch of a kind of action on a stage."""
         return len(self.ends["I" if kind == "B" else kind][stage])
 
-    def has_ended(self, action: Action, now: int) -> bool:
-        """Return whether an action of one micro-batch has ended."""
-        ends = self.ends["I" if action.kind == "B" else action.kind][action.stage]
-        assert action.microbatch is not None
-        return action.microbatch < len(ends) and ends[action.microbatch] <= now
+    def has_ended(self, kind: str, stage: int, microbatch: int, now: int) -> bool:
+        """Return whether an action has ended; that of I also as a part of B."""
+        ends = self.ends[kind][stage]
+        return microbatch < len(ends) and ends[microbatch] <= now
 
     def is_free(self, stage: int, now: int) -> bool:
         """Return whether all ranks of a stage are free."""
@@ -238,10 +239,11 @@ def _list_schedule(plan: Plan, pipeline: Pipeline, policy: Policy) -> list[Actio
         plan,
         pipeline,
         policy,
+        kinds=[_kinds(plan, policy, stage) for stage in stages],
         ends={kind: [[] for _ in stages] for kind in "FIW"},
         busy=dict.fromkeys(plan.ranks, 0),
     )
-    kinds_of_stages = sum(len(_kinds(plan, policy, stage)) for stage in stages)
+    kinds_of_stages = sum(map(len, progress.kinds))
     order: list[Action] = []
     now = 0
     while len(order) < pipeline.microbatches * kinds_of_stages:
@@ -273,27 +275,27 @@ def _preference(progress: _Progress, action: Action) -> Key:
 
 def _startable(progress: _Progress, now: int) -> Iterator[Action]:
     """Yield the actions that can start now."""
-    for stage in range(progress.pipeline.stages):
+    for stage, kinds in enumerate(progress.kinds):
         if not progress.is_free(stage, now):
             continue
-        for kind in _kinds(progress.plan, progress.policy, stage):
-            action = Action(stage, kind, progress.next(kind, stage))
-            has_room = kind != "F" or _has_room(progress, stage)
-            if has_room and _is_ready(progress, action, now) and _is_next(progress, action):
-                yield action
+        for kind in kinds:
+            k = progress.next(kind, stage)
+            if k < progress.pipeline.microbatches and _is_ready(progress, stage, kind, k, now):
+                action = Action(stage, kind, k)
+                if (kind != "F" or _has_room(progress, stage)) and _is_next(progress, action):
+                    yield action
 
 
-def _is_ready(progress: _Progress, action: Action, now: int) -> bool:
-    """Return whether the inputs of an action are there."""
-    stage, kind, k = action
-    if k is None or k >= progress.pipeline.microbatches:
+def _is_ready(progress: _Progress, stage: int, kind: str, k: int, now: int) -> bool:
+    """Return whether the inputs of an action are there, as `actions.inputs` has them."""
+    if kind == "F":
+        return stage == 0 or progress.has_ended("F", stage - 1, k, now)
+    if kind == "W":
+        return progress.has_ended("I", stage, k, now)
+    if progress.policy.forwards_first and not _did_all_forwards(progress, stage):
         return False
-    forwards_first = kind in BACKWARD and progress.policy.forwards_first
-    if forwards_first and not _did_all_forwards(progress, stage):
-        return False
-    return all(
-        any(progress.has_ended(needed, now) for needed in alternatives)
-        for alternatives in inputs(action, progress.plan.last)
+    return progress.has_ended("F", stage, k, now) and (
+        stage == progress.plan.last or progress.has_ended("I", stage + 1, k, now)
     )
 
 

@@ -9,6 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from typing import NamedTuple
 
 from hvdtrain.plan.actions import (
@@ -132,6 +133,7 @@ class Mark(NamedTuple):
 
 
 EVERYONE = -1  # the rank of a mark that is set once all replicas have reached a REDUCE
+Need = tuple[int, Action, float]  # a rank, an action that it has ended, and seconds after that
 
 
 class Deadlock(ScheduleError):
@@ -150,13 +152,14 @@ class Deadlock(ScheduleError):
         super().__init__(f"deadlock: {'; '.join(waits)}")
 
 
-@dataclass
+@dataclass(slots=True)
 class _Run:
     """The state of a simulation.
 
     Attributes:
-        held: the actions of each rank as a set.
-        marks: the times of the marks that are set.
+        held: the actions of each rank as a set, where any has a backward in halves.
+        ended: the end of each action, by rank; of EVERYONE, when all have reached a REDUCE.
+        ready: when ranks are ready to start the actions that they start together, by rank.
         waiting: the ranks that wait for a mark.
         runnable: the ranks that may continue.
         reached: when replicas have reached a REDUCE.
@@ -168,30 +171,36 @@ class _Run:
     rendezvous: bool
     synchronised: Set[int]
     held: dict[int, set[Action]]
-    marks: dict[Mark, float] = field(default_factory=dict)
-    waiting: dict[Mark, list[int]] = field(default_factory=lambda: defaultdict(list))
+    ended: dict[int, dict[Action, float]]
+    ready: dict[int, dict[Action, float]]
+    waiting: dict[Mark, list[int]] = field(default_factory=dict)
     events: dict[int, list[Event]] = field(default_factory=lambda: defaultdict(list))
     runnable: deque[int] = field(default_factory=deque)
     reached: dict[Action, list[float]] = field(default_factory=lambda: defaultdict(list))
 
-    def set(self, mark: Mark, time: float) -> None:
-        """Set a mark and let the ranks continue that wait for it."""
-        self.marks[mark] = time
+    def release(self, mark: Mark) -> None:
+        """Let the ranks continue that wait for a mark."""
         self.runnable.extend(self.waiting.pop(mark, ()))
 
-    def count_reduction(self, action: Action, time: float) -> None:
-        """Set the mark of a REDUCE that all replicas have reached, once the last one has."""
-        self.reached[action].append(time)
-        if len(self.reached[action]) == len(self.plan.stages[action.stage].ranks):
-            self.set(Mark(EVERYONE, action), max(self.reached[action]))
+    def end(self, rank: int, action: Action, time: float) -> None:
+        """Set the mark of an action that has ended."""
+        self.ended[rank][action] = time
+        if self.waiting:
+            self.release(Mark(rank, action))
+        if action.kind == "REDUCE":
+            self.reached[action].append(time)
+            if len(self.reached[action]) == len(self.plan.stages[action.stage].ranks):
+                self.ended[EVERYONE][action] = max(self.reached[action])
+                self.release(Mark(EVERYONE, action))
 
     def missing(self, mark: Mark) -> Mark:
         """Return a mark of one rank that is not set, for a mark that is not set."""
         if mark.rank != EVERYONE:
             return mark
         ranks = self.plan.stages[mark.action.stage].ranks
-        marks = (Mark(rank, mark.action) for rank in ranks)
-        return next(one for one in marks if one not in self.marks)
+        return next(
+            Mark(rank, mark.action) for rank in ranks if mark.action not in self.ended[rank]
+        )
 
 
 def simulate(
@@ -214,19 +223,20 @@ def simulate(
         Deadlock: if ranks wait for each other, or for an action that is never run.
     """
     held = {rank: set(actions) for rank, actions in schedule.items()}
-    run = _Run(plan, cut, costs, rendezvous, synchronised, held)
+    ended: dict[int, dict[Action, float]] = {rank: {} for rank in (EVERYONE, *plan.ranks)}
+    ready: dict[int, dict[Action, float]] = {rank: {} for rank in plan.ranks}
+    run = _Run(plan, cut, costs, rendezvous, synchronised, held, ended, ready)
     run.runnable.extend(sorted(schedule))
     clock = dict.fromkeys(schedule, 0.0)
     position = dict.fromkeys(schedule, 0)
     stuck: dict[int, tuple[Action, Mark]] = {}
     while run.runnable:
         stuck.pop(rank := run.runnable.popleft(), None)
-        while position[rank] < len(schedule[rank]):
-            action = schedule[rank][position[rank]]
+        for action in islice(schedule[rank], position[rank], None):
             start = _start(run, rank, action, clock[rank])
             if isinstance(start, Mark):
                 stuck[rank] = action, start
-                run.waiting[start].append(rank)
+                run.waiting.setdefault(start, []).append(rank)
                 break
             clock[rank] = _perform(run, rank, action, clock[rank], start)
             position[rank] += 1
@@ -239,64 +249,66 @@ def simulate(
 
 def _start(run: _Run, rank: int, action: Action, now: float) -> float | Mark:
     """Return the time at which an action can start, or the first mark that is not set yet."""
-    for mark, delay in _needs(run, rank, action):
-        if mark not in run.marks:
-            return mark
-        now = max(now, run.marks[mark] + delay)
+    for other, needed, delay in _needs(run, rank, action):
+        end = run.ended[other].get(needed)
+        if end is None:
+            return Mark(other, needed)
+        if end + delay > now:
+            now = end + delay
     if action.stage not in run.synchronised or action.kind not in ("F", "B"):
         return now
-    reached = Mark(rank, action, is_start=True)
-    if reached not in run.marks:
-        run.set(reached, now)
+    if action not in run.ready[rank]:
+        run.ready[rank][action] = now
+        run.release(Mark(rank, action, is_start=True))
     for other in run.plan.stages[action.stage].ranks:
-        mark = Mark(other, action, is_start=True)
-        if mark not in run.marks:
-            return mark
-        now = max(now, run.marks[mark])
+        ready = run.ready[other].get(action)
+        if ready is None:
+            return Mark(other, action, is_start=True)
+        now = max(now, ready)
     return now
 
 
 def _perform(run: _Run, rank: int, action: Action, before: float, start: float) -> float:
     """Record the events of an action; return the time at which the rank is free again."""
-    is_communication = action.kind in COMMUNICATION
+    events, is_communication = run.events[rank], action.kind in COMMUNICATION
     communicated = start + run.costs.communicate(rank, action)
     end = communicated if is_communication else communicated + run.costs.compute(rank, action)
     if start > before:
-        run.events[rank].append(Event(rank, action, before, start, "wait"))
+        events.append(Event(rank, action, before, start, "wait"))
     if is_communication or communicated > start:
-        run.events[rank].append(Event(rank, action, start, communicated, "communication"))
+        events.append(Event(rank, action, start, communicated, "communication"))
     if not is_communication:
-        run.events[rank].append(Event(rank, action, communicated, end, "compute"))
-    run.set(Mark(rank, action), end)
-    if action.kind == "REDUCE":
-        run.count_reduction(action, end)
+        events.append(Event(rank, action, communicated, end, "compute"))
+    run.end(rank, action, end)
     return end
 
 
-def _needs(run: _Run, rank: int, action: Action) -> list[tuple[Mark, float]]:
-    """Return the marks that an action waits for, each with a delay in seconds after it."""
+def _needs(run: _Run, rank: int, action: Action) -> list[Need]:
+    """Return what an action waits for."""
     stage, kind, _ = action
     if kind in COMPUTE:
-        needed = [alternatives[0] for alternatives in inputs(action, run.plan.last)]
-        local = [(Mark(rank, other), 0.0) for other in needed if other.stage == stage]
-        receipt = receipt_for(action, run.plan.last)
-        return local + (_arrivals(run, rank, receipt) if receipt else [])
-    if kind in SENDS and run.rendezvous:
-        return [(Mark(peer, partner(action)), 0.0) for peer in peers(run.cut, rank, action)]
+        last = run.plan.last
+        needed = [one[0] for one in inputs(action, last)]
+        needs: list[Need] = [(rank, other, 0.0) for other in needed if other.stage == stage]
+        receipt = receipt_for(action, last)
+        return needs + _arrivals(run, rank, receipt) if receipt else needs
     if kind == "STEP":
-        return [(Mark(EVERYONE, Action(stage, "REDUCE")), run.costs.reduce(stage))]
+        return [(EVERYONE, Action(stage, "REDUCE"), run.costs.reduce(stage))]
+    if run.rendezvous and kind in SENDS:
+        return [(peer, partner(action), 0.0) for peer in peers(run.cut, rank, action)]
     return []
 
 
-def _arrivals(run: _Run, rank: int, receipt: Action) -> list[tuple[Mark, float]]:
-    """Return the marks, with delays, that a user of the received or local data waits for."""
+def _arrivals(run: _Run, rank: int, receipt: Action) -> list[Need]:
+    """Return what a user of the received or local data waits for."""
     stage, kind, k = receipt
+    needs: list[Need] = []
     send = partner(receipt)
-    other, sent = send.stage, send.kind[-1]
-    senders = peers(run.cut, rank, receipt)
-    needs = [(Mark(rank, receipt), 0.0)] if senders else []
-    needs += [(Mark(peer, send), run.costs.hand_over(peer, rank, send)) for peer in senders]
+    if senders := peers(run.cut, rank, receipt):
+        needs.append((rank, receipt, 0.0))
+        needs += [(peer, send, run.costs.hand_over(peer, rank, send)) for peer in senders]
     if (boundary(stage, kind), k, rank) in run.cut.kept:
+        other, sent = send.stage, send.kind[-1]
         halves = sent == "B" and Action(other, "I", k) in run.held[rank]
-        needs.append((Mark(rank, Action(other, "I" if halves else sent, k)), 0.0))
+        needs.append((rank, Action(other, "I" if halves else sent, k), 0.0))
     return needs

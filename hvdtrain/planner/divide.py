@@ -72,8 +72,10 @@ class Times(NamedTuple):
 
 
 def _paces(passing: np.ndarray, rest: np.ndarray, microbatches: int) -> np.ndarray:
-    possible = np.isfinite(passing)
-    return np.where(possible, (microbatches - 1) * np.where(possible, passing, 0.0) + rest, UNFIT)
+    if microbatches == 1:
+        return np.where(np.isfinite(passing), rest, UNFIT)
+    paces: np.ndarray = (microbatches - 1) * passing + rest
+    return paces
 
 
 TimesOf = Callable[[int, int], Times]  # arguments: first rank, number of ranks

@@ -18,7 +18,7 @@ from hvdtrain.planner.candidate import Candidate, play
 from hvdtrain.planner.cost import Question
 from hvdtrain.planner.divide import UNFIT, Division
 from hvdtrain.planner.limits import nothing_fits
-from hvdtrain.planner.tables import divided, refined_division, shares_of
+from hvdtrain.planner.tables import Tables, divided, places_of, refined_division, shares_of
 
 MOST_PLAYED = 3  # divisions that are simulated
 SPREAD = 1.03  # a division whose estimate exceeds the best by this factor will not win
@@ -202,9 +202,11 @@ def _pipeline(question: Question, groups: int, stages: int, schedule: str) -> Ca
 def _divisions(question: Question, schedule: str) -> Iterator[Candidate]:
     """Yield the divisions with the best estimates, at most one per number of micro-batches."""
     divisions: list[tuple[float, int, Division]] = []
-    for number in _numbers_of_microbatches(question):
+    numbers = _numbers_of_microbatches(question)
+    tables = Tables(question, min(numbers, default=1), places_of(question))
+    for number in numbers:
         better_than = SPREAD * min((entry[0] for entry in divisions), default=UNFIT)
-        division = divided(question, schedule, number, better_than)
+        division = divided(tables.with_microbatches(number), schedule, better_than)
         if division is not None:
             divisions.append((division.seconds, number, division))
     divisions.sort(key=lambda entry: entry[0])

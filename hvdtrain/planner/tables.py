@@ -1,6 +1,8 @@
 """Divides a model over ranks: tables of the times and bytes of all runs of components."""
 
+import copy
 import heapq
+import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 
@@ -32,7 +34,7 @@ class Tables:
     ) -> None:
         self.question, self.known = question, question.known
         self.microbatches = microbatches
-        self.rows = -(-question.batch_size // microbatches)
+        self.rows = self.most_rows = -(-question.batch_size // microbatches)
         costs = self.known.costs
         self.places = np.arange(len(costs) + 1) if places is None else np.asarray(places)
         self.valid = self.places[:, None] < self.places[None, :]
@@ -42,13 +44,27 @@ class Tables:
         # Bytes of one sample; the last component sends nothing.
         crossing = np.array([0, *(cost.output_bytes for cost in costs[:-1]), 0], float)
         self.crossing = crossing[self.places]
-        self.cached_times: dict[tuple[object, ...], Times] = {}
-        # Arrays that several of the times need.
-        self.cached_arrays: dict[tuple[object, ...], np.ndarray] = {}
+        # Arrays that do not depend on the number of micro-batches.
+        self.lasting_arrays: dict[tuple[object, ...], np.ndarray] = {}
+        self._forget()
         # A stage cannot end with a component whose output has no gradient, such as integers.
         ends = [True, *(cost.is_differentiable for cost in costs[:-1]), True]
         self.valid &= np.array(ends)[self.places][None, :]
         self.receives = self.valid & (self.crossing > 0)[:, None]
+        self.unfit = np.where(self.valid, 0.0, UNFIT)
+
+    def _forget(self) -> None:
+        self.cached_times: dict[tuple[object, ...], Times] = {}
+        # Arrays that several of the times need.
+        self.cached_arrays: dict[tuple[object, ...], np.ndarray] = {}
+
+    def with_microbatches(self, microbatches: int) -> "Tables":
+        """Return the tables for as many or more micro-batches, which share what they can."""
+        other = copy.copy(self)
+        other.microbatches = microbatches
+        other.rows = -(-self.question.batch_size // microbatches)
+        other._forget()
+        return other
 
     def times_of(self, first: int, count: int) -> Times:
         """Return the tables of one run of ranks, as `divide` needs them."""
@@ -56,7 +72,7 @@ class Tables:
         profile = self.known.profile
         key = (tuple(id(profile.ranks[rank]) for rank in ranks), *self._hosts(ranks))
         if key not in self.cached_times:
-            self.cached_times[key] = self._make(ranks)
+            self.cached_times[key] = self._make(ranks, key)
         return self.cached_times[key]
 
     def estimate(self, runs: Sequence[Run]) -> float:
@@ -90,35 +106,40 @@ class Tables:
         """Return a rank of the stage before or after."""
         return ranks[0] - 1 if ranks[0] else min(ranks[-1] + 1, self.question.ranks - 1)
 
-    def _make(self, ranks: tuple[int, ...]) -> Times:
+    def _make(self, ranks: tuple[int, ...], key: tuple[object, ...]) -> Times:
         shares = shares_of(self.question, ranks, self.rows)
         rows = _rows(self.rows, shares)
-        # 2: in the forward and in the backward.
-        gathered = 2 * self.known.gather_seconds(ranks) * self.norms
         # Of ranks that are alike, the one with the most samples counts.
         unlike = {
             id(self.known.profile.ranks[rank]): (rank, count)
             for count, rank in sorted(zip(rows, ranks, strict=True))
         }.values()
-        passing = _slowest([self._done(rank)[count] for rank, count in unlike]) + gathered
-        receiving, latency = self._receiving(ranks, max(rows))
-        rest = self._reduced(ranks) + _slowest([self._updated(rank) for rank, _ in unlike])
+        passing = _slowest([self._done(rank)[count] for rank, count in unlike])
+        if gather_seconds := self.known.gather_seconds(ranks):
+            passing = passing + 2 * gather_seconds * self.norms  # in the forward and the backward
+        latency, transfers = self._receiving(ranks, max(rows))
         lasting, in_flight = NO_BYTES, NO_BYTES
         if self.question.limits is not None:
-            lasting = self._once("lasting", len(ranks), make=lambda: self._lasting(len(ranks)))
+            lasting = self._kept("lasting", len(ranks), make=lambda: self._lasting(len(ranks)))
             lasting = lasting + max(rows) * BUFFERS * (
                 self.crossing[:, None] + self.crossing[None, :]
             )
             in_flight = self._in_flight(ranks, max(rows))
         return Times(
-            # Receiving activations at the start and gradients at the end does not overlap.
-            np.where(self.valid, passing + receiving[:, None] + receiving[None, :], UNFIT),
-            np.where(self.valid, rest, UNFIT),
+            passing + transfers,
+            self._kept("rest", *key, make=lambda: self._rest(ranks)),
             lasting,
             in_flight,
             # The latencies of the input and of its gradient; the rank works meanwhile.
-            np.where(self.receives, 2 * latency, 0.0),
+            self._kept("arriving", latency, make=lambda: 2 * latency * self.receives),
         )
+
+    def _rest(self, ranks: tuple[int, ...]) -> np.ndarray:
+        """Return the seconds per step of the runs on some ranks besides their micro-batches."""
+        alike = {id(self.known.profile.ranks[rank]): rank for rank in ranks}.values()
+        updates = _slowest([self._updated(rank) for rank in alike])
+        rest: np.ndarray = self._reduced(ranks) + updates + self.unfit
+        return rest
 
     def _lasting(self, replicas: int) -> np.ndarray:
         costs, optimizer = self.known.costs, self.question.optimizer
@@ -141,40 +162,52 @@ class Tables:
             self.cached_arrays[key] = make()
         return self.cached_arrays[key]
 
+    def _kept(self, *key: object, make: Callable[[], np.ndarray]) -> np.ndarray:
+        """Return `_once` of what does not depend on the number of micro-batches."""
+        if key not in self.lasting_arrays:
+            self.lasting_arrays[key] = make()
+        return self.lasting_arrays[key]
+
     def _done(self, rank: int) -> np.ndarray:
-        """Return the seconds of one micro-batch up to each place: fp64 [rows + 1, places].
+        """Return the seconds of one micro-batch up to each place: fp64 [most rows + 1, places].
 
         Row n is of n samples; that of 0 samples is not used.
         """
         times = self.known.profile.ranks[rank]
 
         def make() -> np.ndarray:
-            rows, arrays = np.arange(self.rows + 1), times.arrays
+            rows, arrays = np.arange(self.most_rows + 1), times.arrays
             seconds = arrays.forward.of(rows) * self.times_forward + arrays.backward.of(rows)
             return self._sums(seconds)
 
-        return self._once("done", id(times), make=make)
+        return self._kept("done", id(times), make=make)
 
     def _updated(self, rank: int) -> np.ndarray:
         """Return the seconds of the updates up to each place: fp64 [places]."""
         times = self.known.profile.ranks[rank]
-        return self._once("updated", id(times), make=lambda: self._sums(times.arrays.update))
+        return self._kept("updated", id(times), make=lambda: self._sums(times.arrays.update))
 
-    def _receiving(self, ranks: tuple[int, ...], rows: int) -> tuple[np.ndarray, float]:
-        """Return the seconds of sending and receiving at each place, and the latency."""
-        other, sizes = self._neighbour(ranks), self.crossing * rows
-        if other in ranks or not sizes.any():
-            return np.zeros_like(sizes), 0.0
+    def _receiving(self, ranks: tuple[int, ...], rows: int) -> tuple[float, np.ndarray]:
+        """Return the latency to the ranks, and the seconds of sending and receiving by run.
+
+        Receiving activations at the start and gradients at the end does not overlap.
+        """
+        other = self._neighbour(ranks)
+        if other in ranks:
+            return 0.0, self.unfit
         latency = self.known.latency_seconds(other, ranks[0])
         message = max(self.known.profile.ranks[rank].message_seconds for rank in ranks) - latency
 
         def make() -> np.ndarray:
-            return self._between(
+            sizes = self.crossing * rows
+            moving = self._between(
                 sizes, lambda size: self.known.send_seconds(other, ranks[0], size)
             )
+            seconds = np.where(sizes > 0, message + moving, 0.0)
+            return seconds[:, None] + seconds[None, :] + self.unfit
 
-        transfer = self._once("receiving", rows, *self._hosts(ranks), make=make)
-        return np.where(sizes > 0, message + transfer, 0.0), latency
+        hosts = self._hosts(ranks)
+        return latency, self._once("receiving", rows, message, latency, *hosts, make=make)
 
     def _reduced(self, ranks: tuple[int, ...]) -> np.ndarray:
         if len(ranks) == 1:
@@ -187,7 +220,7 @@ class Tables:
                 loads, lambda size: self.known.network.reduce_seconds(ranks, size)
             )
 
-        reduced = self._once("reduced", count, *self._hosts(ranks), make=make)
+        reduced = self._kept("reduced", count, *self._hosts(ranks), make=make)
         if self.known.agreement.compress != NONE:
             reduced = reduced + _largest(map(self._coding, ranks))
         return reduced / (self.known.agreement.period or 1)
@@ -199,7 +232,7 @@ class Tables:
         def make() -> np.ndarray:
             return self._spans([sum(agreement.coding(part.coding)) for part in parts])
 
-        return self._once("coding", id(times), make=make)
+        return self._kept("coding", id(times), make=make)
 
     def _between(self, sizes: np.ndarray, seconds: Callable[[float], float]) -> np.ndarray:
         """Return the seconds of each size, 0 for size 0.
@@ -240,7 +273,10 @@ def shares_of(question: Question, ranks: tuple[int, ...], rows: int) -> tuple[in
     slowness = [question.known.profile.slowness[rank] for rank in ranks]
     if max(slowness) / min(slowness) < ALIKE:
         return (1,) * len(ranks)
-    counts = [int(rows >= len(ranks))] * len(ranks)  # an idle rank would not show its speed
+    # What each rank has surely finished when the last sample starts; an idle rank would not show
+    # its speed.
+    least = (rows - len(ranks)) / sum(1 / slow for slow in slowness)
+    counts = [max(int(rows >= len(ranks)), math.floor(least / slow)) for slow in slowness]
     done_at = [
         ((count + 1) * slow, k)
         for k, (count, slow) in enumerate(zip(counts, slowness, strict=True))
@@ -256,13 +292,14 @@ def shares_of(question: Question, ranks: tuple[int, ...], rows: int) -> tuple[in
 def _slowest(sums: Sequence[np.ndarray]) -> np.ndarray:
     """Return the seconds of each run of components on the slowest rank: fp64 [start, stop].
 
+    Where not start < stop, there is no run, and the value means nothing.
+
     Args:
         sums: by rank, the seconds up to each place: fp64 [places].
     """
     done = np.array(sums)
     seconds: np.ndarray = (done[:, None, :] - done[:, :, None]).max(axis=0)
-    positive: np.ndarray = np.maximum(seconds, 0.0)
-    return positive
+    return seconds
 
 
 def _largest(arrays: Iterable[np.ndarray]) -> np.ndarray:
@@ -274,14 +311,13 @@ def _rows(rows: int, shares: Sequence[int]) -> list[int]:
     return [-(-rows * share // sum(shares)) for share in shares]
 
 
-def divided(
-    question: Question, schedule: str, microbatches: int, better_than: float
-) -> Division | None:
+def divided(tables: Tables, schedule: str, better_than: float) -> Division | None:
     """Return the best division for one schedule and number of micro-batches.
 
-    Its unit is a group of neighbouring ranks and components; see `unit_of` and `places_of`.
+    Its unit is a group of neighbouring ranks, see `unit_of`, and of components, if the tables have
+    the places of `places_of`.
     """
-    tables = Tables(question, microbatches, places_of(question))
+    question, microbatches = tables.question, tables.microbatches
     limit = limit_of(question, schedule, microbatches)
     division = division_at(tables, None, better_than)
     # If the best division without a limit fits, it is also the best one with the limit.
