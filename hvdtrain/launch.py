@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,7 @@ from hvdtrain.errors import (
 from hvdtrain.host import memory, shared_memory
 from hvdtrain.host.activity import IN_TRAINING, WATCH_SECONDS, Watch, last_activity, stuck_message
 from hvdtrain.host.launchers import own_mpirun
+from hvdtrain.host.remarks import without_launcher_banners
 from hvdtrain.host.stop import StopRequest, end_with_parent
 from hvdtrain.world import ACTIVITY
 
@@ -43,10 +44,6 @@ REPORTED_BY_A_RANK = frozenset(
     for error in (HvdtrainError, UsageError, DataError, RankError, Preempted, Interrupted)
 ) | {0}
 REMARKS_ON_A_RANK = ("MPI_ABORT was invoked", "non-zero status")
-EDGE = "-" * 70
-LAUNCHER_WORDS = (
-    r"not enough slots|prterun|prted|PRTE|PRRTE|PMIx server|mpirun|MPI_ABORT|Open MPI|open-mpi"
-)
 # The parent folder of mpirun's files. mpirun names its folder by its process number alone, and
 # fails if a killed mpirun left a folder of the same number.
 SESSIONS = ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base")  # of Open MPI 5, and 4
@@ -327,36 +324,6 @@ def _stream(source: IO[str] | None, banners: list[str], reports: list[str]) -> N
             reports[-1] += f" {line.strip()}"  # the last line of a traceback below its heading
         sys.stderr.write(line)
         sys.stderr.flush()
-
-
-def without_launcher_banners(lines: Iterable[str], banners: list[str]) -> Iterator[str]:
-    """Yield the lines of the ranks, and collect mpirun's own framed remarks in `banners`."""
-    frame: list[str] = []
-    for line in _whole_lines(lines):
-        is_edge = line.startswith(EDGE)
-        if not frame and not is_edge:
-            if not re.match(r"\[[^\]]+\] PMIX ERROR", line):
-                yield line
-            continue
-        frame.append(line)
-        if is_edge and len(frame) > 1:
-            if re.search(LAUNCHER_WORDS, " ".join(" ".join(frame).split())):
-                banners += [text.rstrip("\n") for text in frame[1:-1]]
-            else:
-                yield from frame
-            frame = []
-    yield from frame
-
-
-def _whole_lines(lines: Iterable[str]) -> Iterator[str]:
-    """Yield lines without NULs; a frame's edge starts a new line, even after a partial line."""
-    for line in lines:
-        line = line.replace("\0", "")
-        start = line.find(EDGE)
-        if start > 0:
-            yield line[:start] + "\n"
-            line = line[start:]
-        yield line
 
 
 def judge(

@@ -12,7 +12,8 @@ from typing import Any
 
 import psutil
 
-from hvdtrain.launch import LAUNCHER_VARIABLES, without_launcher_banners
+from hvdtrain.host.remarks import without_launcher_banners
+from hvdtrain.launch import LAUNCHER_VARIABLES
 
 # A first import from a network file system is slow.
 PROBE_SECONDS = 90.0
