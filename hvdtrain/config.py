@@ -9,19 +9,18 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
 from hvdtrain.options.checks import check_values
+from hvdtrain.options.deviceoptions import DeviceOptions
 from hvdtrain.options.emulateoptions import EmulateOptions
 from hvdtrain.options.fields import DEFAULT_EPOCHS, Group, Rule, option
 from hvdtrain.options.givenmodel import Model, ModelInConfig
 from hvdtrain.options.planrequest import PlanRequest, parse_plan_request
 from hvdtrain.options.syncoptions import SyncOptions
 
-Precision = Literal["fp32", "bf16", "fp64"]
-Device = Literal["cpu", "cuda"]
 Augment = Literal["none", "crop-flip", "resized-crop-flip"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(ModelInConfig, SyncOptions, EmulateOptions):
+class TrainConfig(ModelInConfig, SyncOptions, EmulateOptions, DeviceOptions):
     """One training run; in Python `model` may also be the model itself (see `train`).
 
     Raises:
@@ -124,7 +123,6 @@ class TrainConfig(ModelInConfig, SyncOptions, EmulateOptions):
         Rule.ONE_LINE | Rule.ON_RESUME,
         "FILE",
     )
-    precision: Precision = option("fp32", "bf16: autocast with fp32 weights", Group.DEVICES)  # noqa: RUF009
     optimizer: Literal["sgd", "adam", "adamw"] = option(
         "adam", "sgd: with Nesterov momentum", Group.OPTIMISATION
     )
@@ -237,26 +235,6 @@ class TrainConfig(ModelInConfig, SyncOptions, EmulateOptions):
         Group.DATA,
         Rule.ONE_LINE | Rule.ON_RESUME | Rule.TORCH_ONLY,
         "FILE",
-    )
-    compile: bool = option(
-        False,
-        "compile each component with torch.compile (takes minutes)",
-        Group.DEVICES,
-        Rule.ON_RESUME | Rule.TORCH_ONLY,
-    )
-    device: Device | None = option(  # noqa: RUF009
-        None,
-        "device to train on",
-        Group.DEVICES,
-        Rule.ON_RESUME,
-        shown_default="cuda if there is one",
-    )
-    threads: int | None = option(
-        None,
-        "threads per rank",
-        Group.DEVICES,
-        Rule.POSITIVE | Rule.ON_RESUME | Rule.NOT_COMPARED,
-        shown_default="the rank's share of the cores",
     )
     seed: int = option(
         0,

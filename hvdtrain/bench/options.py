@@ -3,9 +3,10 @@
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from hvdtrain.config import Augment, Device, Precision, TrainConfig, field_of_train
+from hvdtrain.config import Augment, TrainConfig, field_of_train
 from hvdtrain.errors import UsageError
 from hvdtrain.host.launchers import ALGORITHMS
+from hvdtrain.options.deviceoptions import Device, Precision
 from hvdtrain.options.fields import about
 
 LARGEST_MESSAGE = 2**30

@@ -80,7 +80,7 @@ def run_folder(training: TrainConfig) -> Path:
     del content["verify"]
     later = (*fields(SyncOptions), *fields(EmulateOptions))
     newer = {item.name for item in later} - {"allreduce"}
-    for name in ("no_decay", "change_batch_norm", *newer):
+    for name in ("no_decay", "change_batch_norm", "bind", *newer):
         if content[name] == getattr(TrainConfig, name):
             del content[name]
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -60,7 +60,7 @@ def train(
     """
     config.check()
     with nullcontext(stop) if stop else StopRequest() as stop:
-        world = start_world(config.allreduce, config.threads)
+        world = start_world(config.allreduce, config.threads, config.bind)
         ended: list[Activity] = []
         # Registered first, so that it is called after what the model's code registers.
         atexit.register(_note_the_end, ended)

@@ -13,8 +13,9 @@ import pytest
 
 from hvdtrain.check.parity import Parity
 from hvdtrain.check.plan import check_plan
-from hvdtrain.config import Precision, TrainConfig
+from hvdtrain.config import TrainConfig
 from hvdtrain.emulate import world as emulated_world
+from hvdtrain.options.deviceoptions import Precision
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.world import World
 from tests.mpi.common import CLASSES, components_of, names

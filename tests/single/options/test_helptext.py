@@ -38,8 +38,8 @@ def script(hvdtrain: Program, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (
             ["jobs", "submit", "--no"],
             [
-                *("--no-allow-approximate", "--no-average-optimizer", "--no-change-batch-norm"),
-                "--no-compile",
+                *("--no-allow-approximate", "--no-average-optimizer", "--no-bind"),
+                *("--no-change-batch-norm", "--no-compile"),
                 *("--no-decay", "--no-dry-run"),
                 *("--no-resume", "--no-shard-optimizer", "--no-verify", "--nodes", "--normalise"),
             ],
