@@ -64,7 +64,7 @@ class StageModel:
         if self.clock is not None and torch.is_grad_enabled():
             return self.clock.forward(self.calls, activations)
         for call in self.calls.values():
-            activations = call(activations)
+            activations = keeping_format(call(activations))
         return activations
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -268,7 +268,7 @@ class ComponentClock:
         """Run the components one after another."""
         for name, call in calls.items():
             start = self.clock()
-            inputs, activations = activations, call(activations)
+            inputs, activations = activations, keeping_format(call(activations))
             self.seconds[name] += self.clock() - start
             if activations.requires_grad and activations is not inputs:  # inputs have a hook
                 activations.register_hook(partial(self._begin, name))
@@ -291,6 +291,25 @@ class ComponentClock:
     def _begin(self, name: str, _: Tensor) -> None:
         self.end()
         self._running = name, self.clock()
+
+
+def keeping_format(activations: Tensor) -> Tensor:
+    """Return activations whose gradient will have channels_last format if they have it.
+
+    The gradient of a Flatten has not. The component before it would then compute its backward in
+    two formats, with copies of larger tensors than this one.
+    """
+    if activations.requires_grad and activations.dim() == 4 and _is_channels_last(activations):
+        activations.register_hook(_as_channels_last)
+    return activations
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    return tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+def _as_channels_last(gradient: Tensor) -> Tensor:
+    return gradient.contiguous(memory_format=torch.channels_last)
 
 
 def forward_recomputed(module: nn.Module, activations: Tensor) -> Tensor:
