@@ -1,6 +1,7 @@
 """Compares hvdtrain on one rank with a hand-written PyTorch loop on the same data.
 
     python benchmarks/overhead.py [--model cnn] [--images 64] [--precision bf16] [--threads N]
+                                  [--device cuda]
 
 Both train the same model from the same seed on the same images in channels_last with fused SGD.
 The loop has the images in memory, normalises them, and reads the loss of every step. A round is
@@ -41,8 +42,8 @@ def main() -> None:
             ],
         )
     print(
-        f"{options.model}, {options.precision}, one rank x {options.threads} thread(s), "
-        f"{options.images} images per step"
+        f"{options.model}, {options.precision}, one rank x {options.threads} thread(s) on "
+        f"{options.device}, {options.images} images per step"
     )
     for name, medians in (("hvdtrain", ours), ("plain loop", theirs)):
         seconds = statistics.median(medians)
@@ -64,6 +65,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--images", type=int, default=64, help="images per step")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--steps", type=int, default=400, help="steps per job")
     parser.add_argument("--window", type=int, default=20, help="steps that are timed as one")
     parser.add_argument("--rounds", type=int, default=5)
@@ -74,6 +76,7 @@ def _options() -> argparse.Namespace:
 def _ours(options: argparse.Namespace, data: Path, run: Path) -> float:
     arguments = f"--model {options.model} --precision {options.precision}"
     arguments += f" --threads {options.threads} --batch-size {options.images}"
+    arguments += f" --device {options.device}"
     arguments += f" --max-steps {options.steps} --log-every {options.window}"
     common.run_all([common.training(arguments, data, run)], options.threads)
     return statistics.median(common.step_seconds(run, options.images)[WARM_UP:])
@@ -81,7 +84,7 @@ def _ours(options: argparse.Namespace, data: Path, run: Path) -> float:
 
 def _theirs(options: argparse.Namespace, data: Path) -> float:
     command = [sys.executable, __file__, "--data", str(data)]
-    for name in ("model", "images", "precision", "threads", "steps", "window"):
+    for name in ("model", "images", "precision", "threads", "device", "steps", "window"):
         command += [f"--{name}", str(getattr(options, name))]
     return float(json.loads(common.run_all([command], options.threads)[0]))
 
@@ -90,7 +93,7 @@ def _loop(options: argparse.Namespace) -> None:
     import torch
 
     torch.set_num_threads(options.threads)
-    loop = common.PlainLoop(options.model, options.data, options.precision)
+    loop = common.PlainLoop(options.model, options.data, options.precision, device=options.device)
     windows = []
     for first in range(0, options.steps, options.window):
         began = time.perf_counter()

@@ -32,6 +32,7 @@ from hvdtrain.world import World
 
 MEAN, STD = [0.5] * 3, [0.25] * 3
 GRADIENTS_TAG = 2
+CPU = torch.device("cpu")
 
 
 def check_plan(
@@ -42,6 +43,7 @@ def check_plan(
     classes: int,
     world: World,
     sizes: Sequence[int] | None = None,
+    device: torch.device = CPU,
 ) -> Parity:
     """Compare steps under a plan with serial steps on rank 0 from the same weights. Collective.
 
@@ -50,8 +52,9 @@ def check_plan(
     Args:
         sizes: batch sizes; by default a whole batch, one of about two thirds (in place of the
             last one of an epoch) if the model can take it, and another whole one.
+        device: of this rank. Both steps compute on it.
     """
-    images, size = Images(MEAN, STD, torch.device("cpu"), config.precision), config.batch_size
+    images, size = Images(MEAN, STD, device, config.precision), config.batch_size
     batches = []
     for number, count in enumerate(sizes or _sizes(config, components, plan, image_size, classes)):
         whole = random_batch(count, image_size, classes, config.seed + number)

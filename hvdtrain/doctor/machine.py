@@ -18,9 +18,10 @@ EQUAL = 1.1  # a smaller difference is not worth a choice
 SECONDS = 0.6  # spent on each kind of work
 MOST_ROUNDS, FEWEST_ROUNDS = 30, 5
 KINDS = ("matrices", "convolutions")
-# Rows of the matrices and images of the convolution: per thread of a CPU, and per GPU.
-SIZES = {"cpu": (256, 8), "cuda": (8192, 512)}
-WIDTH, CHANNELS, PIXELS = 512, 64, 16
+# Rows and width of the matrices, images and channels of the convolution: per thread of a CPU, and
+# per GPU, which takes longer for these than for the launches of its kernels.
+SIZES = {"cpu": (256, 512, 8, 64), "cuda": (8192, 4096, 512, 256)}
+PIXELS = 16
 # Waiting threads then use no processor time, which is the quantity measured on CPUs.
 PRECISION_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
 
@@ -79,10 +80,8 @@ def gpu_check(
         return Check(name, "note", f"{text}, but {why}", cure)
     text = f"{text}; PyTorch sees {len(seen)} (CUDA {torch_side.get('cuda_version')})"
     if not nccl:
-        cure = "hvdtrain setup --cuda"
-        return Check(
-            name, "note", f"{text}; Horovod has no NCCL, so all-reduces go through the CPU", cure
-        )
+        cure = "hvdtrain setup --cuda, or sum through the CPUs: train --reduce-with mpi"
+        return Check(name, "note", f"{text}; there is no Horovod with NCCL to sum on GPUs", cure)
     return Check(name, "ok", f"{text}; Horovod has NCCL")
 
 
@@ -191,15 +190,14 @@ def _actions(device: str, threads: int) -> list[Action]:
     """
     import torch
 
-    rows, images = (size * (threads if device == "cpu" else 1) for size in SIZES[device])
+    rows, width, images, channels = SIZES[device]
+    times = threads if device == "cpu" else 1
     layers = (
-        torch.nn.Linear(WIDTH, WIDTH),
-        torch.nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1).to(memory_format=torch.channels_last),  # type: ignore[call-overload]
+        torch.nn.Linear(width, width),
+        torch.nn.Conv2d(channels, channels, 3, padding=1).to(memory_format=torch.channels_last),  # type: ignore[call-overload]
     )
-    inputs = (
-        torch.randn(rows, WIDTH),
-        torch.randn(images, CHANNELS, PIXELS, PIXELS).to(memory_format=torch.channels_last),
-    )
+    pixels = torch.randn(images * times, channels, PIXELS, PIXELS)
+    inputs = (torch.randn(rows * times, width), pixels.to(memory_format=torch.channels_last))
 
     def action(layer: Any, values: Any) -> Action:
         def act(is_bf16: bool) -> None:

@@ -174,10 +174,18 @@ def gather_moments(input: Tensor, all_gather: AllGather) -> Moments:
 
 
 def _local_moments(input: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    if input.device.type != "cpu":
+        return moments_by_operations(input, dtype)
     # The kernel of torch's own batch norm, many times faster than torch.var_mean on CPUs. Its
     # results have the dtype of the running statistics that it takes, which are unused here.
     unused = torch.zeros(2, input.size(1), dtype=dtype, device=input.device)
     mean, variance = torch.batch_norm_update_stats(input, unused[0], unused[1], 0.0)
+    return mean, variance
+
+
+def moments_by_operations(input: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the mean and the biased variance of each channel, on any device."""
+    variance, mean = torch.var_mean(input.to(dtype), _all_but_channels(input), correction=0)
     return mean, variance
 
 
@@ -236,12 +244,27 @@ def _gradient_sums(
     """Return sum(dy) and sum(dy * xhat) over this replica's rows, [2, channels]."""
     if input.numel() == 0:
         return torch.zeros(2, len(mean), dtype=mean.dtype, device=mean.device)
+    if input.device.type != "cpu":
+        return gradient_sums_by_operations(gradient, input, mean, variance, eps)
     # torch's kernel for a batch norm with fixed statistics returns both sums, as the gradients of
-    # bias and weight.
+    # bias and weight. On a GPU it requires more, such as the gradient of the input.
     _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
         gradient, input, None, mean, variance, None, None, False, eps, [False, True, True]
     )
     return torch.stack([of_bias, of_weight]).to(mean.dtype)
+
+
+def gradient_sums_by_operations(
+    gradient: Tensor, input: Tensor, mean: Tensor, variance: Tensor, eps: float
+) -> Tensor:
+    """Return sum(dy) and sum(dy * xhat), [2, channels], on any device."""
+    dims, dy = _all_but_channels(input), gradient.to(mean.dtype)
+    normalised = functional.batch_norm(input.to(mean.dtype), mean, variance, eps=eps)
+    return torch.stack([dy.sum(dims), (dy * normalised).sum(dims)])
+
+
+def _all_but_channels(input: Tensor) -> list[int]:
+    return [0, *range(2, input.dim())]
 
 
 def _sum_in_order(rows: Tensor) -> Tensor:

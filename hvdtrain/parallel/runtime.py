@@ -186,7 +186,7 @@ class Runtime:
             step.inputs[task.key] = self.settings.images(step.images[slice(*program.images[k])])
         if stage == self.last:
             labels = torch.from_numpy(step.labels[slice(*program.labels[k])])
-            step.targets[task.key] = labels.to(self.device)
+            step.targets[task.key] = labels.to(self.device, non_blocking=True)
 
     def _forward(self, step: Step, task: Task) -> None:
         (stage, k), part = task.key, self.parts[task.key[0]]

@@ -3,8 +3,9 @@
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from hvdtrain.config import Precision, TrainConfig, field_of_train
+from hvdtrain.config import TrainConfig, field_of_train
 from hvdtrain.errors import UsageError
+from hvdtrain.options.deviceoptions import Device, Precision
 from hvdtrain.options.fields import about
 from hvdtrain.options.givenmodel import Model, ModelInConfig
 
@@ -28,6 +29,7 @@ class PlanConfig(ModelInConfig):
         default=None,
         metadata=about("fp32, bf16 or fp64", default="fp64 for check, else fp32"),
     )
+    device: Device | None = field_of_train("device")
     optimizer: Literal["sgd", "adam", "adamw"] = field_of_train("optimizer")
     lr: float = field_of_train("lr")
     momentum: float = field_of_train("momentum")

@@ -21,6 +21,7 @@ from hvdtrain.models.costs import component_costs
 from hvdtrain.options.planrequest import AUTO
 from hvdtrain.options.syncrequest import AUTO_SYNC, Server
 from hvdtrain.parallel.boundary import Boundaries
+from hvdtrain.parallel.device import choose_device
 from hvdtrain.parallel.runtime import Observer, Runtime, Settings
 from hvdtrain.parallel.stage import DTYPES, Images
 from hvdtrain.plan import planfile
@@ -347,7 +348,15 @@ def check(config: PlanConfig) -> Parity:
     torch.set_num_threads(world.threads)
     components = _components(config, training)
     plan = make_plan(training, components, config.image_size, config.classes, world.size)
-    parity = check_plan(training, components, plan, config.image_size, config.classes, world)
+    parity = check_plan(
+        training,
+        components,
+        plan,
+        config.image_size,
+        config.classes,
+        world,
+        device=choose_device(training.device, world),
+    )
     stop_world()
     return parity
 

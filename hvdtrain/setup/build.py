@@ -132,11 +132,11 @@ def build(parts: dict[str, str], mpi: toolchain.Mpi, pip: Pip, work: Path) -> Pa
     download_source(pip, work)
     root = source.unpack(work / source.SDIST_NAME, work / "source")
     source.apply_edits(root)
-    building = replace(
-        pip,
-        constraint=None,
-        variables=build_environment(parts, mpi, count, pip.environment()),
-    )
+    variables = build_environment(parts, mpi, count, pip.environment())
+    wants_nccl = parts["cuda"] != "none" and "HOROVOD_NCCL_HOME" not in variables
+    if wants_nccl and (home := toolchain.nccl_home(work)):
+        variables |= {"HOROVOD_NCCL_HOME": str(home), "HOROVOD_NCCL_LINK": "SHARED"}
+    building = replace(pip, constraint=None, variables=variables)
     options = ["--no-deps", "--no-build-isolation", "--verbose", "--wheel-dir", str(work)]
     building.run(f"building {release} ({count} jobs)", "wheel", *options, str(root))
     return next(work.glob("horovod-*.whl"))

@@ -91,6 +91,12 @@ EDITS = (
         "Python 3.12 has no distutils",
     ),
     Edit(
+        "horovod/common/ops/cuda/CMakeLists.txt",
+        "set(CMAKE_CUDA_STANDARD 11)",
+        "set(CMAKE_CUDA_STANDARD 17)",
+        "CUDA 13's headers need C++17",
+    ),
+    Edit(
         "horovod/runner/js_run.py",
         "from distutils.spawn import find_executable\n",
         "from shutil import which as find_executable\n",

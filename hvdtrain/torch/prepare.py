@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from hvdtrain import world
 from hvdtrain.errors import UsageError
 from hvdtrain.options.syncrequest import parse_compress_request
+from hvdtrain.parallel.device import check_horovod_on
 from hvdtrain.parallel.stage import fingerprint
 from hvdtrain.sync.engine import open_group
 from hvdtrain.torch import state as states
@@ -96,6 +97,7 @@ def prepare(
         other.meet()
     if state.place.size > 1:
         if state.engine == "horovod":
+            check_horovod_on(state.place.device, world.current())
             world.start_horovod(max(1, trainable_bytes(model)))
         open_group(state.engine, tuple(range(state.place.size)))
         leave_together_at_exit()

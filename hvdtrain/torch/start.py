@@ -19,6 +19,7 @@ from hvdtrain.errors import HvdtrainError, Interrupted, Preempted, UsageError
 from hvdtrain.health import failure
 from hvdtrain.host.stop import STOP_SIGNALS
 from hvdtrain.options.syncoptions import Library
+from hvdtrain.parallel.device import choose_device
 from hvdtrain.sync.engine import reduction_library, remarks
 from hvdtrain.torch import state as states
 from hvdtrain.torch.agreement import Action, Agreement, Note
@@ -58,9 +59,8 @@ def start(
     sys.excepthook = _end_all
     joined = _join(allreduce, threads)
     torch.set_num_threads(joined.threads)
-    place = Rank(
-        joined.rank, joined.size, joined.local_rank, joined.local_size, _device(device, joined)
-    )
+    chosen = choose_device(device, joined, "device")
+    place = Rank(joined.rank, joined.size, joined.local_rank, joined.local_size, chosen)
     library = reduction_library(reduce_with, joined) if joined.size > 1 else "mpi"
     notes = remarks(reduce_with, joined)
     if place.is_first:
@@ -92,19 +92,6 @@ def _join(allreduce: str, threads: int | None) -> World:
         return world.current()
     except RuntimeError:
         return world.start(allreduce, threads)
-
-
-def _device(name: str | None, joined: World) -> torch.device:
-    available = torch.cuda.is_available()
-    if name not in (None, "cpu", "cuda"):
-        raise UsageError(f"there is no device {name!r}: use cpu or cuda")
-    if name == "cuda" and not available:
-        raise UsageError("device cuda: PyTorch sees no GPU on this host: use cpu")
-    if name == "cpu" or not available:
-        return torch.device("cpu")
-    device = torch.device("cuda", joined.local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
 
 
 def leave_together() -> None:

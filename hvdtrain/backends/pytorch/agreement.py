@@ -21,6 +21,7 @@ from hvdtrain.options.syncrequest import (
     Local,
     Server,
 )
+from hvdtrain.parallel.device import check_horovod_on
 from hvdtrain.parallel.stage import Part, StageModel
 from hvdtrain.plan.plan import Plan
 from hvdtrain.sync.averaging import (
@@ -69,7 +70,11 @@ def agreement_remarks(config: TrainConfig, plan: Plan) -> list[str]:
 
 
 def open_groups(
-    config: TrainConfig, plan: Plan, models: Mapping[int, StageModel], world: World
+    config: TrainConfig,
+    plan: Plan,
+    models: Mapping[int, StageModel],
+    world: World,
+    device: torch.device,
 ) -> dict[int, Group]:
     """Return the operations of the replicas of this rank's stages, by stage. Collective.
 
@@ -81,6 +86,7 @@ def open_groups(
     if replicated and library == "mpi":
         check_algorithm(config.allreduce)
     if replicated and library == "horovod":
+        check_horovod_on(device, world)
         _start_horovod(models, replicated, world)
     for number, stage in enumerate(plan.stages):
         if len(stage.ranks) > 1:

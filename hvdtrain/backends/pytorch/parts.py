@@ -50,7 +50,7 @@ def build_parts(
         return {0: served_part(config, config.sync_request, models[0], world, optimizer)}
     models = _models(config, plan, components, world.rank, device)
     synchronised = _synchronise(config, plan, models, exchange)
-    groups = open_groups(config, plan, models, world)
+    groups = open_groups(config, plan, models, world, device)
     parts: dict[int, Part] = {}
     for number, model in models.items():
         group, trained = groups.get(number), Trained()

@@ -37,6 +37,7 @@ from hvdtrain.models.costs import component_costs
 from hvdtrain.options.configfile import with_choice
 from hvdtrain.options.planrequest import ADAPTIVE, AUTO
 from hvdtrain.options.syncrequest import AUTO_SYNC, Server
+from hvdtrain.parallel.device import choose_device
 from hvdtrain.parallel.stage import Images
 from hvdtrain.plan import plan as plans
 from hvdtrain.plan import planfile
@@ -202,7 +203,7 @@ def _without_wrong_halves(trial: Trial, chosen: "Choice") -> "Choice":
 
 def _images(config: TrainConfig, normal: Normalisation, world: World) -> Images:
     """Return what prepares images on this rank's device; set the threads of this rank."""
-    device = choose_device(config, world)
+    device = choose_device(config.device, world)
     torch.set_num_threads(world.threads)
     if config.compile:
         check_compiler(device)
@@ -326,19 +327,3 @@ def check_components(
         UsageError: if images or classes of the data set do not fit the model.
     """
     return input_boundaries(components, config, index.image_shape[0], index.classes)
-
-
-def choose_device(config: TrainConfig, world: World) -> torch.device:
-    """Return the CPU, or the GPU of this rank: local rank modulo visible devices.
-
-    Raises:
-        UsageError: if --device cuda is set and there is no GPU.
-    """
-    available = torch.cuda.is_available()
-    if config.device == "cuda" and not available:
-        raise UsageError("--device cuda: PyTorch sees no GPU on this host: use --device cpu")
-    if config.device == "cpu" or not available:
-        return torch.device("cpu")
-    device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 
 from hvdtrain.errors import UsageError
+from hvdtrain.parallel import batchnorm
 from hvdtrain.parallel.batchnorm import AllGather, gather_moments, synchronise
 
 T = TypeVar("T")
@@ -237,6 +238,23 @@ def test_the_memory_format_stays(form: torch.memory_format) -> None:
     assert output.is_contiguous(memory_format=form)
     assert x.grad is not None
     assert x.grad.is_contiguous(memory_format=form)
+
+
+@pytest.mark.parametrize("shape", [(6, 3), (4, 3, 5, 5)])
+def test_operations_of_any_device_give_what_cpu_kernels_give(
+    shape: tuple[int, ...],
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    input, gradient = torch.randn(2, *shape, dtype=torch.float64, generator=generator)
+    mean, variance = batchnorm._local_moments(input, torch.float64)
+    for value, expected in zip(
+        batchnorm.moments_by_operations(input, torch.float64), (mean, variance), strict=True
+    ):
+        torch.testing.assert_close(value, expected)
+    values = gradient, input, mean, variance, 1e-5
+    torch.testing.assert_close(
+        batchnorm.gradient_sums_by_operations(*values), batchnorm._gradient_sums(*values)
+    )
 
 
 @pytest.mark.parametrize("affine", [True, False])
