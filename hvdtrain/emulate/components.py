@@ -28,15 +28,24 @@ class Work:
     """The seconds of a component on this rank's device.
 
     Attributes:
-        compute: lets modelled seconds pass.
+        compute: lets modelled seconds pass; its second argument is the slowdown beside an
+            all-reduce, None for that of the network.
     """
 
     times: "ComponentTimes"
-    compute: Callable[[float], None]
+    compute: Callable[[float, float | None], None]
+
+    def forward(self, rows: int) -> None:
+        """Let the seconds of a forward pass."""
+        self.compute(self.times.forward(rows), None)
 
     def backward_part(self, rows: int, part: float) -> None:
         """Let a part of the seconds of a backward pass."""
-        self.compute(part * self.times.backward(rows))
+        self.compute(part * self.times.backward(rows), self.times.contention)
+
+    def update(self) -> None:
+        """Let the seconds of an update pass."""
+        self.compute(self.times.update, None)
 
 
 class EmulatedComponent(nn.Module):
@@ -60,7 +69,7 @@ class EmulatedComponent(nn.Module):
         """Return [n, width] for [n, ...]."""
         rows, weights = len(inputs), tuple(self.parameters())
         if not inputs.is_meta:
-            self.work.compute(self.work.times.forward(rows))
+            self.work.forward(rows)
         # tanh saves its result: recomputation starts when a backward needs a saved tensor. The
         # path to the input comes last, because autograd runs the newest operations first.
         bias = torch.tanh(torch.cat(weights).mean()) if weights else None
@@ -74,11 +83,6 @@ class EmulatedComponent(nn.Module):
 
     def _backward(self, rows: int, part: float, _: Tensor) -> None:
         self.work.backward_part(rows, part)
-
-    @property
-    def update_seconds(self) -> float:
-        """The modelled seconds of an update of the weights."""
-        return self.work.times.update
 
 
 def emulated(
@@ -121,6 +125,6 @@ def sleep_in_updates(optimizer: torch.optim.Optimizer, modules: Sequence[nn.Modu
 
     def sleep(*_: object) -> None:
         for module in slow:
-            module.work.compute(module.update_seconds)
+            module.work.update()
 
     optimizer.register_step_pre_hook(sleep)

@@ -50,14 +50,18 @@ class Hardware:
         """The network in the current step."""
         return self.network_in(self.step())
 
-    def compute(self, seconds: float) -> None:
+    def compute(self, seconds: float, contention: float | None = None) -> None:
         """Let a computation of `seconds` on an undisturbed device pass.
 
         It is slower in events, and while all-reduces are in flight.
+
+        Args:
+            contention: its slowdown beside an all-reduce; None for that of the network.
         """
         slow = slowdown(self.events, DEVICES, [self.rank], self.step())
         alone, start = slow * seconds * self.clock.dilation, self.clock.modelled_now()
         compute, reduce = self.network.contention
+        compute = compute if contention is None else contention
         if compute > 1:
             for flight in self.flights:
                 end = flight.start + flight.seconds * reduce

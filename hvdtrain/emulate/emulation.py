@@ -20,8 +20,7 @@ from hvdtrain.models.costs import ComponentCost
 from hvdtrain.parallel.stage import DTYPES
 from hvdtrain.plan.actions import COMPUTE
 from hvdtrain.plan.plan import Plan
-from hvdtrain.planner import clusters
-from hvdtrain.planner import profile as profiles
+from hvdtrain.planner import clusters, profilefile
 from hvdtrain.planner.adapt import seconds_to_migrate
 from hvdtrain.planner.candidate import Candidate, play
 from hvdtrain.planner.cost import Known, Question
@@ -205,7 +204,7 @@ def emulation(
             f"--emulate runs on one host, and these {world.size} ranks are on several: use --ranks"
         )
     clock = Clock(config.emulate_dilation or 1.0)
-    if profiles.is_profile(Path(config.emulate)):
+    if profilefile.is_profile(Path(config.emulate)):
         known = _measured(config, costs, recomputed, image_size, world.size)
         question = Question(known, config.batch_size, config.optimizer)
         times = known.profile.ranks[world.rank]
@@ -241,9 +240,9 @@ def _measured(
         UsageError: if it is not valid, or of another model.
     """
     path, names = config.emulate or "", [cost.name for cost in costs]
-    subjects = profiles.subjects_of(config, costs, image_size)
+    subjects = profilefile.subjects_of(config, costs, image_size)
     advice = "--emulate needs as many ranks as were measured, or another file"
-    read = profiles.load(Path(path), subjects, names, ranks, advice=advice)
+    read = profilefile.load(Path(path), subjects, names, ranks, advice=advice)
     if isinstance(read, str):
         raise UsageError(
             f"--emulate {path} is a profile of other settings ({read}): use the same model, image "

@@ -27,8 +27,11 @@ LONG_SECONDS = 0.5
 ENOUGH_SECONDS = 1.0  # fewer repeats if this is exceeded, but at least LEAST
 LEAST = 3
 FEWER = 3  # repeats of a chain, which is measured twice
+SHORTEST = 0.06  # seconds of its repeats: short passes vary more from one to the next
 
 Result = TypeVar("Result")
+# Starts all-reduces that take the given seconds; returns a function that waits for their end.
+Disturb = Callable[[float], Callable[[], None]]
 
 
 @dataclass(frozen=True)
@@ -110,13 +113,28 @@ class Chain:
 
     def whole(self, rows: int) -> Seconds:
         """Return the seconds of whole steps on `rows` samples."""
-        repeats = repeated(lambda: self._whole(rows), most=FEWER)
+        repeats = repeated(lambda: self._whole(rows), SHORTEST, FEWER)
         return Seconds(*(np.array(values) for values in zip(*repeats, strict=True)))
 
     def in_halves(self, rows: int) -> Halves:
         """Return the seconds of backwards in halves on `rows` samples."""
-        repeats = repeated(lambda: self._in_halves(rows), most=FEWER)
+        repeats = repeated(lambda: self._in_halves(rows), SHORTEST, FEWER)
         return Halves(*(np.array(values) for values in zip(*repeats, strict=True)))
+
+    def contended(self, rows: int, disturb: Disturb, seconds: Sequence[float]) -> np.ndarray:
+        """Return the seconds of backwards on `rows` samples, each beside all-reduces in flight.
+
+        Collective: all ranks call it with the same arguments.
+
+        Args:
+            disturb: starts all-reduces before each backward.
+            seconds: to disturb each component.
+
+        Returns:
+            fp64 [repeats, components].
+        """
+        # Not `repeated`: all ranks must repeat equally often.
+        return np.array([self._contended(rows, disturb, seconds) for _ in range(FEWER)])
 
     def emitted(self, rows: int) -> Tensor:
         """Return the output of the last component for `rows` samples."""
@@ -135,16 +153,30 @@ class Chain:
         if self.message is not None:
             self.message()
         message = self._now() - turned
-        backward = [0.0] * len(self.links)
+        backward = list(self._backward(passed))[::-1]
+        return passed.seconds, backward, self._updates(), [loaded - started], [message]
+
+    def _contended(self, rows: int, disturb: Disturb, seconds: Sequence[float]) -> list[float]:
+        passes = self._backward(self._forward(self.source(rows)))
+        backward = []
+        for duration in reversed(seconds):
+            wait = disturb(duration)
+            backward.append(next(passes))
+            wait()
+        next(passes, None)
+        self._updates()
+        return backward[::-1]
+
+    def _backward(self, passed: _Passed) -> Iterator[float]:
+        """Run the backwards, the last component first; yield the seconds of each."""
         gradient = self._first_gradient(passed)
-        for number in reversed(range(len(self.links))):
+        for _ in self.links:
             output, leaf = passed.outputs.pop(), passed.leaves.pop()
             since = self._now()
             if output.requires_grad:
                 torch.autograd.backward(output, gradient)
-            backward[number] = self._now() - since
+            yield self._now() - since
             gradient = _gradient_of(leaf)
-        return passed.seconds, backward, self._updates(), [loaded - started], [message]
 
     def _in_halves(self, rows: int) -> tuple[list[float], ...]:
         passed = self._forward(self.source(rows))

@@ -26,14 +26,14 @@ from hvdtrain.host.files import check_target
 from hvdtrain.host.memory import return_freed_memory
 from hvdtrain.options.planrequest import Chosen
 from hvdtrain.options.syncrequest import AUTO_SYNC
+from hvdtrain.parallel.device import check_horovod_on
 from hvdtrain.plan.passes import group_by_bytes
 from hvdtrain.plan.plan import Plan, replicated
-from hvdtrain.planner import clusters
-from hvdtrain.planner import profile as profiles
+from hvdtrain.planner import clusters, profilefile
 from hvdtrain.planner.agreement import EXACT, NONE, agreement_of, rank_bytes, typical_coding
 from hvdtrain.planner.approximate import NOTHING_TO_SETTLE, Settled, settle, size
 from hvdtrain.planner.candidate import play
-from hvdtrain.planner.chain import Link
+from hvdtrain.planner.chain import Disturb, Link
 from hvdtrain.planner.coding import measure_coding
 from hvdtrain.planner.cost import Known, Question
 from hvdtrain.planner.limits import planned_limits, with_margin
@@ -41,6 +41,7 @@ from hvdtrain.planner.measure import Setting, measure_rank, measured_sizes
 from hvdtrain.planner.memory import GIB, activation_bytes, held_memory
 from hvdtrain.planner.network import MeasuredNetwork
 from hvdtrain.planner.probe import (
+    Disturbance,
     Start,
     horovod_sum,
     measure_network,
@@ -54,6 +55,7 @@ from hvdtrain.sync.engine import reduction_library
 from hvdtrain.sync.mpi import MPICollectives
 from hvdtrain.world import World, communicator_among, temporary_horovod
 
+LEAST_SPARE = 2**30  # bytes a rank needs to measure all-reduces beside its computation
 MORE = 2  # factor on the counted activations before anything is measured
 
 
@@ -179,7 +181,7 @@ def _known(subject: Subject, world: World) -> tuple[Known | None, str]:
         return None, ""
     if path is not None and not why:
         assert isinstance(known.network, MeasuredNetwork)
-        profiles.save(Path(path), words, known.profile, known.network)
+        profilefile.save(Path(path), words, known.profile, known.network)
     return known, f"measured{why}"
 
 
@@ -196,7 +198,7 @@ def _read(subject: Subject, path: Path, words: str, ranks: int) -> tuple[Known |
     if not path.exists():
         check_target(str(path), "--profile")
         return None, ""
-    profile = profiles.load(path, escape(words), subject.names, ranks, subject.methods)
+    profile = profilefile.load(path, escape(words), subject.names, ranks, subject.methods)
     if isinstance(profile, str):
         return None, f" ({path} has other settings: {profile})"
     times, network = profile
@@ -257,18 +259,31 @@ def measure(subject: Subject, world: World) -> Known:
     exchange = exchange_of(world, subject.images.device, scale=1.0)
     parameter_bytes = sum(cost.parameter_bytes for cost in costs)
     handed = max(cost.output_bytes for cost in costs) * subject.config.batch_size
-    with _sum_of_training(subject.config, world) as start:
+    config, message = subject.config, partial(message_to_self, exchange)
+    # All of it while Horovod runs, as in training: its thread takes part of a core, and memory.
+    with _sum_of_training(subject, world) as start:
         network = measure_network(world, tools_of(start, world), exchange, parameter_bytes, handed)
-    # After it, so that the memory that Horovod holds is counted.
-    times = local_times(subject, world, partial(message_to_self, exchange))
+        disturb = None
+        uses_horovod = reduction_library(config.reduce_with, world) == "horovod"
+        # All-reduces beside the computation hold memory too, which a limit must leave.
+        spare = min(world.gather(_spare_bytes(subject, world)))
+        if config.emulate is None and uses_horovod and spare > LEAST_SPARE:
+            ranks = range(world.size)
+            disturb = Disturbance(start, partial(network.reduce_seconds, ranks))
+        times = local_times(subject, world, message, disturb=disturb)
     profile = Profile(tuple(world.gather(times)))
+    slowdowns = [one for one in world.gather(disturb and disturb.slowdown()) if one is not None]
+    if slowdowns:  # measured beside the model's own components
+        contention = network.contention._replace(reduce=statistics.median(slowdowns))
+        network = replace(network, contention=contention)
     return Known(costs, profile, network, recomputed)
 
 
 @contextmanager
-def _sum_of_training(config: TrainConfig, world: World) -> Iterator[Start]:
+def _sum_of_training(subject: Subject, world: World) -> Iterator[Start]:
     """Yield a function that starts an all-reduce over all ranks as training does. Collective."""
-    if reduction_library(config.reduce_with, world) == "horovod":
+    if reduction_library(subject.config.reduce_with, world) == "horovod":
+        check_horovod_on(subject.images.device, world)
         with temporary_horovod() as horovod:
             yield horovod_sum(horovod)
         return
@@ -282,11 +297,13 @@ def local_times(
     world: World,
     message: Callable[[], None] | None = None,
     replicas: int | None = None,
+    disturb: Disturb | None = None,
 ) -> RankTimes:
     """Return the measured times and memory of each component on this rank. Collective.
 
     Args:
         replicas: that compressed gradients are sent among; None: all ranks.
+        disturb: starts all-reduces, to measure how much they slow the components down.
     """
     config, images = subject.config, subject.images
     by_name = {part.name: part for part in subject.components}
@@ -309,6 +326,7 @@ def local_times(
         held=partial(_held_bytes, subject),
         give_back=partial(_give_back, subject),
         is_emulated=config.emulate is not None,
+        disturb=disturb,
     )
     times = measure_rank(_chains(subject, setting.sizes[-1], world), setting, world)
     if not subject.methods:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,6 +36,7 @@ from hvdtrain.planner.agreement import (
     reductions,
 )
 from hvdtrain.planner.network import Network
+from hvdtrain.planner.overlap import Part, Sum, exposed_seconds
 from hvdtrain.planner.profile import ComponentTimes, Profile
 
 if TYPE_CHECKING:
@@ -194,11 +195,15 @@ def plan_costs(plan: Plan, cut: Cut, known: Known) -> Costs:
 
 def _once(cut: Cut, seconds: Callable[[int, Action], float]) -> Callable[[int, Action], float]:
     """Return the function with a cache: micro-batches that are cut alike take the same seconds."""
-    cached = cache(seconds)
+    cached: dict[tuple[int, int, str, int | None], float] = {}
+    first = cut.like
 
     def like(rank: int, action: Action) -> float:
         stage, kind, k = action
-        return cached(rank, action if k is None else Action(stage, kind, cut.like[k]))
+        key = rank, stage, kind, k if k is None else first[k]
+        if key not in cached:
+            cached[key] = seconds(rank, action)
+        return cached[key]
 
     return like
 
@@ -286,10 +291,14 @@ def reduction_seconds(plan: Plan, cut: Cut, stage: int, known: Known) -> float:
     after += sum(code.decode for code in coding)
     if plan.splits_backward:
         return encoding + sum(first) + after
-    ready = _ready_times(plan, cut, stage, known, components[::-1])
-    delays = accumulate(code.encode for code in coding)
-    ends_at = [ready[one.last] + delay for one, delay in zip(sums, delays, strict=True)]
-    exposed = exposed_seconds(ends_at, first, ready[-1] + encoding, known)
+    parts = _backward_parts(plan, cut, stage, known, components[::-1])
+    compute, reduce = known.network.contention
+    starts = []
+    for number, (one, code) in enumerate(zip(sums, coding, strict=True)):
+        place = one.last + 1 + number  # behind its last component, and what was compressed before
+        parts.insert(place, Part(code.encode, compute))
+        starts.append(place + 1)
+    exposed = exposed_seconds(parts, list(map(Sum, starts, first)), reduce)
     return encoding + exposed + after
 
 
@@ -328,44 +337,22 @@ def _coding(
     return Coding(*map(max, zip(*seconds, strict=True)))
 
 
-def _ready_times(
+def _backward_parts(
     plan: Plan, cut: Cut, stage: int, known: Known, backwards: Sequence[str]
-) -> list[float]:
-    """Return when the gradients of each component are ready.
-
-    The result is in seconds from the start of the last backward.
-    """
+) -> list[Part]:
+    """Return the last backward of a stage, component by component, on its slowest replica."""
     last, ranks = cut.microbatches - 1, plan.stages[stage].ranks
     places = [known.place[name] for name in backwards]
     gathering = known.gather_seconds(ranks) * np.array(
         [known.costs[place].batch_norms for place in places], float
     )
-    slowest = np.zeros(len(places))
+    ready, slowdowns = np.zeros(len(places)), np.ones(len(places))
     for rank in ranks:
         rows = cut.rows(stage, rank, last)
         seconds = _whole_seconds(known, rank, "B", rows)[places] if rows else 0.0
-        slowest = np.maximum(slowest, np.cumsum(seconds + gathering))
-    ready: list[float] = slowest.tolist()
-    return ready
-
-
-def exposed_seconds(
-    ready: Sequence[float], seconds: Sequence[float], computed: float, known: Known
-) -> float:
-    """Return the seconds that all-reduces add to a backward that takes `computed` seconds alone.
-
-    Args:
-        ready: when each all-reduce could start if nothing slowed down the backward.
-        seconds: seconds of each all-reduce alone.
-    """
-    compute, reduce = known.network.contention
-    ended = 0.0  # when the previous all-reduce ends
-    late = 0.0  # delay of the backward so far
-    for earliest, length in zip(ready, seconds, strict=True):
-        now = max(ended, earliest + late)
-        remaining = max(0.0, computed + late - now)  # of the backward, if nothing slows it down
-        overlap = min(length * reduce, remaining * compute)
-        late += overlap * (1 - 1 / compute)
-        rest = length - overlap / reduce
-        ended = now + overlap + rest
-    return max(ended, computed + late) - computed
+        ready = np.maximum(ready, np.cumsum(seconds + gathering))
+        measured = known.profile.ranks[rank].arrays.contention[places]
+        slowdown = np.where(np.isnan(measured), known.network.contention.compute, measured)
+        slowdowns = np.maximum(slowdowns, slowdown)
+    seconds = np.diff(ready, prepend=0.0)
+    return [Part(*pair) for pair in zip(seconds.tolist(), slowdowns.tolist(), strict=True)]

@@ -4,6 +4,7 @@ All ranks measure the same components at the same time, because they share cache
 step, too.
 """
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,8 +16,9 @@ from torch import Tensor
 
 from hvdtrain.models.component import IMAGE_CHANNELS
 from hvdtrain.parallel.stage import Images
-from hvdtrain.planner.chain import Chain, Halves, Link, Seconds
+from hvdtrain.planner.chain import Chain, Disturb, Halves, Link, Seconds
 from hvdtrain.planner.network import Curve
+from hvdtrain.planner.probe import MOST_SLOWDOWN
 from hvdtrain.planner.profile import ComponentTimes, RankTimes
 from hvdtrain.world import World
 
@@ -24,6 +26,10 @@ FEWEST_ROWS = 2  # batch norm needs two values per channel
 MOST_SIZES = 5
 TELLING_BYTES = 8 * 2**20  # a smaller difference of activations is noise
 MOST_MORE = 4.0  # activations count at most as this multiple of their counted bytes
+LONG_VISIT = 1.5  # seconds to measure all sizes once; a longer visit is made FEW times, not MANY
+FEW, MANY = 2, 5
+TELLING_SECONDS = 1e-4  # the slowdown of a shorter backward is noise
+LONGER = 1.5  # an all-reduce beside a backward is started for this multiple of its time
 
 Timed = TypeVar("Timed", Seconds, Halves)
 
@@ -44,6 +50,7 @@ class Setting:
         held: returns the bytes that this process has in memory, or has allocated on its GPU.
         give_back: returns free memory to the system.
         is_emulated: whether passes only sleep, so that nothing disturbs their times.
+        disturb: starts all-reduces beside a backward; None if its slowdown is not measured.
     """
 
     build: Callable[[str], Link]
@@ -57,14 +64,22 @@ class Setting:
     held: Callable[[], int]
     give_back: Callable[[], None]
     is_emulated: bool = False
+    disturb: Disturb | None = None
 
 
 class Measured(NamedTuple):
-    """Measurements of a chain by number of samples; `held` is the memory in bytes after each."""
+    """Measurements of a chain by number of samples.
+
+    Attributes:
+        held: memory in bytes after each number of samples.
+        contention: slowdown of each component's backward beside an all-reduce, NaN where that is
+            noise: fp64 [components]. None if it was not measured.
+    """
 
     whole: dict[int, Seconds]
     halves: dict[int, Halves]
     held: dict[int, int]
+    contention: np.ndarray | None = None
 
 
 def measured_sizes(
@@ -129,24 +144,47 @@ def _first_rows(activations: Tensor, rows: int) -> Tensor:
 
 
 def _measured(chain: Chain, setting: Setting, world: World) -> Measured:
-    """Measure all sizes of a chain, twice unless they are emulated. Collective.
+    """Measure all sizes of a chain several times unless they are emulated. Collective.
 
     A shared machine may be slow for seconds, which would make one size seem slower than others,
-    and so pipelines slower than data parallelism, or the reverse. Of the two measurements of a
-    size, which are apart in time, the faster one counts.
+    and so pipelines slower than data parallelism, or the reverse. Of the measurements of a size,
+    which are apart in time, the median counts; of two, which is all that long passes get, the
+    faster one.
     """
-    ascending = _visit(chain, setting, setting.sizes, world)
+    began = time.perf_counter()
+    visits = [_visit(chain, setting, setting.sizes, world)]
     if setting.is_emulated:
-        return ascending
-    descending = _visit(chain, setting, setting.sizes[::-1], world)
+        return visits[0]
+    seconds = max(world.gather(time.perf_counter() - began))
+    contention = _contention(chain, setting, visits[0].whole, world)
+    for number in range(1, FEW if seconds > LONG_VISIT else MANY):
+        sizes = setting.sizes[::-1] if number % 2 else setting.sizes
+        visits.append(_visit(chain, setting, sizes, world))
     return Measured(
-        {rows: _faster(ascending.whole[rows], descending.whole[rows]) for rows in ascending.whole},
-        {
-            rows: _faster(ascending.halves[rows], descending.halves[rows])
-            for rows in ascending.halves
-        },
-        ascending.held,
+        {rows: _typical([one.whole[rows] for one in visits]) for rows in visits[0].whole},
+        {rows: _typical([one.halves[rows] for one in visits]) for rows in visits[0].halves},
+        visits[0].held,
+        contention,
     )
+
+
+def _contention(
+    chain: Chain, setting: Setting, whole: Mapping[int, Seconds], world: World
+) -> np.ndarray | None:
+    """Return `contention` of `Measured`. Collective.
+
+    Components that move memory are slowed down more than those that multiply matrices.
+    """
+    if setting.disturb is None:
+        return None
+    rows = setting.sizes[-1]
+    alone = np.median(whole[rows].backward, axis=0)
+    slowest = np.max(world.gather(alone), axis=0)
+    beside = chain.contended(rows, setting.disturb, (LONGER * slowest).tolist())
+    is_telling = alone > TELLING_SECONDS
+    ratios = np.median(beside, axis=0) / np.where(is_telling, alone, 1.0)
+    clipped: np.ndarray = np.where(is_telling, np.clip(ratios, 1.0, MOST_SLOWDOWN), np.nan)
+    return clipped
 
 
 def _visit(chain: Chain, setting: Setting, sizes: Sequence[int], world: World) -> Measured:
@@ -162,14 +200,14 @@ def _visit(chain: Chain, setting: Setting, sizes: Sequence[int], world: World) -
     return measured
 
 
-def _faster(one: Timed, other: Timed) -> Timed:
-    """Return the measurement whose passes took less time, over all components."""
+def _typical(measurements: Sequence[Timed]) -> Timed:
+    """Return the measurement whose passes took the median time; of two the faster one."""
 
     def seconds(measurement: Timed) -> float:
         passes = np.stack(measurement[:2])  # forward and backward, or the two halves
         return float(np.nansum(np.median(passes, axis=1)))
 
-    return min(one, other, key=seconds)
+    return sorted(measurements, key=seconds)[(len(measurements) - 1) // 2]
 
 
 def _split_sizes(sizes: Sequence[int]) -> Sequence[int]:
@@ -223,10 +261,11 @@ def memory_of(
 
 def _times(measured: Measured, place: int) -> ComponentTimes:
     """Return the times of the component at `place` of a chain."""
-    whole, halves, _ = measured
+    whole, halves, _, contention = measured
     sums = [(item.forward + item.backward)[:, place] for item in whole.values()]
     spread = max(float((item.max() - item.min()) / np.median(item)) for item in sums)
     update = np.median([np.median(item.update[:, place]) for item in whole.values()])
+    slowdown = np.nan if contention is None else contention[place]
     is_split = halves and not np.isnan(next(iter(halves.values())).inputs[:, place]).any()
     return ComponentTimes(
         _curve(whole, [item.forward[:, place] for item in whole.values()]),
@@ -235,6 +274,7 @@ def _times(measured: Measured, place: int) -> ComponentTimes:
         _curve(halves, [item.weights[:, place] for item in halves.values()]) if is_split else None,
         float(update),
         spread,
+        contention=None if np.isnan(slowdown) else float(slowdown),
     )
 
 

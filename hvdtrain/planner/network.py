@@ -83,6 +83,10 @@ class Curve:
         """Return the curve for something that is `factor` times slower."""
         return Curve(tuple((size, factor * seconds) for size, seconds in self.points))
 
+    def as_lists(self) -> list[list[float]]:
+        """Return the points as JSON."""
+        return [list(point) for point in self.points]
+
     @cached_property
     def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
         sizes, seconds = zip(*self.points, strict=True)

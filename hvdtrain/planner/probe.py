@@ -1,10 +1,11 @@
 """Measures the network of a job: all-reduces, transfers, and both while ranks compute."""
 
+import math
 import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,16 @@ from hvdtrain.sync.mpi import MPICollectives
 from hvdtrain.world import World
 
 SIZES = tuple(4**power for power in range(1, 14))  # 4 bytes to 64 MiB
+# Bytes of an all-reduce that Horovod does not combine with others in its buffer of 128 MiB.
+# Training has no such buffer, so that it must not count as memory of the process.
+UNFUSED = 72 * 2**20
 WARM_UP = 2
 LEAST, MOST = 5, 40  # repeats per size
 SECONDS_PER_SIZE = 0.05
 LONG_SECONDS = 0.25  # an operation that takes longer, as on a slow link, is not repeated often
 CONTENDED_BYTES = 4 * 2**20
+NOT_OVER = 0.02  # part of the seconds of all-reduces that tells that they ran to the end
+MOST_SLOWDOWN = 8.0
 PING, PONG = 11, 12
 _MATRIX = torch.ones(192, 192)
 # Starts an all-reduce in place under a name; returns a function that tells whether it is complete.
@@ -301,7 +307,53 @@ def measure_contention(
     compute = statistics.median(ratio for ratio, _ in kept)
     reduce = statistics.median(ratio for _, ratio in kept)
     slowest = np.max(world.gather((compute, reduce)), axis=0)
-    return Contention(*(float(np.clip(ratio, 1.0, 8.0)) for ratio in slowest))
+    return Contention(*(float(np.clip(ratio, 1.0, MOST_SLOWDOWN)) for ratio in slowest))
+
+
+@dataclass
+class Disturbance:
+    """Starts all-reduces over all ranks beside a computation, one after another.
+
+    Several in flight may have one tensor, which Horovod allows.
+
+    Attributes:
+        start: starts Horovod's all-reduces.
+        alone: seconds of an all-reduce alone, by bytes.
+        overlaps: by computation: its seconds, and how many seconds' worth of all-reduces, as they
+            take alone, were done meanwhile.
+    """
+
+    start: Start
+    alone: Callable[[float], float]
+    overlaps: list[tuple[float, float]] = field(default_factory=list)
+
+    def __call__(self, seconds: float) -> Callable[[], None]:
+        """Start all-reduces that take these seconds alone; return a function that waits for them.
+
+        All ranks call it with the same seconds, and call the result when they have computed.
+        """
+        size = next((one for one in SIZES if self.alone(one) >= seconds), UNFUSED)
+        number = max(1, math.ceil(seconds / self.alone(size)))
+        values, began = torch.ones(size // 4), time.perf_counter()
+        started = [self.start(values, f"probe.{k}.{size}") for k in range(number)]
+
+        def wait() -> None:
+            computed = time.perf_counter()
+            for is_over in started:
+                wait_until(is_over)
+            left = time.perf_counter() - computed
+            done = number * self.alone(size) - left
+            if left > NOT_OVER * seconds and done > 0:
+                self.overlaps.append((computed - began, done))
+
+        return wait
+
+    def slowdown(self) -> float | None:
+        """Return how much slower an all-reduce is beside a computation; None if none tells."""
+        if not self.overlaps:
+            return None
+        computed, done = map(sum, zip(*self.overlaps, strict=True))
+        return float(np.clip(computed / done, 1.0, MOST_SLOWDOWN))
 
 
 def _seconds_of(once: Callable[[], object]) -> float:

@@ -1,35 +1,19 @@
-"""Profiles: the times of each component on each rank, and the files that hold them.
+"""Profiles: the times of each component on each rank.
 
-A profile is measured (`measure.py`), read from a file, or predicted (`clusters.py`). This module
-does not import torch.
+A profile is measured (`measure.py`), read from a file (`profilefile.py`), or predicted
+(`clusters.py`). This module does not import torch.
 """
 
-import hashlib
-import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from functools import cached_property
-from glob import escape
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdtrain.config import TrainConfig
-from hvdtrain.errors import UsageError, on_one_line
-from hvdtrain.host.files import write_text
-from hvdtrain.host.harmless import parse_json
-from hvdtrain.options.givenmodel import PREFIX
 from hvdtrain.planner.agreement import Coding
-from hvdtrain.planner.network import Contention, Curve, MeasuredNetwork, Stacked
+from hvdtrain.planner.network import Curve, Stacked
 
-if TYPE_CHECKING:
-    from hvdtrain.models.costs import ComponentCost
-
-VERSION = 3  # of the files
-LARGEST = 64 * 2**20  # bytes: enough for 1,000 ranks with 100 components
 HALVES = ("input_half", "weight_half")
 
 
@@ -42,6 +26,8 @@ class ComponentTimes:
         update: of the optimizer; does not depend on the samples.
         spread: of the repeats that count, (largest - smallest) / median of the noisiest size.
         coding: of compressing and decompressing its gradients, by the measured methods.
+        contention: how much slower its backward is while an all-reduce is in flight, at least 1;
+            None if it was not measured: then that of the network counts.
     """
 
     forward: Curve
@@ -51,6 +37,7 @@ class ComponentTimes:
     update: float = 0.0
     spread: float = 0.0
     coding: Mapping[str, Coding] = field(default_factory=dict)
+    contention: float | None = None
 
     def times(self, factor: float) -> "ComponentTimes":
         """Return the times on a rank that is `factor` times slower."""
@@ -66,17 +53,19 @@ class ComponentTimes:
             update=factor * self.update,
             spread=self.spread,
             coding={method: code.times(factor) for method, code in self.coding.items()},
+            contention=self.contention,
         )
 
     def to_json(self) -> dict[str, Any]:
         """Return the times as a profile file stores them."""
         curves = {
-            name: _points(curve)
+            name: curve.as_lists()
             for name in ("forward", "backward", *HALVES)
             if (curve := getattr(self, name)) is not None
         }
         coding = {method: list(code) for method, code in self.coding.items()}
-        return curves | {"update": self.update, "spread": self.spread, "coding": coding}
+        measured = {} if self.contention is None else {"contention": self.contention}
+        return curves | measured | {"update": self.update, "spread": self.spread, "coding": coding}
 
 
 class ComponentArrays(NamedTuple):
@@ -85,11 +74,14 @@ class ComponentArrays(NamedTuple):
     Attributes:
         forward, backward: called with a number of samples, they return the array.
         update: of the optimizer.
+        contention: slowdown of the backward while an all-reduce is in flight; NaN where it was not
+            measured.
     """
 
     forward: Stacked
     backward: Stacked
     update: np.ndarray
+    contention: np.ndarray
 
 
 NOTHING = Curve(((1.0, 0.0),))
@@ -124,13 +116,14 @@ class RankTimes:
             forward=Stacked([part.forward for part in times]),
             backward=Stacked([part.backward for part in times]),
             update=np.array([part.update for part in times]),
+            contention=np.array([part.contention or np.nan for part in times]),
         )
 
     def to_json(self) -> dict[str, Any]:
         """Return the times as a profile file stores them."""
         return {
             "components": {name: times.to_json() for name, times in self.components.items()},
-            "load": _points(self.load),
+            "load": self.load.as_lists(),
             "resident_bytes": self.resident_bytes,
             "message_seconds": self.message_seconds,
             "activation_factor": self.activation_factor,
@@ -206,192 +199,3 @@ def _whole_model(rank: RankTimes, sizes: Sequence[float]) -> list[float]:
     """Return the seconds of all components together, for each size."""
     arrays = rank.arrays
     return [float((arrays.forward(size) + arrays.backward(size)).sum()) for size in sizes]
-
-
-def model_words(config: TrainConfig, costs: "Sequence[ComponentCost]", image_size: int) -> str:
-    """Return the model and its images, as the subject of a profile has them."""
-    patches = f", patches of {config.patch_size}" if config.patch_size else ""
-    content = ""
-    if config.model.startswith(PREFIX):  # other models may have the same name
-        content = f" {hashlib.sha256(repr(costs).encode()).hexdigest()[:8]}"
-    classes = costs[-1].output_shape[-1]
-    return f"{config.model}{content}{patches}, {classes} classes, {image_size} px"
-
-
-def precision_words(config: TrainConfig) -> str:
-    """Return what else decides the times of components, as the subject of a profile has it."""
-    compiled = ", compiled" if config.compile else ""
-    return f"{config.precision}{compiled}, {config.optimizer}"
-
-
-def subjects_of(config: TrainConfig, costs: "Sequence[ComponentCost]", image_size: int) -> str:
-    """Return a pattern of the subjects whose component times are those of a run's model.
-
-    They may have another batch size, other ranks and all-reduces.
-    """
-    model, precision = model_words(config, costs, image_size), precision_words(config)
-    return f"{escape(model)}, * images, {escape(precision)}, *"
-
-
-def save(path: Path, subject: str, profile: Profile, network: MeasuredNetwork) -> None:
-    """Write a profile.
-
-    Args:
-        subject: the measured model, sizes and settings in words.
-
-    Raises:
-        UsageError: if the file cannot be written.
-    """
-    content = {
-        "version": VERSION,
-        "subject": subject,
-        "ranks": [rank.to_json() for rank in profile.ranks],
-        "network": {
-            "hosts": list(network.hosts),
-            "all_reduce": [
-                [crosses, number, _points(curve)]
-                for crosses, curves in network.all_reduce.items()
-                for number, curve in curves.items()
-            ],
-            "hand_over": [
-                [crosses, _points(curve)] for crosses, curve in network.hand_over.items()
-            ],
-            "contention": list(network.contention),
-        },
-    }
-    write_text(path, json.dumps(content) + "\n", "the profile")
-
-
-def is_profile(path: Path) -> bool:
-    """Return whether a file looks like a profile; False if it cannot be read."""
-    try:
-        content = parse_json(path.read_bytes()) if path.stat().st_size <= LARGEST else None
-    except (OSError, ValueError):
-        return False
-    return isinstance(content, dict) and "subject" in content
-
-
-def load(
-    path: Path,
-    subject: str,
-    names: Sequence[str],
-    ranks: int,
-    methods: Sequence[str] = (),
-    advice: str = "remove it or use another --profile",
-) -> tuple[Profile, MeasuredNetwork] | str:
-    """Read a profile; return its subject if that is another one.
-
-    Args:
-        subject: as a pattern, in which * stands for anything.
-        methods: of compression whose seconds it must have.
-        advice: what to do about a file that is not valid.
-
-    Raises:
-        UsageError: if the file is not a valid profile.
-    """
-    try:
-        with path.open("rb") as file:
-            text = file.read(LARGEST + 1)
-        if len(text) > LARGEST:
-            raise UsageError(
-                f"{path} is not a valid profile (larger than {LARGEST:,} bytes): {advice}"
-            )
-        content = parse_json(text)
-    except OSError as error:
-        raise UsageError(f"the profile {path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise UsageError(f"the profile {path} cannot be used: {error}") from None
-    try:
-        measured = str(content["subject"])
-        if content["version"] == VERSION and not fnmatchcase(measured, subject):
-            return on_one_line(measured, 300)
-        profile, network = _checked(content, names, ranks)
-        _check_methods(profile, methods)
-        return profile, network
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        reason = " ".join(str(error).split())
-        raise UsageError(f"{path} is not a valid profile ({reason}): {advice}") from None
-
-
-def _checked(
-    content: Any, names: Sequence[str], number_of_ranks: int
-) -> tuple[Profile, MeasuredNetwork]:
-    """Return the profile of a file's content; raise ValueError or the like if it is wrong."""
-    if content["version"] != VERSION:
-        raise ValueError(f"it has version {content['version']!r:.20}, not {VERSION}")
-    ranks = tuple(_rank(item, names) for item in content["ranks"])
-    network = content["network"]
-    hosts = tuple(str(host) for host in network["hosts"])
-    if len(ranks) != number_of_ranks:
-        raise ValueError(f"it has {len(ranks)} rank(s), the job has {number_of_ranks}")
-    if len(hosts) != len(ranks):
-        raise ValueError(f"it has {len(ranks)} rank(s), and names the hosts of {len(hosts)}")
-    all_reduce: dict[bool, dict[int, Curve]] = {}
-    for crosses, number, points in network["all_reduce"]:
-        all_reduce.setdefault(bool(crosses), {})[int(_number(number, least=2))] = _curve(points)
-    hand_over = {bool(crosses): _curve(points) for crosses, points in network["hand_over"]}
-    if len(ranks) > 1 and not (all_reduce and hand_over):
-        raise ValueError("its network is empty")
-    compute, reduce = (_number(item, least=1.0) for item in network["contention"])
-    contention = Contention(compute, reduce)
-    return Profile(ranks), MeasuredNetwork(hosts, all_reduce, hand_over, contention)
-
-
-def _check_methods(profile: Profile, methods: Sequence[str]) -> None:
-    for method in methods:
-        if any(method not in c.coding for rank in profile.ranks for c in rank.components.values()):
-            raise ValueError(f"it has no seconds of {method}")
-
-
-def _rank(content: Mapping[str, Any], names: Sequence[str]) -> RankTimes:
-    components = content["components"]
-    if list(components) != list(names):
-        raise ValueError("its components are not those of the model")
-    return RankTimes(
-        {name: _times(times) for name, times in components.items()},
-        load=_curve(content["load"]),
-        resident_bytes=int(_number(content["resident_bytes"])),
-        message_seconds=_number(content["message_seconds"]),
-        activation_factor=_number(content["activation_factor"], least=1.0),
-        # A file of an earlier version has none.
-        activation_spread=_number(content.get("activation_spread", 0.0)),
-    )
-
-
-def _times(content: Mapping[str, Any]) -> ComponentTimes:
-    input_half, weight_half = (
-        _curve(content[name]) if name in content else None for name in HALVES
-    )
-    return ComponentTimes(
-        forward=_curve(content["forward"]),
-        backward=_curve(content["backward"]),
-        input_half=input_half,
-        weight_half=weight_half,
-        update=_number(content["update"]),
-        spread=_number(content["spread"]),
-        coding={
-            str(method): Coding(_number(encode), _number(decode))
-            # A file of an earlier version has none.
-            for method, (encode, decode) in content.get("coding", {}).items()
-        },
-    )
-
-
-def _points(curve: Curve) -> list[list[float]]:
-    return [list(point) for point in curve.points]
-
-
-def _curve(points: Any) -> Curve:
-    pairs = [(_number(size), _number(seconds)) for size, seconds in points]
-    sizes = [size for size, _ in pairs]
-    if not pairs or sizes != sorted(set(sizes)):
-        raise ValueError("the sizes of a curve do not increase")
-    return Curve(tuple(pairs))
-
-
-def _number(value: Any, least: float = 0.0) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{value!r:.20} is not numeric")
-    if not math.isfinite(value) or value < least:
-        raise ValueError(f"{value!r:.20} is not finite or less than {least:g}")
-    return float(value)

@@ -11,7 +11,7 @@ from hvdtrain.models.costs import ComponentCost, component_costs
 from hvdtrain.options.syncrequest import AUTO_SYNC, CHOICES
 from hvdtrain.parallel.stage import DTYPES, Images
 from hvdtrain.planner.agreement import NONE
-from hvdtrain.planner.profile import model_words, precision_words
+from hvdtrain.planner.profilefile import model_words, precision_words
 from hvdtrain.sync.engine import reduction_library
 from hvdtrain.world import World
 

@@ -19,7 +19,7 @@ from hvdtrain.options import configfile
 from hvdtrain.parallel.stage import Images
 from hvdtrain.plan.passes import BUCKET_BYTES
 from hvdtrain.plan.plan import replicated
-from hvdtrain.planner import profile, subject
+from hvdtrain.planner import profilefile, subject
 from hvdtrain.planner.agreement import EXACT, reductions
 from hvdtrain.planner.candidate import play
 from hvdtrain.planner.choose import question
@@ -113,7 +113,7 @@ class Predictor:
         self.config, self.ranks = config, ranks
         trained = subject_of(config)
         self.plan = replicated(trained.names, ranks, None, config.schedule)
-        loaded = profile.load(path, words, trained.names, ranks)
+        loaded = profilefile.load(path, words, trained.names, ranks)
         if isinstance(loaded, str):
             raise UsageError(
                 f"{path} holds a profile of other settings ({loaded}): choose another --to"

@@ -23,7 +23,7 @@ from hvdtrain.host import harmless
 from hvdtrain.host.installed import has_horovod
 from hvdtrain.host.poll import wait_until
 from hvdtrain.host.stop import STOP_SIGNALS, end_with_parent
-from hvdtrain.planner import choose, profile
+from hvdtrain.planner import choose, profilefile
 from hvdtrain.planner.network import MeasuredNetwork
 from hvdtrain.planner.probe import Start, horovod_sum, started_mpi_sum
 from hvdtrain.study.collectives.cells import HOROVOD, MPI, this_machine, write_result
@@ -124,12 +124,12 @@ def measure_profile(config_path: str, words: str, path: str) -> None:
     """Measure a model's components and the network of these ranks, as --plan auto does."""
     values = harmless.read_mapping(Path(config_path), "configuration")
     config = TrainConfig(**values)
-    job = world.start(config.allreduce, config.threads)
+    job = world.start(config.allreduce, config.threads, config.bind)
     torch.set_num_threads(job.threads)
     known = choose.measure(subject_of(config), job)
     if job.rank == 0:
         assert isinstance(known.network, MeasuredNetwork)
-        profile.save(Path(path), words, known.profile, known.network)
+        profilefile.save(Path(path), words, known.profile, known.network)
     world.stop()
 
 

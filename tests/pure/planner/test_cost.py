@@ -8,8 +8,9 @@ from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan, Stage, pipeline, replicated
 from hvdtrain.plan.schedule import training_step
 from hvdtrain.plan.simulate import simulate
-from hvdtrain.planner.cost import Known, exposed_seconds, plan_costs
+from hvdtrain.planner.cost import Known, plan_costs
 from hvdtrain.planner.network import Contention
+from hvdtrain.planner.profile import Profile
 from tests.pure.planner.machines import component, known, network
 
 COSTS = [component(number) for number in range(4)]
@@ -68,24 +69,22 @@ def test_synchronised_batch_norms_gather_once_each_way() -> None:
     assert seconds(alone, together, 8) == seconds(alone, local, 8)
 
 
-@pytest.mark.parametrize(
-    ("ready", "reductions", "contention", "wanted"),
-    [
-        ([10.0], [3.0], (1, 1), 3.0),  # nothing is hidden
-        ([4.0, 10.0], [3.0, 1.0], (1, 1), 1.0),  # the first is
-        ([4.0, 10.0], [8.0, 1.0], (1, 1), 3.0),  # the second waits for the first
-        # Both half as fast: 3 s of the all-reduce take 6 s, during which the backward does 3 s.
-        ([4.0], [3.0], (2, 2), 3.0),
-        (
-            [9.0],
-            [3.0],
-            (2, 2),
-            3.0,
-        ),  # the backward's last second takes 2, which do 1 s of the all-reduce
-    ],
-)
-def test_sums_beside_a_backward(
-    ready: "list[float]", reductions: "list[float]", contention: "tuple[int, int]", wanted: float
-) -> None:
-    machine = known(COSTS, [1] * 4, [1, 1], network(2, contention=Contention(*contention)))
-    assert exposed_seconds(ready, reductions, 10.0, machine) == pytest.approx(wanted)
+def test_a_component_that_moves_memory_is_slowed_down_more_beside_an_all_reduce() -> None:
+    """Two buckets: the first is summed during the backward of the other two components."""
+    slowed, summed = 3.0, Contention(compute=1.5, reduce=2.0)
+    plain = known(COSTS, [1, 1, 1, 1], [1, 1], network(2, reduce_per_byte=0.01, contention=summed))
+    ranks = tuple(
+        replace(
+            rank,
+            components=dict(rank.components)
+            | {"part1": replace(rank.components["part1"], contention=slowed)},
+        )
+        for rank in plain.profile.ranks
+    )
+    plan = replicated(NAMES, 2, 1, None)
+    # Bytes are small enough for one bucket, which is summed after the backward: no difference.
+    alike = replace(plain, profile=Profile(ranks))
+    assert seconds(plan, alike, 8) == seconds(plan, plain, 8)
+    large = [replace(cost, parameters=9_000_000, parameter_bytes=36_000_000) for cost in COSTS]
+    before, after = (seconds(plan, replace(one, costs=large), 8) for one in (plain, alike))
+    assert before < after

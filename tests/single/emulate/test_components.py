@@ -29,7 +29,7 @@ class Slept(list[float]):
     """The seconds of each sleep."""
 
     def component(self, sizes: list[int]) -> EmulatedComponent:
-        return EmulatedComponent(sizes, 5, Work(TIMES, self.append))
+        return EmulatedComponent(sizes, 5, Work(TIMES, lambda seconds, _: self.append(seconds)))
 
 
 def test_a_whole_backward_takes_its_seconds_on_any_path() -> None:
@@ -60,7 +60,7 @@ def test_a_component_is_complete_before_the_one_before_it_starts() -> None:
     order = list[str]()
 
     def work(name: str) -> Work:
-        return Work(TIMES, lambda seconds: order.append(name))
+        return Work(TIMES, lambda *_: order.append(name))
 
     modules = [EmulatedComponent([7], 5, work(name)) for name in ("first", "second")]
     for name, module in zip(("first", "second"), modules, strict=True):
@@ -99,7 +99,9 @@ def test_the_payload_is_the_modelled_one_divided_by_the_scale() -> None:
     real = components("resnet18", 100, 32, None, 0)
     costs = component_costs(real, 32, classes=100)
     slept = Slept()
-    made = emulated(real, costs, lambda name: Work(TIMES, slept.append), itemsize=4)
+    made = emulated(
+        real, costs, lambda name: Work(TIMES, lambda seconds, _: slept.append(seconds)), itemsize=4
+    )
     assert component_costs(made, 32, classes=100) == costs
     batch = torch.ones(2, 3, 32, 32)
     for component, cost in zip(made, costs, strict=True):

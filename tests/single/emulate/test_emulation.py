@@ -18,7 +18,7 @@ from hvdtrain.models.costs import component_costs
 from hvdtrain.plan.plan import pipeline, replicated
 from hvdtrain.planner.clusters import load, question_of
 from hvdtrain.planner.network import Contention, Curve, Line, MeasuredNetwork
-from hvdtrain.planner.profile import save
+from hvdtrain.planner.profilefile import save
 from hvdtrain.world import World
 from tests.pure.planner.test_clusters import costs_of
 

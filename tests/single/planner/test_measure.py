@@ -1,6 +1,6 @@
 """Measuring components and networks: disturbances, and operations that take long."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -8,7 +8,7 @@ import pytest
 
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.planner import measure, probe
-from hvdtrain.planner.chain import Chain, Halves, Seconds
+from hvdtrain.planner.chain import Chain, Disturb, Halves, Seconds
 from hvdtrain.planner.measure import Setting
 from hvdtrain.world import World
 
@@ -36,8 +36,14 @@ class Disturbed:
         values[:, 0] = np.nan
         return Halves(values, 2 * values)
 
+    def contended(self, rows: int, disturb: Disturb, seconds: Sequence[float]) -> np.ndarray:
+        # The second component is three times slower beside an all-reduce, the first one faster.
+        for duration in seconds:
+            disturb(duration)()
+        return np.full((3, 2), 2e-3 * rows) * [0.9, 3]
 
-def setting(in_halves: bool, is_emulated: bool = False) -> Setting:
+
+def setting(in_halves: bool, is_emulated: bool = False, disturb: Disturb | None = None) -> Setting:
     return Setting(
         build=cast(Any, None),
         images=cast(Any, None),
@@ -50,6 +56,7 @@ def setting(in_halves: bool, is_emulated: bool = False) -> Setting:
         held=lambda: 0,
         give_back=lambda: None,
         is_emulated=is_emulated,
+        disturb=disturb,
     )
 
 
@@ -68,8 +75,26 @@ def test_emulated_passes_are_measured_once() -> None:
     assert chain.measured == len(SIZES)
 
 
-def test_a_size_that_is_disturbed_twice_is_slow() -> None:
-    result = measure._measured(cast(Chain, Disturbed((2, 7))), setting(False), ALONE)
+def test_contention_is_the_time_beside_an_all_reduce_over_the_time_alone() -> None:
+    disturbed: list[float] = []
+
+    def disturb(seconds: float) -> Callable[[], None]:
+        disturbed.append(seconds)
+        return lambda: None
+
+    chain = cast(Chain, Disturbed(()))
+    result = measure._measured(chain, setting(False, disturb=disturb), ALONE)
+    assert result.contention is not None
+    assert result.contention == pytest.approx([1.0, 3.0])
+    assert disturbed == pytest.approx([measure.LONGER * 2e-3 * SIZES[-1]] * 2)
+    assert measure._times(result, 1).contention == pytest.approx(3.0)
+    unmeasured = measure._measured(chain, setting(False), ALONE)
+    assert unmeasured.contention is None
+    assert measure._times(unmeasured, 1).contention is None
+
+
+def test_a_size_that_is_disturbed_in_most_visits_is_slow() -> None:
+    result = measure._measured(cast(Chain, Disturbed((2, 7, 12))), setting(False), ALONE)
     assert result.whole[8].forward == pytest.approx(16e-3)
 
 

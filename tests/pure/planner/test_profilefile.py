@@ -1,9 +1,11 @@
 """Profiles come back from files as they were, and files of another kind are refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -11,7 +13,8 @@ from hypothesis import strategies as st
 from hvdtrain.errors import UsageError
 from hvdtrain.planner.agreement import Coding
 from hvdtrain.planner.network import Contention
-from hvdtrain.planner.profile import Profile, load, save
+from hvdtrain.planner.profile import Profile
+from hvdtrain.planner.profilefile import load, save
 from tests import hostile
 from tests.pure.planner.machines import network, rank_times
 
@@ -73,6 +76,23 @@ def test_seconds_of_compression_come_back_and_must_be_there(tmp_path: Path) -> N
     assert slower == {"bf16": Coding(1.0, 0.5)}
     with pytest.raises(UsageError, match=r"is not a valid profile \(it has no seconds of fp16\)"):
         load(path, "cnn", NAMES, 2, ["bf16", "fp16"])
+
+
+def test_contention_comes_back_and_does_not_change_with_the_speed_of_a_rank(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "profile.json"
+    (first, second) = PROFILE.ranks
+    times = replace(first.components["b"], contention=2.5)
+    contended = Profile(
+        (replace(first, components={"a": first.components["a"], "b": times}), second)
+    )
+    save(path, "cnn", contended, NETWORK)
+    loaded = load(path, "cnn", NAMES, 2)
+    assert loaded == (contended, NETWORK)
+    slower = contended.scaled([3, 1]).ranks[0]
+    assert slower.components["b"].contention == 2.5
+    assert slower.arrays.contention == pytest.approx([np.nan, 2.5], nan_ok=True)
 
 
 def test_a_profile_of_an_earlier_version_has_no_compression(tmp_path: Path) -> None:
