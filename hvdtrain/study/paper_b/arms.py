@@ -1,9 +1,10 @@
 """The strategies that are compared, as configurations of training runs."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from hvdtrain import models
 from hvdtrain.config import TrainConfig
@@ -13,88 +14,107 @@ from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host import files
 from hvdtrain.models.costs import ComponentCost, component_costs
 from hvdtrain.plan.plan import Plan
-from hvdtrain.planner import profile as profiles
+from hvdtrain.planner import profilefile
 from hvdtrain.planner.cost import Known
+from hvdtrain.study.paper_b.claims import STRATEGIES
 from hvdtrain.study.paper_b.objective import Optimum
-from hvdtrain.study.paper_b.options import ModelAtSize, PaperBOptions
+from hvdtrain.study.paper_b.options import ModelAtSize, PaperBOptions, devices
 from hvdtrain.study.paper_b.plans import figure_6, hybrid
 from hvdtrain.study.runs import Arm, make_folder
 
-SINGLE, DP, MP, HYBRID, ADAPTIVE = "single", "DP", "MP", "hybrid", "adaptive"
-SYNTHETIC = 1024  # images of a size that the packed ones do not have
+SINGLE, DP, MP, HYBRID, ADAPTIVE = STRATEGIES
 FIGURE_6, OBJECTIVE = "figure 6", "objective"
+SYNTHETIC = 1024  # images of a size that the packed ones do not have
+# Operations of a forward of all images of a step, at most, unless it has fewer than LEAST_IMAGES.
+MOST_WORK, LEAST_IMAGES = 8e10, 8
+
+
+class Case(NamedTuple):
+    """A model on a number of ranks: strategies are compared within it."""
+
+    model: ModelAtSize
+    ranks: int
+
+    @property
+    def key(self) -> str:
+        """Return the name in files."""
+        return f"{self.model.key}-{self.ranks}"
+
+    @property
+    def title(self) -> str:
+        """Return the name in the report."""
+        return f"{self.model.key}, {self.ranks} ranks"
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A strategy for a model: its timed runs, and its runs for accuracy on real images."""
+    """A strategy in a case: its timed runs, and its runs for accuracy on real images."""
 
-    model: ModelAtSize
+    case: Case
     strategy: str
     timed: Arm
     accuracy: Arm | None
 
 
-def profiled(options: PaperBOptions, index: Index) -> list[Arm]:
-    """Return the runs that measure each model once, with all ranks at work."""
-    return [_profiled(options, model, index) for model in options.trained]
+def cases(options: PaperBOptions) -> list[Case]:
+    """Return all models on all numbers of ranks."""
+    return [Case(model, n) for model in options.trained for n in options.numbers_of_ranks]
 
 
-def profile_of(options: PaperBOptions, model: ModelAtSize) -> Path:
+def profile_of(options: PaperBOptions, case: Case) -> Path:
     """Return the file with the measured times of a model."""
-    return Path(options.to) / "profiles" / f"{model.key}-{options.ranks}.json"
+    return Path(options.to) / "profiles" / f"{case.key}.json"
 
 
-def known_of(options: PaperBOptions, model: ModelAtSize, index: Index) -> Known:
+def known_of(options: PaperBOptions, case: Case, index: Index) -> Known:
     """Return what was measured of a model.
 
     Raises:
         UsageError: if there is no profile, or it is of other settings.
     """
-    costs, path = costs_of(model, index), profile_of(options, model)
-    config = _config(options, model, index, "auto")
-    subjects = profiles.subjects_of(config, costs, pixels_of(model, index))
-    read = profiles.load(path, subjects, [cost.name for cost in costs], options.ranks)
+    costs, path = costs_of(case.model, index), profile_of(options, case)
+    config = _timed(options, case.model, index, "auto", case.ranks)
+    subjects = profilefile.subjects_of(config, costs, pixels_of(case.model, index))
+    read = profilefile.load(path, subjects, [cost.name for cost in costs], case.ranks)
     if isinstance(read, str):
         raise UsageError(f"{path} is a profile of other settings ({read}): choose another --to")
     return Known(costs, *read)
 
 
 def compared(
-    options: PaperBOptions, index: Index, optima: Mapping[str, Optimum]
+    options: PaperBOptions, index: Index, optima: Mapping[Case, Optimum]
 ) -> list[Compared]:
-    """Return the strategies for each model, and write the plans that have no short form.
+    """Return the strategies in each case, and write the plans that have no short form.
 
     Args:
-        optima: of the paper's objective with divided work, by model.
+        optima: of the paper's objective with divided work.
 
     Raises:
         DataError: if a plan cannot be written.
     """
     return [
-        _compared(options, model, index, strategy, plan)
-        for model in options.trained
-        for strategy, plan in _plans(options, model, index, optima[model.key]).items()
+        _compared(options, case, index, strategy, plan)
+        for case, optimum in optima.items()
+        for strategy, plan in _plans(options, case, index, optimum).items()
     ]
 
 
-def _plans(
-    options: PaperBOptions, model: ModelAtSize, index: Index, optimum: Optimum
-) -> dict[str, str]:
+def _plans(options: PaperBOptions, case: Case, index: Index, optimum: Optimum) -> dict[str, str]:
     """Return the values of --plan by strategy."""
-    costs = costs_of(model, index)
+    costs = costs_of(case.model, index)
     plans = {SINGLE: "single", DP: "dp"}
 
     def write(strategy: str, plan: Plan) -> str:
-        return written(options, f"{model.key}-{strategy.replace(' ', '-')}-{options.ranks}", plan)
+        name = f"{case.model.key}-{strategy.replace(' ', '-')}-{case.ranks}"
+        return written(options, name, plan)
 
     if len(costs) > 1:
         plans[MP] = "mp"
-        plans[HYBRID] = write(HYBRID, hybrid(costs, options.ranks))
-    figure = figure_6([cost.name for cost in costs], options.ranks)
+        plans[HYBRID] = write(HYBRID, hybrid(costs, case.ranks))
+    figure = figure_6([cost.name for cost in costs], case.ranks)
     if figure is not None:
         plans[FIGURE_6] = write(FIGURE_6, figure)
-    if same_as(optimum, options.ranks) == OBJECTIVE:
+    if same_as(optimum, case.ranks) == OBJECTIVE:
         plans[OBJECTIVE] = write(OBJECTIVE, optimum.plan)
     return plans | {ADAPTIVE: "adaptive"}
 
@@ -118,6 +138,15 @@ def costs_of(model: ModelAtSize, index: Index) -> list[ComponentCost]:
     size = pixels_of(model, index)
     parts = models.components(model.name, index.classes, size)
     return list(component_costs(parts, size, classes=index.classes))
+
+
+def images_per_step(options: PaperBOptions, model: ModelAtSize, index: Index) -> int:
+    """Return the images per step of timed runs: --batch-size, halved until the work fits."""
+    work = sum(cost.forward_flops for cost in costs_of(model, index))
+    images = options.batch_size
+    while images * work > MOST_WORK and images >= 2 * LEAST_IMAGES:
+        images //= 2
+    return images
 
 
 def pixels_of(model: ModelAtSize, index: Index) -> int:
@@ -161,40 +190,74 @@ def written(options: PaperBOptions, name: str, plan: Plan) -> str:
 
 
 def _config(options: PaperBOptions, model: ModelAtSize, index: Index, plan: str) -> TrainConfig:
-    # A device of the paper is one core here, in all strategies.
     return TrainConfig(
         model=model.name,
         data=_data_of(options, model, index),
         plan=plan,
         batch_size=options.batch_size,
         image_size=model.pixels,
-        threads=1,
     )
 
 
-def _profiled(options: PaperBOptions, model: ModelAtSize, index: Index) -> Arm:
-    config = replace(
-        _config(options, model, index, "auto"),
-        profile=str(profile_of(options, model)),
-        max_steps=options.steps,
+def _timed(
+    options: PaperBOptions, model: ModelAtSize, index: Index, plan: str, ranks: int
+) -> TrainConfig:
+    """Return the configuration of a timed run.
+
+    Without GPUs a device of the paper is one core, to which a rank is bound if there are enough.
+    """
+    from torch import cuda
+
+    has_gpus = cuda.is_available()
+    return replace(
+        _config(options, model, index, plan),
+        batch_size=images_per_step(options, model, index),
+        threads=None if has_gpus else 1,
+        bind=not has_gpus and ranks <= devices(),
+        max_steps=options.steps_of(model),
         eval_every=0,
         log_every=1,
     )
-    key = f"profile-{model.key}-{options.ranks}"
-    return Arm(key, f"{model.key}, profile", options.ranks, config)
+
+
+def profiled(options: PaperBOptions, index: Index) -> list[Arm]:
+    """Return the runs that measure each model once, with all ranks at work."""
+    return [_profiled(options, case, index) for case in cases(options)]
+
+
+def _profiled(options: PaperBOptions, case: Case, index: Index) -> Arm:
+    config = replace(
+        _timed(options, case.model, index, "auto", case.ranks),
+        profile=str(profile_of(options, case)),
+    )
+    return Arm(f"profile-{case.key}", f"{case.title}, profile", case.ranks, config)
 
 
 def _compared(
-    options: PaperBOptions, model: ModelAtSize, index: Index, strategy: str, plan: str
+    options: PaperBOptions, case: Case, index: Index, strategy: str, plan: str
 ) -> Compared:
-    config = _config(options, model, index, plan)
-    key = f"{model.key}-{strategy.replace(' ', '-')}"
-    name = f"{model.key}, {strategy}"
-    ranks = 1 if strategy == SINGLE else options.ranks
-    timed = replace(config, max_steps=options.steps, eval_every=0, log_every=1)
+    model, ranks = case.model, 1 if strategy == SINGLE else case.ranks
+    key = f"{model.key}-{strategy.replace(' ', '-')}-{ranks}"
+    config = _timed(options, model, index, plan, ranks)
+    timed = Arm(f"timed-{key}", f"{model.key}, {strategy}, timed", ranks, config)
     accuracy = None
-    if options.epochs and config.data == options.data:
-        trained = replace(config, epochs=options.epochs)
-        accuracy = Arm(f"accuracy-{key}-{ranks}", f"{name}, accuracy", ranks, trained)
-    timed_arm = Arm(f"timed-{key}-{ranks}", f"{name}, timed", ranks, timed)
-    return Compared(model, strategy, timed_arm, accuracy)
+    if strategy in STRATEGIES and _has_accuracy(options, case, index):
+        trained = replace(
+            _config(options, model, index, plan),
+            epochs=options.epochs,
+            image_size=options.accuracy_pixels or model.pixels,
+        )
+        accuracy = Arm(f"accuracy-{key}", f"{model.key}, {strategy}, accuracy", ranks, trained)
+    return Compared(case, strategy, timed, accuracy)
+
+
+def _has_accuracy(options: PaperBOptions, case: Case, index: Index) -> bool:
+    """Return whether a case is trained for accuracy: on real images, and the most ranks."""
+    is_asked = options.epochs > 0 and case.model in options.with_accuracy
+    is_real = _data_of(options, case.model, index) == options.data
+    return is_asked and is_real and case.ranks == options.numbers_of_ranks[-1]
+
+
+def distinct(arms: Sequence[Arm]) -> list[Arm]:
+    """Return the arms without repeats: all numbers of ranks share the runs of one rank."""
+    return list({arm.key: arm for arm in arms}.values())

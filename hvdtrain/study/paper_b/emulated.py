@@ -8,6 +8,8 @@ from hvdtrain.study.paper_b.emulations import (
     CHANGING,
     DILATION,
     FORESEEN,
+    RANK_BYTES,
+    SIZES,
     Emulated,
     Emulations,
     Scenario,
@@ -52,7 +54,7 @@ def section(emulations: Emulations) -> str:
     parts.append(f"### {CLUSTER}")
     if emulations.v100:
         runs = [*emulations.v100, *emulations.sizes]
-        parts += [V100, comparison(runs, "predicted"), OWN_TIME]
+        parts += [V100, comparison(runs, "predicted"), _left_out(emulations), OWN_TIME]
     else:
         parts.append("Left out by `--emulated-steps 0`.")
     parts.append("### Devices and links that change")
@@ -61,7 +63,7 @@ def section(emulations: Emulations) -> str:
         parts += [CHANGES, scenarios(emulations.scenarios), verdicts]
     else:
         parts.append("Left out by `--event-steps 0`.")
-    return "\n\n".join(parts)
+    return "\n\n".join(filter(None, parts))
 
 
 def comparison(runs: Sequence[Emulated], expected: str) -> str:
@@ -94,6 +96,18 @@ def comparison(runs: Sequence[Emulated], expected: str) -> str:
     return (
         f"{markdown_table(rows)}\n\nThe mean difference is {average:.1%}. "
         f"{which or f'All are within {CLOSE:.0%}.'}"
+    )
+
+
+def _left_out(emulations: Emulations) -> str:
+    """Return the numbers of ranks that were not emulated; they do not fit into memory."""
+    emulated = {run.comparison.arm.ranks for run in emulations.sizes}
+    missing = [ranks for ranks in SIZES if ranks not in emulated]
+    if not missing:
+        return ""
+    return (
+        f"Left out for lack of memory: {', '.join(map(str, missing))} ranks of about "
+        f"{RANK_BYTES / 2**20:.0f} MiB each."
     )
 
 

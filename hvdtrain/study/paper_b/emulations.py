@@ -11,9 +11,12 @@ from functools import cached_property
 from pathlib import Path
 from statistics import mean
 
+import psutil
 import yaml
 
 from hvdtrain.config import TrainConfig
+from hvdtrain.data.index import INDEX_FILE
+from hvdtrain.data.synthetic import synth
 from hvdtrain.errors import DataError
 from hvdtrain.host import files
 from hvdtrain.plan.plan import Plan, replicated
@@ -29,6 +32,7 @@ from hvdtrain.study.paper_b.arms import (
     HYBRID,
     MP,
     SINGLE,
+    Case,
     Compared,
     profile_of,
     written,
@@ -36,17 +40,25 @@ from hvdtrain.study.paper_b.arms import (
 from hvdtrain.study.paper_b.measured import Measured
 from hvdtrain.study.paper_b.options import PaperBOptions
 from hvdtrain.study.paper_b.predicted import Prediction
-from hvdtrain.study.paper_b.settings import CLUSTER, IMAGE_SIZE, SETTINGS, question_for
+from hvdtrain.study.paper_b.settings import (
+    CLASSES,
+    CLUSTER,
+    IMAGE_SIZE,
+    SETTINGS,
+    question_for,
+)
 from hvdtrain.study.results import read
 from hvdtrain.study.runs import Arm, make_folder, run_all
 from hvdtrain.study.statistics import Estimate
 
 ON_MEASURED = (DP, MP, HYBRID)  # strategies that are emulated on the measured ranks
-SIZES = (2, 4, 16, 32)  # ranks on which DP is emulated, besides those of table I
+SIZES = (2, 4, 16, 32, 64)  # ranks on which DP is emulated, besides those of table I
+RANK_BYTES = 320 * 2**20  # memory of the process of an emulated rank, by measurement
 SIZED = "resnet50"  # model of these runs
 CHANGING = "vit_b16"  # model of the runs with events: without batch norm any plan may follow
 DILATION = 4.0  # of the runs with events, which are compared with each other
 SELDOM = "1000 epochs"  # writing a checkpoint takes real time
+PIXELS = 8  # of the images, which emulated ranks read but do not look at
 FORESEEN, CHOSEN = "foreseen", "chosen"
 
 
@@ -189,11 +201,12 @@ def emulate(
         folders = run_all([one.arm for one in comparisons], 1, Path(options.to), say)
         return [_read(one, *folders[one.arm.key]) for one in comparisons]
 
+    make_images(options)
     measured, v100, sizes, scenarios = run(on_measured), [], [], []
     if options.emulated_steps:
         of_predictions = [_of_prediction(options, prediction) for prediction in predictions]
         v100 = run([one for comparisons in of_predictions for one in comparisons])
-        sizes = run([_of_size(options, ranks) for ranks in SIZES])
+        sizes = run([_of_size(options, ranks) for ranks in sizes_that_fit()])
     if options.event_steps:
         changed = [(change, _during(options, change)) for change in CHANGES]
         runs = iter(run([one for _, comparisons in changed for one in comparisons]))
@@ -204,22 +217,42 @@ def emulate(
     return Emulations(measured, v100, sizes, scenarios)
 
 
-def on_measured_ranks(
-    options: PaperBOptions, sides: Sequence[Compared], measured: Mapping[str, Measured]
-) -> list[Comparison]:
-    """Return the runs on emulated ranks that are as fast as the measured ones.
+def sizes_that_fit() -> list[int]:
+    """Return the sizes whose ranks fit into the memory of this machine."""
+    memory = psutil.virtual_memory().total
+    return [ranks for ranks in SIZES if ranks * RANK_BYTES <= memory]
 
-    Args:
-        measured: by model.
+
+def make_images(options: PaperBOptions) -> None:
+    """Make small images for the emulated V100, as many as the longest run takes in one epoch.
+
+    Each rank keeps its own copy of the data set.
+
+    Raises:
+        DataError: if they cannot be written.
     """
+    steps = max(options.emulated_steps, options.event_steps)
+    if steps and not (_images(options) / INDEX_FILE).exists():
+        number = steps * max(setting.batch_size for setting in SETTINGS.values())
+        synth(_images(options), number, CLASSES, size=PIXELS)
+
+
+def _images(options: PaperBOptions) -> Path:
+    return Path(options.to) / f"images-{PIXELS}"
+
+
+def on_measured_ranks(
+    options: PaperBOptions, sides: Sequence[Compared], measured: Mapping[Case, Measured]
+) -> list[Comparison]:
+    """Return the runs on emulated ranks that are as fast as the measured ones."""
     comparisons = []
     for side in sides:
         if side.strategy in ON_MEASURED:
-            model, profile = side.model.key, str(profile_of(options, side.model))
-            config = replace(side.timed.config, emulate=profile, device="cpu")
+            model, profile = side.case.model.key, str(profile_of(options, side.case))
+            config = replace(side.timed.config, emulate=profile, device="cpu", bind=False)
             name = f"{model}, {side.strategy}, emulated"
             arm = replace(side.timed, key=f"emulated-{side.timed.key}", name=name, config=config)
-            expected = measured[model].step_seconds(side.strategy)
+            expected = measured[side.case].step_seconds(side.strategy)
             comparisons.append(Comparison(model, side.strategy, arm, expected))
     return comparisons
 
@@ -277,7 +310,7 @@ def _arm(options: PaperBOptions, model: str, ranks: int, key: str, plan: str, st
     setting = SETTINGS[model]
     config = TrainConfig(
         model=model,
-        data=options.data,
+        data=str(_images(options)),
         plan=plan,
         batch_size=setting.batch_size,
         optimizer=setting.optimizer,

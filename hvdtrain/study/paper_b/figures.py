@@ -25,6 +25,7 @@ from hvdtrain.study.results import Result
 
 TRANSFORMER = "vit_b16"  # the model of figure 6
 HATCH = "////"  # of predicted bars
+PER_ROW = 2  # panels side by side
 HOLLOW: Any = {
     "linestyle": "none",
     "marker": "D",
@@ -94,11 +95,9 @@ def draw(
     Raises:
         DataError: if one cannot be written.
     """
-    rows = [
-        [Panel(one.model, _values(one), True) for one in predicted],
-        [Panel(model, values, False) for model, values in measured.items() if values],
-    ]
-    captions = _draw_table(folder, [row for row in rows if row])
+    theirs = [Panel(one.model, _values(one), True) for one in predicted]
+    ours = [Panel(model, values, False) for model, values in measured.items() if values]
+    captions = _draw_table(folder, [*in_rows(theirs), *in_rows(ours)])
     if predicted or speedups:
         captions["figure2.png"] = _draw_speedups(predicted, speedups or {}, folder / "figure2.png")
     for model, arms in (accuracy or {}).items():
@@ -113,6 +112,11 @@ def draw(
                 "the paper attention has MP, MLPs have DP and the embedding has HP."
             )
     return dict(sorted(captions.items()))
+
+
+def in_rows(panels: Sequence[Panel]) -> list[Sequence[Panel]]:
+    """Return the panels in rows of PER_ROW."""
+    return [panels[start : start + PER_ROW] for start in range(0, len(panels), PER_ROW)]
 
 
 def _draw_table(folder: Path, rows: Sequence[Sequence[Panel]]) -> dict[str, str]:
@@ -198,7 +202,7 @@ def _draw_panels(
     label: str,
     to: Path,
 ) -> None:
-    """Draw a row of predicted and a row of measured models, each with the paper's values."""
+    """Draw rows of predicted and rows of measured models, each with the paper's values."""
     columns = max(map(len, rows))
     with pyplot.rc_context(STYLE_HERE):
         size = (WIDTH * columns, HEIGHT * len(rows))
@@ -232,9 +236,9 @@ def _paper(axes: Any, panel: Panel, value: Value) -> None:
 
 def _legend(rows: Sequence[Sequence[Panel]]) -> list[Any]:
     handles: list[Any] = [Line2D([], [], label="table I of the paper", **HOLLOW)]
-    for row in rows:
-        label = "predicted" if row[0].is_predicted else "measured"
-        hatch = 2 * HATCH if row[0].is_predicted else None
+    for is_predicted in sorted({row[0].is_predicted for row in rows}, reverse=True):
+        label = "predicted" if is_predicted else "measured"
+        hatch = 2 * HATCH if is_predicted else None
         handles.append(Patch(facecolor="grey", edgecolor="white", hatch=hatch, label=label))
     return handles
 
@@ -248,10 +252,14 @@ def _draw_speedups(
     titles = {one.model: one.published.title for one in predicted}
     titles |= {model: model for model in measured if model not in titles}
     by_model = {one.model: one for one in predicted}
+    columns = min(PER_ROW, len(titles))
+    lines = -(-len(titles) // columns)
     with pyplot.rc_context(STYLE_HERE):
-        size = (WIDTH * len(titles), 1.1 * HEIGHT)
-        figure, (line,) = pyplot.subplots(1, len(titles), figsize=size, squeeze=False)
-        for axes, (model, title) in zip(line, titles.items(), strict=True):
+        size = (WIDTH * columns, 1.1 * HEIGHT * lines)
+        figure, grid = pyplot.subplots(lines, columns, figsize=size, squeeze=False)
+        for axes in grid.flat[len(titles) :]:
+            axes.set_visible(False)
+        for axes, (model, title) in zip(grid.flat, titles.items(), strict=False):
             ranks = {1, GPUS}
             if model in by_model:
                 ranks |= set(_predicted_speedups(axes, by_model[model]))

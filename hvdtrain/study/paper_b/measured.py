@@ -39,6 +39,16 @@ class Measured:
     accuracy: Mapping[str, Sequence[Result]]
     optima: Mapping[str, Optimum] = field(default_factory=dict)
 
+    @property
+    def title(self) -> str:
+        """Return the name in the report."""
+        return f"{self.model}, {self.ranks} ranks"
+
+    @property
+    def images_per_step(self) -> int:
+        """Return the images per step of the timed runs."""
+        return next(run.batch_size for runs in self.timed.values() for run in runs)
+
     def hours(self, strategy: str) -> list[float]:
         """Return the hours of the paper's epochs, extrapolated from the step of each run."""
         return [

@@ -1,5 +1,6 @@
 """Options of `hvdtrain reproduce paper-b` as a dataclass, like the configuration of a run."""
 
+import os
 from dataclasses import dataclass, field
 
 from hvdtrain.errors import UsageError
@@ -9,6 +10,8 @@ from hvdtrain.options.fields import about, flag
 MOST_RANKS = 64
 MOST_PIXELS = 1024
 NO_MODEL = "none"  # only predictions
+USUAL_RANKS = (2, 4, 8)
+LEAST_STEPS = 3  # the first one is slower than the others
 
 
 @dataclass(frozen=True)
@@ -34,17 +37,43 @@ class PaperBOptions:
     models: str = field(
         default="resnet18,vit_tiny",
         metadata=about(
-            "models to train, or none; NAME@PIXELS has larger images, such as resnet50@224: "
-            "synthetic ones if those of the data set are too small, without accuracy",
+            "models to train for time, memory and accuracy, or none; NAME@PIXELS has larger "
+            "images, such as resnet50@224: synthetic ones if those of the data set are too small, "
+            "without accuracy",
             metavar="NAME,...",
         ),
     )
-    ranks: int = field(default=2, metadata=about("ranks of all strategies but single"))
-    batch_size: int = field(default=64, metadata=about("images per step, on all ranks together"))
+    timed_models: str = field(
+        default="resnet50,vit_b16,resnet50@224,vit_b16@224",
+        metadata=about("models to train for time and memory only, or none", metavar="NAME,..."),
+    )
+    ranks: str | None = field(
+        default=None,
+        metadata=about(
+            "numbers of ranks of all strategies but single",
+            metavar="N,...",
+            default="2, 4 and 8, as far as there are cores or GPUs",
+        ),
+    )
+    batch_size: int = field(
+        default=64,
+        metadata=about(
+            "images per step, on all ranks together; large models have fewer in timed runs"
+        ),
+    )
     repeats: int = field(default=5, metadata=about("timed runs per strategy and model"))
-    steps: int = field(default=12, metadata=about("steps of a timed run"))
+    steps: int = field(
+        default=8, metadata=about("steps of a timed run; half as many for --timed-models")
+    )
     epochs: int = field(
         default=1, metadata=about("epochs of the runs for accuracy; 0 leaves them out")
+    )
+    accuracy_pixels: int | None = field(
+        default=None,
+        metadata=about(
+            "image size of the runs for accuracy: the centre of larger images",
+            default="that of --models",
+        ),
     )
     emulated_steps: int = field(
         default=12, metadata=about("steps of a run on emulated V100; 0 leaves them out")
@@ -56,9 +85,33 @@ class PaperBOptions:
     seeds: int = field(default=3, metadata=about("runs for accuracy per strategy and model"))
 
     @property
+    def with_accuracy(self) -> list[ModelAtSize]:
+        """Return the models to train for accuracy, too."""
+        return _models("--models", self.models)
+
+    @property
     def trained(self) -> list[ModelAtSize]:
-        """Return the models to train."""
-        return [_model(word) for word in self.models.split(",") if word != NO_MODEL]
+        """Return all models to train."""
+        return self.with_accuracy + _models("--timed-models", self.timed_models)
+
+    def steps_of(self, model: ModelAtSize) -> int:
+        """Return the steps of a timed run of a model."""
+        return self.steps if model in self.with_accuracy else max(LEAST_STEPS, self.steps // 2)
+
+    @property
+    def numbers_of_ranks(self) -> list[int]:
+        """Return the numbers of ranks, ascending."""
+        if self.ranks is None:
+            return [number for number in USUAL_RANKS if number <= max(2, devices())]
+        numbers = []
+        for word in self.ranks.split(","):
+            if not (word.isascii() and word.isdigit() and 2 <= int(word[:4]) <= MOST_RANKS):
+                raise UsageError(
+                    f"--ranks {self.ranks} is not valid: give numbers between 2 and {MOST_RANKS} "
+                    "with commas; one rank is the baseline"
+                )
+            numbers.append(int(word))
+        return sorted(set(numbers))
 
     def check(self) -> "PaperBOptions":
         """Return the options themselves if every value is in range.
@@ -67,34 +120,47 @@ class PaperBOptions:
             UsageError: naming the option.
         """
         models = self.trained
-        if len(set(models)) < len(models):
-            raise UsageError(f"--models {self.models} names a model twice: name it once")
-        least = {"repeats": 1, "steps": 3, "seeds": 1}
+        twice = [model.key for model in models if models.count(model) > 1]
+        if twice:
+            raise UsageError(
+                f"--models and --timed-models name {twice[0]} twice: name each model once"
+            )
+        least = {"repeats": 1, "steps": LEAST_STEPS, "seeds": 1}
         least |= dict.fromkeys(("epochs", "emulated_steps", "event_steps"), 0)
         for name, smallest in least.items():
             if getattr(self, name) < smallest:
                 raise UsageError(
                     f"{flag(name)} must be at least {smallest}, not {getattr(self, name)}"
                 )
-        if not 2 <= self.ranks <= MOST_RANKS:
+        pixels = self.accuracy_pixels
+        if pixels is not None and not 1 <= pixels <= MOST_PIXELS:
+            raise UsageError(f"--accuracy-pixels must be 1 to {MOST_PIXELS}, not {pixels}")
+        most = self.numbers_of_ranks[-1]
+        if self.batch_size < most:
             raise UsageError(
-                f"--ranks must be between 2 and {MOST_RANKS}, not {self.ranks}: one rank is the "
-                "baseline"
-            )
-        if self.batch_size < self.ranks:
-            raise UsageError(
-                f"--batch-size must be at least --ranks, {self.ranks}, not {self.batch_size}"
+                f"--batch-size must be at least --ranks, {most}, not {self.batch_size}"
             )
         return self
 
 
-def _model(word: str) -> ModelAtSize:
+def devices() -> int:
+    """Return the number of GPUs, or without one that of the cores that this process may use."""
+    from torch import cuda
+
+    return cuda.device_count() or len(os.sched_getaffinity(0))
+
+
+def _models(flag: str, words: str) -> list[ModelAtSize]:
+    return [_model(flag, word) for word in words.split(",") if word != NO_MODEL]
+
+
+def _model(flag: str, word: str) -> ModelAtSize:
     name, at, pixels = word.partition("@")
     check_name(name)
     if not at:
         return ModelAtSize(name, None)
     if not (pixels.isascii() and pixels.isdigit() and 1 <= int(pixels[:5]) <= MOST_PIXELS):
         raise UsageError(
-            f"--models {word} is not valid: use NAME@PIXELS, with 1 to {MOST_PIXELS} pixels"
+            f"{flag} {word} is not valid: use NAME@PIXELS, with 1 to {MOST_PIXELS} pixels"
         )
     return ModelAtSize(name, int(pixels))

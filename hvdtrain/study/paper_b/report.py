@@ -1,6 +1,6 @@
 """The report of `reproduce paper-b`: what was measured here, what is predicted, and verdicts."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hvdtrain.errors import DataError
@@ -20,14 +20,15 @@ TITLE = (
     'Networks", arXiv 2503.23186.'
 )
 SHAPES = (
-    "The paper does not state the shapes of its strategies. Here a device is one core, and a "
-    "strategy is a plan of `plans/` or a short form of `--plan`: DP has all components on all "
-    "ranks, MP is a pipeline of one stage per rank, hybrid has two stages of half of the ranks "
-    "each, or on fewer than four ranks the tail with half of the parameters on one rank and the "
-    "rest on all; figure 6 has the labels of that figure, except that HP is all ranks if they "
-    "are fewer than four; objective is the optimum of the paper's objective with divided work, if "
-    "no other row is the same; adaptive is `--plan adaptive`. Hours are those of steps: start-up "
-    "is left out, and so are adaptive's profiling and migrations."
+    "The paper does not state the shapes of its strategies. Here a device is one GPU, or one core "
+    "to which a rank is bound if there are enough (`--bind`). A strategy is a plan of `plans/` or "
+    "a short form of `--plan`: DP has all components on all ranks, MP is a pipeline of one stage "
+    "per rank, hybrid has two stages of half of the ranks each, or on fewer than four ranks the "
+    "tail with half of the parameters on one rank and the rest on all; figure 6 has the labels of "
+    "that figure, except that HP is all ranks if they are fewer than four; objective is the "
+    "optimum of the paper's objective with divided work, if no other row is the same; adaptive is "
+    "`--plan adaptive`. Hours are those of steps: start-up is left out, and so are adaptive's "
+    "profiling and migrations."
 )
 
 OBJECTIVE = (
@@ -54,8 +55,8 @@ def write(
     captions = figures.draw(
         folder,
         predictions,
-        {_title(one): _bars(one) for one in results},
-        speedups={_title(one): _speedups(one) for one in results},
+        {one.title: _bars(one) for one in results},
+        speedups=_speedups(results),
         accuracy={one.model: one.accuracy for one in results if one.accuracy},
     )
     parts = [
@@ -78,10 +79,12 @@ def _measured(options: PaperBOptions, results: Sequence[Measured]) -> list[str]:
     return [
         origin([run for one in results for runs in one.timed.values() for run in runs]),
         "## Measured: time, communication, memory",
-        f"{SHAPES} Each value is the median of {options.repeats} run(s) of {options.steps} steps "
-        f"with {options.batch_size} images, in random order, with the 95 % bootstrap interval. "
-        f"Hours are extrapolated from the median step to {EPOCHS} epochs of {IMAGES:,} images. "
-        "Communication is the share of the steps in which ranks wait for it.",
+        f"{SHAPES} Each value is the median of {options.repeats} run(s) of {options.steps} steps, "
+        "or about half as many for models that are trained for time only, in random order, with "
+        "the 95 % bootstrap interval. A step has "
+        f"{_images(options, results)}. Hours are extrapolated from the median step to {EPOCHS} "
+        f"epochs of {IMAGES:,} images. Communication is the share of the steps in which ranks "
+        "wait for it.",
         *_by_model(results, measured.time_table),
         "## The paper's objective",
         OBJECTIVE,
@@ -92,15 +95,31 @@ def _measured(options: PaperBOptions, results: Sequence[Measured]) -> list[str]:
     ]
 
 
+def _images(options: PaperBOptions, results: Sequence[Measured]) -> str:
+    """Return the images per step in words; large models have fewer."""
+    fewer = {
+        one.model: one.images_per_step
+        for one in results
+        if one.images_per_step < options.batch_size
+    }
+    text = f"{options.batch_size} images"
+    if not fewer:
+        return text
+    large = ", ".join(f"{number} for {model}" for model, number in fewer.items())
+    return f"{text}, but {large}, whose steps would take too long"
+
+
 def _accuracy(options: PaperBOptions, results: Sequence[Measured]) -> list[str]:
     if not options.epochs:
         return ["## Measured: accuracy", "Left out by `--epochs 0`."]
     trained = [one for one in results if one.accuracy]
     if not trained:
         return ["## Measured: accuracy", "Left out: synthetic images have no accuracy to compare."]
+    size = f" of {options.accuracy_pixels} pixels" if options.accuracy_pixels else ""
     return [
         "## Measured: accuracy",
-        f"Test accuracy after {options.epochs} epoch(s), medians of {options.seeds} run(s). All "
+        f"Test accuracy after {options.epochs} epoch(s), {options.batch_size} images{size} per "
+        f"step, medians of {options.seeds} run(s), which are not timed and use all cores. All "
         "strategies see the same samples in the same order. Equivalence is shown if two one-sided "
         "t-tests refute a difference of 0.5 points or more (p < 0.05).",
         *_by_model(trained, measured.accuracy_table),
@@ -108,12 +127,7 @@ def _accuracy(options: PaperBOptions, results: Sequence[Measured]) -> list[str]:
 
 
 def _by_model(results: Sequence[Measured], text_of: Callable[[Measured], str]) -> list[str]:
-    return [text for one in results for text in (f"### {one.model}", text_of(one))]
-
-
-def _title(one: Measured) -> str:
-    """Return the name in figures, which differs from that of a model of table I."""
-    return f"{one.model}, {one.ranks} ranks"
+    return [text for one in results for text in (f"### {one.title}", text_of(one))]
 
 
 def _bars(one: Measured) -> dict[str, figures.Measured]:
@@ -127,9 +141,16 @@ def _bars(one: Measured) -> dict[str, figures.Measured]:
     }
 
 
-def _speedups(one: Measured) -> Mapping[str, Mapping[int, float]]:
-    return {
-        strategy: {1: 1.0, runs[0].ranks: one.speedup(strategy, measured.SINGLE).value}
-        for strategy, runs in one.timed.items()
-        if strategy != measured.SINGLE
-    }
+def _speedups(results: Sequence[Measured]) -> dict[str, dict[str, dict[int, float]]]:
+    """Return measured speed-ups by title of the picture, strategy and number of ranks.
+
+    The title differs from that of a model of table I, with whose predictions they do not compare.
+    """
+    speedups: dict[str, dict[str, dict[int, float]]] = {}
+    for one in results:
+        by_strategy = speedups.setdefault(f"{one.model}, measured", {})
+        for strategy in one.timed:
+            if strategy != measured.SINGLE:
+                values = by_strategy.setdefault(strategy, {1: 1.0})
+                values[one.ranks] = one.speedup(strategy, measured.SINGLE).value
+    return speedups

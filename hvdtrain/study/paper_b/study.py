@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from hvdtrain.data.index import read_index
+from hvdtrain.data.index import Index, read_index
 from hvdtrain.study.paper_b import arms, report
-from hvdtrain.study.paper_b.arms import Compared
+from hvdtrain.study.paper_b.arms import Case, Compared
 from hvdtrain.study.paper_b.claims import PUBLISHED
 from hvdtrain.study.paper_b.emulations import emulate, on_measured_ranks
 from hvdtrain.study.paper_b.measured import Measured
@@ -32,22 +32,14 @@ def reproduce(options: PaperBOptions, say: Callable[[str], object]) -> Path:
     make_folder(folder / "profiles")
     arms.make_images(options, index)
     run_all(arms.profiled(options, index), 1, folder, say)
-    known = {model.key: arms.known_of(options, model, index) for model in options.trained}
-    optima = {
-        model: {
-            reading: minimise(what, options.ranks, options.batch_size, reading)
-            for reading in READINGS
-        }
-        for model, what in known.items()
-    }
-    divided = {model: of_model[DIVIDED] for model, of_model in optima.items()}
+    optima = {case: _optima(options, case, index) for case in arms.cases(options)}
+    divided = {case: of_case[DIVIDED] for case, of_case in optima.items()}
     sides = arms.compared(options, index, divided)
-    timed = run_all([one.timed for one in sides], options.repeats, folder, say)
+    timed = run_all(arms.distinct([one.timed for one in sides]), options.repeats, folder, say)
     trained = [one.accuracy for one in sides if one.accuracy is not None]
-    accuracy = run_all(trained, options.seeds, folder, say)
+    accuracy = run_all(arms.distinct(trained), options.seeds, folder, say)
     measured = {
-        model.key: _measured(options, sides, model.key, optima[model.key], timed, accuracy)
-        for model in options.trained
+        case: _measured(sides, case, of_case, timed, accuracy) for case, of_case in optima.items()
     }
     say("predicting table I")
     predictions = [predict(model) for model in PUBLISHED]
@@ -56,10 +48,16 @@ def reproduce(options: PaperBOptions, say: Callable[[str], object]) -> Path:
     return report.write(folder, options, list(measured.values()), predictions, emulations)
 
 
+def _optima(options: PaperBOptions, case: Case, index: Index) -> dict[str, Optimum]:
+    """Return the optima of the paper's objective on measured times, by how it is read."""
+    known = arms.known_of(options, case, index)
+    images = arms.images_per_step(options, case.model, index)
+    return {reading: minimise(known, case.ranks, images, reading) for reading in READINGS}
+
+
 def _measured(
-    options: PaperBOptions,
     sides: Sequence[Compared],
-    model: str,
+    case: Case,
     optima: Mapping[str, Optimum],
     timed: Mapping[str, list[Path]],
     accuracy: Mapping[str, list[Path]],
@@ -67,14 +65,14 @@ def _measured(
     def results(paths: Sequence[Path]) -> list[Result]:
         return [read(path) for path in sorted(paths)]
 
-    of_model = [one for one in sides if one.model.key == model]
+    of_case = [one for one in sides if one.case == case]
     return Measured(
-        model,
-        options.ranks,
-        {one.strategy: results(timed[one.timed.key]) for one in of_model},
+        case.model.key,
+        case.ranks,
+        {one.strategy: results(timed[one.timed.key]) for one in of_case},
         {
             one.strategy: results(accuracy[one.accuracy.key])
-            for one in of_model
+            for one in of_case
             if one.accuracy is not None
         },
         optima,

@@ -2,16 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hvdtrain.data.index import Index
 from hvdtrain.errors import UsageError
 from hvdtrain.models.costs import ComponentCost
 from hvdtrain.plan.plan import labels
-from hvdtrain.study.paper_b import plans
+from hvdtrain.study.paper_b import arms, plans
 from hvdtrain.study.paper_b.measured import Measured, accuracy_table, time_table, verdicts
-from hvdtrain.study.paper_b.options import ModelAtSize, PaperBOptions
+from hvdtrain.study.paper_b.objective import Optimum
+from hvdtrain.study.paper_b.options import ModelAtSize, PaperBOptions, devices
 from hvdtrain.study.results import Result
 from tests.pure.planner.test_clusters import costs_of
 from tests.pure.study.test_paper_a import runs
@@ -131,13 +134,19 @@ def test_an_accuracy_is_equivalent_only_if_that_is_shown() -> None:
         ({"models": "resnet19"}, "unknown model 'resnet19'"),
         ({"models": "resnet50@0"}, "--models resnet50@0 is not valid"),
         ({"models": "resnet50@large"}, "--models resnet50@large is not valid"),
-        ({"models": "cnn,cnn"}, "names a model twice"),
-        ({"ranks": 1}, "--ranks must be between 2 and 64, not 1"),
+        ({"timed_models": "resnet50@2000"}, "--timed-models resnet50@2000 is not valid"),
+        ({"models": "cnn,cnn"}, "--models and --timed-models name cnn twice"),
+        ({"models": "resnet50"}, "--models and --timed-models name resnet50 twice"),
+        ({"ranks": "1"}, "--ranks 1 is not valid: give numbers between 2 and 64"),
+        ({"ranks": "2,65"}, "--ranks 2,65 is not valid"),
+        ({"ranks": "two"}, "--ranks two is not valid"),
+        ({"ranks": ""}, "--ranks  is not valid"),
+        ({"accuracy_pixels": 0}, "--accuracy-pixels must be 1 to 1024, not 0"),
         ({"repeats": 0}, "--repeats must be at least 1, not 0"),
         ({"steps": 2}, "--steps must be at least 3, not 2"),
         ({"epochs": -1}, "--epochs must be at least 0, not -1"),
         ({"seeds": 0}, "--seeds must be at least 1, not 0"),
-        ({"batch_size": 1}, "--batch-size must be at least --ranks, 2, not 1"),
+        ({"batch_size": 3, "ranks": "4,2"}, "--batch-size must be at least --ranks, 4, not 3"),
     ],
 )
 def test_options_out_of_range_are_refused(change: dict[str, Any], message: str) -> None:
@@ -146,9 +155,69 @@ def test_options_out_of_range_are_refused(change: dict[str, Any], message: str) 
 
 
 def test_models_may_have_a_size_of_images() -> None:
-    options = PaperBOptions(data="d", to="t", models="resnet50@224,vit_tiny").check()
-    assert options.trained == [ModelAtSize("resnet50", 224), ModelAtSize("vit_tiny", None)]
-    assert [model.key for model in options.trained] == ["resnet50@224", "vit_tiny"]
+    options = PaperBOptions(data="d", to="t", models="vit_tiny", timed_models="resnet50@224")
+    vit, resnet = ModelAtSize("vit_tiny", None), ModelAtSize("resnet50", 224)
+    assert options.check().trained == [vit, resnet] and options.with_accuracy == [vit]
+    assert [model.key for model in options.trained] == ["vit_tiny", "resnet50@224"]
+    assert (options.steps_of(vit), options.steps_of(resnet)) == (8, 4)
+    assert replace(options, models="none", timed_models="none").trained == []
+
+
+def test_ranks_are_those_that_have_a_device() -> None:
+    options = PaperBOptions(data="d", to="t")
+    assert set(options.numbers_of_ranks) <= {2, 4, 8} and max(options.numbers_of_ranks) <= max(
+        2, devices()
+    )
+    assert replace(options, ranks="4,2,4").numbers_of_ranks == [2, 4]
+
+
+INDEX = Index(
+    Path("somewhere"), 1, {}, tuple(map(str, range(100))), (32, 32, 3), (0.5,) * 3, (0.2,) * 3
+)
+
+
+def test_large_models_have_fewer_images_per_step() -> None:
+    options = PaperBOptions(data="d", to="t")
+    images = {model.key: arms.images_per_step(options, model, INDEX) for model in options.trained}
+    assert images == {
+        "resnet18": 64,
+        "vit_tiny": 64,
+        "resnet50": 16,
+        "vit_b16": 8,
+        "resnet50@224": 8,
+        "vit_b16@224": 8,
+    }
+
+
+def test_all_numbers_of_ranks_share_the_runs_of_one_rank(tmp_path: Path) -> None:
+    options = PaperBOptions(
+        data="d", to=str(tmp_path), models="cnn", timed_models="none", ranks="2,4"
+    )
+    cases = arms.cases(options)
+    assert [case.title for case in cases] == ["cnn, 2 ranks", "cnn, 4 ranks"]
+    everywhere = {
+        case: Optimum(
+            dict.fromkeys([cost.name for cost in arms.costs_of(case.model, INDEX)], (0,)), 1
+        )
+        for case in cases
+    }
+    sides = arms.compared(options, INDEX, everywhere)
+    single = [side for side in sides if side.strategy == "single"]
+    assert [side.case for side in single] == cases and single[0].timed == single[1].timed
+    keys = [arm.key for arm in arms.distinct([side.timed for side in sides])]
+    assert len(keys) == len(sides) - 1 and "timed-cnn-single-1" in keys
+    # Accuracy is that of the most ranks, on all cores, and of the strategies of table I.
+    accuracy = {side.strategy: side.accuracy for side in sides if side.accuracy is not None}
+    assert list(accuracy) == ["single", "DP", "MP", "hybrid", "adaptive"]
+    assert {arm.ranks for arm in accuracy.values()} == {1, 4}
+    assert {arm.config.threads for arm in accuracy.values()} == {None}
+    for side in sides:
+        assert side.timed.config.threads == 1 and not side.timed.config.epochs
+        assert side.timed.config.bind == (side.timed.ranks <= devices())
+        side.timed.config.check()
+    smaller = arms.compared(replace(options, accuracy_pixels=16), INDEX, everywhere)
+    assert {s.accuracy.config.image_size for s in smaller if s.accuracy is not None} == {16}
+    assert {s.timed.config.image_size for s in smaller} == {None}
 
 
 @pytest.mark.parametrize(

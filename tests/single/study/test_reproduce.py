@@ -58,8 +58,19 @@ def test_the_runs_of_paper_b_are_made_once(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
     to = tmp_path / "paper"
-    words = ("reproduce", "paper-b", "--data", small_set, "--to", to, "--models", "cnn")
-    fast = ("--emulated-steps", 0, "--event-steps", 0, "--repeats", 1)
+    words = (
+        "reproduce",
+        "paper-b",
+        "--data",
+        small_set,
+        "--to",
+        to,
+        "--models",
+        "cnn",
+        "--ranks",
+        2,
+    )
+    fast = ("--timed-models", "none", "--emulated-steps", 0, "--event-steps", 0, "--repeats", 1)
     command = (*words, *fast, "--steps", 3, "--epochs", 1, "--seeds", 1)
     done = hvdtrain(*command)
     assert done.returncode == 0, done.stderr
