@@ -88,9 +88,23 @@ class Attention(nn.Module):
         n, tokens, width = x.shape
         projected = self.in_proj(self.ln_1(x)).view(n, tokens, 3, self.heads, width // self.heads)
         query, key, value = projected.permute(2, 0, 3, 1, 4)
-        attended = functional.scaled_dot_product_attention(query, key, value)
+        attended = attend(query, key, value)
         projection: Tensor = self.out_proj(attended.transpose(1, 2).reshape(n, tokens, width))
         return x + projection
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Return softmax(query key^T / sqrt(d)) value: each [n, heads, tokens, d], and so the result.
+
+    PyTorch's fused attention multiplies many small matrices in its backward, which bfloat16 makes
+    slow on CPUs. There the product is batched, and its [tokens, tokens] weights are stored.
+    """
+    if query.device.type != "cpu" or query.dtype != torch.bfloat16:
+        return functional.scaled_dot_product_attention(query, key, value)
+    heads = query.shape[:2]
+    query, key, value = (tensor.flatten(0, 1) for tensor in (query, key, value))
+    scores = torch.bmm(query * query.shape[-1] ** -0.5, key.transpose(1, 2))
+    return torch.bmm(scores.softmax(-1), value).unflatten(0, heads)
 
 
 class Mlp(nn.Module):

@@ -4,10 +4,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from hvdtrain.errors import UsageError
 from hvdtrain.models.component import build_component, parameter_count
-from hvdtrain.models.vit import Attention, vit_tiny
+from hvdtrain.models.vit import Attention, attend, vit_tiny
 
 
 def layer_norm(weights: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
@@ -80,6 +81,25 @@ def test_logits_and_gradients_equal_a_naive_version(
     gradients = torch.autograd.grad(loss, list(weights.values()))
     expected = dict(zip(weights, gradients, strict=True))
     assert largest_difference(model.gradients(images, labels), expected) <= 1e-12
+
+
+def test_attention_in_bf16_is_as_exact_as_the_fused_one() -> None:
+    generator = torch.Generator().manual_seed(0)
+    exact = torch.randn(4, 3, 2, 65, 64, dtype=torch.float64, generator=generator)
+    results = []
+    for attention, dtype in (
+        (functional.scaled_dot_product_attention, torch.float64),
+        (functional.scaled_dot_product_attention, torch.bfloat16),
+        (attend, torch.bfloat16),
+    ):
+        inputs, upstream = exact[:3].to(dtype).requires_grad_(), exact[3].to(dtype)
+        attended = attention(*inputs)
+        (gradient,) = torch.autograd.grad(attended, inputs, upstream)
+        results.append([*gradient.double(), attended.detach().double()])
+    expected, fused, explicit = results
+    for right, one, other in zip(expected, fused, explicit, strict=True):
+        assert (other - right).norm() <= max(1.2 * (one - right).norm(), 0.01 * right.norm())
+        assert (other - right).norm() > 0, "it was not computed in bf16"
 
 
 def test_attention_takes_an_empty_share() -> None:
