@@ -69,6 +69,7 @@ class World:
 
 
 _world: World | None = None
+_unbound: set[int] | None = None  # the cores of this process before it was bound to some
 _horovod: Any = None
 _process_sets: dict[tuple[int, ...], Any] = {}
 _keeps_horovod = False
@@ -95,12 +96,13 @@ def start(allreduce: str = "auto", threads: int | None = None, bind: bool = Fals
         UsageError: if MPI is missing, lacks thread support, or sees another number of ranks
             than the launcher started; or if there are too few cores to bind to.
     """
-    global _world
+    global _world, _unbound
     keep_freed_memory()
     launch = detect(os.environ)
     if launch.size == 1:
         threads = threads or cores.own_threads(1)
         if bind:
+            _unbound = os.sched_getaffinity(0)
             cores.bind(0, 1, threads)
         _world = World("none", rank=0, size=1, local_rank=0, local_size=1, threads=threads)
         return _world
@@ -118,6 +120,7 @@ def start(allreduce: str = "auto", threads: int | None = None, bind: bool = Fals
     sharing = [rank for rank, mask in enumerate(node.allgather(usable)) if mask == usable]
     threads = threads or cores.own_threads(len(sharing))
     if bind:
+        _unbound = usable
         cores.bind(sharing.index(node.rank), len(sharing), threads)
     _world = World(
         launcher=launch.launcher,
@@ -295,10 +298,12 @@ def temporary_horovod() -> Iterator[Any]:
     os.environ.setdefault("HOROVOD_LOG_LEVEL", "error")
     world.barrier()
     module.init()
-    yield module
-    world.barrier()
-    module.shutdown()
-    os.environ.update(set_aside)
+    try:
+        yield module
+        world.barrier()
+        module.shutdown()
+    finally:
+        os.environ.update(set_aside)
 
 
 def horovod() -> Any:
@@ -365,10 +370,12 @@ def stop() -> None:
 
     After `keep_horovod` Horovod stays, and shuts itself down when the process ends.
     """
-    global _world, _horovod
+    global _world, _unbound, _horovod
     if _world is not None:
         _world.barrier()
-    _world = None
+    if _unbound is not None:  # a later run of this process may use them all
+        cores.use(_unbound)
+    _world = _unbound = None
     _groups.clear()
     _communicators.clear()
     if _keeps_horovod:

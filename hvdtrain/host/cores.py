@@ -42,11 +42,15 @@ def bind(place: int, sharing: int, threads: int) -> None:
             f"--bind needs a core per thread, and {sharing} rank(s) x {threads} thread(s) share "
             f"{len(cores)} core(s): use fewer ranks or --threads, or leave --bind out"
         )
-    chosen = set(cores[place * threads : (place + 1) * threads])
+    use(set(cores[place * threads : (place + 1) * threads]))
+
+
+def use(cores: set[int]) -> None:
+    """Let all threads of this process run on these cores only."""
     # Threads that run already, such as those of MPI, keep their own cores otherwise.
     for thread in Path("/proc/self/task").iterdir():
         try:
-            os.sched_setaffinity(int(thread.name), chosen)
+            os.sched_setaffinity(int(thread.name), cores)
         except ProcessLookupError:  # it has ended
             continue
 

@@ -12,6 +12,7 @@ REFUSED: Mapping[str, tuple[Any, str]] = {
     "sync": ("exact", "which emulates the sum of gradients in every step"),
     "compress": ("none", "which does not emulate compression"),
     "shard_optimizer": (False, "which emulates whole updates"),
+    "bind": (False, "whose ranks share the cores"),
     "batch_norm": ("local", "whose components have no batch norm"),
     "verify": (False, "whose components compute nothing"),
     "weights": (None, "whose components have other weights"),

@@ -66,3 +66,15 @@ def test_each_physical_core_is_used_before_any_is_used_twice(
     assert cores.physical_first([0, 2, 3, 4]) == [0, 2, 3, 4]
     assert cores.physical_first([2, 3, 4, 5]) == [2, 4, 5, 3]
     assert cores.physical_first([8, 9]) == [8, 9]  # nothing is known of these
+
+
+def test_a_later_run_of_the_process_may_use_all_cores_again() -> None:
+    program = (
+        "import os; from hvdtrain import world; before = os.sched_getaffinity(0); "
+        "world.start(threads=1, bind=True); bound = os.sched_getaffinity(0); world.stop(); "
+        "print(len(bound) == 1 and os.sched_getaffinity(0) == before)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.stdout == "True\n", done.stderr
