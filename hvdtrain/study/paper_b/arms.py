@@ -18,7 +18,7 @@ from hvdtrain.planner import profilefile
 from hvdtrain.planner.cost import Known
 from hvdtrain.study.paper_b.claims import STRATEGIES
 from hvdtrain.study.paper_b.objective import Optimum
-from hvdtrain.study.paper_b.options import ModelAtSize, PaperBOptions, devices
+from hvdtrain.study.paper_b.options import ModelAtSize, PaperBOptions, devices, on_gpus
 from hvdtrain.study.paper_b.plans import figure_6, hybrid
 from hvdtrain.study.runs import Arm, make_folder
 
@@ -116,7 +116,7 @@ def _plans(options: PaperBOptions, case: Case, index: Index, optimum: Optimum) -
         plans[FIGURE_6] = write(FIGURE_6, figure)
     if same_as(optimum, case.ranks) == OBJECTIVE:
         plans[OBJECTIVE] = write(OBJECTIVE, optimum.plan)
-    return plans | {ADAPTIVE: "adaptive"}
+    return plans if on_gpus() else plans | {ADAPTIVE: "adaptive"}  # not supported on GPUs
 
 
 def same_as(optimum: Optimum, ranks: int) -> str | None:
@@ -140,11 +140,29 @@ def costs_of(model: ModelAtSize, index: Index) -> list[ComponentCost]:
     return list(component_costs(parts, size, classes=index.classes))
 
 
+def check_accuracy_pixels(options: PaperBOptions, index: Index) -> None:
+    """Check the size of the images of the runs for accuracy, which come after all others.
+
+    Raises:
+        UsageError: if the images are smaller, or a model does not accept this size.
+    """
+    pixels = options.accuracy_pixels
+    if pixels is None or not options.epochs:
+        return
+    if pixels > index.image_shape[0]:
+        raise UsageError(
+            f"--accuracy-pixels {pixels} is more than the {index.image_shape[0]} pixels of the "
+            "images: give a smaller number"
+        )
+    for model in options.with_accuracy:
+        models.components(model.name, index.classes, pixels)
+
+
 def images_per_step(options: PaperBOptions, model: ModelAtSize, index: Index) -> int:
     """Return the images per step of timed runs: --batch-size, halved until the work fits."""
     work = sum(cost.forward_flops for cost in costs_of(model, index))
-    images = options.batch_size
-    while images * work > MOST_WORK and images >= 2 * LEAST_IMAGES:
+    images, least = options.batch_size, max(LEAST_IMAGES, options.numbers_of_ranks[-1])
+    while not on_gpus() and images * work > MOST_WORK and images >= 2 * least:
         images //= 2
     return images
 
@@ -206,9 +224,7 @@ def _timed(
 
     Without GPUs a device of the paper is one core, to which a rank is bound if there are enough.
     """
-    from torch import cuda
-
-    has_gpus = cuda.is_available()
+    has_gpus = on_gpus()
     return replace(
         _config(options, model, index, plan),
         batch_size=images_per_step(options, model, index),

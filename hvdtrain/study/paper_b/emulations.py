@@ -219,7 +219,7 @@ def emulate(
 
 def sizes_that_fit() -> list[int]:
     """Return the sizes whose ranks fit into the memory of this machine."""
-    memory = psutil.virtual_memory().total
+    memory = psutil.virtual_memory().available
     return [ranks for ranks in SIZES if ranks * RANK_BYTES <= memory]
 
 

@@ -92,7 +92,8 @@ class PaperBOptions:
     @property
     def trained(self) -> list[ModelAtSize]:
         """Return all models to train."""
-        return self.with_accuracy + _models("--timed-models", self.timed_models)
+        timed = _models("--timed-models", self.timed_models)
+        return self.with_accuracy + [one for one in timed if one not in self.with_accuracy]
 
     def steps_of(self, model: ModelAtSize) -> int:
         """Return the steps of a timed run of a model."""
@@ -102,10 +103,11 @@ class PaperBOptions:
     def numbers_of_ranks(self) -> list[int]:
         """Return the numbers of ranks, ascending."""
         if self.ranks is None:
-            return [number for number in USUAL_RANKS if number <= max(2, devices())]
+            usual = [number for number in USUAL_RANKS if number <= devices()]
+            return usual or [USUAL_RANKS[0]]
         numbers = []
         for word in self.ranks.split(","):
-            if not (word.isascii() and word.isdigit() and 2 <= int(word[:4]) <= MOST_RANKS):
+            if not (word.isascii() and word.isdigit() and 2 <= int(word[:9]) <= MOST_RANKS):
                 raise UsageError(
                     f"--ranks {self.ranks} is not valid: give numbers between 2 and {MOST_RANKS} "
                     "with commas; one rank is the baseline"
@@ -123,7 +125,7 @@ class PaperBOptions:
         twice = [model.key for model in models if models.count(model) > 1]
         if twice:
             raise UsageError(
-                f"--models and --timed-models name {twice[0]} twice: name each model once"
+                f"--models or --timed-models name {twice[0]} twice: name each model once"
             )
         least = {"repeats": 1, "steps": LEAST_STEPS, "seeds": 1}
         least |= dict.fromkeys(("epochs", "emulated_steps", "event_steps"), 0)
@@ -141,6 +143,13 @@ class PaperBOptions:
                 f"--batch-size must be at least --ranks, {most}, not {self.batch_size}"
             )
         return self
+
+
+def on_gpus() -> bool:
+    """Return whether the runs train on GPUs."""
+    from torch import cuda
+
+    return cuda.is_available()
 
 
 def devices() -> int:

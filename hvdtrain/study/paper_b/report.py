@@ -62,7 +62,7 @@ def write(
     parts = [
         "# Paper B on this machine",
         TITLE,
-        *(_measured(options, results) if results else ["Nothing was measured: `--models none`."]),
+        *(_measured(options, results) if results else ["Nothing was measured: no models."]),
         predicted.section(predictions),
         emulated.section(emulations),
         "## Where the paper disagrees with itself",
@@ -114,7 +114,7 @@ def _accuracy(options: PaperBOptions, results: Sequence[Measured]) -> list[str]:
         return ["## Measured: accuracy", "Left out by `--epochs 0`."]
     trained = [one for one in results if one.accuracy]
     if not trained:
-        return ["## Measured: accuracy", "Left out: synthetic images have no accuracy to compare."]
+        return ["## Measured: accuracy", "Left out: no model has both `--models` and real images."]
     size = f" of {options.accuracy_pixels} pixels" if options.accuracy_pixels else ""
     return [
         "## Measured: accuracy",

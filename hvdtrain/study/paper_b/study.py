@@ -23,11 +23,13 @@ def reproduce(options: PaperBOptions, say: Callable[[str], object]) -> Path:
         say: called with each line of progress.
 
     Raises:
-        UsageError: if the folder holds runs of other settings.
+        UsageError: if the folder holds runs of other settings, or a model does not accept the
+            images of the runs for accuracy.
         DataError: if there is no data set, or something cannot be written.
         HvdtrainError: the error of a run that failed; the same command resumes.
     """
     index, folder = read_index(options.data), Path(options.to)
+    arms.check_accuracy_pixels(options, index)
     make_folder(folder)
     make_folder(folder / "profiles")
     arms.make_images(options, index)
