@@ -48,7 +48,7 @@ from hvdtrain.planner import choose
 from hvdtrain.planner.candidate import play
 from hvdtrain.planner.cost import Question
 from hvdtrain.planner.probe import message_to_self
-from hvdtrain.planner.profile import Profile
+from hvdtrain.planner.profile import Profile, RankTimes
 from hvdtrain.planner.solve import solve
 from hvdtrain.planner.subject import Subject, subject_of
 from hvdtrain.study import plots
@@ -206,13 +206,23 @@ def _rounds(
     rounds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ready}
     for _ in range(options.rounds):
         times = choose.local_times(subject, job, partial(message_to_self, exchange))
-        now = replace(question.known, profile=Profile(tuple(job.gather(times))))
+        ranks = map(_with_contention, job.gather(times), question.known.profile.ranks)
+        now = replace(question.known, profile=Profile(tuple(ranks)))
         for name, side in ready.items():
             steps = _timed(*side, job, WARM_UP + options.steps)
             predicted, measured = rounds[name]
             predicted.append(play(replace(question, known=now), plans[name], name).seconds)
             measured.append(statistics.median(steps[WARM_UP - 1 :]))
     return rounds
+
+
+def _with_contention(times: RankTimes, before: RankTimes) -> RankTimes:
+    """Return the times with the contention measured before all rounds, as the planner has it."""
+    components = {
+        name: replace(one, contention=before.components[name].contention)
+        for name, one in times.components.items()
+    }
+    return replace(times, components=components)
 
 
 def _ready(

@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from hvdtrain.errors import UsageError
@@ -18,6 +19,7 @@ from hvdtrain.models.component import IMAGE_CHANNELS, Component
 
 LARGEST_SMALL_IMAGE = 64  # pixels; patches are 4 x 4 up to this size and 16 x 16 above
 EPSILON = 1e-6
+MOST_TOKENS = 512  # more are not multiplied in batches, whose weights take tokens^2 values
 
 
 @dataclass(frozen=True)
@@ -98,13 +100,18 @@ def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
     PyTorch's fused attention multiplies many small matrices in its backward, which bfloat16 makes
     slow on CPUs. There the product is batched, and its [tokens, tokens] weights are stored.
+    Costs are counted on fake tensors of a CPU, for GPUs too, and so with fused attention.
     """
-    if query.device.type != "cpu" or query.dtype != torch.bfloat16:
-        return functional.scaled_dot_product_attention(query, key, value)
-    heads = query.shape[:2]
-    query, key, value = (tensor.flatten(0, 1) for tensor in (query, key, value))
-    scores = torch.bmm(query * query.shape[-1] ** -0.5, key.transpose(1, 2))
-    return torch.bmm(scores.softmax(-1), value).unflatten(0, heads)
+    attended: Tensor
+    is_on_cpu = query.device.type == "cpu" and not isinstance(query, FakeTensor)
+    if is_on_cpu and query.dtype == torch.bfloat16 and query.shape[2] <= MOST_TOKENS:
+        heads = query.shape[:2]
+        query, key, value = (tensor.flatten(0, 1) for tensor in (query, key, value))
+        scores = torch.bmm(query * query.shape[-1] ** -0.5, key.transpose(1, 2))
+        attended = torch.bmm(scores.softmax(-1), value).unflatten(0, heads)
+    else:
+        attended = functional.scaled_dot_product_attention(query, key, value)
+    return attended
 
 
 class Mlp(nn.Module):

@@ -26,7 +26,7 @@ REPEATS = 5
 LONG_SECONDS = 0.5
 ENOUGH_SECONDS = 1.0  # fewer repeats if this is exceeded, but at least LEAST
 LEAST = 3
-FEWER = 3  # repeats of a chain, which is measured twice
+FEWER = 3  # repeats of a chain, which is measured several times
 SHORTEST = 0.06  # seconds of its repeats: short passes vary more from one to the next
 
 Result = TypeVar("Result")

@@ -260,7 +260,7 @@ def measure(subject: Subject, world: World) -> Known:
     parameter_bytes = sum(cost.parameter_bytes for cost in costs)
     handed = max(cost.output_bytes for cost in costs) * subject.config.batch_size
     config, message = subject.config, partial(message_to_self, exchange)
-    # All of it while Horovod runs, as in training: its thread takes part of a core, and memory.
+    # All of it while Horovod runs, whose thread takes part of a core, and memory.
     with _sum_of_training(subject, world) as start:
         network = measure_network(world, tools_of(start, world), exchange, parameter_bytes, handed)
         disturb = None

@@ -29,7 +29,7 @@ class PlanConfig(ModelInConfig):
         default=None,
         metadata=about("fp32, bf16 or fp64", default="fp64 for check, else fp32"),
     )
-    device: Device | None = field_of_train("device")
+    device: Device = field(default="cpu", metadata=about("device of the steps (check)"))
     optimizer: Literal["sgd", "adam", "adamw"] = field_of_train("optimizer")
     lr: float = field_of_train("lr")
     momentum: float = field_of_train("momentum")

@@ -35,7 +35,7 @@ def exposed_seconds(parts: Sequence[Part], sums: Sequence[Sum], slowdown: float)
     for done, part in enumerate(parts):
         left = part.seconds
         while left > 0:
-            if not in_flight and waiting and waiting[0].after <= done:
+            while not in_flight and waiting and waiting[0].after <= done:
                 in_flight = waiting.popleft().seconds
             if not in_flight:
                 now, left = now + left, 0.0

@@ -85,8 +85,8 @@ def test_epochs_and_steps_end_a_run_whichever_comes_first() -> None:
     [
         # Its data may be synthetic images, with their own size.
         (StepConfig, {"data", "image_size"}),
-        # It needs shapes alone; check runs in fp64; the trace is of the simulated step.
-        (PlanConfig, {"ranks", "plan", "precision", "image_size", "seed", "trace"}),
+        # It needs shapes alone; check runs in fp64 on CPUs; the trace is of the simulated step.
+        (PlanConfig, {"ranks", "plan", "precision", "device", "image_size", "seed", "trace"}),
     ],
 )
 def test_other_commands_have_the_defaults_and_the_help_of_train(
