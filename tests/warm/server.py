@@ -134,8 +134,13 @@ class Server:
                 os.close(file)
             client.close()
             return None
+        note = self.folder / f"fork-of-{int.from_bytes(credentials[:4], 'little')}"
         child = os.fork()
         if child == 0:
+            # Written here, since a test may look for it as soon as this process prints something.
+            unfinished = self.folder / f"unfinished-{os.getpid()}"
+            unfinished.write_text(str(os.getpid()))
+            unfinished.replace(note)  # readers see the whole file or none
             for other in (self.listener, client, *self.clients.values()):
                 other.close()
             self.selector.close()
@@ -144,11 +149,7 @@ class Server:
             return parse(text, files)
         for file in files:
             os.close(file)
-        client_pid = int.from_bytes(credentials[:4], "little")
-        self.notes[child] = self.folder / f"fork-of-{client_pid}"
-        unfinished = self.folder / f"unfinished-{child}"
-        unfinished.write_text(str(child))
-        unfinished.replace(self.notes[child])  # readers see the whole file or none
+        self.notes[child] = note
         self.clients[child], self.ends[child] = client, os.pidfd_open(child)
         self.selector.register(client, selectors.EVENT_READ, ("word", child))
         self.selector.register(self.ends[child], selectors.EVENT_READ, ("end", child))
