@@ -39,7 +39,7 @@ packages := $(VENV)/.packages-done
 done := $(VENV)/.setup-done
 pip := PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore $(bin)/python -m pip
 install := $(pip) install -qq --constraint constraints.txt
-horovod_tool := $(addprefix hvdtrain/setup/,build.py mpi.py source.py toolchain.py)
+horovod_tool := $(addprefix hvdtrain/setup/,build.py mpi.py nccl.py source.py toolchain.py)
 comma := ,
 
 # The stamp holds the MPI and CPU that Horovod was built for; another MPI= or CPU= makes it stale.

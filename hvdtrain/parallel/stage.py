@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hvdtrain.options.decay import is_exempt
 from hvdtrain.parallel.batchnorm import Moments, SynchronisedBatchNorm
+from hvdtrain.parallel.memoryformat import keeping_format
 from hvdtrain.sync.gradients import Gradients
 from hvdtrain.sync.meetings import Meetings, NoMeetings
 
@@ -291,25 +292,6 @@ class ComponentClock:
     def _begin(self, name: str, _: Tensor) -> None:
         self.end()
         self._running = name, self.clock()
-
-
-def keeping_format(activations: Tensor) -> Tensor:
-    """Return activations whose gradient will have channels_last format if they have it.
-
-    The gradient of a Flatten has not. The component before it would then compute its backward in
-    two formats, with copies of larger tensors than this one.
-    """
-    if activations.requires_grad and activations.dim() == 4 and _is_channels_last(activations):
-        activations.register_hook(_as_channels_last)
-    return activations
-
-
-def _is_channels_last(tensor: Tensor) -> bool:
-    return tensor.is_contiguous(memory_format=torch.channels_last)
-
-
-def _as_channels_last(gradient: Tensor) -> Tensor:
-    return gradient.contiguous(memory_format=torch.channels_last)
 
 
 def forward_recomputed(module: nn.Module, activations: Tensor) -> Tensor:

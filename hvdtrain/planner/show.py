@@ -348,15 +348,8 @@ def check(config: PlanConfig) -> Parity:
     torch.set_num_threads(world.threads)
     components = _components(config, training)
     plan = make_plan(training, components, config.image_size, config.classes, world.size)
-    parity = check_plan(
-        training,
-        components,
-        plan,
-        config.image_size,
-        config.classes,
-        world,
-        device=choose_device(training.device, world),
-    )
+    size, device = config.image_size, choose_device(training.device, world)
+    parity = check_plan(training, components, plan, size, config.classes, world, device=device)
     stop_world()
     return parity
 

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hvdtrain.setup import environment, progress, source, toolchain
+from hvdtrain.setup import environment, nccl, progress, source, toolchain
 from hvdtrain.setup.environment import Pip
 
 BUILD_BYTES = 600 * 2**20  # in the temporary folder
@@ -134,7 +134,7 @@ def build(parts: dict[str, str], mpi: toolchain.Mpi, pip: Pip, work: Path) -> Pa
     source.apply_edits(root)
     variables = build_environment(parts, mpi, count, pip.environment())
     wants_nccl = parts["cuda"] != "none" and "HOROVOD_NCCL_HOME" not in variables
-    if wants_nccl and (home := toolchain.nccl_home(work)):
+    if wants_nccl and (home := nccl.linked(work)):
         variables |= {"HOROVOD_NCCL_HOME": str(home), "HOROVOD_NCCL_LINK": "SHARED"}
     building = replace(pip, constraint=None, variables=variables)
     options = ["--no-deps", "--no-build-isolation", "--verbose", "--wheel-dir", str(work)]

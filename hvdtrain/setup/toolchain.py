@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -22,14 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.errors import UsageError
-from hvdtrain.setup import source
+from hvdtrain.setup import nccl, source
 
 # The oldest versions that work, and the first one that is too new; setup.cfg has the same.
 TORCH_RANGE = ((2, 10), (3, 0))
 TENSORFLOW_OLDEST = (2, 21)
 TENSORFLOW_PACKAGES = ("tensorflow", "tensorflow-cpu", "tensorflow-rocm", "tf-nightly")
 BUILD_PACKAGES = ("setuptools", "wheel", "packaging", "cloudpickle", "psutil", "PyYAML", "cffi")
-NCCL_LIBRARY = Path("lib", "libnccl.so.2")  # in the folder of its PyPI package
 
 # Flags that every CPU of a level has (v3: Intel since 2013, AMD since 2015).
 _LEVELS = {
@@ -325,48 +323,14 @@ def find_cuda() -> Path:
         "--cuda needs the CUDA toolkit of PyTorch's version; module load cuda, or set CUDA_HOME",
     )
     root = Path(nvcc).resolve().parent.parent
-    nccl = os.environ.get("HOROVOD_NCCL_HOME")
-    places = [Path(nccl)] if nccl else [root, Path("/usr"), Path("/usr/local"), *nccl_of_pytorch()]
+    home = os.environ.get("HOROVOD_NCCL_HOME")
+    places = [Path(home)] if home else [root, Path("/usr"), Path("/usr/local"), *nccl.of_pytorch()]
     if not any(Path(place, "include", "nccl.h").is_file() for place in places):
         raise MissingPiece(
             "--cuda needs NCCL's nccl.h: module load nccl, apt install libnccl-dev, or set "
             "HOROVOD_NCCL_HOME to the folder that holds include/nccl.h and lib/libnccl.so"
         )
     return root
-
-
-def nccl_of_pytorch() -> list[Path]:
-    """Return the folder of the PyPI package of NCCL that PyTorch uses; none without that package.
-
-    It has include/nccl.h, but lib/libnccl.so.2 alone, without the name that linkers look for.
-    """
-    try:
-        spec = importlib.util.find_spec("nvidia.nccl")
-    except ModuleNotFoundError:
-        return []
-    places = spec.submodule_search_locations if spec else None
-    return [place for place in map(Path, places or ()) if (place / NCCL_LIBRARY).is_file()]
-
-
-def nccl_home(work: Path) -> Path | None:
-    """Return a folder with PyTorch's own NCCL under the names that Horovod's build looks for.
-
-    A process has one NCCL then: two of different versions in it would be loaded under one name.
-
-    Args:
-        work: scratch folder, in which the folder is made.
-
-    Returns:
-        None if PyTorch has no NCCL package, as in a build of a site: the build then looks for one.
-    """
-    package = nccl_of_pytorch()
-    if not package:
-        return None
-    home = work / "nccl"
-    (home / "lib").mkdir(parents=True)
-    (home / "include").symlink_to(package[0] / "include")
-    (home / "lib" / "libnccl.so").symlink_to(package[0] / NCCL_LIBRARY)
-    return home
 
 
 def cuda_version(root: Path) -> str:
