@@ -1,12 +1,22 @@
 """A job executes nothing from a folder that another user could have changed."""
 
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from hvdtrain.host import files
 from hvdtrain.jobs import task
+
+
+@pytest.fixture(autouse=True)
+def same_signals() -> Iterator[None]:
+    """A task blocks signals until its exec; programs that later tests start would inherit that."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 @pytest.fixture
