@@ -24,14 +24,14 @@ def test_what_mpirun_says_in_frames_is_kept_apart_from_what_ranks_say() -> None:
     assert banners == [line.rstrip() for line in KILLED]
 
 
-def test_a_remark_in_the_middle_of_a_ranks_line_is_removed() -> None:
+def test_a_remark_inside_a_line_is_removed() -> None:
     banners: list[str] = []
     lines = ["not yet ended" + FRAME, *KILLED, FRAME, "after\n"]
     assert list(without_launcher_banners(lines, banners)) == ["not yet ended\n", "after\n"]
     assert banners == [line.rstrip() for line in KILLED]
 
 
-def test_a_table_that_a_rank_prints_in_dashes_is_no_remark() -> None:
+def test_a_table_in_dashes_is_no_remark() -> None:
     table = [FRAME, "a | b\n", FRAME, "Traceback (most recent call last):\n", FRAME, "1 | 2\n"]
     banners: list[str] = []
     assert list(without_launcher_banners(table, banners)) == table

@@ -78,7 +78,7 @@ def test_seconds_of_compression_come_back_and_must_be_there(tmp_path: Path) -> N
         load(path, "cnn", NAMES, 2, ["bf16", "fp16"])
 
 
-def test_contention_is_saved_and_does_not_change_with_the_speed_of_a_rank(
+def test_contention_is_saved_unscaled(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "profile.json"

@@ -77,8 +77,9 @@ def test_workers_that_run_ahead_make_the_same_number_of_steps(
     agreement = summary["agreement"]
     assert 0 < agreement["mean_staleness"] <= agreement["max_staleness"]
     assert agreement["max_staleness"] <= (2 if sync == "server:stale=2" else 32)
-    # Without learning it is log 5 = 1.61; without a bound a busy machine may make it worse.
-    assert sync == "server:async" or summary["final"]["test_loss"] < 1.5
+    # Without learning it is log 5 = 1.61. Without a bound a busy machine may make the weights of a
+    # worker so old that these few steps learn nothing; they must not diverge.
+    assert summary["final"]["test_loss"] < (1.5 if sync == "server:stale=2" else 2.0)
     assert_each_sample_once(ledger, 6)
     again = ("--resume", "--epochs", 7, "--sync", sync, "--ledger", ledger)
     done = hvdtrain(*command(small_set, run, 2, *again))
