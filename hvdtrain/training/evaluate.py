@@ -37,7 +37,7 @@ def _until_stopped(run: Run, batches: Iterable[tuple[Feed, int]]) -> Iterator[tu
             code = agreed.stop
         if code is not None:
             break
-    for agreed in run.control.drain():
+    for agreed in run.drain():
         run.saving.follow(agreed)
         code = code or agreed.stop
     if code is not None:

@@ -25,7 +25,7 @@ from hvdtrain.options.planrequest import ADAPTIVE
 from hvdtrain.training import inputs, metrics
 from hvdtrain.training.callbacks import Callbacks, followers
 from hvdtrain.training.console import Console, Journal
-from hvdtrain.training.control import Control
+from hvdtrain.training.control import Agreed, Control
 from hvdtrain.training.feed import READING
 from hvdtrain.training.progress import Progress, Stopwatch
 from hvdtrain.training.saving import Saving
@@ -110,6 +110,11 @@ class Run:
     def step_record_at(self, step: int) -> StepRecord:
         """Return the record of one of the last steps."""
         return next(record for record in self.step_records if record.step == step)
+
+    def drain(self) -> list[Agreed]:
+        """Return the ranks' agreements on all steps still under way, oldest first. Collective."""
+        with self.activity.doing("agreeing with all ranks on the last steps"):
+            return self.control.drain()
 
     def close(self, summary: dict[str, Any] | None) -> None:
         """Write the records to the disk.

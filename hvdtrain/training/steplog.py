@@ -58,7 +58,7 @@ class StepLog:
 
     def drain(self) -> None:
         """Process all pending agreements."""
-        for agreed in self.run.control.drain():
+        for agreed in self.run.drain():
             self.add(agreed)
 
     def check_stop(self) -> None:

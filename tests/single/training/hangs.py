@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.health.heartbeat import Heartbeat
+from hvdtrain.training.control import Control
 from hvdtrain.training.feed import Feed, Feeder
 
 BATCHES = 4  # read by a rank before it hangs in its loader
+STEPS = 3  # of a run with `--max-steps 3`
 
 
 def leave_mark() -> None:
@@ -64,6 +66,21 @@ def in_restoring() -> None:
     os.posix_fadvise = lambda *_: wait_for_a_disk()
 
 
+def after_the_last_step() -> None:
+    """Stop before sending the control vector of the last step, for which all others wait."""
+    sent = 0
+    send = Control._send
+
+    def send_or_stop(self: Control) -> None:
+        nonlocal sent
+        sent += 1
+        if sent == STEPS:
+            stop()
+        send(self)
+
+    Control._send = send_or_stop  # type: ignore[method-assign]
+
+
 def before_the_end() -> None:
     """Stop when training is over, before the ranks leave together."""
     Heartbeat.close = lambda self: stop()  # type: ignore[method-assign]
@@ -73,6 +90,7 @@ ARRANGE: dict[str, Callable[[], object]] = {
     "loader": in_the_loader,
     "writing": in_writing,
     "restoring": in_restoring,
+    "after the last step": after_the_last_step,
     "before the end": before_the_end,
     "stopped at exit": lambda: atexit.register(stop),
     "waiting at exit": lambda: atexit.register(wait_for_a_disk),

@@ -11,6 +11,7 @@ from hvdtrain.health.failure import SAVE_FACTOR, START_FACTOR
 from hvdtrain.host import activity
 from hvdtrain.launch import mpirun
 from tests.conftest import Program
+from tests.single.training import hangs
 
 LIMIT = 4
 OUTSIDE = activity.AFTER_THE_RANKS_SECONDS
@@ -30,6 +31,11 @@ def command(data: Path, run: Path, *options: object) -> list[object]:
         pytest.param(
             *(1, "writing", ("--epochs", 100_000, "--checkpoint-every", "3 steps")),
             *("writing ", SAVE_FACTOR * LIMIT),  # the file, or waiting for it at the next save
+            marks=pytest.mark.proof,
+        ),
+        pytest.param(
+            *(1, "after the last step", ("--max-steps", hangs.STEPS)),
+            *("agreeing with all ranks on the last steps", LIMIT),
             marks=pytest.mark.proof,
         ),
         pytest.param(
