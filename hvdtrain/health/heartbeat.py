@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 
 from hvdtrain.errors import DataError
+from hvdtrain.host.energy import Meter
 from hvdtrain.host.ownership import BEAT_SECONDS, Owner
 
 SILENT_BEATS = 4  # a rank is silent after 4 missing beats
@@ -30,6 +31,7 @@ class Heartbeat:
         memory_bytes: returns the bytes that this rank has allocated.
         doing: returns the step of this rank and its current action.
         owner: the owner of the run folder; rank 0 checks at each beat that it still is.
+        meter: the energy of this host, sampled at each beat; None on all but one rank of a host.
 
     Attributes:
         memory_bytes, load: as in `Vitals`, at the last beat.
@@ -43,9 +45,10 @@ class Heartbeat:
         memory_bytes: Callable[[], float],
         doing: Callable[[], tuple[int, str]],
         owner: Owner,
+        meter: Meter | None = None,
     ) -> None:
         self.path = file_of(folder, rank)
-        self.rank, self.doing, self.owner = rank, doing, owner
+        self.rank, self.doing, self.owner, self.meter = rank, doing, owner, meter
         self.is_replaced = False
         self._measure_memory = memory_bytes
         self.memory_bytes, self.load = 0.0, 0.0
@@ -68,6 +71,8 @@ class Heartbeat:
     def _run(self) -> None:
         while not self._closed.wait(BEAT_SECONDS):
             self._beat()
+            if self.meter is not None:
+                self.meter.sample()
         self._beat()
 
     def _beat(self) -> None:

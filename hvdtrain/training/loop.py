@@ -154,7 +154,7 @@ def _start(run: Run) -> float:
     with run.activity.doing("waiting for all ranks to start"):
         run.session.world.barrier()
     startup_seconds = time.time() - psutil.Process().create_time()
-    run.clock.restart()
+    run.restart_clock()
     return startup_seconds
 
 

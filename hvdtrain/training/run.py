@@ -3,7 +3,7 @@
 import math
 import threading
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +17,10 @@ from hvdtrain.health.failure import stalled
 from hvdtrain.health.heartbeat import Heartbeat, suspects
 from hvdtrain.health.inject import Injector, make_injector
 from hvdtrain.health.stragglers import Stragglers, peers
-from hvdtrain.host import alert
+from hvdtrain.host import alert, load
 from hvdtrain.host.activity import Activity
+from hvdtrain.host.energy import open_meter
+from hvdtrain.host.load import Load
 from hvdtrain.host.ownership import Owner, claim
 from hvdtrain.host.stop import StopRequest
 from hvdtrain.options.planrequest import ADAPTIVE
@@ -49,6 +51,7 @@ class Run:
         skipped_in_a_row: bad steps since the last good one.
         before: the progress when this process started.
         peak_before: peak memory before the first step, in bytes.
+        load: what was counted of the cores before the first step.
         reported_memory: whether an excess of --memory-limit has been reported.
     """
 
@@ -68,6 +71,7 @@ class Run:
     peak_before: int
     skipped_in_a_row: int = 0
     reported_memory: bool = False
+    load: Load = field(default_factory=load.read)
 
     @property
     def activity(self) -> Activity:
@@ -110,6 +114,13 @@ class Run:
     def step_record_at(self, step: int) -> StepRecord:
         """Return the record of one of the last steps."""
         return next(record for record in self.step_records if record.step == step)
+
+    def restart_clock(self) -> None:
+        """Count seconds, energy, and what else uses the cores, from now on."""
+        self.clock.restart()
+        self.load = load.read()
+        if self.heartbeat.meter is not None:
+            self.heartbeat.meter.restart()
 
     def drain(self) -> list[Agreed]:
         """Return the ranks' agreements on all steps still under way, oldest first. Collective."""
@@ -160,6 +171,7 @@ def open_run(session: Session, stop: StopRequest, callbacks: Callbacks = ()) -> 
         session.device.memory_bytes,
         session.activity.now,
         owner,
+        open_meter(session.device.kind == "cuda") if world.local_rank == 0 else None,
     )
     try:
         session.activity.on_stall = partial(_stalled, config=config, folder=folder, world=world)

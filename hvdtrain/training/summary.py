@@ -7,12 +7,14 @@ import platform
 import socket
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hvdtrain.errors import CheckFailed
+from hvdtrain.host import load
 from hvdtrain.training.run import Run
 
 
@@ -92,6 +94,8 @@ def summarise(run: Run, startup_seconds: float) -> dict[str, Any]:
         "final": progress.final,
         "best": progress.best,
         "weights_sha256": digest,
+        "disturbance": _disturbance(run),
+        "energy": _energy(run),
         "machine": machine(session.device.accelerator, session.world.threads),
         "versions": versions(session.libraries),
         **_emulated(run),
@@ -116,6 +120,23 @@ def _shares(run: Run) -> dict[str, Any]:
         "bubble_fraction": bubble,
         "compute_fraction": compute,
     }
+
+
+def _disturbance(run: Run) -> list[dict[str, object]]:
+    """Return what else used the cores since the first step of this start, by host. Collective."""
+    hosts: dict[str, list[load.Load]] = {}
+    for host, counted in run.session.world.gather(
+        (socket.gethostname(), load.read().since(run.load))
+    ):
+        hosts.setdefault(host, []).append(counted)
+    return [{"host": host} | asdict(load.disturbance(hosts[host])) for host in hosts]
+
+
+def _energy(run: Run) -> list[dict[str, object]]:
+    """Return the energy since the first step of this start, by host. Collective."""
+    meter = run.heartbeat.meter
+    counted = {"host": socket.gethostname()} | meter.as_json() if meter is not None else None
+    return [one for one in run.session.world.gather(counted) if one is not None]
 
 
 def _emulated(run: Run) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Complete runs of one process, as a user starts them."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -48,6 +49,11 @@ def test_the_summary_holds_every_key_of_the_contract(finished: Path) -> None:
     assert 0 < summary["train_seconds"] < summary["seconds"]
     assert summary["startup_seconds"] > 0
     assert len(summary["peak_memory_bytes"]) == 1
+    (shared,) = summary["disturbance"]
+    assert 0 <= shared["other_cores"] <= shared["cores"] == len(os.sched_getaffinity(0))
+    (energy,) = summary["energy"]
+    assert energy["joules"] or energy["missing"]
+    assert energy["seconds"] >= summary["seconds"]
     assert summary["communication"] == {"exposed_fraction": 0.0, "total_fraction": 0.0}
     final = summary["final"]
     assert set(final) == {

@@ -1,0 +1,145 @@
+"""Energy of a host's processors and GPUs, from the counters that they have.
+
+Processors: RAPL by the powercap tree of Linux (Documentation/power/powercap), which holds those
+of AMD, too. They count whole packages: other jobs on a shared host are included. GPUs: the total
+energy of all GPUs that NVML shows this job. Nothing is estimated: what cannot be read is named.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+POWERCAP = Path("/sys/class/powercap")
+RAPL, NVML = "RAPL", "NVML"
+
+
+@dataclass
+class Counter:
+    """A counter of energy that starts again at zero after it has reached its largest value.
+
+    Attributes:
+        read: returns its value in joules.
+        largest: the value after which it starts again; infinite if it does not.
+        last: the value at the last sample.
+        joules: the energy since the first one.
+    """
+
+    read: Callable[[], float]
+    largest: float
+    last: float
+    joules: float = 0.0
+
+    def sample(self) -> None:
+        """Add the energy since the last sample; the counter may have started again once."""
+        now = self.read()
+        self.joules += now - self.last + (self.largest if now < self.last else 0.0)
+        self.last = now
+
+
+class Meter:
+    """Counters of one host, which a single rank of the host samples.
+
+    Attributes:
+        counters: by source and the name of the part.
+        missing: what could not be read, and why.
+    """
+
+    def __init__(self) -> None:
+        self.counters: dict[tuple[str, str], Counter] = {}
+        self.missing: list[str] = []
+        self.started = time.monotonic()
+        self._lock = threading.Lock()  # a thread samples, and the main thread reads
+
+    def sample(self) -> None:
+        """Read all counters; needed more often than they start again, which takes minutes."""
+        with self._lock:
+            for key, counter in list(self.counters.items()):
+                try:
+                    counter.sample()
+                except Exception as error:  # a counter must not end a run
+                    del self.counters[key]
+                    self.missing.append(f"{' '.join(key)}: {error}")
+
+    def restart(self) -> None:
+        """Count from now on."""
+        self.sample()
+        with self._lock:
+            self.started = time.monotonic()
+            for counter in self.counters.values():
+                counter.joules = 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """Return joules by source and part since the start, and what is missing."""
+        self.sample()
+        joules: dict[str, dict[str, float]] = {}
+        with self._lock:
+            for (source, part), counter in self.counters.items():
+                joules.setdefault(source, {})[part] = round(counter.joules, 3)
+            seconds = round(time.monotonic() - self.started, 3)
+            return {"seconds": seconds, "joules": joules, "missing": list(self.missing)}
+
+
+def open_meter(has_gpus: bool) -> Meter:
+    """Return a meter of this host that starts now.
+
+    Args:
+        has_gpus: whether the run uses the GPUs, so that their energy counts.
+    """
+    meter = Meter()
+    _open_rapl(meter)
+    if has_gpus:
+        _open_nvml(meter)
+    return meter
+
+
+def _open_rapl(meter: Meter) -> None:
+    """Add the packages and the memory beside them: no zone that another one contains."""
+    zones = sorted(POWERCAP.glob("intel-rapl:*")) if POWERCAP.is_dir() else []
+    if not zones:
+        meter.missing.append("RAPL: this system has no counters of its processors' energy")
+    for zone in zones:
+        try:
+            name = (zone / "name").read_text().strip()
+            if not name.startswith(("package", "dram")):
+                continue
+            path = zone / "energy_uj"
+            largest = int((zone / "max_energy_range_uj").read_text()) / 1e6
+            read = _reader(path)
+            part = name if name.startswith("package") else f"{name} {zone.name.split(':')[1]}"
+            meter.counters[RAPL, part] = Counter(read, largest, read())
+        except PermissionError:
+            meter.missing.append(f"RAPL: no permission to read {zone / 'energy_uj'}")
+        except (OSError, ValueError) as error:
+            meter.missing.append(f"RAPL: {zone} cannot be read: {error}")
+
+
+def _reader(path: Path) -> Callable[[], float]:
+    return lambda: int(path.read_text()) / 1e6
+
+
+def _open_nvml(meter: Meter) -> None:
+    """Add all GPUs that the host shows to this job."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        for place in range(pynvml.nvmlDeviceGetCount()):
+            read = _gpu_reader(pynvml.nvmlDeviceGetHandleByIndex(place))
+            meter.counters[NVML, f"GPU {place}"] = Counter(read, float("inf"), read())
+    except Exception as error:  # without its library NVML has no exceptions of its own
+        meter.missing.append(f"NVML: {error}")
+
+
+def _gpu_reader(handle: Any) -> Callable[[], float]:
+    import pynvml
+
+    def read() -> float:
+        try:
+            return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
+        except pynvml.NVMLError as error:
+            raise RuntimeError(str(error)) from None
+
+    return read
