@@ -111,11 +111,12 @@ def _plans(options: PaperBOptions, case: Case, index: Index, optimum: Optimum) -
     if len(costs) > 1:
         plans[MP] = "mp"
         plans[HYBRID] = write(HYBRID, hybrid(costs, case.ranks))
-    figure = figure_6([cost.name for cost in costs], case.ranks)
-    if figure is not None:
-        plans[FIGURE_6] = write(FIGURE_6, figure)
-    if same_as(optimum, case.ranks) == OBJECTIVE:
-        plans[OBJECTIVE] = write(OBJECTIVE, optimum.plan)
+    if case.model in options.with_accuracy:
+        figure = figure_6([cost.name for cost in costs], case.ranks)
+        if figure is not None:
+            plans[FIGURE_6] = write(FIGURE_6, figure)
+        if same_as(optimum, case.ranks) == OBJECTIVE:
+            plans[OBJECTIVE] = write(OBJECTIVE, optimum.plan)
     return plans if on_gpus() else plans | {ADAPTIVE: "adaptive"}  # not supported on GPUs
 
 

@@ -11,6 +11,7 @@ MOST_RANKS = 64
 MOST_PIXELS = 1024
 NO_MODEL = "none"  # only predictions
 USUAL_RANKS = (2, 4, 8)
+MOST_OF_TIMED = 3  # timed runs of a large model per strategy
 LEAST_STEPS = 3  # the first one is slower than the others
 
 
@@ -45,7 +46,10 @@ class PaperBOptions:
     )
     timed_models: str = field(
         default="resnet50,vit_b16,resnet50@224,vit_b16@224",
-        metadata=about("models to train for time and memory only, or none", metavar="NAME,..."),
+        metadata=about(
+            "models to train for time and memory only, by the strategies of table I, or none",
+            metavar="NAME,...",
+        ),
     )
     ranks: str | None = field(
         default=None,
@@ -61,7 +65,9 @@ class PaperBOptions:
             "images per step, on all ranks together; large models have fewer in timed runs"
         ),
     )
-    repeats: int = field(default=5, metadata=about("timed runs per strategy and model"))
+    repeats: int = field(
+        default=5, metadata=about("timed runs per strategy and model; at most 3 of --timed-models")
+    )
     steps: int = field(
         default=8, metadata=about("steps of a timed run; half as many for --timed-models")
     )
@@ -94,6 +100,11 @@ class PaperBOptions:
         """Return all models to train."""
         timed = _models("--timed-models", self.timed_models)
         return self.with_accuracy + [one for one in timed if one not in self.with_accuracy]
+
+    def repeats_of(self, model: ModelAtSize) -> int:
+        """Return the timed runs of a model per strategy."""
+        is_main = model in self.with_accuracy
+        return self.repeats if is_main else min(self.repeats, MOST_OF_TIMED)
 
     def steps_of(self, model: ModelAtSize) -> int:
         """Return the steps of a timed run of a model."""

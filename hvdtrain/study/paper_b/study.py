@@ -37,7 +37,10 @@ def reproduce(options: PaperBOptions, say: Callable[[str], object]) -> Path:
     optima = {case: _optima(options, case, index) for case in arms.cases(options)}
     divided = {case: of_case[DIVIDED] for case, of_case in optima.items()}
     sides = arms.compared(options, index, divided)
-    timed = run_all(arms.distinct([one.timed for one in sides]), options.repeats, folder, say)
+    timed: dict[str, list[Path]] = {}
+    for model in options.trained:
+        of_model = [one.timed for one in sides if one.case.model == model]
+        timed |= run_all(arms.distinct(of_model), options.repeats_of(model), folder, say)
     trained = [one.accuracy for one in sides if one.accuracy is not None]
     accuracy = run_all(arms.distinct(trained), options.seeds, folder, say)
     measured = {
