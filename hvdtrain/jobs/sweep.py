@@ -16,6 +16,7 @@ from hvdtrain.host import harmless
 from hvdtrain.host.files import plain_name
 from hvdtrain.jobs import record, site
 from hvdtrain.jobs.options import JobOptions, SlurmOptions
+from hvdtrain.jobs.repeats import LEAST, Need, need
 from hvdtrain.jobs.slurm import Request, dry_run
 from hvdtrain.jobs.submit import (
     check,
@@ -35,7 +36,7 @@ from hvdtrain.options.syncrequest import AUTO_SYNC, NO_COMPRESSION, OPTIONS_OF
 
 MOST_RUNS = 1000
 SINGLE_RUN_KEYS = ("run", "resume", "restarts", "ledger", "trace", "dry_run", "chain")
-WHOLE_STUDY_KEYS = ("repeats", "in_flight", "cluster", "site")
+WHOLE_STUDY_KEYS = (*("repeats", "interval", "most_core_hours", "in_flight", "cluster", "site"),)
 DEFAULT_SYNC: dict[str, Any] = {item.name: item.default for item in fields(SyncOptions)}
 LIST_KEYS = ("sbatch",)  # a list is one value, not several values to combine
 
@@ -44,7 +45,26 @@ LIST_KEYS = ("sbatch",)  # a list is one value, not several values to combine
 class StudyOptions:
     """Options of a study, in addition to the options of its runs and jobs."""
 
-    repeats: int = field(default=1, metadata=about("runs per size, with consecutive seeds"))
+    repeats: int | Literal["auto"] = field(
+        default=1,
+        metadata=about(
+            "runs per size, with consecutive seeds; auto: three, and at each further sweep as "
+            "many more as `interval` needs"
+        ),
+    )
+    interval: float = field(
+        default=0.05,
+        metadata=about(
+            "for repeats: auto: half the width of the interval of each speed-up to reach, "
+            "relative to it"
+        ),
+    )
+    most_core_hours: float | None = field(
+        default=None,
+        metadata=about(
+            "for repeats: auto: core-hours after which no repeats are added", default="no limit"
+        ),
+    )
     scaling: Literal["strong", "weak"] = field(
         default="strong",
         metadata=about("strong: batch_size is the global batch size; weak: that of each rank"),
@@ -73,10 +93,12 @@ class Study:
     Attributes:
         cells: sizes in the order of submission, which is random.
         options: options of the study.
+        remarks: why sizes need more repeats.
     """
 
     cells: tuple[Cell, ...]
     options: StudyOptions
+    remarks: tuple[str, ...] = ()
 
 
 OPTION_CLASSES = (StudyOptions, JobOptions, TrainConfig)  # their fields are keys of a study's file
@@ -101,6 +123,7 @@ def load(path: str, folder: str, slurm: SlurmOptions | None = None) -> Study:
     for option_class in OPTION_CLASSES:
         add_dataclass(parser, option_class)
     cells: dict[str, Cell] = {}
+    needed = None
     for values in itertools.product(*axes.values()):
         chosen = dict(zip(axes, values, strict=True))
         parser.check_keys(path, chosen)
@@ -111,7 +134,11 @@ def load(path: str, folder: str, slurm: SlurmOptions | None = None) -> Study:
         options = select_fields(StudyOptions, parsed)
         varied = [key for key in axes if len(axes[key]) > 1]
         name = "-".join(f"{key}={plain_name(str(chosen[key]))}" for key in varied)
-        cell = _cell(parsed, options, str(Path(folder) / (name or "run")), varied)
+        name = name or "run"
+        if options.repeats == "auto":
+            needed = needed or _need(options, Path(folder))
+            options = replace(options, repeats=needed.counts.get(name, LEAST))
+        cell = _cell(parsed, options, str(Path(folder) / name), varied)
         cell = replace(cell, job=cell.job.overridden_by(slurm))
         # One rank runs the same under every plan, so that is a single size.
         cells.setdefault(repr([replace(cell.runs[0], run=None), cell.job]), cell)
@@ -119,7 +146,17 @@ def load(path: str, folder: str, slurm: SlurmOptions | None = None) -> Study:
     _check_folders(path, shuffled)
     # Random order: slow changes of the cluster's load must not correlate with the sizes.
     random.Random(0).shuffle(shuffled)
-    return Study(tuple(shuffled), options)
+    return Study(tuple(shuffled), options, tuple(needed.remarks if needed else ()))
+
+
+def _need(options: StudyOptions, folder: Path) -> Need:
+    """Return the repeats that `repeats: auto` needs."""
+    if not 0 < options.interval < 1:
+        raise UsageError(f"interval must be above 0 and below 1, not {options.interval}")
+    hours = options.most_core_hours
+    if hours is not None and hours <= 0:
+        raise UsageError(f"most_core_hours must be above 0, not {hours}")
+    return need(folder, options.interval, hours)
 
 
 def _axes(path: str) -> dict[str, list[Any]]:
@@ -159,6 +196,7 @@ def _cell(
     parsed: dict[str, Any], options: StudyOptions, stem: str, varied: Collection[str]
 ) -> Cell:
     """Return the repeats of one combination of values, in run folders that start with `stem`."""
+    assert isinstance(options.repeats, int)
     for name in ("repeats", "ranks_per_node", "in_flight"):
         value = getattr(options, name)
         if value is not None and not 0 < value <= MOST_RUNS:
@@ -213,6 +251,7 @@ def sweep(study: Study, folder: str, is_dry: bool) -> Iterator[str]:
         UsageError, DataError: as `submit`; nothing is submitted if any run is refused.
     """
     requests = [_request(cell, study, folder) for cell in study.cells]
+    yield from study.remarks
     check(requests)
     check_runs(request.runs[0] for request in requests)
     with nullcontext() if is_dry else submission_lock(Path(folder)):
@@ -272,6 +311,7 @@ def _dependency(study: Study, earlier: list[str], submitted: list[list[str]]) ->
     """
     if study.options.in_flight is None:
         return None
-    together = max(1, study.options.in_flight // study.options.repeats)
+    repeats = max(len(cell.runs) for cell in study.cells)
+    together = max(1, study.options.in_flight // repeats)
     before = submitted[-together] if len(submitted) >= together else earlier
     return f"afterany:{joined_numbers(before)}" if before else None
