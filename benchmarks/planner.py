@@ -51,7 +51,7 @@ from hvdtrain.planner.probe import message_to_self
 from hvdtrain.planner.profile import Profile, RankTimes
 from hvdtrain.planner.solve import solve
 from hvdtrain.planner.subject import Subject, subject_of
-from hvdtrain.study import plots
+from hvdtrain.study import planplots
 from hvdtrain.world import World
 
 RANKS, CLASSES, SIZE = 2, 10, 32
@@ -81,7 +81,7 @@ def main() -> None:
         errors += _print(model, result)
         pairs[model] = _medians(result["plans"])
     if options.picture:
-        plots.draw_predictions(pairs, Path(options.picture))
+        planplots.draw_predictions(pairs, Path(options.picture))
     print(f"all models: mean absolute error {statistics.mean(errors):.1%} of {len(errors)} plans")
 
 

@@ -305,7 +305,7 @@ def _add_job_commands(commands: Any) -> None:
 
 def _report() -> Parser:
     report = Parser(
-        description="Write a scaling report of finished runs. Markdown, CSV, pictures."
+        description="Write a scaling report of finished runs: text, HTML, LaTeX, CSV, pictures."
     )
     report.add_argument("runs", type=str, nargs="+", metavar=RUN, help=RUNS)
     report.add_argument("--to", required=True, type=str, metavar=DIR, help="folder for the report")
@@ -314,6 +314,27 @@ def _report() -> Parser:
     )
     report.add_argument(
         "--price", type=float | None, default=None, metavar="X", help="price of a core-hour"
+    )
+    report.add_argument(
+        "--to-accuracy",
+        type=float | None,
+        default=None,
+        metavar="X",
+        help="also the time until this test accuracy, 0 to 1",
+    )
+    report.add_argument(
+        "--compare",
+        type=str | None,
+        default=None,
+        metavar="BASE",
+        help="runs of another cluster, version or setting: ratios to them by size",
+    )
+    report.add_argument(
+        "--crate",
+        type=str | None,
+        default=None,
+        metavar="FILE.zip",
+        help="also write report and runs as an RO-Crate, from which it can be made again",
     )
     return report
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from hvdtrain.commands import as_json, in_one_process
 from hvdtrain.config import TrainConfig
-from hvdtrain.errors import UsageError
 from hvdtrain.jobs.options import JobOptions, SlurmOptions
 from hvdtrain.options.parser import select_fields
 from hvdtrain.study.collectives.options import StudyOptions
@@ -59,16 +58,19 @@ def jobs_cancel(arguments: Sequence[str], runs: list[str]) -> int:
 
 
 def report(
-    arguments: Sequence[str], runs: list[str], to: str, efficiency: float, price: float | None
+    arguments: Sequence[str],
+    runs: list[str],
+    to: str,
+    efficiency: float,
+    price: float | None,
+    compare: str | None,
+    crate: str | None,
+    to_accuracy: float | None,
 ) -> int:
     """Write a scaling report of finished runs."""
-    if not 0 < efficiency <= 1:
-        raise UsageError(f"--efficiency must be above 0 and at most 1, not {efficiency}")
-    if price is not None and not 0 <= price < float("inf"):
-        raise UsageError(f"--price must be 0 or more, not {price}")
     from hvdtrain.study import report as reporting
 
-    print(reporting.write(runs, to, efficiency, price))
+    print(reporting.write(runs, to, efficiency, price, compare, crate, to_accuracy))
     return 0
 
 

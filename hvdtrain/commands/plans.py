@@ -18,7 +18,7 @@ def plan_show(arguments: Sequence[str], **values: Any) -> int:
     config = PlanConfig(**values)
     description = show.show(config)
     if config.picture is not None:
-        from hvdtrain.study.plots import draw_strategies
+        from hvdtrain.study.planplots import draw_strategies
 
         draw_strategies(description.plan, Path(config.picture))
     print(as_json(description.as_json()) if values["json"] else description.as_text())
@@ -34,7 +34,7 @@ def plan_simulate(arguments: Sequence[str], **values: Any) -> int:
     config = PlanConfig(**values)
     simulation = show.simulate(config)
     if config.picture is not None and isinstance(simulation, Sweep):
-        from hvdtrain.study.plots import draw_sweep
+        from hvdtrain.study.planplots import draw_sweep
 
         draw_sweep(simulation, Path(config.picture))
     print(as_json(simulation.as_json()) if values["json"] else simulation.as_text())

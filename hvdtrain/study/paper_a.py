@@ -13,7 +13,7 @@ from hvdtrain.data.index import read_index
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host import files
 from hvdtrain.study import plots
-from hvdtrain.study.report import markdown_table, number, origin
+from hvdtrain.study.report import origin
 from hvdtrain.study.results import Result, read
 from hvdtrain.study.runs import Arm, run_all
 from hvdtrain.study.statistics import (
@@ -24,6 +24,7 @@ from hvdtrain.study.statistics import (
     median,
     ratio,
 )
+from hvdtrain.study.tables import markdown_table, number
 
 SINGLE, MIRRORED, KERAS = "single", "mirrored", "horovod-tensorflow"
 SINGLE_TORCH, TORCH = "single-torch", "horovod-torch"
@@ -125,8 +126,7 @@ def write(folder: Path, names: Mapping[str, str], results: Mapping[str, list[Res
             "epoch, without start-up. As in the paper, pixels are divided by 255 and 20 % of the "
             "training images are held out: validation accuracy is that on them, test accuracy "
             "that on the test images, after the last epoch. Values are medians of the repeats, "
-            "with 95 % bootstrap intervals in brackets. With few repeats an interval is no wider "
-            "than their range.",
+            "with 95 % intervals in brackets (Student's t, of times on their logarithms).",
             "![Accuracy](figure4.png)\n\n*Figure 4: accuracy on the test images by epoch; medians "
             "and ranges of repeats.*",
             "![Loss](figure5.png)\n\n*Figure 5: loss on the test images by epoch.*",

@@ -2,19 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib import pyplot
-from matplotlib.patches import Patch, Rectangle
+from numpy.typing import NDArray
 
 from hvdtrain.errors import DataError
 from hvdtrain.host import files
-from hvdtrain.plan.plan import Plan, labels
-from hvdtrain.planner.sweep import CHOSEN, STRATEGIES, Sweep
+from hvdtrain.study.laws import Fit
 from hvdtrain.study.results import Result
 from hvdtrain.study.series import Lost, Series
 from hvdtrain.study.statistics import Estimate
@@ -41,6 +39,8 @@ STYLE: Any = {
     "savefig.dpi": DPI,
     "savefig.bbox": "tight",
 }
+# A report made twice holds the same bytes.
+NO_DATE: dict[str, dict[str, None]] = {"png": {}, "pdf": {"CreationDate": None}}
 PARTS = {
     "ideal": "ideal",
     "computing": "slower computing",
@@ -52,10 +52,13 @@ PARTS = {
 
 
 def draw(all_series: Sequence[Series], folder: Path) -> dict[str, str]:
-    """Draw all pictures into the folder; return their captions by file name."""
+    """Draw all pictures into the folder, as PNG and as PDF; return captions by name of the PNG."""
     with pyplot.rc_context(STYLE):
         pictures = {
-            "speedup.png": ("Speed-up over one rank; dashed: ideal.", _speedup),
+            "speedup.png": (
+                "Speed-up over one rank; dashed: ideal; dotted: the law, with its interval.",
+                _speedup,
+            ),
             "efficiency.png": ("Efficiency; dashed: ideal.", _efficiency),
             "time.png": ("Time of the steps by cause, by number of ranks.", _time),
             "accuracy.png": ("Test accuracy by epoch, medians and ranges of repeats.", _accuracy),
@@ -67,8 +70,9 @@ def draw(all_series: Sequence[Series], folder: Path) -> dict[str, str]:
         for name, (caption, drawing) in pictures.items():
             figure, axes = pyplot.subplots(figsize=(WIDTH, HEIGHT))
             if drawing(axes, all_series):
-                save = partial(figure.savefig, format="png")
-                files.write_whole(folder / name, save)
+                for kind in ("png", "pdf"):
+                    draw_file = partial(figure.savefig, format=kind, metadata=NO_DATE[kind])
+                    files.write_whole((folder / name).with_suffix(f".{kind}"), draw_file)
                 captions[name] = caption
             pyplot.close(figure)
     return captions
@@ -82,16 +86,23 @@ def _speedup(axes: Any, all_series: Sequence[Series]) -> bool:
         colour = COLOURS[place % len(COLOURS)]
         speedups = [size.speedup for size in series.sizes]
         _points(axes, ranks, speedups, place, _label(series, all_series))
-        # A law that does not describe the runs is only in the text.
-        fits = [fit for fit in series.fits if fit.describes]
-        for fit, dots in zip(fits, (":", "-."), strict=False):
-            along = np.linspace(1, most, 200)
-            base = series.sizes[0].images_per_second.value
-            law = [fit.throughput(n) / base for n in along]
-            axes.plot(along, law, dots, color=colour, linewidth=0.9, label=fit.name)
+        law = series.laws.law  # one that does not describe the runs is only in the text
+        if law is not None and law.values:
+            along = np.geomspace(1, most, 100)
+            _law(axes, law, along, colour)
     _by_ranks(axes, all_series, "speed-up")
     axes.legend()
     return True
+
+
+def _law(axes: Any, law: Fit, along: NDArray[np.float64], colour: str) -> None:
+    """Draw the speed-up that a law predicts, with its interval if it is known."""
+    predicted = [law.predicted(ranks, over=1) for ranks in along]
+    middle = [item.value for item in predicted]
+    axes.plot(along, middle, ":", color=colour, linewidth=0.9, label=law.name)
+    if law.has_repeats:
+        low, high = [item.low for item in predicted], [item.high for item in predicted]
+        axes.fill_between(along, low, high, color=colour, alpha=0.15, linewidth=0)
 
 
 def _efficiency(axes: Any, all_series: Sequence[Series]) -> bool:
@@ -280,117 +291,3 @@ def _label(series: Series, all_series: Sequence[Series]) -> str:
         if len({getattr(other, name) for other in all_series}) > 1
     ]
     return ", ".join(differing) or "measured"
-
-
-MEANINGS = {
-    "single": "on the one rank",
-    "DP": "data parallel: on all ranks",
-    "HP": "hybrid: on some",
-    "MP": "model parallel: on one",
-}
-NARROW = 14  # components that fit into the width of one column of a paper
-MOST_ROWS = 32  # ranks
-
-
-def draw_strategies(plan: Plan, to: Path) -> None:
-    """Draw which ranks hold each component, with its label: paper B's figure 6 for any plan.
-
-    Raises:
-        DataError: if the file cannot be written.
-    """
-    label_of = labels(plan)
-    names = list(label_of)
-    ranks = plan.ranks[:MOST_ROWS]
-    width = WIDTH if len(names) <= NARROW else 2 * WIDTH
-    height = 1.3 + 0.16 * len(ranks)
-    with pyplot.rc_context(STYLE | {"axes.grid": False}):
-        figure, axes = pyplot.subplots(figsize=(width, height))
-        column = 0
-        for stage in plan.stages:
-            for name in stage.components:
-                for rank, share in zip(stage.ranks, stage.shares, strict=True):
-                    if rank in ranks:
-                        part = share / sum(stage.shares) * len(stage.ranks)
-                        _cell(axes, column, ranks.index(rank), label_of[name], part)
-                column += 1
-        axes.set_xlim(0, len(names))
-        axes.set_ylim(len(ranks), 0)
-        axes.set_xticks([place + 0.5 for place in range(len(names))], names, rotation=90)
-        axes.set_yticks([place + 0.5 for place in range(len(ranks))], list(map(str, ranks)))
-        axes.set_ylabel("rank" if len(ranks) == len(plan.ranks) else f"first {MOST_ROWS} ranks")
-        axes.tick_params(length=0)
-        used = [label for label in MEANINGS if label in label_of.values()]
-        patches = [Patch(color=_colour(label), label=f"{MEANINGS[label]}") for label in used]
-        axes.legend(handles=patches, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
-        save(figure, to)
-
-
-def _cell(axes: Any, column: int, row: int, label: str, part: float) -> None:
-    """Draw one component on one rank; a smaller part of the batch is paler."""
-    alpha = max(0.25, min(1.0, part))
-    colour = _colour(label)
-    axes.add_patch(Rectangle((column + 0.04, row + 0.06), 0.92, 0.88, color=colour, alpha=alpha))
-
-
-def _colour(label: str) -> str:
-    return COLOURS[list(MEANINGS).index(label)]
-
-
-def draw_predictions(pairs: Mapping[str, Sequence[tuple[float, float]]], to: Path) -> None:
-    """Draw predicted against measured seconds per step, by model.
-
-    On the dashed line prediction and measurement are equal.
-
-    Args:
-        pairs: (predicted, measured) seconds by model.
-
-    Raises:
-        DataError: if the file cannot be written.
-    """
-    with pyplot.rc_context(STYLE):
-        figure, axes = pyplot.subplots(figsize=(WIDTH, HEIGHT))
-        everything = [value for points in pairs.values() for pair in points for value in pair]
-        ends = [0.8 * min(everything), 1.25 * max(everything)]
-        axes.plot(ends, ends, "--", color="grey", linewidth=0.8)
-        for place, (name, points) in enumerate(pairs.items()):
-            predicted, measured = zip(*points, strict=True)
-            style: Any = {"color": COLOURS[place % len(COLOURS)], "label": name}
-            axes.plot(measured, predicted, MARKERS[place % len(MARKERS)], **style)
-        axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
-        axes.set_xlabel("measured seconds per step")
-        axes.set_ylabel("predicted seconds per step")
-        axes.legend()
-        save(figure, to)
-
-
-def draw_sweep(swept: Sweep, to: Path) -> None:
-    """Draw predicted speed-up and cost against the number of ranks, a curve per strategy.
-
-    Raises:
-        DataError: if the file cannot be written.
-    """
-    with pyplot.rc_context(STYLE):
-        figure, (upper, lower) = pyplot.subplots(2, sharex=True, figsize=(WIDTH, 2 * HEIGHT))
-        for place, name in enumerate((*STRATEGIES, CHOSEN)):
-            style: Any = {"color": COLOURS[place], "marker": MARKERS[place], "label": name}
-            style["linestyle"] = "--" if name == CHOSEN else "-"
-            for axes, values in ((upper, swept.speedups(name)), (lower, swept.costs(name))):
-                axes.plot(list(values), list(values.values()), **style)
-        ranks = list(swept.points)
-        upper.plot(ranks, [one / ranks[0] for one in ranks], ":", color="grey", linewidth=0.8)
-        _mark_changes(upper, swept)
-        upper.set(xscale="log", yscale="log", ylabel="speed-up (dotted: linear)")
-        lower.set(xscale="log", yscale="log", ylabel=f"{swept.unit} for all epochs")
-        lower.set_xlabel("ranks")
-        lower.set_xticks(ranks, [str(one) for one in ranks], rotation=45, minor=False)
-        lower.minorticks_off()
-        upper.legend()
-        save(figure, to)
-
-
-def _mark_changes(axes: Any, swept: Sweep) -> None:
-    """Draw a line where another strategy becomes the fastest."""
-    for (_, before), (ranks, name) in pairwise(swept.winners().items()):
-        if name != before:
-            axes.axvline(ranks, color="grey", linewidth=0.6)
-            axes.annotate(name, (ranks, 1.0), fontsize=6, rotation=90, ha="right", va="bottom")

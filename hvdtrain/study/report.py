@@ -1,70 +1,119 @@
-"""Write a scaling report: Markdown, CSV and pictures, from run folders."""
+"""Write a scaling report from run folders: Markdown, HTML, LaTeX, CSV and pictures."""
 
-import csv
-import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from hvdtrain import __version__
-from hvdtrain.errors import DataError
+from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host import files
-from hvdtrain.study import agreement, plots
+from hvdtrain.host.load import Disturbance
+from hvdtrain.study import agreement, comparison, html, latex, plots, target
+from hvdtrain.study.crate import write as write_crate
+from hvdtrain.study.csvfiles import extra_p, runs_csv, sizes_csv
+from hvdtrain.study.lawtext import laws_text
+from hvdtrain.study.methods import BIBTEX, methods
 from hvdtrain.study.results import Result, find, machines
 from hvdtrain.study.series import Series, Size, arrange
-from hvdtrain.study.statistics import Estimate, Fit, usl_peak
-
-RUN_COLUMNS = (
-    "model",
-    "plan",
-    "ranks",
-    "threads",
-    "batch_size",
-    "seed",
-    "samples",
-    "seconds",
-    "startup_seconds",
-    "train_seconds",
-    "images_per_second",
-    "exposed",
-    "bubble",
-    "data",
-    "imbalance",
-    "peak_memory_bytes",
-    "accuracy",
-    "core_hours",
-)
+from hvdtrain.study.statistics import median as median_of
+from hvdtrain.study.tables import markdown_table, number, rate
 
 
-def write(runs: list[str], to: str, efficiency: float, price: float | None) -> Path:
+@dataclass(frozen=True)
+class Wanted:
+    """The optional parts of a report.
+
+    Attributes:
+        efficiency: smallest efficiency that is worth paying for, 0 to 1.
+        price: price of a core-hour, in any currency; None leaves costs out.
+        base: folder of the runs to compare with.
+        crate: file for an RO-Crate.
+        accuracy: test accuracy to which times are given, 0 to 1; None leaves them out.
+    """
+
+    efficiency: float = 0.75
+    price: float | None = None
+    base: str | None = None
+    crate: str | None = None
+    accuracy: float | None = None
+
+    def check(self) -> None:
+        """Raise UsageError if a value is out of range, or options exclude each other."""
+        if not 0 < self.efficiency <= 1:
+            raise UsageError(f"--efficiency must be above 0 and at most 1, not {self.efficiency}")
+        if self.price is not None and not 0 <= self.price < float("inf"):
+            raise UsageError(f"--price must be 0 or more, not {self.price}")
+        if self.accuracy is not None and not 0 < self.accuracy <= 1:
+            raise UsageError(f"--to-accuracy must be above 0 and at most 1, not {self.accuracy}")
+        if self.base is not None and self.crate is not None:
+            raise UsageError("--crate holds one study: use it without --compare, once for each")
+        if self.crate is not None:
+            files.check_target(self.crate, "--crate")
+
+    @property
+    def options(self) -> list[str]:
+        """The options of `hvdtrain report` that make the same report from the same runs."""
+        price = [] if self.price is None else [f"--price {self.price}"]
+        accuracy = [] if self.accuracy is None else [f"--to-accuracy {self.accuracy}"]
+        return [f"--efficiency {self.efficiency}", *price, *accuracy]
+
+
+def write(
+    runs: list[str],
+    to: str,
+    efficiency: float = 0.75,
+    price: float | None = None,
+    compare: str | None = None,
+    crate: str | None = None,
+    to_accuracy: float | None = None,
+) -> Path:
     """Write the report of these runs into the folder `to`; return the path of `report.md`.
 
     Args:
         runs: run folders, or folders that contain some.
         to: folder for the report.
-        efficiency: smallest efficiency that is worth paying for, 0 to 1.
-        price: price of a core-hour, in any currency.
+        efficiency: smallest efficiency that is worth paying for, above 0 to 1.
+        price: price of a core-hour, in any currency; None leaves costs out.
+        compare: folder of the runs of another study, to whose sizes the report has ratios.
+        crate: ZIP file for an RO-Crate of report and runs, from which it can be made again.
+        to_accuracy: test accuracy until which times are reported, above 0 to 1.
 
     Raises:
-        UsageError: if there is no finished run.
+        UsageError: if there is no finished run, or a value is out of range.
         DataError: if the report cannot be written.
     """
-    results, left_out = find(runs)
+    wanted = Wanted(efficiency, price, compare, crate, to_accuracy)
+    wanted.check()
+    study = find(runs)
+    results = study.results
     all_series, without = arrange(results)
     folder = Path(to)
+    pairs = None
+    if wanted.base is not None:
+        pairs = comparison.pairs(all_series, arrange(find([wanted.base]).results)[0])
     try:
         folder.mkdir(parents=True, exist_ok=True)
         pictures = plots.draw(all_series, folder) if all_series else {}
     except OSError as error:
         raise DataError(f"{folder} cannot be written: {error.strerror}") from None
-    text = as_markdown(all_series, results, [*left_out, *without], pictures, efficiency, price)
-    for name, content in (
-        ("report.md", text),
-        ("runs.csv", _runs_csv(results)),
-        ("sizes.csv", _sizes_csv(all_series, agreement.counts_shown(results))),
-    ):
+    text = as_markdown(all_series, results, [*study.left_out, *without], pictures, wanted, pairs)
+    contents = {
+        "report.md": text,
+        "report.html": html.page(text, folder),
+        "tables.tex": latex.tables(all_series),
+        "runs.csv": runs_csv(results),
+        "extra-p.jsonl": extra_p(all_series),
+        "sizes.csv": sizes_csv(all_series, agreement.counts_shown(results)),
+    }
+    if pairs is not None:
+        contents["comparison.csv"] = comparison.pairs_csv(pairs)
+    for name, content in contents.items():
         files.write_text(folder / name, content, "the report", DataError)
+    if wanted.crate is not None:
+        written = [folder / name for name in (*contents, *pictures)]
+        written += [path.with_suffix(".pdf") for path in written if path.suffix == ".png"]
+        write_crate(Path(wanted.crate), written, study.names, wanted.options)
     return folder / "report.md"
 
 
@@ -73,23 +122,52 @@ def as_markdown(
     results: Sequence[Result],
     left_out: Sequence[str],
     pictures: dict[str, str],
-    efficiency: float,
-    price: float | None,
+    wanted: Wanted,
+    pairs: Sequence[comparison.Pair] | None,
 ) -> str:
     """Return the text of the report."""
     parts = ["# Scaling report", origin(results)]
-    parts += [_section(series, efficiency, price) for series in all_series]
+    parts += [_section(series, wanted) for series in all_series]
     if not all_series:
         parts.append("No runs on one and on several ranks with the same settings to compare.")
+    if pairs is not None:
+        base = str(wanted.base)
+        parts += [f"## Compared with {base}", comparison.section(pairs, base)]
     if ways := agreement.rows(results):
         parts += ["## How replicas agreed", AGREEMENT, markdown_table(ways)]
     parts += [f"![{text}]({name})\n\n*{text}*" for name, text in pictures.items()]
     parts += ["## Intervals", INTERVALS]
     if all_series:
         parts += ["## For a paper", methods(all_series, results), f"```bibtex\n{BIBTEX}\n```"]
+    if lines := _disturbed(all_series):
+        parts += ["## Disturbed runs", DISTURBED, "\n".join(lines)]
     if left_out:
         parts += ["## Left out", "\n".join(f"- {line}" for line in left_out)]
     return "\n\n".join(parts) + "\n"
+
+
+def _disturbed(all_series: Sequence[Series]) -> list[str]:
+    """Return a line for each run that is slower than its repeats, or whose cores were shared."""
+    reasons: dict[str, list[str]] = {}
+    for series in all_series:
+        for run in series.disturbed:
+            rate = f"{run.images_per_second:,.0f} images/s on {run.ranks} rank(s)"
+            reasons.setdefault(run.name, [f"{rate}, slower than its repeats"])
+    for run in {run.path: run for one in all_series for run in one.runs}.values():
+        for host, shared in run.disturbances.items():
+            if shared.is_large:
+                reasons.setdefault(run.name, []).append(_shared(host, shared))
+    return [f"- {path}: {'; '.join(texts)}." for path, texts in reasons.items()]
+
+
+def _shared(host: str, shared: Disturbance) -> str:
+    text = (
+        f"on {host} other processes used {shared.other_cores:.2f} of {shared.cores} core(s), the "
+        f"hypervisor {shared.stolen_cores:.2f}"
+    )
+    if shared.throttled_fraction:
+        text += f", and a core was slowed down for {shared.throttled_fraction:.1%} of the time"
+    return text
 
 
 def origin(results: Sequence[Result]) -> str:
@@ -127,7 +205,7 @@ def _common_settings(results: Sequence[Result]) -> str:
     return ", ".join(f"{name} {value}" for name, value in same.items())
 
 
-def _section(series: Series, efficiency: float, price: float | None) -> str:
+def _section(series: Series, wanted: Wanted) -> str:
     base = series.sizes[0].runs[0]
     best = series.best_serial[0]
     text = (
@@ -141,16 +219,13 @@ def _section(series: Series, efficiency: float, price: float | None) -> str:
     )
     if best.threads != base.threads:
         text += f" The best serial run has {_threads(best.threads)}."
-    parts = [f"## {series.title}", text, _table(series, price), _lost_table(series)]
-    parts.append(_worth(series, efficiency))
-    laws = [_law(fit, series.sizes[-1].ranks) for fit in series.fits]
-    # Amdahl's law describes a problem of fixed size, so strong scaling only.
-    missing = {"Amdahl", "USL"} if series.scaling == "strong" else {"USL"}
-    missing -= {fit.name for fit in series.fits}
-    laws += [
-        f"- {name}: not fitted, {len(series.sizes)} sizes are too few." for name in sorted(missing)
-    ]
-    parts.append("\n".join(laws))
+    parts = [f"## {series.title}", text, _table(series, wanted.price), _lost_table(series)]
+    if any(run.energy for size in series.sizes for run in size.runs):
+        parts.append(_energy_table(series))
+    if wanted.accuracy is not None:
+        parts.append(target.section(series, wanted.accuracy))
+    parts.append(_worth(series, wanted.efficiency))
+    parts.append(laws_text(series))
     return "\n\n".join(parts)
 
 
@@ -163,11 +238,14 @@ def _table(series: Series, price: float | None) -> str:
         row = {
             "ranks": str(size.ranks),
             "repeats": str(len(size.runs)),
-            "images/s": number(size.images_per_second, ",.0f"),
+            "images/s": rate(size.images_per_second),
             "speed-up": number(size.speedup, ".2f"),
             "efficiency": number(size.efficiency, ".2f"),
+            "serial fraction": number(size.serial_fraction, ".3f")
+            if size.serial_fraction
+            else "-",
             "over the best serial run": number(size.speedup_over_best, ".2f"),
-            f"seconds ({epochs} epochs)": number(size.seconds, ",.1f"),
+            f"seconds ({epochs} epoch{'s' if epochs != 1 else ''})": number(size.seconds, ",.1f"),
             "communication": _part([run.exposed for run in size.runs], trained),
             "bubble": _part([run.bubble for run in size.runs], trained),
             "peak memory (MiB)": f"{memory / 2**20:,.0f}",
@@ -191,11 +269,45 @@ def _lost_table(series: Series) -> str:
             "imbalance": f"{size.lost.imbalance:+,.1f}",
             "bubble": f"{size.lost.bubble:+,.1f}",
             "data": f"{size.lost.data:+,.1f}",
-            "start-up (not in steps)": f"{size.lost.startup:,.1f}",
+            "between steps": f"{size.lost.between:,.1f}",
+            "start-up": f"{size.lost.startup:,.1f}",
         }
         for size in series.sizes
     ]
-    return "Why scaling is not linear, in seconds:\n\n" + markdown_table(rows)
+    lines = "\n".join(_why(size) for size in series.sizes if size.ranks > 1)
+    return f"Why scaling is not linear, in seconds:\n\n{markdown_table(rows)}\n\n{lines}"
+
+
+def _why(size: Size) -> str:
+    """Return a line on how much of the steps' time is lost, and by what."""
+    shares = size.lost.shares
+    lost = sum(shares.values())
+    if lost < LITTLE:
+        return f"- {size.ranks} ranks: nothing is lost."
+    parts = {name: share for name, share in shares.items() if share >= LITTLE}
+    causes = [f"{share:.1%} by {name}" for name, share in (parts or shares).items()]
+    if gain := -sum(share for share in shares.values() if share <= -LITTLE):
+        causes.append(f"{gain:.1%} is won elsewhere, see the table")
+    return f"- {size.ranks} ranks: {lost:.1%} of the steps' time is lost: {', '.join(causes)}."
+
+
+def _energy_table(series: Series) -> str:
+    rows = []
+    for size in series.sizes:
+        runs = [run for run in size.runs if run.energy]
+        joules = [sum(run.energy.values()) for run in runs]
+        images = [1e3 * value / run.samples for value, run in zip(joules, runs, strict=True)]
+        watts = [value / run.seconds for value, run in zip(joules, runs, strict=True)]
+        rows.append(
+            {
+                "ranks": str(size.ranks),
+                "runs": str(len(runs)),
+                "joules per 1,000 images": number(median_of(images), ",.1f") if runs else "-",
+                "watts": number(median_of(watts), ",.1f") if runs else "-",
+                "counted by": " and ".join(sorted({name for run in runs for name in run.energy})),
+            }
+        )
+    return f"{ENERGY}\n\n{markdown_table(rows)}"
 
 
 def _worth(series: Series, efficiency: float) -> str:
@@ -204,26 +316,6 @@ def _worth(series: Series, efficiency: float) -> str:
         f"At an efficiency of {efficiency:.0%} or more, the largest number of ranks worth paying "
         f"for is {most} (of the sizes measured)."
     )
-
-
-def _law(fit: Fit, most: int) -> str:
-    parameters = [
-        f"{name.replace('_', ' ')} {number(item, ',.0f' if item.value > 1 else '.3g')}"
-        for name, item in fit.parameters.items()
-    ]
-    text = f"- {fit.name}: {', '.join(parameters)}"
-    if fit.name == "USL" and (peak := usl_peak(fit)) is not None:
-        beyond = ", beyond the sizes measured" if peak > most else ""
-        text += f"; throughput peaks at {peak:.1f} ranks{beyond}"
-    return f"{text}. Caution: {fit.warning}." if fit.warning else f"{text}."
-
-
-def number(estimate: Estimate, form: str) -> str:
-    """Return an estimate with its interval as text."""
-    text = format(estimate.value, form)
-    if estimate.low is None or estimate.high is None:
-        return text
-    return f"{text} ({format(estimate.low, form)} to {format(estimate.high, form)})"
 
 
 def _part(seconds: Sequence[float], whole: Sequence[float]) -> str:
@@ -239,66 +331,35 @@ def _threads(count: int) -> str:
     return f"{count} thread{'s' if count > 1 else ''}"
 
 
-def markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
-    """Return a table with a row per mapping, whose keys are the heads of the columns."""
-    heads = list(rows[0])
-    lines = [heads, ["---"] * len(heads), *(list(row.values()) for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _runs_csv(results: Sequence[Result]) -> str:
-    keys = agreement.counts_shown(results)
-    names = [*RUN_COLUMNS, *(["agreement"] if keys else [])]
-    rows = [
-        [
-            str(run.path),
-            *(getattr(run, name) for name in names),
-            *(run.counted.get(key) for key in keys),
-        ]
-        for run in results
-    ]
-    return as_csv(["run", *names, *keys], rows)
-
-
-def _sizes_csv(all_series: Sequence[Series], counts: Sequence[str]) -> str:
-    names = ("images_per_second", "speedup", "efficiency", "speedup_over_best", "seconds")
-    heads = ["model", "plan", "precision", "scaling", "ranks", "repeats"]
-    heads += [f"{name}{end}" for name in names for end in ("", "_low", "_high")]
-    heads += ["agreement", *counts] if counts else []
-    rows = []
-    for series in all_series:
-        for size in series.sizes:
-            row: list[Any] = [series.model, series.plan, series.precision, series.scaling]
-            row += [size.ranks, len(size.runs)]
-            for name in names:
-                estimate = getattr(size, name)
-                row += [estimate.value, estimate.low, estimate.high]
-            if counts:
-                row += [series.agreement]
-                row += [agreement.median_count(size.runs, key) for key in counts]
-            rows.append(row)
-    return as_csv(heads, rows)
-
-
-def as_csv(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Return rows below their heads as CSV."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(heads)
-    writer.writerows(rows)
-    return text.getvalue()
-
-
 INTERVALS = (
-    "Numbers are medians of repeats. Intervals are 95 % percentile bootstrap intervals of the "
-    "median, or of the ratio of two medians. With few repeats they cannot be wider than the "
-    "range of the repeats, so read them as that range. Communication, bubble and data are seconds "
-    "in which ranks waited, as parts of their own time, means over the ranks. Imbalance is the "
-    "part of the waiting that a slower rank explains. Slower computing is the remainder: shared "
-    "caches, memory and cores, and smaller pieces of a batch. It is negative if the pieces fit "
-    "better. Core-hours are ranks times threads times the time of all starts from their first "
-    "step on, and the start-up of the last one. Steps that a killed run had to repeat are not "
-    "included."
+    "Numbers are medians of repeats. Intervals are 95 % intervals of the median, or of the ratio "
+    "of two medians, by Student's t distribution on the logarithms (two medians: Welch). They are "
+    "wide where there are few repeats, because few repeats show little of the noise. The serial "
+    "fraction is that of Karp and Flatt: if it rises with the ranks, communication grows; if it "
+    "stays, a part of the work is serial. Laws are fitted to the logarithms of all repeats and "
+    "compared by F-tests. Communication, bubble and data are seconds in which ranks waited, as "
+    "parts of their own time, means over the ranks. Imbalance is the part of the waiting that a "
+    "slower rank explains. Slower computing is the remainder: shared caches, memory and cores, "
+    "and smaller pieces of a batch. It is negative if the pieces fit better. Between the steps "
+    "are evaluation and checkpoints; as the start-up, they are no part of the steps. Core-hours "
+    "are ranks times threads times the time of all starts from their first step on, and the "
+    "start-up of the last one. Steps that a killed run had to repeat are not included."
+)
+
+LITTLE = 0.005  # part of the time that is not worth a word
+
+ENERGY = (
+    "Energy, evaluation included. RAPL counts whole processors and NVML all GPUs that the host "
+    "shows, so on a shared host those of other jobs, too. Nothing is estimated: runs without "
+    "counters, or that restarted, are left out."
+)
+
+DISTURBED = (
+    "These runs are slower than the other repeats of their size by more than noise explains, or "
+    "shared their cores: other processes and the hypervisor took more than 5 % of them, or heat "
+    "or a limit slowed them down for more than 2 % of the time, since the first step of the last "
+    "start. They are included in all numbers above. Find out what else the machine was doing, and "
+    "repeat them."
 )
 
 AGREEMENT = (
@@ -307,60 +368,3 @@ AGREEMENT = (
     "average what differs. The residual norm is that of what a rank has not sent at the end. All "
     "numbers are medians of repeats."
 )
-
-# By the names of the distributions in a run's versions.
-NAMES = {"torch": "PyTorch", "tensorflow": "TensorFlow", "tensorflow-cpu": "TensorFlow"}
-
-BIBTEX = f"""@software{{hvdtrain,
-  title   = {{hvdtrain: training image classifiers on many processes}},
-  version = {{{__version__}}},
-  year    = {{2026}},
-}}
-@article{{horovod,
-  title   = {{Horovod: fast and easy distributed deep learning in TensorFlow}},
-  author  = {{Sergeev, Alexander and Del Balso, Mike}},
-  journal = {{arXiv preprint arXiv:1802.05799}},
-  year    = {{2018}},
-}}
-@inproceedings{{hoefler2015,
-  title     = {{Scientific benchmarking of parallel computing systems}},
-  author    = {{Hoefler, Torsten and Belli, Roberto}},
-  booktitle = {{Proceedings of SC15}},
-  doi       = {{10.1145/2807591.2807644}},
-  year      = {{2015}},
-}}"""
-
-
-def methods(all_series: Sequence[Series], results: Sequence[Result]) -> str:
-    """Return a paragraph for the methods section of a paper, with the settings of the runs."""
-    all_sizes = [size for series in all_series for size in series.sizes]
-    runs = [run for size in all_sizes for run in size.runs] or list(results)
-    repeats = sorted({len(size.runs) for size in all_sizes})
-    counts = str(repeats[0]) if len(repeats) == 1 else f"{repeats[0]} to {repeats[-1]}"
-    sizes = sorted({size.ranks for size in all_sizes})
-    models = ", ".join(sorted({series.model for series in all_series}))
-    scaling = " and ".join(sorted({series.scaling for series in all_series}))
-    epochs = _all(len(run.epochs) for run in runs)
-    threads = _all(run.threads for run in runs)
-    hvdtrain, horovod = (
-        _all(run.versions.get(name) or "of unknown version" for run in runs)
-        for name in ("hvdtrain", "horovod")
-    )
-    known = {name: {run.versions[name] for run in runs if name in run.versions} for name in NAMES}
-    frameworks = " and ".join(
-        f"{NAMES[name]} {_all(known[name])}" for name in NAMES if known[name]
-    )
-    return (
-        f"We measured {scaling} scaling of {models} on {', '.join(map(str, sizes))} ranks "
-        f"({' and '.join(machines(runs))}) with hvdtrain {hvdtrain}, {frameworks or 'PyTorch'} "
-        f"and Horovod {horovod}. Each rank used {threads} thread(s), also in the baseline of one "
-        f"rank. Each size was run {counts} time(s) for {epochs} epoch(s). "
-        "Throughput is the number of images divided by the wall time of the training steps, "
-        "without start-up and evaluation. We report medians with 95 % bootstrap intervals, "
-        "following Hoefler and Belli (2015)."
-    )
-
-
-def _all(values: Iterable[object]) -> str:
-    """Return the distinct values, joined by "or"."""
-    return " or ".join(sorted(set(map(str, values))))

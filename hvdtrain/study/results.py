@@ -1,9 +1,10 @@
 """Read the result of a finished run from its folder."""
 
 import json
+import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError, UsageError
+from hvdtrain.host.load import Disturbance
 from hvdtrain.options import configfile
 from hvdtrain.options.fields import Rule
 from hvdtrain.options.planrequest import ADAPTIVE, Chosen, Mirrored, PlanFile, parse_plan_request
@@ -21,6 +23,7 @@ from hvdtrain.options.syncoptions import SyncOptions
 NOT_SETTINGS = frozenset(
     item.name for item in fields(TrainConfig) if Rule.NOT_COMPARED in item.metadata["rule"]
 )
+COUNTED = 0.98  # part of a run for which energy must be counted: not that of a last restart
 EXACT = "exact"  # sums of gradients in every step
 UNREADABLE = (
     OSError,
@@ -36,12 +39,17 @@ UNREADABLE = (
 
 @dataclass(frozen=True)
 class Epoch:
-    """Metrics of an epoch; losses and accuracies are None if they were not computed."""
+    """Metrics of an epoch; losses and accuracies are None if they were not computed.
+
+    Attributes:
+        seconds: from the first step of the run to the end of its evaluation.
+    """
 
     number: int
     train_loss: float | None
     loss: float | None
     accuracy: float | None
+    seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,10 @@ class Result:
         step_seconds: median time of a step on a whole batch.
         agreement: how replicas agreed, as options without their dashes.
         counted: what ranks counted about it, by its key in summary.json.
+        disturbances: what else used the cores, by host; empty if that was not recorded.
+        energy: joules of all hosts by source, such as RAPL; empty unless every host was counted
+            from the first step of the run to its end.
+        name: its name in texts, see `Found`.
     """
 
     path: Path
@@ -93,6 +105,9 @@ class Result:
     step_seconds: float = 0.0
     agreement: str = EXACT
     counted: Mapping[str, float] = field(default_factory=dict)
+    disturbances: Mapping[str, Disturbance] = field(default_factory=dict)
+    energy: Mapping[str, float] = field(default_factory=dict)
+    name: str = ""
 
     @property
     def cores(self) -> int:
@@ -105,36 +120,59 @@ class Result:
         return self.cores * (self.seconds + self.startup_seconds) / 3600
 
 
-def find(paths: list[str]) -> tuple[list[Result], list[str]]:
-    """Return the finished runs in and below these folders, and a line for each other run.
+@dataclass(frozen=True)
+class Found:
+    """The runs in and below some folders.
+
+    Attributes:
+        results: finished runs.
+        left_out: a line for each other run.
+        names: names of all runs in texts, by folder: its path below the nearest folder of all.
+    """
+
+    results: list[Result]
+    left_out: list[str]
+    names: dict[Path, str]
+
+
+def find(paths: list[str]) -> Found:
+    """Return the runs in and below these folders.
 
     Raises:
         UsageError: if a folder does not exist, or none holds a finished run.
     """
+    names = _names(paths)
     results: list[Result] = []
     left_out: list[str] = []
-    seen: set[Path] = set()
+    # In the order of the names, so that no text depends on where the folders are.
+    for folder, name in sorted(names.items(), key=lambda item: item[1]):
+        if not (folder / "summary.json").exists():
+            left_out.append(f"{name} is not finished")
+            continue
+        try:
+            results.append(replace(read(folder), name=name))
+        except DataError as error:
+            left_out.append(str(error).replace(str(folder), name))
+    if not results:
+        reasons = "; ".join(left_out[:3]) or "there is no config.yaml in or below it"
+        raise UsageError(f"no run in {', '.join(paths)} can be reported: {reasons}")
+    return Found(results, left_out, names)
+
+
+def _names(paths: list[str]) -> dict[Path, str]:
+    """Return the names of run folders, each of them once."""
+    folders: dict[Path, Path] = {}
     for path in map(Path, paths):
         if not path.is_dir():
             raise UsageError(
                 f"{path} is not a folder: name run folders, or a folder that has some"
             )
         for config in sorted(path.rglob("config.yaml")):
-            run = config.parent.resolve()
-            if run in seen:
-                continue
-            seen.add(run)
-            if not (run / "summary.json").exists():
-                left_out.append(f"{config.parent} is not finished")
-                continue
-            try:
-                results.append(read(config.parent))
-            except DataError as error:
-                left_out.append(str(error))
-    if not results:
-        reasons = "; ".join(left_out[:3]) or "there is no config.yaml in or below it"
-        raise UsageError(f"no run in {', '.join(paths)} can be reported: {reasons}")
-    return results, left_out
+            folders.setdefault(config.parent.resolve(), config.parent)
+    if not folders:
+        return {}
+    common = Path(os.path.commonpath([folder.parent for folder in folders]))
+    return {folder: whole.relative_to(common).as_posix() for whole, folder in folders.items()}
 
 
 def read(run: Path) -> Result:
@@ -199,6 +237,9 @@ def _result(
     devices = int(summary.get("devices_a_rank", 1))
     _check_size(summary["plan"], devices, lines, config)
     train_seconds = float(summary["train_seconds"])
+    for name in ("images_per_second", "samples", "train_seconds", "seconds"):
+        if not float(summary[name]) > 0:
+            raise ValueError(f"its {name} is {summary[name]}")
     machine = dict(summary.get("machine", {}))
     data, imbalance = _shares(steps, int(config["batch_size"]), summary["plan"])
     return Result(
@@ -234,7 +275,31 @@ def _result(
             for name, value in summary.get("agreement", {}).items()
             if isinstance(value, int | float)
         },
+        disturbances={
+            str(line["host"]): Disturbance(
+                **{item.name: line[item.name] for item in fields(Disturbance)}
+            )
+            for line in summary.get("disturbance", [])
+        },
+        energy=_energy(summary),
     )
+
+
+def _energy(summary: dict[str, Any]) -> dict[str, float]:
+    """Return joules by source, of the sources that counted the whole run on all hosts."""
+    hosts = summary.get("energy", [])
+    is_whole = all(host["seconds"] >= COUNTED * float(summary["seconds"]) for host in hosts)
+    if not hosts or not is_whole or "emulated" in summary:  # emulated ranks take other seconds
+        return {}
+    return {
+        source: sum(sum(host["joules"][source].values()) for host in hosts)
+        for source in hosts[0]["joules"]
+        if all(
+            source in host["joules"]
+            and not any(line.startswith(source) for line in host["missing"])
+            for host in hosts
+        )
+    }
 
 
 def _agreement(config: dict[str, Any]) -> str:
@@ -322,4 +387,5 @@ def _epoch(line: dict[str, Any]) -> Epoch:
         train_loss=line.get("train_loss"),
         loss=first("test_loss", "val_loss"),
         accuracy=first("test_accuracy", "val_accuracy"),
+        seconds=line.get("seconds"),
     )

@@ -5,16 +5,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median as middle
-from typing import Literal
 
 import numpy as np
 
 from hvdtrain.options.planrequest import Pipeline, parse_plan_request
 from hvdtrain.study.agreement import OPTIONS
+from hvdtrain.study.disturbed import disturbed
+from hvdtrain.study.laws import Laws, Scaling, compare, serial_fraction
 from hvdtrain.study.results import EXACT, Result
-from hvdtrain.study.statistics import Estimate, Fit, amdahl, median, ratio, usl
+from hvdtrain.study.statistics import Estimate, median, ratio
 
-Scaling = Literal["strong", "weak"]
 SCALINGS: tuple[Scaling, ...] = ("strong", "weak")
 
 
@@ -29,6 +29,7 @@ class Lost:
         bubble: waiting for other stages of a pipeline.
         data: waiting for images, beyond the wait of one rank.
         computing: the rest, such as the effect of shared caches and memory.
+        between: evaluation, checkpoints and all else between the steps; not part of them.
         startup: before the first step; not part of the steps.
     """
 
@@ -38,12 +39,36 @@ class Lost:
     bubble: float
     data: float
     computing: float
+    between: float
     startup: float
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The parts of the time of the steps by cause that are not ideal, the largest first.
+
+        They are negative if a cause makes the steps shorter.
+        """
+        causes = {
+            "slower computing": self.computing,
+            "communication": self.communication,
+            "imbalance": self.imbalance,
+            "the bubble of the pipeline": self.bubble,
+            "data": self.data,
+        }
+        whole = self.ideal + sum(causes.values())
+        return {
+            name: seconds / whole
+            for name, seconds in sorted(causes.items(), key=lambda item: -item[1])
+        }
 
 
 @dataclass(frozen=True)
 class Size:
-    """Repeats with one number of ranks."""
+    """Repeats with one number of ranks.
+
+    Attributes:
+        serial_fraction: that of Karp and Flatt in strong scaling; None on one rank.
+    """
 
     ranks: int
     runs: tuple[Result, ...]
@@ -54,6 +79,7 @@ class Size:
     seconds: Estimate
     core_hours: Estimate
     lost: Lost
+    serial_fraction: Estimate | None
 
 
 @dataclass(frozen=True)
@@ -67,7 +93,7 @@ class Series:
         scaling: strong if all sizes take the same global batch, weak if each rank takes the same.
         best_serial: the fastest one-rank runs with any number of threads.
         sizes: sizes by number of ranks, starting with one rank.
-        fits: Amdahl's law and the USL, if there are enough sizes.
+        laws: the scaling laws that there are enough sizes for.
     """
 
     model: str
@@ -78,7 +104,7 @@ class Series:
     precision: str
     best_serial: tuple[Result, ...]
     sizes: tuple[Size, ...]
-    fits: tuple[Fit, ...]
+    laws: Laws
     agreement: str = EXACT
 
     @property
@@ -88,6 +114,20 @@ class Series:
         model = self.model if self.framework == "torch" else f"{self.model} ({self.framework})"
         text = f"{model}, {self.plan}, {self.precision}, {self.scaling} scaling, {batch}"
         return text if self.agreement == EXACT else f"{text}, {self.agreement}"
+
+    @property
+    def runs(self) -> list[Result]:
+        """All runs, those of the best serial size included."""
+        return [*self.best_serial, *(run for size in self.sizes for run in size.runs)]
+
+    @property
+    def disturbed(self) -> list[Result]:
+        """The runs that are slower than their repeats by more than noise explains."""
+        rates = {str(size.ranks): _rates(size.runs) for size in self.sizes}
+        places = disturbed(rates)
+        return [
+            size.runs[place] for size in self.sizes for place in places.get(str(size.ranks), [])
+        ]
 
     def worth(self, efficiency: float) -> int:
         """Return the largest measured number of ranks with at least this efficiency.
@@ -120,9 +160,9 @@ def arrange(results: Iterable[Result]) -> tuple[list[Series], list[str]]:
                     used |= {run.path for size in series.sizes for run in size.runs}
                     used |= {run.path for run in series.best_serial}
         left_out += [
-            f"{run.path}: no run on one rank with the same settings and threads to compare it with"
+            f"{run.name}: no run on one rank with the same settings and threads to compare it with"
             if run.ranks > 1
-            else f"{run.path}: no run on several ranks to compare with it"
+            else f"{run.name}: no run on several ranks to compare with it"
             for run in runs
             if run.path not in used
         ]
@@ -198,7 +238,7 @@ def _series(
     for run in parallel:
         if (_batch(run, scaling), run.threads) == key:
             by_ranks[run.ranks].append(run)
-    sizes = tuple(_size(by_ranks[ranks], base, best) for ranks in sorted(by_ranks))
+    sizes = tuple(_size(by_ranks[ranks], base, best, scaling) for ranks in sorted(by_ranks))
     rates = {size.ranks: _rates(size.runs) for size in sizes}
     return Series(
         model=base[0].model,
@@ -210,16 +250,13 @@ def _series(
         best_serial=tuple(best),
         sizes=sizes,
         agreement=sizes[-1].runs[0].agreement,
-        # Amdahl's law describes a problem of fixed size, so strong scaling only.
-        fits=tuple(
-            fit
-            for fit in (amdahl(rates) if scaling == "strong" else None, usl(rates))
-            if fit is not None
-        ),
+        laws=compare(rates, scaling),
     )
 
 
-def _size(runs: Sequence[Result], base: Sequence[Result], best: Sequence[Result]) -> Size:
+def _size(
+    runs: Sequence[Result], base: Sequence[Result], best: Sequence[Result], scaling: Scaling
+) -> Size:
     ranks = runs[0].ranks
     speedup = ratio(_rates(runs), _rates(base))
     return Size(
@@ -227,11 +264,16 @@ def _size(runs: Sequence[Result], base: Sequence[Result], best: Sequence[Result]
         runs=tuple(runs),
         images_per_second=median(_rates(runs)),
         speedup=speedup if runs is not base else Estimate(1.0),
-        efficiency=_divided(speedup, ranks) if runs is not base else Estimate(1.0),
-        speedup_over_best=ratio(_rates(runs), _rates(best)),
+        efficiency=speedup.through(lambda value: value / ranks)
+        if runs is not base
+        else Estimate(1.0),
+        speedup_over_best=ratio(_rates(runs), _rates(best)) if runs != best else Estimate(1.0),
         seconds=median([run.seconds for run in runs]),
         core_hours=median([run.core_hours for run in runs]),
         lost=_lost(runs, base),
+        serial_fraction=serial_fraction(speedup, ranks)
+        if scaling == "strong" and ranks > 1
+        else None,
     )
 
 
@@ -256,18 +298,10 @@ def _lost(runs: Sequence[Result], base: Sequence[Result]) -> Lost:
         bubble=bubble,
         data=data,
         computing=whole - ideal - imbalance - communication - bubble - data,
+        between=middle(run.seconds - run.train_seconds for run in runs),
         startup=middle(run.startup_seconds for run in runs),
     )
 
 
 def _rates(runs: Iterable[Result]) -> list[float]:
     return [run.images_per_second for run in runs]
-
-
-def _divided(estimate: Estimate, number: int) -> Estimate:
-    low, high = estimate.low, estimate.high
-    return Estimate(
-        estimate.value / number,
-        None if low is None else low / number,
-        None if high is None else high / number,
-    )

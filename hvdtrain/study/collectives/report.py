@@ -21,8 +21,8 @@ from hvdtrain.study.collectives.verdicts import (
     judgements,
     step_verdicts,
 )
-from hvdtrain.study.report import markdown_table, number
 from hvdtrain.study.statistics import Estimate, median
+from hvdtrain.study.tables import markdown_table, number
 
 NONE = "-"
 PAPER = (
@@ -37,8 +37,8 @@ HOW = "\n".join(
         "rank has the sum. Each job is started under one algorithm and sums each size once "
         "per round, in random order; its value is the median of the rounds. Jobs of all "
         "algorithms and groups, training runs and profiles are made in random order. Values "
-        "are medians of the jobs, with 95 % bootstrap intervals in brackets. With few repeats "
-        "an interval is no wider than their range.",
+        "are medians of the jobs, with 95 % intervals in brackets (Student's t on the "
+        "logarithms).",
         "- **MPI** is the non-blocking all-reduce in place of `--reduce-with mpi`. "
         "**Horovod** is its sum in a cycle of 0.3 ms, as for models of up to 8 MiB; it calls "
         "MPI's blocking all-reduce. Larger models train with a cycle of 5 ms, which their "

@@ -5,8 +5,8 @@ from typing import Any
 
 from hvdtrain.study.collectives.results import Group, Steps
 from hvdtrain.study.collectives.verdicts import Crossover
-from hvdtrain.study.report import as_csv
 from hvdtrain.study.statistics import Estimate, median
+from hvdtrain.study.tables import as_csv
 
 INTERVAL = ("", "_low", "_high")
 

@@ -15,8 +15,8 @@ from hvdtrain.study.paper_b.emulations import (
     Scenario,
 )
 from hvdtrain.study.paper_b.settings import CLUSTER
-from hvdtrain.study.report import markdown_table, number
 from hvdtrain.study.statistics import Estimate
+from hvdtrain.study.tables import markdown_table, number
 
 CLOSE = 0.1  # part of the expected seconds by which an emulation may differ
 MEASURED = (

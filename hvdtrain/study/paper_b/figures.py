@@ -11,6 +11,7 @@ from matplotlib.patches import Patch
 
 from hvdtrain.study.paper_b.claims import GPUS, PUBLISHED, STRATEGIES, Published
 from hvdtrain.study.paper_b.predicted import IN_SWEEP, Prediction
+from hvdtrain.study.planplots import draw_strategies
 from hvdtrain.study.plots import (
     COLOURS,
     HEIGHT,
@@ -18,7 +19,6 @@ from hvdtrain.study.plots import (
     STYLE,
     WIDTH,
     draw_by_epoch,
-    draw_strategies,
     save,
 )
 from hvdtrain.study.results import Result

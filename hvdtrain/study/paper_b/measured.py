@@ -8,7 +8,6 @@ from hvdtrain.planner.strategies import EPOCHS, IMAGES
 from hvdtrain.study.paper_b import claims
 from hvdtrain.study.paper_b.arms import ADAPTIVE, DP, HYBRID, MP, SINGLE, same_as
 from hvdtrain.study.paper_b.objective import Group, Optimum
-from hvdtrain.study.report import markdown_table, number
 from hvdtrain.study.results import Result
 from hvdtrain.study.statistics import (
     Estimate,
@@ -18,6 +17,7 @@ from hvdtrain.study.statistics import (
     median,
     ratio,
 )
+from hvdtrain.study.tables import markdown_table, number
 
 MARGIN = claims.POINTS / 100
 # Speed-ups of adaptive that the paper's text states, by what it is compared with.

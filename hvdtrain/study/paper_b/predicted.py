@@ -26,7 +26,7 @@ from hvdtrain.planner.strategies import (
 from hvdtrain.planner.sweep import CHOSEN, Sweep, sweep
 from hvdtrain.study.paper_b.claims import GPUS, PUBLISHED, STRATEGIES, Published
 from hvdtrain.study.paper_b.settings import CLUSTER, IMAGE_SIZE, SETTINGS, Setting, costs_of
-from hvdtrain.study.report import markdown_table
+from hvdtrain.study.tables import markdown_table
 
 if TYPE_CHECKING:
     from hvdtrain.models.costs import ComponentCost

@@ -10,7 +10,7 @@ from hvdtrain.study.paper_b import emulated, figures, measured, predicted
 from hvdtrain.study.paper_b.claims import CONTRADICTIONS, UNSTATED
 from hvdtrain.study.paper_b.emulations import Emulations
 from hvdtrain.study.paper_b.measured import Measured
-from hvdtrain.study.paper_b.options import PaperBOptions
+from hvdtrain.study.paper_b.options import MOST_OF_TIMED, PaperBOptions
 from hvdtrain.study.paper_b.predicted import Prediction
 from hvdtrain.study.report import origin
 from hvdtrain.study.statistics import median
@@ -80,8 +80,9 @@ def _measured(options: PaperBOptions, results: Sequence[Measured]) -> list[str]:
         origin([run for one in results for runs in one.timed.values() for run in runs]),
         "## Measured: time, communication, memory",
         f"{SHAPES} Each value is the median of {options.repeats} run(s) of {options.steps} steps, "
-        "or about half as many for models that are trained for time only, in random order, with "
-        "the 95 % bootstrap interval. A step has "
+        f"for models that are trained for time only of {MOST_OF_TIMED} run(s) at most and about "
+        "half as many steps, in random order for each model, with the 95 % interval (Student's t "
+        "on the logarithms). A step has "
         f"{_images(options, results)}. Hours are extrapolated from the median step to {EPOCHS} "
         f"epochs of {IMAGES:,} images. Communication is the share of the steps in which ranks "
         "wait for it.",

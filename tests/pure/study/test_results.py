@@ -87,7 +87,8 @@ def test_each_number_of_a_size_comes_from_its_files(tmp_path: Path) -> None:
     assert sizes["bubble"] == "5.0%"
     assert lost["ideal"] == "50.0"
     assert (lost["communication"], lost["imbalance"], lost["bubble"]) == ("+4.0", "+2.0", "+3.0")
-    assert lost["start-up (not in steps)"] == "4.0"
+    assert (lost["between steps"], lost["start-up"]) == ("1.0", "4.0")
+    assert "- 2 ranks: 16.7% of the steps' time is lost: 6.7% by communication, 5.0% by" in text
     with (tmp_path / "report" / "sizes.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [float(row["images_per_second"]) for row in rows] == pytest.approx([10, IMAGES / 60])
@@ -99,14 +100,14 @@ def test_ways_to_agree_are_compared_if_there_are_several(tmp_path: Path) -> None
     write_run(tmp_path / "one", 1, 100.0, [9.0])
     exact = {"sync": "exact", "compress": "none", "sent_bytes_per_step": 4e6}
     write_run(tmp_path / "exact", 2, 60.0, [5.0, 5.4], agreement=exact)
-    report.write([str(tmp_path)], str(tmp_path / "without"), 0.8, None)
+    report.write([str(tmp_path)], str(tmp_path / "without"), 0.8)
     options = {"sync": "local:8", "compress": "topk:0.01", "average_optimizer": True}
     for number in (1, 3):
         counted = {"sent_bytes_per_step": 1e4 * number, "meetings": 5.0, "drift": 2.0}
         counted |= {"residual_norm": 0.25, "max_staleness": 3.0 + number}
         run = tmp_path / f"local{number}"
         write_run(run, 2, 50.0, [5.0, 5.4], options=options, agreement=counted)
-    report.write([str(tmp_path)], str(tmp_path / "with"), 0.8, None)
+    report.write([str(tmp_path)], str(tmp_path / "with"), 0.8)
     without, text = ((tmp_path / n / "report.md").read_text() for n in ("without", "with"))
     assert "How replicas agreed" not in without
     _, section = text.split("## How replicas agreed")
@@ -146,7 +147,7 @@ def test_runs_that_were_not_evaluated_have_a_report_without_accuracy(tmp_path: P
         text = metrics.read_text().replace("1.5", "null")
         metrics.write_text(text.replace('"test_accuracy": 0.5', '"test_accuracy": null'))
     to = tmp_path / "report"
-    report.write([str(tmp_path / "runs")], str(to), 0.8, None)
+    report.write([str(tmp_path / "runs")], str(to), 0.8)
     heads, *_, last = [
         line.split(" | ") for line in (to / "report.md").read_text().splitlines() if "| " in line
     ][:4]
@@ -174,9 +175,9 @@ def test_a_run_that_went_on_with_other_ranks_is_of_no_size(
 ) -> None:
     write_run(tmp_path / "one", 1, 100.0, [9.0])
     write_run(tmp_path / "other", ranks, 60.0, [5.0] * starts[0], starts=starts)
-    finished, left_out = results.find([str(tmp_path)])
-    assert [result.path.name for result in finished] == ["one"]
-    assert "it resumed with another plan or number of ranks" in left_out[0]
+    study = results.find([str(tmp_path)])
+    assert [(result.path.name, result.name) for result in study.results] == [("one", "one")]
+    assert "it resumed with another plan or number of ranks" in study.left_out[0]
 
 
 @pytest.mark.parametrize("broken", ["[]", '"text"', "3"])
@@ -201,3 +202,31 @@ def test_an_estimate_prefers_the_run_that_is_most_alike(
     hours = length * 2 / (IMAGES / 2400 * 4 / 2) * 2401 / 2400 / 3600
     assert f"about {60 * hours:.0f} min" in text
     assert "runs/two on 2 rank(s), assuming linear scaling" in text
+
+
+@pytest.mark.parametrize(
+    ("hosts", "energy"),
+    [
+        ([], {}),
+        ([{"RAPL": {"package-0": 5.0, "package-1": 6.0}}], {"RAPL": 11.0}),
+        ([{"RAPL": {"package-0": 5.0}}, {"RAPL": {"package-0": 7.0}}], {"RAPL": 12.0}),
+        ([{"RAPL": {"package-0": 5.0}}, {}], {}),
+        ([{"NVML": {"GPU 0": 5.0}, "missing": ["RAPL: no permission"]}], {"NVML": 5.0}),
+        ([{"RAPL": {"package-0": 5.0}, "missing": ["RAPL package-1: gone"]}], {}),
+        ([{"RAPL": {"package-0": 5.0}, "seconds": 50.0}], {}),
+    ],
+)
+def test_energy_is_that_of_the_whole_run_on_all_hosts(
+    tmp_path: Path, hosts: list[dict[str, Any]], energy: dict[str, float]
+) -> None:
+    lines = [
+        {
+            "host": f"n{place}",
+            "seconds": host.pop("seconds", 101.0),
+            "missing": host.pop("missing", []),
+            "joules": host,
+        }
+        for place, host in enumerate(hosts)
+    ]
+    run = write_run(tmp_path / "run", 1, 100.0, [9.0], energy=lines)
+    assert results.read(run).energy == energy

@@ -9,8 +9,8 @@ from hvdtrain.study.results import Result, plan_name
 from hvdtrain.study.series import arrange
 
 
-def _run(ranks: int, rate: float, **changes: Any) -> Result:
-    number = _run.count = getattr(_run, "count", 0) + 1  # type: ignore[attr-defined]
+def a_run(ranks: int, rate: float, **changes: Any) -> Result:
+    number = a_run.count = getattr(a_run, "count", 0) + 1  # type: ignore[attr-defined]
     values: dict[str, Any] = {
         "path": Path(f"run-{number}"),
         "model": "cnn",
@@ -39,7 +39,7 @@ def _run(ranks: int, rate: float, **changes: Any) -> Result:
 
 
 def test_sizes_are_compared_with_one_rank_of_as_many_threads() -> None:
-    runs = [_run(1, 100), _run(1, 104), _run(1, 150, threads=2), _run(2, 180), _run(2, 190)]
+    runs = [a_run(1, 100), a_run(1, 104), a_run(1, 150, threads=2), a_run(2, 180), a_run(2, 190)]
     (series,), left_out = arrange(runs)
     assert (series.scaling, series.plan) == ("strong", "dp")
     assert [size.ranks for size in series.sizes] == [1, 2]
@@ -51,7 +51,12 @@ def test_sizes_are_compared_with_one_rank_of_as_many_threads() -> None:
 
 
 def test_the_same_batch_is_strong_scaling_and_the_same_share_is_weak() -> None:
-    runs = [_run(1, 100), _run(2, 150), _run(4, 380, batch_size=256), _run(2, 195, batch_size=128)]
+    runs = [
+        a_run(1, 100),
+        a_run(2, 150),
+        a_run(4, 380, batch_size=256),
+        a_run(2, 195, batch_size=128),
+    ]
     all_series, left_out = arrange(runs)
     by_scaling = {series.scaling: [size.ranks for size in series.sizes] for series in all_series}
     assert by_scaling == {"strong": [1, 2], "weak": [1, 2, 4]}
@@ -60,8 +65,8 @@ def test_the_same_batch_is_strong_scaling_and_the_same_share_is_weak() -> None:
 
 def test_other_settings_and_plans_are_other_series() -> None:
     bf16 = {"settings": {"precision": "bf16"}}
-    runs = [_run(1, 100), _run(2, 150), _run(2, 120, plan="mp"), _run(1, 200, **bf16)]
-    runs += [_run(2, 300, **bf16), _run(4, 200, plan="hp:2x2")]
+    runs = [a_run(1, 100), a_run(2, 150), a_run(2, 120, plan="mp"), a_run(1, 200, **bf16)]
+    runs += [a_run(2, 300, **bf16), a_run(4, 200, plan="hp:2x2")]
     all_series, left_out = arrange(runs)
     assert sorted(series.title for series in all_series) == [
         "cnn, dp, bf16, strong scaling, batch 64",
@@ -73,8 +78,8 @@ def test_other_settings_and_plans_are_other_series() -> None:
 
 
 def test_two_hybrid_plans_of_one_size_are_no_repeats_of_each_other() -> None:
-    runs = [_run(1, 100), _run(8, 500, plan="hp:2x4"), _run(8, 400, plan="hp:4x2")]
-    runs += [_run(2, 110, plan="a.json"), _run(2, 120, plan="b.json")]
+    runs = [a_run(1, 100), a_run(8, 500, plan="hp:2x4"), a_run(8, 400, plan="hp:4x2")]
+    runs += [a_run(2, 110, plan="a.json"), a_run(2, 120, plan="b.json")]
     all_series, left_out = arrange(runs)
     assert sorted(series.plan for series in all_series) == ["a.json", "b.json", "hp:2x4", "hp:4x2"]
     assert not left_out
@@ -82,7 +87,7 @@ def test_two_hybrid_plans_of_one_size_are_no_repeats_of_each_other() -> None:
 
 def test_each_batch_and_number_of_threads_is_a_series_and_none_is_weak_by_chance() -> None:
     runs = [
-        _run(ranks, 100.0 * ranks, batch_size=batch, threads=threads)
+        a_run(ranks, 100.0 * ranks, batch_size=batch, threads=threads)
         for ranks in (1, 2)
         for batch in (64, 128)
         for threads in (1, 2)
@@ -95,7 +100,7 @@ def test_each_batch_and_number_of_threads_is_a_series_and_none_is_weak_by_chance
 
 
 def test_a_run_without_a_base_is_left_out_and_named() -> None:
-    runs = [_run(1, 100), _run(2, 150, threads=2)]
+    runs = [a_run(1, 100), a_run(2, 150, threads=2)]
     all_series, left_out = arrange(runs)
     assert not all_series
     assert len(left_out) == 2
@@ -103,8 +108,8 @@ def test_a_run_without_a_base_is_left_out_and_named() -> None:
 
 
 def test_lost_time_adds_up_to_the_steps() -> None:
-    base = _run(1, 100, data=0.5)
-    slow = _run(4, 200, exposed=1.2, imbalance=0.7, bubble=0.3, data=0.4)
+    base = a_run(1, 100, data=0.5)
+    slow = a_run(4, 200, exposed=1.2, imbalance=0.7, bubble=0.3, data=0.4)
     (series,), _ = arrange([base, slow])
     lost = series.sizes[1].lost
     assert lost.ideal == pytest.approx(2.5)
@@ -116,7 +121,7 @@ def test_lost_time_adds_up_to_the_steps() -> None:
 
 
 def test_the_most_ranks_worth_paying_for_are_those_used_well_enough() -> None:
-    (series,), _ = arrange([_run(1, 100), _run(2, 180), _run(4, 290), _run(8, 300)])
+    (series,), _ = arrange([a_run(1, 100), a_run(2, 180), a_run(4, 290), a_run(8, 300)])
     assert [series.worth(efficiency) for efficiency in (0.95, 0.9, 0.7, 0.1)] == [1, 2, 4, 8]
 
 
@@ -132,10 +137,10 @@ def test_plans_have_the_names_of_the_command_line() -> None:
 def test_one_rank_is_the_base_of_all_ways_to_agree() -> None:
     ways = ("exact", "local:8, compress bf16")
     runs = [
-        _run(2, 150 + place, agreement=way, settings={"precision": "fp32", "sync": way})
+        a_run(2, 150 + place, agreement=way, settings={"precision": "fp32", "sync": way})
         for place, way in enumerate(ways)
     ]
-    all_series, left_out = arrange([_run(1, 100), *runs])
+    all_series, left_out = arrange([a_run(1, 100), *runs])
     assert [series.title for series in all_series] == [
         "cnn, dp, fp32, strong scaling, batch 64",
         "cnn, dp, fp32, strong scaling, batch 64, local:8, compress bf16",

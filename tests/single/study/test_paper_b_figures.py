@@ -12,7 +12,7 @@ from hvdtrain.study.paper_b.figures import Measured, draw
 from hvdtrain.study.paper_b.predicted import predict
 from hvdtrain.study.plots import COLOURS
 from hvdtrain.study.results import Epoch
-from tests.pure.study.test_series import _run
+from tests.pure.study.test_series import a_run
 from tests.single.study.test_plan_pictures import colours
 
 
@@ -41,7 +41,7 @@ def test_accuracy_is_drawn_by_model(tmp_path: Path) -> None:
     arms = {}
     for name, best in (("single", 0.2), ("DP", 0.4)):
         epochs = tuple(Epoch(number, 1.0, 1.0, best / (3 - number)) for number in (1, 2))
-        arms[name] = [_run(1, 100, epochs=epochs)]
+        arms[name] = [a_run(1, 100, epochs=epochs)]
     measured = {"resnet18": {"single": Measured(9, 0, 1)}}
     captions = draw(tmp_path, [], measured, accuracy={"resnet18": arms})
     assert list(captions) == [f"figure{n}.png" for n in ("1", "3", "4-resnet18", "5")]

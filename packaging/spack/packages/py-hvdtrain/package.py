@@ -47,6 +47,7 @@ class PyHvdtrain(PythonPackage):
         depends_on("py-shtab")
         depends_on("py-rich@13:")
         depends_on("py-tensorboard@2.18:")
+        depends_on("py-markdown@3.5:")
         depends_on("py-matplotlib@3.8:")
         depends_on("py-pillow@11:")
         depends_on("py-scipy@1.11:")

@@ -1,0 +1,56 @@
+"""A report as one HTML file that needs no other file, on screens and on paper."""
+
+import base64
+import re
+from html import escape
+from pathlib import Path
+
+from markdown import markdown
+
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem;
+  color: #1b1b1b; background: #fff; }
+h1, h2 { line-height: 1.2; } h2 { margin-top: 2.5rem; border-bottom: 1px solid #ccc; }
+p, li { max-width: 45rem; }
+table { border-collapse: collapse; display: block; overflow-x: auto; font-size: .85rem;
+  font-variant-numeric: tabular-nums; }
+th, td { border-bottom: 1px solid #ddd; padding: .3rem .6rem; text-align: right;
+  vertical-align: top; }
+th:first-child, td:first-child { text-align: left; }
+thead th { border-bottom: 2px solid #444; }
+img { max-width: 30rem; width: 100%; }
+pre { background: #f5f5f5; overflow-x: auto; padding: .8rem; font-size: .8rem; }
+@media print { body { font-size: 10pt; margin: 0; max-width: none; }
+  table { display: table; font-size: 7pt; } h2, img, table { break-inside: avoid; }
+  h2 { break-after: avoid; } img { max-width: 11cm; } @page { margin: 1.5cm; size: A4; } }
+"""
+_PICTURE = re.compile(r'src="([\w.-]+\.png)"')
+
+
+def page(text: str, folder: Path) -> str:
+    """Return Markdown as an HTML page.
+
+    Args:
+        text: the report, whose first line is its title.
+        folder: has the pictures that the report shows; the page holds them itself.
+    """
+    title = text.partition("\n")[0].lstrip("# ")
+    body = markdown(_escaped(text), extensions=["tables", "fenced_code", "sane_lists"])
+
+    def as_data(match: re.Match[str]) -> str:
+        content = base64.b64encode((folder / match[1]).read_bytes()).decode()
+        return f'src="data:image/png;base64,{content}"'
+
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
+        f"{_PICTURE.sub(as_data, body)}\n</body>\n</html>\n"
+    )
+
+
+def _escaped(text: str) -> str:
+    """Return Markdown whose names hold no HTML; code blocks are escaped by the library."""
+    parts = text.split("```")
+    parts[::2] = [escape(part, quote=False) for part in parts[::2]]
+    return "```".join(parts)

@@ -1,0 +1,375 @@
+"""Scaling laws fitted to throughputs: compared, extrapolated, and what would tell more.
+
+A law is fitted by least squares of the logarithms of the throughputs, as their noise is relative.
+Intervals are for 95 %: Student's t with the linearised covariance. Laws are compared by F-tests
+from the simplest on (Draper and Smith, "Applied Regression Analysis", 1998, chapters 2 and 6): a
+law with one more parameter must reduce the residuals by more than noise would.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import optimize, stats
+
+from hvdtrain.study.statistics import Estimate, t_quantile
+
+SIGNIFICANT = 0.05
+MISFIT = 0.01  # a smaller p-value says that noise does not explain the residuals of a law
+SMALL_MISFIT = 0.02  # relative error of a throughput that does not matter, however significant
+BAD_FIT = 0.1  # relative error of a throughput, at any size
+LEAST_SIZES = 3  # two sizes lie on a curve of any law
+SIZES_TO_TRUST_USL = 6
+NOTHING = 1e-6  # a parameter this near to its bound counts as at its bound
+BEYOND = (2, 4)  # extrapolated sizes, in multiples of the largest one measured
+
+Scaling = Literal["strong", "weak"]
+Throughputs = Mapping[int, Sequence[float]]  # images/s of the repeats, by number of ranks
+Vector = NDArray[np.float64]
+
+
+def _linear(ranks: Vector) -> Vector:
+    return ranks
+
+
+def _amdahl(ranks: Vector, serial: float) -> Vector:
+    return 1 / (serial + (1 - serial) / ranks)
+
+
+def _gustafson(ranks: Vector, serial: float) -> Vector:
+    return serial + (1 - serial) * ranks
+
+
+def _usl(ranks: Vector, contention: float, coherency: float) -> Vector:
+    return ranks / (1 + contention * (ranks - 1) + coherency * ranks * (ranks - 1))
+
+
+# Speed-up over one rank by name, and the names of the parameters, which are 0 to 1.
+_LAWS: dict[str, tuple[Callable[..., Vector], tuple[str, ...]]] = {
+    "linear": (_linear, ()),
+    "Amdahl": (_amdahl, ("serial_fraction",)),
+    "Gustafson": (_gustafson, ("serial_fraction",)),
+    "USL": (_usl, ("contention", "coherency")),
+}
+# By rising number of parameters. Amdahl's law (AFIPS 1967) is one of a problem of fixed size,
+# Gustafson's (CACM 31, 1988) of one that grows. USL: Gunther, "Guerrilla Capacity Planning", 2007.
+LAWS: dict[Scaling, tuple[str, ...]] = {
+    "strong": ("linear", "Amdahl", "USL"),
+    "weak": ("linear", "Gustafson", "USL"),
+}
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A law fitted to throughputs.
+
+    Attributes:
+        name: name of the law.
+        measured: the throughputs.
+        one: images/s of one rank.
+        values: parameters of the law by name.
+    """
+
+    name: str
+    measured: Throughputs
+    one: float
+    values: dict[str, float]
+
+    def throughput(self, ranks: float) -> float:
+        """Return the images/s that the law predicts for a number of ranks."""
+        return self.one * self.speedup(ranks)
+
+    def speedup(self, ranks: float) -> float:
+        """Return the speed-up over one rank that the law predicts."""
+        return float(_LAWS[self.name][0](np.array(float(ranks)), *self.values.values()))
+
+    @cached_property
+    def misfits(self) -> dict[int, float]:
+        """The relative error of the law against the mean throughput of each size."""
+        return {
+            ranks: self.throughput(ranks) / math.exp(float(np.mean(np.log(rates)))) - 1
+            for ranks, rates in self.measured.items()
+        }
+
+    @cached_property
+    def describes(self) -> bool:
+        """Return whether noise explains the residuals, or they are small; not if one is large."""
+        worst = max(map(abs, self.misfits.values()))
+        return worst <= BAD_FIT and (not self.is_misfit or worst <= SMALL_MISFIT)
+
+    @property
+    def parameters(self) -> dict[str, Estimate]:
+        """Images/s of one rank, and the parameters of the law."""
+        errors = self._standard_errors
+        one = self.one
+        known = {
+            "images_per_second": _interval(math.log(one), errors, 0, self._t).through(math.exp)
+        }
+        for place, (name, value) in enumerate(self.values.items(), 1):
+            known[name] = _clipped(_interval(value, errors, place, self._t))
+        return known
+
+    def predicted(self, ranks: float, over: float | None = None) -> Estimate:
+        """Return the predicted images/s, or the speed-up over `over` ranks, with its interval."""
+        slope = self._slope(ranks)
+        value = self.throughput(ranks)
+        if over is not None:
+            slope, value = slope - self._slope(over), value / self.throughput(over)
+        covariance = self.covariance
+        if covariance is None or not slope.any():  # the speed-up of a linear law is not fitted
+            return Estimate(value)
+        half = self._t * math.sqrt(max(float(slope @ covariance @ slope), 0.0))
+        return Estimate(value, value * math.exp(-half), value * math.exp(half))
+
+    def width(self, target: float, extra: int | None = None) -> float:
+        """Return half the relative width of the interval at `target` ranks.
+
+        Args:
+            extra: number of ranks of one more run that is assumed.
+        """
+        rows = [self._slope(ranks) for ranks, rates in self.measured.items() for _ in rates]
+        if extra is not None:
+            rows.append(self._slope(extra))
+        slope = self._slope(target)
+        spread = float(slope @ _inverse(np.array(rows)) @ slope)
+        return math.expm1(self._t * math.sqrt(self._variance * max(spread, 0.0)))
+
+    @cached_property
+    def covariance(self) -> NDArray[np.float64] | None:
+        """Covariance of the logarithm of `one` and of the parameters; None without repeats."""
+        if not self.has_repeats:
+            return None
+        rows = [self._slope(ranks) for ranks, rates in self.measured.items() for _ in rates]
+        return self._variance * _inverse(np.array(rows))
+
+    @property
+    def has_repeats(self) -> bool:
+        """Return whether every size was measured several times."""
+        return min(map(len, self.measured.values())) > 1
+
+    @property
+    def has_noise(self) -> bool:
+        """Return whether any size was measured several times, which shows the noise."""
+        return max(map(len, self.measured.values())) > 1
+
+    @property
+    def is_misfit(self) -> bool:
+        """Return whether the residuals are more than noise explains."""
+        p_value = self._misfit_p_value()
+        return p_value is not None and p_value < MISFIT
+
+    @property
+    def residuals(self) -> float:
+        """Sum of the squares of the logarithms' residuals."""
+        return sum(
+            math.log(rate / self.throughput(ranks)) ** 2
+            for ranks, rates in self.measured.items()
+            for rate in rates
+        )
+
+    @property
+    def _count(self) -> int:
+        return sum(map(len, self.measured.values()))
+
+    @property
+    def _parameters(self) -> int:
+        return 1 + len(self.values)
+
+    @cached_property
+    def _noise(self) -> tuple[float, int]:
+        """Mean square of the noise of repeats, and its degrees of freedom."""
+        logs = [np.log(rates) for rates in self.measured.values()]
+        degrees = self._count - len(logs)
+        return sum(float(((x - x.mean()) ** 2).sum()) for x in logs) / max(degrees, 1), degrees
+
+    def _misfit(self) -> tuple[float, int]:
+        """Mean square of what repeats do not explain, and its degrees of freedom."""
+        noise, noise_degrees = self._noise
+        degrees = len(self.measured) - self._parameters
+        return max(self.residuals - noise * noise_degrees, 0.0) / max(degrees, 1), degrees
+
+    def _misfit_p_value(self) -> float | None:
+        """Return the p-value of the hypothesis that noise explains all residuals."""
+        (noise, noise_degrees), (misfit, degrees) = self._noise, self._misfit()
+        if noise_degrees < 1 or degrees < 1:
+            return None
+        return float(stats.f.sf(misfit / noise, degrees, noise_degrees)) if noise else 0.0
+
+    @cached_property
+    def _variance_and_degrees(self) -> tuple[float, int]:
+        """Variance of one throughput's logarithm, and its degrees of freedom.
+
+        Sizes, not runs, are the independent observations of a law that does not describe them.
+        """
+        if self.is_misfit:
+            return self._misfit()
+        degrees = self._count - self._parameters
+        return self.residuals / max(degrees, 1), max(degrees, 1)
+
+    @property
+    def _variance(self) -> float:
+        return self._variance_and_degrees[0]
+
+    @property
+    def _t(self) -> float:
+        return t_quantile(self._variance_and_degrees[1])
+
+    @property
+    def _standard_errors(self) -> Vector | None:
+        covariance = self.covariance
+        return None if covariance is None else np.sqrt(np.maximum(np.diag(covariance), 0.0))
+
+    def _slope(self, ranks: float) -> Vector:
+        """Return the derivatives of the logarithm of the throughput by the parameters."""
+        law, values = _LAWS[self.name][0], list(self.values.values())
+        at = np.array(float(ranks))
+        slopes = [1.0]
+        for place in range(len(values)):
+            step = 1e-6
+            higher, lower = list(values), list(values)
+            higher[place], lower[place] = values[place] + step, max(values[place] - step, 0.0)
+            change = math.log(float(law(at, *higher)) / float(law(at, *lower)))
+            slopes.append(change / (higher[place] - lower[place]))
+        return np.array(slopes)
+
+
+@dataclass(frozen=True)
+class Laws:
+    """The laws that were fitted to a series.
+
+    Attributes:
+        fits: by rising number of parameters.
+        law: the simplest one that no other law improves beyond noise; None if it does not
+            describe the runs, or nothing is known of the noise.
+    """
+
+    fits: tuple[Fit, ...] = ()
+    law: Fit | None = None
+
+
+def compare(measured: Throughputs, scaling: Scaling) -> Laws:
+    """Fit the laws of a kind of scaling, as far as there are enough sizes, and compare them.
+
+    A law needs one more size than it has parameters, and at least three. Without repeats nothing
+    is known of the noise, and no law is chosen.
+    """
+    fits: list[Fit] = []
+    for name in LAWS[scaling]:
+        if len(measured) >= max(LEAST_SIZES, len(_LAWS[name][1]) + 2):
+            fits.append(_fit(name, measured))
+    if not fits:
+        return Laws()
+    best = fits[0]
+    if not best.has_noise:
+        return Laws(tuple(fits))
+    for richer in fits[1:]:
+        if _improves(richer, best):
+            best = richer
+    return Laws(tuple(fits), best if best.describes else None)
+
+
+def serial_fraction(speedup: Estimate, ranks: int) -> Estimate:
+    """Return the serial fraction that a speed-up shows (Karp and Flatt, CACM 33, 1990).
+
+    It rises with the ranks if communication grows, and stays if a part of the work is serial.
+    """
+    return speedup.through(lambda value: (1 / value - 1 / ranks) / (1 - 1 / ranks))
+
+
+def usl_peak(fit: Fit) -> float | None:
+    """Return the number of ranks beyond which throughput falls, or None if it is unknown."""
+    contention, coherency = fit.values["contention"], fit.values["coherency"]
+    return math.sqrt(max(1 - contention, 0.0) / coherency) if coherency > NOTHING else None
+
+
+def next_run(fit: Fit, target: float) -> tuple[int, float, float] | None:
+    """Return the size whose next run would narrow the interval at `target` ranks most.
+
+    Returns:
+        The number of ranks, and half the relative width of the interval before and after; the
+        smallest of several sizes that are as good. None without repeats.
+    """
+    if not fit.has_repeats:
+        return None
+    sizes = [*fit.measured, BEYOND[0] * max(fit.measured)]
+    widths = {ranks: fit.width(target, ranks) for ranks in sizes}
+    least = min(widths.values())
+    ranks = min(size for size, width in widths.items() if width <= 1.001 * least)
+    return ranks, fit.width(target), widths[ranks]
+
+
+def cautions(fit: Fit) -> str:
+    """Return the reasons not to rely on a fit, or an empty text."""
+    reasons = []
+    ranks = max(fit.misfits, key=lambda size: abs(fit.misfits[size]))
+    if not fit.describes:
+        reasons.append(
+            f"it is {abs(fit.misfits[ranks]):.0%} off at {ranks} rank(s)"
+            f"{', more than noise explains' if fit.is_misfit else ''}, so it does not describe "
+            "these runs"
+        )
+    for name, value in fit.values.items():
+        if not NOTHING < value < 1 - NOTHING:
+            reasons.append(f"{name.replace('_', ' ')} is at its bound")
+    if fit.name == "USL" and len(fit.measured) < SIZES_TO_TRUST_USL:
+        reasons.append(f"{len(fit.measured)} sizes are hardly enough for three parameters")
+    if not fit.has_repeats:
+        reasons.append("without repeats of each size there is no interval")
+    coherency = fit.parameters.get("coherency")
+    if coherency is not None and (coherency.low or 0.0) <= NOTHING:
+        reasons.append("coherency may be zero, so the peak is unknown")
+    return "; ".join(reasons)
+
+
+def _fit(name: str, measured: Throughputs) -> Fit:
+    law, names = _LAWS[name]
+    ranks = np.array([n for n, rates in measured.items() for _ in rates], float)
+    logs = np.log([rate for rates in measured.values() for rate in rates])
+
+    def residuals(values: Vector) -> Vector:
+        return np.asarray(values[0] + np.log(law(ranks, *values[1:])) - logs)
+
+    start = [
+        float(logs[ranks == ranks.min()].mean() - math.log(ranks.min())),
+        *[0.05] * len(names),
+    ]
+    bounds = ([-np.inf, *[0.0] * len(names)], [np.inf, *[1.0] * len(names)])
+    fitted = optimize.least_squares(
+        residuals, start, bounds=bounds, x_scale=[1.0, *[0.1] * len(names)], xtol=1e-12, ftol=1e-12
+    ).x
+    # The search ends beside a bound, not at it.
+    near = [0.0 if value < NOTHING else float(value) for value in fitted[1:]]
+    values = dict(zip(names, near, strict=True))
+    return Fit(name, measured, math.exp(float(fitted[0])), values)
+
+
+def _improves(richer: Fit, simpler: Fit) -> bool:
+    """Return whether more parameters reduce the residuals by more than noise would."""
+    added = len(richer.values) - len(simpler.values)
+    noise, degrees = richer._noise
+    gain = (simpler.residuals - richer.residuals) / added
+    if gain <= 0:
+        return False
+    return noise == 0 or float(stats.f.sf(gain / noise, added, degrees)) < SIGNIFICANT
+
+
+def _interval(value: float, errors: Vector | None, place: int, t: float) -> Estimate:
+    if errors is None:
+        return Estimate(value)
+    half = t * float(errors[place])
+    return Estimate(value, value - half, value + half)
+
+
+def _clipped(estimate: Estimate) -> Estimate:
+    """Return an estimate whose interval holds no value below 0 or above 1."""
+    if estimate.low is None or estimate.high is None:
+        return estimate
+    return Estimate(estimate.value, max(estimate.low, 0.0), min(estimate.high, 1.0))
+
+
+def _inverse(rows: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.asarray(np.linalg.pinv(rows.T @ rows))

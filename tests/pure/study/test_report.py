@@ -1,0 +1,225 @@
+"""The files of a report: one page of HTML, tables for LaTeX, pictures, and a comparison."""
+
+import csv
+import html.parser
+import json
+import re
+import shutil
+import subprocess
+import zipfile
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+import yaml
+
+from hvdtrain.errors import UsageError
+from hvdtrain.study import comparison, csvfiles, latex, report, tables, target
+from hvdtrain.study.results import Epoch
+from hvdtrain.study.series import Series, arrange
+from tests.pure.study.test_results import write_run
+from tests.pure.study.test_series import a_run
+
+WHOLE = (
+    *("report.html", "report.md", "tables.tex", "runs.csv", "sizes.csv", "speedup.pdf"),
+    "extra-p.jsonl",
+)
+
+
+def write_study(folder: Path, factor: float = 1.0) -> Path:
+    for ranks in (1, 2):
+        for repeat in range(3):
+            seconds = factor * 100 / ranks**0.9 * (1 + 0.01 * repeat)
+            write_run(folder / f"{ranks}-{repeat}", ranks, seconds, [seconds / 10] * ranks)
+    return folder
+
+
+class Page(html.parser.HTMLParser):
+    """Tags that are open, and sources of pictures, of a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.pictures: list[str] = []
+        self.cells = 0
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag != "meta":
+            self.open.append(tag)
+            self.cells += tag == "td"
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "img":
+            self.pictures.append(str(dict(attrs)["src"]))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_a_report_is_one_page_without_other_files_and_the_same_each_time(tmp_path: Path) -> None:
+    runs = write_study(tmp_path / "runs")
+    for name in ("one", "two"):
+        report.write([str(runs)], str(tmp_path / name))
+    for name in WHOLE:
+        first, second = ((tmp_path / to / name).read_bytes() for to in ("one", "two"))
+        assert first == second, name
+    page = Page()
+    page.feed((tmp_path / "one" / "report.html").read_text())
+    assert page.open == []
+    assert page.cells > 20
+    assert len(page.pictures) >= 5
+    assert all(source.startswith("data:image/png;base64,") for source in page.pictures)
+
+
+def all_series(factor: float = 1.0, **changes: object) -> list[Series]:
+    runs = [
+        a_run(ranks, factor * rate + change, **changes)
+        for ranks, rate in ((1, 100.0), (2, 190.0), (4, 350.0))
+        for change in (0.0, 1.0, 2.0)
+    ]
+    return arrange(runs)[0]
+
+
+def test_studies_are_compared_by_size_with_intervals() -> None:
+    compared = comparison.pairs(all_series(1.2), all_series())
+    assert [pair.size.ranks for pair in compared] == [1, 2, 4]
+    assert [pair.verdict for pair in compared] == ["faster"] * 3
+    for pair in compared:
+        assert pair.throughput.value == pytest.approx(1.2, rel=0.01)
+        assert pair.throughput.low > 1.1  # type: ignore[operator]
+    assert compared[0].speedup is None
+    assert compared[2].speedup == pytest.approx(1.0, rel=0.01)
+    assert {pair.verdict for pair in comparison.pairs(all_series(), all_series(1.2))} == {"slower"}
+    assert {pair.verdict for pair in comparison.pairs(all_series(), all_series())} == {"not shown"}
+    assert comparison.pairs(all_series(), all_series(threads=2)) == []
+    assert "No size of there can be compared" in comparison.section([], "there")
+
+
+def test_a_report_holds_the_comparison(tmp_path: Path) -> None:
+    runs, base = write_study(tmp_path / "runs", 0.5), write_study(tmp_path / "base")
+    report.write([str(runs)], str(tmp_path / "report"), compare=str(base))
+    assert f"## Compared with {base}" in (tmp_path / "report" / "report.md").read_text()
+    with (tmp_path / "report" / "comparison.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["ranks"] for row in rows] == ["1", "2"]
+    assert [float(row["ratio"]) for row in rows] == pytest.approx([2.0, 2.0])
+    assert {row["difference"] for row in rows} == {"faster"}
+
+
+def test_tables_for_latex_are_whole_and_literal(tmp_path: Path) -> None:
+    text = latex.tables(all_series(model="a_b%c"))
+    assert text.count(r"\\") == 1 + 3, "a head and three sizes"
+    assert r"a\_b\%c" in text
+    for row in text.splitlines():
+        if row.endswith(r"\\"):
+            assert row.count("&") == len(latex.HEADS) - 1
+    if (compiler := shutil.which("pdflatex")) is not None:
+        source = tmp_path / "tables.tex"
+        head = r"\documentclass{article}\usepackage{booktabs}\begin{document}"
+        source.write_text(f"{head}\n{text}\n\\end{{document}}")
+        subprocess.run([compiler, "-halt-on-error", source.name], cwd=tmp_path, check=True)
+
+
+def test_a_report_made_again_from_its_crate_holds_the_same_bytes(tmp_path: Path) -> None:
+    runs = write_study(tmp_path / "there" / "runs")
+    (write_run(runs / "unfinished", 2, 50.0, [5.0, 5.0]) / "summary.json").unlink()
+    (write_run(runs / "broken", 2, 50.0, [5.0, 5.0]) / "summary.json").write_text("{")
+    packed_in = str(tmp_path / "crate.zip")
+    report.write([str(runs)], str(tmp_path / "report"), 0.6, 0.02, crate=packed_in)
+    crate = tmp_path / "elsewhere"
+    with zipfile.ZipFile(tmp_path / "crate.zip") as archive:
+        archive.extractall(crate)
+    report.write([str(crate / "runs")], str(tmp_path / "again"), 0.6, 0.02)
+    written = sorted(path.name for path in (tmp_path / "report").iterdir())
+    assert written == sorted(path.name for path in (tmp_path / "again").iterdir())
+    for name in written:
+        first, again, packed = (
+            (folder / name).read_bytes()
+            for folder in (tmp_path / "report", tmp_path / "again", crate)
+        )
+        assert first == again == packed, name
+    text = (tmp_path / "again" / "report.md").read_text()
+    assert "unfinished is not finished" in text
+    assert "broken cannot be read as a finished run" in text
+
+
+def test_a_crate_describes_all_its_files_and_holds_no_secrets(tmp_path: Path) -> None:
+    runs = write_study(tmp_path / "my runs")
+    write_run(runs / "a run", 2, 50.0, [5.0, 5.0], options={"on_alert": "curl https://secret"})
+    (tmp_path / "report").mkdir()
+    (tmp_path / "report" / "notes.md").write_text("private")
+    report.write([str(runs)], str(tmp_path / "report"), crate=str(tmp_path / "crate.zip"))
+    with zipfile.ZipFile(tmp_path / "crate.zip") as archive:
+        names = set(archive.namelist())
+        metadata = json.loads(archive.read("ro-crate-metadata.json"))
+        config = yaml.safe_load(archive.read("runs/a run/config.yaml"))
+    assert "on_alert" not in config
+    assert config["model"] == "cnn"
+    assert not any("notes" in name for name in names)
+    things = {thing["@id"]: thing for thing in metadata["@graph"]}
+    parts = {part["@id"] for part in things["./"]["hasPart"]}
+    assert parts == {quote(name) for name in names - {"ro-crate-metadata.json"}}
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", things["./"]["datePublished"])
+    assert all(things[name]["@type"] == "File" for name in parts)
+    action = things["#report"]
+    assert action["name"] == "hvdtrain report runs --to again --efficiency 0.75"
+    assert {part["@id"] for part in [*action["object"], *action["result"]]} == parts
+    for crate in ("", ".", str(tmp_path / "none" / "c.zip")):
+        with pytest.raises(UsageError, match="--crate"):
+            report.write([str(runs)], str(tmp_path / "report"), crate=crate)
+    with pytest.raises(UsageError, match="--crate holds one study"):
+        report.write([str(runs)], str(tmp_path / "again"), compare=str(runs), crate="c.zip")
+
+
+def test_the_time_to_an_accuracy_is_that_of_the_first_epoch_that_reached_it() -> None:
+    def epochs(seconds: float, *accuracies: float | None) -> tuple[Epoch, ...]:
+        return tuple(
+            Epoch(number, 1.0, 1.0, accuracy, seconds * number)
+            for number, accuracy in enumerate(accuracies, 1)
+        )
+
+    runs = [a_run(1, 100, epochs=epochs(10.0, 0.5, 0.7, 0.6)) for _ in range(2)]
+    runs += [a_run(2, 190, epochs=epochs(6.0, None, 0.7)), a_run(2, 190, epochs=epochs(6.0, 0.6))]
+    (series,), _ = arrange(runs)
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in target.section(series, 0.7).splitlines()
+        if line.startswith("|")
+    ]
+    one, two = (dict(zip(rows[0], row, strict=True)) for row in rows[2:])
+    assert (one["reached it"], two["reached it"]) == ("2 of 2", "1 of 2")
+    assert one["seconds"].startswith("20.0")
+    assert two["seconds"] == "12.0"
+    assert two["speed-up"] == "1.67"
+    assert "0 of 2" in target.section(series, 0.9)
+
+
+def test_all_repeats_are_exported_for_extra_p() -> None:
+    lines = [json.loads(line) for line in csvfiles.extra_p(all_series()).splitlines()]
+    steps = [line for line in lines if line["metric"] == "seconds of steps"]
+    assert [line["params"] for line in steps] == [{"ranks": 1}, {"ranks": 2}, {"ranks": 4}]
+    assert steps[0]["value"] == pytest.approx([10.0, 1000 / 101, 1000 / 102])
+    assert {line["callpath"] for line in lines} == {
+        "series 1: cnn, dp, fp32, strong scaling, batch 64"
+    }
+    assert len(lines) == 3 * len(csvfiles.EXTRA_P_METRICS)
+
+
+def test_names_of_runs_are_no_html_and_no_cells(tmp_path: Path) -> None:
+    runs = write_study(tmp_path / "runs")
+    write_run(runs / "<script>alert(1)<!-- & -->", 2, 50.0, [5.0] * 2, summary_of="x")
+    (runs / "<script>alert(1)<!-- & -->" / "summary.json").unlink()
+    report.write([str(runs)], str(tmp_path / "report"))
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert "<script>" not in page
+    assert "&lt;script&gt;alert(1)" in page
+    assert tables.markdown_table([{"a": "x|y"}]).splitlines()[-1] == r"| x\|y |"
+
+
+def test_runs_that_trained_nothing_are_left_out(tmp_path: Path) -> None:
+    runs = write_study(tmp_path / "runs")
+    write_run(runs / "none", 2, 50.0, [5.0] * 2, images_per_second=0.0)
+    report.write([str(runs)], str(tmp_path / "report"), to_accuracy=0.4)
+    text = (tmp_path / "report" / "report.md").read_text()
+    assert "none cannot be read as a finished run: its images_per_second is 0.0" in text
+    assert "0 of 3" in text, "epochs without their seconds are not counted"
