@@ -17,6 +17,7 @@ from hvdtrain.study.methods import BIBTEX, methods
 from hvdtrain.study.results import Result, find, machines
 from hvdtrain.study.series import Series, Size, arrange
 from hvdtrain.study.statistics import median as median_of
+from hvdtrain.study.statistics import ratio
 from hvdtrain.study.tables import markdown_table, number, rate
 
 
@@ -220,6 +221,7 @@ def _section(series: Series, wanted: Wanted) -> str:
     if best.threads != base.threads:
         text += f" The best serial run has {_threads(best.threads)}."
     parts = [f"## {series.title}", text, _table(series, wanted.price), _lost_table(series)]
+    parts += _predicted(series)
     if any(run.energy for size in series.sizes for run in size.runs):
         parts.append(_energy_table(series))
     if wanted.accuracy is not None:
@@ -289,6 +291,26 @@ def _why(size: Size) -> str:
     if gain := -sum(share for share in shares.values() if share <= -LITTLE):
         causes.append(f"{gain:.1%} is won elsewhere, see the table")
     return f"- {size.ranks} ranks: {lost:.1%} of the steps' time is lost: {', '.join(causes)}."
+
+
+def _predicted(series: Series) -> list[str]:
+    """Return the planner's predictions beside what was measured, if it made the plans."""
+    rows = []
+    for size in series.sizes:
+        runs = [run for run in size.runs if run.predicted_seconds and run.step_seconds]
+        if runs:
+            seconds = [float(run.predicted_seconds or 0.0) for run in runs]
+            measured = [run.step_seconds for run in runs]
+            off = ratio(seconds, measured).through(lambda value: value - 1)
+            rows.append(
+                {
+                    "ranks": str(size.ranks),
+                    "predicted step (ms)": f"{1e3 * median(seconds):,.1f}",
+                    "measured step (ms)": f"{1e3 * median(measured):,.1f}",
+                    "prediction is off by": number(off, "+.1%"),
+                }
+            )
+    return [f"The planner's predictions:\n\n{markdown_table(rows)}"] if rows else []
 
 
 def _energy_table(series: Series) -> str:

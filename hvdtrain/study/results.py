@@ -71,6 +71,7 @@ class Result:
         accuracy: on the test images.
         validation_accuracy: on the part of the training images that is held out, None without it.
         step_seconds: median time of a step on a whole batch.
+        predicted_seconds: time of a step that the planner predicted, None if it made no plan.
         agreement: how replicas agreed, as options without their dashes.
         counted: what ranks counted about it, by its key in summary.json.
         disturbances: what else used the cores, by host; empty if that was not recorded.
@@ -103,6 +104,7 @@ class Result:
     versions: dict[str, str]
     validation_accuracy: float | None = None
     step_seconds: float = 0.0
+    predicted_seconds: float | None = None
     agreement: str = EXACT
     counted: Mapping[str, float] = field(default_factory=dict)
     disturbances: Mapping[str, Disturbance] = field(default_factory=dict)
@@ -269,6 +271,9 @@ def _result(
         machine=machine,
         versions=dict(summary["versions"]),
         step_seconds=_step_seconds(steps, int(config["batch_size"])),
+        predicted_seconds=next(
+            (line.get("predicted_seconds") for line in lines if line["event"] == "plan"), None
+        ),
         agreement=_agreement(config),
         counted={
             name: float(value)

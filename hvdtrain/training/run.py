@@ -117,10 +117,10 @@ class Run:
 
     def restart_clock(self) -> None:
         """Count seconds, energy, and what else uses the cores, from now on."""
-        self.clock.restart()
         self.load = load.read()
         if self.heartbeat.meter is not None:
             self.heartbeat.meter.restart()
+        self.clock.restart()
 
     def drain(self) -> list[Agreed]:
         """Return the ranks' agreements on all steps still under way, oldest first. Collective."""

@@ -223,3 +223,18 @@ def test_runs_that_trained_nothing_are_left_out(tmp_path: Path) -> None:
     text = (tmp_path / "report" / "report.md").read_text()
     assert "none cannot be read as a finished run: its images_per_second is 0.0" in text
     assert "0 of 3" in text, "epochs without their seconds are not counted"
+
+
+def test_predictions_of_the_planner_are_beside_what_was_measured(tmp_path: Path) -> None:
+    """Steps of 100 images at 20 images/s take 5 s."""
+    runs = write_study(tmp_path / "runs")
+    for run in runs.glob("2-*"):
+        metrics = run / "metrics.jsonl"
+        text = metrics.read_text().replace('"step": 0,', '"step": 0, "predicted_seconds": 5.0,', 1)
+        metrics.write_text(text)
+    report.write([str(runs)], str(tmp_path / "report"))
+    text = (tmp_path / "report" / "report.md").read_text()
+    row = text.split("The planner's predictions:")[1].splitlines()[4]
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[:3] == ["2", "5,000.0", "5,412.5"]
+    assert cells[3].startswith("-7.6% (")

@@ -29,7 +29,7 @@ def test_the_own_time_is_not_that_of_others_but_a_spinning_process_is() -> None:
             time.sleep(0.1)
         beside = disturbance([load.read().since(before)])
     assert process.returncode == 0
-    assert 0.3 < alone.used <= 1.1  # on a busy machine it gets only a part of a core
+    assert 0.05 < alone.used <= 1.1  # on a busy machine it gets only a part of a core
     assert beside.other_cores > 0.3
 
 
