@@ -305,7 +305,7 @@ def _add_job_commands(commands: Any) -> None:
 
 def _report() -> Parser:
     report = Parser(
-        description="Write a scaling report of finished runs: text, HTML, LaTeX, CSV, pictures."
+        description="Write a scaling report of finished runs. Text, HTML, LaTeX, CSV, pictures."
     )
     report.add_argument("runs", type=str, nargs="+", metavar=RUN, help=RUNS)
     report.add_argument("--to", required=True, type=str, metavar=DIR, help="folder for the report")
