@@ -176,7 +176,9 @@ def objective_lines(measured: Measured) -> list[str]:
             for group, names in _neighbours(optimum.groups)
         ]
         result = "It leaves ranks idle, which a plan may not: not measured."
-        if same is not None:
+        if same is not None and same not in measured.timed:
+            result = "Not measured: this model is trained by the strategies of table I only."
+        elif same is not None:
             seconds = measured.step_seconds(same).value
             result = f"Measured (row {same}): {1e3 * seconds:.0f} ms."
         lines.append(

@@ -12,7 +12,13 @@ from hvdtrain.errors import UsageError
 from hvdtrain.models.costs import ComponentCost
 from hvdtrain.plan.plan import labels
 from hvdtrain.study.paper_b import arms, plans
-from hvdtrain.study.paper_b.measured import Measured, accuracy_table, time_table, verdicts
+from hvdtrain.study.paper_b.measured import (
+    Measured,
+    accuracy_table,
+    objective_lines,
+    time_table,
+    verdicts,
+)
 from hvdtrain.study.paper_b.objective import Optimum
 from hvdtrain.study.paper_b.options import ModelAtSize, PaperBOptions, devices
 from hvdtrain.study.results import Result
@@ -108,6 +114,19 @@ def test_hours_are_those_of_the_papers_epochs() -> None:
         "6.0 (5.7 to 6.3)",
         "1.67 (1.60 to 1.73)",
     ]
+
+
+def test_an_optimum_of_its_own_is_measured_only_if_its_runs_were_made() -> None:
+    """A large model is trained by the strategies of table I only."""
+    optima = {
+        "as printed": Optimum({"a": (0,), "b": (0,)}, 1.0),
+        "with divided work": Optimum({"a": (0, 1), "b": (0,)}, 0.5),
+    }
+    printed, divided = objective_lines(replace(measured(BASE, {}), optima=optima))
+    assert "Measured (row single): 460 ms" in printed
+    assert "Not measured: this model is trained by the strategies of table I only." in divided
+    run = measured(BASE | {"objective": [3.0]}, {})
+    assert "Measured (row objective): 138 ms" in objective_lines(replace(run, optima=optima))[1]
 
 
 def test_an_accuracy_is_equivalent_only_if_that_is_shown() -> None:
