@@ -9,7 +9,7 @@ has no interval.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,7 +47,7 @@ def median(values: Sequence[float]) -> Estimate:
     sample = np.asarray(values, float)
     middle = float(np.median(sample))
     if (sample > 0).all():
-        return _estimate(math.log(middle), np.log(sample)).through(math.exp)
+        return _of_logarithms(middle, np.log(sample))
     estimate = _estimate(middle, sample)
     if estimate.low is None or (sample < 0).any():
         return estimate
@@ -56,8 +56,8 @@ def median(values: Sequence[float]) -> Estimate:
 
 def ratio(over: Sequence[float], under: Sequence[float]) -> Estimate:
     """Return the median of `over` divided by that of `under`; not paired, all are positive."""
-    value = math.log(float(np.median(over)) / float(np.median(under)))
-    return _estimate(value, np.log(over), np.log(under)).through(math.exp)
+    value = float(np.median(over)) / float(np.median(under))
+    return _of_logarithms(value, np.log(over), np.log(under))
 
 
 def difference(first: Sequence[float], second: Sequence[float]) -> Estimate:
@@ -86,6 +86,12 @@ def equivalence(first: Sequence[float], second: Sequence[float], margin: float) 
 def is_shown(p_value: float | None) -> bool:
     """Return whether a p-value shows an equivalence."""
     return p_value is not None and p_value < 1 - CONFIDENCE
+
+
+def _of_logarithms(value: float, *samples: Sample) -> Estimate:
+    """Return a positive median, or the ratio of two, with the interval of its logarithm."""
+    interval = _estimate(math.log(value), *samples).through(math.exp)
+    return replace(interval, value=value)
 
 
 def _estimate(value: float, *samples: Sample) -> Estimate:
