@@ -120,7 +120,8 @@ class Fit:
         if over is not None:
             slope, value = slope - self._slope(over), value / self.throughput(over)
         covariance = self.covariance
-        if covariance is None or not slope.any():  # the speed-up of a linear law is not fitted
+        is_fixed = over is not None and not self.values  # a linear law has no speed-up to fit
+        if covariance is None or is_fixed:
             return Estimate(value)
         half = self._t * math.sqrt(max(float(slope @ covariance @ slope), 0.0))
         return Estimate(value, value * math.exp(-half), value * math.exp(half))

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote
 
@@ -26,10 +27,10 @@ WHOLE = (
 )
 
 
-def write_study(folder: Path, factor: float = 1.0) -> Path:
-    for ranks in (1, 2):
+def write_study(folder: Path, factor: float = 1.0, sizes: Sequence[int] = (1, 2)) -> Path:
+    for ranks in sizes:
         for repeat in range(3):
-            seconds = factor * 100 / ranks**0.9 * (1 + 0.01 * repeat)
+            seconds = factor * 100 * (0.1 + 0.9 / ranks) * (1 + 0.01 * repeat)
             write_run(folder / f"{ranks}-{repeat}", ranks, seconds, [seconds / 10] * ranks)
     return folder
 
@@ -57,12 +58,16 @@ class Page(html.parser.HTMLParser):
 
 
 def test_a_report_is_one_page_without_other_files_and_the_same_each_time(tmp_path: Path) -> None:
-    runs = write_study(tmp_path / "runs")
+    runs = write_study(tmp_path / "runs", sizes=(1, 2, 4, 8))
     for name in ("one", "two"):
         report.write([str(runs)], str(tmp_path / name))
     for name in WHOLE:
         first, second = ((tmp_path / to / name).read_bytes() for to in ("one", "two"))
         assert first == second, name
+    text = (tmp_path / "one" / "report.md").read_text()
+    assert (
+        "The simplest law that describes these runs is Amdahl" in text
+    )  # it is in the picture, too
     page = Page()
     page.feed((tmp_path / "one" / "report.html").read_text())
     assert page.open == []
@@ -236,5 +241,5 @@ def test_predictions_of_the_planner_are_beside_what_was_measured(tmp_path: Path)
     text = (tmp_path / "report" / "report.md").read_text()
     row = text.split("The planner's predictions:")[1].splitlines()[4]
     cells = [cell.strip() for cell in row.strip("|").split("|")]
-    assert cells[:3] == ["2", "5,000.0", "5,412.5"]
-    assert cells[3].startswith("-7.6% (")
+    assert cells[:3] == ["2", "5,000.0", "5,555.0"]
+    assert cells[3].startswith("-10.0% (")
