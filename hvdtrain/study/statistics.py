@@ -9,7 +9,7 @@ has no interval.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,7 +91,10 @@ def is_shown(p_value: float | None) -> bool:
 def _of_logarithms(value: float, *samples: Sample) -> Estimate:
     """Return a positive median, or the ratio of two, with the interval of its logarithm."""
     interval = _estimate(math.log(value), *samples).through(math.exp)
-    return replace(interval, value=value)
+    if interval.low is None or interval.high is None:
+        return Estimate(value)
+    # Equal repeats have an interval without width, beside which rounding may put the value.
+    return Estimate(value, min(interval.low, value), max(interval.high, value))
 
 
 def _estimate(value: float, *samples: Sample) -> Estimate:

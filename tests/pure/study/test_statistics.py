@@ -73,8 +73,10 @@ def test_estimates_are_medians_and_single_values_have_no_interval() -> None:
     assert difference([5.0, 1.0, 2.0], [1.0, 1.0, 1.0]).value == 1.0
     assert median([3.0]).low is None
     assert ratio([3.0], [1.0, 2.0]).low is None
-    same = median([2.0, 2.0, 2.0])
-    assert [same.value, same.low, same.high] == pytest.approx([2, 2, 2])
+    for value in np.random.default_rng(0).uniform(0.1, 1e4, 200):
+        same = median([float(value)] * 3)
+        assert [same.value, same.low, same.high] == pytest.approx([value] * 3)
+        assert same.low <= same.value <= same.high  # type: ignore[operator]
 
 
 def test_the_interval_of_a_share_does_not_go_below_zero() -> None:
