@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from glob import escape
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from hvdtrain.models.costs import ComponentCost
 
 VERSION = 3  # of the files
+MOST = 1e30  # a number in a file: sums of larger ones may overflow
 LARGEST = 64 * 2**20  # bytes: enough for 1,000 ranks with 100 components
 
 
@@ -207,6 +207,6 @@ def _curve(points: Any) -> Curve:
 def _number(value: Any, least: float = 0.0) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{value!r:.20} is not numeric")
-    if not math.isfinite(value) or value < least:
-        raise ValueError(f"{value!r:.20} is not finite or less than {least:g}")
+    if not least <= value <= MOST:  # nan is in no range
+        raise ValueError(f"{value!r:.20} is not between {least:g} and {MOST:g}")
     return float(value)

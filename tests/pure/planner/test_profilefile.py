@@ -51,6 +51,19 @@ def test_another_profile_is_refused(tmp_path: Path, change: dict[str, Any], mess
         load(path, "cnn", NAMES, 3)
 
 
+@pytest.mark.parametrize("value", [1e308, 1e31, -1.0, True])
+def test_seconds_that_nothing_takes_are_refused(tmp_path: Path, value: float) -> None:
+    """The ratio of two ranks of 1e308 seconds was not a number."""
+    path = tmp_path / "profile.json"
+    save(path, "cnn", PROFILE, NETWORK)
+    content = json.loads(path.read_text())
+    for rank in content["ranks"]:
+        rank["components"]["a"]["forward"][1][1] = value
+    path.write_text(json.dumps(content))
+    with pytest.raises(UsageError, match="is not a valid profile"):
+        load(path, "cnn", NAMES, 2)
+
+
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200)
 @given(st.data())
 def test_whatever_a_file_holds_ends_in_one_line(tmp_path: Path, data: st.DataObject) -> None:
