@@ -53,7 +53,7 @@ def test_another_profile_is_refused(tmp_path: Path, change: dict[str, Any], mess
 
 @pytest.mark.parametrize("value", [1e308, 1e31, -1.0, True])
 def test_seconds_that_nothing_takes_are_refused(tmp_path: Path, value: float) -> None:
-    """The ratio of two ranks of 1e308 seconds was not a number."""
+    """Two ranks of 1e308 seconds had no ratio, so that none of them was the fastest."""
     path = tmp_path / "profile.json"
     save(path, "cnn", PROFILE, NETWORK)
     content = json.loads(path.read_text())
