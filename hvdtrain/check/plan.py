@@ -21,8 +21,9 @@ from hvdtrain.check.parity import Batch, Done, Parity, SerialRun
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
 from hvdtrain.models.component import Component
+from hvdtrain.parallel.checksums import digest
 from hvdtrain.parallel.runtime import Runtime
-from hvdtrain.parallel.stage import Images, Part, digest
+from hvdtrain.parallel.stage import Images, Part
 from hvdtrain.parallel.step import Step
 from hvdtrain.plan.cut import Cut, cut
 from hvdtrain.plan.plan import Plan

@@ -36,7 +36,7 @@ from hvdtrain.options.syncrequest import AUTO_SYNC, NO_COMPRESSION, OPTIONS_OF
 
 MOST_RUNS = 1000
 SINGLE_RUN_KEYS = ("run", "resume", "restarts", "ledger", "trace", "dry_run", "chain")
-WHOLE_STUDY_KEYS = (*("repeats", "interval", "most_core_hours", "in_flight", "cluster", "site"),)
+WHOLE_STUDY_KEYS = ("repeats", "interval", "most_core_hours", "in_flight", "cluster", "site")
 DEFAULT_SYNC: dict[str, Any] = {item.name: item.default for item in fields(SyncOptions)}
 LIST_KEYS = ("sbatch",)  # a list is one value, not several values to combine
 

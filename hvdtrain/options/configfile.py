@@ -148,9 +148,12 @@ def to_yaml(config: TrainConfig, saved: Path | None = None) -> str:
     return yaml.safe_dump(values, sort_keys=False)
 
 
+PRIVATE = frozenset({"on_alert"})  # a command that may hold an address or a token
+
+
 def public(config: TrainConfig) -> dict[str, Any]:
     """Return the resolved configuration without the values that other users should not read."""
-    return {name: value for name, value in asdict(config).items() if name != "on_alert"}
+    return {name: value for name, value in asdict(config).items() if name not in PRIVATE}
 
 
 def save(config: TrainConfig, path: Path) -> None:

@@ -3,10 +3,9 @@
 A component runs as it is, compiled, or recomputed, with or without a clock.
 """
 
-import hashlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,12 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 from hvdtrain.options.decay import is_exempt
 from hvdtrain.parallel.batchnorm import Moments, SynchronisedBatchNorm
+from hvdtrain.parallel.checksums import digest, fingerprint
 from hvdtrain.parallel.memoryformat import keeping_format
 from hvdtrain.sync.gradients import Gradients
 from hvdtrain.sync.meetings import Meetings, NoMeetings
 
-WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer type by bytes
-ROW = 1024
 DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
 
 
@@ -164,60 +162,9 @@ def _is_writable(tensor: Tensor) -> bool:
     return not (is_repeated or tensor.is_inference())
 
 
-def fingerprint(tensors: Iterable[Tensor]) -> int:
-    """Return a number that depends on every bit of the tensors and on their places.
-
-    The memory is read as integers; the result is their sum modulo 2**64, each weighted by its
-    place, computed on the tensors' device. Odd weights ensure that a change of a single integer
-    changes the sum. It is not a hash: several changes may cancel out. It depends on the memory
-    layout.
-    """
-    sums = [_weighted_sum(_words(tensor.detach())) for tensor in tensors if tensor.numel()]
-    if not sums:
-        return 0
-    return int((torch.stack(sums) * _places(0, len(sums), sums[0].device)).sum())
-
-
-def _words(tensor: Tensor) -> Tensor:
-    """Return the bits of a tensor as int64 [n], in the order of memory if the tensor is dense."""
-    strides = tensor.stride()
-    flat = tensor.permute(sorted(range(tensor.dim()), key=lambda place: -strides[place]))
-    flat = flat.contiguous().view(-1)
-    if flat.nbytes % 8:
-        return flat.view(WHOLE[flat.element_size()]).long()
-    is_aligned = flat.storage_offset() * flat.element_size() % 8 == 0
-    return (flat if is_aligned else flat.clone()).view(torch.int64)
-
-
-def _weighted_sum(words: Tensor) -> Tensor:
-    """Return the sum over i of words[i] x (2 i + 1) as int64.
-
-    Sums of rows and columns need two reads of the memory and no temporary of its size.
-    """
-    rows = len(words) // ROW
-    table, rest = words[: rows * ROW].view(rows, ROW), words[rows * ROW :]
-    total = (rest * _places(rows * ROW, len(words), words.device)).sum()
-    if rows:
-        by_row = table.sum(1) * _places(0, rows * ROW, words.device, ROW)
-        by_column = table.sum(0) * torch.arange(0, 2 * ROW, 2, device=words.device)
-        total = total + by_row.sum() + by_column.sum()
-    return total
-
-
-def _places(start: int, stop: int, device: torch.device, step: int = 1) -> Tensor:
-    return torch.arange(2 * start + 1, 2 * stop + 1, 2 * step, device=device)
-
-
 def _layer_of(component: nn.Module, path: str) -> str:
     """Return the class name of the layer that holds a parameter."""
     return type(component.get_submodule(path.rpartition(".")[0])).__name__
-
-
-def digest(tensor: Tensor) -> str:
-    """Return the SHA-256 of dtype, shape and bits."""
-    content = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-    content.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-    return content.hexdigest()
 
 
 class Images:

@@ -17,10 +17,10 @@ import yaml
 from hvdtrain import __version__
 from hvdtrain.errors import DataError
 from hvdtrain.host import files
+from hvdtrain.options.configfile import PRIVATE
 
 CONFIGURATION = "config.yaml"
 RUN_FILES = (CONFIGURATION, "metrics.jsonl", "summary.json")
-PRIVATE = ("on_alert",)  # a command that may hold an address or a token
 RUNS = "runs"
 METADATA = "ro-crate-metadata.json"
 KINDS = {

@@ -13,16 +13,16 @@ REPEATS_NEEDED = 3  # of two runs nobody can say which one is disturbed
 QUARTILE = float(np.sqrt(2) * stats.norm.ppf(0.625))
 
 
-def disturbed(rates: Mapping[str, Sequence[float]]) -> dict[str, list[int]]:
+def disturbed(rates: Mapping[int, Sequence[float]]) -> dict[int, list[int]]:
     """Return the places of runs whose throughput is lower than noise explains.
 
     Args:
-        rates: throughputs of repeats by any key, such as plan and ranks. All have the same
+        rates: throughputs of repeats by number of ranks. All have the same
             relative noise, which is estimated from the differences of any two repeats, so that
             disturbed runs hardly change it (as Q_n of Rousseeuw and Croux, JASA 88, 1993).
 
     Returns:
-        Places by the keys of `rates`; keys without disturbed runs are left out.
+        Places by number of ranks; sizes without disturbed runs are left out.
     """
     logs = {key: np.log(values) for key, values in rates.items() if len(values) >= REPEATS_NEEDED}
     if not logs:
@@ -31,7 +31,7 @@ def disturbed(rates: Mapping[str, Sequence[float]]) -> dict[str, list[int]]:
     degrees = sum(len(values) - 1 for values in logs.values())
     # Each of the repeats is compared with the others: the limit holds for all of them together.
     limit = float(stats.t.isf(FALSE_ALARMS, degrees))
-    places: dict[str, list[int]] = {}
+    places: dict[int, list[int]] = {}
     for key, values in logs.items():
         for place, value in enumerate(values):
             others = np.delete(values, place)

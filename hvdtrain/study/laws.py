@@ -104,11 +104,8 @@ class Fit:
     @property
     def parameters(self) -> dict[str, Estimate]:
         """Images/s of one rank, and the parameters of the law."""
-        errors = self._standard_errors
-        one = self.one
-        known = {
-            "images_per_second": _interval(math.log(one), errors, 0, self._t).through(math.exp)
-        }
+        errors, one = self._standard_errors, math.log(self.one)
+        known = {"images_per_second": _interval(one, errors, 0, self._t).through(math.exp)}
         for place, (name, value) in enumerate(self.values.items(), 1):
             known[name] = _clipped(_interval(value, errors, place, self._t))
         return known
@@ -132,28 +129,23 @@ class Fit:
         Args:
             extra: number of ranks of one more run that is assumed.
         """
-        rows = [self._slope(ranks) for ranks, rates in self.measured.items() for _ in rates]
-        if extra is not None:
-            rows.append(self._slope(extra))
         slope = self._slope(target)
-        spread = float(slope @ _inverse(np.array(rows)) @ slope)
+        spread = float(slope @ self._inverse(extra) @ slope)
         return math.expm1(self._t * math.sqrt(self._variance * max(spread, 0.0)))
 
     @cached_property
     def covariance(self) -> NDArray[np.float64] | None:
         """Covariance of the logarithm of `one` and of the parameters; None without repeats."""
-        if not self.has_repeats:
-            return None
-        rows = [self._slope(ranks) for ranks, rates in self.measured.items() for _ in rates]
-        return self._variance * _inverse(np.array(rows))
+        return self._variance * self._inverse() if self.has_repeats else None
+
+    def _inverse(self, extra: int | None = None) -> NDArray[np.float64]:
+        """Return the inverse of the squared slopes at all runs, and at one more if `extra` is."""
+        sizes = [ranks for ranks, rates in self.measured.items() for _ in rates]
+        rows = np.array([self._slope(ranks) for ranks in [*sizes, *([extra] if extra else [])]])
+        return np.asarray(np.linalg.pinv(rows.T @ rows))
 
     @property
     def has_repeats(self) -> bool:
-        """Return whether every size was measured several times."""
-        return min(map(len, self.measured.values())) > 1
-
-    @property
-    def has_noise(self) -> bool:
         """Return whether any size was measured several times, which shows the noise."""
         return max(map(len, self.measured.values())) > 1
 
@@ -265,7 +257,7 @@ def compare(measured: Throughputs, scaling: Scaling) -> Laws:
     if not fits:
         return Laws()
     best = fits[0]
-    if not best.has_noise:
+    if not best.has_repeats:
         return Laws(tuple(fits))
     for richer in fits[1:]:
         if _improves(richer, best):
@@ -319,7 +311,7 @@ def cautions(fit: Fit) -> str:
     if fit.name == "USL" and len(fit.measured) < SIZES_TO_TRUST_USL:
         reasons.append(f"{len(fit.measured)} sizes are hardly enough for three parameters")
     if not fit.has_repeats:
-        reasons.append("without repeats of each size there is no interval")
+        reasons.append("without repeats there is no interval")
     coherency = fit.parameters.get("coherency")
     if coherency is not None and (coherency.low or 0.0) <= NOTHING:
         reasons.append("coherency may be zero, so the peak is unknown")
@@ -370,7 +362,3 @@ def _clipped(estimate: Estimate) -> Estimate:
     if estimate.low is None or estimate.high is None:
         return estimate
     return Estimate(estimate.value, max(estimate.low, 0.0), min(estimate.high, 1.0))
-
-
-def _inverse(rows: NDArray[np.float64]) -> NDArray[np.float64]:
-    return np.asarray(np.linalg.pinv(rows.T @ rows))

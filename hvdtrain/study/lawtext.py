@@ -11,7 +11,7 @@ def laws_text(series: Series) -> str:
     if not laws.fits:
         return f"No scaling law is fitted: {len(series.sizes)} sizes are too few."
     lines = [_line(fit, most) for fit in laws.fits if fit.values]
-    if not laws.fits[0].has_noise:
+    if not laws.fits[0].has_repeats:
         reason = "repeat each size to see which law describes these runs"
         return "\n".join([*lines, f"- Without repeats nothing is known of the noise: {reason}."])
     if laws.law is None:
@@ -23,8 +23,7 @@ def laws_text(series: Series) -> str:
         target = BEYOND[-1] * most
         speedup = number(richest.predicted(target, over=1), ",.1f")
         lines.append(
-            f"- If the {richest.name} holds nevertheless, the speed-up on {target} ranks is "
-            f"{speedup}."
+            f"- If {richest.name} holds nevertheless, the speed-up on {target} ranks is {speedup}."
         )
     if (narrowing := next_run(laws.law, BEYOND[-1] * most)) is not None:
         ranks, before, after = narrowing

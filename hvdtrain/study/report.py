@@ -12,9 +12,10 @@ from hvdtrain.host.load import Disturbance
 from hvdtrain.study import agreement, comparison, html, latex, plots, target
 from hvdtrain.study.crate import write as write_crate
 from hvdtrain.study.csvfiles import extra_p, runs_csv, sizes_csv
+from hvdtrain.study.finding import find
 from hvdtrain.study.lawtext import laws_text
 from hvdtrain.study.methods import BIBTEX, methods
-from hvdtrain.study.results import Result, find, machines
+from hvdtrain.study.results import Result, machines
 from hvdtrain.study.series import Series, Size, arrange
 from hvdtrain.study.statistics import median as median_of
 from hvdtrain.study.statistics import ratio
@@ -99,14 +100,7 @@ def write(
     except OSError as error:
         raise DataError(f"{folder} cannot be written: {error.strerror}") from None
     text = as_markdown(all_series, results, [*study.left_out, *without], pictures, wanted, pairs)
-    contents = {
-        "report.md": text,
-        "report.html": html.page(text, folder),
-        "tables.tex": latex.tables(all_series),
-        "runs.csv": runs_csv(results),
-        "extra-p.jsonl": extra_p(all_series),
-        "sizes.csv": sizes_csv(all_series, agreement.counts_shown(results)),
-    }
+    contents = _contents(text, folder, all_series, results)
     if pairs is not None:
         contents["comparison.csv"] = comparison.pairs_csv(pairs)
     for name, content in contents.items():
@@ -116,6 +110,20 @@ def write(
         written += [path.with_suffix(".pdf") for path in written if path.suffix == ".png"]
         write_crate(Path(wanted.crate), written, study.names, wanted.options)
     return folder / "report.md"
+
+
+def _contents(
+    text: str, folder: Path, all_series: Sequence[Series], results: Sequence[Result]
+) -> dict[str, str]:
+    """Return the files of a report but its pictures, which are in the folder."""
+    return {
+        "report.md": text,
+        "report.html": html.page(text, folder),
+        "tables.tex": latex.tables(all_series),
+        "runs.csv": runs_csv(results),
+        "extra-p.jsonl": extra_p(all_series),
+        "sizes.csv": sizes_csv(all_series, agreement.counts_shown(results)),
+    }
 
 
 def as_markdown(
@@ -152,8 +160,8 @@ def _disturbed(all_series: Sequence[Series]) -> list[str]:
     reasons: dict[str, list[str]] = {}
     for series in all_series:
         for run in series.disturbed:
-            rate = f"{run.images_per_second:,.0f} images/s on {run.ranks} rank(s)"
-            reasons.setdefault(run.name, [f"{rate}, slower than its repeats"])
+            text = f"{run.images_per_second:,.0f} images/s on {run.ranks} rank(s)"
+            reasons.setdefault(run.name, [f"{text}, slower than its repeats"])
     for run in {run.path: run for one in all_series for run in one.runs}.values():
         for host, shared in run.disturbances.items():
             if shared.is_large:

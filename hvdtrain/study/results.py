@@ -1,10 +1,9 @@
 """Read the result of a finished run from its folder."""
 
 import json
-import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -77,7 +76,7 @@ class Result:
         disturbances: what else used the cores, by host; empty if that was not recorded.
         energy: joules of all hosts by source, such as RAPL; empty unless every host was counted
             from the first step of the run to its end.
-        name: its name in texts, see `Found`.
+        name: its name in texts, see `finding.Found`.
     """
 
     path: Path
@@ -120,61 +119,6 @@ class Result:
     def core_hours(self) -> float:
         """Return the core-hours of the run, start-up included."""
         return self.cores * (self.seconds + self.startup_seconds) / 3600
-
-
-@dataclass(frozen=True)
-class Found:
-    """The runs in and below some folders.
-
-    Attributes:
-        results: finished runs.
-        left_out: a line for each other run.
-        names: names of all runs in texts, by folder: its path below the nearest folder of all.
-    """
-
-    results: list[Result]
-    left_out: list[str]
-    names: dict[Path, str]
-
-
-def find(paths: list[str]) -> Found:
-    """Return the runs in and below these folders.
-
-    Raises:
-        UsageError: if a folder does not exist, or none holds a finished run.
-    """
-    names = _names(paths)
-    results: list[Result] = []
-    left_out: list[str] = []
-    # In the order of the names, so that no text depends on where the folders are.
-    for folder, name in sorted(names.items(), key=lambda item: item[1]):
-        if not (folder / "summary.json").exists():
-            left_out.append(f"{name} is not finished")
-            continue
-        try:
-            results.append(replace(read(folder), name=name))
-        except DataError as error:
-            left_out.append(str(error).replace(str(folder), name))
-    if not results:
-        reasons = "; ".join(left_out[:3]) or "there is no config.yaml in or below it"
-        raise UsageError(f"no run in {', '.join(paths)} can be reported: {reasons}")
-    return Found(results, left_out, names)
-
-
-def _names(paths: list[str]) -> dict[Path, str]:
-    """Return the names of run folders, each of them once."""
-    folders: dict[Path, Path] = {}
-    for path in map(Path, paths):
-        if not path.is_dir():
-            raise UsageError(
-                f"{path} is not a folder: name run folders, or a folder that has some"
-            )
-        for config in sorted(path.rglob("config.yaml")):
-            folders.setdefault(config.parent.resolve(), config.parent)
-    if not folders:
-        return {}
-    common = Path(os.path.commonpath([folder.parent for folder in folders]))
-    return {folder: whole.relative_to(common).as_posix() for whole, folder in folders.items()}
 
 
 def read(run: Path) -> Result:
@@ -239,9 +183,7 @@ def _result(
     devices = int(summary.get("devices_a_rank", 1))
     _check_size(summary["plan"], devices, lines, config)
     train_seconds = float(summary["train_seconds"])
-    for name in ("images_per_second", "samples", "train_seconds", "seconds"):
-        if not float(summary[name]) > 0:
-            raise ValueError(f"its {name} is {summary[name]}")
+    _check_positive(summary)
     machine = dict(summary.get("machine", {}))
     data, imbalance = _shares(steps, int(config["batch_size"]), summary["plan"])
     return Result(
@@ -280,14 +222,28 @@ def _result(
             for name, value in summary.get("agreement", {}).items()
             if isinstance(value, int | float)
         },
-        disturbances={
-            str(line["host"]): Disturbance(
-                **{item.name: line[item.name] for item in fields(Disturbance)}
-            )
-            for line in summary.get("disturbance", [])
-        },
+        disturbances=_disturbances(summary),
         energy=_energy(summary),
     )
+
+
+def _check_positive(summary: dict[str, Any]) -> None:
+    """Refuse a run that trained nothing, whose ratios are not defined.
+
+    Raises:
+        ValueError: if it did.
+    """
+    for name in ("images_per_second", "samples", "train_seconds", "seconds"):
+        if not float(summary[name]) > 0:
+            raise ValueError(f"its {name} is {summary[name]}")
+
+
+def _disturbances(summary: dict[str, Any]) -> dict[str, Disturbance]:
+    names = [item.name for item in fields(Disturbance)]
+    return {
+        str(line["host"]): Disturbance(**{name: line[name] for name in names})
+        for line in summary.get("disturbance", [])
+    }
 
 
 def _energy(summary: dict[str, Any]) -> dict[str, float]:

@@ -123,11 +123,9 @@ class Series:
     @property
     def disturbed(self) -> list[Result]:
         """The runs that are slower than their repeats by more than noise explains."""
-        rates = {str(size.ranks): _rates(size.runs) for size in self.sizes}
+        rates = {size.ranks: _rates(size.runs) for size in self.sizes}
         places = disturbed(rates)
-        return [
-            size.runs[place] for size in self.sizes for place in places.get(str(size.ranks), [])
-        ]
+        return [size.runs[place] for size in self.sizes for place in places.get(size.ranks, [])]
 
     def worth(self, efficiency: float) -> int:
         """Return the largest measured number of ranks with at least this efficiency.

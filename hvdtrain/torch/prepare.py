@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 from hvdtrain import world
 from hvdtrain.errors import UsageError
 from hvdtrain.options.syncrequest import parse_compress_request
+from hvdtrain.parallel.checksums import fingerprint
 from hvdtrain.parallel.device import check_horovod_on
-from hvdtrain.parallel.stage import fingerprint
 from hvdtrain.sync.engine import open_group
 from hvdtrain.torch import state as states
 from hvdtrain.torch.agreement import Action, Note

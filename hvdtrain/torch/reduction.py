@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from hvdtrain.errors import CheckFailed
 from hvdtrain.host.stop import StopRequest
 from hvdtrain.options.syncrequest import NO_COMPRESSION, CompressRequest
-from hvdtrain.parallel.stage import fingerprint
+from hvdtrain.parallel.checksums import fingerprint
 from hvdtrain.plan.cut import Share
 from hvdtrain.sync.collectives import Alone, Collectives
 from hvdtrain.sync.compress import make_sums

@@ -71,7 +71,7 @@ class Run:
     peak_before: int
     skipped_in_a_row: int = 0
     reported_memory: bool = False
-    load: Load = field(default_factory=load.read)
+    load: Load = field(init=False)
 
     @property
     def activity(self) -> Activity:

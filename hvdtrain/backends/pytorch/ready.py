@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from hvdtrain.errors import UsageError
 from hvdtrain.models.component import Component
 from hvdtrain.models.ready import ready_modules
-from hvdtrain.parallel.stage import digest
+from hvdtrain.parallel.checksums import digest
 from hvdtrain.world import World
 
 

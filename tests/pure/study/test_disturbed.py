@@ -14,7 +14,7 @@ def test_injected_disturbances_are_found_with_few_false_alarms() -> None:
     injected = recalled = alarms = undisturbed = 0
     for _ in range(STUDIES):
         repeats, noise = int(draw.integers(3, 7)), draw.uniform(0.003, 0.015)
-        rates = {str(n): 100 * n * np.exp(noise * draw.normal(size=repeats)) for n in (1, 2, 4, 8)}
+        rates = {n: 100 * n * np.exp(noise * draw.normal(size=repeats)) for n in (1, 2, 4, 8)}
         bad = {(key, int(draw.integers(repeats))) for key in rates if draw.random() < 0.3}
         for key, place in bad:
             rates[key][place] *= 1 - draw.uniform(0.1, 0.5)
@@ -30,10 +30,10 @@ def test_injected_disturbances_are_found_with_few_false_alarms() -> None:
 
 
 def test_two_repeats_and_small_losses_are_not_judged() -> None:
-    assert disturbed({"1": [100.0, 50.0]}) == {}
+    assert disturbed({1: [100.0, 50.0]}) == {}
     assert disturbed({}) == {}
-    assert disturbed({"1": [100.0, 100.0, 99.0], "2": [200.0, 200.0, 200.0]}) == {}
-    assert disturbed({"1": [100.0, 100.0, 97.0], "2": [200.0, 200.0, 200.0]}) == {"1": [2]}
+    assert disturbed({1: [100.0, 100.0, 99.0], 2: [200.0, 200.0, 200.0]}) == {}
+    assert disturbed({1: [100.0, 100.0, 97.0], 2: [200.0, 200.0, 200.0]}) == {1: [2]}
 
 
 def test_a_series_names_its_disturbed_runs() -> None:

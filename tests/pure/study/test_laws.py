@@ -163,7 +163,7 @@ def test_the_text_names_the_law_its_predictions_and_the_run_that_tells_most() ->
     assert "| 16 | 6" in text
     assert "| 32 | 7" in text
     assert "One more run on " in text
-    assert "If the USL holds nevertheless, the speed-up on 32 ranks is " in text
+    assert "If USL holds nevertheless, the speed-up on 32 ranks is " in text
     (few,), _ = arrange([run for run in runs if run.ranks < 4])
     assert laws_text(few) == "No scaling law is fitted: 2 sizes are too few."
 

@@ -13,7 +13,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError
 from hvdtrain.jobs.estimate import estimate
 from hvdtrain.jobs.options import JobOptions
-from hvdtrain.study import report, results
+from hvdtrain.study import finding, report, results
 
 IMAGES = 1000
 
@@ -175,7 +175,7 @@ def test_a_run_that_went_on_with_other_ranks_is_of_no_size(
 ) -> None:
     write_run(tmp_path / "one", 1, 100.0, [9.0])
     write_run(tmp_path / "other", ranks, 60.0, [5.0] * starts[0], starts=starts)
-    study = results.find([str(tmp_path)])
+    study = finding.find([str(tmp_path)])
     assert [(result.path.name, result.name) for result in study.results] == [("one", "one")]
     assert "it resumed with another plan or number of ranks" in study.left_out[0]
 

@@ -1,4 +1,4 @@
-"""The model of a stage: fingerprints of its tensors, its clock, and recomputed components."""
+"""The model of a stage: its clock, and recomputed components."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,61 +15,10 @@ from hvdtrain.parallel.batchnorm import synchronise
 from hvdtrain.parallel.stage import (
     ComponentClock,
     StageModel,
-    _words,
-    fingerprint,
     forward_recomputed,
 )
 
-KINDS = [
-    *(torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.complex128),
-    *(torch.int64, torch.int32, torch.uint8, torch.bool),
-]
 Forward = Callable[[nn.Module, Tensor], Tensor]
-
-
-def of(*tensors: Tensor) -> int:
-    return fingerprint(tensors)
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_a_fingerprint_depends_on_every_bit(kind: torch.dtype) -> None:
-    value = torch.arange(1, 6).to(kind)
-    before, whole = value.clone(), of(value)
-    bits = value.view(torch.uint8)
-    for place in range(len(bits)):
-        for bit in range(1 if kind is torch.bool else 8):
-            bits[place] ^= 1 << bit
-            assert of(value) != whole
-            bits[place] ^= 1 << bit
-    assert of(value) == whole
-    assert value.tolist() == before.tolist(), "it changes nothing"
-
-
-def test_a_fingerprint_is_the_sum_of_bits_weighted_by_place() -> None:
-    """Cover whole rows, an incomplete row, and odd numbers of small integers."""
-    for length in (1, 6, 7, 2048, 4096, 6150, 6151):
-        values = torch.randn(2 * length)[length:].clone()
-        kind = torch.int64 if length % 2 == 0 else torch.int32
-        bits = enumerate(values.view(kind).tolist())
-        expected = sum(value * (2 * place + 1) for place, value in bits) % 2**64
-        assert of(values) % 2**64 == expected
-        shifted = torch.cat([torch.zeros(3), values])[3:]
-        assert of(shifted) == of(values), "independent of the storage offset"
-
-
-def test_a_fingerprint_depends_on_places() -> None:
-    one, other = torch.randn(7), torch.randn(2, 3, 4, 5)
-    whole = of(one, other)
-    assert of(other, one) != whole
-    assert of(one.flip(0), other) != whole
-    assert of(one, other.flip(0)) != whole
-    assert of() == of(torch.empty(0)) == 0
-
-
-def test_a_fingerprint_copies_nothing_of_what_lies_densely() -> None:
-    weights = torch.randn(64, 32, 3, 3).contiguous(memory_format=torch.channels_last)
-    assert _words(weights).data_ptr() == weights.data_ptr()
-    assert of(weights) == of(weights.permute(0, 2, 3, 1).contiguous())
 
 
 class Clock:
