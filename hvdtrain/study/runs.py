@@ -1,6 +1,7 @@
 """Training runs of a study: started as `hvdtrain train` does, kept, and resumed after a stop."""
 
 import random
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -107,7 +108,7 @@ def run_all(
     """Train `repeats` runs of each arm, with seeds from 0; return the run folders by arm key.
 
     The order is random but the same each time, so that slow changes of the machine are spread over
-    all arms. Finished runs are kept; interrupted runs resume.
+    all arms. Finished runs are kept, without their checkpoints; interrupted runs resume.
 
     Raises:
         UsageError: if a folder holds a run of other settings.
@@ -126,4 +127,6 @@ def run_all(
             continue
         say(f"run {place} of {len(todo)}: {arm.name}, seed {seed}")
         train(config, arm.ranks, to / "configs")
+        # Weights and optimizer states of all runs would fill disks: 45 GB for paper B.
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     return folders
