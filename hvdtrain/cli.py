@@ -22,6 +22,7 @@ from hvdtrain.planner.options import PlanConfig
 from hvdtrain.setup.options import ABOUT as SETUP
 from hvdtrain.setup.options import SetupOptions
 from hvdtrain.study.collectives.options import StudyOptions
+from hvdtrain.study.options import ReportOptions
 from hvdtrain.study.paper_b.options import PaperBOptions
 
 COMMANDS: dict[str, Callable[..., int]] = {
@@ -309,33 +310,7 @@ def _report() -> Parser:
     )
     report.add_argument("runs", type=str, nargs="+", metavar=RUN, help=RUNS)
     report.add_argument("--to", required=True, type=str, metavar=DIR, help="folder for the report")
-    report.add_argument(
-        "--efficiency", type=float, default=0.75, metavar="X", help="efficiency to reach, 0 to 1"
-    )
-    report.add_argument(
-        "--price", type=float | None, default=None, metavar="X", help="price of a core-hour"
-    )
-    report.add_argument(
-        "--to-accuracy",
-        type=float | None,
-        default=None,
-        metavar="X",
-        help="also the time until this test accuracy, 0 to 1",
-    )
-    report.add_argument(
-        "--compare",
-        type=str | None,
-        default=None,
-        metavar="BASE",
-        help="runs of another cluster, version or setting: ratios to them by size",
-    )
-    report.add_argument(
-        "--crate",
-        type=str | None,
-        default=None,
-        metavar="FILE.zip",
-        help="also write report and runs as an RO-Crate, from which it can be made again",
-    )
+    add_dataclass(report, ReportOptions)
     return report
 
 

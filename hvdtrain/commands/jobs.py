@@ -57,20 +57,11 @@ def jobs_cancel(arguments: Sequence[str], runs: list[str]) -> int:
     return 0
 
 
-def report(
-    arguments: Sequence[str],
-    runs: list[str],
-    to: str,
-    efficiency: float,
-    price: float | None,
-    compare: str | None,
-    crate: str | None,
-    to_accuracy: float | None,
-) -> int:
+def report(arguments: Sequence[str], runs: list[str], to: str, **options: Any) -> int:
     """Write a scaling report of finished runs."""
     from hvdtrain.study import report as reporting
 
-    print(reporting.write(runs, to, efficiency, price, compare, crate, to_accuracy))
+    print(reporting.write(runs, to, **options))
     return 0
 
 

@@ -36,7 +36,10 @@ from hvdtrain.options.syncrequest import AUTO_SYNC, NO_COMPRESSION, OPTIONS_OF
 
 MOST_RUNS = 1000
 SINGLE_RUN_KEYS = ("run", "resume", "restarts", "ledger", "trace", "dry_run", "chain")
-WHOLE_STUDY_KEYS = ("repeats", "interval", "most_core_hours", "in_flight", "cluster", "site")
+WHOLE_STUDY_KEYS = (
+    *("repeats", "interval", "most_core_hours", "to_accuracy"),
+    *("config", "in_flight", "cluster", "site"),
+)
 DEFAULT_SYNC: dict[str, Any] = {item.name: item.default for item in fields(SyncOptions)}
 LIST_KEYS = ("sbatch",)  # a list is one value, not several values to combine
 
@@ -72,6 +75,18 @@ class StudyOptions:
     ranks_per_node: int | None = field(
         default=None,
         metadata=about("ranks per node; sets the number of nodes", default="all on one"),
+    )
+    config: str | None = field(
+        default=None,
+        metadata=about(
+            "YAML file of train, such as a recipe, whose keys count where the study has none; "
+            "relative to the study's file",
+            metavar="FILE",
+        ),
+    )
+    to_accuracy: float | None = field(
+        default=None,
+        metadata=about("test accuracy that runs should reach; the report has the time until then"),
     )
     in_flight: int | None = field(
         default=None, metadata=about("runs that may run at the same time", default="any number")
@@ -162,6 +177,9 @@ def _need(options: StudyOptions, folder: Path) -> Need:
 def _axes(path: str) -> dict[str, list[Any]]:
     """Return the list of values for each key of a file."""
     content = harmless.read_mapping(Path(path), "study")
+    if isinstance(content.get("config"), str):
+        recipe = Path(path).parent / content["config"]
+        content = harmless.read_mapping(recipe, "file of train's options") | content
     options = [item for option_class in OPTION_CLASSES for item in fields(option_class)]
     known = [item.name for item in options]
     switches = [item.name for item in options if isinstance(item.default, bool)]
@@ -210,6 +228,8 @@ def _cell(
                 "train: use scaling: strong"
             )
         run = replace(run, batch_size=run.batch_size * ranks)
+    if options.to_accuracy is not None:
+        run = replace(run, expected=options.to_accuracy)
     run = replace(run, **_unused(run, varied))
     if ranks == 1:  # which has nobody to agree with
         run = replace(run, plan=None, change_batch_norm=False, **DEFAULT_SYNC)

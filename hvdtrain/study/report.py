@@ -1,74 +1,33 @@
 """Write a scaling report from run folders: Markdown, HTML, LaTeX, CSV and pictures."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from hvdtrain import __version__
-from hvdtrain.errors import DataError, UsageError
+from hvdtrain.errors import DataError
 from hvdtrain.host import files
 from hvdtrain.host.load import Disturbance
-from hvdtrain.study import agreement, comparison, html, latex, plots, target
+from hvdtrain.study import agreement, comparison, energy, html, latex, plots, target
 from hvdtrain.study.crate import write as write_crate
 from hvdtrain.study.csvfiles import extra_p, runs_csv, sizes_csv
 from hvdtrain.study.finding import find
 from hvdtrain.study.lawtext import laws_text
 from hvdtrain.study.methods import BIBTEX, methods
+from hvdtrain.study.options import ReportOptions
 from hvdtrain.study.results import Result, machines
 from hvdtrain.study.series import Series, Size, arrange
-from hvdtrain.study.statistics import median as median_of
 from hvdtrain.study.statistics import ratio
 from hvdtrain.study.tables import markdown_table, number, rate
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """The optional parts of a report.
-
-    Attributes:
-        efficiency: smallest efficiency that is worth paying for, 0 to 1.
-        price: price of a core-hour, in any currency; None leaves costs out.
-        base: folder of the runs to compare with.
-        crate: file for an RO-Crate.
-        accuracy: test accuracy to which times are given, 0 to 1; None leaves them out.
-    """
-
-    efficiency: float = 0.75
-    price: float | None = None
-    base: str | None = None
-    crate: str | None = None
-    accuracy: float | None = None
-
-    def check(self) -> None:
-        """Raise UsageError if a value is out of range, or options exclude each other."""
-        if not 0 < self.efficiency <= 1:
-            raise UsageError(f"--efficiency must be above 0 and at most 1, not {self.efficiency}")
-        if self.price is not None and not 0 <= self.price < float("inf"):
-            raise UsageError(f"--price must be 0 or more, not {self.price}")
-        if self.accuracy is not None and not 0 < self.accuracy <= 1:
-            raise UsageError(f"--to-accuracy must be above 0 and at most 1, not {self.accuracy}")
-        if self.base is not None and self.crate is not None:
-            raise UsageError("--crate holds one study: use it without --compare, once for each")
-        if self.crate is not None:
-            files.check_target(self.crate, "--crate")
-
-    @property
-    def options(self) -> list[str]:
-        """The options of `hvdtrain report` that make the same report from the same runs."""
-        price = [] if self.price is None else [f"--price {self.price}"]
-        accuracy = [] if self.accuracy is None else [f"--to-accuracy {self.accuracy}"]
-        return [f"--efficiency {self.efficiency}", *price, *accuracy]
 
 
 def write(
     runs: list[str],
     to: str,
-    efficiency: float = 0.75,
+    efficiency: float = ReportOptions.efficiency,
     price: float | None = None,
-    compare: str | None = None,
-    crate: str | None = None,
-    to_accuracy: float | None = None,
+    **others: Any,
 ) -> Path:
     """Write the report of these runs into the folder `to`; return the path of `report.md`.
 
@@ -77,23 +36,20 @@ def write(
         to: folder for the report.
         efficiency: smallest efficiency that is worth paying for, above 0 to 1.
         price: price of a core-hour, in any currency; None leaves costs out.
-        compare: folder of the runs of another study, to whose sizes the report has ratios.
-        crate: ZIP file for an RO-Crate of report and runs, from which it can be made again.
-        to_accuracy: test accuracy until which times are reported, above 0 to 1.
+        others: further fields of `ReportOptions`, which are the options of `hvdtrain report`.
 
     Raises:
         UsageError: if there is no finished run, or a value is out of range.
         DataError: if the report cannot be written.
     """
-    wanted = Wanted(efficiency, price, compare, crate, to_accuracy)
-    wanted.check()
+    wanted = ReportOptions(efficiency=efficiency, price=price, **others).check()
     study = find(runs)
     results = study.results
     all_series, without = arrange(results)
     folder = Path(to)
     pairs = None
-    if wanted.base is not None:
-        pairs = comparison.pairs(all_series, arrange(find([wanted.base]).results)[0])
+    if wanted.compare is not None:
+        pairs = comparison.pairs(all_series, arrange(find([wanted.compare]).results)[0])
     try:
         folder.mkdir(parents=True, exist_ok=True)
         pictures = plots.draw(all_series, folder) if all_series else {}
@@ -108,7 +64,7 @@ def write(
     if wanted.crate is not None:
         written = [folder / name for name in (*contents, *pictures)]
         written += [path.with_suffix(".pdf") for path in written if path.suffix == ".png"]
-        write_crate(Path(wanted.crate), written, study.names, wanted.options)
+        write_crate(Path(wanted.crate), written, study.names, wanted.words)
     return folder / "report.md"
 
 
@@ -131,7 +87,7 @@ def as_markdown(
     results: Sequence[Result],
     left_out: Sequence[str],
     pictures: dict[str, str],
-    wanted: Wanted,
+    wanted: ReportOptions,
     pairs: Sequence[comparison.Pair] | None,
 ) -> str:
     """Return the text of the report."""
@@ -140,7 +96,7 @@ def as_markdown(
     if not all_series:
         parts.append("No runs on one and on several ranks with the same settings to compare.")
     if pairs is not None:
-        base = str(wanted.base)
+        base = str(wanted.compare)
         parts += [f"## Compared with {base}", comparison.section(pairs, base)]
     if ways := agreement.rows(results):
         parts += ["## How replicas agreed", AGREEMENT, markdown_table(ways)]
@@ -214,7 +170,7 @@ def _common_settings(results: Sequence[Result]) -> str:
     return ", ".join(f"{name} {value}" for name, value in same.items())
 
 
-def _section(series: Series, wanted: Wanted) -> str:
+def _section(series: Series, wanted: ReportOptions) -> str:
     base = series.sizes[0].runs[0]
     best = series.best_serial[0]
     text = (
@@ -230,10 +186,11 @@ def _section(series: Series, wanted: Wanted) -> str:
         text += f" The best serial run has {_threads(best.threads)}."
     parts = [f"## {series.title}", text, _table(series, wanted.price), _lost_table(series)]
     parts += _predicted(series)
-    if any(run.energy for size in series.sizes for run in size.runs):
-        parts.append(_energy_table(series))
-    if wanted.accuracy is not None:
-        parts.append(target.section(series, wanted.accuracy))
+    accuracy = wanted.to_accuracy or target.expected(series)
+    if (text := energy.section(series, wanted, accuracy)) != "":
+        parts.append(text)
+    if accuracy is not None:
+        parts.append(target.section(series, accuracy))
     parts.append(_worth(series, wanted.efficiency))
     parts.append(laws_text(series))
     return "\n\n".join(parts)
@@ -321,25 +278,6 @@ def _predicted(series: Series) -> list[str]:
     return [f"The planner's predictions:\n\n{markdown_table(rows)}"] if rows else []
 
 
-def _energy_table(series: Series) -> str:
-    rows = []
-    for size in series.sizes:
-        runs = [run for run in size.runs if run.energy]
-        joules = [sum(run.energy.values()) for run in runs]
-        images = [1e3 * value / run.samples for value, run in zip(joules, runs, strict=True)]
-        watts = [value / run.seconds for value, run in zip(joules, runs, strict=True)]
-        rows.append(
-            {
-                "ranks": str(size.ranks),
-                "runs": str(len(runs)),
-                "joules per 1,000 images": number(median_of(images), ",.1f") if runs else "-",
-                "watts": number(median_of(watts), ",.1f") if runs else "-",
-                "counted by": " and ".join(sorted({name for run in runs for name in run.energy})),
-            }
-        )
-    return f"{ENERGY}\n\n{markdown_table(rows)}"
-
-
 def _worth(series: Series, efficiency: float) -> str:
     most = series.worth(efficiency)
     return (
@@ -378,11 +316,6 @@ INTERVALS = (
 
 LITTLE = 0.005  # part of the time that is not worth a word
 
-ENERGY = (
-    "Energy, evaluation included. RAPL counts whole processors and NVML all GPUs that the host "
-    "shows, so on a shared host those of other jobs, too. Nothing is estimated: runs without "
-    "counters, or that restarted, are left out."
-)
 
 DISTURBED = (
     "These runs are slower than the other repeats of their size by more than noise explains, or "

@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,6 +22,12 @@ from hvdtrain.options.syncoptions import SyncOptions
 NOT_SETTINGS = frozenset(
     item.name for item in fields(TrainConfig) if Rule.NOT_COMPARED in item.metadata["rule"]
 )
+# What runs of versions without an option did.
+COMPARED_DEFAULTS = {
+    item.name: item.default
+    for item in fields(TrainConfig)
+    if item.name not in NOT_SETTINGS and item.default is not MISSING
+}
 COUNTED = 0.98  # part of a run for which energy must be counted: not that of a last restart
 EXACT = "exact"  # sums of gradients in every step
 UNREADABLE = (
@@ -69,6 +75,7 @@ class Result:
         peak_memory_bytes: maximum over the ranks.
         accuracy: on the test images.
         validation_accuracy: on the part of the training images that is held out, None without it.
+        expected: test accuracy that the run should reach, if it says so.
         step_seconds: median time of a step on a whole batch.
         predicted_seconds: time of a step that the planner predicted, None if it made no plan.
         agreement: how replicas agreed, as options without their dashes.
@@ -102,6 +109,7 @@ class Result:
     machine: dict[str, Any]
     versions: dict[str, str]
     validation_accuracy: float | None = None
+    expected: float | None = None
     step_seconds: float = 0.0
     predicted_seconds: float | None = None
     agreement: str = EXACT
@@ -168,7 +176,7 @@ def _check_size(
 def _settings(config: dict[str, Any], machine: dict[str, Any]) -> dict[str, Any]:
     """Return what must be equal in runs that are compared, with the defaults of older versions."""
     return (
-        {"framework": "torch", "eval_every": 1}
+        COMPARED_DEFAULTS
         | {name: value for name, value in config.items() if name not in NOT_SETTINGS}
         | configfile.values_of_older_version(config)
         | ({} if config.get("weight_decay") else {"no_decay": "none"})
@@ -196,6 +204,7 @@ def _result(
         threads=max(1, int(machine.get("threads", 1)) // devices),
         batch_size=int(config["batch_size"]),
         seed=int(config["seed"]),
+        expected=config.get("expected"),
         settings=_settings(config, machine),
         samples=int(summary["samples"]),
         seconds=float(summary["seconds"]),

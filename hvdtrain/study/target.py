@@ -18,6 +18,12 @@ def seconds_to(run: Result, accuracy: float) -> float | None:
     return next(reached, None)
 
 
+def expected(series: Series) -> float | None:
+    """Return the test accuracy that all runs should reach; None if they have no common one."""
+    wanted = {run.expected for size in series.sizes for run in size.runs}
+    return wanted.pop() if len(wanted) == 1 else None
+
+
 def section(series: Series, accuracy: float) -> str:
     """Return a table of the time to an accuracy.
 

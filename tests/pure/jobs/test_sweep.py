@@ -142,3 +142,23 @@ def test_a_study_without_model_or_data_says_so(tmp_path: Path) -> None:
     path.write_text("ranks: 2\n")
     with pytest.raises(UsageError, match="model"):
         sweep.load(str(path), "runs")
+
+
+def test_a_study_takes_the_settings_of_a_recipe_and_what_to_reach(tmp_path: Path) -> None:
+    folder = tmp_path / "recipes"
+    folder.mkdir()
+    (folder / "recipe.yaml").write_text("model: cnn\nepochs: 7\nlr: 0.5\nexpected: 0.9\n")
+    path = folder / "study.yaml"
+    path.write_text("config: recipe.yaml\ndata: d\nepochs: 3\nranks: [1, 2]\nto_accuracy: 0.8\n")
+    study = sweep.load(str(path), "runs/s")
+    runs = [run for cell in study.cells for run in cell.runs]
+    assert {(run.ranks, run.epochs, run.lr, run.expected) for run in runs} == {
+        (1, 3, 0.5, 0.8),
+        (2, 3, 0.5, 0.8),
+    }
+    path.write_text("config: recipe.yaml\ndata: d\n")
+    (cell,) = sweep.load(str(path), "runs/s").cells
+    assert (cell.runs[0].expected, cell.runs[0].epochs) == (0.9, 7)
+    path.write_text("config: nowhere.yaml\ndata: d\n")
+    with pytest.raises(UsageError, match=r"nowhere\.yaml"):
+        sweep.load(str(path), "runs/s")

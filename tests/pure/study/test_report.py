@@ -236,3 +236,24 @@ def test_predictions_of_the_planner_are_beside_what_was_measured(tmp_path: Path)
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[:3] == ["2", "5,000.0", "5,555.0"]
     assert cells[3].startswith("-10.0% (")
+
+
+def test_energy_has_its_price_and_co2_and_what_is_estimated_says_so(tmp_path: Path) -> None:
+    joules = {"RAPL": {"package-0": 7.2e6}}
+    lines = [{"host": "a", "seconds": 101.0, "missing": [], "joules": joules}]
+    runs = tmp_path / "runs"
+    for seed in range(3):
+        write_run(runs / f"1-seed={seed}", 1, 100.0, [100.0] * 2, seed=seed, energy=lines)
+        write_run(runs / f"2-seed={seed}", 2, 190.0, [55.0] * 2, seed=seed)
+    report.write([str(runs)], str(tmp_path / "report"), energy_price=0.3, co2="50-400")
+    text = (tmp_path / "report" / "report.md").read_text()
+    head, _, *rows = text.split("Nothing is estimated but what says so")[1].splitlines()[2:6]
+    cells = dict(zip(head.split(" | "), rows[0].split(" | "), strict=True))
+    assert cells["price of a run's energy"] == "0.6", "two kilowatt-hours"
+    assert cells["grams of CO2 of a run"] == "100 to 800"
+    assert rows[0].endswith("RAPL |")
+    assert rows[1].count(" - ") >= 4, "what was not counted is not estimated"
+    with pytest.raises(UsageError, match="--co2 400-50 is not understood"):
+        report.write([str(runs)], str(tmp_path / "report"), co2="400-50")
+    with pytest.raises(UsageError, match="--energy-price must be 0 or more"):
+        report.write([str(runs)], str(tmp_path / "report"), energy_price=-1.0)
