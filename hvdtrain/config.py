@@ -13,14 +13,16 @@ from hvdtrain.options.deviceoptions import DeviceOptions
 from hvdtrain.options.emulateoptions import EmulateOptions
 from hvdtrain.options.fields import DEFAULT_EPOCHS, Group, Rule, option
 from hvdtrain.options.givenmodel import Model, ModelInConfig
+from hvdtrain.options.imageoptions import ImageOptions
+from hvdtrain.options.optimisationoptions import OptimisationOptions
 from hvdtrain.options.planrequest import PlanRequest, parse_plan_request
 from hvdtrain.options.syncoptions import SyncOptions
 
-Augment = Literal["none", "crop-flip", "resized-crop-flip"]
-
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(ModelInConfig, SyncOptions, EmulateOptions, DeviceOptions):
+class TrainConfig(
+    ModelInConfig, SyncOptions, EmulateOptions, DeviceOptions, OptimisationOptions, ImageOptions
+):
     """One training run; in Python `model` may also be the model itself (see `train`).
 
     Raises:
@@ -29,7 +31,8 @@ class TrainConfig(ModelInConfig, SyncOptions, EmulateOptions, DeviceOptions):
 
     model: Model = option(  # noqa: RUF009
         MISSING,
-        "cnn, resnet18, resnet50, vit_tiny, vit_b16, or package.module:function of your own",
+        "cnn, airbench, resnet18, resnet50, vit_tiny, vit_b16, or package.module:function of your "
+        "own",
         Group.DATA,
         Rule.ONE_LINE,
         "NAME",
@@ -123,45 +126,6 @@ class TrainConfig(ModelInConfig, SyncOptions, EmulateOptions, DeviceOptions):
         Rule.ONE_LINE | Rule.ON_RESUME,
         "FILE",
     )
-    optimizer: Literal["sgd", "adam", "adamw"] = option(
-        "adam", "sgd: with Nesterov momentum", Group.OPTIMISATION
-    )
-    lr: float = option(0.001, "learning rate, used as given", Group.OPTIMISATION, Rule.POSITIVE)
-    lr_base_batch: int | None = option(
-        None,
-        "scale the learning rate by batch size / N (Goyal et al., arXiv 1706.02677)",
-        Group.OPTIMISATION,
-        Rule.POSITIVE,
-    )
-    lr_schedule: Literal["constant", "cosine", "step"] = option(
-        "constant",
-        "constant; cosine to zero; or step: divided by 10 at 50 % and at 75 % of the run",
-        Group.OPTIMISATION,
-    )
-    warmup_epochs: float = option(
-        0.0, "epochs of linear warm-up from zero", Group.OPTIMISATION, Rule.NOT_NEGATIVE
-    )
-    momentum: float = option(0.9, "momentum of sgd", Group.OPTIMISATION, Rule.NOT_NEGATIVE)
-    weight_decay: float = option(0.0, "weight decay", Group.OPTIMISATION, Rule.NOT_NEGATIVE)
-    no_decay: str = option(
-        "norm,bias,position",
-        "parameters without weight decay: norm (scales and shifts of normalisation layers), "
-        "bias, position (position embeddings and class tokens), or none",
-        Group.OPTIMISATION,
-        metavar="KINDS",
-    )
-    label_smoothing: float = option(
-        0.0,
-        "share of each target that is spread over all classes, 0 to below 1",
-        Group.OPTIMISATION,
-        Rule.BELOW_ONE,
-    )
-    clip_norm: float | None = option(
-        None,
-        "scale gradients down to this norm over the whole model",
-        Group.OPTIMISATION,
-        Rule.POSITIVE | Rule.NOT_MIRRORED,
-    )
     gradient_limit: float | None = option(
         None,
         "a step whose gradients have a larger norm than this is bad",
@@ -198,15 +162,6 @@ class TrainConfig(ModelInConfig, SyncOptions, EmulateOptions, DeviceOptions):
     )
     holdout: float = option(
         0.0, "share of the training set held out as validation, 0 to 0.9", Group.DATA, Rule.HOLDOUT
-    )
-    augment: Augment = option(  # noqa: RUF009
-        "none", "crop-flip: shifts, flips; resized-crop-flip: random parts, flips", Group.DATA
-    )
-    cutout: int | None = option(
-        None,
-        "side in pixels of a square that is blanked in each training image",
-        Group.DATA,
-        Rule.POSITIVE,
     )
     normalise: Literal["meanstd", "split", "unit"] = option(
         "meanstd",

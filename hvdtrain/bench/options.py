@@ -3,11 +3,13 @@
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from hvdtrain.config import Augment, TrainConfig, field_of_train
+from hvdtrain.config import TrainConfig, field_of_train
 from hvdtrain.errors import UsageError
 from hvdtrain.host.launchers import ALGORITHMS
 from hvdtrain.options.deviceoptions import Device, Precision
 from hvdtrain.options.fields import about
+from hvdtrain.options.imageoptions import Augment
+from hvdtrain.options.optimisationoptions import Optimizer
 
 LARGEST_MESSAGE = 2**30
 
@@ -27,7 +29,7 @@ class StepConfig:
     microbatches: int | None = field_of_train("microbatches")
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] | None = field_of_train("schedule")
     precision: Precision = field_of_train("precision")
-    optimizer: Literal["sgd", "adam", "adamw"] = field_of_train("optimizer")
+    optimizer: Optimizer = field_of_train("optimizer")
     batch_norm: Literal["local", "sync"] = field_of_train("batch_norm")
     recompute: str | None = field_of_train("recompute")
     label_smoothing: float = field_of_train("label_smoothing")

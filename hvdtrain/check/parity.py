@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.backends.pytorch.parts import build_model, set_learning_rate
+from hvdtrain.backends.pytorch.optimizers import SCALE, set_learning_rate
+from hvdtrain.backends.pytorch.parts import build_model
 from hvdtrain.config import TrainConfig
 from hvdtrain.models.component import Component
 from hvdtrain.options import decay
@@ -204,8 +205,9 @@ class SerialRun:
         )
         self.config, self.images = config, images
         self.reference = Reference(plan, build, rules, draws)
-        undecayed = self.reference.undecayed(decay.parse(config.no_decay))
-        self.optimizer = plain_optimizer(config, self.reference.parameters, undecayed)
+        undecayed = self.reference.of_kinds(decay.parse(config.no_decay))
+        scales = self.reference.factors(decay.parse_scales(config.lr_scale))
+        self.optimizer = plain_optimizer(config, self.reference.parameters, undecayed, scales)
         self.parity = Parity(*tolerances(config))
 
     def compare(self, batch: Batch, done: Done, before: Mapping[str, Tensor]) -> None:
@@ -253,18 +255,51 @@ class SerialRun:
         return largest_errors(actual, expected)
 
 
+class PlainSGDW(torch.optim.SGD):
+    """SGD whose weight decay is apart from the momentum, by the formula."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Subtract rate x decay x weight, and what SGD without decay would."""
+        before = {
+            value: value * group["lr"] * group["weight_decay"]
+            for group in self.param_groups
+            for value in group["params"]
+        }
+        decays = [group.pop("weight_decay") for group in self.param_groups]
+        for group in self.param_groups:
+            group["weight_decay"] = 0.0
+        super().step(closure)
+        for group, rate in zip(self.param_groups, decays, strict=True):
+            group["weight_decay"] = rate
+        for value, part in before.items():
+            value.sub_(part)
+
+
 def plain_optimizer(
-    config: TrainConfig, parameters: Mapping[str, nn.Parameter], undecayed: Collection[str] = ()
+    config: TrainConfig,
+    parameters: Mapping[str, nn.Parameter],
+    undecayed: Collection[str] = (),
+    scales: Mapping[str, float] | None = None,
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of a run as torch's plain loop over tensors."""
+    """Return the optimizer of a run as torch's plain loop over tensors.
+
+    Args:
+        undecayed, scales: as in `make_optimizer`.
+    """
+    scales, decay = scales or {}, config.weight_decay
     groups = [
-        {"params": [value], "weight_decay": 0.0 if name in undecayed else config.weight_decay}
+        {
+            "params": [value],
+            "weight_decay": 0.0 if name in undecayed else decay / scales.get(name, 1.0),
+            SCALE: scales.get(name, 1.0),
+        }
         for name, value in parameters.items()
     ]
     lr = config.learning_rate()
-    if config.optimizer == "sgd":
-        nesterov = config.momentum > 0
-        return torch.optim.SGD(groups, lr, config.momentum, nesterov=nesterov, foreach=False)
+    if config.optimizer in ("sgd", "sgdw"):
+        kind = torch.optim.SGD if config.optimizer == "sgd" else PlainSGDW
+        return kind(groups, lr, config.momentum, nesterov=config.momentum > 0, foreach=False)
     adam = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
     return adam(groups, lr=lr, foreach=False)
 

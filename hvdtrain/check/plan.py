@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hvdtrain.backends.pytorch.batches import check_sizes, input_boundaries
 from hvdtrain.backends.pytorch.build import build_runtime
-from hvdtrain.backends.pytorch.parts import set_learning_rate
+from hvdtrain.backends.pytorch.optimizers import set_learning_rate
 from hvdtrain.backends.pytorch.state import agree_on_weights, gather_tensors
 from hvdtrain.check.mixing import SAMPLES, mixing_component
 from hvdtrain.check.parity import Batch, Done, Parity, SerialRun

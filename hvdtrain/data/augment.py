@@ -6,6 +6,7 @@ used as a hash of a counter.
 """
 
 import math
+from typing import Literal
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -42,14 +43,38 @@ def sample_hash(seed: int, epoch: int, ids: NDArray[np.int64]) -> NDArray[np.uin
     return splitmix64(state ^ ids.astype(np.uint64))
 
 
+Flip = Literal["random", "alternate"]
+Border = Literal["zeros", "reflect"]
+
+
+def is_mirrored(ids: NDArray[np.int64], seed: int, epoch: int, flip: Flip) -> NDArray[np.bool_]:
+    """Return which samples are mirrored in an epoch: bool [n].
+
+    "random": half of them in each epoch. "alternate": each sample in every second epoch, half of
+    them in the even ones (Jordan, arXiv 2404.00498, section 3.6).
+    """
+    bits = sample_hash(seed, epoch if flip == "random" else 0, ids)
+    mirrored = (bits >> np.uint64(63)).astype(bool)
+    return mirrored ^ (epoch % 2 == 1) if flip == "alternate" else mirrored
+
+
 def crop_flip(
-    images: NDArray[np.uint8], ids: NDArray[np.int64], seed: int, epoch: int, padding: int = 4
+    images: NDArray[np.uint8],
+    ids: NDArray[np.int64],
+    seed: int,
+    epoch: int,
+    padding: int = 4,
+    border: Border = "zeros",
+    flip: Flip = "random",
 ) -> NDArray[np.uint8]:
     """Return the images shifted by up to `padding` pixels each way, half of them mirrored.
 
-    `images` is uint8 [n, height, width, channels]; a new array of that shape is returned. Pixels
-    from outside the image are 0. This is the augmentation of He et al. (2016) for CIFAR: pad by 4,
-    crop at random, flip.
+    `images` is uint8 [n, height, width, channels]; a new array of that shape is returned. By
+    default this is the augmentation of He et al. (2016) for CIFAR: pad by 4, crop at random, flip.
+
+    Args:
+        border: what comes into the image: zeros, or the pixels beside its border, mirrored.
+        flip: as in `is_mirrored`.
     """
     count, height, width, channels = images.shape
     if count == 0:
@@ -58,10 +83,7 @@ def crop_flip(
     bits = sample_hash(seed, epoch, ids)
     top = _below(places, bits & np.uint64(0xFFFFFF))
     left = _below(places, (bits >> np.uint64(24)) & np.uint64(0xFFFFFF))
-    mirrored = (bits >> np.uint64(63)).astype(bool)
-
-    padded = np.zeros((count, height + 2 * padding, width + 2 * padding, channels), np.uint8)
-    padded[:, padding : padding + height, padding : padding + width] = images
+    padded = _padded(images, padding, border)
     # lines[i, y, x] is the line of `width` pixels that starts at (y, x) of image i, as one item:
     # a crop is then a gather of `height` items, each copied as a block.
     line = np.dtype((np.void, width * channels))
@@ -74,12 +96,34 @@ def crop_flip(
     cropped = lines[np.arange(count)[:, None], rows, left[:, None]]
     result: NDArray[np.uint8] = cropped.view(np.uint8).reshape(images.shape)
     pixels = result.view(np.dtype((np.void, channels)))[..., 0]
+    mirrored = is_mirrored(ids, seed, epoch, flip)
     pixels[mirrored] = pixels[mirrored, :, ::-1]
     return result
 
 
+def _padded(images: NDArray[np.uint8], padding: int, border: Border) -> NDArray[np.uint8]:
+    """Return images with `padding` more pixels at each side."""
+    _, height, width, _ = images.shape
+    if border == "reflect":
+        rows, columns = (
+            reflected(np.arange(-padding, length + padding), length) for length in (height, width)
+        )
+        return np.ascontiguousarray(images[:, rows[:, None], columns])
+    count, _, _, channels = images.shape
+    padded = np.zeros((count, height + 2 * padding, width + 2 * padding, channels), np.uint8)
+    padded[:, padding : padding + height, padding : padding + width] = images
+    return padded
+
+
+def reflected(places: NDArray[np.intp], length: int) -> NDArray[np.intp]:
+    """Return which pixels of a line are at these places, if the line goes back at both ends."""
+    period = max(1, 2 * (length - 1))
+    places = places % period
+    return np.minimum(places, period - places)
+
+
 def resized_crop_flip(
-    image: Image, sample: int, seed: int, epoch: int, size: int
+    image: Image, sample: int, seed: int, epoch: int, size: int, flip: Flip = "random"
 ) -> NDArray[np.uint8]:
     """Return a random part of an RGB image, scaled to a square and mirrored half of the time.
 
@@ -87,11 +131,15 @@ def resized_crop_flip(
     of 3/4 to 4/3 (Szegedy et al., arXiv 1409.4842, in the form of torchvision). The scaling is
     that of `resize`.
     """
-    bits = sample_hash(seed, epoch, np.array([sample], np.int64))
+    ids = np.array([sample], np.int64)
+    bits = sample_hash(seed, epoch, ids)
     box = crop_box(image.height, image.width, bits)
     result = scaled(image, size, size, box)
-    is_mirrored = bool(splitmix64(bits ^ np.uint64(_FIELD))[0] >> np.uint64(63))
-    return np.ascontiguousarray(result[:, ::-1]) if is_mirrored else result
+    if flip == "alternate":
+        turned = bool(is_mirrored(ids, seed, epoch, flip)[0])
+    else:
+        turned = bool(splitmix64(bits ^ np.uint64(_FIELD))[0] >> np.uint64(63))
+    return np.ascontiguousarray(result[:, ::-1]) if turned else result
 
 
 def crop_box(height: int, width: int, bits: NDArray[np.uint64]) -> tuple[int, int, int, int]:

@@ -10,6 +10,7 @@ from hvdtrain.host.harmless import LARGEST_WHOLE
 from hvdtrain.options import decay, injection
 from hvdtrain.options.emulateoptions import check_emulation
 from hvdtrain.options.fields import DEFAULT_EPOCHS, Rule, flag
+from hvdtrain.options.imageoptions import DEFAULT_SHIFT
 from hvdtrain.options.planrequest import (
     ADAPTIVE,
     Chosen,
@@ -17,7 +18,7 @@ from hvdtrain.options.planrequest import (
     Replicated,
     parse_plan_request,
 )
-from hvdtrain.options.syncrequest import AUTO_SYNC, check_sync, parse_sync_request
+from hvdtrain.options.syncrequest import AUTO_SYNC, NO_SYNC, check_sync, parse_sync_request
 
 # The allowed values, as the end of a message about another one.
 LIMITS = {
@@ -25,6 +26,7 @@ LIMITS = {
     Rule.NOT_NEGATIVE: "0 or more",
     Rule.HOLDOUT: "between 0 and 0.9",
     Rule.BELOW_ONE: "0 or more and below 1",
+    Rule.SHARE: "between 0 and 1",
     Rule.ONE_LINE: "one line of text",
 }
 CHOSEN_PLANS_ONLY = ("memory_limit", "profile")
@@ -44,6 +46,7 @@ def check_values(options: Sequence[Field[Any]], values: Mapping[str, Any]) -> No
     _check_framework(options, values)
     interval(values["checkpoint_every"])
     decay.parse(values["no_decay"])
+    decay.parse_scales(values["lr_scale"])
     if values["inject"]:
         injection.parse(values["inject"], values["ranks"] or MOST_RANKS)
     _check_together(values)
@@ -75,6 +78,8 @@ def _holds(rule: Rule, value: Any) -> bool:
         return bool(0 < value < float("inf"))
     if rule is Rule.HOLDOUT:
         return bool(0 <= value <= 0.9)
+    if rule is Rule.SHARE:
+        return bool(0 <= value <= 1)
     return bool(0 <= value < (1 if rule is Rule.BELOW_ONE else float("inf")))
 
 
@@ -104,8 +109,29 @@ def _check_together(values: Mapping[str, Any]) -> None:
         for name in CHOSEN_PLANS_ONLY:
             if values[name] is not None and not (is_measured and name == "profile"):
                 raise UsageError(f"{flag(name)} needs --plan auto or --plan adaptive")
+    _check_optimisation(values)
     if values["resume"] and values["run"] is None:
         raise UsageError("--resume needs --run: give the folder of the run to resume")
+
+
+def _check_optimisation(values: Mapping[str, Any]) -> None:
+    """Refuse options of the optimizer that exclude each other, or would have no effect."""
+    for name, unused in (("lookahead", None), ("lr_scale", "none")):
+        if values[name] != unused and parse_sync_request(values["sync"]) != NO_SYNC:
+            raise UsageError(f"{flag(name)} needs --sync exact: leave one of them out")
+    if values["lookahead"] is not None and values["memory_limit"] is not None:
+        raise UsageError(
+            "--memory-limit does not count the slow weights of --lookahead: leave one of them out"
+        )
+    is_moved = values["border"] != "zeros" or values["shift"] != DEFAULT_SHIFT
+    if is_moved and values["augment"] != "crop-flip":
+        raise UsageError(
+            "--shift and --border need --augment crop-flip: add it, or leave them out"
+        )
+    if values["flip"] != "random" and values["augment"] == "none":
+        raise UsageError("--flip alternate needs --augment: add it, or leave this out")
+    if values["optimizer"] == "sgdw" and values["framework"] == "tensorflow":
+        raise UsageError("--optimizer sgdw is not supported with --framework tensorflow: use sgd")
 
 
 def _check_schedules(values: Mapping[str, Any], epochs: int) -> None:

@@ -118,8 +118,8 @@ def differences(
     current, old = asdict(new), old | values_of_older_version(old)
     if new.weight_decay == 0:
         may_change = may_change | {"no_decay"}
-    if new.lr_schedule != "constant":
-        may_change = may_change - {"epochs", "max_steps"}  # they stretch the schedule
+    if new.lr_schedule != "constant" or new.lookahead is not None:
+        may_change = may_change - {"epochs", "max_steps"}  # they stretch schedules
     if {old.get("sync"), new.sync} == {"auto", "exact"}:  # before and after the choice
         may_change = may_change | {"sync", "compress", "compress_after"}
     return [

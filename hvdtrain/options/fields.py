@@ -25,6 +25,7 @@ class Rule(Flag):
     NOT_NEGATIVE = auto()
     HOLDOUT = auto()
     BELOW_ONE = auto()
+    SHARE = auto()
     ONE_LINE = auto()
     ON_RESUME = auto()  # a resumed run may have another value
     IN_STUDY = auto()

@@ -83,9 +83,14 @@ class Reference:
         by_stage = (stage.models[0].parameters() for stage in self.stages)
         return {name: value for parameters in by_stage for name, value in parameters.items()}
 
-    def undecayed(self, kinds: frozenset[str]) -> frozenset[str]:
-        """Return the names of parameters without weight decay, as `StageModel.undecayed`."""
-        return frozenset().union(*(stage.models[0].undecayed(kinds) for stage in self.stages))
+    def of_kinds(self, kinds: frozenset[str]) -> frozenset[str]:
+        """Return the names of the parameters of these kinds, as `StageModel.of_kinds`."""
+        return frozenset().union(*(stage.models[0].of_kinds(kinds) for stage in self.stages))
+
+    def factors(self, by_kind: Mapping[str, float]) -> dict[str, float]:
+        """Return the factors of parameters by name, as `StageModel.factors`."""
+        of_stages = [stage.models[0].factors(by_kind) for stage in self.stages]
+        return {name: factor for factors in of_stages for name, factor in factors.items()}
 
     def put(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy in parameters and buffers by name; skip those whose shape differs."""

@@ -213,6 +213,10 @@ class Runtime:
     def _finish_forward(self, step: Step, task: Task, logits: Tensor) -> None:
         labels = step.targets.pop(task.key)
         logits = logits if logits.dtype == torch.float64 else logits.float()
+        if not torch.is_grad_enabled():
+            logits = step.logits[task.key] = _add(
+                step.logits.get(task.key), logits if step.weight == 1 else step.weight * logits
+            )
         smoothing = self.settings.label_smoothing if torch.is_grad_enabled() else 0.0
         loss_sum = functional.cross_entropy(
             logits, labels, reduction="sum", label_smoothing=smoothing

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
-from hvdtrain.options.decay import is_exempt
+from hvdtrain.options.decay import KINDS, is_exempt
 from hvdtrain.parallel.batchnorm import Moments, SynchronisedBatchNorm
 from hvdtrain.parallel.checksums import digest, fingerprint
 from hvdtrain.parallel.memoryformat import keeping_format
@@ -75,18 +75,23 @@ class StageModel:
             if parameter.requires_grad
         }
 
-    def undecayed(self, kinds: frozenset[str]) -> frozenset[str]:
-        """Return the names of the parameters without weight decay.
-
-        Args:
-            kinds: of exempt parameters, from `decay.KINDS`.
-        """
+    def of_kinds(self, kinds: frozenset[str]) -> frozenset[str]:
+        """Return the names of the parameters of these kinds, from `decay.KINDS`."""
         return frozenset(
             f"{name}.{path}"
             for name, component in self.components.items()
             for path, value in component.named_parameters()
             if is_exempt(kinds, path, _layer_of(component, path), value.dim())
         )
+
+    def factors(self, by_kind: Mapping[str, float]) -> dict[str, float]:
+        """Return by name the factor of a parameter's kind; of several kinds, the first counts."""
+        return {
+            name: by_kind[kind]
+            for kind in reversed(KINDS)
+            if kind in by_kind
+            for name in self.of_kinds(frozenset((kind,)))
+        }
 
     def statistics(self) -> dict[str, Tensor]:
         """Return the running statistics of batch norms by name, as `parameters`."""

@@ -30,6 +30,9 @@ class Held(dict[Key, tuple[Tensor, int]]):
         return tensor
 
 
+Logits = dict[Key, Tensor]  # of the last stage, by micro-batch
+
+
 @dataclass
 class Step:
     """One step of one rank.
@@ -45,6 +48,8 @@ class Step:
         pending_weights: the second halves of split backwards.
         loss_sum: over this rank's samples in the last stage.
         correct: correctly classified samples of this rank in the last stage; evaluation only.
+        weight: of the logits of this view of the images; evaluation only.
+        logits: weighted sums over the views of the images so far; evaluation only.
         seconds: by kind of action, without waiting.
         reduction: time of the gradient reductions.
         waited: time spent waiting for other ranks, without reductions.
@@ -63,6 +68,8 @@ class Step:
     pending_weights: dict[Key, list[Group]] = field(default_factory=dict)
     loss_sum: Tensor | None = None
     correct: Tensor | None = None
+    weight: float = 1.0
+    logits: Logits = field(default_factory=dict)
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     reduction: ReductionTime = field(default_factory=ReductionTime)
     waited: WaitTime = field(default_factory=WaitTime)

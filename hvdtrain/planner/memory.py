@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 RESERVE = 0.15  # share of a memory limit for memory that is not counted
-OPTIMIZER_COPIES = {"sgd": 1, "adam": 2, "adamw": 2}  # copies of the parameters
+OPTIMIZER_COPIES = {"sgd": 1, "sgdw": 1, "adam": 2, "adamw": 2}  # copies of the parameters
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.options.deviceoptions import Device, Precision
 from hvdtrain.options.fields import about
 from hvdtrain.options.givenmodel import Model, ModelInConfig
+from hvdtrain.options.optimisationoptions import Optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +31,13 @@ class PlanConfig(ModelInConfig):
         metadata=about("fp32, bf16 or fp64", default="fp64 for check, else fp32"),
     )
     device: Device = field(default="cpu", metadata=about("device of the steps (check)"))
-    optimizer: Literal["sgd", "adam", "adamw"] = field_of_train("optimizer")
+    optimizer: Optimizer = field_of_train("optimizer")
     lr: float = field_of_train("lr")
     momentum: float = field_of_train("momentum")
     weight_decay: float = field_of_train("weight_decay")
     no_decay: str = field_of_train("no_decay")
+    lr_scale: str = field_of_train("lr_scale")
+    lookahead: int | None = field_of_train("lookahead")
     label_smoothing: float = field_of_train("label_smoothing")
     clip_norm: float | None = field_of_train("clip_norm")
     batch_norm: Literal["local", "sync"] = field_of_train("batch_norm")

@@ -86,16 +86,17 @@ def augmentation(config: TrainConfig, mean: Sequence[float], epoch: int) -> Augm
     """
 
     def picture(image: Image, sample: int, size: int) -> np.ndarray:
-        return resized_crop_flip(image, sample, config.seed, epoch, size)
+        return resized_crop_flip(image, sample, config.seed, epoch, size, config.flip)
 
     def batch(batch: Batch) -> Batch:
         images = batch.images
         if config.augment == "crop-flip":
-            images = crop_flip(images, batch.ids, config.seed, epoch)
+            images = crop_flip(images, batch.ids, config.seed, epoch, *moves)
         if config.cutout is not None:
             cutout(images, batch.ids, config.seed, epoch, config.cutout, fill)
         return Batch(images, batch.labels, batch.ids)
 
+    moves = config.shift, config.border, config.flip
     fill = np.round(255 * np.asarray(mean)).astype(np.uint8)
     has_batch = config.augment == "crop-flip" or config.cutout is not None
     return Augmentation(

@@ -34,7 +34,7 @@ from hvdtrain.training.progress import Stopwatch, learning_rate
 from hvdtrain.training.run import Run, open_run
 from hvdtrain.training.session import Result, Session, StepRecord
 from hvdtrain.training.steplog import StepLog, check_replicas, compare_fingerprints
-from hvdtrain.training.summary import TrainResult, announce, summarise
+from hvdtrain.training.summary import TrainResult, announce, expectation_line, summarise
 from hvdtrain.world import World
 from hvdtrain.world import start as start_world
 from hvdtrain.world import stop as stop_world
@@ -138,6 +138,8 @@ def _train(run: Run) -> dict[str, Any]:
         f"({summary['images_per_second']:,.0f} images/s on {run.session.world.size} rank(s)); "
         f"{run.journal.folder.path}"
     )
+    if line := expectation_line(summary):
+        run.console.say(line)
     return summary
 
 

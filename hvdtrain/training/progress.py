@@ -105,22 +105,41 @@ class Stopwatch:
 def learning_rate(config: TrainConfig, epoch_length: int, position: int) -> float:
     """Return the learning rate of the step that starts at `position` (samples consumed so far).
 
-    Linear warm-up from zero (Goyal et al., arXiv 1706.02677). Then it is constant, follows a
-    cosine to zero (Loshchilov and Hutter, arXiv 1608.03983), or is divided by ten at 50 % and at
-    75 % of training.
+    Linear warm-up (Goyal et al., arXiv 1706.02677). Then it is constant, follows a cosine
+    (Loshchilov and Hutter, arXiv 1608.03983) or a line down to its end, or is divided by ten at
+    50 % and at 75 % of training.
     """
-    peak = config.learning_rate()
+    peak, start, end = config.learning_rate(), config.lr_start, config.lr_end
     warmup = config.warmup_epochs * epoch_length
     if position < warmup:
-        return peak * min(1.0, (position + config.batch_size) / warmup)
+        return peak * (start + (1 - start) * min(1.0, (position + config.batch_size) / warmup))
     total = config.total_samples(epoch_length)
     done = min(1.0, (position - warmup) / max(1.0, total - warmup))
     if config.lr_schedule == "cosine":
-        return peak * 0.5 * (1 + math.cos(math.pi * done))
+        return peak * (end + (1 - end) * 0.5 * (1 + math.cos(math.pi * done)))
+    if config.lr_schedule == "linear":
+        return peak * (1 - (1 - end) * done)
     if config.lr_schedule == "step":
         progress = position / total
         return peak * (0.01 if progress >= 0.75 else 0.1 if progress >= 0.5 else 1.0)
     return peak
+
+
+def slow_share(config: TrainConfig, epoch_length: int, position: int) -> float | None:
+    """Return how much of the slow weights stays after the step that starts at `position`.
+
+    It grows from 0 to `--lookahead-share` with the cube of the progress. None: weights and slow
+    weights do not meet after this step. After the last step they always do.
+    """
+    if config.lookahead is None:
+        return None
+    total = config.total_samples(epoch_length)
+    epoch, offset = divmod(position, epoch_length)
+    steps = epoch * -(-epoch_length // config.batch_size) + offset // config.batch_size + 1
+    end = min(position + config.batch_size, (epoch + 1) * epoch_length)
+    if steps % config.lookahead and end < total:
+        return None
+    return config.lookahead_share * (position / total) ** 3
 
 
 def _fits(value: Any, kind: Any) -> bool:

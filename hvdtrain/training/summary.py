@@ -93,6 +93,7 @@ def summarise(run: Run, startup_seconds: float) -> dict[str, Any]:
         "peak_memory_bytes": session.world.gather(session.device.peak_memory_bytes()),
         "final": progress.final,
         "best": progress.best,
+        **_expectation(run),
         "weights_sha256": digest,
         "disturbance": _disturbance(run),
         "energy": _energy(run),
@@ -100,6 +101,27 @@ def summarise(run: Run, startup_seconds: float) -> dict[str, Any]:
         "versions": versions(session.libraries),
         **_emulated(run),
     }
+
+
+def _expectation(run: Run) -> dict[str, Any]:
+    """Return whether the run reached the accuracy that it should, under its key."""
+    expected, reached = run.session.config.expected, run.progress.final.get("test_accuracy")
+    if expected is None or not run.complete:
+        return {}
+    is_reached = reached >= expected if reached is not None else None
+    return {"expectation": {"test_accuracy": expected, "is_reached": is_reached}}
+
+
+def expectation_line(summary: Mapping[str, Any]) -> str:
+    """Return whether a run reached what it should, in words; empty if nothing was expected."""
+    if "expectation" not in summary:
+        return ""
+    expected = summary["expectation"]["test_accuracy"]
+    reached = summary["final"]["test_accuracy"]
+    if reached is None:
+        return f"expected a test accuracy of {expected:.2%}: not evaluated"
+    verdict = "reached" if summary["expectation"]["is_reached"] else "NOT reached"
+    return f"expected a test accuracy of {expected:.2%}: {verdict}, it is {reached:.2%}"
 
 
 def _shares(run: Run) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from hvdtrain.checkpoint.store import Checkpoint
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
 from hvdtrain.data.index import read_index
+from hvdtrain.data.views import views
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.models.component import Component, tensor_shapes
 from hvdtrain.options import configfile
@@ -49,7 +50,15 @@ class Trained:
     images: Images
 
     def logits(self, images: np.ndarray) -> Tensor:
-        """Return the logits [n, classes] of images, uint8 [n, size, size, 3], as training does."""
+        """Return the logits [n, classes] of images, uint8 [n, size, size, 3], as training does.
+
+        They are the mean over the views of `--test-augment`.
+        """
+        seen = views(self.config.test_augment)
+        logits = [view.weight * self._logits(view.of(images)) for view in seen]
+        return torch.stack(logits).sum(0) if len(seen) > 1 else logits[0]
+
+    def _logits(self, images: np.ndarray) -> Tensor:
         with torch.inference_mode(), self._autocast():
             logits = self.model(self.images(images))
         return logits if logits.dtype == torch.float64 else logits.float()

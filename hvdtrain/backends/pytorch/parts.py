@@ -4,13 +4,12 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from functools import partial
-from inspect import unwrap
-from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from hvdtrain.backends.pytorch.agreement import open_groups, stage_gradients, stage_meetings
+from hvdtrain.backends.pytorch.optimizers import make_optimizer
 from hvdtrain.backends.pytorch.servers import served_part
 from hvdtrain.config import TrainConfig
 from hvdtrain.emulate.components import sleep_in_updates
@@ -27,8 +26,6 @@ from hvdtrain.plan.plan import Plan
 from hvdtrain.sync.gradients import SerialGradients
 from hvdtrain.sync.local import Trained
 from hvdtrain.world import World
-
-Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
 
 PROBED_IMAGES = 2  # a batch of one image does not show its memory format
 COMPILED_VARIANTS = 1024
@@ -106,54 +103,13 @@ def stage_optimizer(
         trained: what it updates, by the name of the parameter; by default the parameters.
     """
     parameters = model.parameters() if trained is None else trained
-    free = model.undecayed(decay.parse(config.no_decay))
     if not parameters:
         return None
-    optimizer = make_optimizer(config, parameters, free)
+    free = model.of_kinds(decay.parse(config.no_decay))
+    scales = model.factors(decay.parse_scales(config.lr_scale))
+    optimizer = make_optimizer(config, parameters, free, scales)
     sleep_in_updates(optimizer, list(model.components.values()))
     return optimizer
-
-
-def make_optimizer(
-    config: TrainConfig,
-    parameters: Mapping[str, nn.Parameter],
-    undecayed: frozenset[str] = frozenset(),
-) -> torch.optim.Optimizer:
-    """Return the optimizer of a run, with torch's fused kernels.
-
-    Args:
-        undecayed: names of the parameters without weight decay.
-    """
-    lr, decay = config.learning_rate(), config.weight_decay
-    values: list[Any] = list(parameters.values())
-    if decay and not undecayed.isdisjoint(parameters):
-        free = [value for name, value in parameters.items() if name in undecayed]
-        others = [value for name, value in parameters.items() if name not in undecayed]
-        values = [{"params": others}] if others else []
-        values.append({"params": free, "weight_decay": 0.0})
-    if config.optimizer == "sgd":
-        nesterov = config.momentum > 0
-        sgd = _without_compiler(torch.optim.SGD)
-        return sgd(values, lr, config.momentum, 0, decay, nesterov, fused=True)
-    adam = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
-    return _without_compiler(adam)(values, lr=lr, weight_decay=decay, fused=True)
-
-
-def _without_compiler(kind: type[Kind]) -> type[Kind]:
-    """Return the class with methods that have no guards against being compiled.
-
-    Torch's guards load its compiler, which takes a third of a rank's start-up time, and this
-    toolkit never compiles an optimizer.
-    """
-    methods = {name: unwrap(getattr(kind, name)) for name in ("add_param_group", "zero_grad")}
-    step = torch.no_grad()(unwrap(kind.step))
-    return cast(type[Kind], type(kind.__name__, (kind,), methods | {"step": step}))
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
-    """Use `value` as the learning rate of the next steps."""
-    for group in optimizer.param_groups:
-        group["lr"] = value
 
 
 def build_model(

@@ -16,20 +16,22 @@ from torch import Tensor
 from typing_extensions import override
 
 from hvdtrain.backends.pytorch.diagnosis import diagnose
-from hvdtrain.backends.pytorch.parts import set_learning_rate
+from hvdtrain.backends.pytorch.optimizers import set_learning_rate, set_slow_share
 from hvdtrain.backends.pytorch.state import TorchState
 from hvdtrain.data.order import Rows
+from hvdtrain.data.views import views
 from hvdtrain.emulate.world import emulation_of
 from hvdtrain.host.activity import Activity
 from hvdtrain.host.memory import return_freed_memory
 from hvdtrain.options.syncrequest import NO_SYNC
 from hvdtrain.parallel.runtime import Runtime
-from hvdtrain.parallel.step import Step
+from hvdtrain.parallel.step import Logits, Step
 from hvdtrain.plan import program, trace
 from hvdtrain.plan.actions import COMPUTE
 from hvdtrain.plan.cut import Cut, cut
 from hvdtrain.plan.program import Program
 from hvdtrain.training.feed import Feed, step_seed, take_rows
+from hvdtrain.training.progress import slow_share
 from hvdtrain.training.session import (
     Device,
     Faults,
@@ -220,9 +222,11 @@ class TorchSession(Session):
 
     @override
     def train(self, feed: Feed, position: int, batch_size: int, rate: float) -> Result:
+        share = slow_share(self.config, len(self.train_rows), position)
         for part in self.state.parts.values():
             if part.optimizer is not None:
                 set_learning_rate(part.optimizer, rate)
+                set_slow_share(part.optimizer, share)
         self._seed(position)
         todo = self._next_program(batch_size, is_training=True)
         epoch, offset = divmod(position, len(self.train_rows))
@@ -263,9 +267,14 @@ class TorchSession(Session):
     @override
     def evaluate(self, batches: Iterable[tuple[Feed, int]]) -> tuple[float, float]:
         totals = torch.zeros(2, dtype=torch.float64, device=self.runtime.device)
+        seen = views(self.config.test_augment)
         for feed, batch_size in batches:
             todo = self._next_program(batch_size, is_training=False)
-            step = self.runtime.evaluate(Step(todo, feed.images, feed.labels))
+            logits: Logits = {}
+            for view in seen:
+                images = view.of(feed.images)
+                step = Step(todo, images, feed.labels, weight=view.weight, logits=logits)
+                self.runtime.evaluate(step)
             if step.loss_sum is not None and step.correct is not None:
                 totals += torch.stack([step.loss_sum.double(), step.correct.double()])
         loss_sum, correct = totals.tolist()

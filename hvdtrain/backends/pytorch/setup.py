@@ -24,6 +24,7 @@ from hvdtrain.backends.pytorch.session import (
     device_of,
 )
 from hvdtrain.backends.pytorch.state import TorchState, check_dtypes
+from hvdtrain.backends.pytorch.whitening import whitened
 from hvdtrain.check.verify import Trial, verify
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
@@ -79,8 +80,10 @@ def open_session(config: TrainConfig, world: World) -> TorchSession:
     train_rows, held_rows = order.holdout(
         index.splits["train"].count, config.holdout, index.hash, config.seed
     )
-    plan = _agreed_plan(config, components, index, len(train_rows), world)
     normal = normalisation(config.normalise, index, train_rows, world)
+    if config.whiten and config.emulate is None:
+        components = whitened(config, components, index, train_rows, normal, world)
+    plan = _agreed_plan(config, components, index, len(train_rows), world)
     images = _images(config, normal, world)
     is_chosen, chosen = plan is None, None
     if is_chosen or config.sync_request == AUTO_SYNC:

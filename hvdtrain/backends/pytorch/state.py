@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from hvdtrain.backends.pytorch.optimizers import SLOW
 from hvdtrain.checkpoint import store
 from hvdtrain.checkpoint.format import DTYPES
 from hvdtrain.checkpoint.store import MODEL, OPTIMIZER, SYNC, owners
@@ -315,9 +316,12 @@ def state_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """Return keys and shapes of the optimizer's tensors for a parameter after the first step."""
     same = tuple(parameter)
-    if config.optimizer == "sgd":
-        return {"momentum_buffer": same} if config.momentum > 0 else {}
-    return {"step": (), "exp_avg": same, "exp_avg_sq": same}
+    shapes: dict[str, tuple[int, ...]] = {}
+    if config.optimizer in ("adam", "adamw"):
+        shapes = {"step": (), "exp_avg": same, "exp_avg_sq": same}
+    elif config.momentum > 0:
+        shapes = {"momentum_buffer": same}
+    return shapes if config.lookahead is None else shapes | {SLOW: same}
 
 
 def restore_state(

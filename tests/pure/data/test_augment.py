@@ -1,5 +1,7 @@
 """Crop and flip equal a naive loop, and depend on (seed, epoch, id) alone."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -8,9 +10,12 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from hvdtrain.data.augment import (
+    Border,
+    Flip,
     crop_box,
     crop_flip,
     cutout,
+    is_mirrored,
     resized_crop_flip,
     sample_hash,
     splitmix64,
@@ -25,16 +30,27 @@ def some_images(count: int, height: int = 8, width: int = 6, channels: int = 3) 
 
 
 def naive_crop_flip(
-    images: Images, ids: NDArray[np.int64], seed: int, epoch: int, padding: int
+    images: Images,
+    ids: NDArray[np.int64],
+    seed: int,
+    epoch: int,
+    padding: int,
+    border: Border = "zeros",
+    flip: Flip = "random",
 ) -> Images:
     result = np.zeros_like(images)
     _, height, width, _ = images.shape
     for i, bits in enumerate(sample_hash(seed, epoch, ids).tolist()):
         top = ((bits & 0xFFFFFF) * (2 * padding + 1)) >> 24
         left = ((bits >> 24 & 0xFFFFFF) * (2 * padding + 1)) >> 24
-        border = ((padding, padding), (padding, padding), (0, 0))
-        crop = np.pad(images[i], border)[top : top + height, left : left + width]
-        result[i] = crop[:, ::-1] if bits >> 63 else crop
+        sides = ((padding, padding), (padding, padding), (0, 0))
+        padded = np.pad(images[i], sides, "constant" if border == "zeros" else "reflect")
+        crop = padded[top : top + height, left : left + width]
+        mirrored = bits >> 63
+        if flip == "alternate":
+            start = int(sample_hash(seed, 0, ids[i : i + 1])[0]) >> 63
+            mirrored = (start + epoch) % 2
+        result[i] = crop[:, ::-1] if mirrored else crop
     return result
 
 
@@ -46,17 +62,28 @@ def naive_crop_flip(
     padding=st.integers(0, 5),
     seed=st.integers(-5, 2**40),
     epoch=st.integers(0, 1000),
+    border=st.sampled_from(["zeros", "reflect"]),
+    flip=st.sampled_from(["random", "alternate"]),
 )
 def test_it_is_the_obvious_loop(
-    count: int, height: int, width: int, channels: int, padding: int, seed: int, epoch: int
+    count: int,
+    height: int,
+    width: int,
+    channels: int,
+    padding: int,
+    seed: int,
+    epoch: int,
+    border: Border,
+    flip: Flip,
 ) -> None:
     images = some_images(count, height, width, channels)
     before = images.copy()
     ids = np.arange(count, dtype=np.int64) * 7919
-    result = crop_flip(images, ids, seed, epoch, padding)
+    how = padding, border, flip
+    result = crop_flip(images, ids, seed, epoch, *how)
     assert result.dtype == np.uint8
     assert not np.shares_memory(result, images)
-    np.testing.assert_array_equal(result, naive_crop_flip(images, ids, seed, epoch, padding))
+    np.testing.assert_array_equal(result, naive_crop_flip(images, ids, seed, epoch, *how))
     np.testing.assert_array_equal(images, before)
 
 
@@ -218,3 +245,19 @@ def test_a_part_of_an_odd_image_is_its_largest_with_an_allowed_shape() -> None:
     bits = sample_hash(0, 0, np.array([3]))
     assert crop_box(2, 1000, bits) == (498, 0, 501, 2)
     assert crop_box(1000, 3, bits) == (0, 498, 3, 502)
+
+
+def test_alternating_flips_turn_every_image_in_every_epoch() -> None:
+    ids = np.arange(4000, dtype=np.int64)
+    by_epoch = [is_mirrored(ids, 3, epoch, "alternate") for epoch in range(4)]
+    assert abs(by_epoch[0].mean() - 0.5) < 0.03
+    for before, after in pairwise(by_epoch):
+        np.testing.assert_array_equal(after, ~before)
+    at_random = [is_mirrored(ids, 3, epoch, "random") for epoch in range(2)]
+    assert abs((at_random[0] == at_random[1]).mean() - 0.5) < 0.03
+    photo = Image.fromarray(some_images(1, 9, 9)[0])
+    for epoch in range(2):
+        turned = resized_crop_flip(photo, 5, 3, epoch, 8, "alternate")
+        plain = resized_crop_flip(photo, 5, 3, epoch, 8)
+        is_same = np.array_equal(turned, plain)
+        assert is_same or np.array_equal(turned[:, ::-1], plain)

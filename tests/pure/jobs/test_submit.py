@@ -16,12 +16,23 @@ def test_it_is_that_of_earlier_versions() -> None:
     assert folder() == "runs/cnn-2-f170ef07"
 
 
-@pytest.mark.parametrize("values", [{"eval_every": 3}, {"verify": True}, {"resume": "auto"}])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"eval_every": 3},
+        {"verify": True},
+        {"resume": "auto"},
+        {"test_augment": "flip"},
+        {"expected": 0.9},
+    ],
+)
 def test_how_often_a_run_is_looked_at_makes_no_other_one(values: dict[str, Any]) -> None:
     """A second submission, with another --eval-every, started the run over in another folder."""
     assert folder(**values) == folder()
 
 
-@pytest.mark.parametrize("values", [{"lr": 0.5}, {"seed": 1}, {"no_decay": "none"}])
+@pytest.mark.parametrize(
+    "values", [{"lr": 0.5}, {"seed": 1}, {"no_decay": "none"}, {"whiten": True}]
+)
 def test_what_is_computed_does(values: dict[str, Any]) -> None:
     assert folder(**values) != folder()

@@ -1,0 +1,100 @@
+"""The options of the optimizer, its learning rate and the weights that it averages."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hvdtrain.options.fields import Group, Rule, option
+
+Optimizer = Literal["sgd", "sgdw", "adam", "adamw"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimisationOptions:
+    """The optimizer, its schedule, and what the run should reach."""
+
+    optimizer: Optimizer = option(  # noqa: RUF009
+        "adam",
+        "sgd: with Nesterov momentum; sgdw: with weight decay apart from the momentum (Loshchilov "
+        "and Hutter, arXiv 1711.05101)",
+        Group.OPTIMISATION,
+    )
+    lr: float = option(0.001, "learning rate, used as given", Group.OPTIMISATION, Rule.POSITIVE)
+    lr_base_batch: int | None = option(
+        None,
+        "scale the learning rate by batch size / N (Goyal et al., arXiv 1706.02677)",
+        Group.OPTIMISATION,
+        Rule.POSITIVE,
+    )
+    lr_schedule: Literal["constant", "cosine", "linear", "step"] = option(
+        "constant",
+        "constant; cosine or linear down to --lr-end; or step: divided by 10 at 50 % and at 75 % "
+        "of the run",
+        Group.OPTIMISATION,
+    )
+    lr_start: float = option(
+        0.0,
+        "where the warm-up starts, as a share of the learning rate",
+        Group.OPTIMISATION,
+        Rule.SHARE,
+    )
+    lr_end: float = option(
+        0.0,
+        "where --lr-schedule cosine and linear end, as a share of the learning rate",
+        Group.OPTIMISATION,
+        Rule.SHARE,
+    )
+    lr_scale: str = option(
+        "none",
+        "factors of the learning rate for the kinds of parameters that --no-decay knows, such as "
+        "'norm=64,bias=2'; their weight decay is divided by the factor, so that a step takes as "
+        "much of them",
+        Group.OPTIMISATION,
+        Rule.TORCH_ONLY,
+        "KIND=X,...",
+    )
+    warmup_epochs: float = option(
+        0.0, "epochs of linear warm-up from --lr-start", Group.OPTIMISATION, Rule.NOT_NEGATIVE
+    )
+    momentum: float = option(
+        0.9, "momentum of sgd and sgdw", Group.OPTIMISATION, Rule.NOT_NEGATIVE
+    )
+    weight_decay: float = option(0.0, "weight decay", Group.OPTIMISATION, Rule.NOT_NEGATIVE)
+    no_decay: str = option(
+        "norm,bias,position",
+        "parameters without weight decay: norm (scales and shifts of normalisation layers), "
+        "bias, position (position embeddings and class tokens), or none",
+        Group.OPTIMISATION,
+        metavar="KINDS",
+    )
+    label_smoothing: float = option(
+        0.0,
+        "share of each target that is spread over all classes, 0 to below 1",
+        Group.OPTIMISATION,
+        Rule.BELOW_ONE,
+    )
+    clip_norm: float | None = option(
+        None,
+        "scale gradients down to this norm over the whole model",
+        Group.OPTIMISATION,
+        Rule.POSITIVE | Rule.NOT_MIRRORED,
+    )
+    lookahead: int | None = option(
+        None,
+        "every N steps and after the last one, go back part of the way to slow weights, which "
+        "follow (Zhang et al., arXiv 1907.08610)",
+        Group.OPTIMISATION,
+        Rule.POSITIVE | Rule.TORCH_ONLY,
+    )
+    lookahead_share: float = option(
+        0.77,
+        "with --lookahead: how much of the slow weights stays at the end of the run; it grows "
+        "from 0 with the cube of the progress (Jordan, arXiv 2404.00498)",
+        Group.OPTIMISATION,
+        Rule.SHARE | Rule.TORCH_ONLY,
+    )
+    expected: float | None = option(
+        None,
+        "test accuracy that the run should reach, as a share: it says at its end whether it did",
+        Group.OPTIMISATION,
+        Rule.SHARE | Rule.ALWAYS | Rule.NOT_COMPARED,
+    )

@@ -1,0 +1,76 @@
+"""Whitening filters, and the component that has them."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hvdtrain.backends.pytorch.whitening import Whitened, whitened, whitening_filters
+from hvdtrain.config import TrainConfig
+from hvdtrain.errors import UsageError
+from hvdtrain.models.component import Component, build_component
+from hvdtrain.parallel.stage import Images
+
+NORMAL = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)
+
+
+def smooth_images(count: int) -> np.ndarray:
+    """Return images whose neighbouring pixels and channels are correlated."""
+    noise = torch.randn(count, 3, 20, 20, generator=torch.Generator().manual_seed(0))
+    smooth = functional.avg_pool2d(noise, 5, 1, padding=2) * 3
+    smooth[:, 1:] += smooth[:, :1]
+    images: np.ndarray = (
+        (128 + 60 * smooth).clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).numpy()
+    )
+    return images
+
+
+def test_outputs_on_the_images_are_uncorrelated_and_of_variance_one() -> None:
+    images = smooth_images(200)
+    filters = whitening_filters(images, NORMAL, (2, 2))
+    assert filters.shape == (24, 3, 2, 2)
+    assert filters.dtype == torch.float32
+    torch.testing.assert_close(filters[12:], -filters[:12])
+    pixels = Images(*NORMAL, torch.device("cpu"), "fp32")(images)
+
+    def covariance(weights: torch.Tensor) -> torch.Tensor:
+        outputs = functional.conv2d(pixels, weights).transpose(0, 1).reshape(12, -1)
+        return torch.cov(outputs)
+
+    measured = covariance(filters[:12])
+    deviation = measured.diag()
+    # patterns whose variance is near EPSILON are made smaller
+    assert (deviation > 0.5).all()
+    assert (deviation < 1.001).all()
+    assert (deviation[:4] > 0.99).all()
+    assert (measured - torch.diag(deviation)).abs().max() < 1e-3
+    control = covariance(torch.randn(12, 3, 2, 2, generator=torch.Generator().manual_seed(1)))
+    assert (control - torch.diag(control.diag())).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("channels", [10, 24, 30])
+def test_a_convolution_keeps_its_other_filters_and_is_not_trained(channels: int) -> None:
+    component = Component("stem", lambda: nn.Sequential(nn.Conv2d(3, channels, 2), nn.ReLU()))
+    filters = torch.arange(24 * 12, dtype=torch.float32).view(24, 3, 2, 2)
+    plain = dict(build_component(component, 0).named_parameters())
+    stem = Component("stem", Whitened(component, filters))
+    whitening = dict(build_component(stem, 0).named_parameters())
+    used = min(24, channels)
+    assert torch.equal(whitening["0.weight"][:used], filters[:used])
+    assert torch.equal(whitening["0.weight"][used:], plain["0.weight"][used:])
+    assert not whitening["0.weight"].requires_grad
+    assert whitening["0.bias"].requires_grad
+
+
+def test_a_model_without_a_first_convolution_is_refused() -> None:
+    parts = [Component("stem", nn.Flatten), Component("conv", lambda: nn.Conv2d(3, 4, 2))]
+    with pytest.raises(UsageError, match="--whiten needs a model whose first component"):
+        whitened(
+            TrainConfig(model="a:b", data="d"),
+            parts,
+            None,  # type: ignore[arg-type]
+            np.arange(3),
+            NORMAL,
+            None,  # type: ignore[arg-type]
+        )
