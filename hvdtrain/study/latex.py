@@ -35,10 +35,10 @@ def _table(series: Series, place: int) -> str:
     )
     lines = [
         r"\begin{table}",
-        r"  \centering",
+        r"  \centering\footnotesize\setlength{\tabcolsep}{4pt}",
         f"  \\caption{{{caption}}}",
         f"  \\label{{tab:scaling-{place}}}",
-        f"  {TABULAR}{{{'r' * len(HEADS)}}}",
+        f"  {TABULAR}{{@{{}}{'r' * len(HEADS)}@{{}}}}",
         r"    \toprule",
         f"    {' & '.join(HEADS)} \\\\",
         r"    \midrule",
@@ -55,7 +55,7 @@ def _row(size: Size) -> list[str]:
     return [
         str(size.ranks),
         str(len(size.runs)),
-        _number(size.images_per_second, ",.0f"),
+        _number(size.images_per_second, ",.0f" if size.images_per_second.value >= 100 else ".1f"),
         _number(size.speedup, ".2f"),
         _number(size.efficiency, ".2f"),
         "--" if fraction is None else _number(fraction, ".3f"),

@@ -16,7 +16,7 @@ from hvdtrain.study.finding import find
 from hvdtrain.study.lawtext import laws_text
 from hvdtrain.study.methods import BIBTEX, methods
 from hvdtrain.study.options import ReportOptions
-from hvdtrain.study.results import Result, machines
+from hvdtrain.study.results import COMPARED_DEFAULTS, Result, machines
 from hvdtrain.study.series import Series, Size, arrange
 from hvdtrain.study.statistics import ratio
 from hvdtrain.study.tables import markdown_table, number, rate
@@ -149,7 +149,7 @@ def origin(results: Sequence[Result]) -> str:
         *(f"- Machine: {text}." for text in machines(list(results))),
         f"- Versions: {', '.join(f'{name} {_either(used)}' for name, used in versions.items())}.",
         f"- Seeds: {', '.join(map(str, seeds))}.",
-        f"- Settings of all runs: {settings}.",
+        f"- Settings of all runs (besides defaults): {settings}.",
     ]
     return "\n".join(lines)
 
@@ -158,12 +158,15 @@ def _either(versions: Sequence[str]) -> str:
     return " or ".join(versions)
 
 
+ALWAYS_SHOWN = ("optimizer", "lr", "precision")  # settings, also with their default
+
+
 def _common_settings(results: Sequence[Result]) -> str:
     first = results[0].settings
     same = {
         name: value
         for name, value in first.items()
-        if value not in (None, False)
+        if (value != COMPARED_DEFAULTS.get(name) or name in ALWAYS_SHOWN)
         and name not in ("processor", "accelerator")  # in the line of the machine
         and all(result.settings.get(name) == value for result in results)
     }
