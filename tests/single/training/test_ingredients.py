@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Program
-from tests.single.training.jobs import summary_of
+from tests.single.training.jobs import events_of, summary_of
 from tests.single.training.test_plans import assert_same_end
 
 INGREDIENTS = (
@@ -93,6 +93,21 @@ def test_a_run_that_was_killed_ends_with_the_same_weights(
     )
     assert refused.returncode == 2
     assert "epochs was 3, is 4" in refused.stderr
+
+
+def test_slow_weights_follow_other_ranks_and_plans(
+    hvdtrain: Program, small_set: Path, tmp_path: Path, serial: Path
+) -> None:
+    """A sharded run is killed and resumed on other ranks, whose plan changes during the run."""
+    run = tmp_path / "run"
+    sharded = ("--ranks", 2, "--shard-optimizer", "--checkpoint-every", "7 steps")
+    done = train(hvdtrain, small_set, run, *sharded, "--inject", "kill step=16 rank=1")
+    assert done.returncode != 0
+    others = ("--ranks", 2, "--plan", "adaptive", "--inject", "replan step=20", "--resume")
+    done = train(hvdtrain, small_set, run, *others)
+    assert done.returncode == 0, done.stderr
+    assert len(events_of(run, "plan")) > 2, "the plan changed"
+    assert_same_end(run, serial, 1e-7)
 
 
 def test_evaluate_sees_what_the_run_saw(hvdtrain: Program, tmp_path: Path, serial: Path) -> None:
