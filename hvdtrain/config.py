@@ -31,8 +31,8 @@ class TrainConfig(
 
     model: Model = option(  # noqa: RUF009
         MISSING,
-        "cnn, airbench, resnet18, resnet50, vit_tiny, vit_b16, or package.module:function of your "
-        "own",
+        "cnn, airbench, resnet18, resnet50, vit_tiny, vit_b16, cct_2, cct_6, or "
+        "package.module:function of your own",
         Group.DATA,
         Rule.ONE_LINE,
         "NAME",

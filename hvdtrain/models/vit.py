@@ -83,8 +83,8 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = heads
         self.ln_1 = nn.LayerNorm(width, eps=EPSILON)
-        self.in_proj = _linear(width, 3 * width)
-        self.out_proj = _linear(width, width)
+        self.in_proj = linear(width, 3 * width)
+        self.out_proj = linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
         n, tokens, width = x.shape
@@ -120,8 +120,8 @@ class Mlp(nn.Module):
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
         self.ln_2 = nn.LayerNorm(width, eps=EPSILON)
-        self.linear_1 = _linear(width, hidden)
-        self.linear_2 = _linear(hidden, width)
+        self.linear_1 = linear(width, hidden)
+        self.linear_2 = linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
         hidden = functional.gelu(self.linear_1(self.ln_2(x)))
@@ -135,7 +135,7 @@ class Head(nn.Module):
     def __init__(self, width: int, classes: int) -> None:
         super().__init__()
         self.ln = nn.LayerNorm(width, eps=EPSILON)
-        self.fc = _linear(width, classes)
+        self.fc = linear(width, classes)
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
         logits: Tensor = self.fc(self.ln(x[:, 0]))
@@ -175,7 +175,8 @@ def _either(sizes: Sequence[int]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def _linear(in_features: int, out_features: int) -> nn.Linear:
+def linear(in_features: int, out_features: int) -> nn.Linear:
+    """Return a linear layer with the weights of DeiT."""
     layer = nn.Linear(in_features, out_features)
     nn.init.trunc_normal_(layer.weight, std=0.02)
     nn.init.zeros_(layer.bias)

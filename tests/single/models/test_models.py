@@ -22,6 +22,11 @@ SIZES = [
     ("vit_tiny", 28, 33, None),
     ("vit_tiny", 64, 2, 16),
     ("vit_tiny", 21, 3, 7),
+    ("airbench", 28, 33, None),
+    ("airbench", 9, 2, None),
+    ("cct_2", 28, 33, None),
+    ("cct_2", 5, 2, None),
+    ("cct_6", 21, 3, None),
     (EXAMPLE, 28, 33, None),
     (EXAMPLE, 3, 2, None),
 ]
