@@ -55,7 +55,10 @@ def test_logits_have_their_shape_and_every_parameter_a_gradient(
     images, labels = images_and_labels(2, image_size, classes)
     assert built.forward(images).shape == (2, classes)
     gradients = built.gradients(images, labels)
-    assert gradients.keys() == built.parameters.keys()
+    trained = {name for name, value in built.parameters.items() if value.requires_grad}
+    assert gradients.keys() == trained
+    frozen = built.parameters.keys() - trained
+    assert all(model == "airbench" and "norm" in name for name in frozen)
     for name, gradient in gradients.items():
         assert gradient.isfinite().all() and gradient.any(), name
 
@@ -63,7 +66,7 @@ def test_logits_have_their_shape_and_every_parameter_a_gradient(
 @pytest.mark.parametrize(
     "model",
     [
-        *("cnn", "resnet18", "vit_tiny", EXAMPLE),
+        *("cnn", "airbench", "resnet18", "vit_tiny", "cct_2", EXAMPLE),
         *(pytest.param(model, marks=LARGE) for model in ("resnet50", "vit_b16")),
     ],
 )
