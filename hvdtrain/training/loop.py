@@ -2,16 +2,12 @@
 
 import atexit
 import math
-import os
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
-
-import psutil
 
 from hvdtrain.checkpoint.replication import repair_records
 from hvdtrain.config import TrainConfig
@@ -20,22 +16,20 @@ from hvdtrain.data.loader import Loader
 from hvdtrain.errors import CheckFailed, Interrupted, Preempted, UsageError
 from hvdtrain.health import failure
 from hvdtrain.health.stragglers import Stragglers, peers
-from hvdtrain.host import quiet
 from hvdtrain.host.activity import Activity
 from hvdtrain.host.stop import StopRequest
-from hvdtrain.options.configfile import as_started, public
+from hvdtrain.options.configfile import as_started
 from hvdtrain.training.callbacks import Callbacks
 from hvdtrain.training.control import Agreed, Flags, Stopped, Vitals, stop_code
 from hvdtrain.training.evaluate import end_epoch, evaluate_end
 from hvdtrain.training.feed import Feed, Feeder, Request, augmentation, requests, watched
 from hvdtrain.training.memorylimit import agreed_excess, check_memory
-from hvdtrain.training.precheck import NO_TENSORFLOW
+from hvdtrain.training.opening import StartClock, begin, open_session
 from hvdtrain.training.progress import Stopwatch, learning_rate
 from hvdtrain.training.run import Run, open_run
-from hvdtrain.training.session import Result, Session, StepRecord
+from hvdtrain.training.session import Result, StepRecord
 from hvdtrain.training.steplog import StepLog, check_replicas, compare_fingerprints
-from hvdtrain.training.summary import TrainResult, announce, expectation_line, summarise
-from hvdtrain.world import World
+from hvdtrain.training.summary import TrainResult, expectation_line, summarise
 from hvdtrain.world import start as start_world
 from hvdtrain.world import stop as stop_world
 
@@ -60,22 +54,25 @@ def train(
     """
     config.check()
     with nullcontext(stop) if stop else StopRequest() as stop:
+        clock = StartClock()
+        clock.mark("python")
         world = start_world(config.allreduce, config.threads, config.bind)
         ended: list[Activity] = []
         # Registered first, so that it is called after what the model's code registers.
         atexit.register(_note_the_end, ended)
         if world.size > 1:
             failure.end_all_on_exception()
+        clock.mark("mpi")
         # First: as_started reads the version of a run from its records.
         repair_records(config, world)
         resolved, lines = world.broadcast(as_started(config) if world.rank == 0 else None)
         # The configuration of rank 0 came without a model that was passed in Python.
         resolved = replace(resolved, model=config.model)
-        run = open_run(_open_session(resolved, world), stop, callbacks)
+        run = open_run(open_session(resolved, world, clock.mark), stop, callbacks)
         for line in lines:
             run.console.say(line)
         try:
-            summary = _train(run)
+            summary = _train(run, clock)
         except BaseException as error:
             if isinstance(error, UsageError):  # the folder belongs to another run by now
                 run.saving.saver.withdraw()
@@ -99,24 +96,9 @@ def _note_the_end(ended: Sequence[Activity]) -> None:
         activity.note("ending with all ranks", after_others=True)
 
 
-def _open_session(config: TrainConfig, world: World) -> Session:
-    """Return the session of the run; loads only the framework of the run."""
-    if config.framework == "tensorflow":
-        # Hides TensorFlow's remarks on processors and plug-ins; errors come as exceptions.
-        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-        if find_spec("tensorflow") is None:
-            raise UsageError(NO_TENSORFLOW)
-        with quiet.without(quiet.TENSORFLOW_REMARKS):
-            from hvdtrain.backends.tensorflow import opening
-        return opening.open_session(config, world)
-    from hvdtrain.backends.pytorch import setup
-
-    return setup.open_session(config, world)
-
-
-def _train(run: Run) -> dict[str, Any]:
+def _train(run: Run, clock: StartClock) -> dict[str, Any]:
     """Run epochs, evaluations and checkpoints to the end of the run; return the summary."""
-    startup_seconds = _start(run)
+    begin(run, clock)
     try:
         evaluate_end(run)
         while not run.complete:
@@ -129,7 +111,7 @@ def _train(run: Run) -> dict[str, Any]:
     if run.session.timeline is not None:
         run.session.timeline.write()
     with run.activity.doing("summing up the run"):
-        summary = summarise(run, startup_seconds)
+        summary = summarise(run, clock.seconds)
     check_memory(run, summary["peak_memory_bytes"])  # the run is over: it ends as usual
     run.close(summary)
     run.journal.followers.call("on_end", summary)
@@ -141,23 +123,6 @@ def _train(run: Run) -> dict[str, Any]:
     if line := expectation_line(summary):
         run.console.say(line)
     return summary
-
-
-def _start(run: Run) -> float:
-    """Print the settings of the run, and start the clock when all ranks are ready. Collective.
-
-    Returns:
-        Seconds since this process started.
-    """
-    run.journal.followers.call("on_start", public(run.session.config), run.journal.folder.path)
-    announce(run)
-    # Other ranks wait while rank 0 opens the records: that must not count for their first step.
-    run.activity.step(run.progress.step)  # tells the launcher that training has started
-    with run.activity.doing("waiting for all ranks to start"):
-        run.session.world.barrier()
-    startup_seconds = time.time() - psutil.Process().create_time()
-    run.restart_clock()
-    return startup_seconds
 
 
 def _train_and_evaluate(run: Run) -> None:

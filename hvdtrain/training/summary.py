@@ -62,11 +62,11 @@ def announce(run: Run) -> None:
     run.journal.event("plan", step=run.progress.step, **plan_record)
 
 
-def summarise(run: Run, startup_seconds: float) -> dict[str, Any]:
+def summarise(run: Run, startup: Mapping[str, float]) -> dict[str, Any]:
     """Return the content of summary.json.
 
     Args:
-        startup_seconds: from the start of this process to the first step.
+        startup: seconds from the start of this process to the first step, by phase.
 
     Raises:
         CheckFailed: if ranks hold different weights.
@@ -85,7 +85,8 @@ def summarise(run: Run, startup_seconds: float) -> dict[str, Any]:
         "skipped_steps": progress.skipped_steps,
         "samples": progress.position,
         "seconds": progress.seconds,
-        "startup_seconds": startup_seconds,
+        "startup_seconds": sum(startup.values()),
+        "startup": dict(startup),
         "train_seconds": progress.train_seconds,
         "images_per_second": progress.position / max(progress.train_seconds, 1e-9),
         "agreement": _agreement(run),

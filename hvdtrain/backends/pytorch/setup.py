@@ -1,7 +1,7 @@
 """Building everything that a rank needs for its first step from a configuration."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,8 +59,17 @@ if TYPE_CHECKING:
     from hvdtrain.planner.choose import Choice
 
 
-def open_session(config: TrainConfig, world: World) -> TorchSession:
+def _ignore(phase: str) -> None:
+    """Mark nothing."""
+
+
+def open_session(
+    config: TrainConfig, world: World, mark: Callable[[str], None] = _ignore
+) -> TorchSession:
     """Check everything that can be checked before the first step, then build it. Collective.
+
+    Args:
+        mark: called with the name of each phase at its end.
 
     Raises:
         UsageError, DataError: if the options or the data are invalid.
@@ -83,6 +92,7 @@ def open_session(config: TrainConfig, world: World) -> TorchSession:
     normal = normalisation(config.normalise, index, train_rows, world)
     if config.whiten and config.emulate is None:
         components = whitened(config, components, index, train_rows, normal, world)
+    mark("data")
     plan = _agreed_plan(config, components, index, len(train_rows), world)
     images = _images(config, normal, world)
     is_chosen, chosen = plan is None, None
@@ -90,15 +100,19 @@ def open_session(config: TrainConfig, world: World) -> TorchSession:
         chosen = _choose(config, components, index, images, len(train_rows), world, plan)
         config, plan = with_choice(config, chosen.compress), chosen.plan
     assert plan is not None
+    mark("plan")
     at_an_end = {0, plan.last} & set(plan.stages_of(world.rank)) != set()
     splits = open_splits(index, world, at_an_end or config.plan_request == ADAPTIVE)
     trial = Trial(config, components, index, splits, train_rows, normal, images, world)
     if chosen is not None and is_chosen:
         chosen = _without_wrong_halves(trial, chosen)
         plan = chosen.plan
+    mark("data")
     verified = verify(trial, plan) if config.verify else ""
+    mark("verify")
     session = _built(trial, plan, chosen, held_rows, verified)
     check_dtypes(session.state.tensors())
+    mark("model")
     return session
 
 

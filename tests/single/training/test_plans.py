@@ -87,6 +87,10 @@ def test_its_summary_has_communication_bubble_and_memory(hybrid: Path) -> None:
     assert 0 < communication["exposed_fraction"] <= communication["total_fraction"] < 1
     assert communication["exposed_fraction"] + summary["bubble_fraction"] < 1
     assert len(summary["peak_memory_bytes"]) == 4
+    phases = summary["startup"]
+    assert {"python", "mpi", "framework", "data", "plan", "model", "waiting"} <= phases.keys()
+    assert min(phases.values()) >= 0
+    assert sum(phases.values()) == pytest.approx(summary["startup_seconds"])
     assert len(summary["disturbance"]) == len(summary["energy"]) == 1, "one host"
     assert [stage["ranks"] for stage in summary["plan"]["stages"]] == [[0, 1], [2, 3]]
 
