@@ -45,11 +45,37 @@ def need(folder: Path, interval: float, most_core_hours: float | None) -> Need:
     if active:
         waiting = f"{active} run(s) of {folder} are waiting or running: no repeats are added yet"
         return Need(counts, [waiting])
+    return need_of(_finished(folder, runs), counts, interval, most_core_hours)
+
+
+def replacing(folder: Path, repeats: int) -> Need:
+    """Return one repeat more for each run that something else slowed down, at most as many again.
+
+    The runs themselves stay, and count in the report.
+
+    Args:
+        repeats: of each size without these.
+
+    Raises:
+        UsageError, DataError: as `need`.
+    """
+    runs = sorted(folder.glob("*-seed=*")) if folder.is_dir() else []
+    slowed: Counter[str] = Counter()
+    for series in arrange(_finished(folder, runs))[0]:
+        for size in series.sizes:
+            paths = {run.path for run in size.runs if run.was_shared}
+            paths |= {run.path for run in series.disturbed} & {run.path for run in size.runs}
+            if paths:
+                slowed[size_name(size.runs[0].path)] = min(len(paths), repeats)
+    remarks = [f"{name}: {count} more, for disturbed runs" for name, count in slowed.items()]
+    return Need({name: repeats + count for name, count in slowed.items()}, remarks)
+
+
+def _finished(folder: Path, runs: Sequence[Path]) -> Sequence[Result]:
     try:
-        done = find([str(folder)]).results if runs else []
+        return find([str(folder)]).results if runs else []
     except UsageError:  # no run is finished
-        done = []
-    return need_of(done, counts, interval, most_core_hours)
+        return []
 
 
 def need_of(

@@ -16,7 +16,7 @@ from hvdtrain.host import harmless
 from hvdtrain.host.files import plain_name
 from hvdtrain.jobs import record, site
 from hvdtrain.jobs.options import JobOptions, SlurmOptions
-from hvdtrain.jobs.repeats import LEAST, Need, need
+from hvdtrain.jobs.repeats import LEAST, Need, need, replacing
 from hvdtrain.jobs.slurm import Request, dry_run
 from hvdtrain.jobs.submit import (
     check,
@@ -37,7 +37,7 @@ from hvdtrain.options.syncrequest import AUTO_SYNC, NO_COMPRESSION, OPTIONS_OF
 MOST_RUNS = 1000
 SINGLE_RUN_KEYS = ("run", "resume", "restarts", "ledger", "trace", "dry_run", "chain")
 WHOLE_STUDY_KEYS = (
-    *("repeats", "interval", "most_core_hours", "to_accuracy"),
+    *("repeats", "interval", "most_core_hours", "repeat_disturbed", "to_accuracy"),
     *("config", "in_flight", "cluster", "site"),
 )
 DEFAULT_SYNC: dict[str, Any] = {item.name: item.default for item in fields(SyncOptions)}
@@ -66,6 +66,13 @@ class StudyOptions:
         default=None,
         metadata=about(
             "for repeats: auto: core-hours after which no repeats are added", default="no limit"
+        ),
+    )
+    repeat_disturbed: bool = field(
+        default=False,
+        metadata=about(
+            "at each further sweep, one repeat more for each run that something else slowed down, "
+            "at most as many again; with a number of repeats"
         ),
     )
     scaling: Literal["strong", "weak"] = field(
@@ -153,6 +160,9 @@ def load(path: str, folder: str, slurm: SlurmOptions | None = None) -> Study:
         if options.repeats == "auto":
             needed = needed or _need(options, Path(folder))
             options = replace(options, repeats=needed.counts.get(name, LEAST))
+        elif options.repeat_disturbed:
+            needed = needed or replacing(Path(folder), options.repeats)
+            options = replace(options, repeats=needed.counts.get(name, options.repeats))
         cell = _cell(parsed, options, str(Path(folder) / name), varied)
         cell = replace(cell, job=cell.job.overridden_by(slurm))
         # One rank runs the same under every plan, so that is a single size.

@@ -124,6 +124,11 @@ class Result:
         return self.ranks * self.threads
 
     @property
+    def was_shared(self) -> bool:
+        """Return whether other work or throttling took much of its cores on any host."""
+        return any(shared.is_large for shared in self.disturbances.values())
+
+    @property
     def core_hours(self) -> float:
         """Return the core-hours of the run, start-up included."""
         return self.cores * (self.seconds + self.startup_seconds) / 3600

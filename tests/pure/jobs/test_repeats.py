@@ -138,3 +138,27 @@ def test_failed_runs_do_not_stop_the_rounds_and_active_ones_do(
     waiting = need(tmp_path / "runs", 0.05, None)
     assert waiting.counts == {"ranks=1": 3, "ranks=2": 5}
     assert "1 run(s) of " in waiting.remarks[0]
+
+
+def test_disturbed_runs_are_repeated_and_stay(tmp_path: Path) -> None:
+    def sweep_seeds() -> dict[int, list[int]]:
+        text = "ranks: [1, 2]\nrepeats: 4\nrepeat_disturbed: true\n"
+        return {
+            cell.runs[0].ranks: [run.seed for run in cell.runs]
+            for cell in load(tmp_path, text).cells
+        }
+
+    assert sweep_seeds() == {1: [0, 1, 2, 3], 2: [0, 1, 2, 3]}, "nothing has run"
+    for seed in range(4):
+        for ranks in (1, 2):
+            slow = 1.5 if (ranks, seed) == (2, 1) else 1 + 0.001 * seed
+            run = tmp_path / "runs" / f"ranks={ranks}-seed={seed}"
+            write_run(run, ranks, slow * 100 / ranks, [9.0] * ranks, options={"seed": seed})
+    assert sweep_seeds() == {1: [0, 1, 2, 3], 2: [0, 1, 2, 3, 4]}
+    run = tmp_path / "runs" / "ranks=2-seed=4"
+    write_run(run, 2, 50.1, [9.0] * 2, options={"seed": 4})
+    assert sweep_seeds()[2] == [0, 1, 2, 3, 4], "its repeat was not disturbed"
+    assert (
+        "ranks=2: 1 more, for disturbed runs"
+        in load(tmp_path, "ranks: [1, 2]\nrepeats: 4\nrepeat_disturbed: true\n").remarks
+    )
