@@ -20,7 +20,7 @@
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: setup test proof lint demo docs clean
+.PHONY: setup test test-gpu proof lint demo docs clean
 
 VENV := .venv
 PYTHON := python3
@@ -104,6 +104,9 @@ test: lint
 
 proof: setup
 	@$(pytest) -m proof
+
+test-gpu: setup
+	@$(bin)/python -m pytest -v tests/gpu
 
 demo: setup
 	@PATH="$(bin):$$PATH" $(bin)/python tools/demo.py
