@@ -22,16 +22,20 @@ from hvdtrain.study.statistics import difference
 from hvdtrain.study.tables import as_csv, markdown_table, number
 
 WHOLE = "the recipe"
-# What each variant has in place of the recipe's values. SGD of torch adds the decay to the
-# gradient, and the momentum then multiplies both by 1 / (1 - momentum).
+# What each variant has in place of the recipe's values.
 VARIANTS: dict[str, dict[str, Any]] = {
     WHOLE: {},
     "random flips": {"flip": "random"},
     "no shifts": {"shift": 0},
     "borders of zeros": {"border": "zeros"},
-    "no lookahead": {"lookahead": None},
-    "constant rate": {"lr_schedule": "constant", "warmup_epochs": 0.0},
-    "weight decay within the momentum": {"optimizer": "sgd", "weight_decay": 0.0089 * 0.15},
+    "no lookahead": {"lookahead": None, "lookahead_share": TrainConfig.lookahead_share},
+    "constant rate": {
+        "lr_schedule": "constant",
+        "warmup_epochs": 0.0,
+        "lr_start": TrainConfig.lr_start,
+        "lr_end": TrainConfig.lr_end,
+    },
+    "weight decay within the momentum": {"optimizer": "sgd"},
     "no weight decay": {"weight_decay": 0.0},
     "one rate for all parameters": {"lr_scale": "none"},
     "one view of a test image": {"test_augment": "none"},
@@ -45,7 +49,7 @@ def main() -> None:
     """Train the variants and print their accuracies."""
     options = _options()
     values = read_mapping(Path(options.recipe), "recipe")
-    recipe = TrainConfig(**values, data=options.data)
+    recipe = TrainConfig(**values | {"data": options.data})
     if options.epochs is not None:
         share = options.epochs / (recipe.epochs or options.epochs)
         warmup = recipe.warmup_epochs * share
@@ -55,8 +59,9 @@ def main() -> None:
     if unknown := [name for name in names if name not in VARIANTS]:
         sys.exit(f"unknown variant {unknown[0]!r}: use some of {', '.join(VARIANTS)}")
     arms = [
-        Arm(name.replace(" ", "-"), name, options.ranks, replace(recipe, **VARIANTS[name]))
+        Arm(name.replace(" ", "-"), name, options.ranks, config.check())
         for name in dict.fromkeys([WHOLE, *names])
+        if (config := variant(recipe, name)) != recipe or name == WHOLE
     ]
     folders = run_all(arms, options.seeds, Path(options.to), lambda line: print(line, flush=True))
     accuracies = {arm.name: [_accuracy(run) for run in folders[arm.key]] for arm in arms}
@@ -71,6 +76,17 @@ def main() -> None:
             ],
         )
     )
+
+
+def variant(recipe: TrainConfig, name: str) -> TrainConfig:
+    """Return the recipe without an ingredient; the recipe itself if it does not have it.
+
+    SGD adds the decay to the gradient, and the momentum multiplies both by 1 / (1 - momentum).
+    """
+    changed = replace(recipe, **VARIANTS[name])
+    if (recipe.optimizer, changed.optimizer) == ("sgdw", "sgd"):
+        return replace(changed, weight_decay=recipe.weight_decay * (1 - recipe.momentum))
+    return recipe if changed.optimizer != recipe.optimizer else changed
 
 
 def _row(name: str, accuracies: dict[str, list[float]]) -> dict[str, str]:

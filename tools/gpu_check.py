@@ -3,9 +3,9 @@
     python tools/gpu_check.py --to gpu.json [--data data/cifar10] [--set-up] [--seconds 540]
 
 Run it in an installed environment, or with --set-up where Horovod is still to be built. Stages
-that passed are not repeated, so that the same command continues after a stop or a time limit; a stage
-that failed does not stop the others. --device cpu rehearses all stages on the CPU, with small
-sizes.
+that passed are not repeated, so that the same command continues after a stop or a time limit; a
+stage that failed does not stop the others. --device cpu rehearses all stages on the CPU, with
+small sizes.
 """
 
 import argparse
@@ -45,9 +45,9 @@ def stages(options: argparse.Namespace) -> dict[str, list[str]]:
         by_name[f"{model} against a plain loop"] = [*overhead, "--model", model, "--rounds", "3"]
         by_name[f"step of {model}"] = [*step, model]
     if options.data is not None:
-        recipe = ["--config", "recipes/cifar10-94.yaml", "--data", options.data]
+        recipe = ["--config", "recipes/cifar10-94.yaml", "--data", str(options.data)]
         short = ["--max-steps", "4", "--epochs", "14"] if is_small else []
-        run = ["--run", str(Path(options.to).with_suffix("")), "--resume", "auto"]
+        run = ["--run", str(options.to.with_suffix("")), "--resume", "auto"]
         by_name["CIFAR-10 to 94 %"] = [*TRAIN, *recipe, "--device", device, *short, *run]
     return by_name
 
@@ -55,11 +55,12 @@ def stages(options: argparse.Namespace) -> dict[str, list[str]]:
 def main() -> None:
     """Run the stages that have not passed yet."""
     options = _options()
-    path, ends = Path(options.to), time.monotonic() + options.seconds
+    path, ends = options.to, time.monotonic() + options.seconds
     results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     todo = stages(options)
     for name, command in todo.items():
-        if results.get(name, {}).get("returncode") == 0:
+        before = results.get(name, {})
+        if before.get("returncode") == 0 and before.get("command") == " ".join(command):
             print(f"{name}: passed before")
             continue
         left = ends - time.monotonic()
@@ -70,6 +71,8 @@ def main() -> None:
         print(
             f"{name}: exit code {results[name]['returncode']} after {results[name]['seconds']} s"
         )
+        if "NOT reached" in results[name]["output"] and options.device == "cuda":
+            results[name]["returncode"] = 1
         path.write_text(json.dumps(results, indent=1) + "\n")
     failed = [name for name in todo if results.get(name, {}).get("returncode") != 0]
     if failed:
@@ -102,10 +105,14 @@ def run(command: list[str], seconds: float, settings: Mapping[str, str]) -> dict
     }
 
 
+def _path(text: str) -> Path:
+    return Path(text).resolve()
+
+
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--to", required=True, help="JSON file of the results")
-    parser.add_argument("--data", help="packed CIFAR-10")
+    parser.add_argument("--to", required=True, type=_path, help="JSON file of the results")
+    parser.add_argument("--data", type=_path, help="packed CIFAR-10")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--set-up", action="store_true", help="build Horovod first")
     parser.add_argument("--seconds", type=float, default=3600, help="time for all stages")

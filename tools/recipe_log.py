@@ -1,6 +1,6 @@
 """Print what runs of a recipe reached, epoch by epoch, as CSV: the logs in recipes/logs.
 
-python tools/recipe_log.py runs/94 > recipes/logs/cifar10-94.csv
+python tools/recipe_log.py runs/94-study > recipes/logs/cifar10-94.csv
 """
 
 import csv
@@ -36,14 +36,14 @@ def _rows(run: Path, summary: dict[str, Any]) -> list[list[Any]]:
             datetime.fromtimestamp(line["time"], UTC).date().isoformat(),
             _described(machine),
             versions["hvdtrain"],
-            versions["torch"],
+            versions.get("torch"),
             summary["model"],
             config["precision"],
             summary["ranks"],
             machine["threads"],
             config["seed"],
             line["epoch"],
-            round(line["train_loss"], 5),
+            line["train_loss"] and round(line["train_loss"], 5),
             line["test_accuracy"],
             round(line["seconds"], 1),
             round(line["images_per_second"], 1),

@@ -60,13 +60,12 @@ def replacing(folder: Path, repeats: int) -> Need:
         UsageError, DataError: as `need`.
     """
     runs = sorted(folder.glob("*-seed=*")) if folder.is_dir() else []
-    slowed: Counter[str] = Counter()
-    for series in arrange(_finished(folder, runs))[0]:
-        for size in series.sizes:
-            paths = {run.path for run in size.runs if run.was_shared}
-            paths |= {run.path for run in series.disturbed} & {run.path for run in size.runs}
-            if paths:
-                slowed[size_name(size.runs[0].path)] = min(len(paths), repeats)
+    done = _finished(folder, runs)
+    paths = {run.path for run in done if run.was_shared}
+    paths |= {run.path for series in arrange(done)[0] for run in series.disturbed}
+    slowed = {
+        name: min(count, repeats) for name, count in sorted(Counter(map(size_name, paths)).items())
+    }
     remarks = [f"{name}: {count} more, for disturbed runs" for name, count in slowed.items()]
     return Need({name: repeats + count for name, count in slowed.items()}, remarks)
 

@@ -71,24 +71,17 @@ def submit(training: TrainConfig, job: JobOptions) -> list[str]:
     return [f"time: {time_needed}", outcome]
 
 
-# Options that runs of earlier versions had not; with their defaults, they are the same runs.
-NEWER_OPTIONS = (
-    *("no_decay", "change_batch_norm", "bind", "flip", "shift", "border", "whiten"),
-    *("lr_start", "lr_end", "lr_scale", "lookahead", "lookahead_share"),
-)
-
-
 def run_folder(training: TrainConfig) -> Path:
     """Return the folder that a run names, else a folder derived from its configuration."""
     if training.run is not None:
         return Path(training.run)
-    # How a run is evaluated does not change it; nor does the default of a newer option.
+    # How often a run is evaluated does not change it; nor does the default of a newer option.
     content = asdict(replace(training, resume=False, eval_every=1))
-    for name in ("verify", "test_augment", "expected"):
+    for name in ("verify", "expected"):
         del content[name]
     later = (*fields(SyncOptions), *fields(EmulateOptions))
     newer = {item.name for item in later} - {"allreduce"}
-    for name in (*NEWER_OPTIONS, *newer):
+    for name in ("no_decay", "change_batch_norm", "bind", *configfile.NEWER_OPTIONS, *newer):
         if content[name] == getattr(TrainConfig, name):
             del content[name]
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -157,6 +157,10 @@ def load(path: str, folder: str, slurm: SlurmOptions | None = None) -> Study:
         varied = [key for key in axes if len(axes[key]) > 1]
         name = "-".join(f"{key}={plain_name(str(chosen[key]))}" for key in varied)
         name = name or "run"
+        if options.repeats == "auto" and options.repeat_disturbed:
+            raise UsageError(
+                f"{path}: repeats: auto adds what disturbed runs need: leave repeat_disturbed out"
+            )
         if options.repeats == "auto":
             needed = needed or _need(options, Path(folder))
             options = replace(options, repeats=needed.counts.get(name, LEAST))
@@ -239,6 +243,8 @@ def _cell(
             )
         run = replace(run, batch_size=run.batch_size * ranks)
     if options.to_accuracy is not None:
+        if not 0 < options.to_accuracy <= 1:
+            raise UsageError(f"to_accuracy must be above 0 to 1, not {options.to_accuracy}")
         run = replace(run, expected=options.to_accuracy)
     run = replace(run, **_unused(run, varied))
     if ranks == 1:  # which has nobody to agree with

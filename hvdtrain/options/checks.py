@@ -50,7 +50,9 @@ def check_values(options: Sequence[Field[Any]], values: Mapping[str, Any]) -> No
     if values["inject"]:
         injection.parse(values["inject"], values["ranks"] or MOST_RANKS)
     _check_together(values)
-    check_sync(values, {item.name: item.default for item in options})
+    defaults = {item.name: item.default for item in options}
+    _check_optimisation(values, defaults)
+    check_sync(values, defaults)
     check_emulation(values)
 
 
@@ -109,12 +111,14 @@ def _check_together(values: Mapping[str, Any]) -> None:
         for name in CHOSEN_PLANS_ONLY:
             if values[name] is not None and not (is_measured and name == "profile"):
                 raise UsageError(f"{flag(name)} needs --plan auto or --plan adaptive")
-    _check_optimisation(values)
     if values["resume"] and values["run"] is None:
         raise UsageError("--resume needs --run: give the folder of the run to resume")
 
 
-def _check_optimisation(values: Mapping[str, Any]) -> None:
+FALLING = ("cosine", "linear")  # schedules that go down to --lr-end
+
+
+def _check_optimisation(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     """Refuse options of the optimizer that exclude each other, or would have no effect."""
     for name, unused in (("lookahead", None), ("lr_scale", "none")):
         if values[name] != unused and parse_sync_request(values["sync"]) != NO_SYNC:
@@ -123,6 +127,15 @@ def _check_optimisation(values: Mapping[str, Any]) -> None:
         raise UsageError(
             "--memory-limit does not count the slow weights of --lookahead: leave one of them out"
         )
+    if values["whiten"] and values["weights"] is not None:
+        raise UsageError("--weights replaces what --whiten sets: leave one of them out")
+    for name, other, is_used in (
+        ("lookahead_share", "--lookahead", values["lookahead"] is not None),
+        ("lr_start", "--warmup-epochs", values["warmup_epochs"] > 0),
+        ("lr_end", "--lr-schedule cosine or linear", values["lr_schedule"] in FALLING),
+    ):
+        if not is_used and values[name] != defaults[name]:
+            raise UsageError(f"{flag(name)} needs {other}: add it, or leave this out")
     is_moved = values["border"] != "zeros" or values["shift"] != DEFAULT_SHIFT
     if is_moved and values["augment"] != "crop-flip":
         raise UsageError(

@@ -21,6 +21,10 @@ MAY_CHANGE_IN_STUDY = frozenset(
     item.name for item in fields(TrainConfig) if Rule.IN_STUDY in item.metadata["rule"]
 )
 # Values with the behaviour of versions that had no such key. A missing key identifies them.
+NEWER_OPTIONS = (  # a run of an older version had their defaults
+    *("flip", "shift", "border", "whiten", "test_augment", "lr_start", "lr_end", "lr_scale"),
+    *("lookahead", "lookahead_share"),
+)
 OLDER_DEFAULTS = {"no_decay": "none"}
 
 
@@ -115,7 +119,8 @@ def differences(
     old: dict[str, Any], new: TrainConfig, may_change: frozenset[str] = MAY_CHANGE_ON_RESUME
 ) -> list[str]:
     """Return how `new` differs from a saved configuration in values that may not change."""
-    current, old = asdict(new), old | values_of_older_version(old)
+    newer = {name: getattr(TrainConfig, name) for name in NEWER_OPTIONS}
+    current, old = asdict(new), newer | old | values_of_older_version(old)
     if new.weight_decay == 0:
         may_change = may_change | {"no_decay"}
     if new.lr_schedule != "constant" or new.lookahead is not None:

@@ -39,8 +39,8 @@ class ImageOptions:
     )
     whiten: bool = option(
         False,
-        "start the first convolution as a whitening of the training images' patches, and keep its "
-        "weights so",
+        "start the first convolution as a whitening of the training images' patches, and do not "
+        "train its weights; filters beyond two for each value of a patch stay as they started",
         Group.DATA,
         Rule.TORCH_ONLY,
     )
@@ -49,5 +49,5 @@ class ImageOptions:
         "evaluate each image as the mean over views: flip: and mirrored; flip-shift: and both "
         "shifted by a pixel up and left, or down and right",
         Group.DATA,
-        Rule.ON_RESUME | Rule.TORCH_ONLY,
+        Rule.TORCH_ONLY,
     )

@@ -47,7 +47,7 @@ class OptimisationOptions:
         "none",
         "factors of the learning rate for the kinds of parameters that --no-decay knows, such as "
         "'norm=64,bias=2'; their weight decay is divided by the factor, so that a step takes as "
-        "much of them",
+        "much of them (not with adam); of several kinds of a parameter, the first counts",
         Group.OPTIMISATION,
         Rule.TORCH_ONLY,
         "KIND=X,...",
@@ -80,8 +80,8 @@ class OptimisationOptions:
     )
     lookahead: int | None = option(
         None,
-        "every N steps and after the last one, go back part of the way to slow weights, which "
-        "follow (Zhang et al., arXiv 1907.08610)",
+        "every N steps and after the last one, unless that step is skipped, go back part of the "
+        "way to slow weights, which follow (Zhang et al., arXiv 1907.08610)",
         Group.OPTIMISATION,
         Rule.POSITIVE | Rule.TORCH_ONLY,
     )

@@ -137,7 +137,7 @@ def agreement_of(config: "TrainConfig") -> Agreement:
     request = NO_SYNC if config.sync_request == AUTO_SYNC else config.sync_request
     if not isinstance(request, Local) or not config.average_optimizer:
         averaged = (0, 0)
-    elif config.optimizer == "sgd":
+    elif config.optimizer in ("sgd", "sgdw"):
         averaged = (int(config.momentum > 0), 0)
     else:
         averaged = (2, 1)  # two moments, and a count of steps

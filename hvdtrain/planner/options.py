@@ -37,7 +37,6 @@ class PlanConfig(ModelInConfig):
     weight_decay: float = field_of_train("weight_decay")
     no_decay: str = field_of_train("no_decay")
     lr_scale: str = field_of_train("lr_scale")
-    lookahead: int | None = field_of_train("lookahead")
     label_smoothing: float = field_of_train("label_smoothing")
     clip_norm: float | None = field_of_train("clip_norm")
     batch_norm: Literal["local", "sync"] = field_of_train("batch_norm")

@@ -53,7 +53,7 @@ def page(text: str, folder: Path) -> str:
 
 def _below(match: re.Match[str]) -> str:
     """Return the cell of a number with its interval on a line of its own."""
-    return f"{match[1]}<br><small>{match[2]}</small></td>"
+    return f"{match[1]}<br /><small>{match[2]}</small></td>"
 
 
 def _escaped(text: str) -> str:

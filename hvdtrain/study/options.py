@@ -93,7 +93,7 @@ class ReportOptions:
             "efficiency": self.efficiency,
             "price": self.price,
             "energy-price": self.energy_price,
-            "co2": self.co2,
+            "co2": self.co2 and self.co2.replace(" ", ""),
             "to-accuracy": self.to_accuracy,
         }
         return [f"--{name} {value}" for name, value in values.items() if value is not None]

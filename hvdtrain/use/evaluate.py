@@ -38,6 +38,7 @@ class Evaluation:
             five classes or fewer.
         class_names: by class.
         confusion: int64 [classes, classes], the number of images by class and answer.
+        test_augment: the views of each image whose mean counts, as in training.
     """
 
     checkpoint: Path
@@ -47,6 +48,7 @@ class Evaluation:
     top5_accuracy: float | None
     class_names: tuple[str, ...]
     confusion: np.ndarray
+    test_augment: str = "none"
 
     @property
     def images(self) -> int:
@@ -90,6 +92,7 @@ class Evaluation:
             "data": self.data,
             "split": self.split,
             "images": self.images,
+            "test_augment": self.test_augment,
             "accuracy": self.accuracy,
             "top5_accuracy": self.top5_accuracy,
             "loss": self.loss,
@@ -100,12 +103,14 @@ class Evaluation:
         """Return the result as lines, with the classes of the lowest recall."""
         top5 = self.top5_accuracy
         top = "" if top5 is None else f", top-5 accuracy {top5:.4f}"
+        several = f", with --test-augment {self.test_augment} as the run"
+        views = "" if self.test_augment == "none" else several
         rows = [row for row in self.by_class() if row["images"]]
         rows.sort(key=lambda row: row["recall"])
         width = max(len(str(row["name"])) for row in rows)
         lines = [
             f"{self.checkpoint} on {self.images:,} images of {self.split} in {self.data}",
-            f"accuracy {self.accuracy:.4f}{top}, loss {self.loss:.4f}",
+            f"accuracy {self.accuracy:.4f}{top}, loss {self.loss:.4f}{views}",
             f"{'class':<{width}}  images  recall  precision  mistaken for",
         ]
         for row in rows[:MOST_SHOWN]:
@@ -200,6 +205,7 @@ def _measure(trained: Trained, index: Index, split: str) -> Evaluation:
         loss=loss_sum / len(rows),
         top5_accuracy=in_top / len(rows) if classes > TOP else None,
         class_names=index.class_names,
+        test_augment=trained.config.test_augment,
         confusion=confusion.reshape(classes, classes),
     )
 

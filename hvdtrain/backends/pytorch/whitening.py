@@ -1,5 +1,6 @@
 """Whitening of a model's first convolution from the patches of the training images."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -12,11 +13,13 @@ from hvdtrain.data.index import Index
 from hvdtrain.data.order import Rows
 from hvdtrain.data.shards import open_split
 from hvdtrain.errors import UsageError
-from hvdtrain.models.component import Component, build_on_meta
+from hvdtrain.models.component import IMAGE_CHANNELS, Component, build_on_meta
 from hvdtrain.training.feed import Normalisation
 from hvdtrain.world import World
 
 IMAGES = 5000  # whose patches are measured
+_BLOCK = 50  # images whose patches are in memory at a time
+_PATCHES = 1024  # of an image: with small kernels all of those of 32x32 pixels
 EPSILON = 5e-4  # added to the variances, so that those near 0 are not divided by
 
 
@@ -62,8 +65,7 @@ def whitened(
         UsageError: if the model does not start with a convolution of images.
     """
     first, *others = components
-    module = build_on_meta(first)
-    weight = _first_convolution(module, config.model).weight
+    weight = check_whitening(config.model, components, index.image_shape[0]).weight
     filters = None
     if world.rank == 0:
         with open_split(index, "train") as samples:
@@ -92,16 +94,35 @@ def whitening_filters(
     Returns:
         fp32 [2 k, channels, height, width] where k = channels x height x width.
     """
-    mean, std = (np.asarray(values, np.float64) for values in normal)
-    pixels = torch.from_numpy((images / 255 - mean) / std).permute(0, 3, 1, 2)
     height, width = kernel
-    channels = pixels.shape[1]
-    patches = pixels.unfold(2, height, 1).unfold(3, width, 1)
-    flat = patches.permute(0, 2, 3, 1, 4, 5).reshape(-1, channels * height * width)
-    variances, vectors = torch.linalg.eigh(torch.cov(flat.T))
-    scaled = (vectors / torch.sqrt(variances + EPSILON)).T.flip(0)
+    channels = pixels_of(images[:1], normal).shape[1]
+    size = channels * height * width
+    products, sums, count = torch.zeros(size, size).double(), torch.zeros(size).double(), 0
+    for start in range(0, len(images), _BLOCK):
+        flat = _patches(pixels_of(images[start : start + _BLOCK], normal), kernel)
+        products += flat.T @ flat
+        sums += flat.sum(0)
+        count += len(flat)
+    mean = sums / count
+    variances, vectors = torch.linalg.eigh(products / count - torch.outer(mean, mean))
+    scaled = (vectors / torch.sqrt(variances.clamp_min(0) + EPSILON)).T.flip(0)
     filters = scaled.reshape(-1, channels, height, width)
     return torch.cat([filters, -filters]).float()
+
+
+def pixels_of(images: np.ndarray, normal: Normalisation) -> Tensor:
+    """Return normalised images, fp64 [n, channels, height, width]."""
+    mean, std = (np.asarray(values, np.float64) for values in normal)
+    return torch.from_numpy((images / 255 - mean) / std).permute(0, 3, 1, 2)
+
+
+def _patches(pixels: Tensor, kernel: tuple[int, int]) -> Tensor:
+    """Return patches of images, fp64 [n, channels x height x width]: at most _PATCHES an image."""
+    height, width = kernel
+    places = (pixels.shape[2] - height + 1) * (pixels.shape[3] - width + 1)
+    stride = math.ceil(math.sqrt(places / _PATCHES))
+    patches = pixels.unfold(2, height, stride).unfold(3, width, stride)
+    return patches.permute(0, 2, 3, 1, 4, 5).reshape(-1, pixels.shape[1] * height * width)
 
 
 def _first_convolution(module: nn.Module, model: str = "") -> nn.Conv2d:
@@ -111,9 +132,24 @@ def _first_convolution(module: nn.Module, model: str = "") -> nn.Conv2d:
         UsageError: if there is none.
     """
     for layer in module.modules():
-        if isinstance(layer, nn.Conv2d) and layer.groups == 1:
+        if isinstance(layer, nn.Conv2d) and layer.in_channels == IMAGE_CHANNELS:
             return layer
     raise UsageError(
-        f"--whiten needs a model whose first component has a convolution, and {model} has none: "
-        "leave --whiten out"
+        f"--whiten needs a model whose first component has a convolution of {IMAGE_CHANNELS} "
+        f"channels, and {model} has none: leave --whiten out"
     )
+
+
+def check_whitening(model: str, components: Sequence[Component], image_size: int) -> nn.Conv2d:
+    """Return the first convolution of a model, without its weights.
+
+    Raises:
+        UsageError: if it cannot whiten images of this size.
+    """
+    layer = _first_convolution(build_on_meta(components[0]), model)
+    if max(layer.weight.shape[2:]) > image_size:
+        raise UsageError(
+            f"--whiten needs images of at least {max(layer.weight.shape[2:])} pixels a side for "
+            f"the first convolution of {model}: leave --whiten out"
+        )
+    return layer

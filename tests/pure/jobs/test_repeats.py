@@ -162,3 +162,8 @@ def test_disturbed_runs_are_repeated_and_stay(tmp_path: Path) -> None:
         "ranks=2: 1 more, for disturbed runs"
         in load(tmp_path, "ranks: [1, 2]\nrepeats: 4\nrepeat_disturbed: true\n").remarks
     )
+
+
+def test_auto_repeats_need_no_other_reason(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="leave repeat_disturbed out"):
+        load(tmp_path, "repeats: auto\nrepeat_disturbed: true\n")

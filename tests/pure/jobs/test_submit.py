@@ -22,7 +22,6 @@ def test_it_is_that_of_earlier_versions() -> None:
         {"eval_every": 3},
         {"verify": True},
         {"resume": "auto"},
-        {"test_augment": "flip"},
         {"expected": 0.9},
     ],
 )

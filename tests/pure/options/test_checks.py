@@ -1,11 +1,13 @@
-"""The options that each framework supports."""
+"""The options that each framework supports, and those that exclude each other."""
 
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
+from hvdtrain.options.configfile import NEWER_OPTIONS, differences
 from hvdtrain.options.planrequest import SINGLE, Mirrored, parse_plan_request
 
 
@@ -45,3 +47,38 @@ def test_what_a_framework_does_not_do_is_refused(values: dict[str, Any], message
 def test_mirrors_are_counted() -> None:
     plans = ("single", "mirrored", "mirrored:3")
     assert [parse_plan_request(plan) for plan in plans] == [SINGLE, Mirrored(None), Mirrored(3)]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"whiten": True, "weights": "w.safetensors"}, "--weights replaces what --whiten sets"),
+        ({"lookahead_share": 0.5}, "--lookahead-share needs --lookahead"),
+        ({"lr_start": 0.1}, "--lr-start needs --warmup-epochs"),
+        ({"lr_schedule": "step", "lr_end": 0.1}, "--lr-end needs --lr-schedule cosine or linear"),
+        ({"border": "reflect"}, "--shift and --border need --augment crop-flip"),
+        ({"flip": "alternate"}, "--flip alternate needs --augment"),
+        ({"lookahead": 5, "sync": "local:4"}, "--lookahead needs --sync exact"),
+        ({"lr_scale": "norm=2", "sync": "server"}, "--lr-scale needs --sync exact"),
+        ({"lookahead": 5, "memory_limit": 4.0, "plan": "auto"}, "does not count the slow weights"),
+        ({"optimizer": "sgdw", "framework": "tensorflow"}, "--optimizer sgdw is not supported"),
+        ({"whiten": True, "framework": "tensorflow"}, "--whiten is not supported"),
+        ({"expected": 94.0}, "--expected must be between 0 and 1"),
+    ],
+)
+def test_ingredients_that_exclude_each_other_or_do_nothing_are_refused(
+    values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        TrainConfig(model="cnn", data="d", **values).check()
+
+
+def test_a_run_of_an_older_version_had_the_defaults_of_newer_options() -> None:
+    new = TrainConfig(model="cnn", data="d", whiten=True, lookahead=4, expected=0.9)
+    old = {name: value for name, value in asdict(new).items() if name not in NEWER_OPTIONS}
+    del old["expected"]
+    assert differences(old, new) == [
+        "whiten was False, is True",
+        "lookahead was None, is 4",
+    ]
+    assert differences(old, replace(new, whiten=False, lookahead=None)) == []

@@ -1,13 +1,20 @@
 """Whitening filters, and the component that has them."""
 
+from functools import partial
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
-from hvdtrain.backends.pytorch.whitening import Whitened, whitened, whitening_filters
-from hvdtrain.config import TrainConfig
+from hvdtrain.backends.pytorch.whitening import (
+    EPSILON,
+    Whitened,
+    check_whitening,
+    whitening_filters,
+)
 from hvdtrain.errors import UsageError
 from hvdtrain.models.component import Component, build_component
 from hvdtrain.parallel.stage import Images
@@ -63,14 +70,30 @@ def test_a_convolution_keeps_its_other_filters_and_is_not_trained(channels: int)
     assert whitening["0.bias"].requires_grad
 
 
-def test_a_model_without_a_first_convolution_is_refused() -> None:
-    parts = [Component("stem", nn.Flatten), Component("conv", lambda: nn.Conv2d(3, 4, 2))]
-    with pytest.raises(UsageError, match="--whiten needs a model whose first component"):
-        whitened(
-            TrainConfig(model="a:b", data="d"),
-            parts,
-            None,  # type: ignore[arg-type]
-            np.arange(3),
-            NORMAL,
-            None,  # type: ignore[arg-type]
-        )
+def test_blocks_of_images_and_patches_far_apart_give_the_covariance_of_all() -> None:
+    """Patches of large images take more memory than there is: some of them must do."""
+    images = smooth_images(120)
+    flat = Images(*NORMAL, torch.device("cpu"), "fp64")(images).unfold(2, 2, 1).unfold(3, 2, 1)
+    patches = flat.permute(0, 2, 3, 1, 4, 5).reshape(-1, 12)
+    variances, _ = torch.linalg.eigh(torch.cov(patches.T))
+    filters = whitening_filters(images, NORMAL, (2, 2))
+    expected = 1 / torch.sqrt(variances.flip(0) + EPSILON)
+    torch.testing.assert_close(
+        filters[:12].flatten(1).norm(dim=1).double(), expected, rtol=1e-3, atol=0
+    )
+    large = np.kron(images[:3], np.ones((1, 15, 15, 1), np.uint8))
+    assert whitening_filters(large, NORMAL, (7, 7)).shape == (2 * 147, 3, 7, 7)
+
+
+@pytest.mark.parametrize(
+    ("stem", "message"),
+    [
+        (nn.Flatten, "--whiten needs a model whose first component has a convolution of 3"),
+        (partial(nn.Conv2d, 4, 4, 2), "--whiten needs a model whose first component"),
+        (partial(nn.Conv2d, 3, 4, 9), "--whiten needs images of at least 9 pixels a side"),
+    ],
+)
+def test_a_model_that_cannot_whiten_is_refused(stem: Any, message: str) -> None:
+    parts = [Component("stem", stem), Component("conv", partial(nn.Conv2d, 3, 4, 2))]
+    with pytest.raises(UsageError, match=message):
+        check_whitening("a:b", parts, 8)
