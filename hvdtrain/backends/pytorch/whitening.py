@@ -117,7 +117,7 @@ def pixels_of(images: np.ndarray, normal: Normalisation) -> Tensor:
 
 
 def _patches(pixels: Tensor, kernel: tuple[int, int]) -> Tensor:
-    """Return patches of images, fp64 [n, channels x height x width]: at most _PATCHES per image."""
+    """Return up to _PATCHES patches per image, fp64 [n, channels x height x width]."""
     height, width = kernel
     places = (pixels.shape[2] - height + 1) * (pixels.shape[3] - width + 1)
     stride = math.ceil(math.sqrt(places / _PATCHES))
