@@ -87,7 +87,7 @@ def run(command: list[str], seconds: float, settings: Mapping[str, str]) -> dict
         done = subprocess.run(
             ["timeout", "--kill-after=10", f"{seconds:.0f}", *command],
             cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": python_path} | settings,
+            env={**os.environ, "PYTHONPATH": python_path, **settings},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
