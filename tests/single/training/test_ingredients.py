@@ -88,9 +88,7 @@ def test_a_run_that_was_killed_ends_with_the_same_weights(
     assert done.returncode == 0, done.stderr
     assert "resumed after step 21" in done.stdout
     assert summary_of(run)["weights_sha256"] == summary_of(serial)["weights_sha256"]
-    refused = train(
-        hvdtrain, small_set, run, "--resume", "--epochs", 4, "--lr-schedule", "constant"
-    )
+    refused = train(hvdtrain, small_set, run, "--resume", "--epochs", 4)
     assert refused.returncode == 2
     assert "epochs was 3, is 4" in refused.stderr
 
