@@ -12,6 +12,7 @@ from hvdtrain.config import TrainConfig
 Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
 
 SCALE = "lr_scale"  # key of a parameter group: factor of the learning rate
+DECAY = "decoupled_decay"  # key of a parameter group: weight decay apart from the gradient
 SLOW_SHARE = "slow_share"  # key of a parameter group: as in `set_slow_share`
 SLOW = "slow"  # key of a parameter's state: its slow weights
 
@@ -34,8 +35,9 @@ def make_optimizer(
         decay = 0.0 if name in undecayed else config.weight_decay / scale
         groups.setdefault((decay, scale), []).append(value)
     lr = config.learning_rate()
+    decay_key = DECAY if config.optimizer == "sgdw" else "weight_decay"
     values = [
-        {"params": members, "weight_decay": decay, SCALE: scale, "lr": lr * scale}
+        {"params": members, decay_key: decay, SCALE: scale, "lr": lr * scale}
         for (decay, scale), members in groups.items()
     ]
     kind, options = _kind(config)
@@ -65,18 +67,11 @@ def _with_decoupled_decay(step: Callable[..., Any]) -> Callable[..., Any]:
     """Return a step that shrinks the weights by rate x decay, apart from the momentum."""
 
     def decoupled(self: torch.optim.Optimizer, closure: None = None) -> None:
-        decays = [group["weight_decay"] for group in self.param_groups]
         for group in self.param_groups:
-            factor = 1 - group["lr"] * group["weight_decay"]
             updated = [value for value in group["params"] if value.grad is not None]
-            if factor != 1 and updated:
-                torch._foreach_mul_(updated, factor)
-            group["weight_decay"] = 0.0
-        try:
-            step(self, closure)
-        finally:
-            for group, decay in zip(self.param_groups, decays, strict=True):
-                group["weight_decay"] = decay
+            if group[DECAY] and updated:
+                torch._foreach_mul_(updated, 1 - group["lr"] * group[DECAY])
+        step(self, closure)
 
     return decoupled
 
@@ -84,29 +79,22 @@ def _with_decoupled_decay(step: Callable[..., Any]) -> Callable[..., Any]:
 def _with_lookahead(step: Callable[..., Any]) -> Callable[..., Any]:
     """Return a step after which weights and slow weights may meet (arXiv 1907.08610).
 
-    The slow weights w' start as the weights w before the first step. With a share s both become
+    The slow weights w' start as the weights w after the first step. With a share s both become
     s w' + (1 - s) w.
     """
 
     def looking_ahead(self: torch.optim.Optimizer, closure: None = None) -> None:
-        values = [value for group in self.param_groups for value in group["params"]]
-        # Adam takes a state with any entry for its own, so that they wait here.
-        new = {value: value.detach().clone() for value in values if SLOW not in self.state[value]}
-        for value in new:
-            if not self.state[value]:
-                del self.state[value]  # reading the state has made an empty one
         step(self, closure)
-        for value, slow in new.items():
-            if value in self.state or value.grad is not None:
-                self.state[value][SLOW] = slow
         for group in self.param_groups:
             share = group.get(SLOW_SHARE)
-            if share is None:
-                continue
             for value in group["params"]:
-                if SLOW in self.state[value]:
-                    slow = self.state[value][SLOW]
-                    value.copy_(slow.lerp_(value, 1 - share))
+                if value.grad is None:
+                    continue
+                state = self.state[value]
+                if SLOW not in state:
+                    state[SLOW] = value.detach().clone()
+                elif share is not None:
+                    value.copy_(state[SLOW].lerp_(value, 1 - share))
 
     return looking_ahead
 

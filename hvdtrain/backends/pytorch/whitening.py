@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from hvdtrain.data.order import Rows
 from hvdtrain.data.shards import open_split
 from hvdtrain.errors import UsageError
 from hvdtrain.models.component import IMAGE_CHANNELS, Component, build_on_meta
+from hvdtrain.parallel.stage import Images
 from hvdtrain.training.feed import Normalisation
 from hvdtrain.world import World
 
@@ -23,28 +25,20 @@ _PATCHES = 1024  # of an image: with small kernels all of those of 32x32 pixels
 EPSILON = 5e-4  # added to the variances, so that those near 0 are not divided by
 
 
-@dataclass(frozen=True)
-class Whitened:
-    """Builds a component whose first convolution whitens, with weights that are not trained.
+def build_whitened(component: Component, filters: Tensor) -> nn.Module:
+    """Build a component whose first convolution whitens, with weights that are not trained.
 
     Args:
-        component: that is built.
         filters: [n, channels, height, width] on the CPU. The convolution uses as many of them as
             it has; its other filters, if it has more, keep their initial weights.
     """
-
-    component: Component
-    filters: Tensor
-
-    def __call__(self) -> nn.Module:
-        """Return a new module."""
-        module = self.component.build()
-        weight = _first_convolution(module).weight
-        with torch.no_grad():
-            used = min(len(self.filters), len(weight))
-            weight[:used] = self.filters[:used].to(weight)
-        weight.requires_grad_(False)
-        return module
+    module = component.build()
+    weight = _first_convolution(module).weight
+    with torch.no_grad():
+        used = min(len(filters), len(weight))
+        weight[:used] = filters[:used].to(weight)
+    weight.requires_grad_(False)
+    return module
 
 
 def whitened(
@@ -74,7 +68,7 @@ def whitened(
             images = samples.gather(np.sort(chosen)).images
         filters = whitening_filters(images, normal, (weight.shape[2], weight.shape[3])).numpy()
     shared = torch.from_numpy(world.broadcast(filters))
-    return [replace(first, build=Whitened(first, shared)), *others]
+    return [replace(first, build=partial(build_whitened, first, shared)), *others]
 
 
 def whitening_filters(
@@ -95,11 +89,12 @@ def whitening_filters(
         fp32 [2 k, channels, height, width] where k = channels x height x width.
     """
     height, width = kernel
-    channels = pixels_of(images[:1], normal).shape[1]
+    channels = images.shape[3]
+    normalised = Images(*normal, torch.device("cpu"), "fp64")
     size = channels * height * width
     products, sums, count = torch.zeros(size, size).double(), torch.zeros(size).double(), 0
     for start in range(0, len(images), _BLOCK):
-        flat = _patches(pixels_of(images[start : start + _BLOCK], normal), kernel)
+        flat = _patches(normalised(images[start : start + _BLOCK]), kernel)
         products += flat.T @ flat
         sums += flat.sum(0)
         count += len(flat)
@@ -108,12 +103,6 @@ def whitening_filters(
     scaled = (vectors / torch.sqrt(variances.clamp_min(0) + EPSILON)).T.flip(0)
     filters = scaled.reshape(-1, channels, height, width)
     return torch.cat([filters, -filters]).float()
-
-
-def pixels_of(images: np.ndarray, normal: Normalisation) -> Tensor:
-    """Return normalised images, fp64 [n, channels, height, width]."""
-    mean, std = (np.asarray(values, np.float64) for values in normal)
-    return torch.from_numpy((images / 255 - mean) / std).permute(0, 3, 1, 2)
 
 
 def _patches(pixels: Tensor, kernel: tuple[int, int]) -> Tensor:

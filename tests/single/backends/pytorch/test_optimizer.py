@@ -240,6 +240,8 @@ def test_lookahead_is_its_formula_and_resumes_exactly(kind: str) -> None:
     for number, share in enumerate(shares):
         step(optimizer, weight, number, share)
         step(plain, fast, number, None)
+        if number == 0:
+            slow = fast.detach().clone()
         if share is not None:
             slow = share * slow + (1 - share) * fast.detach()
             fast.data.copy_(slow)

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from hvdtrain.backends.pytorch.whitening import (
     EPSILON,
-    Whitened,
+    build_whitened,
     check_whitening,
     whitening_filters,
 )
@@ -61,7 +61,7 @@ def test_a_convolution_keeps_its_other_filters_and_is_not_trained(channels: int)
     component = Component("stem", lambda: nn.Sequential(nn.Conv2d(3, channels, 2), nn.ReLU()))
     filters = torch.arange(24 * 12, dtype=torch.float32).view(24, 3, 2, 2)
     plain = dict(build_component(component, 0).named_parameters())
-    stem = Component("stem", Whitened(component, filters))
+    stem = Component("stem", partial(build_whitened, component, filters))
     whitening = dict(build_component(stem, 0).named_parameters())
     used = min(24, channels)
     assert torch.equal(whitening["0.weight"][:used], filters[:used])
