@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.backends.pytorch.optimizers import SCALE, set_learning_rate
+from hvdtrain.backends.pytorch.optimizers import DECAY, SCALE, set_learning_rate
 from hvdtrain.backends.pytorch.parts import build_model
 from hvdtrain.config import TrainConfig
 from hvdtrain.models.component import Component
@@ -261,18 +261,13 @@ class PlainSGDW(torch.optim.SGD):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Subtract rate x decay x weight, and what SGD without decay would."""
-        before = {
-            value: value * group["lr"] * group["weight_decay"]
+        shrunk = [
+            (value, value * group["lr"] * group[DECAY])
             for group in self.param_groups
             for value in group["params"]
-        }
-        decays = [group.pop("weight_decay") for group in self.param_groups]
-        for group in self.param_groups:
-            group["weight_decay"] = 0.0
+        ]
         super().step(closure)
-        for group, rate in zip(self.param_groups, decays, strict=True):
-            group["weight_decay"] = rate
-        for value, part in before.items():
+        for value, part in shrunk:
             value.sub_(part)
 
 
@@ -288,10 +283,11 @@ def plain_optimizer(
         undecayed, scales: as in `make_optimizer`.
     """
     scales, decay = scales or {}, config.weight_decay
+    key = DECAY if config.optimizer == "sgdw" else "weight_decay"
     groups = [
         {
             "params": [value],
-            "weight_decay": 0.0 if name in undecayed else decay / scales.get(name, 1.0),
+            key: 0.0 if name in undecayed else decay / scales.get(name, 1.0),
             SCALE: scales.get(name, 1.0),
         }
         for name, value in parameters.items()

@@ -47,15 +47,13 @@ Flip = Literal["random", "alternate"]
 Border = Literal["zeros", "reflect"]
 
 
-def is_mirrored(ids: NDArray[np.int64], seed: int, epoch: int, flip: Flip) -> NDArray[np.bool_]:
-    """Return which samples are mirrored in an epoch: bool [n].
+def alternates(ids: NDArray[np.int64], seed: int, epoch: int) -> NDArray[np.bool_]:
+    """Return which samples are mirrored if each is in every second epoch: bool [n].
 
-    "random": half of them in each epoch. "alternate": each sample in every second epoch, half of
-    them in the even ones (Jordan, arXiv 2404.00498, section 3.6).
+    Half of them are in the even epochs (Jordan, arXiv 2404.00498, section 3.6).
     """
-    bits = sample_hash(seed, epoch if flip == "random" else 0, ids)
-    mirrored = (bits >> np.uint64(63)).astype(bool)
-    return mirrored ^ (epoch % 2 == 1) if flip == "alternate" else mirrored
+    starts_mirrored = (sample_hash(seed, 0, ids) >> np.uint64(63)).astype(bool)
+    return starts_mirrored ^ (epoch % 2 == 1)
 
 
 def crop_flip(
@@ -74,7 +72,7 @@ def crop_flip(
 
     Args:
         border: what comes into the image: zeros, or the pixels beside its border, mirrored.
-        flip: as in `is_mirrored`.
+        flip: "random" mirrors half of the images in each epoch, "alternate" as in `alternates`.
     """
     count, height, width, channels = images.shape
     if count == 0:
@@ -83,7 +81,9 @@ def crop_flip(
     bits = sample_hash(seed, epoch, ids)
     top = _below(places, bits & np.uint64(0xFFFFFF))
     left = _below(places, (bits >> np.uint64(24)) & np.uint64(0xFFFFFF))
-    padded = _padded(images, padding, border)
+    sides = ((0, 0), (padding, padding), (padding, padding), (0, 0))
+    padded = np.pad(images, sides, "reflect" if border == "reflect" else "constant")
+    padded = np.ascontiguousarray(padded)  # it has the order of the images' axes in memory
     # lines[i, y, x] is the line of `width` pixels that starts at (y, x) of image i, as one item:
     # a crop is then a gather of `height` items, each copied as a block.
     line = np.dtype((np.void, width * channels))
@@ -96,30 +96,12 @@ def crop_flip(
     cropped = lines[np.arange(count)[:, None], rows, left[:, None]]
     result: NDArray[np.uint8] = cropped.view(np.uint8).reshape(images.shape)
     pixels = result.view(np.dtype((np.void, channels)))[..., 0]
-    mirrored = is_mirrored(ids, seed, epoch, flip)
+    if flip == "alternate":
+        mirrored = alternates(ids, seed, epoch)
+    else:
+        mirrored = (bits >> np.uint64(63)).astype(bool)
     pixels[mirrored] = pixels[mirrored, :, ::-1]
     return result
-
-
-def _padded(images: NDArray[np.uint8], padding: int, border: Border) -> NDArray[np.uint8]:
-    """Return images with `padding` more pixels at each side."""
-    _, height, width, _ = images.shape
-    if border == "reflect":
-        rows, columns = (
-            reflected(np.arange(-padding, length + padding), length) for length in (height, width)
-        )
-        return np.ascontiguousarray(images[:, rows[:, None], columns])
-    count, _, _, channels = images.shape
-    padded = np.zeros((count, height + 2 * padding, width + 2 * padding, channels), np.uint8)
-    padded[:, padding : padding + height, padding : padding + width] = images
-    return padded
-
-
-def reflected(places: NDArray[np.intp], length: int) -> NDArray[np.intp]:
-    """Return which pixels of a line are at these places, if the line goes back at both ends."""
-    period = max(1, 2 * (length - 1))
-    places = places % period
-    return np.minimum(places, period - places)
 
 
 def resized_crop_flip(
@@ -136,7 +118,7 @@ def resized_crop_flip(
     box = crop_box(image.height, image.width, bits)
     result = scaled(image, size, size, box)
     if flip == "alternate":
-        turned = bool(is_mirrored(ids, seed, epoch, flip)[0])
+        turned = bool(alternates(ids, seed, epoch)[0])
     else:
         turned = bool(splitmix64(bits ^ np.uint64(_FIELD))[0] >> np.uint64(63))
     return np.ascontiguousarray(result[:, ::-1]) if turned else result

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.data.augment import reflected
-
 
 @dataclass(frozen=True)
 class View:
@@ -25,10 +23,10 @@ class View:
         """Return images uint8 [n, height, width, channels] in this view."""
         if self.shift:
             _, height, width, _ = images.shape
-            rows, columns = (
-                reflected(np.arange(length) - self.shift, length) for length in (height, width)
-            )
-            images = images[:, rows[:, None], columns]
+            border, start = abs(self.shift), abs(self.shift) - self.shift
+            sides = ((0, 0), (border, border), (border, border), (0, 0))
+            padded = np.pad(images, sides, "reflect")
+            images = padded[:, start : start + height, start : start + width]
         if self.is_mirrored:
             images = images[:, :, ::-1]
         return np.ascontiguousarray(images)

@@ -45,7 +45,7 @@ def need(folder: Path, interval: float, most_core_hours: float | None) -> Need:
     if active:
         waiting = f"{active} run(s) of {folder} are waiting or running: no repeats are added yet"
         return Need(counts, [waiting])
-    return need_of(_finished(folder, runs), counts, interval, most_core_hours)
+    return need_of(_finished(folder), counts, interval, most_core_hours)
 
 
 def replacing(folder: Path, repeats: int) -> Need:
@@ -59,8 +59,7 @@ def replacing(folder: Path, repeats: int) -> Need:
     Raises:
         UsageError, DataError: as `need`.
     """
-    runs = sorted(folder.glob("*-seed=*")) if folder.is_dir() else []
-    done = _finished(folder, runs)
+    done = _finished(folder)
     paths = {run.path for run in done if run.was_shared}
     paths |= {run.path for series in arrange(done)[0] for run in series.disturbed}
     slowed = {
@@ -70,10 +69,10 @@ def replacing(folder: Path, repeats: int) -> Need:
     return Need({name: repeats + count for name, count in slowed.items()}, remarks)
 
 
-def _finished(folder: Path, runs: Sequence[Path]) -> Sequence[Result]:
+def _finished(folder: Path) -> Sequence[Result]:
     try:
-        return find([str(folder)]).results if runs else []
-    except UsageError:  # no run is finished
+        return find([str(folder)]).results
+    except UsageError:  # no run is finished, or there is none
         return []
 
 

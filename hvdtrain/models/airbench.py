@@ -11,8 +11,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from hvdtrain.errors import UsageError
-from hvdtrain.models.component import IMAGE_CHANNELS, Component
+from hvdtrain.models.component import IMAGE_CHANNELS, Component, check_image_size
 
 CHANNELS = 64, 256, 256
 KERNEL = 2
@@ -26,11 +25,7 @@ def airbench(classes: int, image_size: int) -> list[Component]:
 
     Raises UsageError for images of less than 9 x 9 pixels.
     """
-    if image_size < SMALLEST_IMAGE:
-        raise UsageError(
-            f"airbench cannot take images of {image_size} x {image_size}: "
-            f"use an image size of at least {SMALLEST_IMAGE}"
-        )
+    check_image_size("airbench", image_size, SMALLEST_IMAGE)
     widths = FILTERS, *CHANNELS
     blocks = [
         Component(f"block{number + 1}", partial(_block, widths[number], widths[number + 1]))

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hvdtrain.errors import UsageError
-from hvdtrain.models.component import IMAGE_CHANNELS, Component
+from hvdtrain.models.component import IMAGE_CHANNELS, Component, check_image_size
 from hvdtrain.models.vit import EPSILON, Attention, Mlp, Shape, linear
 
 CHANNELS = 64  # of the first convolution
@@ -75,11 +74,7 @@ class Head(nn.Module):
 
 
 def _cct(shape: Shape, classes: int, image_size: int) -> list[Component]:
-    if image_size < SMALLEST_IMAGE:
-        raise UsageError(
-            f"cct cannot take images of {image_size} x {image_size}: "
-            f"use an image size of at least {SMALLEST_IMAGE}"
-        )
+    check_image_size("cct", image_size, SMALLEST_IMAGE)
     width = shape.width
     parts = [Component("tokens", partial(Tokens, image_size, width))]
     for index in range(shape.depth):

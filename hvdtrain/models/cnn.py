@@ -12,8 +12,7 @@ from functools import partial
 
 from torch import nn
 
-from hvdtrain.errors import UsageError
-from hvdtrain.models.component import IMAGE_CHANNELS, Component
+from hvdtrain.models.component import IMAGE_CHANNELS, Component, check_image_size
 
 SMALLEST_IMAGE = 4  # pixels: two poolings must leave at least one
 
@@ -23,11 +22,7 @@ def cnn(classes: int, image_size: int) -> list[Component]:
 
     Raises UsageError for images of less than 4 x 4 pixels.
     """
-    if image_size < SMALLEST_IMAGE:
-        raise UsageError(
-            f"cnn cannot take images of {image_size} x {image_size}: "
-            f"use an image size of at least {SMALLEST_IMAGE}"
-        )
+    check_image_size("cnn", image_size, SMALLEST_IMAGE)
     pooled = image_size // 4
     return [
         Component("conv1", partial(_convolution, IMAGE_CHANNELS, 32)),

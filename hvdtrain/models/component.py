@@ -79,6 +79,15 @@ def check_names(components: Sequence[Component]) -> None:
                 )
 
 
+def check_image_size(model: str, image_size: int, smallest: int) -> None:
+    """Raise UsageError for images that a model cannot take, in pixels."""
+    if image_size < smallest:
+        raise UsageError(
+            f"{model} cannot take images of {image_size} x {image_size}: "
+            f"use an image size of at least {smallest}"
+        )
+
+
 def as_components(model: str, returned: object) -> list[Component]:
     """Return the components that a model's function returned.
 

@@ -10,7 +10,6 @@ from hvdtrain.host.harmless import LARGEST_WHOLE
 from hvdtrain.options import decay, injection
 from hvdtrain.options.emulateoptions import check_emulation
 from hvdtrain.options.fields import DEFAULT_EPOCHS, Rule, flag
-from hvdtrain.options.imageoptions import DEFAULT_SHIFT
 from hvdtrain.options.planrequest import (
     ADAPTIVE,
     Chosen,
@@ -29,6 +28,7 @@ LIMITS = {
     Rule.SHARE: "between 0 and 1",
     Rule.ONE_LINE: "one line of text",
 }
+FALLING = ("cosine", "linear")  # schedules that go down to --lr-end
 CHOSEN_PLANS_ONLY = ("memory_limit", "profile")
 MOST_RANKS = 2**20  # upper bound where only the launcher knows the number of ranks
 
@@ -115,34 +115,28 @@ def _check_together(values: Mapping[str, Any]) -> None:
         raise UsageError("--resume needs --run: give the folder of the run to resume")
 
 
-FALLING = ("cosine", "linear")  # schedules that go down to --lr-end
-
-
 def _check_optimisation(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     """Refuse options of the optimizer that exclude each other, or would have no effect."""
-    for name, unused in (("lookahead", None), ("lr_scale", "none")):
-        if values[name] != unused and parse_sync_request(values["sync"]) != NO_SYNC:
-            raise UsageError(f"{flag(name)} needs --sync exact: leave one of them out")
+    is_exact = parse_sync_request(values["sync"]) == NO_SYNC
+    is_cropped, falls = values["augment"] == "crop-flip", values["lr_schedule"] in FALLING
+    for name, other, is_used in (
+        ("lookahead", "--sync exact", is_exact),
+        ("lr_scale", "--sync exact", is_exact),
+        ("lookahead_share", "--lookahead", values["lookahead"] is not None),
+        ("lr_start", "--warmup-epochs", values["warmup_epochs"] > 0),
+        ("lr_end", "--lr-schedule cosine or linear", falls),
+        ("shift", "--augment crop-flip", is_cropped),
+        ("border", "--augment crop-flip", is_cropped),
+        ("flip", "--augment", values["augment"] != "none"),
+    ):
+        if not is_used and values[name] != defaults[name]:
+            raise UsageError(f"{flag(name)} needs {other}: add it, or leave this out")
     if values["lookahead"] is not None and values["memory_limit"] is not None:
         raise UsageError(
             "--memory-limit does not count the slow weights of --lookahead: leave one of them out"
         )
     if values["whiten"] and values["weights"] is not None:
         raise UsageError("--weights replaces what --whiten sets: leave one of them out")
-    for name, other, is_used in (
-        ("lookahead_share", "--lookahead", values["lookahead"] is not None),
-        ("lr_start", "--warmup-epochs", values["warmup_epochs"] > 0),
-        ("lr_end", "--lr-schedule cosine or linear", values["lr_schedule"] in FALLING),
-    ):
-        if not is_used and values[name] != defaults[name]:
-            raise UsageError(f"{flag(name)} needs {other}: add it, or leave this out")
-    is_moved = values["border"] != "zeros" or values["shift"] != DEFAULT_SHIFT
-    if is_moved and values["augment"] != "crop-flip":
-        raise UsageError(
-            "--shift and --border need --augment crop-flip: add it, or leave them out"
-        )
-    if values["flip"] != "random" and values["augment"] == "none":
-        raise UsageError("--flip alternate needs --augment: add it, or leave this out")
     if values["optimizer"] == "sgdw" and values["framework"] == "tensorflow":
         raise UsageError("--optimizer sgdw is not supported with --framework tensorflow: use sgd")
 

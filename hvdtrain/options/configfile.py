@@ -1,6 +1,6 @@
 """The configuration that a run folder keeps: written, read, and compared with a new one."""
 
-from dataclasses import asdict, fields, replace
+from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,9 @@ MAY_CHANGE_IN_STUDY = frozenset(
     item.name for item in fields(TrainConfig) if Rule.IN_STUDY in item.metadata["rule"]
 )
 # Values with the behaviour of versions that had no such key. A missing key identifies them.
-NEWER_OPTIONS = (  # a run of an older version had their defaults
+# What a run of a version without an option did, but for OLDER_DEFAULTS.
+DEFAULTS = {item.name: item.default for item in fields(TrainConfig) if item.default is not MISSING}
+NEWER_OPTIONS = (  # with their defaults, a run has the folder that older versions gave it
     *("flip", "shift", "border", "whiten", "test_augment", "lr_start", "lr_end", "lr_scale"),
     *("lookahead", "lookahead_share"),
 )
@@ -119,8 +121,7 @@ def differences(
     old: dict[str, Any], new: TrainConfig, may_change: frozenset[str] = MAY_CHANGE_ON_RESUME
 ) -> list[str]:
     """Return how `new` differs from a saved configuration in values that may not change."""
-    newer = {name: getattr(TrainConfig, name) for name in NEWER_OPTIONS}
-    current, old = asdict(new), newer | old | values_of_older_version(old)
+    current, old = asdict(new), DEFAULTS | old | values_of_older_version(old)
     if new.weight_decay == 0:
         may_change = may_change | {"no_decay"}
     if new.lr_schedule != "constant" or new.lookahead is not None:

@@ -5,7 +5,6 @@ from typing import Literal
 
 from hvdtrain.options.fields import Group, Rule, option
 
-DEFAULT_SHIFT = 4
 Augment = Literal["none", "crop-flip", "resized-crop-flip"]
 
 
@@ -23,7 +22,7 @@ class ImageOptions:
         Group.DATA,
     )
     shift: int = option(
-        DEFAULT_SHIFT,
+        4,
         "most pixels of a shift of --augment crop-flip",
         Group.DATA,
         Rule.NOT_NEGATIVE,

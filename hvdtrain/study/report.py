@@ -27,9 +27,6 @@ def write(
     to: str,
     efficiency: float = ReportOptions.efficiency,
     price: float | None = None,
-    compare: str | None = None,
-    crate: str | None = None,
-    to_accuracy: float | None = None,
     **others: Any,
 ) -> Path:
     """Write the report of these runs into the folder `to`; return the path of `report.md`.
@@ -39,16 +36,12 @@ def write(
         to: folder for the report.
         efficiency: smallest efficiency that is worth paying for, above 0 to 1.
         price: price of a core-hour, in any currency; None leaves costs out.
-        compare: folder of the runs of another study, to whose sizes the report has ratios.
-        crate: ZIP file for an RO-Crate of report and runs, from which it can be made again.
-        to_accuracy: test accuracy to which times are given; None: what all runs expect, if any.
         others: further fields of `ReportOptions`, which are the options of `hvdtrain report`.
 
     Raises:
         UsageError: if there is no finished run, or a value is out of range.
         DataError: if the report cannot be written.
     """
-    others |= {"compare": compare, "crate": crate, "to_accuracy": to_accuracy}
     wanted = ReportOptions(efficiency=efficiency, price=price, **others).check()
     study = find(runs)
     results = study.results

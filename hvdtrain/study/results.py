@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,11 +22,8 @@ from hvdtrain.options.syncoptions import SyncOptions
 NOT_SETTINGS = frozenset(
     item.name for item in fields(TrainConfig) if Rule.NOT_COMPARED in item.metadata["rule"]
 )
-# What runs of versions without an option did.
 COMPARED_DEFAULTS = {
-    item.name: item.default
-    for item in fields(TrainConfig)
-    if item.name not in NOT_SETTINGS and item.default is not MISSING
+    name: value for name, value in configfile.DEFAULTS.items() if name not in NOT_SETTINGS
 }
 COUNTED = 0.98  # part of a run for which energy must be counted: not that of a last restart
 EXACT = "exact"  # sums of gradients in every step

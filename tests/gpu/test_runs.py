@@ -63,8 +63,8 @@ def test_energy_memory_and_the_name_of_the_gpu_are_in_the_summary(
         assert summary["machine"]["accelerator"] == torch.cuda.get_device_name()
         assert sum(host["joules"]["NVML"].values()) > 0
         assert max(summary["peak_memory_bytes"]) > 11e6 * 4
-    parts = ("exposed_fraction", summary["bubble_fraction"], summary["compute_fraction"])
-    assert 0.5 < sum(part for part in parts if isinstance(part, float)) < 1.05
+    parts = [summary["communication"]["exposed_fraction"], summary["bubble_fraction"]]
+    assert 0.5 < sum(parts) + summary["compute_fraction"] < 1.05
 
 
 def test_a_batch_that_does_not_fit_ends_in_one_line(
@@ -78,7 +78,7 @@ def test_a_batch_that_does_not_fit_ends_in_one_line(
     done = train(hvdtrain, device, data, tmp_path / "run", *size)
     assert done.returncode not in (0, -6, -11)
     assert "memory" in done.stderr
-    assert "Traceback" not in done.stderr or "OutOfMemory" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.skipif("HVDTRAIN_TEST_COMPILE" not in os.environ, reason="not run: takes minutes")

@@ -226,7 +226,8 @@ class TorchSession(Session):
         for part in self.state.parts.values():
             if part.optimizer is not None:
                 set_learning_rate(part.optimizer, rate)
-                set_slow_share(part.optimizer, share)
+                if self.config.lookahead is not None:
+                    set_slow_share(part.optimizer, share)
         self._seed(position)
         todo = self._next_program(batch_size, is_training=True)
         epoch, offset = divmod(position, len(self.train_rows))
