@@ -74,14 +74,13 @@ class Injector:
             if fault.kind == "slow" and fault.step <= step < fault.step + fault.steps:
                 time.sleep(fault.seconds)
             elif fault.kind in self._do and step >= fault.step:
-                self._once(fault)
-
-    def _once(self, fault: Fault) -> None:
-        mark = self._place(f"{fault.kind}-step-{fault.step}-rank-{fault.rank}")
-        if mark.exists() or (fault.kind == "corrupt" and not self._newest_parts()):
-            return  # injected already, or not possible yet
-        mark.touch()
-        self._do[fault.kind](fault)
+                mark = self._place(f"{fault.kind}-step-{fault.step}-rank-{fault.rank}")
+                if mark.exists():
+                    continue
+                if fault.kind == "corrupt" and not self._has_newest():
+                    break  # The faults after it wait for it: a kill would prevent it.
+                mark.touch()
+                self._do[fault.kind](fault)
 
     def _place(self, name: str) -> Path:
         folder = self.folder.path / "injected"
@@ -101,6 +100,11 @@ class Injector:
             return fault.rank is not None or _computing_ranks(session.plan)[component][0] == rank
 
         session.faults.spoil(component, is_due)
+
+    def _has_newest(self) -> bool:
+        """Return whether there is a checkpoint and none is being written, on a slow disk say."""
+        folder = self.folder.checkpoints
+        return bool(self._newest_parts()) and not store.is_unfinished(folder)
 
     def _newest_parts(self) -> list[Path]:
         newest = store.stored(self.folder.checkpoints)[-1:]

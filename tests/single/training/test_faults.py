@@ -176,7 +176,7 @@ def test_a_corrupt_checkpoint_is_passed_over(
     run = tmp_path / "run"
     # The newest checkpoint is that after the second epoch. A busy machine has enough time to write
     # it before the job dies, but not the next one.
-    fault = "slow step=24 steps=7 seconds=0.5; corrupt step=31; kill step=32 rank=1"
+    fault = "slow step=24 steps=7 seconds=0.5; corrupt step=31; kill step=32"
     options = ("--inject", fault, "--restarts", 1, "--checkpoint-every", "1 epoch")
     done = hvdtrain(*command(small_set, run, *options))
     assert done.returncode == 0, done.stderr
