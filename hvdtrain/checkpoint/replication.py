@@ -20,7 +20,8 @@ from pathlib import Path
 import numpy as np
 
 from hvdtrain.checkpoint import store
-from hvdtrain.checkpoint.format import MANIFEST, Entry, Manifest, part_name, read_manifest, verify
+from hvdtrain.checkpoint.format import MANIFEST, Entry, Manifest, part_name, read_manifest
+from hvdtrain.checkpoint.tensorfile import verify
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host import files

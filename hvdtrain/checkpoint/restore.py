@@ -19,11 +19,9 @@ from hvdtrain.checkpoint.format import (
     Unreadable,
     patiently,
     read_manifest,
-    read_shapes,
-    read_tensors,
-    verify,
 )
 from hvdtrain.checkpoint.store import MODEL
+from hvdtrain.checkpoint.tensorfile import read_tensors, read_verified
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.health.failure import START_FACTOR
 from hvdtrain.options import configfile
@@ -44,6 +42,7 @@ class _Verified:
 
     Attributes:
         places: by tensor, the file that holds it. shapes: by tensor.
+        read: the tensors of the files that this rank has read, by file.
     """
 
     path: Path
@@ -51,6 +50,7 @@ class _Verified:
     configuration: dict[str, Any]
     places: dict[str, str]
     shapes: dict[str, Shape]
+    read: dict[str, dict[str, np.ndarray]]
 
 
 def restore(session: Session, run: RunFolder, console: Console) -> dict[str, Any] | None:
@@ -143,17 +143,15 @@ def _verify(path: Path, session: Session) -> _Verified | DataError:
         manifest = world.broadcast(manifest)
     if isinstance(manifest, DataError):
         return manifest
-    fault, own_shapes = None, dict[str, dict[str, Shape]]()
+    fault, read = None, dict[str, dict[str, np.ndarray]]()
     try:
         _wait_for(path)
         for entry in manifest.parts[world.rank :: world.size]:
             with session.activity.doing("reading a checkpoint", START_FACTOR):
-                patiently(partial(verify, path, entry))
-                shapes_of = partial(read_shapes, path / entry.name)
-                own_shapes[entry.name] = patiently(shapes_of)
+                read[entry.name] = patiently(partial(read_verified, path, entry))
     except DataError as error:
         fault = error
-    results = _gather(session, (fault, own_shapes))
+    results = _gather(session, (fault, {part: _shapes(held) for part, held in read.items()}))
     if worst := _worst([rank_fault for rank_fault, _ in results]):
         return worst
     parts = {
@@ -163,7 +161,11 @@ def _verify(path: Path, session: Session) -> _Verified | DataError:
     if len(places) != sum(map(len, parts.values())):
         return Damaged(f"{path} contains a tensor twice")
     shapes = {name: shape for held in parts.values() for name, shape in held.items()}
-    return _Verified(path, manifest.progress, manifest.configuration, places, shapes)
+    return _Verified(path, manifest.progress, manifest.configuration, places, shapes, read)
+
+
+def _shapes(tensors: Mapping[str, np.ndarray]) -> dict[str, Shape]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 def _worst(faults: Sequence[DataError | None]) -> DataError | None:
@@ -232,16 +234,17 @@ def _put(session: Session, checkpoint: _Verified) -> None:
     for name, shape in expected.items():
         if checkpoint.shapes.get(name) != shape:
             raise DataError(f"{checkpoint.path} contains no {name} of shape {shape}")
-    held = {
-        name: tensor
-        for part in sorted({checkpoint.places[name] for name in expected})
-        for name, tensor in _read(checkpoint.path / part, expected.keys()).items()
-    }
+    held: dict[str, np.ndarray] = {}
+    for part in sorted({checkpoint.places[name] for name in expected}):
+        held |= _of_part(checkpoint, part, expected.keys())
     session.state.put(held)
 
 
-def _read(path: Path, names: Collection[str]) -> dict[str, np.ndarray]:
-    return patiently(partial(read_tensors, path, names))
+def _of_part(checkpoint: _Verified, part: str, names: Collection[str]) -> dict[str, np.ndarray]:
+    if part in checkpoint.read:
+        tensors = checkpoint.read[part]
+        return {name: tensors[name] for name in names if name in tensors}
+    return patiently(partial(read_tensors, checkpoint.path / part, names))
 
 
 def _difference(checkpoint: Mapping[str, Shape], model: Mapping[str, Shape]) -> str:

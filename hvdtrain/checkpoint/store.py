@@ -26,10 +26,8 @@ from hvdtrain.checkpoint.format import (
     part_name,
     patiently,
     read_manifest,
-    read_tensors,
-    verify,
-    write_tensors,
 )
+from hvdtrain.checkpoint.tensorfile import check_size, read_verified, verify, write_tensors
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host import files
 from hvdtrain.host.ownership import Owner
@@ -64,7 +62,7 @@ class Checkpoint:
 def write_part(
     folder: Path, name: str, rank: int, tensors: dict[str, np.ndarray], token: str = ""
 ) -> None:
-    """Write a rank's file of the checkpoint `name`, and a receipt beside it.
+    """Write a rank's file of the checkpoint `name`, read it back, and put a receipt beside it.
 
     Args:
         token: of the run, so that no two runs write to the same unfinished checkpoint.
@@ -77,9 +75,10 @@ def write_part(
     try:
         temporary.mkdir(exist_ok=True)
         entry = write_tensors(part, tensors)
+        patiently(partial(verify, temporary, entry))
         receipt = json.dumps(asdict(entry)).encode()
         files.write_whole(_receipt(temporary, rank), lambda file: file.write(receipt))
-    except OSError as error:
+    except (OSError, DataError) as error:
         with suppress(OSError):
             part.unlink()  # the disk may be full, and other ranks may still be writing
         raise _not_written(folder / name, error) from None
@@ -126,10 +125,13 @@ def _complete(
     progress: dict[str, Any],
     configuration: dict[str, Any],
 ) -> None:
-    """Read every file back, and write the manifest to the disk in place of the receipts."""
+    """Write the manifest to the disk in place of the receipts.
+
+    Each rank has read its own file back; the size shows whether it is still there.
+    """
     parts = tuple(_read_receipt(_receipt(temporary, rank)) for rank in writers)
     for part in parts:
-        patiently(partial(verify, temporary, part))
+        patiently(partial(check_size, temporary / part.name, part))
     text = Manifest(parts, progress, configuration).to_json()
     files.write_whole(temporary / MANIFEST, lambda file: file.write(text.encode()))
     for rank in writers:
@@ -280,8 +282,7 @@ def load(path: Path) -> Checkpoint:
     manifest = read_manifest(path)
     held: dict[str, np.ndarray] = {}
     for entry in manifest.parts:
-        verify(path, entry)
-        part = read_tensors(path / entry.name)
+        part = read_verified(path, entry)
         if part.keys() & held.keys():
             raise DataError(f"{path} contains a tensor twice")
         held |= part

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 
 from hvdtrain import models
-from hvdtrain.checkpoint.format import DTYPES
+from hvdtrain.checkpoint.tensorfile import DTYPES
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError, one_line
 from hvdtrain.models import find

@@ -11,6 +11,7 @@ import pytest
 
 from hvdtrain import cli
 from hvdtrain.checkpoint import store
+from hvdtrain.checkpoint.format import Entry
 from hvdtrain.errors import DataError
 from tests.conftest import Program
 from tests.single.training.checkpoints import make, save
@@ -155,29 +156,57 @@ def test_what_could_not_be_saved_is_not_the_best(
     words += ["--holdout", 0.2, "--batch-size", 200, "--lr", 1e-12]
     assert cli.run([str(word) for word in words]) == 0
     assert [line["cause"] for line in events_of(run, "fault")] == ["checkpoint failed"]
-    assert store.best(run / "checkpoints") == run / "checkpoints" / names[1]
+    # The failure is known in epoch 2 or at its end, by the speed of the disk.
+    assert store.best(run / "checkpoints") in [run / "checkpoints" / name for name in names[1:]]
 
 
-@pytest.mark.parametrize("damage", ["bit", "lost", "short"])
-def test_no_checkpoint_goes_before_the_new_one_was_read_back(tmp_path: Path, damage: str) -> None:
-    """Once, only receipts were checked: good checkpoints were removed for a damaged one."""
-    save(tmp_path, make(1))
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    for rank in range(2):
-        store.write_part(tmp_path, store.name_of(2), rank, {f"model/{rank}": np.arange(9.0)})
-    part = next(tmp_path.glob(f"{store.UNFINISHED}*/part-0001*"))
+def damage(part: Path, how: str) -> None:
     content = part.read_bytes()
-    match damage:
+    match how:
         case "bit":
             part.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         case "lost":
             part.unlink()
         case "short":
             part.write_bytes(content[:-1])
+
+
+@pytest.mark.parametrize("how", ["bit", "lost", "short"])
+def test_no_checkpoint_goes_before_the_new_one_was_read_back(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, only receipts were checked: good checkpoints were removed for a damaged one."""
+    save(tmp_path, make(1))
+    before = files_of(tmp_path)
+    write = store.write_tensors
+
+    def write_badly(path: Path, tensors: dict[str, np.ndarray]) -> Entry:
+        entry = write(path, tensors)
+        damage(path, how)
+        return entry
+
+    monkeypatch.setattr(store, "write_tensors", write_badly)
+    with pytest.raises(DataError, match=r"step-00000002 cannot be written: .*part-0000"):
+        store.write_part(tmp_path, store.name_of(2), 0, {"model/0": np.arange(9.0)})
+    store.discard(tmp_path, store.name_of(2), 0, "")
+    assert files_of(tmp_path) == before
+
+
+@pytest.mark.parametrize("how", ["lost", "short"])
+def test_a_file_that_is_gone_when_the_others_are_done_is_noticed(tmp_path: Path, how: str) -> None:
+    save(tmp_path, make(1))
+    before = files_of(tmp_path)
+    for rank in range(2):
+        store.write_part(tmp_path, store.name_of(2), rank, {f"model/{rank}": np.arange(9.0)})
+    damage(next(tmp_path.glob(f"{store.UNFINISHED}*/part-0001*")), how)
     with pytest.raises(DataError, match=r"step-00000002 cannot be written: .*part-0001"):
         store.commit(tmp_path, store.name_of(2), range(2), {"step": 2}, {})
     store.prune(tmp_path, keep_last=1)
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert files_of(tmp_path) == before
+
+
+def files_of(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_what_a_resumed_run_could_not_use_takes_no_place_of_what_it_can(tmp_path: Path) -> None:

@@ -1,0 +1,232 @@
+"""Files of tensors, hashed in a thread while the disk writes or reads them.
+
+The format is that of https://github.com/huggingface/safetensors: the length of a JSON header, the
+header (dtype, shape and offsets of every tensor), and the tensors' memory. Reading executes no
+code, and the bytes that are used are those that were compared with the hash.
+"""
+
+import ctypes
+import hashlib
+import json
+import os
+import stat
+import sys
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from hvdtrain.checkpoint.format import Damaged, Entry, Unreadable, reading
+
+# The names of safetensors by those of NumPy; bfloat16 is from ml_dtypes.
+DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "complex64": "C64",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "bool": "BOOL",
+}
+NUMPY_DTYPES = {value: key for key, value in DTYPES.items()}
+# What a header of another form or with impossible numbers raises: ValueError is also JSON's.
+MALFORMED = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
+BLOCK, BLOCKS = 8 * 2**20, 4  # bytes of a read, and blocks in memory while a file is verified
+METADATA = "__metadata__"  # texts in a header, of other programs
+SYNC_FILE_RANGE_WRITE = 2  # of Linux
+
+
+def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> Entry:
+    """Write contiguous arrays, and return once they are on the disk.
+
+    Raises:
+        OSError: if the disk is full or not writable.
+    """
+    text = _header(tensors)
+    digest, size, started = hashlib.sha256(), 0, 0
+    with path.open("wb") as file, ThreadPoolExecutor(1) as beside:
+        for piece in (len(text).to_bytes(8, "little"), text, *map(_memory, tensors.values())):
+            beside.submit(digest.update, piece)
+            file.write(piece)
+            size += len(piece)
+            if size - started >= BLOCK:
+                file.flush()
+                _start_writing(file, started, size - started)
+                started = size
+        file.flush()
+        os.fsync(file.fileno())
+    return Entry(path.name, size, digest.hexdigest())
+
+
+def _header(tensors: Mapping[str, np.ndarray]) -> bytes:
+    header, end = {}, 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        header[name] = {
+            "dtype": DTYPES[tensor.dtype.name],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % 8)
+
+
+def _start_writing(file: IO[bytes], start: int, size: int) -> None:
+    """Let the system write bytes of a file now: the disk works while the next ones are copied."""
+    if (function := _sync_file_range()) is not None:
+        place, length = ctypes.c_int64(start), ctypes.c_int64(size)
+        function(file.fileno(), place, length, ctypes.c_uint(SYNC_FILE_RANGE_WRITE))
+
+
+@cache
+def _sync_file_range() -> Callable[..., int] | None:
+    return getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
+
+
+def verify(folder: Path, entry: Entry) -> None:
+    """Compare a file with its entry in the manifest.
+
+    The file is read from the disk, as far as the system drops its cached copy.
+
+    Raises:
+        DataError: if it is missing.
+        Damaged: if it differs.
+        Unreadable: if the disk cannot read it.
+    """
+    _read(folder / entry.name, entry, np.empty(min(entry.bytes, BLOCKS * BLOCK), np.uint8))
+
+
+def read_verified(folder: Path, entry: Entry) -> dict[str, np.ndarray]:
+    """Return the tensors of a file that equals its entry in the manifest; they share memory.
+
+    Raises:
+        DataError: if it is missing.
+        Damaged: if it differs, or holds no tensors.
+        Unreadable: if the disk cannot read it.
+    """
+    path = folder / entry.name
+    check_size(path, entry)  # before memory is reserved
+    content = np.empty(entry.bytes, np.uint8)
+    _read(path, entry, content)
+    return _tensors(path, content)
+
+
+def check_size(path: Path, entry: Entry) -> None:
+    """Compare the size of a file with its entry in the manifest.
+
+    Raises:
+        DataError, Damaged, Unreadable: as `verify` does.
+    """
+    with reading(path):
+        status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        raise Damaged(f"{path} is not a file")
+    if status.st_size != entry.bytes:
+        raise Damaged(
+            f"{path} is damaged: it has {status.st_size:,} bytes instead of {entry.bytes:,}"
+        )
+
+
+def _read(path: Path, entry: Entry, memory: np.ndarray) -> None:
+    """Read and verify a file; its start is overwritten where the memory is smaller."""
+    check_size(path, entry)
+    with reading(path), path.open("rb", buffering=0) as file:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        sha256 = _hash_while_reading(file, memory.data, entry.bytes)
+    if sha256 != entry.sha256:
+        raise Damaged(f"{path} is damaged: its SHA-256 differs from the manifest")
+
+
+def _hash_while_reading(file: Any, memory: memoryview, size: int) -> str:
+    digest, hashed, place = hashlib.sha256(), deque[Future[None]](), 0
+    with ThreadPoolExecutor(1) as beside:
+        while place < size:
+            if len(hashed) == BLOCKS - 1:
+                hashed.popleft().result()  # its memory may be used again now
+            start = place % len(memory)
+            count = file.readinto(memory[start : start + min(BLOCK, size - place)])
+            if not count:
+                break  # shorter than it was just now: its hash differs
+            hashed.append(beside.submit(digest.update, memory[start : start + count]))
+            place += count
+    return digest.hexdigest()
+
+
+def _tensors(path: Path, content: np.ndarray) -> dict[str, np.ndarray]:
+    try:
+        length = int.from_bytes(content[:8].tobytes(), "little")
+        if length > content.size - 8:
+            raise ValueError("its header is longer than the file")
+        header = json.loads(content[8 : 8 + length].tobytes())
+        data = content[8 + length :]
+        return {
+            name: _tensor(data, form["dtype"], form["shape"], form["data_offsets"])
+            for name, form in header.items()
+            if name != METADATA
+        }
+    except MALFORMED as error:
+        raise Damaged(f"{path} cannot be read: {_one_line(error)}") from None
+
+
+def _tensor(data: np.ndarray, dtype: str, shape: list[int], offsets: list[int]) -> np.ndarray:
+    start, end = offsets
+    if not 0 <= start <= end <= data.size or not all(type(size) is int for size in shape):
+        raise ValueError("a tensor lies outside of the file")
+    if any(size < 0 for size in shape):
+        raise ValueError("a shape is negative")
+    tensor = data[start:end].view(_numpy_dtype(dtype)).reshape(shape)
+    return tensor if tensor.flags.aligned else tensor.copy()
+
+
+def _numpy_dtype(name: str) -> np.dtype[Any]:
+    if name == "BF16":
+        import ml_dtypes
+
+        brain_float: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        return brain_float
+    return np.dtype(NUMPY_DTYPES[name])
+
+
+def read_tensors(path: Path, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
+    """Return the tensors of a file, or only those in `names`, without comparing its hash.
+
+    Raises:
+        Damaged, Unreadable: if it cannot be read.
+    """
+    with _open(path) as file:
+        held = [name for name in file.keys() if names is None or name in names]  # noqa: SIM118
+        return {name: file.get_tensor(name) for name in held}
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[Any]:
+    from safetensors import safe_open
+
+    try:
+        with safe_open(path, framework="np") as file:
+            yield file
+    except Exception as error:  # safetensors has its own, and NumPy raises for unknown dtypes
+        kind = Unreadable if isinstance(error, OSError) else Damaged
+        raise kind(f"{path} cannot be read: {_one_line(error)}") from None
+
+
+def _memory(tensor: np.ndarray) -> Any:
+    """Return the tensor's bytes, without a copy."""
+    return tensor.reshape(-1).view(np.uint8)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
