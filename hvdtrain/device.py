@@ -1,15 +1,273 @@
-"""The device of a rank: the CPU or a GPU, and whether Horovod can sum on the GPUs of all ranks."""
+"""The device of a rank, a CPU or a GPU, and all that depends on which of them it is.
+
+No other module compares the type of a device. A GPU works through a queue, its stream: a copy from
+it has arrived once an event that was recorded behind the copy is over. MPI needs memory of the
+host, so tensors on a GPU are copied to pinned memory and back; those on a CPU are used where they
+are. Tests put a stream in place of the CPU's that delays copies (`STREAMS`).
+"""
 
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, Protocol
 
+import psutil
 import torch
+from torch import Tensor
 
 from hvdtrain import world as worlds
 from hvdtrain.errors import UsageError
 from hvdtrain.world import World
 
 Place = tuple[str, str]  # a host and the UUID of one of its GPUs
+
+
+class Event(Protocol):
+    """A place in a stream."""
+
+    def synchronize(self) -> None:
+        """Return once the device has reached it."""
+
+
+class Stream(Protocol):
+    """The queue of a device whose memory is not that of the host."""
+
+    def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return memory of the host with which the device exchanges copies."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Put a copy between device and host into the queue."""
+
+    def event(self) -> Event:
+        """Record an event behind all that is in the queue."""
+
+
+class GpuStream:
+    """The current stream of the current GPU."""
+
+    def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return pinned memory; PyTorch does not reuse it before the copies from it are done."""
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Put a copy into the queue."""
+        target.copy_(source, non_blocking=True)
+
+    def event(self) -> Event:
+        """Record an event."""
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+
+STREAMS: dict[str, Stream] = {"cuda": GpuStream()}
+
+
+def stage_out(tensor: Tensor) -> Tensor:
+    """Return the values of a tensor in memory of the host, once the device has computed them.
+
+    A tensor in memory of the host is returned itself.
+    """
+    tensor, stream = tensor.detach(), STREAMS.get(tensor.device.type)
+    if stream is None:
+        return tensor
+    host = host_like(tensor)
+    stream.copy(host, tensor)
+    stream.event().synchronize()
+    return host
+
+
+def host_like(tensor: Tensor) -> Tensor:
+    """Return memory of the host for the values of a tensor, in its order of dimensions.
+
+    A tensor in memory of the host is returned itself.
+    """
+    stream = STREAMS.get(tensor.device.type)
+    if stream is None:
+        return tensor
+    flat = stream.host_memory((tensor.numel(),), tensor.dtype)
+    return flat.as_strided(tensor.shape, tensor.stride())
+
+
+def new_host(like: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return memory of the host for a tensor of another shape that goes to the same device."""
+    stream = STREAMS.get(like.device.type)
+    if stream is None:
+        return torch.empty(shape, dtype=like.dtype)
+    return stream.host_memory(shape, like.dtype)
+
+
+def new_target(host: Tensor, like: Tensor) -> Tensor:
+    """Return the tensor that `stage_in` fills: `host` itself, where the device uses its memory."""
+    if like.device.type in STREAMS:
+        return torch.empty_like(host, device=like.device)
+    return host
+
+
+def stage_in(host: Tensor, target: Tensor) -> None:
+    """Put the copy of values in memory of the host into the queue of the target's device.
+
+    The values of `host` must not change afterwards. Nothing happens where the device uses the
+    memory of the host.
+    """
+    stream = STREAMS.get(target.device.type)
+    if stream is not None:
+        stream.copy(target.detach(), host)  # autograd does not see what arrives
+
+
+def copy_out(tensors: Sequence[Tensor], hosts: Sequence[Tensor]) -> None:
+    """Copy tensors into memory of the host, and return once all values are there."""
+    streams = []
+    for tensor, host in zip(tensors, hosts, strict=True):
+        stream = STREAMS.get(tensor.device.type)
+        if stream is None:
+            host.copy_(tensor.detach())
+        else:
+            stream.copy(host, tensor.detach())
+            streams.append(stream)
+    for stream in dict.fromkeys(streams):
+        stream.event().synchronize()
+
+
+def read_later(value: Tensor | None) -> Callable[[], float]:
+    """Return a function that returns the number in a tensor, 0.0 for None.
+
+    A copy from a GPU starts at once, and the function waits for it.
+    """
+    if value is None:
+        return lambda: 0.0
+    stream = STREAMS.get(value.device.type)
+    if stream is None:
+        return lambda: float(value)
+    host = stream.host_memory((), value.dtype)
+    stream.copy(host, value)
+    copied = stream.event()
+
+    def read() -> float:
+        copied.synchronize()
+        return float(host)
+
+    return read
+
+
+def synchronize(device: torch.device) -> None:
+    """Return once the device has done all its work."""
+    if is_gpu(device):
+        torch.cuda.synchronize(device)
+
+
+def now(device: torch.device) -> float:
+    """Return the clock in seconds after a device has done all its work."""
+    synchronize(device)
+    return time.perf_counter()
+
+
+class Marks:
+    """Marks between steps; on a GPU they do not wait for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.times: list[Any] = []
+
+    def add(self) -> None:
+        """Mark the end of a step and the start of the next one."""
+        if is_gpu(self.device):
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.times.append(event)
+        else:
+            self.times.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        """Return the seconds of each step."""
+        if is_gpu(self.device):
+            synchronize(self.device)
+            return [a.elapsed_time(b) / 1e3 for a, b in pairwise(self.times)]
+        return [b - a for a, b in pairwise(self.times)]
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Return whether a device is a GPU."""
+    return device.type == "cuda"
+
+
+def is_cpu(device: torch.device) -> bool:
+    """Return whether a device is the CPU: neither a GPU nor `meta`."""
+    return device.type == "cpu"
+
+
+def gpu_names() -> list[str]:
+    """Return the names of the GPUs that this process sees."""
+    return [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+
+
+def autocast(device: torch.device, enabled: bool = True) -> torch.autocast:
+    """Return the context in which operations of a device compute in bf16."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled)
+
+
+def generators(device: torch.device) -> list[torch.device]:
+    """Return the devices besides the CPU whose random numbers `torch.random.fork_rng` keeps."""
+    return [device] if is_gpu(device) else []
+
+
+def seed(device: torch.device, number: int) -> None:
+    """Seed the generators that operations of a device draw from.
+
+    Not by torch.manual_seed: it takes 0.5 ms, because it seeds the generators of all devices.
+    """
+    torch.default_generator.manual_seed(number)
+    if is_gpu(device):
+        torch.cuda.manual_seed(number)
+
+
+def random_state(device: torch.device) -> Tensor | None:
+    """Return the state of a GPU's generator, None for a CPU."""
+    return torch.cuda.get_rng_state(device) if is_gpu(device) else None
+
+
+def set_random_state(device: torch.device, state: Tensor | None) -> None:
+    """Set the state of a GPU's generator; nothing happens on a CPU, or without a state."""
+    if state is not None and is_gpu(device):
+        torch.cuda.set_rng_state(state, device)
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Return the bytes of the tensors on a GPU."""
+    return torch.cuda.memory_allocated(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the largest `allocated_bytes` of a GPU so far."""
+    return torch.cuda.max_memory_allocated(device)
+
+
+def held_bytes(device: torch.device) -> int:
+    """Return the bytes that this process holds, or has reserved on its GPU.
+
+    Memory that was freed but not returned counts.
+    """
+    if is_gpu(device):
+        return torch.cuda.memory_reserved(device)
+    return int(psutil.Process().memory_info().rss)
+
+
+def free_bytes(device: torch.device, ranks: int) -> float:
+    """Return the bytes that a rank may still allocate: on its GPU, or its part of the host's.
+
+    Args:
+        ranks: of the host.
+    """
+    if is_gpu(device):
+        return float(torch.cuda.mem_get_info(device)[0])
+    return float(psutil.virtual_memory().available / ranks)
+
+
+def give_back(device: torch.device) -> None:
+    """Return free memory of a GPU to the system; nothing happens on a CPU."""
+    if is_gpu(device):
+        torch.cuda.empty_cache()
 
 
 def choose_device(name: str | None, world: World, option: str = "--device") -> torch.device:
@@ -43,7 +301,7 @@ def check_horovod_on(device: torch.device, world: World) -> None:
         UsageError: with the reason, the same on all ranks; or if Horovod cannot be loaded.
     """
     place, has_nccl = None, True
-    if device.type == "cuda":
+    if is_gpu(device):
         place = (socket.gethostname(), _uuid(device))
         has_nccl = bool(worlds.horovod_module("torch", world.size).nccl_built())
     everywhere = world.gather((place, has_nccl))
@@ -58,6 +316,11 @@ def check_horovod_on(device: torch.device, world: World) -> None:
             f"ranks {ranks} share a GPU, which NCCL does not accept: start one rank per GPU, "
             "or use --reduce-with mpi"
         )
+
+
+def gpu_if_there_is_one() -> torch.device:
+    """Return the GPU that PyTorch takes first, or the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def ranks_on_one_gpu(places: Sequence[Place | None]) -> list[int]:

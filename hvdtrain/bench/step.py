@@ -9,7 +9,7 @@ import statistics
 import time
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle, islice, pairwise
+from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from hvdtrain import world
-from hvdtrain.backends.pytorch.session import TorchSession, read_later
+from hvdtrain.backends.pytorch.session import TorchSession
 from hvdtrain.backends.pytorch.setup import model_components, open_session
 from hvdtrain.bench.options import StepConfig
 from hvdtrain.data import order
 from hvdtrain.data.loader import Loader
+from hvdtrain.device import Marks, is_gpu, now, read_later
 from hvdtrain.errors import Interrupted, Preempted, UsageError
 from hvdtrain.host.stop import StopRequest
 from hvdtrain.models.costs import component_costs
@@ -29,7 +30,7 @@ from hvdtrain.parallel.runtime import TRANSFERS
 from hvdtrain.parallel.stage import DTYPES
 from hvdtrain.parallel.step import Step
 from hvdtrain.plan.actions import COMPUTE
-from hvdtrain.planner.chain import Chain, Link, now, without_gathering
+from hvdtrain.planner.chain import Chain, Link, without_gathering
 from hvdtrain.training.control import Control, Flags, Vitals
 from hvdtrain.training.feed import Feed, Feeder, augmentation, requests
 
@@ -175,7 +176,7 @@ def _timed_steps(session: TorchSession, count: int, stop: StopRequest) -> _Times
     control = Control(session.world, session.device.loss_delay)
     local_rows = partial(session.local_rows, is_training=True)
     feeder = Feeder(session.splits["train"], augmentation(config, session.normalisation[0], 0))
-    totals, marks = dict.fromkeys(SHARES, 0.0), _Marks(session.device.kind == "cuda")
+    totals, marks = dict.fromkeys(SHARES, 0.0), Marks(session.runtime.device)
     with Loader(feeder, requests(rows, slices, local_rows)) as loader:
         session.world.barrier()
         for number in range(len(slices)):
@@ -196,7 +197,7 @@ def _timed_steps(session: TorchSession, count: int, stop: StopRequest) -> _Times
         control.drain()
     seconds = marks.seconds()
     spent = {name: total / count for name, total in totals.items()}
-    rest = "rest" if session.device.kind == "cpu" else "compute"
+    rest = "compute" if session.device.is_gpu else "rest"
     spent[rest] += max(0.0, statistics.mean(seconds) - sum(spent.values()))
     return _Times(seconds, spent)
 
@@ -204,30 +205,6 @@ def _timed_steps(session: TorchSession, count: int, stop: StopRequest) -> _Times
 def _leave(code: int) -> None:
     world.stop()
     raise (Interrupted if code == Interrupted.exit_code else Preempted)("nothing was measured")
-
-
-class _Marks:
-    """Marks between steps; on a GPU they do not wait for it."""
-
-    def __init__(self, is_cuda: bool) -> None:
-        self.is_cuda = is_cuda
-        self.times: list[Any] = []
-
-    def add(self) -> None:
-        """Mark the end of a step and the start of the next one."""
-        if self.is_cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self.times.append(event)
-        else:
-            self.times.append(time.perf_counter())
-
-    def seconds(self) -> list[float]:
-        """Return the seconds of each step."""
-        if self.is_cuda:
-            torch.cuda.synchronize()
-            return [a.elapsed_time(b) / 1e3 for a, b in pairwise(self.times)]
-        return [b - a for a, b in pairwise(self.times)]
 
 
 def _count(totals: dict[str, float], step: Step, waited: float) -> None:
@@ -330,7 +307,7 @@ def _setting(session: TorchSession) -> str:
     )
 
 
-SIZES = {"cpu": 2048, "cuda": 8192}
+CPU_SIZE, GPU_SIZE = 2048, 8192
 SMALLEST = 256
 SECONDS = 1.0
 
@@ -343,16 +320,16 @@ def matrix_rate(device: torch.device, precision: str) -> float:
     for a large one.
     """
     dtype = torch.bfloat16 if precision == "bf16" else DTYPES[precision]
-    size, best = SMALLEST, 0.0
+    size, best, largest = SMALLEST, 0.0, GPU_SIZE if is_gpu(device) else CPU_SIZE
     until = time.perf_counter() + SECONDS
     while True:
         left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
         out = torch.empty_like(left)
         took = min(_seconds(left, right, out) for _ in range(2))  # the first one prepares kernels
-        while time.perf_counter() < until and size == SIZES[device.type]:
+        while time.perf_counter() < until and size == largest:
             took = min(took, _seconds(left, right, out))
         best = max(best, 2 * size**3 / took)
-        if size == SIZES[device.type] or time.perf_counter() + 16 * took > until:
+        if size == largest or time.perf_counter() + 16 * took > until:
             return best
         size *= 2
 

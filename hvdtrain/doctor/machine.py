@@ -20,7 +20,7 @@ MOST_ROUNDS, FEWEST_ROUNDS = 30, 5
 KINDS = ("matrices", "convolutions")
 # Rows and width of the matrices, images and channels of the convolution: per thread of a CPU, and
 # per GPU, which takes longer for these than for the launches of its kernels.
-SIZES = {"cpu": (256, 512, 8, 64), "cuda": (8192, 4096, 512, 256)}
+CPU_SIZES, GPU_SIZES = (256, 512, 8, 64), (8192, 4096, 512, 256)
 PIXELS = 16
 # Waiting threads then use no processor time, which is the quantity measured on CPUs.
 PRECISION_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
@@ -125,18 +125,21 @@ def bf16_speedups() -> dict[str, Any]:
     """Measure the speed-up of bf16 over fp32 on the device and threads of one rank.
 
     Returns:
-        `device` ("cpu" or "cuda"), `threads`, and `speedups` by kind of work.
+        `is_gpu`, `threads`, and `speedups` by kind of work.
     """
     import torch
 
+    from hvdtrain import device as devices
+
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
-    device, threads = "cuda" if torch.cuda.is_available() else "cpu", torch.get_num_threads()
+    device, threads = devices.gpu_if_there_is_one(), torch.get_num_threads()
+    is_gpu = devices.is_gpu(device)
     speedups = {
-        kind: _speedup(action, time.process_time if device == "cpu" else time.perf_counter)
+        kind: _speedup(action, time.perf_counter if is_gpu else time.process_time)
         for kind, action in zip(KINDS, _actions(device, threads), strict=True)
     }
-    return {"device": device, "threads": threads, "speedups": speedups}
+    return {"is_gpu": is_gpu, "threads": threads, "speedups": speedups}
 
 
 def precision_check(facts: Mapping[str, Any] | None, reason: str) -> Check:
@@ -151,7 +154,7 @@ def precision_check(facts: Mapping[str, Any] | None, reason: str) -> Check:
         return Check(name, "note", f"fp32 and bf16 were not compared: {reason}")
     speedups: dict[str, float] = facts["speedups"]
     ratio = statistics.geometric_mean(speedups.values())
-    time = "time" if facts["device"] == "cuda" else "processor time"
+    time = "time" if facts["is_gpu"] else "processor time"
     if 1 / EQUAL <= ratio <= EQUAL:
         text, option = "bf16 and fp32 are about equally fast", "keep the default, --precision fp32"
     elif ratio > 1:
@@ -160,7 +163,7 @@ def precision_check(facts: Mapping[str, Any] | None, reason: str) -> Check:
         text, option = f"bf16 takes {1 / ratio:.1f}x the {time} of fp32", "train --precision fp32"
     threads = facts["threads"]
     where = f"{threads} thread{'s' if threads > 1 else ''}"
-    where = "the GPU" if facts["device"] == "cuda" else where
+    where = "the GPU" if facts["is_gpu"] else where
     parts = ", ".join(f"{kind} {speedup:.2f}x" for kind, speedup in speedups.items())
     return Check(name, "ok", f"{text} on {where} (bf16: {parts}): {option}")
 
@@ -183,15 +186,18 @@ def _gib(size: int) -> str:
     return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / 2**20:.0f} MiB"
 
 
-def _actions(device: str, threads: int) -> list[Action]:
+def _actions(device: Any, threads: int) -> list[Action]:
     """Return a matrix product and a convolution, forward and backward, in fp32 or autocast bf16.
 
     The work per thread is constant.
     """
     import torch
 
-    rows, width, images, channels = SIZES[device]
-    times = threads if device == "cpu" else 1
+    from hvdtrain import device as devices
+
+    is_gpu = devices.is_gpu(device)
+    rows, width, images, channels = GPU_SIZES if is_gpu else CPU_SIZES
+    times = 1 if is_gpu else threads
     layers = (
         torch.nn.Linear(width, width),
         torch.nn.Conv2d(channels, channels, 3, padding=1).to(memory_format=torch.channels_last),  # type: ignore[call-overload]
@@ -201,11 +207,10 @@ def _actions(device: str, threads: int) -> list[Action]:
 
     def action(layer: Any, values: Any) -> Action:
         def act(is_bf16: bool) -> None:
-            with torch.autocast(device, dtype=torch.bfloat16, enabled=is_bf16):
+            with devices.autocast(device, is_bf16):
                 out = layer(values)
             out.float().sum().backward()
-            if device == "cuda":
-                torch.cuda.synchronize()
+            devices.synchronize(device)
 
         return act
 

@@ -93,9 +93,9 @@ def _look(current: World) -> Seen:
 
 
 def _gpu_count() -> int:
-    import torch
+    from hvdtrain.device import gpu_names
 
-    return torch.cuda.device_count()
+    return len(gpu_names())
 
 
 def _see_folder(current: World) -> float | None:

@@ -50,11 +50,9 @@ def torch_side() -> None:
     if "torch" in sys.modules:
         import torch
 
-        devices = range(torch.cuda.device_count())
-        say(
-            cuda_version=torch.version.cuda,
-            cuda_devices=[torch.cuda.get_device_name(device) for device in devices],
-        )
+        from hvdtrain.device import gpu_names
+
+        say(cuda_version=torch.version.cuda, cuda_devices=gpu_names())
     say(horovod=horovod_plugin("torch"))
     if "torch" in sys.modules:
         say(precision=bf16_speedups())

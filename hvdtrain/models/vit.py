@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
+from hvdtrain.device import is_cpu
 from hvdtrain.errors import UsageError
 from hvdtrain.models.component import IMAGE_CHANNELS, Component
 
@@ -103,7 +104,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     Costs are counted on fake tensors of a CPU, for GPUs too, and so with fused attention.
     """
     attended: Tensor
-    is_on_cpu = query.device.type == "cpu" and not isinstance(query, FakeTensor)
+    is_on_cpu = is_cpu(query.device) and not isinstance(query, FakeTensor)
     if is_on_cpu and query.dtype == torch.bfloat16 and query.shape[2] <= MOST_TOKENS:
         heads = query.shape[:2]
         query, key, value = (tensor.flatten(0, 1) for tensor in (query, key, value))

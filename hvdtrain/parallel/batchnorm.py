@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from hvdtrain.device import is_cpu
 from hvdtrain.errors import UsageError
 
 AllGather = Callable[[Tensor], Tensor]  # [k] -> [replicas, k], of the same dtype and device
@@ -174,7 +175,7 @@ def gather_moments(input: Tensor, all_gather: AllGather) -> Moments:
 
 
 def _local_moments(input: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    if input.device.type != "cpu":
+    if not is_cpu(input.device):
         return moments_by_operations(input, dtype)
     # The kernel of torch's own batch norm, many times faster than torch.var_mean on CPUs. Its
     # results have the dtype of the running statistics that it takes, which are unused here.
@@ -244,7 +245,7 @@ def _gradient_sums(
     """Return sum(dy) and sum(dy * xhat) over this replica's rows, [2, channels]."""
     if input.numel() == 0:
         return torch.zeros(2, len(mean), dtype=mean.dtype, device=mean.device)
-    if input.device.type != "cpu":
+    if not is_cpu(input.device):
         return gradient_sums_by_operations(gradient, input, mean, variance, eps)
     # torch's kernel for a batch norm with fixed statistics returns both sums, as the gradients of
     # bias and weight. On a GPU it requires more, such as the gradient of the input.

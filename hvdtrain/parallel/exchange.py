@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hvdtrain.device import host_like, stage_in, stage_out
 from hvdtrain.host.poll import wait_until
 from hvdtrain.plan.program import WaitTime
 
@@ -33,14 +34,14 @@ class Receipt:
         requests: of the rows and of `sent_at`, which are valid once they are complete.
         sent_at: float64 [1], seconds on the sender's clock.
         sender: rank.
-        host: pinned memory, if `rows` are on a GPU.
+        host: memory of the host that MPI fills: `rows` themselves, unless they are on a GPU.
         rows: the tensor to receive into.
     """
 
     requests: "list[MPI.Request]"
     sent_at: np.ndarray
     sender: int
-    host: Tensor | None
+    host: Tensor
     rows: Tensor
 
 
@@ -71,8 +72,7 @@ class Exchange:
 
     def send(self, rows: Tensor, receiver: int, tag: int) -> None:
         """Start to send rows, contiguous in memory; they must not change until `flush`."""
-        if rows.device.type == "cuda":
-            rows = rows.detach().to("cpu", copy=True)  # waits for the stream
+        rows = stage_out(rows)
         now = np.array([self.now()])
         self._drop_finished()
         for kept, buffer in ((rows, self._bytes_of(rows)), (now, now)):
@@ -80,15 +80,9 @@ class Exchange:
 
     def receive(self, rows: Tensor, sender: int, tag: int) -> Receipt:
         """Post the receipt of a message into `rows`, contiguous in memory."""
-        host = None
-        if rows.device.type == "cuda":
-            host = torch.empty(
-                rows.numel() * rows.element_size(), dtype=torch.uint8, pin_memory=True
-            )
-        sent_at = np.empty(1)
-        target = self._bytes_of(rows if host is None else host)
+        host, sent_at = host_like(rows), np.empty(1)
         requests = [
-            self.communicator.Irecv(target, sender, tag),
+            self.communicator.Irecv(self._bytes_of(host), sender, tag),
             self.communicator.Irecv(sent_at, sender, tag),
         ]
         return Receipt(requests, sent_at, sender, host, rows)
@@ -98,8 +92,7 @@ class Exchange:
         start = time.perf_counter()
         self.complete(receipts, start)
         for receipt in receipts:
-            if receipt.host is not None:
-                _flat(receipt.rows).copy_(receipt.host.view(receipt.rows.dtype))
+            stage_in(receipt.host, receipt.rows)
         end = time.perf_counter()
         sent = max(map(self.sent_at, receipts))
         bubble = min(max(0.0, sent - start), end - start)
@@ -145,7 +138,7 @@ class Exchange:
 
         def gather(tensor: Tensor) -> Tensor:
             start = time.perf_counter()
-            row = tensor.detach().cpu().contiguous()
+            row = stage_out(tensor.contiguous())
             rows = torch.empty((len(ranks), *row.shape), dtype=row.dtype)
             wait_until(group.Iallgather(self._bytes_of(row), self._bytes_of(rows)).Test)
             self.waited.transfer += time.perf_counter() - start
@@ -202,8 +195,3 @@ def _round_trip(comm: "MPI.Comm") -> tuple[float, float]:
     theirs = comm.recv(source=0)
     end = time.perf_counter()
     return end - start, theirs - (start + end) / 2
-
-
-def _flat(rows: Tensor) -> Tensor:
-    """Return the samples as a flat tensor, in the order of memory."""
-    return rows.as_strided((rows.numel(),), (1,))

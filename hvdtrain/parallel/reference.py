@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from hvdtrain.device import autocast
 from hvdtrain.parallel.dropout import Draws
 from hvdtrain.parallel.stage import StageModel
 from hvdtrain.plan.plan import Plan
@@ -187,8 +188,8 @@ class _SerialStage:
 
         The gradients of these two uses are summed in bf16; those of replicas are not.
         """
-        autocast = torch.autocast(activations.device.type, torch.bfloat16)
-        with autocast if self.rules.bf16 else nullcontext():
+        bf16 = self.rules.bf16
+        with autocast(activations.device) if bf16 else nullcontext():
             return model(activations)
 
     def agreed_buffers(self, samples: Sequence[int]) -> dict[str, Tensor]:

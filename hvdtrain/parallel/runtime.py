@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from hvdtrain import device as devices
 from hvdtrain.errors import UsageError
 from hvdtrain.host.activity import Activity
 from hvdtrain.parallel import halves
@@ -309,8 +310,7 @@ class Runtime:
 
     def _events(self, task: Task, start: float, waiting: float) -> list[Event]:
         """Return the events of a task that has just run, its wait apart."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        devices.synchronize(self.device)
         middle, end = start + waiting, time.perf_counter()
         kind = "communication" if task.action.kind in TRANSFERS else "compute"
         wait = [Event(self.rank, task.action, start, middle, "wait")] if waiting > 0 else []
@@ -319,7 +319,7 @@ class Runtime:
     def autocast(self) -> AbstractContextManager[object]:
         """Return the context in which forwards run."""
         if self.settings.bf16:
-            return torch.autocast(self.device.type, dtype=torch.bfloat16)
+            return devices.autocast(self.device)
         return nullcontext()
 
 

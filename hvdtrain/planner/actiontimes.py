@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hvdtrain.device import generators, now
 from hvdtrain.models.component import IMAGE_CHANNELS
 from hvdtrain.parallel.boundary import Boundaries, Form
 from hvdtrain.parallel.runtime import Observer, Runtime
@@ -28,7 +29,7 @@ from hvdtrain.plan.cut import Cut, Share
 from hvdtrain.plan.plan import Plan
 from hvdtrain.plan.program import Program, ReductionTime, program
 from hvdtrain.plan.simulate import Costs
-from hvdtrain.planner.chain import LEAST, now, repeated, without_gathering
+from hvdtrain.planner.chain import LEAST, repeated, without_gathering
 from hvdtrain.sync.gradients import Gradients, all_finite
 from hvdtrain.world import World
 
@@ -195,7 +196,7 @@ def _unchanged(parts: Mapping[int, Part], device: torch.device) -> Iterator[Call
         for number, part in parts.items():
             part.model.put(saved[number])
 
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with torch.random.fork_rng(generators(device)):
         try:
             yield put_weights_back
         finally:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hvdtrain.device import autocast, now
 from hvdtrain.parallel import halves
 from hvdtrain.parallel.batchnorm import SynchronisedBatchNorm
 from hvdtrain.parallel.stage import Part
@@ -236,7 +237,7 @@ class Chain:
         return seconds
 
     def _autocast(self) -> Any:
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.is_bf16)
+        return autocast(self.device, self.is_bf16)
 
     def _now(self) -> float:
         return now(self.device)
@@ -264,13 +265,6 @@ def repeated(
         if len(repeats) >= least and seconds > max(ENOUGH_SECONDS, least_seconds):
             break
     return repeats
-
-
-def now(device: torch.device) -> float:
-    """Return the clock in seconds after a device has finished all its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 @contextmanager

@@ -10,8 +10,6 @@ from functools import partial
 from glob import escape
 from pathlib import Path
 
-import psutil
-import torch
 from torch import nn
 
 from hvdtrain.backends.pytorch.parts import (
@@ -20,13 +18,13 @@ from hvdtrain.backends.pytorch.parts import (
     stage_optimizer,
 )
 from hvdtrain.config import TrainConfig
+from hvdtrain.device import check_horovod_on, free_bytes, give_back, held_bytes
 from hvdtrain.emulate.probes import tools_of
 from hvdtrain.emulate.world import exchange_of
 from hvdtrain.host.files import check_target
 from hvdtrain.host.memory import return_freed_memory
 from hvdtrain.options.planrequest import Chosen
 from hvdtrain.options.syncrequest import AUTO_SYNC
-from hvdtrain.parallel.device import check_horovod_on
 from hvdtrain.plan.passes import group_by_bytes
 from hvdtrain.plan.plan import Plan, replicated
 from hvdtrain.planner import clusters, profilefile
@@ -323,7 +321,7 @@ def local_times(
         in_halves="zb-h1" in _schedules(config, subject.names),
         message=message,
         counted=partial(_counted_bytes, subject),
-        held=partial(_held_bytes, subject),
+        held=partial(held_bytes, subject.images.device),
         give_back=partial(_give_back, subject),
         is_emulated=config.emulate is not None,
         disturb=disturb,
@@ -361,28 +359,14 @@ def _counted_bytes(subject: Subject, names: Sequence[str], rows: int) -> int:
 
 def _give_back(subject: Subject) -> None:
     """Return free memory to the system or to the GPU."""
-    if subject.images.device.type == "cuda":
-        torch.cuda.empty_cache()
+    give_back(subject.images.device)
     return_freed_memory()
 
 
 def _spare_bytes(subject: Subject, world: World) -> float:
     """Return the bytes that this rank may still allocate."""
     device, limit = subject.images.device, subject.config.memory_limit
-    if device.type == "cuda":
-        spare = float(torch.cuda.mem_get_info(device)[0])
-    else:
-        spare = psutil.virtual_memory().available / world.local_size
+    spare = free_bytes(device, world.local_size)
     if limit is not None:
-        spare = min(spare, limit * GIB - _held_bytes(subject))
+        spare = min(spare, limit * GIB - held_bytes(device))
     return max(spare, 0.0)
-
-
-def _held_bytes(subject: Subject) -> int:
-    """Return the bytes that this process holds, or has reserved on its GPU.
-
-    Memory that was freed but not returned counts.
-    """
-    if subject.images.device.type == "cuda":
-        return torch.cuda.memory_reserved(subject.images.device)
-    return psutil.Process().memory_info().rss

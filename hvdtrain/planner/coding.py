@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hvdtrain.device import now
 from hvdtrain.options.syncrequest import parse_compress_request
 from hvdtrain.planner.agreement import FREE, Coding
-from hvdtrain.planner.chain import now, repeated
+from hvdtrain.planner.chain import repeated
 from hvdtrain.sync.collectives import Collectives
 from hvdtrain.sync.compress import make_sums
 from hvdtrain.sync.gradients import make_bucket

@@ -14,6 +14,7 @@ from hvdtrain.backends.pytorch.setup import make_plan
 from hvdtrain.check.parity import Parity
 from hvdtrain.check.plan import MEAN, STD, check_plan
 from hvdtrain.config import TrainConfig
+from hvdtrain.device import choose_device
 from hvdtrain.errors import UsageError
 from hvdtrain.host.files import check_target, write_text
 from hvdtrain.models.component import Component, boundaries
@@ -21,7 +22,6 @@ from hvdtrain.models.costs import component_costs
 from hvdtrain.options.planrequest import AUTO
 from hvdtrain.options.syncrequest import AUTO_SYNC, Server
 from hvdtrain.parallel.boundary import Boundaries
-from hvdtrain.parallel.device import choose_device
 from hvdtrain.parallel.runtime import Observer, Runtime, Settings
 from hvdtrain.parallel.stage import DTYPES, Images
 from hvdtrain.plan import planfile

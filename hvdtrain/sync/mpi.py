@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hvdtrain import world
+from hvdtrain import device, world
 from hvdtrain.host.poll import wait_until
 from hvdtrain.plan import traffic
 
@@ -81,7 +81,7 @@ class MPICollectives:
     def all_reduce(self, tensor: Tensor, name: str) -> Operation:
         """Start a sum in place."""
         self.sent_bytes += traffic.Operation("all_reduce", tensor.nbytes).sent_bytes(self.size)
-        host = _on_host(tensor)
+        host = _without_gaps(tensor)
         request = self._communicator(name).Iallreduce(
             self._mpi.IN_PLACE, self._buffer(host), self._sum(host.dtype)
         )
@@ -90,30 +90,30 @@ class MPICollectives:
     def all_gather(self, tensor: Tensor, name: str) -> Operation:
         """Start to gather the replicas' tensors, each as one row."""
         self.sent_bytes += traffic.Operation("all_gather", tensor.nbytes).sent_bytes(self.size)
-        row = _on_host(tensor)
-        rows = torch.empty((self.size, *row.shape), dtype=row.dtype, pin_memory=tensor.is_cuda)
+        row = _without_gaps(tensor)
+        rows = device.new_host(tensor, (self.size, *row.shape))
         request = self._communicator(name).Iallgather(_bytes(row), _bytes(rows))
-        result = torch.empty_like(rows, device=tensor.device) if tensor.is_cuda else rows
+        result = device.new_target(rows, tensor)
         return Operation(request, result, rows, [row])
 
     def reduce_scatter(self, tensor: Tensor, name: str) -> Operation:
         """Start to sum, each replica for its slice."""
         self.sent_bytes += traffic.Operation("reduce_scatter", tensor.nbytes).sent_bytes(self.size)
-        whole, length = _on_host(tensor), tensor.numel() // self.size
-        part = torch.empty(length, dtype=whole.dtype, pin_memory=tensor.is_cuda)
+        whole, length = _without_gaps(tensor), tensor.numel() // self.size
+        part = device.new_host(tensor, (length,))
         request = self._communicator(name).Ireduce_scatter_block(
             self._buffer(whole), self._buffer(part), self._sum(whole.dtype)
         )
-        result = torch.empty_like(part, device=tensor.device) if tensor.is_cuda else part
+        result = device.new_target(part, tensor)
         return Operation(request, result, part, [whole])
 
     def all_to_all(self, tensor: Tensor, name: str) -> Operation:
         """Start to send each replica its slice."""
         self.sent_bytes += traffic.Operation("all_to_all", tensor.nbytes).sent_bytes(self.size)
-        whole = _on_host(tensor).view(self.size, -1)
-        rows = torch.empty_like(whole, pin_memory=tensor.is_cuda)
+        whole = _without_gaps(tensor).view(self.size, -1)
+        rows = device.new_host(tensor, whole.shape)
         request = self._communicator(name).Ialltoall(_bytes(whole), _bytes(rows))
-        result = torch.empty_like(rows, device=tensor.device) if tensor.is_cuda else rows
+        result = device.new_target(rows, tensor)
         return Operation(request, result, rows, [whole])
 
     def progress(self) -> None:
@@ -129,8 +129,7 @@ class MPICollectives:
     def wait(self, handle: Operation) -> Tensor:
         """Return the result of an operation; the wait leaves the core to others."""
         wait_until(handle.is_over)
-        if handle.result is not handle.host:
-            handle.result.copy_(handle.host)
+        device.stage_in(handle.host, handle.result)
         return handle.result
 
     def _communicator(self, name: str) -> "MPI.Comm":
@@ -162,12 +161,10 @@ def _sum_of_halves(dtype: torch.dtype) -> Callable[[Any, Any, Any], None]:
     return add
 
 
-def _on_host(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor itself, or a pinned copy of one on a GPU."""
+def _without_gaps(tensor: Tensor) -> Tensor:
+    """Return the values of a contiguous tensor in memory of the host."""
     assert tensor.is_contiguous(), "MPI needs memory without gaps"
-    if not tensor.is_cuda:
-        return tensor.detach()
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor.detach())
+    return device.stage_out(tensor)
 
 
 def _bytes(tensor: Tensor) -> list[Any]:

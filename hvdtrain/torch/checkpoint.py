@@ -24,6 +24,7 @@ from hvdtrain.backends.pytorch.state import (
 )
 from hvdtrain.checkpoint import store
 from hvdtrain.checkpoint.store import MODEL, OPTIMIZER, SYNC, Checkpoint
+from hvdtrain.device import random_state, set_random_state
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host import files
 from hvdtrain.torch import state as states
@@ -240,7 +241,7 @@ def _put(state: State, checkpoint: Checkpoint, path: str, others: Mapping[str, A
 
 def _random_states(state: State) -> RandomStates:
     device = state.place.device
-    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    on_device = random_state(device)
     return torch.get_rng_state(), on_device
 
 
@@ -248,8 +249,7 @@ def _set_random_states(state: State, loop: Mapping[str, Any]) -> None:
     rank, device = state.place.rank, state.place.device
     torch.set_rng_state(loop["rng"][rank])
     on_device = loop["device_rng"][rank] if "device_rng" in loop else None
-    if on_device is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(on_device, device)
+    set_random_state(device, on_device)
 
 
 def _put_optimizers(state: State, number: int, model: Watched, checkpoint: Checkpoint) -> None:

@@ -9,10 +9,10 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from hvdtrain import world
+from hvdtrain.device import check_horovod_on
 from hvdtrain.errors import UsageError
 from hvdtrain.options.syncrequest import parse_compress_request
 from hvdtrain.parallel.checksums import fingerprint
-from hvdtrain.parallel.device import check_horovod_on
 from hvdtrain.sync.engine import open_group
 from hvdtrain.torch import state as states
 from hvdtrain.torch.agreement import Action, Note

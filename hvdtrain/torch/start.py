@@ -15,11 +15,11 @@ from torch.optim.optimizer import (
 )
 
 from hvdtrain import world
+from hvdtrain.device import choose_device
 from hvdtrain.errors import HvdtrainError, Interrupted, Preempted, UsageError
 from hvdtrain.health import failure
 from hvdtrain.host.stop import STOP_SIGNALS
 from hvdtrain.options.syncoptions import Library
-from hvdtrain.parallel.device import choose_device
 from hvdtrain.sync.engine import reduction_library, remarks
 from hvdtrain.torch import state as states
 from hvdtrain.torch.agreement import Action, Agreement, Note

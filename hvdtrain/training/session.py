@@ -113,6 +113,11 @@ class Device:
     memory_bytes: Callable[[], float] = _resident_bytes
     peak_memory_bytes: Callable[[], int] = _peak_resident_bytes
 
+    @property
+    def is_gpu(self) -> bool:
+        """Return whether it is a GPU."""
+        return self.kind == "cuda"
+
 
 @dataclass(kw_only=True)
 class State(ABC):

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hvdtrain import device as devices
 from hvdtrain import models
 from hvdtrain.backends.pytorch.parts import build_model
 from hvdtrain.backends.pytorch.state import to_tensor
@@ -65,7 +66,7 @@ class Trained:
 
     def _autocast(self) -> AbstractContextManager[object]:
         if self.config.precision == "bf16":
-            return torch.autocast(self.images.device.type, dtype=torch.bfloat16)
+            return devices.autocast(self.images.device)
         return nullcontext()
 
 
@@ -129,7 +130,7 @@ def trained_model(run: str | Path, which: Which = "best", model: Model | None = 
         config.seed,
     )
     _check(components, saved.tensors, config, checkpoint)
-    device = torch.device("cuda" if _uses_gpu(config) else "cpu")
+    device = torch.device("cpu") if config.device == "cpu" else devices.gpu_if_there_is_one()
     stage = build_model(components, config, device)
     stage.put({name: to_tensor(value) for name, value in saved.tensors.items()})
     stage.train(False)
@@ -184,10 +185,6 @@ def _config(run: Path, model: Model | None) -> TrainConfig:
     if "model" not in values or "data" not in values:
         raise UsageError(f"{run / 'config.yaml'} is not the configuration of a run: restore it")
     return TrainConfig(**values | {"compile": False, "recompute": None})
-
-
-def _uses_gpu(config: TrainConfig) -> bool:
-    return config.device != "cpu" and torch.cuda.is_available()
 
 
 def _inputs_from_data(config: TrainConfig, run: Path) -> Inputs:

@@ -1,4 +1,4 @@
-from hvdtrain.parallel.device import ranks_on_one_gpu
+from hvdtrain.device import ranks_on_one_gpu
 
 FIRST, SECOND = ("node1", "GPU-1"), ("node1", "GPU-2")
 

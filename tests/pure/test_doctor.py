@@ -182,11 +182,11 @@ def test_the_faster_precision_is_named_with_its_option(
     matrices: float, convolutions: float, expected: str
 ) -> None:
     speedups = {"matrices": matrices, "convolutions": convolutions}
-    facts = {"device": "cpu", "threads": 2, "speedups": speedups}
+    facts = {"is_gpu": False, "threads": 2, "speedups": speedups}
     check = machine.precision_check(facts, "")
     assert (check.name, check.state, check.cure) == ("precision", "ok", "")
     assert expected in check.text
-    on_gpu = machine.precision_check(facts | {"device": "cuda"}, "")
+    on_gpu = machine.precision_check(facts | {"is_gpu": True}, "")
     assert " on the GPU (bf16: " in on_gpu.text
     on_one = machine.precision_check(facts | {"threads": 1}, "")
     assert " on 1 thread (bf16: " in on_one.text

@@ -29,14 +29,14 @@ LAYERS = (
     {"parallel", "launch"},
     {"sync"},
     {"plan", "data", "models"},
-    {"world", "config", "options", "host", "errors", "__version__"},
+    {"device", "world", "config", "options", "host", "errors", "__version__"},
 )
 # The modules that may import a library which is slow, missing on some machines, or conflicting.
 OWNERS = {
     "horovod": {"world"},
     "mpi4py": {"world", "doctor", "parallel.exchange", "sync.messages", "sync.mpi"},
     "h5py": {"data"},
-    "safetensors": {"checkpoint.format"},
+    "safetensors": {"checkpoint.tensorfile"},
     "tensorflow": {"doctor", "keras", "backends.tensorflow"},
     "keras": {"doctor", "keras", "backends.tensorflow"},
     "submitit": {"jobs.slurm"},

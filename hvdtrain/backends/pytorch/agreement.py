@@ -7,6 +7,7 @@ import torch
 
 from hvdtrain.backends.pytorch.state import restore_state, state_shapes
 from hvdtrain.config import TrainConfig
+from hvdtrain.device import check_horovod_on
 from hvdtrain.emulate.world import emulation_of
 from hvdtrain.options.planrequest import Chosen
 from hvdtrain.options.syncoptions import Library
@@ -21,7 +22,6 @@ from hvdtrain.options.syncrequest import (
     Local,
     Server,
 )
-from hvdtrain.parallel.device import check_horovod_on
 from hvdtrain.parallel.stage import Part, StageModel
 from hvdtrain.plan.plan import Plan
 from hvdtrain.sync.averaging import (

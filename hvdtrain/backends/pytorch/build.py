@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hvdtrain import device as devices
 from hvdtrain.backends.pytorch.parts import build_parts, probe_forms, recomputed_components
 from hvdtrain.config import TrainConfig
 from hvdtrain.emulate.world import exchange_of
@@ -86,7 +87,7 @@ def _make_ready(
         # Torch loads it in the first backward pass that starts from a gradient, while other ranks
         # would wait.
         import_module("torch.fx.experimental.symbolic_shapes")
-    if config.plan_request == ADAPTIVE and device.type == "cpu":
+    if config.plan_request == ADAPTIVE and devices.is_cpu(device):
         for part in parts.values():
             part.model.clock = ComponentClock()
 
@@ -191,7 +192,7 @@ def try_buffers(
     if not any(candidates.values()):
         return tried
     is_bf16 = config.precision == "bf16"
-    autocast = torch.autocast(example.device.type, dtype=torch.bfloat16) if is_bf16 else None
+    autocast = devices.autocast(example.device) if is_bf16 else None
     with torch.random.fork_rng(devices=[]), autocast or nullcontext():
         inputs = [torch.zeros_like(example), torch.ones_like(example)]
         for name in model.components:

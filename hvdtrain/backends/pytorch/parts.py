@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from hvdtrain import device as devices
 from hvdtrain.backends.pytorch.agreement import open_groups, stage_gradients, stage_meetings
 from hvdtrain.backends.pytorch.optimizers import make_optimizer
 from hvdtrain.backends.pytorch.servers import served_part
@@ -204,7 +205,7 @@ def probe_forms(
 
 def _emitted(model: StageModel, images: Tensor, precision: str) -> Form:
     model.train(False)
-    autocast = torch.autocast(images.device.type, dtype=torch.bfloat16)
+    autocast = devices.autocast(images.device)
     with torch.no_grad(), autocast if precision == "bf16" else nullcontext():
         form = Form.of(model(images))
     model.train(True)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from hvdtrain import device as devices
 from hvdtrain.backends.pytorch.diagnosis import diagnose
 from hvdtrain.backends.pytorch.optimizers import set_learning_rate, set_slow_share
 from hvdtrain.backends.pytorch.state import TorchState
@@ -45,14 +46,14 @@ from hvdtrain.training.session import (
 
 def device_of(device: torch.device) -> Device:
     """Return the description of a CPU, or of one GPU."""
-    if device.type == "cpu":
+    if not devices.is_gpu(device):
         return Device()
     return Device(
         kind="cuda",
-        accelerator=torch.cuda.get_device_name(device),
+        accelerator=devices.gpu_names()[device.index or 0],
         loss_delay=1,
-        memory_bytes=lambda: float(torch.cuda.memory_allocated(device)),
-        peak_memory_bytes=lambda: torch.cuda.max_memory_allocated(device),
+        memory_bytes=lambda: float(devices.allocated_bytes(device)),
+        peak_memory_bytes=lambda: devices.peak_bytes(device),
     )
 
 
@@ -237,7 +238,7 @@ class TorchSession(Session):
         met = self._after_step(offset // self.config.batch_size + 1)
         self.times.add(step.waited.transfer)
         return Result(
-            read_loss=read_later(step.loss_sum),
+            read_loss=devices.read_later(step.loss_sum),
             samples=todo.cut.samples(self.plan.last, self.world.rank),
             norm=step.norm,
             is_bad=step.is_bad,
@@ -290,33 +291,7 @@ class TorchSession(Session):
         return explanation
 
     def _seed(self, position: int) -> None:
-        """Seed the generators that a step can draw from.
-
-        Not by torch.manual_seed: it takes 0.5 ms, because it seeds the generators of all devices.
-        """
+        """Seed the generators that a step can draw from."""
         seed = step_seed(self.config.seed, position, self.world.rank)
         self.runtime.settings.draws.seed = step_seed(self.config.seed, position, None)
-        torch.default_generator.manual_seed(seed)
-        if self.device.kind == "cuda":
-            torch.cuda.manual_seed(seed)
-
-
-def read_later(value: Tensor | None) -> Callable[[], float]:
-    """Return a function that returns the number in a tensor, 0.0 for None.
-
-    The copy from a GPU starts at once.
-    """
-    if value is None:
-        return lambda: 0.0
-    if value.device.type == "cpu":
-        return lambda: float(value)
-    host = torch.empty((), dtype=value.dtype, pin_memory=True)
-    host.copy_(value, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-
-    def read() -> float:
-        copied.synchronize()
-        return float(host)
-
-    return read
+        devices.seed(self.runtime.device, seed)

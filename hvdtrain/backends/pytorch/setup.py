@@ -30,6 +30,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
 from hvdtrain.data.index import Index
 from hvdtrain.data.order import Rows
+from hvdtrain.device import choose_device, is_gpu
 from hvdtrain.emulate.world import emulation_of
 from hvdtrain.errors import UsageError
 from hvdtrain.host.files import check_target
@@ -38,7 +39,6 @@ from hvdtrain.models.costs import component_costs
 from hvdtrain.options.configfile import with_choice
 from hvdtrain.options.planrequest import ADAPTIVE, AUTO
 from hvdtrain.options.syncrequest import AUTO_SYNC, Server
-from hvdtrain.parallel.device import choose_device
 from hvdtrain.parallel.stage import Images
 from hvdtrain.plan import plan as plans
 from hvdtrain.plan import planfile
@@ -75,7 +75,7 @@ def open_session(
         UsageError, DataError: if the options or the data are invalid.
     """
     check_started(config, world)
-    index = staged(index_for(config), config.stage, world)
+    index = staged(index_for(config, world.local_rank == 0), config.stage, world)
     modelled = as_modelled(index, config)
     components = model_components(config, modelled)
     agree_on_values(components, world)
@@ -317,7 +317,7 @@ def check_choice(config: TrainConfig, components: Sequence[Component]) -> None:
 
 def _check_adaptive(device: torch.device) -> None:
     """Raise UsageError on a GPU: it computes asynchronously, so the host's clock says nothing."""
-    if device.type == "cuda":
+    if is_gpu(device):
         raise UsageError(
             "--plan adaptive is not supported on GPUs, because it measures by the clock of the "
             "host: use --plan auto"

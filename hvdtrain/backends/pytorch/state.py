@@ -14,9 +14,10 @@ from typing_extensions import override
 
 from hvdtrain.backends.pytorch.optimizers import SLOW
 from hvdtrain.checkpoint import store
-from hvdtrain.checkpoint.format import DTYPES
 from hvdtrain.checkpoint.store import MODEL, OPTIMIZER, SYNC, owners
+from hvdtrain.checkpoint.tensorfile import DTYPES
 from hvdtrain.config import TrainConfig
+from hvdtrain.device import copy_out, new_host
 from hvdtrain.errors import UsageError
 from hvdtrain.models import weights
 from hvdtrain.parallel.runtime import Runtime
@@ -39,17 +40,15 @@ class Copies:
 
     def of(self, tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
         """Return copies of the tensors, by name; they overwrite those of the last call."""
-        self._buffers = {name: self._copy(name, tensor) for name, tensor in tensors.items()}
-        if any(tensor.device.type == "cuda" for tensor in tensors.values()):
-            torch.cuda.synchronize()
+        self._buffers = {name: self._buffer(name, tensor) for name, tensor in tensors.items()}
+        copy_out(list(tensors.values()), list(self._buffers.values()))
         return {name: to_array(tensor) for name, tensor in self._buffers.items()}
 
-    def _copy(self, name: str, tensor: Tensor) -> Tensor:
+    def _buffer(self, name: str, tensor: Tensor) -> Tensor:
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            on_gpu = tensor.device.type == "cuda"
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
-        return buffer.copy_(tensor.detach(), non_blocking=True)
+            buffer = new_host(tensor, tensor.shape)
+        return buffer
 
 
 @dataclass(kw_only=True)

@@ -39,7 +39,7 @@ def open_session(config: TrainConfig, world: World) -> KerasSession:
     """
     check_started(config, world)
     check_backend()
-    index = staged(index_for(config), config.stage, world)
+    index = staged(index_for(config, world.local_rank == 0), config.stage, world)
     check_images(config, index)
     strategy, gpus = _devices(config, world)
     keras.backend.clear_session()  # restarts the numbers in layer names
