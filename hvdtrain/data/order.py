@@ -10,7 +10,7 @@ version of NumPy shuffles.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -44,7 +44,9 @@ def holdout(count: int, fraction: float, index_hash: str, seed: int) -> tuple[Ro
         raise UsageError(f"holdout is {fraction}: it must be at least 0 and below 1")
     if fraction > 0 and count < 2:
         raise UsageError(f"cannot hold out a part of {count} sample(s): set holdout to 0")
-    held = min(max(1, int(fraction * count + 0.5)), count - 1) if fraction > 0 else 0
+    if not fraction:
+        return np.arange(count, dtype=np.int64), np.empty(0, np.int64)
+    held = min(max(1, int(fraction * count + 0.5)), count - 1)
     order = shuffled(np.arange(count, dtype=np.int64), f"holdout {index_hash} {seed}")
     return np.sort(order[held:]), np.sort(order[:held])
 
@@ -68,19 +70,29 @@ def epoch_order(
     name = f"epoch {index_hash} {seed} {epoch}"
     if window_rows >= len(rows):
         return shuffled(rows, name)
-    chunks, sizes = np.unique(rows // chunk_rows, return_counts=True)
-    places = shuffled(np.arange(len(chunks), dtype=np.int64), f"chunks of {name}")
-    window = np.empty(len(chunks), np.int64)
-    number = filled = 0
-    for place in places:
-        size = int(sizes[place])
+    starts = np.flatnonzero(np.diff(rows // chunk_rows, prepend=-1))
+    ends = np.append(starts[1:], len(rows))
+    places = shuffled(np.arange(len(starts), dtype=np.int64), f"chunks of {name}")
+    keys = _keys(len(rows), name)
+    order, filled = np.empty_like(rows), 0
+    for window in _windows(places, ends - starts, window_rows):
+        # By ascending place, since the sort by random keys is stable.
+        inside = np.concatenate([np.arange(starts[i], ends[i]) for i in np.sort(window)])
+        inside = inside[np.argsort(keys[inside], kind="stable")]
+        order[filled : filled + len(inside)] = rows[inside]
+        filled += len(inside)
+    return order
+
+
+def _windows(places: Rows, sizes: Rows, window_rows: int) -> Iterator[Rows]:
+    """Yield the chunks in windows of at most `window_rows` samples, or of one chunk."""
+    start, filled = 0, 0
+    for number, size in enumerate(sizes[places].tolist()):
         if filled and filled + size > window_rows:
-            number, filled = number + 1, 0
+            yield places[start:number]
+            start, filled = number, 0
         filled += size
-        window[place] = number
-    of_rows = np.repeat(window, sizes)
-    # Stable: by window first, by random key inside it.
-    return rows[np.lexsort((_keys(len(rows), name), of_rows))]
+    yield places[start:]
 
 
 def shuffled(rows: Rows, name: str) -> Rows:

@@ -47,13 +47,14 @@ class Stragglers:
     """Follows the ranks from one window of steps to the next.
 
     Args:
-        peers: per rank, the other ranks that have the same work.
+        groups: all ranks once, those with the same work together.
     """
 
-    def __init__(self, peers: Sequence[Sequence[int]]) -> None:
-        self.peers = peers
-        self.best = np.full(len(peers), np.inf)
-        self.slow = np.zeros(len(peers), np.int64)  # judgements in a row
+    def __init__(self, groups: Sequence[Sequence[int]]) -> None:
+        self.groups = [np.array(group) for group in groups]
+        size = sum(map(len, groups))
+        self.best = np.full(size, np.inf)
+        self.slow = np.zeros(size, np.int64)  # judgements in a row
         self.unjudged: list[NDArray[np.float64]] = []
 
     def look(self, vitals: NDArray[np.float64]) -> list[Straggler]:
@@ -61,19 +62,17 @@ class Stragglers:
 
         A rank is returned once, and again only after it has recovered.
         """
-        if len(self.peers) < 2:
+        if len(self.best) < 2:
             return []
         self.unjudged.append(vitals)
         if sum(map(len, self.unjudged)) < FEWEST_STEPS:
             return []
         seconds, own_seconds = np.median(np.concatenate(self.unjudged), axis=0).T[:2]
         self.unjudged.clear()
-        expected = np.array(
-            [
-                np.median(own_seconds[list(others)]) if others else self.best[rank]
-                for rank, others in enumerate(self.peers)
-            ]
-        )
+        expected = self.best.copy()
+        for group in self.groups:
+            if len(group) > 1:
+                expected[group] = medians_of_others(own_seconds[group])
         self.best = np.minimum(self.best, own_seconds)
         excess = own_seconds - expected
         is_slow = (own_seconds > FACTOR * expected) & (excess > SMALLEST_SECONDS)
@@ -89,21 +88,32 @@ class Stragglers:
         ]
 
 
-def peers(plan: Plan, size: int) -> list[tuple[int, ...]]:
-    """Return per rank the other ranks with the same stages and the same share of each batch."""
+def medians_of_others(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return for each of two values or more the median of the others; sorts once."""
+    places = np.argsort(values, kind="stable")
+    ordered, others = values[places], len(values) - 1
+    numbers = np.arange(len(values))
 
-    def work(rank: int) -> list[tuple[int, int]]:
-        return [
-            (number, stage.shares[stage.ranks.index(rank)])
-            for number, stage in enumerate(plan.stages)
-            if rank in stage.ranks
-        ]
+    def other(number: int) -> NDArray[np.float64]:
+        """Return for each value the one of this number among the others, in order."""
+        chosen: NDArray[np.float64] = ordered[number + (numbers <= number)]
+        return chosen
 
-    works = [work(rank) for rank in range(size)]
-    return [
-        tuple(other for other in range(size) if other != rank and works[other] == works[rank])
-        for rank in range(size)
-    ]
+    medians = np.empty(len(values))
+    medians[places] = (other((others - 1) // 2) + other(others // 2)) / 2
+    return medians
+
+
+def groups_of_equal_work(plan: Plan, size: int) -> list[tuple[int, ...]]:
+    """Return all ranks, those with the same stages and the same share of each batch together."""
+    works: dict[int, list[tuple[int, int]]] = {rank: [] for rank in range(size)}
+    for number, stage in enumerate(plan.stages):
+        for rank, share in zip(stage.ranks, stage.shares, strict=True):
+            works[rank].append((number, share))
+    groups: dict[tuple[tuple[int, int], ...], list[int]] = {}
+    for rank, work in works.items():
+        groups.setdefault(tuple(work), []).append(rank)
+    return [tuple(group) for group in groups.values()]
 
 
 def as_lists(vitals: NDArray[np.float64]) -> dict[str, list[float | None]]:

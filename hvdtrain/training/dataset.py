@@ -3,18 +3,23 @@
 from dataclasses import replace
 
 from hvdtrain.config import TrainConfig
-from hvdtrain.data.index import Index, read_index
+from hvdtrain.data.index import Index, parse_index, read_index
 
 
-def index_for(config: TrainConfig) -> Index:
+def index_for(config: TrainConfig, checks_files: bool = True) -> Index:
     """Return the data set of a run, at the size at which it is read.
+
+    Args:
+        checks_files: check that all shards are there, with their sizes. One rank of a host is
+            enough: a large set has tens of thousands of them, on a file system that all share.
 
     Raises:
         DataError: if there is none.
         UsageError: if its pixels are fewer than the model takes, and the run is not emulated.
     """
     # Emulated components look at a few pixels, so any data set serves a model of any size.
-    return read_index(config.data).at_size(None if config.emulate else config.image_size)
+    index = read_index(config.data) if checks_files else parse_index(config.data)
+    return index.at_size(None if config.emulate else config.image_size)
 
 
 def as_modelled(index: Index, config: TrainConfig) -> Index:

@@ -15,7 +15,7 @@ from hvdtrain.data import order
 from hvdtrain.data.loader import Loader
 from hvdtrain.errors import CheckFailed, Interrupted, Preempted, UsageError
 from hvdtrain.health import failure
-from hvdtrain.health.stragglers import Stragglers, peers
+from hvdtrain.health.stragglers import Stragglers, groups_of_equal_work
 from hvdtrain.host.activity import Activity
 from hvdtrain.host.stop import StopRequest
 from hvdtrain.options.configfile import as_started
@@ -184,7 +184,7 @@ def _change_plan(run: Run) -> None:
     with run.activity.doing("changing the plan"):
         decision = run.adapter.change()
     clock.count()  # a migration has to pay for its own time
-    run.stragglers = Stragglers(peers(run.session.plan, run.session.world.size))
+    run.stragglers = Stragglers(groups_of_equal_work(run.session.plan, run.session.world.size))
     if decision is not None:
         _say_decision(run, decision)
 

@@ -16,7 +16,7 @@ from hvdtrain.health import failure, starts
 from hvdtrain.health.failure import stalled
 from hvdtrain.health.heartbeat import Heartbeat, suspects
 from hvdtrain.health.inject import Injector, make_injector
-from hvdtrain.health.stragglers import Stragglers, peers
+from hvdtrain.health.stragglers import Stragglers, groups_of_equal_work
 from hvdtrain.host import alert, load
 from hvdtrain.host.activity import Activity
 from hvdtrain.host.energy import open_meter
@@ -171,7 +171,7 @@ def open_run(session: Session, stop: StopRequest, callbacks: Callbacks = ()) -> 
         session.device.memory_bytes,
         session.activity.now,
         owner,
-        open_meter(session.device.kind == "cuda") if world.local_rank == 0 else None,
+        open_meter(session.device.is_gpu) if world.local_rank == 0 else None,
     )
     try:
         session.activity.on_stall = partial(_stalled, config=config, folder=folder, world=world)
@@ -190,7 +190,7 @@ def open_run(session: Session, stop: StopRequest, callbacks: Callbacks = ()) -> 
             journal=journal,
             saving=Saving(session, progress, clock, journal, owner, replication),
             heartbeat=heartbeat,
-            stragglers=Stragglers(peers(session.plan, world.size)),
+            stragglers=Stragglers(groups_of_equal_work(session.plan, world.size)),
             injector=injector,
             adapter=adapter,
             before=replace(progress),
