@@ -11,7 +11,7 @@
 #   make proof                    the slow tests: every plan on 1 to 4 ranks, long series of kills, a
 #                                 site's MPI, torch.compile
 #   make docs                     build the site of docs/ into .venv/site
-#   make lint | demo | clean
+#   make lint | demo | clean | benchmarks DATA=DIR TO=DIR
 #
 # VENV=DIR uses another folder for the environment, which stores the choice of MPI and CPU. pip's own
 # configuration is respected. A second `make setup` is instant; after an interrupted or failed one,
@@ -20,7 +20,7 @@
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: setup test test-gpu proof lint demo docs clean
+.PHONY: setup test test-gpu proof lint benchmarks demo docs clean
 
 VENV := .venv
 PYTHON := python3
@@ -107,6 +107,10 @@ proof: setup
 
 test-gpu: setup
 	@$(bin)/python -m pytest -v tests/gpu
+
+benchmarks: setup
+	@test -n "$(DATA)" -a -n "$(TO)" || { echo 'usage: make benchmarks DATA=data/cifar10 TO=DIR' >&2; exit 2; }
+	@PATH="$(bin):$$PATH" $(bin)/python -m benchmarks --data "$(DATA)" --to "$(TO)"
 
 demo: setup
 	@PATH="$(bin):$$PATH" $(bin)/python tools/demo.py

@@ -4,8 +4,8 @@
 
 Training compares `hvdtrain train` of resnet50 with a checkpoint every `--every` steps to the same
 job without one, in turns. A save (weights and momentum of resnet50, synced to the disk) is
-compared with a plain write of the same bytes, a load with a cold page cache with a plain read, and
-both with the rate of SHA-256.
+compared with a plain write and read of the same bytes, a load with a cold page cache with a plain
+read.
 """
 
 import argparse
@@ -15,13 +15,17 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import common
 import numpy as np
+from comparison import compare
 
 from hvdtrain import models
 from hvdtrain.checkpoint import store
+from hvdtrain.checkpoint.format import part_name
+from hvdtrain.checkpoint.tensorfile import write_tensors
 from hvdtrain.models.component import tensor_shapes
 
 MEGA = 2**20
@@ -44,18 +48,14 @@ def _training(options: argparse.Namespace, folder: Path) -> None:
         common.run_all([[*command, "--checkpoint-every", every]], os.cpu_count() or 1)
         return float(json.loads((run / "summary.json").read_text())["train_seconds"])
 
-    without, saving = common.rounds(
-        options.rounds,
-        [
-            lambda number: seconds(f"without{number}", "1 epoch"),
-            lambda number: seconds(f"saving{number}", f"{options.every} steps"),
-        ],
-    )
-    slower = [with_it / alone - 1 for with_it, alone in zip(saving, without, strict=True)]
-    print(f"resnet50, bf16, {options.images} images, {options.steps} steps; seconds of training:")
-    print(f"{'without checkpoints':>28}: {common.spread(without, '.1f')}")
-    print(f"{f'one every {options.every} steps':>28}: {common.spread(saving, '.1f')}")
-    print(f"{'slower by':>28}: {common.spread(slower, '+.1%')}")
+    title = f"resnet50, bf16, {options.images} images, {options.steps} steps of training"
+    sides = {
+        f"a checkpoint every {options.every} steps": lambda number: seconds(
+            f"saving{number}", f"{options.every} steps"
+        ),
+        "without checkpoints": lambda number: seconds(f"without{number}", "1 epoch"),
+    }
+    compare(title, "s", sides, options.rounds)
 
 
 def _disk(rounds: int, folder: Path) -> None:
@@ -79,27 +79,40 @@ def _disk(rounds: int, folder: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
 
+    path = folder / "step-00000001"
+    rates = partial(_rate_of, len(content))
+    size = f"weights and momentum of resnet50, {len(content) / MEGA:.0f} MiB"
+    writes = {
+        "hashed while it is written": rates(lambda: write_tensors(folder / part_name(0), tensors)),
+        "plain write": rates(write),
+        "SHA-256 alone": rates(lambda: hashlib.sha256(content).hexdigest()),
+    }
+    compare(f"{size}, written", "MiB/s", writes, rounds)
+
     def save() -> None:
-        store.write_part(folder, "step-00000001", 0, tensors)
-        store.commit(folder, "step-00000001", [0], {"step": 1, "position": 1}, {})
+        store.write_part(folder, path.name, 0, tensors)
+        store.commit(folder, path.name, [0], {"step": 1, "position": 1}, {})
 
-    def load() -> None:
-        store.load(folder / "step-00000001")
+    def write_and_read() -> None:
+        write()
+        _forget(plain)
+        plain.read_bytes()
 
-    sides: list[tuple[str, Callable[[], object], Path | None]] = [
-        ("plain write", write, None),
-        ("save", save, None),
-        ("plain read", plain.read_bytes, plain),
-        ("load", load, folder / "step-00000001" / "part-0000.safetensors"),
-        ("SHA-256", lambda: hashlib.sha256(content).hexdigest(), None),
-    ]
-    rates_by_side = common.rounds(rounds, [_rate_of(len(content), *side[1:]) for side in sides])
-    print(f"weights and momentum of resnet50, {len(content) / MEGA:.0f} MiB; MiB/s:")
-    for (name, _, _), rates in zip(sides, rates_by_side, strict=True):
-        print(f"{name:>28}: {common.spread(rates, ',.0f')}")
+    saves = {
+        "save: write, read back, commit": rates(save),
+        "plain write and read": rates(write_and_read),
+    }
+    compare(f"{size}, written and read back", "MiB/s", saves, rounds)
+    reads = {
+        "load": rates(lambda: store.load(path), path / part_name(0)),
+        "plain read": rates(plain.read_bytes, plain),
+    }
+    compare(f"{size}, read from the disk", "MiB/s", reads, rounds)
 
 
-def _rate_of(size: int, work: Callable[[], object], cold: Path | None) -> Callable[[int], float]:
+def _rate_of(
+    size: int, work: Callable[[], object], cold: Path | None = None
+) -> Callable[[int], float]:
     def rate(number: int) -> float:
         if cold is not None:
             _forget(cold)

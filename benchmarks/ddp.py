@@ -21,13 +21,14 @@ import time
 from pathlib import Path
 
 import common
+from comparison import compare
 
 WARM_UP = 3  # steps of each job that do not count
 PEERS = {"ddp": "DDP (gloo)", "horovod": "Horovod"}
 
 
 def main() -> None:
-    """Run the rounds and print both medians, each round's ratio, and the median ratio."""
+    """Compare the seconds per step of both sides."""
     options = _options()
     if options.job is not None:
         _peer(options)
@@ -38,23 +39,16 @@ def main() -> None:
         from hvdtrain.data import synth
 
         synth(data, images * (options.steps + 1), common.CLASSES, size=common.SIZE)
-        ours, theirs = common.rounds(
+        compare(
+            f"{options.model}, {options.precision}, {options.ranks} ranks x 1 thread, "
+            f"{images} images per step",
+            "s",
+            {
+                "hvdtrain": lambda number: _ours(options, data, Path(folder) / f"run{number}"),
+                PEERS[options.peer]: lambda _: _theirs(options, data),
+            },
             options.rounds,
-            [
-                lambda number: _ours(options, data, Path(folder) / f"run{number}"),
-                lambda number: _theirs(options, data),
-            ],
         )
-    print(
-        f"{options.model}, {options.precision}, {options.ranks} ranks x 1 thread, {images} images"
-    )
-    for name, medians in (("hvdtrain", ours), (PEERS[options.peer], theirs)):
-        seconds = statistics.median(medians)
-        print(
-            f"{name:>10}: {seconds:.4f} s per step ({min(medians):.4f} to {max(medians):.4f}), "
-            f"{images / seconds:,.1f} images/s"
-        )
-    print(f"     ratio: {common.spread([b / a for a, b in zip(ours, theirs, strict=True)])}")
 
 
 def _options() -> argparse.Namespace:

@@ -5,22 +5,21 @@
 Two ranks of one job send a message back and forth (a ping-pong as in the OSU and Intel MPI
 benchmarks); a transfer takes half a round trip. hvdtrain's side makes the calls of the runtime for
 each transfer: `receive`, `send` and `wait`, with the send time in the message. mpi4py's side is
-only Irecv, Isend and Wait on NumPy buffers. The sides take turns in the same two processes. Times
-are medians of the rounds; the best ratio is that of the fastest rounds, which a busy machine
-disturbs least. A ratio is above 1 if hvdtrain is faster.
+only Irecv, Isend and Wait on NumPy buffers. The sides take turns in the same two processes.
 """
 
 import argparse
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import common
+from comparison import Comparison, report
 
 from hvdtrain import world
+from hvdtrain.host import load
 from hvdtrain.launch import mpirun
 
 SIZES = tuple(2**power for power in (3, 6, 9, 12, 14, 16, 18, 20, 22, 24, 26))
@@ -29,7 +28,7 @@ RANKS = 2
 
 
 def main() -> None:
-    """Start both ranks and print a table, or run as one of them."""
+    """Start both ranks and compare their figures, or run as one of them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument(
@@ -42,18 +41,14 @@ def main() -> None:
         return
     rank_command = [sys.executable, __file__, "--is-rank"]
     rank_command += ["--rounds", str(options.rounds), "--largest", str(options.largest)]
-    _print_table(json.loads(common.run_all([[*mpirun(RANKS), *rank_command]], threads=1)[0]))
-
-
-def _print_table(rounds_by_size: dict[str, list[list[float]]]) -> None:
-    print(f"{'bytes':>10} {'ours us':>10} {'mpi4py us':>10} {'ratio':>6} {'best':>6} {'GB/s':>6}")
-    for size, rounds in rounds_by_size.items():
-        sides = [[times[side] for times in rounds] for side in (0, 1)]
-        our, their = map(statistics.median, sides)
-        print(
-            f"{int(size):>10} {1e6 * our:>10.1f} {1e6 * their:>10.1f} {their / our:>6.3f} "
-            f"{min(sides[1]) / min(sides[0]):>6.3f} {int(size) / our / 1e9:>6.2f}"
-        )
+    before = load.read()
+    printed = common.run_all([[*mpirun(RANKS), *rank_command]], threads=1)[0]
+    beside = load.disturbance([load.read().since(before)])
+    for size, rounds in json.loads(printed).items():
+        ours, theirs = ([1e6 * seconds[side] for seconds in rounds] for side in (0, 1))
+        cores = [beside.other_cores + beside.stolen_cores] * len(rounds)
+        title = f"a message of {int(size):,} bytes between two ranks"
+        report(Comparison(title, "us", {"hvdtrain": ours, "mpi4py": theirs}, {}, cores))
 
 
 def _rank(options: argparse.Namespace) -> None:

@@ -25,8 +25,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import common
 import numpy as np
+from comparison import compare
 from PIL import Image
 
 SIZE, STORED = 224, 256
@@ -53,14 +53,9 @@ def main() -> None:
 def _compare(folder: Path, images: int, rounds: int) -> None:
     files = _make_photos(folder / "photos", images)
     sides = _sides(folder, files)
-    rates = dict(zip(sides, common.rounds(rounds, list(sides.values())), strict=True))
     size = sum(path.stat().st_size for path, _ in files) // len(files)
-    print(
-        f"{images:,} JPEG files of {size:,} bytes, batches of {BATCH} at {SIZE}x{SIZE}; images/s:"
-    )
-    for name, theirs in rates.items():
-        ratios = [our / their for our, their in zip(rates["hvdtrain, files"], theirs, strict=True)]
-        print(f"{name:>24}: {common.spread(theirs, ',.0f')}; hvdtrain {common.spread(ratios)}")
+    title = f"{images:,} JPEG files of {size:,} bytes, batches of {BATCH} at {SIZE}x{SIZE}"
+    compare(title, "images/s", sides, rounds)
 
 
 def _make_photos(folder: Path, count: int) -> list[tuple[Path, int]]:

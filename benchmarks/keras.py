@@ -15,14 +15,13 @@ import sys
 from pathlib import Path
 
 import common
+from comparison import compare
 
 from hvdtrain.launch import mpirun
 
-RANKS = "hvdtrain, 2 ranks x 1 thread"
-
 
 def main() -> None:
-    """Run the rounds and print the rates and their ratios."""
+    """Compare the rates of all sides."""
     options = _options()
 
     def rate(images: int, threads: int, *more: str, ranks: int = 1, jobs: int = 1) -> float:
@@ -35,19 +34,12 @@ def main() -> None:
 
     whole = options.images
     sides = {
+        "hvdtrain, 2 ranks x 1 thread": lambda _: rate(whole, 1, ranks=2),
         "plain Keras, 2 threads": lambda _: rate(whole, 2),
         "MirroredStrategy, 2 devices": lambda _: rate(whole, 2, "--replicas", "2"),
-        RANKS: lambda _: rate(whole, 1, ranks=2),
         "bound: no communication": lambda _: rate(whole // 2, 1, jobs=2),
     }
-    rates = dict(zip(sides, common.rounds(options.rounds, list(sides.values())), strict=True))
-    print(f"cnn, fp32, global batch {whole}; images/s:")
-    for name, values in rates.items():
-        print(f"{name:>30}: {common.spread(values, ',.0f')}")
-    ours = rates.pop(RANKS)
-    for name, theirs in rates.items():
-        ratios = [our / their for our, their in zip(ours, theirs, strict=True)]
-        print(f"{'2 ranks : ' + name:>40}: {common.spread(ratios)}")
+    compare(f"cnn on Keras, fp32, {whole} images per step", "images/s", sides, options.rounds)
 
 
 def _options() -> argparse.Namespace:

@@ -23,6 +23,7 @@ from typing import Any
 import common
 import numpy as np
 import psutil
+from comparison import compare
 
 SET_IMAGES = 50_000
 LARGE = 10  # size of the data set relative to its memory
@@ -64,11 +65,8 @@ def _rates(options: argparse.Namespace, data: Path, file: Path) -> None:
             "DataLoader, 2 workers": lambda number: _rate(options, _theirs(file, options, 2), 20),
             "copy by NumPy": lambda number: _rate(options, _copies(samples, options)),
         }
-        rates = dict(zip(sides, common.rounds(options.rounds, list(sides.values())), strict=True))
-    print(f"batches of {options.images} images of {common.SIZE}x{common.SIZE}; images/s:")
-    for name, theirs in rates.items():
-        ratios = [our / their for our, their in zip(rates["hvdtrain"], theirs, strict=True)]
-        print(f"{name:>22}: {common.spread(theirs, ',.0f')}; hvdtrain {common.spread(ratios)}")
+        title = f"batches of {options.images} images of {common.SIZE}x{common.SIZE}"
+        compare(title, "images/s", sides, options.rounds)
 
 
 def _rate(options: argparse.Namespace, batches: Iterable[Any], fewer: int = 1) -> float:

@@ -6,7 +6,7 @@
 Both train the same model from the same seed on the same images in channels_last with fused SGD.
 The loop has the images in memory, normalises them, and reads the loss of every step. A round is
 one job of each side, in turns; its value is the median over windows of steps without the first
-ones. The fastest rounds of both sides are those that a busy machine disturbed least.
+ones.
 """
 
 import argparse
@@ -19,12 +19,13 @@ import time
 from pathlib import Path
 
 import common
+from comparison import compare
 
 WARM_UP = 2  # windows of each job that do not count
 
 
 def main() -> None:
-    """Run the rounds and print both medians and the ratio."""
+    """Compare the seconds per step of both sides."""
     options = _options()
     if options.data is not None:
         _loop(options)
@@ -34,29 +35,16 @@ def main() -> None:
         from hvdtrain.data import synth
 
         synth(data, options.images * options.steps, common.CLASSES, size=common.SIZE)
-        ours, theirs = common.rounds(
+        compare(
+            f"{options.model}, {options.precision}, one rank x {options.threads} thread(s) on "
+            f"{options.device}, {options.images} images per step",
+            "s",
+            {
+                "hvdtrain": lambda number: _ours(options, data, Path(folder) / f"run{number}"),
+                "plain loop": lambda _: _theirs(options, data),
+            },
             options.rounds,
-            [
-                lambda number: _ours(options, data, Path(folder) / f"run{number}"),
-                lambda number: _theirs(options, data),
-            ],
         )
-    print(
-        f"{options.model}, {options.precision}, one rank x {options.threads} thread(s) on "
-        f"{options.device}, {options.images} images per step"
-    )
-    for name, medians in (("hvdtrain", ours), ("plain loop", theirs)):
-        seconds = statistics.median(medians)
-        print(
-            f"{name:>10}: {1e3 * seconds:.3f} ms per step ({1e3 * min(medians):.3f} to "
-            f"{1e3 * max(medians):.3f}), {options.images / seconds:,.1f} images/s"
-        )
-    costs = [
-        our_seconds / their_seconds - 1
-        for our_seconds, their_seconds in zip(ours, theirs, strict=True)
-    ]
-    fastest = min(ours) / min(theirs) - 1
-    print(f"      cost: {common.spread(costs, '+.1%')}; of the fastest rounds {fastest:+.1%}")
 
 
 def _options() -> argparse.Namespace:

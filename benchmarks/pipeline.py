@@ -9,8 +9,7 @@ is one job of each side, in turns. A step is timed from a barrier to its end on 
 normalising included. PyTorch's side is its documented loop. Gloo sends no channels_last tensors,
 so its stages send NHWC views of the same memory, which costs nothing. By chance, glibc may return
 freed memory to the system and fetch it again page by page, which takes up to a tenth of a step;
-both sides set it to keep the memory. The ratio is above 1 if hvdtrain is faster; the losses of the
-first step show that both sides compute the same.
+both sides set it to keep the memory. The ratio is above 1 if hvdtrain is faster.
 
 hvdtrain's jobs also profile their stages before, between and after the steps. They print how far a
 simulation with these costs is from the measured step, and the time of the interpreter's own loop.
@@ -28,6 +27,7 @@ from typing import Any
 import common
 import exchange
 import torch
+from comparison import compare
 from torch import Tensor, distributed, nn
 from torch.distributed import pipelining
 from torch.nn import functional
@@ -98,16 +98,20 @@ def _compare(options: argparse.Namespace, model: str, kind: str) -> None:
     setting = vars(options) | {"model": model, "schedule": kind}
     command = [sys.executable, __file__]
     command += [f"--{name}={setting[name]}" for name in ("images", "steps", *NAMES)]
-    results: tuple[list[Any], list[Any]] = ([], [])
-    for number in range(options.rounds):
-        for side in (number % 2, 1 - number % 2):  # the sides take turns to be first
-            job = (
-                [[*launch.mpirun(RANKS), *command, "--job", "ours"]]
-                if side == 0
-                else _peers(command)
-            )
-            results[side].append(_run(job))
-    _print(options, model, kind, *results)
+    jobs: list[Any] = []
+
+    def ours(number: int) -> float:
+        jobs.append(_run([[*launch.mpirun(RANKS), *command, "--job", "ours"]]))
+        return float(jobs[-1]["seconds"])
+
+    def theirs(number: int) -> float:
+        return float(_run(_peers(command))["seconds"])
+
+    title = f"{model}, {kind}, {options.precision}, {RANKS} ranks x 1 thread, "
+    title += f"{options.images} images in {options.microbatches} micro-batches"
+    peer = f"PyTorch, {PEERS[kind].__name__}"
+    compare(title, "s", {"hvdtrain": ours, peer: theirs}, options.rounds)
+    _print(jobs)
 
 
 def _peers(command: list[str]) -> list[list[str]]:
@@ -125,26 +129,12 @@ def _run(commands: list[list[str]]) -> dict[str, Any]:
         return dict(json.loads(common.run_all(commands, 1, **more)[0]))
 
 
-def _print(
-    options: argparse.Namespace, model: str, kind: str, ours: list[Any], theirs: list[Any]
-) -> None:
+def _print(ours: list[Any]) -> None:
+    """Print where the time of our steps goes, and what was predicted."""
+
     def median(name: str) -> float:
         return float(statistics.median(job[name] for job in ours))
 
-    print(
-        f"{model}, {kind}, {options.precision}, {RANKS} ranks x 1 thread, "
-        f"{options.images} images in {options.microbatches} micro-batches"
-    )
-    for name, jobs in (("hvdtrain", ours), ("PyTorch", theirs)):
-        seconds = [job["seconds"] for job in jobs]
-        print(
-            f"  {name:>9}: {statistics.median(seconds):.4f} s per step "
-            f"({min(seconds):.4f} to {max(seconds):.4f}), first loss {jobs[0]['loss']:.7f}"
-        )
-    ratios = [b["seconds"] / a["seconds"] for a, b in zip(ours, theirs, strict=True)]
-    ordered = ", ".join(f"{ratio:.3f}" for ratio in sorted(ratios))
-    peer = PEERS[kind].__name__
-    print(f"      ratio: {statistics.median(ratios):.3f} (rounds: {ordered}), against {peer}")
     print(
         f"   exchange: {median('transfer'):.2%} of a step exposed; bubble {median('bubble'):.2%}, "
         f"idle in all {median('idle'):.2%}, simulated {median('simulated_idle'):.2%}"

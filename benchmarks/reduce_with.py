@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import common
+from comparison import compare
 
 WARM_UP = 3  # steps of each job that do not count
 LIBRARIES = (("mpi", "--reduce-with mpi"), ("horovod", "--reduce-with horovod"))
@@ -28,7 +29,7 @@ OPTIMIZERS = (
 
 
 def main() -> None:
-    """Run the rounds and print both medians, and each round's ratio with the median."""
+    """Compare the seconds per step of both sides."""
     options = _options()
     images = options.ranks * options.images
     sides = OPTIMIZERS if options.shard else LIBRARIES
@@ -41,16 +42,10 @@ def main() -> None:
         def side(name: str, words: str) -> Callable[[int], float]:
             return lambda number: _job(options, words, data, Path(folder) / f"{name}{number}")
 
-        seconds = common.rounds(options.rounds, [side(*pair) for pair in sides])
-        peaks = [_peak(Path(folder) / f"{name}0") for name, _ in sides]
-    print(f"{options.model}, {options.ranks} ranks x 1 thread, {images} images")
-    for (name, _), values, peak in zip(sides, seconds, peaks, strict=True):
-        print(
-            f"{name:>10}: {statistics.median(values):.4f} s per step "
-            f"({min(values):.4f} to {max(values):.4f}), peak memory {peak:.0f} MiB per rank"
-        )
-    ratios = [b / a for a, b in zip(*seconds, strict=True)]
-    print(f"     ratio: {common.spread(ratios)}")
+        title = f"{options.model}, {options.ranks} ranks x 1 thread, {images} images per step"
+        compare(title, "s", {name: side(name, words) for name, words in sides}, options.rounds)
+        for name, _ in sides:
+            print(f"{name:>32}: {_peak(Path(folder) / f'{name}0'):.0f} MiB per rank at most")
     if options.shard:
         print(f"     bytes: {_state_bytes(options.model, options.ranks)}")
 

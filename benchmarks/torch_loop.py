@@ -22,13 +22,14 @@ from pathlib import Path
 
 import common
 import ddp
+from comparison import compare
 
 WARM_UP = 3  # steps of each job that do not count
 SIDES = {"hvdtrain": "hvdtrain.torch", "horovod": "DistributedOptimizer", "ddp": "DDP (gloo)"}
 
 
 def main() -> None:
-    """Run the rounds and print the medians, and the ratios of each round."""
+    """Compare the seconds per step of all sides."""
     options = _options()
     if options.side is not None:
         _run_rank(options)
@@ -39,18 +40,10 @@ def main() -> None:
 
         count = options.ranks * options.images * (options.steps + 1)
         synth(data, count, common.CLASSES, size=common.SIZE)
-        jobs = [partial(_job, options, data, side) for side in SIDES]
-        medians = dict(zip(SIDES, common.rounds(options.rounds, jobs), strict=True))
-    images = options.ranks * options.images
-    print(f"{options.model}, fp32, {options.ranks} ranks x 1 thread, {images} images per step")
-    for side, seconds in medians.items():
-        print(
-            f"{SIDES[side]:>20}: {statistics.median(seconds):.4f} s per step "
-            f"({min(seconds):.4f} to {max(seconds):.4f})"
-        )
-    for side in ("horovod", "ddp"):
-        pairs = zip(medians["hvdtrain"], medians[side], strict=True)
-        print(f"{'ratio to ' + SIDES[side]:>30}: {common.spread([b / a for a, b in pairs])}")
+        jobs = {name: partial(_job, options, data, side) for side, name in SIDES.items()}
+        images = options.ranks * options.images
+        title = f"a user's loop, {options.model}, fp32, {options.ranks} ranks x 1 thread, "
+        compare(title + f"{images} images per step", "s", jobs, options.rounds)
 
 
 def _options() -> argparse.Namespace:

@@ -4,7 +4,7 @@
     python tools/reference_pages.py --check    (exits with 1 if a page is not up to date)
 
 docs/reference/commands.md and options.md are written from the program's own parser, and the tables
-of figures in README.md and docs/benchmarks.md from docs/figures.yml.
+of figures in README.md and docs/benchmarks.md from docs/figures.yml and docs/compared.yml.
 """
 
 import argparse
@@ -30,6 +30,7 @@ from hvdtrain.options.parser import Parser, add_config, add_dataclass
 
 ROOT = Path(__file__).resolve().parent.parent
 FIGURES = ROOT / "docs" / "figures.yml"
+COMPARED = ROOT / "docs" / "compared.yml"  # written by `python -m benchmarks --write`
 TABLE = re.compile(
     r"(<!-- figures: ([\w-]+)([ \d]*) -->\n).*?(?=<!-- end of figures -->)", re.DOTALL
 )
@@ -87,12 +88,21 @@ def main() -> None:
 
 def pages() -> dict[str, str]:
     """Return the text of each page by its path from the root of the repository."""
-    tables = yaml.safe_load(FIGURES.read_text())
+    tables = figure_tables()
     return {
         "docs/reference/commands.md": commands_page(),
         "docs/reference/options.md": options_page(),
         "docs/benchmarks.md": with_figures(ROOT / "docs" / "benchmarks.md", tables),
         "README.md": with_figures(ROOT / "README.md", tables),
+    }
+
+
+def figure_tables() -> dict[str, Any]:
+    """Return all tables of figures by name."""
+    return {
+        name: table
+        for file in (FIGURES, COMPARED)
+        for name, table in (yaml.safe_load(file.read_text()) or {}).items()
     }
 
 

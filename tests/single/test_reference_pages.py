@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import reference_pages
-import yaml
 
 from hvdtrain.cli import COMMANDS
 from tests.conftest import ROOT
@@ -49,7 +48,7 @@ def test_a_changed_row_and_a_missing_page_are_found(
 
 
 def test_figures_that_other_pages_quote_are_those_of_the_file(pages: dict[str, str]) -> None:
-    tables = yaml.safe_load(reference_pages.FIGURES.read_text())
+    tables = reference_pages.figure_tables()
     assert set(re.findall("<!-- figures: (.*) -->", pages["docs/benchmarks.md"])) == set(tables)
     for table in tables.values():
         for page, texts in table.get("quoted", {}).items():

@@ -1,0 +1,146 @@
+"""Sides that are measured in turns, and what their figures show.
+
+A round measures every side once, in random order. A round beside which something else used the
+cores is measured again; it stays in the record. A ratio is that of two sides of the same round.
+"""
+
+import json
+import os
+import random
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from hvdtrain.host import load
+from hvdtrain.study import statistics
+from hvdtrain.study.statistics import Estimate
+
+RECORD = "HVDTRAIN_BENCHMARK_RECORD"  # names a file that every comparison is added to
+WIDEST = 1.5  # high end of a ratio's interval over its low end; a wider one says too little
+RATES = {"images/s", "MiB/s"}  # more is better; all other units are of time
+MOST_ROUNDS = 2  # times the number of rounds, where some are disturbed
+
+Side = Callable[[int], float]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The figures of sides that took turns.
+
+    Attributes:
+        title: what was measured.
+        unit: of the figures: one of `RATES`, or a unit of time.
+        values: by side, one per round that counts. The ratios are those of the first side.
+        disturbed: by side, one per round beside which other programs used the cores.
+        other_cores: cores that other programs used, by round that counts.
+    """
+
+    title: str
+    unit: str
+    values: dict[str, list[float]]
+    disturbed: dict[str, list[float]]
+    other_cores: list[float]
+
+    def faster(self, peer: str) -> Estimate | None:
+        """Return how many times faster the first side is, or None if that is not known well."""
+        ours, theirs = next(iter(self.values.values())), self.values[peer]
+        pairs = zip(ours, theirs, strict=True)
+        estimate = statistics.median(
+            [a / b if self.unit in RATES else b / a for a, b in pairs] if ours else [1.0]
+        )
+        if estimate.low is None or estimate.high is None or estimate.high > WIDEST * estimate.low:
+            return None
+        return estimate
+
+
+def compare(title: str, unit: str, sides: Mapping[str, Side], rounds: int) -> Comparison:
+    """Measure sides in turns, print their figures, and add them to the record if there is one.
+
+    Args:
+        sides: by name; each is called with the number of the round and returns its figure. The
+            first is the one that the others are compared with.
+        rounds: that count.
+    """
+    comparison = Comparison(title, unit, {name: [] for name in sides}, {}, [])
+    dice = random.Random(title)
+    for number in range(MOST_ROUNDS * rounds):
+        before, figures = load.read(), {}
+        for name in dice.sample(list(sides), len(sides)):
+            figures[name] = sides[name](number)
+        beside = load.disturbance([load.read().since(before)])
+        kept = comparison.disturbed if beside.is_large else comparison.values
+        for name, figure in figures.items():
+            kept.setdefault(name, []).append(figure)
+        if not beside.is_large:
+            comparison.other_cores.append(beside.other_cores + beside.stolen_cores)
+        if len(comparison.other_cores) == rounds:
+            break
+    report(comparison)
+    return comparison
+
+
+def report(comparison: Comparison) -> None:
+    """Print the figures of a comparison, and add them to the record if there is one."""
+    print(text(comparison), flush=True)
+    if RECORD in os.environ:
+        with Path(os.environ[RECORD]).open("a") as file:
+            file.write(json.dumps(record(comparison)) + "\n")
+
+
+def record(comparison: Comparison) -> dict[str, Any]:
+    """Return a comparison with the day and the command, for a file."""
+    command = ["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]
+    day = datetime.now(UTC).date().isoformat()
+    return {"date": day, "command": " ".join(command)} | asdict(comparison)
+
+
+def text(comparison: Comparison) -> str:
+    """Return the figures of a comparison as lines."""
+    rounds = len(comparison.other_cores)
+    lines = [f"{comparison.title}; {comparison.unit}, {noise(comparison)}:"]
+    for row in rows(comparison):
+        lines.append(f"{row['side']:>32}: {row['figure']:>32}  {row['faster']}")
+    if not rounds:
+        lines.append("every round was disturbed: run it on a machine that does nothing else")
+    return "\n".join(lines)
+
+
+def noise(comparison: Comparison) -> str:
+    """Return in words how many rounds counted, and what ran beside them."""
+    again = len(next(iter(comparison.disturbed.values()), []))
+    words = f"{len(comparison.other_cores)} rounds"
+    if comparison.other_cores:
+        words += f" beside {max(comparison.other_cores):.2f} other cores at most"
+    return words + (f", {again} more were disturbed" if again else "")
+
+
+def rows(comparison: Comparison) -> list[dict[str, str]]:
+    """Return a row of texts per side: its figure, and how many times faster the first one is."""
+    first = next(iter(comparison.values))
+    return [
+        {
+            "side": side,
+            "figure": _figure(values, comparison.unit),
+            "faster": "" if side == first or not values else _faster(comparison, first, side),
+        }
+        for side, values in comparison.values.items()
+    ]
+
+
+def _faster(comparison: Comparison, first: str, side: str) -> str:
+    estimate = comparison.faster(side)
+    if estimate is None:
+        return "not known: the rounds differ too much"
+    interval = f"{estimate.low:.3f} to {estimate.high:.3f}"
+    return f"{first} is {estimate.value:.3f} times as fast ({interval})"
+
+
+def _figure(values: list[float], unit: str) -> str:
+    if not values:
+        return "-"
+    form = ",.0f" if unit in RATES else ".4g"
+    return f"{median(values):{form}} {unit} ({min(values):{form}} to {max(values):{form}})"
