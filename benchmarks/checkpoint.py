@@ -12,6 +12,7 @@ import argparse
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -79,12 +80,13 @@ def _disk(rounds: int, folder: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
 
-    path = folder / "step-00000001"
+    path, part = folder / "step-00000001", folder / part_name(0)
+
     rates = partial(_rate_of, len(content))
     size = f"weights and momentum of resnet50, {len(content) / MEGA:.0f} MiB"
     writes = {
-        "hashed while it is written": rates(lambda: write_tensors(folder / part_name(0), tensors)),
-        "plain write": rates(write),
+        "hashed while it is written": rates(lambda: write_tensors(part, tensors), without=part),
+        "plain write": rates(write, without=plain),
         "SHA-256 alone": rates(lambda: hashlib.sha256(content).hexdigest()),
     }
     compare(f"{size}, written", "MiB/s", writes, rounds)
@@ -99,8 +101,8 @@ def _disk(rounds: int, folder: Path) -> None:
         plain.read_bytes()
 
     saves = {
-        "save: write, read back, commit": rates(save),
-        "plain write and read": rates(write_and_read),
+        "save: write, read back, commit": rates(save, without=path),
+        "plain write and read": rates(write_and_read, without=plain),
     }
     compare(f"{size}, written and read back", "MiB/s", saves, rounds)
     reads = {
@@ -111,9 +113,23 @@ def _disk(rounds: int, folder: Path) -> None:
 
 
 def _rate_of(
-    size: int, work: Callable[[], object], cold: Path | None = None
+    size: int,
+    work: Callable[[], object],
+    cold: Path | None = None,
+    without: Path | None = None,
 ) -> Callable[[int], float]:
+    """Return a side that measures `work` in MiB/s.
+
+    Args:
+        cold: a file that is not in memory before.
+        without: a file or folder of the round before, which is removed first, as a run does it in
+            the background.
+    """
+
     def rate(number: int) -> float:
+        if without is not None:
+            shutil.rmtree(without) if without.is_dir() else without.unlink(missing_ok=True)
+            os.sync()
         if cold is not None:
             _forget(cold)
         began = time.perf_counter()

@@ -69,11 +69,11 @@ def stage_out(tensor: Tensor) -> Tensor:
 
     A tensor in memory of the host is returned itself.
     """
-    tensor, stream = tensor.detach(), STREAMS.get(tensor.device.type)
+    stream = STREAMS.get(tensor.device.type)
     if stream is None:
         return tensor
     host = host_like(tensor)
-    stream.copy(host, tensor)
+    stream.copy(host, tensor.detach())
     stream.event().synchronize()
     return host
 

@@ -3,13 +3,16 @@
 Receipts are posted early and waited for late; sent tensors are kept alive until MPI has sent them.
 Every message is followed by the time at which it was sent, so that the receiver can distinguish
 waiting for another rank's work (a bubble) from waiting for the network (exposed communication).
+Small rows are copied in front of their time, so that both are one message.
 """
 
 import socket
+import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 CLOCK_ROUNDS = 8
+SMALL = 8192  # bytes that are copied faster than a second message is sent
+TIME = struct.Struct("d")  # seconds, behind each message
 
 
 @dataclass
@@ -31,15 +36,16 @@ class Receipt:
     """A posted receipt of one message.
 
     Attributes:
-        requests: of the rows and of `sent_at`, which are valid once they are complete.
-        sent_at: float64 [1], seconds on the sender's clock.
+        requests: of the rows and of the time, or of both as one message.
+        message: valid once the requests are complete: the rows if they are small, and the time
+            on the sender's clock at which they were sent.
         sender: rank.
         host: memory of the host that MPI fills: `rows` themselves, unless they are on a GPU.
         rows: the tensor to receive into.
     """
 
     requests: "list[MPI.Request]"
-    sent_at: np.ndarray
+    message: bytearray
     sender: int
     host: Tensor
     rows: Tensor
@@ -67,31 +73,40 @@ class Exchange:
         self._isend = self.communicator.Issend if synchronous else self.communicator.Isend
         self._sending: deque[tuple[MPI.Request, Any]] = deque()
         self._groups: dict[tuple[int, ...], MPI.Comm] = {}
-        self._clock_offsets = np.zeros(communicator.size)
+        self._clock_offsets = [0.0] * communicator.size
         self.align_clocks()
 
     def send(self, rows: Tensor, receiver: int, tag: int) -> None:
         """Start to send rows, contiguous in memory; they must not change until `flush`."""
         rows = stage_out(rows)
-        now = np.array([self.now()])
+        memory, stamp = self._memory(rows), TIME.pack(self.now())
+        if len(memory) <= SMALL:
+            message = bytearray(memory) + stamp
+        else:
+            request = self._isend((memory, self._mpi.BYTE), receiver, tag)
+            self._sending.append((request, rows))
+            message = bytearray(stamp)
+        self._sending.append((self._isend(message, receiver, tag), message))
         self._drop_finished()
-        for kept, buffer in ((rows, self._bytes_of(rows)), (now, now)):
-            self._sending.append((self._isend(buffer, receiver, tag), kept))
 
     def receive(self, rows: Tensor, sender: int, tag: int) -> Receipt:
         """Post the receipt of a message into `rows`, contiguous in memory."""
-        host, sent_at = host_like(rows), np.empty(1)
-        requests = [
-            self.communicator.Irecv(self._bytes_of(host), sender, tag),
-            self.communicator.Irecv(sent_at, sender, tag),
-        ]
-        return Receipt(requests, sent_at, sender, host, rows)
+        host, irecv = host_like(rows), self.communicator.Irecv
+        memory = self._memory(host)
+        if len(memory) <= SMALL:
+            message = bytearray(len(memory) + TIME.size)
+            return Receipt([irecv(message, sender, tag)], message, sender, host, rows)
+        message = bytearray(TIME.size)
+        requests = [irecv((memory, self._mpi.BYTE), sender, tag), irecv(message, sender, tag)]
+        return Receipt(requests, message, sender, host, rows)
 
     def wait(self, receipts: Sequence[Receipt]) -> None:
         """Wait until all messages have arrived; add the time to `waited`, split by cause."""
         start = time.perf_counter()
         self.complete(receipts, start)
         for receipt in receipts:
+            if len(receipt.message) > TIME.size:
+                self._memory(receipt.host)[:] = memoryview(receipt.message)[: -TIME.size]
             stage_in(receipt.host, receipt.rows)
         end = time.perf_counter()
         sent = max(map(self.sent_at, receipts))
@@ -113,7 +128,8 @@ class Exchange:
 
     def sent_at(self, receipt: Receipt) -> float:
         """Return when a message that has arrived was sent, on this rank's clock."""
-        return float(receipt.sent_at[0] + self._clock_offsets[receipt.sender])
+        (sent,) = TIME.unpack_from(receipt.message, len(receipt.message) - TIME.size)
+        return float(sent + self._clock_offsets[receipt.sender])
 
     def flush(self) -> None:
         """Wait until all sends are complete."""
@@ -140,7 +156,8 @@ class Exchange:
             start = time.perf_counter()
             row = stage_out(tensor.contiguous())
             rows = torch.empty((len(ranks), *row.shape), dtype=row.dtype)
-            wait_until(group.Iallgather(self._bytes_of(row), self._bytes_of(rows)).Test)
+            sent, received = ([self._memory(part), self._mpi.BYTE] for part in (row, rows))
+            wait_until(group.Iallgather(sent, received).Test)
             self.waited.transfer += time.perf_counter() - start
             return rows.to(tensor.device)
 
@@ -168,19 +185,21 @@ class Exchange:
                 to_first = min(_round_trip(comm) for _ in range(CLOCK_ROUNDS))[1]
         # A rank's time plus its to_first is rank 0's time.
         offsets = np.array(comm.allgather(to_first))
-        self._clock_offsets = offsets - offsets[comm.rank]
+        self._clock_offsets = (offsets - offsets[comm.rank]).tolist()
 
     def offset_to_first_clock(self) -> float:
         """Return the seconds to add to this rank's clock to get rank 0's."""
         return float(-self._clock_offsets[0])
 
     def _wait_all(self, requests: "list[MPI.Request]") -> None:
-        wait_until(lambda: self._mpi.Request.Testall(requests))
+        if len(requests) == 1:
+            wait_until(requests[0].Test)
+        else:
+            wait_until(partial(self._mpi.Request.Testall, requests))
 
-    def _bytes_of(self, tensor: Tensor) -> list[Any]:
-        """Return the memory of a tensor, contiguous in any dimension order, for mpi4py."""
-        length = tensor.numel() * tensor.element_size()
-        return [self._mpi.buffer.fromaddress(tensor.data_ptr(), length), self._mpi.BYTE]
+    def _memory(self, tensor: Tensor) -> Any:
+        """Return the memory of a tensor that is contiguous in any order of its dimensions."""
+        return self._mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
 
     def _drop_finished(self) -> None:
         """Release tensors whose sends are complete, in order; testing also progresses the rest."""
