@@ -84,7 +84,7 @@ def read_manifest(folder: Path) -> Manifest:
                 raise Damaged(f"{path} is not a manifest: it has {status.st_size:,} bytes")
             text = path.read_text()
     except UnicodeDecodeError as error:
-        raise Damaged(f"{path} cannot be read: {_one_line(error)}") from None
+        raise Damaged(f"{path} cannot be read: {one_line(error)}") from None
     try:
         return parse_manifest(text)
     except DataError as error:
@@ -100,7 +100,7 @@ def parse_manifest(text: str) -> Manifest:
     try:
         content = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise Damaged(f"is not valid JSON: {_one_line(error)}") from None
+        raise Damaged(f"is not valid JSON: {one_line(error)}") from None
     version = _take(content, "format_version", int, lambda value: value >= 1)
     if version != FORMAT_VERSION:
         raise DataError(f"has format version {version}, and this hvdtrain reads {FORMAT_VERSION}")
@@ -155,7 +155,8 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """Return the message of an error without line breaks."""
     return " ".join(str(error).split())
 
 

@@ -150,9 +150,12 @@ def _verify(path: Path, session: Session) -> _Verified | DataError:
             with session.activity.doing("reading a checkpoint", START_FACTOR):
                 read[entry.name] = patiently(partial(read_verified, path, entry))
     except DataError as error:
-        fault = error
+        # Its frames hold what was read, and it lives until another checkpoint is found.
+        fault = error.with_traceback(None)
+        read.clear()
     results = _gather(session, (fault, {part: _shapes(held) for part, held in read.items()}))
     if worst := _worst([rank_fault for rank_fault, _ in results]):
+        read.clear()
         return worst
     parts = {
         part: shapes for _, shapes_by_file in results for part, shapes in shapes_by_file.items()

@@ -247,11 +247,6 @@ def stored(folder: Path) -> list[Path]:
     return sorted(checkpoints, key=lambda path: step_of(path.name))
 
 
-def is_unfinished(folder: Path) -> bool:
-    """Return whether a checkpoint of a folder is being written."""
-    return any(folder.glob(f"{UNFINISHED}*"))
-
-
 def name_of(step: int) -> str:
     """Return the folder name of the checkpoint after `step` steps."""
     return f"step-{step:08d}"

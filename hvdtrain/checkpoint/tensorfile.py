@@ -2,7 +2,7 @@
 
 The format is that of https://github.com/huggingface/safetensors: the length of a JSON header, the
 header (dtype, shape and offsets of every tensor), and the tensors' memory. Reading executes no
-code, and the bytes that are used are those that were compared with the hash.
+code. What `read_verified` returns are the bytes that were compared with the hash.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from hvdtrain.checkpoint.format import Damaged, Entry, Unreadable, reading
+from hvdtrain.checkpoint.format import Damaged, Entry, Unreadable, one_line, reading
 
 # The names of safetensors by those of NumPy; bfloat16 is from ml_dtypes.
 DTYPES = {
@@ -178,7 +178,7 @@ def _tensors(path: Path, content: np.ndarray) -> dict[str, np.ndarray]:
             if name != METADATA
         }
     except MALFORMED as error:
-        raise Damaged(f"{path} cannot be read: {_one_line(error)}") from None
+        raise Damaged(f"{path} cannot be read: {one_line(error)}") from None
 
 
 def _tensor(data: np.ndarray, dtype: str, shape: list[int], offsets: list[int]) -> np.ndarray:
@@ -220,13 +220,9 @@ def _open(path: Path) -> Iterator[Any]:
             yield file
     except Exception as error:  # safetensors has its own, and NumPy raises for unknown dtypes
         kind = Unreadable if isinstance(error, OSError) else Damaged
-        raise kind(f"{path} cannot be read: {_one_line(error)}") from None
+        raise kind(f"{path} cannot be read: {one_line(error)}") from None
 
 
 def _memory(tensor: np.ndarray) -> Any:
     """Return the tensor's bytes, without a copy."""
     return tensor.reshape(-1).view(np.uint8)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -36,6 +36,7 @@ from hvdtrain.errors import DataError, UsageError
 # From a stored RGB image (an image file in its full size), its sample id and the size of the index
 # to what is read: uint8 [size, size, 3].
 Picture = Callable[[Image.Image, int, int], NDArray[np.uint8]]
+Verifier = tuple[int, int]  # number of a reader, and how many there are
 
 _DEFAULT_MEMORY = 2**30
 _OPEN_FILES = 64
@@ -44,18 +45,24 @@ _THREAD_ROWS = 4  # images that a thread decodes at a time
 _FILE_OVERHEAD = 128  # bytes of an image file in memory besides its content, at most
 
 
-def open_split(index: Index, split: str, memory_bytes: int = _DEFAULT_MEMORY) -> "Samples":
+def open_split(
+    index: Index, split: str, memory_bytes: int = _DEFAULT_MEMORY, verifier: Verifier = (0, 1)
+) -> "Samples":
     """Open the samples of a split, using at most `memory_bytes` of memory.
 
     A split that fits is read once and kept decoded; each shard is checked against its SHA-256.
     Of a larger split, whole chunks are read when they are needed, and the most recently used are
     kept. Each chunk is checked by its Fletcher-32, and each shard against its SHA-256 when it is
     opened for the first time. Raises UsageError for a split that does not exist.
+
+    Args:
+        verifier: number of this reader and how many there are, if several share the check of a
+            large split's shards against their SHA-256: each one checks every so many shards.
     """
     if split not in index.splits:
         names = " and ".join(f"`{name}`" for name in index.splits)
         raise UsageError(f"no split {split!r}: the data set has {names}")
-    return Samples(index, index.splits[split], memory_bytes)
+    return Samples(index, index.splits[split], memory_bytes, verifier)
 
 
 class Samples:
@@ -65,7 +72,9 @@ class Samples:
     by the process that reads: a forked process opens them again.
     """
 
-    def __init__(self, index: Index, split: Split, memory_bytes: int) -> None:
+    def __init__(
+        self, index: Index, split: Split, memory_bytes: int, verifier: Verifier = (0, 1)
+    ) -> None:
         sample_bytes = _sample_bytes(index, split)
         self.index = index
         self.split = split
@@ -79,6 +88,7 @@ class Samples:
         self._files: OrderedDict[tuple[int, int], h5py.File] = OrderedDict()
         self._threads: ThreadPoolExecutor | None = None
         self._threads_of = 0  # the process that started them
+        self._verifier = verifier
         self._verified: set[int] = set()  # shards whose SHA-256 has been checked
         counts = np.array([shard.count for shard in split.shards], np.int64)
         self._first_rows = np.cumsum(counts) - counts  # first row of each shard
@@ -222,7 +232,8 @@ class Samples:
                 (process, _), file = self._files.popitem(last=False)
                 if process == os.getpid():
                     file.close()
-            if number not in self._verified:
+            place, readers = self._verifier
+            if number % readers == place and number not in self._verified:
                 _check_hash(self.index, self.split, self.split.shards[number])
                 self._verified.add(number)
             self._files[key] = open_shard(self.index, self.split.shards[number])

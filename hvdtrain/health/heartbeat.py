@@ -1,7 +1,7 @@
 """Heartbeat of each rank every few seconds, for readers outside of the run.
 
-A thread of the rank replaces RUN/heartbeats/rank-0000.json at each beat. If the file grows old,
-the rank is stopped or its host is down.
+A thread of the rank replaces RUN/heartbeats/rank-0000.json at each beat, in large jobs less often.
+If the file grows old, the rank is stopped or its host is down.
 """
 
 import json
@@ -21,6 +21,7 @@ from hvdtrain.host.energy import Meter
 from hvdtrain.host.ownership import BEAT_SECONDS, Owner
 
 SILENT_BEATS = 4  # a rank is silent after 4 missing beats
+MOST_BEATS = 100.0  # of all ranks per second: each is a few operations of a shared file system
 
 
 class Heartbeat:
@@ -28,6 +29,7 @@ class Heartbeat:
 
     Args:
         folder: the folder of all ranks' files, which exists.
+        size: number of ranks.
         memory_bytes: returns the bytes that this rank has allocated.
         doing: returns the step of this rank and its current action.
         owner: the owner of the run folder; rank 0 checks at each beat that it still is.
@@ -42,6 +44,7 @@ class Heartbeat:
         self,
         folder: Path,
         rank: int,
+        size: int,
         memory_bytes: Callable[[], float],
         doing: Callable[[], tuple[int, str]],
         owner: Owner,
@@ -50,6 +53,7 @@ class Heartbeat:
         self.path = file_of(folder, rank)
         self.rank, self.doing, self.owner, self.meter = rank, doing, owner, meter
         self.is_replaced = False
+        self._seconds = BEAT_SECONDS if rank == 0 else beat_seconds(size)  # rank 0 shows the owner
         self._measure_memory = memory_bytes
         self.memory_bytes, self.load = 0.0, 0.0
         self._closed = threading.Event()
@@ -69,7 +73,7 @@ class Heartbeat:
             self.owner.release()
 
     def _run(self) -> None:
-        while not self._closed.wait(BEAT_SECONDS):
+        while not self._closed.wait(self._seconds):
             self._beat()
             if self.meter is not None:
                 self.meter.sample()
@@ -101,6 +105,11 @@ class Heartbeat:
             temporary.replace(self.path)
 
 
+def beat_seconds(size: int) -> float:
+    """Return the seconds between two beats of each of `size` ranks."""
+    return max(BEAT_SECONDS, size / MOST_BEATS)
+
+
 def file_of(folder: Path, rank: int) -> Path:
     """Return the path of a rank's heartbeat file."""
     return folder / f"rank-{rank:04d}.json"
@@ -113,7 +122,7 @@ def suspects(folder: Path, size: int, rank: int, own_work: Collection[str]) -> l
         own_work: actions of ranks that do not wait for another rank.
     """
     beats = {rank: _read(file_of(folder, rank)) for rank in range(size)}
-    return _silent(folder, beats) or [
+    return _silent(folder, beats, SILENT_BEATS * beat_seconds(size)) or [
         f"rank {other} on {beat.get('host')} is {beat['doing'] or 'at its own work'} "
         f"(step {beat.get('step')})"
         for other, beat in beats.items()
@@ -121,8 +130,8 @@ def suspects(folder: Path, size: int, rank: int, own_work: Collection[str]) -> l
     ]
 
 
-def _silent(folder: Path, beats: Mapping[int, dict[str, Any]]) -> list[str]:
-    """Return a line for each rank whose last heartbeat is older than those of the others."""
+def _silent(folder: Path, beats: Mapping[int, dict[str, Any]], seconds: float) -> list[str]:
+    """Return a line for each rank whose last heartbeat is that much older than another one."""
     # By the disk's clock: the clocks of the hosts may differ.
     seen = {rank: file_of(folder, rank).stat().st_mtime for rank in beats if beats[rank]}
     newest = max(seen.values(), default=0.0)
@@ -130,7 +139,7 @@ def _silent(folder: Path, beats: Mapping[int, dict[str, Any]]) -> list[str]:
         f"rank {rank} on {beats[rank].get('host')} has sent no heartbeat for "
         f"{newest - time:.0f} s (step {beats[rank].get('step')}): is it stopped, or its host down?"
         for rank, time in seen.items()
-        if newest - time > SILENT_BEATS * BEAT_SECONDS
+        if newest - time > seconds
     ]
 
 

@@ -22,6 +22,7 @@ from hvdtrain.training.session import Session
 
 MOST_FILLED = 2**30  # bytes: a larger free space is not filled, others may need it
 MORE_THAN_THERE_IS = 2**60  # bytes
+WAITING = ("corrupt", "kill", "segfault", "memory", "stop")  # wait for a checkpoint to corrupt
 
 
 class Injector:
@@ -68,17 +69,22 @@ class Injector:
             if fault.kind == "fill":
                 self._check_disk()
 
-    def before(self, step: int) -> None:
-        """Inject the faults that are due in this rank before it starts a step."""
+    def before(self, step: int, is_saving: bool) -> None:
+        """Inject the faults that are due in this rank before it starts a step.
+
+        Args:
+            is_saving: whether a checkpoint is being written, or is written and not yet committed.
+        """
+        waits = False  # for the new checkpoint: then it is corrupted, and the rank ends after that
         for fault in self.faults:
             if fault.kind == "slow" and fault.step <= step < fault.step + fault.steps:
                 time.sleep(fault.seconds)
             elif fault.kind in self._do and step >= fault.step:
                 mark = self._place(f"{fault.kind}-step-{fault.step}-rank-{fault.rank}")
-                if mark.exists():
+                waits |= fault.kind == "corrupt" and is_saving and not mark.exists()
+                is_possible = fault.kind != "corrupt" or bool(self._newest_parts())
+                if mark.exists() or not is_possible or (waits and fault.kind in WAITING):
                     continue
-                if fault.kind == "corrupt" and not self._has_newest():
-                    break  # The faults after it wait for it: a kill would prevent it.
                 mark.touch()
                 self._do[fault.kind](fault)
 
@@ -100,11 +106,6 @@ class Injector:
             return fault.rank is not None or _computing_ranks(session.plan)[component][0] == rank
 
         session.faults.spoil(component, is_due)
-
-    def _has_newest(self) -> bool:
-        """Return whether there is a checkpoint and none is being written, on a slow disk say."""
-        folder = self.folder.checkpoints
-        return bool(self._newest_parts()) and not store.is_unfinished(folder)
 
     def _newest_parts(self) -> list[Path]:
         newest = store.stored(self.folder.checkpoints)[-1:]

@@ -4,14 +4,36 @@ from dataclasses import replace
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.index import Index, parse_index, read_index
+from hvdtrain.errors import DataError, UsageError
+from hvdtrain.world import World
+
+
+def shared_index(config: TrainConfig, world: World) -> Index:
+    """Return what `index_for` returns. Collective.
+
+    One rank of a host checks that all shards are there: a large set has tens of thousands of them,
+    on a file system that all share.
+
+    Raises:
+        DataError, UsageError: on all ranks, the error of the first one that has one.
+    """
+    index, fault = None, None
+    try:
+        index = index_for(config, checks_files=world.local_rank == 0)
+    except (DataError, UsageError) as error:
+        fault = error
+    for rank_fault in world.gather(fault):
+        if rank_fault is not None:
+            raise rank_fault
+    assert index is not None
+    return index
 
 
 def index_for(config: TrainConfig, checks_files: bool = True) -> Index:
     """Return the data set of a run, at the size at which it is read.
 
     Args:
-        checks_files: check that all shards are there, with their sizes. One rank of a host is
-            enough: a large set has tens of thousands of them, on a file system that all share.
+        checks_files: check that all shards are there, with their sizes.
 
     Raises:
         DataError: if there is none.

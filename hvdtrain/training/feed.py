@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -10,10 +11,10 @@ from PIL.Image import Image
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.augment import crop_flip, cutout, resized_crop_flip
-from hvdtrain.data.index import Index, read_index
+from hvdtrain.data.index import Index, parse_index
 from hvdtrain.data.order import Range, Rows, split
 from hvdtrain.data.shardfile import Batch
-from hvdtrain.data.shards import Picture, Samples, open_split
+from hvdtrain.data.shards import Picture, Samples, Verifier, open_split
 from hvdtrain.data.staging import stage, staged_folder
 from hvdtrain.data.writer import count_values, mean_and_std
 from hvdtrain.errors import DataError, UsageError
@@ -140,12 +141,24 @@ def open_splits(index: Index, world: World, reads: bool) -> dict[str, Samples]:
         reads: whether this rank reads samples; one that holds neither the first nor the last
             stage does not.
     """
-    memory = cache_bytes(world.local_size)
-    splits = {name: open_split(index, name, memory) for name in index.splits}
+    memory, verifier = cache_bytes(world.local_size), _verifier(world, reads)
+    splits = {name: open_split(index, name, memory, verifier) for name in index.splits}
     if reads:
         for samples in splits.values():
             samples.load()
     return splits
+
+
+def _verifier(world: World, reads: bool) -> Verifier:
+    """Return which of the ranks that read on this host this one is, and their number.
+
+    They share the check of large shards: hashing them on each rank would read a set many times.
+    """
+    host = socket.gethostname()
+    readers = [
+        rank for rank, other in enumerate(world.gather((host, reads))) if other == (host, True)
+    ]
+    return (readers.index(world.rank), len(readers)) if reads else (0, 1)
 
 
 def cache_bytes(local_size: int) -> int:
@@ -246,5 +259,5 @@ def staged(index: Index, directory: str | None, world: World) -> Index:
         if rank_error is not None:
             raise rank_error
     folder = staged_folder(index, directory)
-    read_index(folder)
+    parse_index(folder)  # this host's rank of the copy has checked its files
     return replace(index, folder=folder)  # with the data set's hashes, to check the copy

@@ -168,6 +168,7 @@ def open_run(session: Session, stop: StopRequest, callbacks: Callbacks = ()) -> 
     heartbeat = Heartbeat(
         folder.heartbeats,
         world.rank,
+        world.size,
         session.device.memory_bytes,
         session.activity.now,
         owner,

@@ -50,7 +50,7 @@ def device_of(device: torch.device) -> Device:
         return Device()
     return Device(
         kind="cuda",
-        accelerator=devices.gpu_names()[device.index or 0],
+        accelerator=devices.gpu_name(device),
         loss_delay=1,
         memory_bytes=lambda: float(devices.allocated_bytes(device)),
         peak_memory_bytes=lambda: devices.peak_bytes(device),

@@ -44,7 +44,7 @@ from hvdtrain.plan import plan as plans
 from hvdtrain.plan import planfile
 from hvdtrain.plan.plan import Plan
 from hvdtrain.sync import engine
-from hvdtrain.training.dataset import as_modelled, index_for
+from hvdtrain.training.dataset import as_modelled, shared_index
 from hvdtrain.training.feed import (
     Normalisation,
     check_images,
@@ -75,7 +75,7 @@ def open_session(
         UsageError, DataError: if the options or the data are invalid.
     """
     check_started(config, world)
-    index = staged(index_for(config, world.local_rank == 0), config.stage, world)
+    index = staged(shared_index(config, world), config.stage, world)
     modelled = as_modelled(index, config)
     components = model_components(config, modelled)
     agree_on_values(components, world)

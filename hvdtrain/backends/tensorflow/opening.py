@@ -25,7 +25,7 @@ from hvdtrain.keras.ranks import (
 )
 from hvdtrain.options.planrequest import Mirrored, check_one_rank
 from hvdtrain.plan.plan import replicated
-from hvdtrain.training.dataset import index_for
+from hvdtrain.training.dataset import shared_index
 from hvdtrain.training.feed import check_images, check_started, normalisation, open_splits, staged
 from hvdtrain.training.session import Device
 from hvdtrain.world import World, notes
@@ -39,7 +39,7 @@ def open_session(config: TrainConfig, world: World) -> KerasSession:
     """
     check_started(config, world)
     check_backend()
-    index = staged(index_for(config, world.local_rank == 0), config.stage, world)
+    index = staged(shared_index(config, world), config.stage, world)
     check_images(config, index)
     strategy, gpus = _devices(config, world)
     keras.backend.clear_session()  # restarts the numbers in layer names

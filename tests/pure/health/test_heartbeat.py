@@ -2,7 +2,7 @@ import json
 import os
 from pathlib import Path
 
-from hvdtrain.health.heartbeat import file_of, suspects
+from hvdtrain.health.heartbeat import beat_seconds, file_of, suspects
 
 OWN = ("", "reading its samples")
 
@@ -30,3 +30,12 @@ def test_ranks_without_a_sign_of_life_are_suspected_before_all_others(tmp_path: 
     beat(tmp_path, 2, "")
     (line,) = suspects(tmp_path, 3, 0, OWN)
     assert line.startswith("rank 1 on n1 has sent no heartbeat for 60 s (step 5)")
+
+
+def test_ranks_of_a_large_job_beat_less_often_and_are_silent_later(tmp_path: Path) -> None:
+    assert [beat_seconds(size) for size in (1, 200, 1024)] == [2.0, 2.0, 10.24]
+    beat(tmp_path, 0, "")
+    beat(tmp_path, 1, "0F0: forward", age=30)
+    beat(tmp_path, 2, "0F0: forward", age=50)
+    (line,) = suspects(tmp_path, 1024, 0, OWN)
+    assert line.startswith("rank 2 on n2 has sent no heartbeat for 50 s")

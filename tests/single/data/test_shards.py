@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from hvdtrain.data.index import read_index
+from hvdtrain.data import shards
+from hvdtrain.data.index import Index, Shard, read_index
 from hvdtrain.data.shardfile import Batch
 from hvdtrain.data.shards import Samples, open_split
 from hvdtrain.data.synthetic import synth
@@ -51,6 +52,23 @@ def test_labels_come_alone_in_any_order_and_memory(packed: Path, memory: int) ->
         assert len(samples.labels(rows[:0])) == 0
         with pytest.raises(IndexError, match="a row outside"):
             samples.labels(np.array([len(samples)]))
+
+
+def test_ranks_of_a_host_share_the_check_of_shards(
+    packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = read_index(packed)
+    hashed: list[str] = []
+
+    def sha256(index: Index, shard: Shard) -> str:
+        hashed.append(shard.file)
+        return shard.sha256
+
+    monkeypatch.setattr(shards, "shard_sha256", sha256)
+    for verifier in [(0, 2), (1, 2)]:
+        with open_split(index, "train", 1, verifier) as samples:
+            samples.gather(np.arange(len(samples)))
+    assert hashed == [f"train-0000{number}.h5" for number in (0, 2, 1)]
 
 
 @pytest.mark.parametrize("memory", [2**30, LITTLE, 1])
