@@ -39,12 +39,12 @@ class Stream(Protocol):
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Put a copy between device and host into the queue."""
 
-    def event(self) -> Event:
-        """Record an event behind all that is in the queue."""
+    def event(self, device: torch.device) -> Event:
+        """Record an event behind all that is in the queue of a device."""
 
 
 class GpuStream:
-    """The current stream of the current GPU."""
+    """The current streams of the GPUs."""
 
     def host_memory(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return pinned memory; PyTorch does not reuse it before the copies from it are done."""
@@ -54,10 +54,10 @@ class GpuStream:
         """Put a copy into the queue."""
         target.copy_(source, non_blocking=True)
 
-    def event(self) -> Event:
-        """Record an event."""
+    def event(self, device: torch.device) -> Event:
+        """Record an event on the stream on which copies of this GPU's tensors run."""
         event = torch.cuda.Event()
-        event.record()
+        event.record(torch.cuda.current_stream(device))
         return event
 
 
@@ -74,7 +74,7 @@ def stage_out(tensor: Tensor) -> Tensor:
         return tensor
     host = host_like(tensor)
     stream.copy(host, tensor.detach())
-    stream.event().synchronize()
+    stream.event(tensor.device).synchronize()
     return host
 
 
@@ -118,16 +118,16 @@ def stage_in(host: Tensor, target: Tensor) -> None:
 
 def copy_out(tensors: Sequence[Tensor], hosts: Sequence[Tensor]) -> None:
     """Copy tensors into memory of the host, and return once all values are there."""
-    streams = []
+    devices = []
     for tensor, host in zip(tensors, hosts, strict=True):
         stream = STREAMS.get(tensor.device.type)
         if stream is None:
             host.copy_(tensor.detach())
         else:
             stream.copy(host, tensor.detach())
-            streams.append(stream)
-    for stream in dict.fromkeys(streams):
-        stream.event().synchronize()
+            devices.append(tensor.device)
+    for device in dict.fromkeys(devices):
+        STREAMS[device.type].event(device).synchronize()
 
 
 def read_later(value: Tensor | None) -> Callable[[], float]:
@@ -142,7 +142,7 @@ def read_later(value: Tensor | None) -> Callable[[], float]:
         return lambda: float(value)
     host = stream.host_memory((), value.dtype)
     stream.copy(host, value)
-    copied = stream.event()
+    copied = stream.event(value.device)
 
     def read() -> float:
         copied.synchronize()
@@ -174,7 +174,7 @@ class Marks:
         """Mark the end of a step and the start of the next one."""
         if is_gpu(self.device):
             event = torch.cuda.Event(enable_timing=True)
-            event.record()
+            event.record(torch.cuda.current_stream(self.device))
             self.times.append(event)
         else:
             self.times.append(time.perf_counter())
@@ -197,9 +197,14 @@ def is_cpu(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def gpu_names() -> list[str]:
-    """Return the names of the GPUs that this process sees."""
-    return [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+def gpu_count() -> int:
+    """Return the number of GPUs that this process sees, without starting CUDA on them."""
+    return torch.cuda.device_count()
+
+
+def gpu_name(device: torch.device | int) -> str:
+    """Return the name of a GPU."""
+    return torch.cuda.get_device_name(device)
 
 
 def autocast(device: torch.device, enabled: bool = True) -> torch.autocast:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hvdtrain import device
 
+CPU = torch.device("cpu")
 NOT_YET = 101  # fills integers that have not arrived
 
 
@@ -46,7 +47,7 @@ class LateStream:
         target.copy_(source)
         self.queue.append(lambda: _assert_unchanged(source, value))
 
-    def event(self) -> "LateEvent":
+    def event(self, device: torch.device = CPU) -> "LateEvent":
         return LateEvent(self, len(self.queue))
 
     def _is_host(self, tensor: Tensor) -> bool:

@@ -93,9 +93,9 @@ def _look(current: World) -> Seen:
 
 
 def _gpu_count() -> int:
-    from hvdtrain.device import gpu_names
+    from hvdtrain.device import gpu_count
 
-    return len(gpu_names())
+    return gpu_count()
 
 
 def _see_folder(current: World) -> float | None:

@@ -50,9 +50,10 @@ def torch_side() -> None:
     if "torch" in sys.modules:
         import torch
 
-        from hvdtrain.device import gpu_names
+        from hvdtrain.device import gpu_count, gpu_name
 
-        say(cuda_version=torch.version.cuda, cuda_devices=gpu_names())
+        gpus = [gpu_name(number) for number in range(gpu_count())]
+        say(cuda_version=torch.version.cuda, cuda_devices=gpus)
     say(horovod=horovod_plugin("torch"))
     if "torch" in sys.modules:
         say(precision=bf16_speedups())

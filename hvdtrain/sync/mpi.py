@@ -56,7 +56,8 @@ class Operation:
 class MPICollectives:
     """MPI's non-blocking operations on communicators of the replicas.
 
-    Tensors on a GPU pass through pinned host memory; this has never run on a GPU.
+    Tensors on a GPU pass through pinned host memory. Runs on GPUs did so with blocking copies; the
+    copy back, which the next kernels of the stream wait for, has not run on a GPU.
 
     Args:
         ranks: of the group, as world ranks. All ranks of the world have called

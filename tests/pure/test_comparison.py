@@ -58,6 +58,7 @@ def test_rounds_that_differ_too_much_give_no_ratio(capsys: pytest.CaptureFixture
     result = comparison.compare("times", "s", sides([1.0, 2.0, 1.0], [1.5, 1.0, 3.0]), 3)
     assert result.faster("theirs") is None
     assert "not known: the rounds differ too much" in capsys.readouterr().out
+    assert comparison.rows(result)[0][0] == "times: ours against theirs"
 
 
 def test_one_round_gives_no_ratio() -> None:

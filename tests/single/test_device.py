@@ -20,7 +20,7 @@ DEVICE_TYPE = re.compile(r"""\.is_cuda\b|torch\.cuda\.|\b(type|kind) [=!]= ["'](
 WAITS = [
     number
     for number, line in enumerate(MODULE.read_text().splitlines())
-    if re.fullmatch(r" +\w+(\.event\(\))?\.synchronize\(\)", line)
+    if re.fullmatch(r" +[\w\[\].]+(\.event\([\w.]+\))?\.synchronize\(\)", line)
 ]
 
 
