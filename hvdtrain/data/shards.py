@@ -57,7 +57,7 @@ def open_split(
 
     Args:
         verifier: number of this reader and how many there are, if several share the check of a
-            large split's shards against their SHA-256: each one checks every so many shards.
+            large split's shards against their SHA-256: of N readers, each one checks every N-th.
     """
     if split not in index.splits:
         names = " and ".join(f"`{name}`" for name in index.splits)
