@@ -56,6 +56,11 @@ class Saver:
         return self._open is not None
 
     @property
+    def is_uncommitted(self) -> bool:
+        """Return whether the open checkpoint does not have its final name yet."""
+        return self._open is not None and not (self.folder / self._open.name).exists()
+
+    @property
     def pending(self) -> bool:
         """Return whether the open checkpoint is not yet being committed."""
         return self._open is not None and self._open.pending

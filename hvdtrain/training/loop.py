@@ -294,7 +294,7 @@ def _step(run: Run, feed: Feed, epoch: int, batch_size: int, data_seconds: float
     progress.step += 1
     run.activity.step(progress.step)
     if run.injector is not None:
-        run.injector.before(progress.step, run.saving.saver.is_open)
+        run.injector.before(progress.step, run.saving.saver.is_uncommitted)
     result = session.train(feed, progress.position, batch_size, rate)
     progress.count(result, session.device.dilation)
     run.step_records.append(
