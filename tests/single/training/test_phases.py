@@ -348,10 +348,13 @@ def test_a_run_that_another_start_finishes_between_restarts_is_over(
 
 
 def wait_to_start_again(case: Case) -> "subprocess.Popen[str]":
-    """Start a job that has lost a rank, and waits to restart because nothing was saved yet."""
-    options = ("--restarts", 2, "--inject", "kill step=1 rank=1")
+    """Start a job that has lost a rank twice, and waits to restart because nothing was saved yet.
+
+    The second wait is long enough for another start on a busy machine, the first one is not.
+    """
+    options = ("--restarts", 2, "--inject", "kill step=1 rank=1; kill step=2 rank=1")
     process = start(case.command(*options))
     assert process.stderr is not None
     lines = iter(process.stderr.readline, "")
-    assert any("restarting on 2 rank(s)" in line and " in 5 s" in line for line in lines)
+    assert any("restarting on 2 rank(s)" in line and " in 30 s" in line for line in lines)
     return process
