@@ -46,7 +46,7 @@ class Manifest:
     """A checkpoint without its tensors.
 
     Attributes:
-        parts: the files that hold the tensors, one per rank of the run that wrote them.
+        parts: the files that hold the tensors, one for each rank that wrote.
         progress: position, counts and sizes, as in the training loop.
         configuration: of that run, by option; a resumed run must have the same.
     """

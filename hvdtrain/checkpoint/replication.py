@@ -188,7 +188,7 @@ def wait_for(checkpoint: Path, before: Identity | None) -> Manifest:
 
 
 def copy_part(checkpoint: Path, rank: int, home: Path) -> None:
-    """Copy a rank's file of a checkpoint, and the manifest.
+    """Copy a rank's file of a checkpoint, if it wrote one, and the manifest.
 
     Copies of checkpoints that no longer exist are removed.
 
@@ -197,15 +197,15 @@ def copy_part(checkpoint: Path, rank: int, home: Path) -> None:
     """
     name = part_name(rank)
     entries = [part for part in read_manifest(checkpoint).parts if part.name == name]
-    if not entries:
-        raise DataError(f"{checkpoint} has no {name}")
     try:
         (home / checkpoint.name).mkdir(parents=True, exist_ok=True)
-        for file in (name, MANIFEST):  # the manifest last: a copy that has one is complete
+        # The manifest last: a copy that has one is complete.
+        for file in (*(entry.name for entry in entries), MANIFEST):
             _copy(checkpoint / file, home / checkpoint.name / file)
     except OSError as error:
         raise DataError(f"{home / checkpoint.name} cannot be written: {error.strerror}") from None
-    verify(home / checkpoint.name, entries[0])
+    for entry in entries:
+        verify(home / checkpoint.name, entry)
     kept = {path.name for path in store.stored(checkpoint.parent)} | {checkpoint.name}
     for path in store.stored(home):
         if path.name not in kept:

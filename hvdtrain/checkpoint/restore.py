@@ -21,9 +21,10 @@ from hvdtrain.checkpoint.format import (
     read_manifest,
 )
 from hvdtrain.checkpoint.store import MODEL
-from hvdtrain.checkpoint.tensorfile import read_tensors, read_verified
+from hvdtrain.checkpoint.tensorfile import read_verified
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.health.failure import START_FACTOR
+from hvdtrain.host.poll import wait_until
 from hvdtrain.options import configfile
 from hvdtrain.training.console import Console
 from hvdtrain.training.metrics import RunFolder
@@ -32,6 +33,7 @@ from hvdtrain.training.session import Session, Shape
 from hvdtrain.world import World
 
 Value = TypeVar("Value")
+Forms = dict[str, tuple[Shape, np.dtype[Any]]]  # of tensors, by name
 
 SECONDS_TO_SHOW = 30.0  # until a network file system shows a folder to other hosts
 
@@ -41,16 +43,20 @@ class _Verified:
     """A checkpoint whose files match its manifest.
 
     Attributes:
-        places: by tensor, the file that holds it. shapes: by tensor.
-        read: the tensors of the files that this rank has read, by file.
+        parts: the tensors of each file; file n was read by rank n modulo their number.
+        read: the tensors of the files that this rank has read, by name.
     """
 
     path: Path
     progress: dict[str, Any]
     configuration: dict[str, Any]
-    places: dict[str, str]
-    shapes: dict[str, Shape]
-    read: dict[str, dict[str, np.ndarray]]
+    parts: list[Forms]
+    read: dict[str, np.ndarray]
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """The shape of each tensor."""
+        return {name: shape for forms in self.parts for name, (shape, _) in forms.items()}
 
 
 def restore(session: Session, run: RunFolder, console: Console) -> dict[str, Any] | None:
@@ -143,32 +149,30 @@ def _verify(path: Path, session: Session) -> _Verified | DataError:
         manifest = world.broadcast(manifest)
     if isinstance(manifest, DataError):
         return manifest
-    fault, read = None, dict[str, dict[str, np.ndarray]]()
+    fault, read = None, list[dict[str, np.ndarray]]()
     try:
         _wait_for(path)
         for entry in manifest.parts[world.rank :: world.size]:
             with session.activity.doing("reading a checkpoint", START_FACTOR):
-                read[entry.name] = patiently(partial(read_verified, path, entry))
+                read.append(patiently(partial(read_verified, path, entry)))
     except DataError as error:
         # Its frames hold what was read, and it lives until another checkpoint is found.
         fault = error.with_traceback(None)
         read.clear()
-    results = _gather(session, (fault, {part: _shapes(held) for part, held in read.items()}))
+    results = _gather(session, (fault, [_forms(tensors) for tensors in read]))
     if worst := _worst([rank_fault for rank_fault, _ in results]):
         read.clear()
         return worst
-    parts = {
-        part: shapes for _, shapes_by_file in results for part, shapes in shapes_by_file.items()
-    }
-    places = {name: part for part, shapes in parts.items() for name in shapes}
-    if len(places) != sum(map(len, parts.values())):
+    count = len(manifest.parts)
+    parts = [results[part % world.size][1][part // world.size] for part in range(count)]
+    if len({name for forms in parts for name in forms}) != sum(map(len, parts)):
         return Damaged(f"{path} contains a tensor twice")
-    shapes = {name: shape for held in parts.values() for name, shape in held.items()}
-    return _Verified(path, manifest.progress, manifest.configuration, places, shapes, read)
+    held = {name: tensor for tensors in read for name, tensor in tensors.items()}
+    return _Verified(path, manifest.progress, manifest.configuration, parts, held)
 
 
-def _shapes(tensors: Mapping[str, np.ndarray]) -> dict[str, Shape]:
-    return {name: tensor.shape for name, tensor in tensors.items()}
+def _forms(tensors: Mapping[str, np.ndarray]) -> Forms:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
 
 def _worst(faults: Sequence[DataError | None]) -> DataError | None:
@@ -202,7 +206,7 @@ def _manifest(path: Path) -> Manifest | DataError:
 
 
 def _put(session: Session, checkpoint: _Verified) -> None:
-    """Load the tensors that this rank holds.
+    """Load the tensors that this rank holds. Collective.
 
     Raises:
         UsageError: if the checkpoint is of another data set, configuration or model.
@@ -220,10 +224,9 @@ def _put(session: Session, checkpoint: _Verified) -> None:
             f"{checkpoint.path} was made with another configuration than config.yaml has now "
             f"({'; '.join(changed)}): restore config.yaml, or choose another --run"
         )
+    shapes = checkpoint.shapes
     model = {
-        name.removeprefix(MODEL): shape
-        for name, shape in checkpoint.shapes.items()
-        if name.startswith(MODEL)
+        name.removeprefix(MODEL): shape for name, shape in shapes.items() if name.startswith(MODEL)
     }
     if difference := _difference(model, session.state.shapes):
         raise UsageError(
@@ -233,21 +236,33 @@ def _put(session: Session, checkpoint: _Verified) -> None:
         )
     progress = checkpoint.progress
     was_updated = progress["step"] > progress.get("skipped_steps", 0)
-    expected = session.state.expected(was_updated, checkpoint.shapes)
+    expected = session.state.expected(was_updated, shapes)
     for name, shape in expected.items():
-        if checkpoint.shapes.get(name) != shape:
+        if shapes.get(name) != shape:
             raise DataError(f"{checkpoint.path} contains no {name} of shape {shape}")
-    held: dict[str, np.ndarray] = {}
-    for part in sorted({checkpoint.places[name] for name in expected}):
-        held |= _of_part(checkpoint, part, expected.keys())
-    session.state.put(held)
+    session.state.put(_spread(checkpoint, expected.keys(), session))
 
 
-def _of_part(checkpoint: _Verified, part: str, names: Collection[str]) -> dict[str, np.ndarray]:
-    if part in checkpoint.read:
-        tensors = checkpoint.read[part]
-        return {name: tensors[name] for name in names if name in tensors}
-    return patiently(partial(read_tensors, checkpoint.path / part, names))
+def _spread(
+    checkpoint: _Verified, names: Collection[str], session: Session
+) -> dict[str, np.ndarray]:
+    """Return the tensors of these names, each read by one rank and sent to all. Collective.
+
+    So a job of any size opens each file once. A rank drops at once what it does not need.
+    """
+    world, held = session.world, dict[str, np.ndarray]()
+    with _waiting(session):
+        for part, forms in enumerate(checkpoint.parts):
+            reader = part % world.size
+            for name, (shape, dtype) in forms.items():
+                is_here = world.rank == reader
+                tensor = checkpoint.read[name] if is_here else np.empty(shape, dtype)
+                if world.communicator is not None:
+                    memory = tensor.reshape(-1).view(np.uint8)
+                    wait_until(world.communicator.Ibcast(memory, reader).Test)
+                if name in names:
+                    held[name] = tensor
+    return held
 
 
 def _difference(checkpoint: Mapping[str, Shape], model: Mapping[str, Shape]) -> str:

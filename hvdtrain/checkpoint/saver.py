@@ -26,11 +26,13 @@ class _Open:
 
     Attributes:
         settle: called once all files are written.
+        writes: whether this rank has a file to write.
         pending: whether its files are being written, or are written and not yet committed.
     """
 
     name: str
     settle: Callable[[], object]
+    writes: bool
     pending: bool = True
 
 
@@ -54,6 +56,11 @@ class Saver:
     def is_open(self) -> bool:
         """Return whether a checkpoint was started whose outcome is not known to all ranks."""
         return self._open is not None
+
+    @property
+    def writes(self) -> bool:
+        """Return whether this rank has a file of the open checkpoint: of many, only some have."""
+        return self._open is not None and self._open.writes
 
     @property
     def is_uncommitted(self) -> bool:
@@ -89,7 +96,7 @@ class Saver:
         settle: Callable[[], object],
         error: DataError | None = None,
     ) -> None:
-        """Start to write the arrays that `copy` returns as this rank's file of `name`.
+        """Start to write the arrays that `copy` returns, if any, as this rank's file of `name`.
 
         Args:
             copy: copies the tensors, into memory that is free again once the file is written.
@@ -99,8 +106,8 @@ class Saver:
         assert not self.is_open, "one checkpoint at a time"
         self.join()
         copies = copy()
-        self._open, self._error = _Open(name, settle), error
-        if error is not None:
+        self._open, self._error = _Open(name, settle, writes=bool(copies)), error
+        if error is not None or not copies:
             return
         self._start(
             name, lambda: store.write_part(self.folder, name, self.rank, copies, self.token)

@@ -39,6 +39,7 @@ SET_ASIDE = "damaged-"
 BEST = "best.json"
 MODEL, OPTIMIZER, SYNC = "model/", "optimizer/", "sync/"
 Kept = TypeVar("Kept")
+FILES, FILE_BYTES = 8, 64 * 2**20  # a stage has more files than this only if they are this large
 RECEIPT_SECONDS = 60.0  # until a network file system shows another rank's file
 
 
@@ -308,10 +309,20 @@ def by_kind(held: dict[str, Kept]) -> tuple[dict[str, Kept], dict[str, dict[str,
 
 
 def owners(sizes: Sequence[int], count: int) -> list[int]:
-    """Return the owner, 0 to `count` - 1, of each of `sizes`: ascending, about equally loaded."""
+    """Return the owner, 0 to `count` - 1, of each tensor: ascending, about equally loaded.
+
+    Many ranks do not all own some: a thousand small files cost a shared file system more time than
+    their bytes.
+
+    Args:
+        sizes: bytes of each tensor.
+        count: number of ranks that hold the tensors.
+    """
     total, start, numbers = max(1, sum(sizes)), 0, []
+    writers = min(count, max(FILES, total // FILE_BYTES))
     for size in sizes:
-        numbers.append(min(count - 1, (2 * start + size) * count // (2 * total)))
+        writer = min(writers - 1, (2 * start + size) * writers // (2 * total))
+        numbers.append(writer * count // writers)  # neighbours share a host
         start += size
     return numbers
 

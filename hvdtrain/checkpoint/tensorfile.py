@@ -12,16 +12,15 @@ import os
 import stat
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
-from hvdtrain.checkpoint.format import Damaged, Entry, Unreadable, one_line, reading
+from hvdtrain.checkpoint.format import Damaged, Entry, one_line, reading
 
 # The names of safetensors by those of NumPy; bfloat16 is from ml_dtypes.
 DTYPES = {
@@ -198,29 +197,6 @@ def _numpy_dtype(name: str) -> np.dtype[Any]:
         brain_float: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
         return brain_float
     return np.dtype(NUMPY_DTYPES[name])
-
-
-def read_tensors(path: Path, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
-    """Return the tensors of a file, or only those in `names`, without comparing its hash.
-
-    Raises:
-        Damaged, Unreadable: if it cannot be read.
-    """
-    with _open(path) as file:
-        held = [name for name in file.keys() if names is None or name in names]  # noqa: SIM118
-        return {name: file.get_tensor(name) for name in held}
-
-
-@contextmanager
-def _open(path: Path) -> Iterator[Any]:
-    from safetensors import safe_open
-
-    try:
-        with safe_open(path, framework="np") as file:
-            yield file
-    except Exception as error:  # safetensors has its own, and NumPy raises for unknown dtypes
-        kind = Unreadable if isinstance(error, OSError) else Damaged
-        raise kind(f"{path} cannot be read: {one_line(error)}") from None
 
 
 def _memory(tensor: np.ndarray) -> Any:

@@ -60,6 +60,7 @@ class Saving:
         self.saved_step: int | None = progress.step
         self.saved_best = self.pending_best = progress.best
         self.unreported: int | None = None
+        self.writers: list[int] = []  # of the open checkpoint; on rank 0
         self.failed = 0
 
     def is_wanted(self) -> bool:
@@ -130,6 +131,8 @@ class Saving:
             self.replication.expect(name)
         with session.activity.doing("copying the state for a checkpoint"):
             self.saver.begin(name, session.state.share, partial(self._settle, name, commit), error)
+        writes = session.world.gather_on_first(self.saver.writes)
+        self.writers = [rank for rank, has_a_file in enumerate(writes) if has_a_file]
 
     def follow(self, agreed: Agreed) -> None:
         """Commit the pending checkpoint once all ranks have written their files. Collective.
@@ -217,8 +220,7 @@ class Saving:
         """Commit the checkpoint that all ranks have written. On rank 0, in the saver's thread."""
         config, folder = self.session.config, self.journal.folder.checkpoints
         records.sync()
-        writers = range(self.session.world.size)
-        store.commit(folder, name, writers, kept, configfile.public(config), self.owner)
+        store.commit(folder, name, self.writers, kept, configfile.public(config), self.owner)
         best = kept["best"]
         if best is not None and (folder / store.name_of(best["step"])).is_dir():
             store.mark_best(folder, store.name_of(best["step"]), best["metric"], best["value"])

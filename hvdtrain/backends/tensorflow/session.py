@@ -64,7 +64,10 @@ class KerasState(State):
     @override
     def share(self) -> dict[str, np.ndarray]:
         kept = self._kept()
-        sizes = [int(np.prod(variable.shape)) for variable in kept.values()]
+        sizes = [
+            int(np.prod(variable.shape)) * tf.as_dtype(variable.dtype).size
+            for variable in kept.values()
+        ]
         owned = zip(kept.items(), owners(sizes, self.world.size), strict=True)
         local = [item for item, owner in owned if owner == self.world.rank]
         return {name: np.array(variable.numpy(), order="C") for name, variable in local}

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.checkpoint.format import Entry, Manifest, parse_manifest
-from hvdtrain.checkpoint.store import owners
+from hvdtrain.checkpoint.store import FILES, owners
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.options import checks
@@ -39,7 +39,13 @@ def test_every_tensor_has_one_owner_and_owners_have_about_the_same(
     loads = [0] * count
     for size, owner in zip(sizes, result, strict=True):
         loads[owner] += size
-    assert max(loads) <= sum(sizes) / count + max(sizes)
+    assert max(loads) <= sum(sizes) / min(count, FILES) + max(sizes)
+
+
+def test_many_ranks_write_few_files_from_places_far_apart() -> None:
+    assert sorted(set(owners([300] * 999, 1024))) == list(range(0, 1024, 128))
+    # A model of 3 GiB keeps more disks busy.
+    assert len(set(owners([2**20] * 3072, 1024))) == 48
 
 
 def interval(text: str) -> tuple[float, str]:
