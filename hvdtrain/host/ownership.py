@@ -26,6 +26,7 @@ from hvdtrain.host import files
 NAME = "owner.json"
 LOCK = ".owner.lock"
 LAUNCH = "HVDTRAIN_LAUNCH"  # ID:NUMBER, set by a launcher that restarts its ranks
+LAUNCHED = "HVDTRAIN_LAUNCHED"  # when it was started, in seconds on the system's clock
 BEAT_SECONDS = 2.0
 STALE_SECONDS = 20.0
 LOOK_SECONDS = 0.2

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hvdtrain.models.component import IMAGE_CHANNELS, Component, check_image_size
+from hvdtrain.models.component import IMAGE_CHANNELS, Component, check_image_size, kaiming_normal
 from hvdtrain.models.vit import EPSILON, Attention, Mlp, Shape, linear
 
 CHANNELS = 64  # of the first convolution
@@ -47,7 +47,7 @@ class Tokens(nn.Module):
         side = (image_size + 3) // 4
         self.pos_embedding = nn.Parameter(torch.empty(1, side**2, width))
         for convolution in (self.conv1, self.conv2):
-            nn.init.kaiming_normal_(convolution.weight)
+            kaiming_normal(convolution.weight)
         nn.init.trunc_normal_(self.pos_embedding, std=0.2)
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -171,10 +172,11 @@ def boundaries(
     *,
     classes: int | None = None,
     dtype: torch.dtype = torch.float32,
+    device: str = "meta",
 ) -> list[Boundary]:
     """Return what each component emits for images [batch, 3, image_size, image_size].
 
-    Runs a forward pass in training mode on torch's meta device: shapes only, no weights, no
+    Runs a forward pass in training mode, on torch's meta device: shapes only, no weights, no
     arithmetic.
 
     Args:
@@ -183,6 +185,8 @@ def boundaries(
         batch: number of images.
         classes: number of classes that the last component must emit; None allows any.
         dtype: of images and weights.
+        device: "cpu" computes with any weights. For small models that is faster than what the
+            meta device loads: PyTorch's compiler, in a second.
 
     Raises:
         UsageError: if a component cannot be built or run, changes its input in place, or does not
@@ -190,11 +194,13 @@ def boundaries(
             [batch, classes]. The error names the component and its input shape.
     """
     shape = (batch, IMAGE_CHANNELS, image_size, image_size)
-    activation = torch.empty(shape, dtype=dtype, device="meta")
+    activation = torch.zeros(shape, dtype=dtype, device=device)
     emitted = []
-    for component in components:
-        activation = run_on_meta(component, build_on_meta(component).to(dtype=dtype), activation)
-        emitted.append(Boundary(tuple(activation.shape), activation.dtype))
+    with torch.random.fork_rng(devices=[]):
+        for component in components:
+            module = shape_of(component, dtype, device)
+            activation = run_for_shape(component, module, activation)
+            emitted.append(Boundary(tuple(activation.shape), activation.dtype))
     check_logits(components[-1], emitted[-1].shape, classes)
     return emitted
 
@@ -259,10 +265,38 @@ def build_on_meta(component: Component) -> nn.Module:
     return module
 
 
-def run_on_meta(
+def kaiming_normal(weight: Tensor, mode: Literal["fan_in", "fan_out"] = "fan_in") -> None:
+    """Initialise a weight before a ReLU (He et al., arXiv 1502.01852, equation 10).
+
+    Nothing happens on the meta device, where PyTorch would load its compiler to make no value.
+    """
+    if not weight.is_meta:
+        nn.init.kaiming_normal_(weight, mode=mode, nonlinearity="relu")
+
+
+def shape_of(component: Component, dtype: torch.dtype, device: str) -> nn.Module:
+    """Build a component whose output has the right shape, and means nothing.
+
+    Args:
+        device: "meta": without weights; "cpu": with weights of any value.
+
+    Raises:
+        UsageError: as `build_on_meta` does.
+    """
+    module = build_on_meta(component).to(dtype=dtype)
+    if device != "meta":  # not by Module.to_empty, which loads SymPy
+        weights = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            for name, tensor in module.state_dict().items()
+        }
+        module.load_state_dict(weights, assign=True)
+    return module
+
+
+def run_for_shape(
     component: Component, module: nn.Module, input: Tensor, grad: bool = False
 ) -> Tensor:
-    """Run one component on the meta device, check and return its output.
+    """Run one component, on the meta device or with any weights; check and return its output.
 
     Args:
         component: for errors.

@@ -28,7 +28,7 @@ from hvdtrain.models.component import (
     Component,
     build_on_meta,
     check_logits,
-    run_on_meta,
+    run_for_shape,
 )
 from hvdtrain.plan.traffic import Gradient, Sizes, as_matrix
 
@@ -200,7 +200,7 @@ def _run(component: Component, module: nn.Module, input: Tensor) -> _Run:
 
     counter = FlopCounterMode(display=False)
     with saved_tensors_hooks(keep, lambda tensor: tensor), counter, _FusedAttention():
-        emitted = run_on_meta(component, module, input, grad=True)
+        emitted = run_for_shape(component, module, input, grad=True)
     for known in (input, *module.parameters(), *module.buffers()):
         saved.pop(_storage(known), None)
     # Not a leaf: autograd would forbid changing it in place before our message about that.

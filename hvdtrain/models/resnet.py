@@ -12,7 +12,7 @@ from functools import partial
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hvdtrain.models.component import IMAGE_CHANNELS, Component
+from hvdtrain.models.component import IMAGE_CHANNELS, Component, kaiming_normal
 
 LARGEST_SMALL_IMAGE = 64  # pixels
 STEM_CHANNELS = 64
@@ -132,5 +132,5 @@ def _downsample(in_channels: int, out_channels: int, stride: int) -> nn.Module:
 def _initialise_convolutions(module: nn.Module) -> nn.Module:
     for layer in module.modules():
         if isinstance(layer, nn.Conv2d):
-            nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+            kaiming_normal(layer.weight, "fan_out")
     return module

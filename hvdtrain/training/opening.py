@@ -11,6 +11,7 @@ import psutil
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
 from hvdtrain.host import quiet
+from hvdtrain.host.ownership import LAUNCHED
 from hvdtrain.options.configfile import public
 from hvdtrain.training.precheck import NO_TENSORFLOW
 from hvdtrain.training.run import Run
@@ -19,21 +20,24 @@ from hvdtrain.training.summary import announce
 from hvdtrain.world import World
 
 
-def _process_start() -> float:
-    return psutil.Process().create_time()
-
-
 @dataclass
 class StartClock:
-    """Seconds from the start of this process to its first step, by phase.
+    """Seconds from the command to the first step of this process, by phase.
+
+    Another launcher does not tell when it was started: then they count from the start of this
+    process.
 
     Attributes:
         last: when the last phase ended, in seconds since the epoch of the system's clock.
         seconds: by phase, in their order.
     """
 
-    last: float = field(default_factory=_process_start)
+    last: float = field(default_factory=lambda: psutil.Process().create_time())
     seconds: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if (launched := os.environ.pop(LAUNCHED, None)) is not None:
+            self.seconds["launch"] = max(0.0, self.last - float(launched))
 
     def mark(self, phase: str) -> None:
         """Count the seconds since the last mark for a phase."""

@@ -6,13 +6,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
+
 from hvdtrain import launch
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import Interrupted, Preempted, RankError, shortened
 from hvdtrain.health.failure import start_patience
 from hvdtrain.health.starts import MOST_FRUITLESS_STARTS, newest
 from hvdtrain.host import alert
-from hvdtrain.host.ownership import LAUNCH
+from hvdtrain.host.ownership import LAUNCH, LAUNCHED
 from hvdtrain.launch import RanksStop
 from hvdtrain.options import injection
 from hvdtrain.plan.planfile import refit
@@ -38,10 +40,11 @@ def run(config: TrainConfig, arguments: Sequence[str], stop: RanksStop) -> int:
     folder = Path(config.run) if config.run else None
     if folder is None and config.restarts:
         folder = make_folder(config)
-    launch_id = secrets.token_hex(8)
+    launch_id, launched = secrets.token_hex(8), psutil.Process().create_time()
     fruitless = 0
     for left in range(config.restarts, -1, -1):
         environment = _environment(config, f"{launch_id}:{config.restarts - left}", messages)
+        environment[LAUNCHED] = str(launched)
         options = _more(config, folder, ranks, bool(messages))
         limit, before = start_patience(config), newest(folder)
         ended = launch.supervise(ranks, [*arguments, *options], environment, stop, limit)
@@ -63,6 +66,7 @@ def run(config: TrainConfig, arguments: Sequence[str], stop: RanksStop) -> int:
         restart = f"restarting on {ranks} rank(s) from the last checkpoint of {folder}{when}"
         _say(f"{restart}; {left - 1} restart(s) left")
         _wait(wait, stop)
+        launched = time.time()
     return ended.code
 
 

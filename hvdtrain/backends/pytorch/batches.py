@@ -12,12 +12,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
 from hvdtrain.errors import UsageError, one_line
+from hvdtrain.models import REGISTRY
 from hvdtrain.models.component import (
     IMAGE_CHANNELS,
     Boundary,
     Component,
     boundaries,
-    build_on_meta,
+    shape_of,
 )
 from hvdtrain.parallel.stage import DTYPES
 from hvdtrain.plan.cut import cut
@@ -54,14 +55,20 @@ def check_batches(
 def input_boundaries(
     components: Sequence[Component], config: TrainConfig, image_size: int, classes: int
 ) -> list[Boundary]:
-    """Return the input of each component, by a forward pass on the meta device.
+    """Return the input of each component, by a forward pass of two images.
 
     Raises:
         UsageError: if images or classes do not fit the model.
     """
     dtype = DTYPES[config.precision]
-    emitted = boundaries(components, image_size, classes=classes, dtype=dtype)
+    device = _device(config)
+    emitted = boundaries(components, image_size, classes=classes, dtype=dtype, device=device)
     return [Boundary((2, IMAGE_CHANNELS, image_size, image_size), dtype), *emitted[:-1]]
+
+
+def _device(config: TrainConfig) -> str:
+    """Return where components run for their shapes: the meta device for any model of a user."""
+    return "cpu" if config.model in REGISTRY else "meta"
 
 
 def check_sizes(
@@ -75,7 +82,7 @@ def check_sizes(
     for size in sizes:
         prove(plan, size, config.batch_norm == "sync")
     modules = {
-        component.name: build_on_meta(component).to(dtype=DTYPES[config.precision])
+        component.name: shape_of(component, DTYPES[config.precision], _device(config))
         for component in components
     }
     forms = {component.name: form for component, form in zip(components, inputs, strict=True)}
@@ -119,14 +126,18 @@ def _try(
     Raises:
         UsageError: if the component fails.
     """
+    device = _device(config)
+    if device != "meta":  # a model of hvdtrain computes the same with 2 samples as with more
+        counts = {min(count, 2) for count in counts}
     module.train()
     for layer in module.modules():
         if isinstance(layer, _BatchNorm) and not normalises:
             layer.eval()
     for count in sorted(counts):
-        images = torch.empty((count, *form.shape[1:]), device="meta", dtype=form.dtype)
+        images = torch.zeros((count, *form.shape[1:]), device=device, dtype=form.dtype)
         try:
-            module(images)
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                module(images)
         except Exception as error:
             raise UsageError(_refusal(name, count, size, config, error)) from error
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 
 from hvdtrain.errors import UsageError
-from hvdtrain.models import components
+from hvdtrain.models import MODEL_NAMES, components
 from hvdtrain.models.component import (
     Boundary,
     Component,
@@ -86,7 +86,7 @@ def test_the_callers_random_state_and_defaults_neither_matter_nor_change() -> No
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("model", ["cnn", "resnet18", "vit_tiny"])
+@pytest.mark.parametrize("model", MODEL_NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_boundaries_are_what_the_components_emit(model: str, dtype: torch.dtype) -> None:
     parts = components(model, 7, 32)
@@ -95,7 +95,8 @@ def test_boundaries_are_what_the_components_emit(model: str, dtype: torch.dtype)
     for component in parts:
         activation = build_component(component, 0, dtype=dtype)(activation)
         emitted.append(Boundary(tuple(activation.shape), activation.dtype))
-    assert boundaries(parts, 32, 3, classes=7, dtype=dtype) == emitted
+    for device in ("meta", "cpu"):
+        assert boundaries(parts, 32, 3, classes=7, dtype=dtype, device=device) == emitted
 
 
 class InPlace(nn.Module):

@@ -88,7 +88,7 @@ def test_its_summary_has_communication_bubble_and_memory(hybrid: Path) -> None:
     assert communication["exposed_fraction"] + summary["bubble_fraction"] < 1
     assert len(summary["peak_memory_bytes"]) == 4
     phases = summary["startup"]
-    assert {"python", "mpi", "framework", "data", "plan", "model", "waiting"} <= phases.keys()
+    assert {"launch", "python", "mpi", "framework", "data", "plan", "model"} < phases.keys()
     assert min(phases.values()) >= 0
     assert sum(phases.values()) == pytest.approx(summary["startup_seconds"])
     assert len(summary["disturbance"]) == len(summary["energy"]) == 1, "one host"

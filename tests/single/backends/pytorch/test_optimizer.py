@@ -144,21 +144,25 @@ def test_a_kind_that_does_not_exist_is_refused() -> None:
 
 
 def test_a_rank_loads_no_compiler() -> None:
-    """Torch's compiler would take a third of a rank's start-up time.
-
-    Rank 0 loads it nevertheless, since it checks the model for all ranks.
-    """
+    """Torch's compiler would take a third of a rank's start-up time, SymPy a sixth."""
     program = (
         "import sys\n"
         "import torch\n"
         "from hvdtrain.config import TrainConfig\n"
+        "from hvdtrain.backends.pytorch.batches import check_sizes, input_boundaries\n"
         "from hvdtrain.backends.pytorch.optimizers import make_optimizer\n"
+        "from hvdtrain.models import components\n"
+        "from hvdtrain.plan.plan import replicated\n"
         "weight = torch.nn.Parameter(torch.ones(3))\n"
         "config = TrainConfig(model='cnn', data='d', epochs=1, batch_size=1)\n"
         "optimizer = make_optimizer(config, {'weight': weight})\n"
         "weight.sum().backward()\n"
         "optimizer.step()\n"
         "optimizer.zero_grad()\n"
+        "parts = components('resnet18', 10, 32)\n"
+        "inputs = input_boundaries(parts, config, 32, 10)\n"
+        "plan = replicated([part.name for part in parts], 2, 1, None)\n"
+        "check_sizes(config, plan, parts, inputs, [64, 3])\n"
         "print({'torch._dynamo', 'sympy'} & set(sys.modules))\n"
     )
     printed = subprocess.check_output([sys.executable, "-c", program], text=True)
