@@ -6,9 +6,11 @@ host, so tensors on a GPU are copied to pinned memory and back; those on a CPU a
 are. Tests put a stream in place of the CPU's that delays copies (`STREAMS`).
 """
 
+import os
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -207,9 +209,24 @@ def gpu_name(device: torch.device | int) -> str:
     return torch.cuda.get_device_name(device)
 
 
-def autocast(device: torch.device, enabled: bool = True) -> torch.autocast:
-    """Return the context in which operations of a device compute in bf16."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled)
+def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[object]:
+    """Return the context in which operations of a device compute in a dtype; None: their own."""
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+
+
+def choose_algorithms(tf32: bool, cudnn_benchmark: bool, deterministic: bool) -> None:
+    """Set for this process which algorithms PyTorch uses, as the options of `train` say.
+
+    PyTorch's own default rounds the factors of convolutions in fp32 to TF32.
+    """
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
+    torch.backends.cudnn.benchmark = cudnn_benchmark
+    if deterministic:  # cuBLAS reads it when it starts
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if deterministic != torch.are_deterministic_algorithms_enabled():  # it loads a compiler
+        torch.use_deterministic_algorithms(deterministic)
+    # Filling new memory would cost a pass over each buffer.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def generators(device: torch.device) -> list[torch.device]:

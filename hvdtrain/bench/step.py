@@ -250,7 +250,7 @@ def _chain(session: TorchSession, stage: int, rows: int) -> Chain:
         device=session.runtime.device,
         is_first=stage == 0,
         is_last=stage == session.plan.last,
-        is_bf16=session.runtime.settings.bf16,
+        dtype=session.runtime.settings.autocast,
     )
 
 

@@ -16,16 +16,17 @@ from hvdtrain.models.component import Component
 from hvdtrain.options import decay
 from hvdtrain.parallel.dropout import Draws, follow_samples
 from hvdtrain.parallel.reference import Reference, Rules, difference, largest_errors
-from hvdtrain.parallel.stage import Images, StageModel
+from hvdtrain.parallel.stage import AUTOCAST, Images, StageModel
 from hvdtrain.plan.plan import Plan
 from hvdtrain.training.feed import step_seed
 
 # DESIGN's bounds. Kernels get the same rows on both sides, so that bf16 values are rounded alike.
 # Replicas with synchronised batch norm get other rows, and their sums are split differently.
-TOLERANCES = {"fp64": 1e-12, "fp32": 1e-4, "bf16": 1e-3}
-SYNCHRONISED_BF16 = 0.1
+TOLERANCES = {"fp64": 1e-12, "fp32": 1e-4, "bf16": 1e-3, "fp16": 1e-3}
+SYNCHRONISED_16_BITS = 0.1
 LOOSER = {("fp64", "resnet50"): 1e-11}
-UPDATES = {"fp64": 1e-12, "fp32": 1e-4, "bf16": 1e-4}  # weights are fp32 under bf16
+UPDATES = {"fp64": 1e-12} | dict.fromkeys(("fp32", "bf16", "fp16"), 1e-4)  # weights are fp32
+LOSS_SCALE = 16.0  # in fp16: a power of two, at which no gradient of a random batch overflows
 ROUNDINGS = 4  # rounding errors of a weight that an update may contain
 # Rounding errors of the largest gradient of a layer that its other gradients may contain. A bias
 # before a batch norm has a gradient of zero, and what is computed for it is rounding errors.
@@ -141,9 +142,14 @@ def _errors(
 def tolerances(config: TrainConfig) -> tuple[float, float]:
     """Return the tolerance of gradients, buffers and the loss, and the tolerance of updates."""
     precision = config.precision
-    if precision == "bf16" and config.batch_norm == "sync":
-        return SYNCHRONISED_BF16, UPDATES[precision]
+    if precision in AUTOCAST and config.batch_norm == "sync":
+        return SYNCHRONISED_16_BITS, UPDATES[precision]
     return LOOSER.get((precision, config.model), TOLERANCES[precision]), UPDATES[precision]
+
+
+def loss_scale(config: TrainConfig) -> float:
+    """Return the scale of the loss in the steps that are compared."""
+    return LOSS_SCALE if config.precision == "fp16" else 1.0
 
 
 @dataclass(frozen=True)
@@ -199,9 +205,10 @@ class SerialRun:
 
         rules = Rules(
             config.batch_norm == "sync",
-            config.precision == "bf16",
+            AUTOCAST.get(config.precision),
             config.label_smoothing,
             config.clip_norm,
+            loss_scale(config),
         )
         self.config, self.images = config, images
         self.reference = Reference(plan, build, rules, draws)

@@ -17,7 +17,7 @@ from hvdtrain.backends.pytorch.build import build_runtime
 from hvdtrain.backends.pytorch.optimizers import set_learning_rate
 from hvdtrain.backends.pytorch.state import agree_on_weights, gather_tensors
 from hvdtrain.check.mixing import SAMPLES, mixing_component
-from hvdtrain.check.parity import Batch, Done, Parity, SerialRun
+from hvdtrain.check.parity import Batch, Done, Parity, SerialRun, loss_scale
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
 from hvdtrain.models.component import Component
@@ -99,7 +99,7 @@ def compare(
     image_size = batches[0].local[0].shape[1]
     with torch.random.fork_rng():
         runtime = build_runtime(config, plan, components, images, image_size, world)
-        ranks = _Ranks(runtime, plan, world, config.seed)
+        ranks = _Ranks(runtime, plan, world, config)
         serial = SerialRun(config, components, plan, images) if world.rank == 0 else None
         try:
             before = ranks.tensors()
@@ -126,8 +126,8 @@ def _divides_batches(plan: Plan) -> bool:
 class _Ranks:
     """The runtime under test on all ranks. All methods are collective."""
 
-    def __init__(self, runtime: Runtime, plan: Plan, world: World, seed: int) -> None:
-        self.runtime, self.plan, self.world, self.seed = runtime, plan, world, seed
+    def __init__(self, runtime: Runtime, plan: Plan, world: World, config: TrainConfig) -> None:
+        self.runtime, self.plan, self.world, self.config = runtime, plan, world, config
         self.optimizer_gradients: dict[str, Tensor] = {}
         parts = runtime.parts
         digests = {
@@ -155,10 +155,11 @@ class _Ranks:
         for part in self.runtime.parts.values():
             if part.optimizer is not None:
                 set_learning_rate(part.optimizer, batch.rate)
-        torch.manual_seed(step_seed(self.seed, batch.position, self.world.rank))
-        self.runtime.settings.draws.seed = step_seed(self.seed, batch.position, None)
+        torch.manual_seed(step_seed(self.config.seed, batch.position, self.world.rank))
+        self.runtime.settings.draws.seed = step_seed(self.config.seed, batch.position, None)
         program = program_of(self.plan, batch.size, self.world.rank, True)
-        step = self.runtime.train(Step(program, *batch.local))
+        scale = loss_scale(self.config)
+        step = self.runtime.train(Step(program, *batch.local, loss_scale=scale))
         losses = self.world.gather(0.0 if step.loss_sum is None else float(step.loss_sum))
         return Done(sum(losses) / batch.size, self._gradients(), self.tensors())
 

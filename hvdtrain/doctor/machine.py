@@ -207,7 +207,7 @@ def _actions(device: Any, threads: int) -> list[Action]:
 
     def action(layer: Any, values: Any) -> Action:
         def act(is_bf16: bool) -> None:
-            with devices.autocast(device, is_bf16):
+            with devices.autocast(device, torch.bfloat16 if is_bf16 else None):
                 out = layer(values)
             out.float().sum().backward()
             devices.synchronize(device)

@@ -53,6 +53,8 @@ def check_values(options: Sequence[Field[Any]], values: Mapping[str, Any]) -> No
     defaults = {item.name: item.default for item in options}
     _check_optimisation(values, defaults)
     check_sync(values, defaults)
+    _check_scaled_loss(values, defaults)
+    _check_algorithms(values)
     check_emulation(values)
 
 
@@ -139,6 +141,25 @@ def _check_optimisation(values: Mapping[str, Any], defaults: Mapping[str, Any]) 
         raise UsageError("--weights replaces what --whiten sets: leave one of them out")
     if values["optimizer"] == "sgdw" and values["framework"] == "tensorflow":
         raise UsageError("--optimizer sgdw is not supported with --framework tensorflow: use sgd")
+
+
+def _check_scaled_loss(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Refuse fp16 where not all gradients are summed in every step, as they are."""
+    if values["precision"] != "fp16":
+        return
+    for name in ("framework", "sync", "compress"):
+        if values[name] != defaults[name]:
+            raise UsageError(
+                f"--precision fp16 is not supported with {flag(name)} {values[name]}: use bf16"
+            )
+
+
+def _check_algorithms(values: Mapping[str, Any]) -> None:
+    if values["deterministic"] and values["cudnn_benchmark"]:
+        raise UsageError(
+            "--cudnn-benchmark may take another algorithm each time, which --deterministic "
+            "excludes: leave one of them out"
+        )
 
 
 def _check_schedules(values: Mapping[str, Any], epochs: int) -> None:

@@ -5,15 +5,19 @@ from typing import Literal
 
 from hvdtrain.options.fields import Group, Rule, option
 
-Precision = Literal["fp32", "bf16", "fp64"]
+Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 Device = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceOptions:
-    """The precision, device, threads and cores of each rank."""
+    """The precision, device, threads and cores of each rank, and the choice of algorithms."""
 
-    precision: Precision = option("fp32", "bf16: autocast with fp32 weights", Group.DEVICES)  # noqa: RUF009
+    precision: Precision = option(  # noqa: RUF009
+        "fp32",
+        "bf16 or fp16: autocast with fp32 weights, and in fp16 with a scaled loss",
+        Group.DEVICES,
+    )
     compile: bool = option(
         False,
         "compile each component with torch.compile (takes minutes)",
@@ -26,6 +30,25 @@ class DeviceOptions:
         Group.DEVICES,
         Rule.ON_RESUME,
         shown_default="cuda if there is one",
+    )
+    tf32: bool = option(
+        False,
+        "let a GPU round the factors of fp32 products to TF32: faster, with 10 bits instead of 23",
+        Group.DEVICES,
+        Rule.TORCH_ONLY,
+    )
+    cudnn_benchmark: bool = option(
+        False,
+        "let a GPU try the algorithms of each convolution once, and take the fastest",
+        Group.DEVICES,
+        Rule.ON_RESUME | Rule.TORCH_ONLY | Rule.NOT_COMPARED,
+    )
+    deterministic: bool = option(
+        False,
+        "use only algorithms that compute the same bits each time, on a GPU too; stop where "
+        "there is none",
+        Group.DEVICES,
+        Rule.ON_RESUME | Rule.TORCH_ONLY,
     )
     threads: int | None = option(
         None,

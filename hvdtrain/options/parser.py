@@ -27,7 +27,8 @@ OPTION_ALIASES = {
     "--learning-rate": "--lr",
     "--gradient-accumulation-steps": "--microbatches",
     "--accumulate-grad-batches": "--microbatches",
-    **dict.fromkeys(("--amp", "--fp16", "--bf16"), "--precision bf16"),
+    **dict.fromkeys(("--amp", "--bf16"), "--precision bf16"),
+    "--fp16": "--precision fp16",
     **dict.fromkeys(("--output", "--output-dir", "--save-dir", "--logdir"), "--run"),
 }
 # Options of sbatch without a counterpart in hvdtrain.
@@ -43,7 +44,8 @@ VALUE_FORMS = {"--time": timelimit.FORMS, "--mem": timelimit.MEMORY_FORMS}
 # Names of values in other tools, with the value that does the same here.
 VALUE_ALIASES = {
     "gpu": "cuda",
-    **dict.fromkeys(("fp16", "float16", "half", "amp", "bfloat16"), "bf16"),
+    **dict.fromkeys(("amp", "bfloat16"), "bf16"),
+    **dict.fromkeys(("float16", "half"), "fp16"),
     **dict.fromkeys(("float32", "float", "single"), "fp32"),
     **dict.fromkeys(("float64", "double"), "fp64"),
     "pytorch": "torch",

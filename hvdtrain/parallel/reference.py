@@ -7,7 +7,6 @@ round alike.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
@@ -32,14 +31,16 @@ class Rules:
 
     Attributes:
         is_synchronised: whether the replicas of a stage normalise a micro-batch together.
-        bf16: whether forwards run under bf16 autocast.
+        autocast: the dtype in which forwards run; None: that of the weights.
+        loss_scale: factor of the loss, and divisor of the gradients: exact if a power of two.
         clip_norm: the largest norm of all gradients together; None disables clipping.
     """
 
     is_synchronised: bool = False
-    bf16: bool = False
+    autocast: torch.dtype | None = None
     label_smoothing: float = 0.0
     clip_norm: float | None = None
+    loss_scale: float = 1.0
 
 
 @dataclass
@@ -127,7 +128,7 @@ class Reference:
                 reduction="sum",
                 label_smoothing=rules.label_smoothing,
             )
-            (loss / size).backward()
+            (loss / size * rules.loss_scale).backward()
             total += float(loss.detach())
         buffers: dict[str, Tensor] = {}
         for stage, replica_ranges in zip(self.stages, parts, strict=True):
@@ -140,6 +141,7 @@ class Reference:
         for parameter in self.parameters.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+            parameter.grad /= self.rules.loss_scale
         if self.rules.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.parameters.values(), self.rules.clip_norm)
         gradients = {}
@@ -184,12 +186,11 @@ class _SerialStage:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _run(self, model: StageModel, activations: Tensor) -> Tensor:
-        """Run one forward as a rank runs it: a weight that is used twice is cast to bf16 once.
+        """Run one forward as a rank runs it: a weight that is used twice is cast to 16 bits once.
 
-        The gradients of these two uses are summed in bf16; those of replicas are not.
+        The gradients of these two uses are summed in 16 bits; those of replicas are not.
         """
-        bf16 = self.rules.bf16
-        with autocast(activations.device) if bf16 else nullcontext():
+        with autocast(activations.device, self.rules.autocast):
             return model(activations)
 
     def agreed_buffers(self, samples: Sequence[int]) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ are kept in the `Step`, by (stage, micro-batch), until the last action that need
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -34,7 +34,7 @@ class Settings:
 
     Attributes:
         images: prepares the images of the first stage.
-        bf16: whether forwards run under bf16 autocast.
+        autocast: the dtype in which forwards run; None: that of the weights.
         rule: the conditions for an update; the default updates unless gradients are not finite.
         label_smoothing: in training; Szegedy et al., "Rethinking the Inception Architecture for
             Computer Vision", CVPR 2016, section 7.
@@ -42,7 +42,7 @@ class Settings:
     """
 
     images: Images
-    bf16: bool = False
+    autocast: torch.dtype | None = None
     rule: UpdateRule = field(default_factory=UpdateRule)
     label_smoothing: float = 0.0
     draws: Draws = field(default_factory=Draws)
@@ -125,8 +125,8 @@ class Runtime:
                 if events is not None:
                     events += self._events(task, start, waiting)
         except Exception as error:
-            if task is not None and "Expected more than 1 value per channel" in str(error):
-                raise _too_few_values(task) from error
+            if task is not None and (mistake := _mistake(task, str(error))) is not None:
+                raise mistake from error
             error.add_note(f"rank {self.rank} was at {task.line if task else 'the first action'}")
             raise
         if activity:
@@ -159,7 +159,8 @@ class Runtime:
             for name, parameter in part.model.parameters().items():
                 # A replica that trains apart has no gradients without samples.
                 value = parameter.grad
-                gradients[name] = torch.zeros_like(parameter) if value is None else value.clone()
+                missing = torch.zeros_like(parameter)
+                gradients[name] = missing if value is None else value / step.loss_scale
             part.gradients.zero()
         return gradients
 
@@ -225,6 +226,8 @@ class Runtime:
         step.loss_sum = _add(step.loss_sum, loss_sum.detach())
         if torch.is_grad_enabled():
             loss = loss_sum / step.program.cut.batch_size
+            if step.loss_scale != 1:
+                loss = loss * step.loss_scale
             step.outputs.put(task.key, loss, step.program.output_uses[task.key])
         else:
             step.correct = _add(step.correct, (logits.argmax(1) == labels).sum())
@@ -318,17 +321,25 @@ class Runtime:
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the context in which forwards run."""
-        if self.settings.bf16:
-            return devices.autocast(self.device)
-        return nullcontext()
+        return devices.autocast(self.device, self.settings.autocast)
 
 
-def _too_few_values(task: Task) -> UsageError:
+def _mistake(task: Task, message: str) -> UsageError | None:
+    """Return what the user can change, if an error of PyTorch says that."""
     stage, k = task.key
-    return UsageError(
-        f"batch norm in stage {stage} has one value per channel in the {task.rows} sample(s) of "
-        f"micro-batch {k}: use fewer --microbatches, a larger --batch-size, or --batch-norm sync"
-    )
+    if "Expected more than 1 value per channel" in message:
+        return UsageError(
+            f"batch norm in stage {stage} has one value per channel in the {task.rows} sample(s) "
+            f"of micro-batch {k}: use fewer --microbatches, a larger --batch-size, or "
+            "--batch-norm sync"
+        )
+    operation, has_none, _ = message.partition(" does not have a deterministic implementation")
+    if has_none:
+        return UsageError(
+            f"stage {stage} uses {operation}, which has no algorithm that computes the same bits "
+            "each time: leave --deterministic out, or use another operation"
+        )
+    return None
 
 
 def _ignore(line: str) -> None:

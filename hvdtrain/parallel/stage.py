@@ -23,7 +23,11 @@ from hvdtrain.parallel.memoryformat import keeping_format
 from hvdtrain.sync.gradients import Gradients
 from hvdtrain.sync.meetings import Meetings, NoMeetings
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
+# Of weights; and of what forwards compute in, if it is another one.
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64} | dict.fromkeys(
+    ("bf16", "fp16"), torch.float32
+)
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class StageModel:
@@ -182,7 +186,7 @@ class Images:
         mean: per channel, of pixels / 255.
         std: per channel, of pixels / 255.
         device: of the result.
-        precision: "fp32", "bf16" or "fp64".
+        precision: a key of DTYPES.
     """
 
     def __init__(

@@ -48,6 +48,7 @@ class Step:
         pending_weights: the second halves of split backwards.
         loss_sum: over this rank's samples in the last stage.
         correct: correctly classified samples of this rank in the last stage; evaluation only.
+        loss_scale: factor of the loss; its gradients are divided by it before they are used.
         weight: of the logits of this view of the images; evaluation only.
         logits: weighted sums over the views of the images so far; evaluation only.
         seconds: by kind of action, without waiting.
@@ -68,6 +69,7 @@ class Step:
     pending_weights: dict[Key, list[Group]] = field(default_factory=dict)
     loss_sum: Tensor | None = None
     correct: Tensor | None = None
+    loss_scale: float = 1.0
     weight: float = 1.0
     logits: Logits = field(default_factory=dict)
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -88,7 +90,7 @@ class UpdateRule:
         clip_norm: scale gradients down to this norm; None disables clipping.
         largest_norm: of all gradients together, before clipping.
         skips: skip a bad step as a whole, on all ranks. Otherwise only the bad stages are not
-            updated: enough if the run ends after the step.
+            updated: enough if the run ends after the step. A scaled loss needs it.
     """
 
     clip_norm: float | None = None
@@ -153,6 +155,8 @@ def _judge(
     """Finish and clip the gradients of all stages; set `step.is_bad` and `step.norm`."""
     for part in parts.values():
         step.reduction.add(part.gradients.finish())
+        if step.loss_scale != 1 and (gradients := part.gradients.reduced()):
+            torch._foreach_mul_(gradients, 1 / step.loss_scale)
     step.norm = total_norm(parts, exchange)
     # Written so that a NaN norm is bad, too.
     step.is_bad = not (step.norm <= rule.largest_norm and step.norm < math.inf)

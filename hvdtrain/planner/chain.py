@@ -91,7 +91,7 @@ class Chain:
         source: returns the input of the first component for a number of samples.
         is_first, is_last: whether the chain contains the first, or the last, component of the
             model.
-        is_bf16: whether forwards run under autocast.
+        dtype: of autocast, in which forwards run; None without it.
         message: sends one byte to this rank itself; None if there are no other ranks.
     """
 
@@ -100,7 +100,7 @@ class Chain:
     device: torch.device
     is_first: bool
     is_last: bool
-    is_bf16: bool
+    dtype: torch.dtype | None
     message: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
@@ -237,7 +237,7 @@ class Chain:
         return seconds
 
     def _autocast(self) -> Any:
-        return autocast(self.device, self.is_bf16)
+        return autocast(self.device, self.dtype)
 
     def _now(self) -> float:
         return now(self.device)

@@ -25,6 +25,7 @@ from hvdtrain.host.files import check_target
 from hvdtrain.host.memory import return_freed_memory
 from hvdtrain.options.planrequest import Chosen
 from hvdtrain.options.syncrequest import AUTO_SYNC
+from hvdtrain.parallel.stage import AUTOCAST
 from hvdtrain.plan.passes import group_by_bytes
 from hvdtrain.plan.plan import Plan, replicated
 from hvdtrain.planner import clusters, profilefile
@@ -317,7 +318,7 @@ def local_times(
         images=images,
         image_size=subject.image_size,
         sizes=measured_sizes(config.batch_size, world.size, config.microbatches),
-        is_bf16=config.precision == "bf16",
+        dtype=AUTOCAST.get(config.precision),
         in_halves="zb-h1" in _schedules(config, subject.names),
         message=message,
         counted=partial(_counted_bytes, subject),

@@ -43,7 +43,7 @@ class Setting:
         images: prepares images for the first component.
         image_size: height and width in pixels.
         sizes: numbers of samples to measure, ascending.
-        is_bf16: whether forwards run under autocast.
+        dtype: of autocast, in which forwards run; None without it.
         in_halves: whether backwards are measured in halves, too.
         message: sends one byte to this rank itself; None if there are no other ranks.
         counted: returns the bytes of components, by name, with the activations of some samples.
@@ -57,7 +57,7 @@ class Setting:
     images: Images
     image_size: int
     sizes: tuple[int, ...]
-    is_bf16: bool
+    dtype: torch.dtype | None
     in_halves: bool
     message: Callable[[], None] | None
     counted: Callable[[Sequence[str], int], int]
@@ -118,7 +118,7 @@ def measure_rank(chains: Sequence[Sequence[str]], setting: Setting, world: World
             device=setting.images.device,
             is_first=number == 0,
             is_last=number == len(chains) - 1,
-            is_bf16=setting.is_bf16,
+            dtype=setting.dtype,
             message=setting.message,
         )
         measured = _measured(chain, setting, world)

@@ -23,7 +23,7 @@ from hvdtrain.options.planrequest import AUTO
 from hvdtrain.options.syncrequest import AUTO_SYNC, Server
 from hvdtrain.parallel.boundary import Boundaries
 from hvdtrain.parallel.runtime import Observer, Runtime, Settings
-from hvdtrain.parallel.stage import DTYPES, Images
+from hvdtrain.parallel.stage import AUTOCAST, DTYPES, Images
 from hvdtrain.plan import planfile
 from hvdtrain.plan.actions import to_csv
 from hvdtrain.plan.cut import cut
@@ -300,7 +300,7 @@ def _measure(
 ) -> Costs:
     pieces, device = cut(plan, config.batch_size), torch.device("cpu")
     images = Images(MEAN, STD, device, training.precision)
-    settings = Settings(images, bf16=training.precision == "bf16")
+    settings = Settings(images, AUTOCAST.get(training.precision))
     alone = World("none", 0, 1, 0, 1, 1)
     everything = replace(
         plan, stages=tuple(replace(s, ranks=(0,), shares=(1,)) for s in plan.stages)
@@ -382,7 +382,7 @@ def _overview(
         config.image_size,
         classes=config.classes,
         dtype=dtype,
-        autocast="cpu" if training.precision == "bf16" else None,
+        autocast="cpu" if training.precision in AUTOCAST else None,
     )
     shown = overview(
         plan,

@@ -9,7 +9,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.models.component import Component
 from hvdtrain.models.costs import ComponentCost, component_costs
 from hvdtrain.options.syncrequest import AUTO_SYNC, CHOICES
-from hvdtrain.parallel.stage import DTYPES, Images
+from hvdtrain.parallel.stage import AUTOCAST, DTYPES, Images
 from hvdtrain.planner.agreement import NONE
 from hvdtrain.planner.profilefile import model_words, precision_words
 from hvdtrain.sync.engine import reduction_library
@@ -74,7 +74,7 @@ def subject_of(
 ) -> Subject:
     """Return the subject that a run measures."""
     dtype = DTYPES[config.precision]
-    autocast = images.device.type if config.precision == "bf16" else None
+    autocast = images.device.type if config.precision in AUTOCAST else None
     costs = component_costs(
         components, image_size, classes=classes, dtype=dtype, autocast=autocast
     )

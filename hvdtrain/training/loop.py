@@ -295,10 +295,13 @@ def _step(run: Run, feed: Feed, epoch: int, batch_size: int, data_seconds: float
     run.activity.step(progress.step)
     if run.injector is not None:
         run.injector.before(progress.step, run.saving.saver.is_uncommitted)
-    result = session.train(feed, progress.position, batch_size, rate)
+    scale = progress.loss_scale
+    result = session.train(feed, progress.position, batch_size, rate, scale)
     progress.count(result, session.device.dilation)
+    if config.precision == "fp16":
+        progress.scale_loss(not math.isfinite(result.norm))
     run.step_records.append(
-        StepRecord(progress.step, progress.position, batch_size, feed, result.norm)
+        StepRecord(progress.step, progress.position, batch_size, feed, result.norm, scale)
     )
     progress.position += batch_size
     if config.ledger and not result.is_bad:

@@ -11,6 +11,9 @@ from hvdtrain.errors import DataError
 from hvdtrain.training.session import Result
 
 LARGEST = 10**18  # bound on all counts
+# Small gradients are 0 in fp16, so the loss is scaled up (Micikevicius et al., arXiv 1710.03740,
+# section 3.2): half the scale once a gradient overflows, twice after GROWTH_STEPS without one.
+LOSS_SCALE, LARGEST_SCALE, GROWTH_STEPS = 2.0**16, 2.0**24, 2000
 
 
 @dataclass
@@ -23,6 +26,8 @@ class Progress:
         position: samples consumed, over all epochs and ranks.
         epoch_loss_sum, epoch_samples: sums over the current epoch.
         skipped_steps: bad steps that changed nothing.
+        loss_scale: factor of the loss in fp16, a power of two; otherwise 1.
+        scaled_steps: steps since `loss_scale` changed.
         seconds: seconds since the first step, summed over all starts of the run.
         train_seconds: seconds of steps.
         exposed_seconds, communication_seconds: seconds of this rank's reductions and transfers,
@@ -39,6 +44,8 @@ class Progress:
     epoch_loss_sum: float = 0.0
     epoch_samples: int = 0
     skipped_steps: int = 0
+    loss_scale: float = 1.0
+    scaled_steps: int = 0
     seconds: float = 0.0
     train_seconds: float = 0.0
     exposed_seconds: float = 0.0
@@ -55,7 +62,8 @@ class Progress:
         Raises:
             DataError: if a value is invalid; the message continues the name of the checkpoint.
         """
-        kept = {"skipped_steps": 0, **kept}  # older checkpoints have no skipped_steps
+        older = {"skipped_steps": 0, "loss_scale": 1.0, "scaled_steps": 0}
+        kept = {**older, **kept}
         kinds: dict[str, Any] = {item.name: item.type for item in fields(cls)}
         kinds |= {"metrics_bytes": int}
         if "ledger" in kept:
@@ -66,6 +74,14 @@ class Progress:
                     f"holds a progress with an invalid {name}: {str(kept.get(name))[:60]!r}"
                 )
         return cls(**{item.name: kept[item.name] for item in fields(cls)})
+
+    def scale_loss(self, overflowed: bool) -> None:
+        """Change the scale of the loss after a step in fp16, by the rule of `LOSS_SCALE`."""
+        self.scaled_steps += 1
+        if overflowed:
+            self.loss_scale, self.scaled_steps = max(1.0, self.loss_scale / 2), 0
+        elif self.scaled_steps == GROWTH_STEPS:
+            self.loss_scale, self.scaled_steps = min(LARGEST_SCALE, self.loss_scale * 2), 0
 
     def count(self, result: Result, dilation: float) -> None:
         """Add the seconds of a step.

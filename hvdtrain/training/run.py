@@ -29,7 +29,7 @@ from hvdtrain.training.callbacks import Callbacks, followers
 from hvdtrain.training.console import Console, Journal
 from hvdtrain.training.control import Agreed, Control
 from hvdtrain.training.feed import READING
-from hvdtrain.training.progress import Progress, Stopwatch
+from hvdtrain.training.progress import LOSS_SCALE, Progress, Stopwatch
 from hvdtrain.training.saving import Saving
 from hvdtrain.training.session import Session, StepRecord
 from hvdtrain.world import World, activity_path
@@ -237,7 +237,8 @@ def _start_or_resume(
         config: the configuration, with `resume` as the claimed folder decides it.
     """
     kept = restore(session, folder, console) if config.resume else None
-    progress = Progress.of(kept) if kept else Progress(session.index.hash)
+    scale = LOSS_SCALE if config.precision == "fp16" else 1.0
+    progress = Progress.of(kept) if kept else Progress(session.index.hash, loss_scale=scale)
     if kept is None and config.weights is not None:
         console.say(session.state.start_from(Path(config.weights)))
     if kept is None:  # replicas that train apart have restored different weights

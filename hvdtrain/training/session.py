@@ -59,6 +59,7 @@ class StepRecord(NamedTuple):
 
     Attributes:
         norm: of its gradients, if it was requested.
+        loss_scale: factor of its loss.
     """
 
     step: int
@@ -66,6 +67,7 @@ class StepRecord(NamedTuple):
     batch_size: int
     feed: Feed
     norm: float
+    loss_scale: float
 
 
 @dataclass(frozen=True)
@@ -307,7 +309,9 @@ class Session(ABC):
         """Return the rows of a global batch whose images, and whose labels, this rank needs."""
 
     @abstractmethod
-    def train(self, feed: Feed, position: int, batch_size: int, rate: float) -> Result:
+    def train(
+        self, feed: Feed, position: int, batch_size: int, rate: float, loss_scale: float
+    ) -> Result:
         """Do one step of all ranks, on the global batch that starts at `position`. Collective."""
 
     @abstractmethod

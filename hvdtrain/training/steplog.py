@@ -108,11 +108,17 @@ class StepLog:
     def _handle_bad(self, agreed: Agreed) -> None:
         """Report where a bad step went wrong, and skip it if `--on-bad-step` is skip.
 
+        A step whose gradients overflow with a scaled loss is skipped without a report.
+
         Raises:
             CheckFailed: if the step is not skipped.
         """
         run, config = self.run, self.run.session.config
         record, limit = run.step_record_at(self.step), config.gradient_limit
+        if record.loss_scale > 1 and not math.isfinite(record.norm):
+            run.progress.skipped_steps += 1
+            run.journal.event("loss_scale", step=self.step, loss_scale=record.loss_scale / 2)
+            return
         fault = f"the loss became {agreed.loss_sum}"
         if agreed.finite and limit is not None and limit < record.norm < math.inf:
             fault = f"the norm of the gradients was {record.norm:.3g}, above {limit:g},"

@@ -1,7 +1,7 @@
 """Loading the model of a run, with what it takes and returns."""
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from hvdtrain.errors import DataError, UsageError
 from hvdtrain.models.component import Component, tensor_shapes
 from hvdtrain.options import configfile
 from hvdtrain.options.givenmodel import Model
-from hvdtrain.parallel.stage import Images, StageModel
+from hvdtrain.parallel.stage import AUTOCAST, Images, StageModel
 from hvdtrain.training.feed import normalisation
 from hvdtrain.training.inputs import Inputs, inputs_of, load
 from hvdtrain.world import World
@@ -65,9 +65,7 @@ class Trained:
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def _autocast(self) -> AbstractContextManager[object]:
-        if self.config.precision == "bf16":
-            return devices.autocast(self.images.device)
-        return nullcontext()
+        return devices.autocast(self.images.device, AUTOCAST.get(self.config.precision))
 
 
 class Classifier(nn.Module):

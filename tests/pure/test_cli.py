@@ -70,10 +70,10 @@ def parsed(arguments: list[str]) -> dict[str, Any]:
         ([*TRAIN, "--lr", "fast"], "--lr must be a number, not fast"),
         ([*TRAIN, "--lr"], "--lr needs a value"),
         ([*TRAIN, "--no-compile=1"], "--no-compile takes no value: leave '1' out"),
-        ([*TRAIN, "--precision", "fp16"], "--precision fp16 is not supported: use bf16"),
+        ([*TRAIN, "--precision", "half"], "--precision half is not supported: use fp16"),
         (
             [*TRAIN, "--precision", "fp8"],
-            "--precision fp8 is not known; valid are bf16, fp32, fp64",
+            "--precision fp8 is not known; valid are bf16, fp16, fp32, fp64",
         ),
         (
             ["jobs", "cancel", "r", "--gpus"],

@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -121,3 +123,20 @@ def test_memory_that_changes_while_it_is_copied_is_found() -> None:
     host += 1
     with pytest.raises(AssertionError, match="changed while it was copied"):
         stream.event().synchronize()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("tf32", [False, True])
+def test_options_choose_the_algorithms_of_a_process(tf32: bool, deterministic: bool) -> None:
+    program = (
+        "import os, torch\n"
+        "from hvdtrain.device import choose_algorithms\n"
+        f"choose_algorithms({tf32}, {not deterministic}, {deterministic})\n"
+        "backends = torch.backends\n"
+        "print(backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32,"
+        " backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled(),"
+        " 'CUBLAS_WORKSPACE_CONFIG' in os.environ)\n"
+    )
+    printed = subprocess.check_output([sys.executable, "-c", program], text=True)
+    expected = [tf32, tf32, not deterministic, deterministic, deterministic]
+    assert printed.split() == list(map(str, expected))

@@ -5,7 +5,6 @@ Which buffers a model's forward passes change is found by a trial on every repli
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import NamedTuple
@@ -25,7 +24,7 @@ from hvdtrain.options.planrequest import ADAPTIVE
 from hvdtrain.parallel.boundary import Boundaries, Form
 from hvdtrain.parallel.dropout import Draws, follow_samples
 from hvdtrain.parallel.runtime import Observer, Runtime, Settings
-from hvdtrain.parallel.stage import DTYPES, ComponentClock, Images, Part, StageModel
+from hvdtrain.parallel.stage import AUTOCAST, DTYPES, ComponentClock, Images, Part, StageModel
 from hvdtrain.parallel.step import UpdateRule
 from hvdtrain.plan.plan import Plan
 from hvdtrain.sync.states import bytes_of
@@ -59,7 +58,7 @@ def build_runtime(
     find_states(config, plan, parts, components, forms, world, device)
     settings = Settings(
         images=images,
-        bf16=config.precision == "bf16",
+        autocast=AUTOCAST.get(config.precision),
         rule=_rule(config),
         label_smoothing=config.label_smoothing,
         draws=_draws(config, parts),
@@ -111,7 +110,7 @@ def _rule(config: TrainConfig) -> UpdateRule:
     return UpdateRule(
         config.clip_norm,
         config.gradient_limit if config.gradient_limit is not None else math.inf,
-        skips=config.on_bad_step == "skip",
+        skips=config.on_bad_step == "skip" or config.precision == "fp16",
     )
 
 
@@ -191,9 +190,8 @@ def try_buffers(
     tried = Tried()
     if not any(candidates.values()):
         return tried
-    is_bf16 = config.precision == "bf16"
-    autocast = devices.autocast(example.device) if is_bf16 else None
-    with torch.random.fork_rng(devices=[]), autocast or nullcontext():
+    autocast = devices.autocast(example.device, AUTOCAST.get(config.precision))
+    with torch.random.fork_rng(devices=[]), autocast:
         inputs = [torch.zeros_like(example), torch.ones_like(example)]
         for name in model.components:
             module = build_component(

@@ -11,7 +11,7 @@ from hvdtrain.emulate.world import emulated
 from hvdtrain.models.component import Component
 from hvdtrain.models.costs import component_costs
 from hvdtrain.options.planrequest import Chosen
-from hvdtrain.parallel.stage import DTYPES
+from hvdtrain.parallel.stage import AUTOCAST, DTYPES
 from hvdtrain.plan.plan import Plan
 from hvdtrain.world import World
 
@@ -39,7 +39,7 @@ def emulate(
         size,
         classes=index.classes,
         dtype=DTYPES[config.precision],
-        autocast="cpu" if config.precision == "bf16" else None,
+        autocast="cpu" if config.precision in AUTOCAST else None,
     )
     recomputed = recomputed_components(config.recompute, names)
     made = emulation(config, components, costs, recomputed, size, world)

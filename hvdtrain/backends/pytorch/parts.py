@@ -1,7 +1,6 @@
 """Construction of one rank's stages of a plan: modules, gradients, optimizers, boundaries."""
 
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from functools import partial
 
@@ -22,7 +21,7 @@ from hvdtrain.options.syncrequest import Server
 from hvdtrain.parallel.batchnorm import synchronise
 from hvdtrain.parallel.boundary import Form
 from hvdtrain.parallel.exchange import Exchange
-from hvdtrain.parallel.stage import DTYPES, Part, StageModel
+from hvdtrain.parallel.stage import AUTOCAST, DTYPES, Part, StageModel
 from hvdtrain.plan.plan import Plan
 from hvdtrain.sync.gradients import SerialGradients
 from hvdtrain.sync.local import Trained
@@ -205,8 +204,7 @@ def probe_forms(
 
 def _emitted(model: StageModel, images: Tensor, precision: str) -> Form:
     model.train(False)
-    autocast = devices.autocast(images.device)
-    with torch.no_grad(), autocast if precision == "bf16" else nullcontext():
+    with torch.no_grad(), devices.autocast(images.device, AUTOCAST.get(precision)):
         form = Form.of(model(images))
     model.train(True)
     return form

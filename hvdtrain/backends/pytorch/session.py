@@ -222,7 +222,9 @@ class TorchSession(Session):
         return take_rows(batch, first), take_rows(batch, last)
 
     @override
-    def train(self, feed: Feed, position: int, batch_size: int, rate: float) -> Result:
+    def train(
+        self, feed: Feed, position: int, batch_size: int, rate: float, loss_scale: float
+    ) -> Result:
         share = slow_share(self.config, len(self.train_rows), position)
         for part in self.state.parts.values():
             if part.optimizer is not None:
@@ -234,7 +236,7 @@ class TorchSession(Session):
         epoch, offset = divmod(position, len(self.train_rows))
         for part in self.state.parts.values():
             part.meetings.before_step(epoch)
-        step = self.runtime.train(Step(todo, feed.images, feed.labels))
+        step = self.runtime.train(Step(todo, feed.images, feed.labels, loss_scale=loss_scale))
         met = self._after_step(offset // self.config.batch_size + 1)
         self.times.add(step.waited.transfer)
         return Result(

@@ -30,7 +30,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
 from hvdtrain.data.index import Index
 from hvdtrain.data.order import Rows
-from hvdtrain.device import choose_device, is_gpu
+from hvdtrain.device import choose_algorithms, choose_device, is_gpu
 from hvdtrain.emulate.world import emulation_of
 from hvdtrain.errors import UsageError
 from hvdtrain.host.files import check_target
@@ -219,9 +219,10 @@ def _without_wrong_halves(trial: Trial, chosen: "Choice") -> "Choice":
 
 
 def _images(config: TrainConfig, normal: Normalisation, world: World) -> Images:
-    """Return what prepares images on this rank's device; set the threads of this rank."""
+    """Return what prepares images on this rank's device; set its threads and algorithms."""
     device = choose_device(config.device, world)
     torch.set_num_threads(world.threads)
+    choose_algorithms(config.tf32, config.cudnn_benchmark, config.deterministic)
     if config.compile:
         check_compiler(device)
     return Images(*normal, device, config.precision)

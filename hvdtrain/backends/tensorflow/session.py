@@ -149,7 +149,9 @@ class KerasSession(Session):
         return batch[first:last], batch[first:last]
 
     @override
-    def train(self, feed: Feed, position: int, batch_size: int, rate: float) -> Result:
+    def train(
+        self, feed: Feed, position: int, batch_size: int, rate: float, loss_scale: float
+    ) -> Result:
         if rate != self.rate:
             self.state.optimizer.learning_rate = self.rate = rate
         self._seed(position)

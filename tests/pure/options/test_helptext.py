@@ -63,12 +63,13 @@ def test_the_options_of_train_stand_under_headings_with_true_defaults(
     assert {field.metadata["group"] for field in dataclasses.fields(TrainConfig)} == {
         *headings[1:]
     }
-    shown = re.findall(r"^  (?:-h, )?(--[a-z_-]+)", printed, re.MULTILINE)
+    shown = re.findall(r"^  (?:-h, )?(--[a-z0-9_-]+)", printed, re.MULTILINE)
     options = [flag(item.name) for item in dataclasses.fields(TrainConfig)]
     assert sorted(shown) == sorted([*options, "--help", "--config", "--print_config"])
     text = " ".join(printed.split())
     for part in (
-        "--precision {fp32,bf16,fp64} bf16: autocast with fp32 weights (default: fp32)",
+        "--precision {fp32,bf16,fp16,fp64} bf16 or fp16: autocast with fp32 weights, and in fp16 "
+        "with a scaled loss (default: fp32)",
         "--device {cpu,cuda} device to train on (default: cuda if there is one)",
         "--epochs N passes over the training set (default: 10, or",
         "--lr X learning rate, used as given (default: 0.001)",
@@ -106,7 +107,7 @@ def test_a_page_is_readable_in_a_terminal_too_narrow_for_it(
     """textwrap alone raises an error with 2 columns."""
     monkeypatch.setenv("COLUMNS", columns)
     assert "hvdtrain" in page(capsys)
-    assert "--precision {fp32,bf16,fp64}" in page(capsys, "train")
+    assert "--precision {fp32,bf16,fp16,fp64}" in page(capsys, "train")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -13,7 +13,7 @@ from hvdtrain.models.component import Component
 from hvdtrain.parallel.batchnorm import SynchronisedBatchNorm, synchronise
 from hvdtrain.parallel.boundary import Boundaries, Form
 from hvdtrain.parallel.runtime import Observer, Runtime, Settings
-from hvdtrain.parallel.stage import Images, Part
+from hvdtrain.parallel.stage import AUTOCAST, Images, Part
 from hvdtrain.plan import schedule
 from hvdtrain.plan.actions import COMPUTE
 from hvdtrain.plan.cut import cut
@@ -58,7 +58,7 @@ def runtime_of(plan: Plan, rank: int, **options: Any) -> Runtime:
     device = torch.device("cpu")
     parts = build_parts(config, plan, components(), world, None, device)
     images = Images([0.5] * 3, [0.25] * 3, device, config.precision)
-    settings = Settings(images, bf16=config.precision == "bf16")
+    settings = Settings(images, AUTOCAST.get(config.precision))
     boundaries = Boundaries(rank, [Form(HIDDEN, torch.float32, True)] * plan.last, None, device)
     return Runtime(settings, parts, boundaries, Observer())
 

@@ -224,3 +224,18 @@ def hangs_at(classes: int, image_size: int) -> list[Component]:
 
         hangs.ARRANGE[os.environ["HANGS_AT"]]()
     return small(classes, image_size)
+
+
+class Puts(nn.Module):
+    """Uses an operation whose result depends on the order of threads."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input.flatten(1).clone().put_(torch.tensor([0, 0]), input.new_ones(2))
+
+
+def puts(classes: int, image_size: int) -> list[Component]:
+    """Return a model with an operation that has no deterministic algorithm."""
+    return [
+        Component("puts", Puts),
+        Component("head", partial(nn.Linear, 3 * image_size**2, classes)),
+    ]

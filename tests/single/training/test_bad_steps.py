@@ -1,11 +1,13 @@
 """Gradients that are not finite or too large are reported; all ranks stop or skip the step."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hvdtrain.training.progress import LOSS_SCALE
 from tests.conftest import Program
 from tests.single.training.jobs import events_of, samples_of, summary_of
 
@@ -155,3 +157,45 @@ def test_weights_that_are_no_numbers_are_named(
     assert done.returncode == 1
     reason = "step 2 (epoch 1): conv1 is the first component whose output is not finite"
     assert f"{reason} (its weights are not finite either)" in done.stderr
+
+
+@pytest.mark.parametrize("plan", ["dp", "mp"])
+def test_an_overflow_in_fp16_halves_the_scale_on_all_ranks_and_resumes_to_the_bit(
+    hvdtrain: Program, small_set: Path, tmp_path: Path, plan: str
+) -> None:
+    fault = f"nan step=3 rank={1 if plan == 'dp' else 0}"
+    digests = {}
+    for name, more in (("whole", ""), ("resumed", "; kill step=11")):
+        run = tmp_path / name
+        options = ("--precision", "fp16", "--max-steps", 12, "--checkpoint-every", "4 steps")
+        done = hvdtrain(
+            *command(small_set, run, plan, *options, "--inject", fault + more), cwd=tmp_path
+        )
+        if more:
+            assert done.returncode == 4, done.stderr
+            again = command(small_set, run, plan, *options, "--resume")
+            done = hvdtrain(*again, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert not bad_steps(run)
+        halved = [(line["step"], line["loss_scale"]) for line in events_of(run, "loss_scale")]
+        assert 3 in [step for step, _ in halved]
+        assert halved[0][1] == LOSS_SCALE / 2
+        summary = summary_of(run)
+        assert summary["skipped_steps"] == len(halved)
+        digests[name] = summary["weights_sha256"]
+    assert digests["whole"] == digests["resumed"]
+
+
+def test_what_overflows_at_any_scale_is_a_bad_step(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    """The scale of the loss falls to 1 first, and then the step is reported as in fp32."""
+    run = tmp_path / "run"
+    faults = "; ".join(f"nan step={step}" for step in range(2, 20))
+    options = ("--precision", "fp16", "--max-steps", 24, "--inject", faults)
+    done = hvdtrain(*command(small_set, run, "one", *options), cwd=tmp_path)
+    assert done.returncode == 1
+    # The first step may overflow of itself: then the scale is at 1 a step earlier.
+    assert re.search(r"the loss became nan at step 1[78] ", done.stderr), done.stderr
+    scales = [line["loss_scale"] for line in events_of(run, "loss_scale")]
+    assert scales == [2.0**power for power in range(15, -1, -1)]

@@ -112,11 +112,25 @@ def test_an_epoch_is_augmented_as_its_options_say(small_set: Path) -> None:
         ({"cutout": 0}, "--cutout must be above 0"),
         ({"compile": True, "recompute": "all"}, "--compile and --recompute exclude each other"),
         ({"compile": True, "batch_norm": "sync"}, "--compile and --batch-norm sync exclude"),
+        ({"deterministic": True, "cudnn_benchmark": True}, "which --deterministic excludes"),
+        ({"precision": "fp16", "sync": "local:4"}, "fp16 is not supported with --sync local:4"),
+        ({"precision": "fp16", "compress": "bf16"}, "not supported with --compress bf16: use"),
+        ({"precision": "fp16", "framework": "tensorflow"}, "with --framework tensorflow: use"),
     ],
 )
 def test_values_out_of_range_are_refused(settings: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         TrainConfig(model="cnn", data="", **settings).check()
+
+
+def test_an_operation_without_a_deterministic_algorithm_is_named(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    model = ("--model", "tests.single.training.models:puts", "--data", small_set)
+    done = hvdtrain("train", *model, "--run", tmp_path / "run", "--deterministic")
+    assert done.returncode == 2
+    assert "stage 0 uses put_, which has no algorithm that computes the same bits" in done.stderr
+    assert "leave --deterministic out" in done.stderr.splitlines()[-1]
 
 
 def test_zb_h1_refuses_compiled_components(
