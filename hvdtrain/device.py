@@ -132,23 +132,26 @@ def copy_out(tensors: Sequence[Tensor], hosts: Sequence[Tensor]) -> None:
         STREAMS[device.type].event(device).synchronize()
 
 
-def read_later(value: Tensor | None) -> Callable[[], float]:
-    """Return a function that returns the number in a tensor, 0.0 for None.
+def is_queued(device: torch.device) -> bool:
+    """Return whether a device works through a queue, for which the host should not wait."""
+    return device.type in STREAMS
 
-    A copy from a GPU starts at once, and the function waits for it.
+
+def read_later(values: Sequence[Tensor]) -> Callable[[], list[float]]:
+    """Return a function that returns the numbers in tensors of one device.
+
+    One copy from a GPU starts at once, and the function waits for it.
     """
-    if value is None:
-        return lambda: 0.0
-    stream = STREAMS.get(value.device.type)
+    stream = STREAMS.get(values[0].device.type) if values else None
     if stream is None:
-        return lambda: float(value)
-    host = stream.host_memory((), value.dtype)
-    stream.copy(host, value)
-    copied = stream.event(value.device)
+        return lambda: [float(value) for value in values]
+    device, host = values[0].device, stream.host_memory((len(values),), torch.float64)
+    stream.copy(host, torch.stack([value.double() for value in values]))
+    copied = stream.event(device)
 
-    def read() -> float:
+    def read() -> list[float]:
         copied.synchronize()
-        return float(host)
+        return host.tolist()
 
     return read
 

@@ -22,13 +22,13 @@ from hvdtrain.backends.pytorch.setup import model_components, open_session
 from hvdtrain.bench.options import StepConfig
 from hvdtrain.data import order
 from hvdtrain.data.loader import Loader
-from hvdtrain.device import Marks, is_gpu, now, read_later
+from hvdtrain.device import Marks, is_gpu, now
 from hvdtrain.errors import Interrupted, Preempted, UsageError
 from hvdtrain.host.stop import StopRequest
 from hvdtrain.models.costs import component_costs
 from hvdtrain.parallel.runtime import TRANSFERS
 from hvdtrain.parallel.stage import DTYPES
-from hvdtrain.parallel.step import Step
+from hvdtrain.parallel.step import Step, read_later
 from hvdtrain.plan.actions import COMPUTE
 from hvdtrain.planner.chain import Chain, Link, without_gathering
 from hvdtrain.training.control import Control, Flags, Vitals
@@ -187,8 +187,7 @@ def _timed_steps(session: TorchSession, count: int, stop: StopRequest) -> _Times
             waited = time.perf_counter() - began
             step = session.runtime.train(Step(program, feed.images, feed.labels))
             flags = Flags(stop.interrupted, stop.preempted)
-            loss = read_later(step.loss_sum)
-            agreed = control.post(loss, samples, flags, Vitals(0.0, 0.0))
+            agreed = control.post(read_later(step), samples, flags, Vitals(0.0, 0.0))
             if agreed is not None and agreed.stop is not None:
                 _leave(agreed.stop)
             if number >= WARM_UP:

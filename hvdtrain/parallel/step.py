@@ -2,13 +2,14 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hvdtrain import device as devices
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.halves import Group
 from hvdtrain.parallel.stage import Part
@@ -31,6 +32,7 @@ class Held(dict[Key, tuple[Tensor, int]]):
 
 
 Logits = dict[Key, Tensor]  # of the last stage, by micro-batch
+Read = Callable[[], tuple[float, bool]]  # the sum of losses, and whether an update was left out
 
 
 @dataclass
@@ -56,7 +58,8 @@ class Step:
         waited: time spent waiting for other ranks, without reductions.
         is_finished: whether all gradients are reduced and clipped.
         norm: of all gradients together; NaN unless the update rule needs it.
-        is_bad: whether an update was left out because of bad gradients.
+        is_bad: whether an update was left out because of bad gradients, if the host knows it.
+        verdicts: on the device, 1.0 for an update that it left out, else 0.0.
     """
 
     program: Program
@@ -78,6 +81,19 @@ class Step:
     is_finished: bool = False
     norm: float = math.nan
     is_bad: bool = False
+    verdicts: list[Tensor] = field(default_factory=list)
+
+
+def read_later(step: Step) -> Read:
+    """Return what reads the results of a step that has run, in one copy from its device."""
+    losses = [] if step.loss_sum is None else [step.loss_sum]
+    read = devices.read_later([*losses, *step.verdicts])
+
+    def results() -> tuple[float, bool]:
+        values = read()
+        return sum(values[: len(losses)]), step.is_bad or any(values[len(losses) :])
+
+    return results
 
 
 @dataclass(frozen=True)
@@ -91,11 +107,14 @@ class UpdateRule:
         largest_norm: of all gradients together, before clipping.
         skips: skip a bad step as a whole, on all ranks. Otherwise only the bad stages are not
             updated: enough if the run ends after the step. A scaled loss needs it.
+        defers: leave the verdict to the device, for which the host does not wait. Then each rank
+            that clips has all gradients, and the optimizer is one of PyTorch's fused ones.
     """
 
     clip_norm: float | None = None
     largest_norm: float = math.inf
     skips: bool = False
+    defers: bool = False
 
     @property
     def needs_norm(self) -> bool:
@@ -115,7 +134,10 @@ def update(
     If the rule needs the norm, the first update of the step waits for the gradients of all stages.
     """
     part = parts[stage]
-    if not rule.needs_norm:
+    is_bad = False
+    if rule.defers:
+        _defer(rule, part, step)
+    elif not rule.needs_norm:
         step.reduction.add(part.gradients.finish())
         is_bad = not part.gradients.are_finite()
         step.is_bad |= is_bad
@@ -163,6 +185,20 @@ def _judge(
     if rule.clip_norm is not None and not step.is_bad:
         clip_gradients(step.norm, rule.clip_norm, parts)
     step.is_finished = True
+
+
+def _defer(rule: UpdateRule, part: Part, step: Step) -> None:
+    """Finish and clip the gradients of a part; its optimizer changes nothing if they are bad."""
+    step.reduction.add(part.gradients.finish())
+    verdict, gradients = part.gradients.verdict(), part.gradients.reduced()
+    if rule.clip_norm is not None and gradients:
+        norm = torch.nn.utils.get_total_norm(gradients)
+        verdict = (~norm.isfinite()).float()
+        torch._foreach_mul_(gradients, (rule.clip_norm / (norm + 1e-6)).clamp(max=1.0))
+    if verdict is not None:
+        step.verdicts.append(verdict)
+        if part.optimizer is not None:
+            part.optimizer.found_inf = verdict  # type: ignore[attr-defined] # of its kernels
 
 
 def total_norm(parts: Mapping[int, Part], exchange: Exchange | None) -> float:

@@ -124,6 +124,10 @@ class _Unreduced(Gradients):
             return all_finite(self.reduced())
         return self.gradients.are_finite()
 
+    def verdict(self) -> Tensor | None:
+        """Return whether a gradient is not finite."""
+        return self.gradients.verdict()
+
     def accept(self) -> None:
         """Do nothing: a trial changes no state."""
 

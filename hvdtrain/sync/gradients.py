@@ -49,6 +49,10 @@ class Gradients(Kept, Protocol):
 
     def are_finite(self) -> bool:
         """Return whether all gradients are finite, after `finish`; the same on all replicas."""
+        return not bool(self.verdict())
+
+    def verdict(self) -> Tensor | None:
+        """Return 1.0 on the device if a gradient is not finite, else 0.0; None without any."""
 
     def accept(self) -> None:
         """Count the step, after its update of the weights. Collective among the replicas.
@@ -111,9 +115,9 @@ class SerialGradients(Gradients):
         """Return at once: nothing is in flight."""
         return ReductionTime()
 
-    def are_finite(self) -> bool:
-        """Return whether all gradients are finite."""
-        return all_finite([value.grad for value in self.parameters if value.grad is not None])
+    def verdict(self) -> Tensor | None:
+        """Return whether a gradient is not finite."""
+        return infinite([value.grad for value in self.parameters if value.grad is not None])
 
     def zero(self) -> None:
         """Drop the gradients: autograd then stores the next ones without a sum."""
@@ -266,9 +270,9 @@ class ReplicatedGradients(Gradients):
         now = time.perf_counter()
         return ReductionTime(total=now - self.started_at, exposed=now - waiting_since)
 
-    def are_finite(self) -> bool:
-        """Return whether all gradients and statistics are finite."""
-        return all_finite([bucket.flat for bucket in self.buckets])
+    def verdict(self) -> Tensor | None:
+        """Return whether a gradient or a statistic is not finite."""
+        return infinite([bucket.flat for bucket in self.buckets])
 
     def accept(self) -> None:
         """Continue with what the sums keep from this step."""
@@ -359,8 +363,16 @@ def _arrival_hook(
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:
-    """Return whether no tensor holds an infinity or a NaN: a sum shows both in one pass."""
-    return not tensors or bool(torch.stack([t.sum() for t in tensors]).sum().isfinite())
+    """Return whether no tensor holds an infinity or a NaN."""
+    return not bool(infinite(tensors))
+
+
+def infinite(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return 1.0 if a tensor holds an infinity or a NaN, else 0.0, on their device."""
+    if not tensors:
+        return None
+    # A sum shows both in one pass.
+    return (~torch.stack([t.sum() for t in tensors]).sum().isfinite()).float()
 
 
 def make_bucket(

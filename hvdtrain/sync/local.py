@@ -97,6 +97,10 @@ class SwitchedGradients(Gradients):
         """Return whether all gradients are finite."""
         return self.current.are_finite()
 
+    def verdict(self) -> Tensor | None:
+        """Return whether a gradient is not finite."""
+        return self.current.verdict()
+
     def trained(self) -> Mapping[str, nn.Parameter]:
         """Return the parameters."""
         return self.local.trained()

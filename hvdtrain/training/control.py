@@ -23,6 +23,10 @@ from hvdtrain.world import World
 INTERRUPT, PREEMPT, SAVE, CHANGE, WRITTEN, FAILED, BAD, LOSS, SAMPLES, HEADER = range(10)
 
 
+# Returns the sum of this rank's losses in a step, and whether it left out an update.
+Read = Callable[[], tuple[float, bool]]
+
+
 class Flags(NamedTuple):
     """Flags of one rank in the control vector."""
 
@@ -31,7 +35,6 @@ class Flags(NamedTuple):
     save: bool = False  # a checkpoint is due
     written: bool = False  # the rank's files of the pending checkpoint are on the disk
     failed: bool = False  # the rank could not write its files, or complete the checkpoint
-    bad: bool = False  # the rank skipped an update
     change: bool = False  # rank 0 requests a migration to another plan
 
 
@@ -138,25 +141,23 @@ class Control:
 
     def __init__(self, world: World, delay: int, ahead: int = 1) -> None:
         self.world, self.delay, self.ahead = world, delay, ahead
-        self.waiting: deque[tuple[Callable[[], float], np.ndarray, float]] = deque()
+        self.waiting: deque[tuple[Read, np.ndarray, float]] = deque()
         self.in_flight: deque[tuple[np.ndarray, Any, float]] = deque()
 
-    def post(
-        self, read_loss: Callable[[], float], samples: int, flags: Flags, vitals: Vitals
-    ) -> Agreed | None:
+    def post(self, read: Read, samples: int, flags: Flags, vitals: Vitals) -> Agreed | None:
         """Send this rank's vector of a step; return the oldest agreement, if enough are in flight.
 
         Args:
-            read_loss: returns the sum of the losses of `samples`; called when the vector is sent.
+            read: called when the vector is sent.
         """
         fields = len(Vitals._fields)
         vector = np.zeros(HEADER + self.world.size * fields)
         vector[INTERRUPT], vector[PREEMPT], vector[SAVE] = flags[:3]
-        vector[WRITTEN], vector[BAD], vector[SAMPLES] = flags.written, flags.bad, samples
+        vector[WRITTEN], vector[SAMPLES] = flags.written, samples
         vector[CHANGE], vector[FAILED] = flags.change, flags.failed
         start = HEADER + self.world.rank * fields
         vector[start : start + fields] = vitals
-        self.waiting.append((read_loss, vector, time.perf_counter()))
+        self.waiting.append((read, vector, time.perf_counter()))
         agreed = self._receive() if len(self.in_flight) >= self.ahead else None
         if len(self.waiting) > self.delay:
             self._send()
@@ -172,8 +173,8 @@ class Control:
         return agreements
 
     def _send(self) -> None:
-        read_loss, vector, posted_at = self.waiting.popleft()
-        vector[LOSS] = read_loss()
+        read, vector, posted_at = self.waiting.popleft()
+        vector[LOSS], vector[BAD] = read()
         request = None
         total = vector
         if self.world.communicator is not None:

@@ -31,7 +31,7 @@ def _until_stopped(run: Run, batches: Iterable[tuple[Feed, int]]) -> Iterator[tu
             failed=run.saving.saver.failed,
         )
         with run.activity.doing("agreeing with all ranks on an evaluation"):
-            agreed = run.control.post(lambda: 0.0, 0, flags, Vitals(0.0, 0.0))
+            agreed = run.control.post(lambda: (0.0, False), 0, flags, Vitals(0.0, 0.0))
         if agreed is not None:
             run.saving.follow(agreed)
             code = agreed.stop

@@ -311,7 +311,7 @@ def _step(run: Run, feed: Feed, epoch: int, batch_size: int, data_seconds: float
         session.timeline.write()
     vitals = _vitals(run, result, time.perf_counter() - started, data_seconds)
     with run.activity.doing("agreeing with all ranks on the step before"):
-        return run.control.post(result.read_loss, result.samples, _flags(run, result), vitals)
+        return run.control.post(result.read, result.samples, _flags(run, result), vitals)
 
 
 def _flags(run: Run, result: Result) -> Flags:
@@ -321,7 +321,6 @@ def _flags(run: Run, result: Result) -> Flags:
         save=run.saving.is_wanted(),
         written=run.saving.saver.written,
         failed=run.saving.saver.failed,
-        bad=result.is_bad,
         change=run.adapter is not None and run.adapter.wants_change,
     )
 

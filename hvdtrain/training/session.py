@@ -30,16 +30,17 @@ class Result:
     """This rank's results of one step.
 
     Attributes:
-        read_loss: returns the sum of the losses of `samples`; waits for a GPU.
+        read: returns the sum of the losses of `samples`, and whether an update was skipped because
+            of bad gradients; waits for a GPU.
         norm: of all gradients, if it was requested.
-        is_bad: whether the update was skipped, because gradients are not finite or too large.
+        is_bad: whether the host knows already that an update was skipped.
         exposed_seconds: waiting for reductions and transfers.
         communication_seconds: reductions and transfers, including those hidden by computing.
         bubble_seconds: waiting for the work of other stages.
         compute_seconds: forwards and backwards.
     """
 
-    read_loss: Callable[[], float]
+    read: Callable[[], tuple[float, bool]]
     samples: int
     norm: float
     is_bad: bool

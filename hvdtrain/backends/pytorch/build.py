@@ -21,6 +21,7 @@ from hvdtrain.health.failure import patience, stalled
 from hvdtrain.host.activity import Activity
 from hvdtrain.models.component import Component, build_component
 from hvdtrain.options.planrequest import ADAPTIVE
+from hvdtrain.options.syncrequest import Server
 from hvdtrain.parallel.boundary import Boundaries, Form
 from hvdtrain.parallel.dropout import Draws, follow_samples
 from hvdtrain.parallel.runtime import Observer, Runtime, Settings
@@ -59,7 +60,7 @@ def build_runtime(
     settings = Settings(
         images=images,
         autocast=AUTOCAST.get(config.precision),
-        rule=_rule(config),
+        rule=_rule(config, plan, device),
         label_smoothing=config.label_smoothing,
         draws=_draws(config, parts),
     )
@@ -106,11 +107,17 @@ def _observer(config: TrainConfig, world: World) -> Observer:
     return Observer(activity, [] if config.trace is not None else None)
 
 
-def _rule(config: TrainConfig) -> UpdateRule:
+def _rule(config: TrainConfig, plan: Plan, device: torch.device) -> UpdateRule:
+    skips = config.on_bad_step == "skip" or config.precision == "fp16"
     return UpdateRule(
         config.clip_norm,
         config.gradient_limit if config.gradient_limit is not None else math.inf,
-        skips=config.on_bad_step == "skip" or config.precision == "fp16",
+        skips=skips,
+        # Otherwise ranks must agree on the host.
+        defers=devices.is_queued(device)
+        and not (skips or config.shard_optimizer or config.gradient_limit is not None)
+        and not isinstance(config.sync_request, Server)
+        and (config.clip_norm is None or plan.last == 0),
     )
 
 

@@ -26,7 +26,7 @@ from hvdtrain.host.activity import Activity
 from hvdtrain.host.memory import return_freed_memory
 from hvdtrain.options.syncrequest import NO_SYNC
 from hvdtrain.parallel.runtime import Runtime
-from hvdtrain.parallel.step import Logits, Step
+from hvdtrain.parallel.step import Logits, Step, read_later
 from hvdtrain.plan import program, trace
 from hvdtrain.plan.actions import COMPUTE
 from hvdtrain.plan.cut import Cut, cut
@@ -240,7 +240,7 @@ class TorchSession(Session):
         met = self._after_step(offset // self.config.batch_size + 1)
         self.times.add(step.waited.transfer)
         return Result(
-            read_loss=devices.read_later(step.loss_sum),
+            read=read_later(step),
             samples=todo.cut.samples(self.plan.last, self.world.rank),
             norm=step.norm,
             is_bad=step.is_bad,

@@ -161,7 +161,7 @@ class KerasSession(Session):
             exposed = float(done.exposed_seconds)
         seconds = time.perf_counter() - started
         return Result(
-            read_loss=lambda: float(done.loss_sum),
+            read=lambda: (float(done.loss_sum), bool(done.is_bad)),
             samples=len(feed.ids),
             norm=float(done.norm),
             is_bad=bool(done.is_bad),
