@@ -1,4 +1,4 @@
-"""On a device with a queue the host does not wait for the verdict on the gradients of a step."""
+"""Verdicts on the gradients of a step on a device with a queue: the host does not wait for them."""
 
 import math
 from collections.abc import Iterator
