@@ -32,7 +32,7 @@ from hvdtrain.parallel.step import Step, read_later
 from hvdtrain.plan.actions import COMPUTE
 from hvdtrain.planner.chain import Chain, Link, without_gathering
 from hvdtrain.training.control import Control, Flags, Vitals
-from hvdtrain.training.feed import Feed, Feeder, augmentation, requests
+from hvdtrain.training.feed import Feed, requests, training_feeder
 
 WARM_UP = 3
 TRAINING_FLOPS = 3  # forwards: itself, gradients of the input, gradients of the weights
@@ -175,7 +175,9 @@ def _timed_steps(session: TorchSession, count: int, stop: StopRequest) -> _Times
     samples = program.cut.samples(session.plan.last, session.world.rank)
     control = Control(session.world, session.device.loss_delay)
     local_rows = partial(session.local_rows, is_training=True)
-    feeder = Feeder(session.splits["train"], augmentation(config, session.normalisation[0], 0))
+    feeder = training_feeder(
+        config, session.splits["train"], session.normalisation[0], 0, session.is_resident
+    )
     totals, marks = dict.fromkeys(SHARES, 0.0), Marks(session.runtime.device)
     with Loader(feeder, requests(rows, slices, local_rows)) as loader:
         session.world.barrier()

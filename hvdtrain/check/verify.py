@@ -64,8 +64,8 @@ class Trial:
         return Batch(
             size=len(rows),
             position=start,
-            local=(local.images, local.labels),
-            whole=(whole.images, whole.labels) if whole else None,
+            local=(local.pixels, local.labels),
+            whole=(whole.pixels, whole.labels) if whole else None,
             rate=learning_rate(config, len(self.rows), start),
         )
 

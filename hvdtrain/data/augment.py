@@ -6,7 +6,8 @@ used as a hash of a counter.
 """
 
 import math
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -56,6 +57,36 @@ def alternates(ids: NDArray[np.int64], seed: int, epoch: int) -> NDArray[np.bool
     return starts_mirrored ^ (epoch % 2 == 1)
 
 
+class Moves(NamedTuple):
+    """The shift of each image, and which ones are mirrored afterwards.
+
+    Attributes:
+        top, left: first pixel of the crop from the padded image: int64 [n].
+        mirrored: bool [n].
+    """
+
+    top: NDArray[np.intp]
+    left: NDArray[np.intp]
+    mirrored: NDArray[np.bool_]
+
+    def part(self, part: slice) -> "Moves":
+        """Return those of some of the images."""
+        return Moves(self.top[part], self.left[part], self.mirrored[part])
+
+
+def moves(
+    ids: NDArray[np.int64], seed: int, epoch: int, padding: int = 4, flip: Flip = "random"
+) -> Moves:
+    """Return what `crop_flip` does to the images with these ids."""
+    places = 2 * padding + 1
+    bits = sample_hash(seed, epoch, ids)
+    top = _below(places, bits & np.uint64(0xFFFFFF))
+    left = _below(places, (bits >> np.uint64(24)) & np.uint64(0xFFFFFF))
+    if flip == "alternate":
+        return Moves(top, left, alternates(ids, seed, epoch))
+    return Moves(top, left, (bits >> np.uint64(63)).astype(bool))
+
+
 def crop_flip(
     images: NDArray[np.uint8],
     ids: NDArray[np.int64],
@@ -78,9 +109,7 @@ def crop_flip(
     if count == 0:
         return images.copy()
     places = 2 * padding + 1
-    bits = sample_hash(seed, epoch, ids)
-    top = _below(places, bits & np.uint64(0xFFFFFF))
-    left = _below(places, (bits >> np.uint64(24)) & np.uint64(0xFFFFFF))
+    top, left, mirrored = moves(ids, seed, epoch, padding, flip)
     sides = ((0, 0), (padding, padding), (padding, padding), (0, 0))
     padded = np.pad(images, sides, "reflect" if border == "reflect" else "constant")
     padded = np.ascontiguousarray(padded)  # it has the order of the images' axes in memory
@@ -96,10 +125,6 @@ def crop_flip(
     cropped = lines[np.arange(count)[:, None], rows, left[:, None]]
     result: NDArray[np.uint8] = cropped.view(np.uint8).reshape(images.shape)
     pixels = result.view(np.dtype((np.void, channels)))[..., 0]
-    if flip == "alternate":
-        mirrored = alternates(ids, seed, epoch)
-    else:
-        mirrored = (bits >> np.uint64(63)).astype(bool)
     pixels[mirrored] = pixels[mirrored, :, ::-1]
     return result
 
@@ -167,13 +192,58 @@ def cutout(
             it.
     """
     _, height, width, _ = images.shape
-    bits = splitmix64(sample_hash(seed, epoch, ids))
-    top = _below(height, bits & np.uint64(0xFFFFFF)) - side // 2
-    left = _below(width, (bits >> np.uint64(24)) & np.uint64(0xFFFFFF)) - side // 2
+    top, left = squares(ids, seed, epoch, side, (height, width))
     rows, columns = np.arange(height), np.arange(width)
     in_rows = (rows >= top[:, None]) & (rows < top[:, None] + side)
     in_columns = (columns >= left[:, None]) & (columns < left[:, None] + side)
     images[in_rows[:, :, None] & in_columns[:, None, :]] = fill
+
+
+def squares(
+    ids: NDArray[np.int64], seed: int, epoch: int, side: int, shape: tuple[int, int]
+) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Return the top and left pixels of the squares that `cutout` blanks, int64 [n] each.
+
+    They are negative where a square lies partly outside.
+
+    Args:
+        shape: height and width of the images.
+    """
+    bits = splitmix64(sample_hash(seed, epoch, ids))
+    top = _below(shape[0], bits & np.uint64(0xFFFFFF)) - side // 2
+    left = _below(shape[1], (bits >> np.uint64(24)) & np.uint64(0xFFFFFF)) - side // 2
+    return top, left
+
+
+Square = tuple[NDArray[np.intp], NDArray[np.intp]]  # top and left pixel of each
+
+
+@dataclass(frozen=True)
+class Places:
+    """Images of a split that is in the memory of a device, and what is done to them there.
+
+    Attributes:
+        rows: of the split, int64 [n].
+        moves: of each image; None: they are used as they are.
+        squares: which are blanked; None for none.
+    """
+
+    rows: NDArray[np.int64]
+    moves: Moves | None = None
+    squares: Square | None = None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, part: slice) -> "Places":
+        return replace(
+            self,
+            rows=self.rows[part],
+            moves=None if self.moves is None else self.moves.part(part),
+            squares=None
+            if self.squares is None
+            else (self.squares[0][part], self.squares[1][part]),
+        )
 
 
 def _below(limit: int, bits: NDArray[np.uint64]) -> NDArray[np.intp]:

@@ -139,6 +139,16 @@ class Samples:
             return self._whole.labels[rows]
         return self._stored(rows).labels
 
+    def ids(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the sample ids at these rows, as `labels` does."""
+        whole = self.whole()
+        return self._stored(rows).ids if whole is None else whole.ids[rows]
+
+    def whole(self) -> Batch | None:
+        """Return the whole split as it is stored, if it is in memory; not a copy."""
+        self.load()
+        return self._whole
+
     def _stored(self, rows: NDArray[np.int64]) -> Batch:
         """Return the samples as they are stored."""
         self._check(rows)

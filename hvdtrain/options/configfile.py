@@ -25,7 +25,8 @@ MAY_CHANGE_IN_STUDY = frozenset(
 DEFAULTS = {item.name: item.default for item in fields(TrainConfig) if item.default is not MISSING}
 NEWER_OPTIONS = (  # with their defaults, a run has the folder that older versions gave it
     *("flip", "shift", "border", "whiten", "test_augment", "lr_start", "lr_end", "lr_scale"),
-    *("lookahead", "lookahead_share", "tf32", "cudnn_benchmark", "deterministic"),
+    *("lookahead", "lookahead_share", "resident", "tf32", "cudnn_benchmark"),
+    "deterministic",
 )
 OLDER_DEFAULTS = {"no_decay": "none"}
 

@@ -31,6 +31,13 @@ class DeviceOptions:
         Rule.ON_RESUME,
         shown_default="cuda if there is one",
     )
+    resident: Literal["auto", "always", "never"] = option(
+        "auto",
+        "keep the training images on the device, and augment them there: auto: on a GPU, if they "
+        "fit into a quarter of its free memory; the images are the same",
+        Group.DEVICES,
+        Rule.ON_RESUME | Rule.TORCH_ONLY | Rule.NOT_COMPARED,
+    )
     tf32: bool = option(
         False,
         "let a GPU round the factors of fp32 products to TF32: faster, with 10 bits instead of 23",

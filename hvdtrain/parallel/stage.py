@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
+from hvdtrain.data.augment import Places
 from hvdtrain.options.decay import KINDS, is_exempt
 from hvdtrain.parallel.batchnorm import Moments, SynchronisedBatchNorm
 from hvdtrain.parallel.checksums import digest, fingerprint
 from hvdtrain.parallel.memoryformat import keeping_format
+from hvdtrain.parallel.resident import Resident
 from hvdtrain.sync.gradients import Gradients
 from hvdtrain.sync.meetings import Meetings, NoMeetings
 
@@ -187,19 +189,27 @@ class Images:
         std: per channel, of pixels / 255.
         device: of the result.
         precision: a key of DTYPES.
+
+    Attributes:
+        resident: the training images, if they are on the device.
     """
 
     def __init__(
         self, mean: Sequence[float], std: Sequence[float], device: torch.device, precision: str
     ) -> None:
         self.device, self.dtype = device, DTYPES[precision]
+        self.resident: Resident | None = None
         shape = (1, len(mean), 1, 1)
         self.scale = self._constant(1 / (255 * np.asarray(std)), shape)
         self.shift = self._constant(-np.asarray(mean) / np.asarray(std), shape)
 
-    def __call__(self, images: np.ndarray) -> Tensor:
-        """Return normalised images [n, C, H, W] for uint8 [n, H, W, C]."""
-        stored = torch.from_numpy(images).to(self.device, non_blocking=True)
+    def __call__(self, images: np.ndarray | Places) -> Tensor:
+        """Return normalised images [n, C, H, W] for uint8 [n, H, W, C], or their places."""
+        if isinstance(images, Places):
+            assert self.resident is not None, "these images are not on the device"
+            stored = self.resident.take(images)
+        else:
+            stored = torch.from_numpy(images).to(self.device, non_blocking=True)
         return stored.permute(0, 3, 1, 2).to(self.dtype).mul_(self.scale).add_(self.shift)
 
     def _constant(self, values: np.ndarray, shape: tuple[int, ...]) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain import device as devices
+from hvdtrain.data.augment import Places
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.halves import Group
 from hvdtrain.parallel.stage import Part
@@ -41,7 +42,7 @@ class Step:
 
     Attributes:
         program: the actions.
-        images: uint8 [n, H, W, C], this rank's samples in the first stage.
+        images: uint8 [n, H, W, C], this rank's samples in the first stage, or their places.
         labels: int64 [n], of this rank's samples in the last stage.
         inputs: of this rank's stages, until their backward has run.
         targets: labels on the device, per micro-batch.
@@ -63,7 +64,7 @@ class Step:
     """
 
     program: Program
-    images: np.ndarray
+    images: np.ndarray | Places
     labels: np.ndarray
     inputs: dict[Key, Tensor] = field(default_factory=dict)
     targets: dict[Key, Tensor] = field(default_factory=dict)

@@ -10,7 +10,14 @@ import numpy as np
 from PIL.Image import Image
 
 from hvdtrain.config import TrainConfig
-from hvdtrain.data.augment import crop_flip, cutout, resized_crop_flip
+from hvdtrain.data.augment import (
+    Places,
+    crop_flip,
+    cutout,
+    moves,
+    resized_crop_flip,
+    squares,
+)
 from hvdtrain.data.index import Index, parse_index
 from hvdtrain.data.order import Range, Rows, split
 from hvdtrain.data.shardfile import Batch
@@ -31,12 +38,19 @@ READING = "reading its samples"
 class Feed:
     """Images uint8 [n, H, W, C] with their sample ids, and labels int64 [m] of other samples.
 
-    n is 0 on ranks without the first stage, m is 0 on ranks without the last stage.
+    n is 0 on ranks without the first stage, m is 0 on ranks without the last stage. Images on the
+    device are given by the places of their pixels.
     """
 
-    images: np.ndarray
+    images: np.ndarray | Places
     ids: Rows
     labels: Rows
+
+    @property
+    def pixels(self) -> np.ndarray:
+        """Return the images of a feed that the host has made."""
+        assert isinstance(self.images, np.ndarray)
+        return self.images
 
 
 Request = tuple[Rows, Rows]  # the rows whose images, and whose labels, a rank needs
@@ -79,6 +93,50 @@ class Feeder:
         return Feed(batch.images, batch.ids, labels)
 
 
+@dataclass
+class PlacedFeeder:
+    """Names the samples of a split that is on the device; takes the place of a `Feeder`."""
+
+    samples: Samples
+    config: TrainConfig
+    epoch: int
+
+    def gather(self, request: Request) -> Feed:
+        """Return one step's feed."""
+        rows, for_labels = request
+        config, ids = self.config, self.samples.ids(rows)
+        drawn = blanked = None
+        if config.augment == "crop-flip":
+            drawn = moves(ids, config.seed, self.epoch, config.shift, config.flip)
+        if config.cutout is not None:
+            shape = self.samples.index.image_shape[:2]
+            blanked = squares(ids, config.seed, self.epoch, config.cutout, shape)
+        return Feed(Places(rows, drawn, blanked), ids, self.samples.labels(for_labels))
+
+
+def training_feeder(
+    config: TrainConfig,
+    samples: Samples,
+    mean: Sequence[float],
+    epoch: int,
+    is_resident: bool = False,
+) -> "Feeder | PlacedFeeder":
+    """Return what makes the feeds of an epoch.
+
+    Args:
+        mean: as in `augmentation`.
+        is_resident: whether the samples are on the device.
+    """
+    if is_resident:
+        return PlacedFeeder(samples, config, epoch)
+    return Feeder(samples, augmentation(config, mean, epoch))
+
+
+def fill_of(mean: Sequence[float]) -> np.ndarray:
+    """Return the value of pixels that are blanked: the mean, uint8 [C]."""
+    return np.round(255 * np.asarray(mean)).astype(np.uint8)
+
+
 def augmentation(config: TrainConfig, mean: Sequence[float], epoch: int) -> Augmentation:
     """Return the augmentation of an epoch's images.
 
@@ -92,13 +150,12 @@ def augmentation(config: TrainConfig, mean: Sequence[float], epoch: int) -> Augm
     def batch(batch: Batch) -> Batch:
         images = batch.images
         if config.augment == "crop-flip":
-            images = crop_flip(images, batch.ids, config.seed, epoch, *moves)
+            images = crop_flip(images, batch.ids, config.seed, epoch, *options)
         if config.cutout is not None:
             cutout(images, batch.ids, config.seed, epoch, config.cutout, fill)
         return Batch(images, batch.labels, batch.ids)
 
-    moves = config.shift, config.border, config.flip
-    fill = np.round(255 * np.asarray(mean)).astype(np.uint8)
+    options, fill = (config.shift, config.border, config.flip), fill_of(mean)
     has_batch = config.augment == "crop-flip" or config.cutout is not None
     return Augmentation(
         picture if config.augment == "resized-crop-flip" else None, batch if has_batch else None

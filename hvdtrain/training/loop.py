@@ -22,7 +22,7 @@ from hvdtrain.options.configfile import as_started
 from hvdtrain.training.callbacks import Callbacks
 from hvdtrain.training.control import Agreed, Flags, Stopped, Vitals, stop_code
 from hvdtrain.training.evaluate import end_epoch, evaluate_end
-from hvdtrain.training.feed import Feed, Feeder, Request, augmentation, requests, watched
+from hvdtrain.training.feed import Feed, Request, requests, training_feeder, watched
 from hvdtrain.training.memorylimit import agreed_excess, check_memory
 from hvdtrain.training.opening import StartClock, begin, open_session
 from hvdtrain.training.progress import Stopwatch, learning_rate
@@ -219,7 +219,9 @@ def _train_under_plan(run: Run) -> None:
         piece for piece in order.step_slices(length, config.batch_size, offset) if piece[0] < last
     ]
     log = StepLog(run, epoch, length)
-    feeder = Feeder(session.splits["train"], augmentation(config, session.normalisation[0], epoch))
+    feeder = training_feeder(
+        config, session.splits["train"], session.normalisation[0], epoch, session.is_resident
+    )
     row_requests = requests(rows, slices, partial(session.local_rows, is_training=True))
     loader = Loader(feeder, row_requests)
     epochs = math.ceil(config.total_samples(length) / length)

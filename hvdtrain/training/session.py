@@ -244,6 +244,7 @@ class Session(ABC):
         parameters: number of the model's parameters.
         normalisation: mean and deviation per channel.
         train_rows, held_rows: of the train split, to train on and held out.
+        is_resident: whether this rank's device holds the training images.
         remarks: notes on the plan and the result of --verify, in words.
         predicted_seconds: per step, on rank 0 only, if the planner chose anything.
         predicted_bytes: that a rank sends per step to agree, as `predicted_seconds`.
@@ -264,6 +265,7 @@ class Session(ABC):
     train_rows: Rows
     held_rows: Rows
     splits: Mapping[str, Samples]
+    is_resident: bool = False
     remarks: tuple[str, ...] = ()
     predicted_seconds: float | None = None
     predicted_bytes: float | None = None

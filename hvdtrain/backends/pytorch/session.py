@@ -276,7 +276,7 @@ class TorchSession(Session):
             todo = self._next_program(batch_size, is_training=False)
             logits: Logits = {}
             for view in seen:
-                images = view.of(feed.images)
+                images = view.of(feed.pixels)
                 step = Step(todo, images, feed.labels, weight=view.weight, logits=logits)
                 self.runtime.evaluate(step)
             if step.loss_sum is not None and step.correct is not None:

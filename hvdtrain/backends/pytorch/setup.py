@@ -16,6 +16,7 @@ from hvdtrain.backends.pytorch.parts import (
     reason_against_split_backward,
 )
 from hvdtrain.backends.pytorch.ready import agree_on_values
+from hvdtrain.backends.pytorch.residence import resident_images
 from hvdtrain.backends.pytorch.session import (
     Times,
     TorchFaults,
@@ -103,6 +104,10 @@ def open_session(
     mark("plan")
     at_an_end = {0, plan.last} & set(plan.stages_of(world.rank)) != set()
     splits = open_splits(index, world, at_an_end or config.plan_request == ADAPTIVE)
+    if at_an_end and config.emulate is None and 0 in plan.stages_of(world.rank):
+        images.resident = resident_images(
+            config, splits["train"], images.device, normal[0], world.local_size
+        )
     trial = Trial(config, components, index, splits, train_rows, normal, images, world)
     if chosen is not None and is_chosen:
         chosen = _without_wrong_halves(trial, chosen)
@@ -151,6 +156,7 @@ def _built(
         train_rows=trial.rows,
         held_rows=held_rows,
         splits=trial.splits,
+        is_resident=trial.images.resident is not None,
         remarks=_remarks(config, plan, chosen, verified, world),
         predicted_seconds=_predicted_seconds(chosen, device.dilation),
         predicted_bytes=chosen.predicted_bytes if chosen else None,

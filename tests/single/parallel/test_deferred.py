@@ -1,4 +1,4 @@
-"""Verdicts on the gradients of a step on a device with a queue: the host does not wait for them."""
+"""Verdicts on the gradients of a step on a device with a queue, where the host does not wait."""
 
 import math
 from collections.abc import Iterator

@@ -123,6 +123,34 @@ def test_values_out_of_range_are_refused(settings: Any, message: str) -> None:
         TrainConfig(model="cnn", data="", **settings).check()
 
 
+@pytest.mark.parametrize("plan", [(), ("--ranks", 2, "--plan", "mp", "--microbatches", 2)])
+def test_images_on_the_device_train_the_same_to_the_bit(
+    hvdtrain: Program, small_set: Path, tmp_path: Path, plan: tuple[Any, ...]
+) -> None:
+    digests = {}
+    images = ("--augment", "crop-flip", "--border", "reflect", "--shift", 2, "--cutout", 3)
+    for name, options in {
+        "always": (*images, "--resident", "always"),
+        "never": (*images, "--resident", "never"),
+        "plain": ("--resident", "always"),
+    }.items():
+        run = tmp_path / name
+        run_of(hvdtrain, small_set, run, *options, *plan)
+        digests[name] = json.loads((run / "summary.json").read_text())["weights_sha256"]
+    assert digests["always"] == digests["never"] != digests["plain"]
+
+
+def test_images_that_the_host_has_to_make_cannot_be_on_the_device(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    model = ("--model", "cnn", "--data", small_set, "--augment", "resized-crop-flip")
+    done = hvdtrain("train", *model, "--run", tmp_path / "run", "--resident", "always")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "hvdtrain: --resident always: images that are scaled are made on the host: leave it out\n"
+    )
+
+
 def test_an_operation_without_a_deterministic_algorithm_is_named(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:

@@ -1,0 +1,60 @@
+"""The training images of a run on its device, if they can be there."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from hvdtrain import device as devices
+from hvdtrain.config import TrainConfig
+from hvdtrain.data.images import centre
+from hvdtrain.data.shards import Samples
+from hvdtrain.errors import UsageError
+from hvdtrain.parallel.resident import Resident
+from hvdtrain.training.feed import fill_of
+
+MOST_MEMORY = 0.25  # of the free memory of a GPU
+
+
+def resident_images(
+    config: TrainConfig,
+    samples: Samples,
+    device: torch.device,
+    mean: Sequence[float],
+    ranks: int,
+) -> Resident | None:
+    """Return the images of a split on the device, as --resident says.
+
+    Args:
+        mean: of each channel, of pixels in 0..1.
+        ranks: of this host.
+
+    Raises:
+        UsageError: if they should always be there, and cannot.
+    """
+    if config.resident == "never":
+        return None
+    index, is_auto = samples.index, config.resident == "auto"
+    fault = ""
+    if index.resize is not None or config.augment == "resized-crop-flip":
+        fault = "images that are scaled are made on the host"
+    elif not samples.in_memory:
+        fault = "the training images do not fit into the memory of the host"
+    if fault and not is_auto:
+        raise UsageError(f"--resident always: {fault}: leave it out")
+    size = samples.split.count * index.image_bytes
+    fits = size <= MOST_MEMORY * devices.free_bytes(device, ranks)
+    if fault or (is_auto and not (devices.is_gpu(device) and fits)):
+        return None
+    whole = samples.whole()
+    assert whole is not None
+    stored = whole.images
+    if index.packed_shape is not None:
+        stored = np.ascontiguousarray(centre(stored, index.image_shape[0]))
+    return Resident(
+        torch.from_numpy(stored).to(device),
+        config.shift,
+        config.border,
+        config.cutout or 0,
+        torch.from_numpy(fill_of(mean)).to(device),
+    )
