@@ -37,16 +37,16 @@ class Resident:
         device, (_, height, width, _) = self.images.device, self.images.shape
         rows = self._numbers([places.rows])[0]
         if places.moves is None:
-            taken = self.images[rows]
+            pixels = self.images[rows]
         else:
             top, left, mirrored = self._numbers(places.moves)
             y = top[:, None] + torch.arange(height, device=device) - self.padding
             x = torch.arange(width, device=device).expand(len(places), width)
             x = torch.where(mirrored[:, None] > 0, width - 1 - x, x) + left[:, None] - self.padding
-            taken = self._gather(rows, y, x)
+            pixels = self._gather(rows, y, x)
         if places.squares is not None:
-            taken = self._blank(taken, self._numbers(places.squares))
-        return taken
+            pixels = self._blank(pixels, self._numbers(places.squares))
+        return pixels
 
     def _numbers(self, arrays: Sequence[NDArray[np.generic]]) -> Tensor:
         """Return small arrays [n] as int64 [arrays, n] on the device, in one copy."""
@@ -60,11 +60,11 @@ class Resident:
             inside_y, inside_x = _reflected(y, height), _reflected(x, width)
         else:
             inside_y, inside_x = y.clamp(0, height - 1), x.clamp(0, width - 1)
-        taken = self.images[rows[:, None, None], inside_y[:, :, None], inside_x[:, None, :]]
+        pixels = self.images[rows[:, None, None], inside_y[:, :, None], inside_x[:, None, :]]
         if self.border == "zeros":
             is_inside = (y == inside_y)[:, :, None] & (x == inside_x)[:, None, :]
-            taken = taken * is_inside[..., None]
-        return taken
+            pixels = pixels * is_inside[..., None]
+        return pixels
 
     def _blank(self, images: Tensor, squares: Tensor) -> Tensor:
         _, height, width, _ = images.shape

@@ -39,9 +39,9 @@ def test_images_are_those_of_the_host(
         cutout(made, ids, SEED, EPOCH, side, fill)
         blanked = squares(ids, SEED, EPOCH, side, shape[:2])
     places = Places(rows, moves(ids, SEED, EPOCH, padding, flip), blanked)
-    taken = resident.take(places)
-    assert taken.dtype == torch.uint8
-    assert np.array_equal(taken.numpy(), made)
+    pixels = resident.take(places)
+    assert pixels.dtype == torch.uint8
+    assert np.array_equal(pixels.numpy(), made)
     part = places[slice(3, 9)]
     assert len(part) == 6
     assert np.array_equal(resident.take(part).numpy(), made[3:9])
