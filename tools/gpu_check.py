@@ -5,7 +5,7 @@
 Run it in an installed environment, or with --set-up where Horovod is still to be built. Stages
 that passed are not repeated, so that the same command continues after a stop or a time limit; a
 stage that failed does not stop the others. --device cpu rehearses all stages on the CPU, with
-small sizes.
+small sizes; --device late does so on a CPU whose copies are late, as those of a GPU.
 """
 
 import argparse
@@ -28,7 +28,8 @@ TRAIN = (PYTHON, "-m", "hvdtrain", "train", "--stall-timeout", "120")
 
 def stages(options: argparse.Namespace) -> dict[str, list[str]]:
     """Return the commands by name, in the order in which they are run."""
-    device, is_small = options.device, options.device == "cpu"
+    device = "cuda" if options.device == "cuda" else "cpu"
+    is_small = device == "cpu"
     images, steps = ("16", "6") if is_small else ("512", "120")
     overhead = [PYTHON, "benchmarks/overhead.py", "--device", device, "--precision", "bf16"]
     overhead += ["--images", images, "--steps", steps, "--window", "1" if is_small else "10"]
@@ -67,7 +68,7 @@ def main() -> None:
         if left < options.least:
             print(f"{name}: not run, {left:.0f} s are left: run the same command again")
             continue
-        results[name] = run(command, min(LONGEST, left), {"HVDTRAIN_TEST_DEVICE": options.device})
+        results[name] = run(command, min(LONGEST, left), settings(options.device))
         print(
             f"{name}: exit code {results[name]['returncode']} after {results[name]['seconds']} s"
         )
@@ -79,15 +80,24 @@ def main() -> None:
         sys.exit(f"not passed: {', '.join(failed)}")
 
 
+def settings(device: str) -> dict[str, str]:
+    """Return the environment variables of a stage."""
+    if device != "late":
+        return {"HVDTRAIN_TEST_DEVICE": device}
+    # Python imports `sitecustomize` from there when it starts, in each process of a stage.
+    return {"HVDTRAIN_TEST_DEVICE": "cpu", "PYTHONPATH": str(ROOT / "tests" / "late_start")}
+
+
 def run(command: list[str], seconds: float, settings: Mapping[str, str]) -> dict[str, Any]:
     """Run a command in the root of the repository; return its exit code, output and seconds."""
-    python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    paths = [str(ROOT), settings.get("PYTHONPATH"), os.environ.get("PYTHONPATH")]
+    python_path = os.pathsep.join(filter(None, paths))
     started = time.monotonic()
     try:
         done = subprocess.run(
             ["timeout", "--kill-after=10", f"{seconds:.0f}", *command],
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": python_path, **settings},
+            env={**os.environ, **settings, "PYTHONPATH": python_path},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -113,7 +123,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--to", required=True, type=_path, help="JSON file of the results")
     parser.add_argument("--data", type=_path, help="packed CIFAR-10")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--device", choices=("cuda", "cpu", "late"), default="cuda")
     parser.add_argument("--set-up", action="store_true", help="build Horovod first")
     parser.add_argument("--seconds", type=float, default=3600, help="time for all stages")
     parser.add_argument("--least", type=float, default=60, help="time that a stage needs to start")

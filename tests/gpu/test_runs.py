@@ -29,6 +29,8 @@ SHARED = ("--reduce-with", "mpi", "--verify")
         ("--ranks", 2, "--plan", "mp", "--schedule", "zb-h1"),
         ("--ranks", 2, "--plan", "dp", "--batch-norm", "sync"),
         ("--ranks", 2, "--plan", "dp", "--precision", "bf16"),
+        ("--ranks", 2, "--plan", "dp", "--precision", "fp16"),
+        ("--ranks", 2, "--plan", "mp", "--precision", "fp16"),
     ],
     ids=lambda options: "-".join(str(word).removeprefix("--") for word in options[2:]),
 )
@@ -43,13 +45,26 @@ def test_ranks_that_share_the_gpu_train_as_one(
 def test_a_run_that_was_killed_ends_with_the_same_weights(
     hvdtrain: Program, device: str, small_set: Path, tmp_path: Path
 ) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert train(hvdtrain, device, small_set, whole).returncode == 0
+    whole, killed, same = tmp_path / "whole", tmp_path / "killed", ("--deterministic",)
+    assert train(hvdtrain, device, small_set, whole, *same).returncode == 0
     fault = ("--inject", "kill step=6 rank=0", "--checkpoint-every", "4 steps")
-    assert train(hvdtrain, device, small_set, killed, *fault).returncode != 0
-    done = train(hvdtrain, device, small_set, killed, "--resume")
+    assert train(hvdtrain, device, small_set, killed, *same, *fault).returncode != 0
+    done = train(hvdtrain, device, small_set, killed, *same, "--resume")
     assert done.returncode == 0, done.stderr
     assert summary_of(killed)["weights_sha256"] == summary_of(whole)["weights_sha256"]
+
+
+def test_images_on_the_device_train_the_same(
+    hvdtrain: Program, device: str, small_set: Path, tmp_path: Path
+) -> None:
+    digests = set()
+    images = ("--augment", "crop-flip", "--border", "reflect", "--cutout", 4, "--deterministic")
+    for resident in ("always", "never"):
+        run = tmp_path / resident
+        done = train(hvdtrain, device, small_set, run, *images, "--resident", resident)
+        assert done.returncode == 0, done.stderr
+        digests.add(summary_of(run)["weights_sha256"])
+    assert len(digests) == 1
 
 
 def test_energy_memory_and_the_name_of_the_gpu_are_in_the_summary(

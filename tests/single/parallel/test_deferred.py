@@ -47,11 +47,11 @@ def late() -> Iterator[LateStream]:
         yield stream
 
 
-def runtime_of(**settings: object) -> Runtime:
+def runtime_of(device_name: str = "cpu", /, **settings: object) -> Runtime:
     config = TrainConfig(model="cnn", data="", batch_size=BATCH, seed=3, lr=0.1, **settings)  # type: ignore[arg-type]
     parts = components("cnn", CLASSES, SIZE)
     plan = replicated([part.name for part in parts], 1, 2, None)
-    images = Images(MEAN, STD, torch.device("cpu"), "fp32")
+    images = Images(MEAN, STD, torch.device(device_name), config.precision)
     return build_runtime(config, plan, parts, images, SIZE, ALONE)
 
 
