@@ -92,12 +92,14 @@ def run(command: list[str], seconds: float, settings: Mapping[str, str]) -> dict
     """Run a command in the root of the repository; return its exit code, output and seconds."""
     paths = [str(ROOT), settings.get("PYTHONPATH"), os.environ.get("PYTHONPATH")]
     python_path = os.pathsep.join(filter(None, paths))
+    # The commands of this environment first, as if it were activated.
+    path = os.pathsep.join([str(Path(PYTHON).parent), os.environ.get("PATH", os.defpath)])
     started = time.monotonic()
     try:
         done = subprocess.run(
             ["timeout", "--kill-after=10", f"{seconds:.0f}", *command],
             cwd=ROOT,
-            env={**os.environ, **settings, "PYTHONPATH": python_path},
+            env={**os.environ, **settings, "PYTHONPATH": python_path, "PATH": path},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
