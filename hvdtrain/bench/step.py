@@ -27,7 +27,7 @@ from hvdtrain.errors import Interrupted, Preempted, UsageError
 from hvdtrain.host.stop import StopRequest
 from hvdtrain.models.costs import component_costs
 from hvdtrain.parallel.runtime import TRANSFERS
-from hvdtrain.parallel.stage import DTYPES
+from hvdtrain.parallel.stage import AUTOCAST, DTYPES
 from hvdtrain.parallel.step import Step, read_later
 from hvdtrain.plan.actions import COMPUTE
 from hvdtrain.planner.chain import Chain, Link, without_gathering
@@ -320,7 +320,7 @@ def matrix_rate(device: torch.device, precision: str) -> float:
     size, unless a product takes too long before that: CPUs without bf16 instructions need minutes
     for a large one.
     """
-    dtype = torch.bfloat16 if precision == "bf16" else DTYPES[precision]
+    dtype = AUTOCAST.get(precision, DTYPES[precision])
     size, best, largest = SMALLEST, 0.0, GPU_SIZE if is_gpu(device) else CPU_SIZE
     until = time.perf_counter() + SECONDS
     while True:

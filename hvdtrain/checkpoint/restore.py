@@ -15,12 +15,13 @@ from hvdtrain.checkpoint import replication, store
 from hvdtrain.checkpoint.format import (
     PAUSES,
     Damaged,
+    Entry,
     Manifest,
     Unreadable,
     patiently,
     read_manifest,
 )
-from hvdtrain.checkpoint.store import MODEL
+from hvdtrain.checkpoint.store import MODEL, SYNC
 from hvdtrain.checkpoint.tensorfile import read_verified
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.health.failure import START_FACTOR
@@ -33,6 +34,7 @@ from hvdtrain.training.session import Session, Shape
 from hvdtrain.world import World
 
 Value = TypeVar("Value")
+PIECE = 2**30  # bytes of a message, since MPI counts to 2**31 - 1
 Forms = dict[str, tuple[Shape, np.dtype[Any]]]  # of tensors, by name
 
 SECONDS_TO_SHOW = 30.0  # until a network file system shows a folder to other hosts
@@ -43,13 +45,15 @@ class _Verified:
     """A checkpoint whose files match its manifest.
 
     Attributes:
-        parts: the tensors of each file; file n was read by rank n modulo their number.
+        entries: the files; file n was read by rank n modulo the number of ranks.
+        parts: the tensors of each file.
         read: the tensors of the files that this rank has read, by name.
     """
 
     path: Path
     progress: dict[str, Any]
     configuration: dict[str, Any]
+    entries: tuple[Entry, ...]
     parts: list[Forms]
     read: dict[str, np.ndarray]
 
@@ -168,7 +172,7 @@ def _verify(path: Path, session: Session) -> _Verified | DataError:
     if len({name for forms in parts for name in forms}) != sum(map(len, parts)):
         return Damaged(f"{path} contains a tensor twice")
     held = {name: tensor for tensors in read for name, tensor in tensors.items()}
-    return _Verified(path, manifest.progress, manifest.configuration, parts, held)
+    return _Verified(path, manifest.progress, manifest.configuration, manifest.parts, parts, held)
 
 
 def _forms(tensors: Mapping[str, np.ndarray]) -> Forms:
@@ -248,21 +252,37 @@ def _spread(
 ) -> dict[str, np.ndarray]:
     """Return the tensors of these names, each read by one rank and sent to all. Collective.
 
-    So a job of any size opens each file once. A rank drops at once what it does not need.
+    So a job of any size opens each file once. A rank drops at once what it does not need. The
+    states of ways to agree are of one rank each, which reads its own unless it has done so.
     """
-    world, held = session.world, dict[str, np.ndarray]()
-    with _waiting(session):
-        for part, forms in enumerate(checkpoint.parts):
-            reader = part % world.size
+    rank, size, held = session.world.rank, session.world.size, dict[str, np.ndarray]()
+    for part, forms in enumerate(checkpoint.parts):
+        reader, line = part % size, f"reading file {part + 1} of a checkpoint together"
+        with session.activity.doing(line, START_FACTOR, after_others=True):
             for name, (shape, dtype) in forms.items():
-                is_here = world.rank == reader
-                tensor = checkpoint.read[name] if is_here else np.empty(shape, dtype)
-                if world.communicator is not None:
-                    memory = tensor.reshape(-1).view(np.uint8)
-                    wait_until(world.communicator.Ibcast(memory, reader).Test)
+                if name.startswith(SYNC):
+                    continue
+                tensor = checkpoint.read[name] if rank == reader else np.empty(shape, dtype)
+                _send(tensor, reader, session.world)
                 if name in names:
                     held[name] = tensor
+        states = {name for name in forms if name.startswith(SYNC) and name in names}
+        if states:
+            entry, path = checkpoint.entries[part], checkpoint.path
+            read = partial(read_verified, path, entry)
+            source = checkpoint.read if rank == reader else patiently(read)
+            held |= {name: source[name] for name in states}
     return held
+
+
+def _send(tensor: np.ndarray, reader: int, world: World) -> None:
+    """Send a tensor of rank `reader` to all ranks, into theirs. Collective."""
+    if world.communicator is None:
+        return
+    memory = tensor.reshape(-1).view(np.uint8)
+    for start in range(0, len(memory), PIECE):
+        request = world.communicator.Ibcast(memory[start : start + PIECE], reader)
+        wait_until(request.Test)
 
 
 def _difference(checkpoint: Mapping[str, Shape], model: Mapping[str, Shape]) -> str:

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from functools import partial
 
 from torch import Tensor, nn
+from torch.nn import functional
 
 from hvdtrain.models.component import IMAGE_CHANNELS, Component, check_image_size
 
@@ -73,9 +74,9 @@ class Head(nn.Module):
 
     def __init__(self, in_channels: int, classes: int) -> None:
         super().__init__()
-        self.pool = nn.AdaptiveMaxPool2d(1)
         self.fc = nn.Linear(in_channels, classes, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
-        logits: Tensor = self.fc(self.pool(x).flatten(1))
+        # Not AdaptiveMaxPool2d, whose backward on a GPU is not deterministic.
+        logits: Tensor = self.fc(functional.max_pool2d(x, x.shape[2:]).flatten(1))
         return logits * SCALE

@@ -34,7 +34,7 @@ class DeviceOptions:
     resident: Literal["auto", "always", "never"] = option(
         "auto",
         "keep the training images on the device, and augment them there: auto: on a GPU, if they "
-        "fit into a quarter of its free memory; the images are the same",
+        "fit into a tenth of its free memory; the images are the same",
         Group.DEVICES,
         Rule.ON_RESUME | Rule.TORCH_ONLY | Rule.NOT_COMPARED,
     )

@@ -136,7 +136,7 @@ def update(
     """
     part = parts[stage]
     is_bad = False
-    if rule.defers:
+    if rule.defers and _has_momentum(part):
         _defer(rule, part, step)
     elif not rule.needs_norm:
         step.reduction.add(part.gradients.finish())
@@ -186,6 +186,15 @@ def _judge(
     if rule.clip_norm is not None and not step.is_bad:
         clip_gradients(step.norm, rule.clip_norm, parts)
     step.is_finished = True
+
+
+def _has_momentum(part: Part) -> bool:
+    """Return whether the optimizer's kernels leave no memory unset when they leave out an update.
+
+    Those of SGD allocate the momentum in the first step, and do not fill it if that is bad.
+    """
+    optimizer = part.optimizer
+    return optimizer is None or not optimizer.defaults.get("momentum") or bool(optimizer.state)
 
 
 def _defer(rule: UpdateRule, part: Part, step: Step) -> None:

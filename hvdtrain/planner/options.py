@@ -28,7 +28,7 @@ class PlanConfig(ModelInConfig):
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] | None = field_of_train("schedule")
     precision: Precision | None = field(
         default=None,
-        metadata=about("fp32, bf16 or fp64", default="fp64 for check, else fp32"),
+        metadata=about("fp32, bf16, fp16 or fp64", default="fp64 for check, else fp32"),
     )
     device: Device = field(default="cpu", metadata=about("device of the steps (check)"))
     optimizer: Optimizer = field_of_train("optimizer")

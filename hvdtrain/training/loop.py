@@ -212,6 +212,7 @@ def _train_under_plan(run: Run) -> None:
     if session.timeline is not None:
         session.timeline.align()
     epoch, offset = order.locate(progress.position, length)
+    run.step_ended = None
     clock = Stopwatch(progress, "train_seconds", session.device.dilation)
     rows = order.training_order(session.index, session.train_rows, config.seed, epoch)
     last = config.total_samples(length) - epoch * length
@@ -311,7 +312,12 @@ def _step(run: Run, feed: Feed, epoch: int, batch_size: int, data_seconds: float
         run.journal.ledger += [f"{stem},{sample}\n" for sample in feed.ids.tolist()]
     if session.timeline is not None and progress.step - run.before.step == TRACED_STEPS:
         session.timeline.write()
-    vitals = _vitals(run, result, time.perf_counter() - started, data_seconds)
+    seconds, ended = time.perf_counter() - started, time.perf_counter()
+    if session.device.loss_delay and run.step_ended is not None:
+        # The host does not wait for a GPU within a step, but before the next one.
+        seconds = ended - run.step_ended - data_seconds
+    run.step_ended = ended
+    vitals = _vitals(run, result, seconds, data_seconds)
     with run.activity.doing("agreeing with all ranks on the step before"):
         return run.control.post(result.read, result.samples, _flags(run, result), vitals)
 

@@ -49,6 +49,8 @@ class Run:
         clock: counts the seconds of the run.
         step_records: the last steps.
         skipped_in_a_row: bad steps since the last good one.
+        step_ended: when the host had put the last step of the epoch into the device's queue, by
+            the performance counter.
         before: the progress when this process started.
         peak_before: peak memory before the first step, in bytes.
         load: what was counted of the cores before the first step.
@@ -70,6 +72,7 @@ class Run:
     step_records: deque[StepRecord]
     peak_before: int
     skipped_in_a_row: int = 0
+    step_ended: float | None = None
     reported_memory: bool = False
     load: Load = field(init=False)
 

@@ -129,6 +129,7 @@ def trained_model(run: str | Path, which: Which = "best", model: Model | None = 
     )
     _check(components, saved.tensors, config, checkpoint)
     device = torch.device("cpu") if config.device == "cpu" else devices.gpu_if_there_is_one()
+    devices.choose_algorithms(config.tf32, config.cudnn_benchmark, config.deterministic)
     stage = build_model(components, config, device)
     stage.put({name: to_tensor(value) for name, value in saved.tensors.items()})
     stage.train(False)

@@ -31,6 +31,7 @@ def tensors_of(file: int) -> Tensors:
         f"optimizer/{file}.weight/step": np.array(file, np.int64),
         f"model/{file}.none": np.zeros((0, 4)),
         f"model/{file}.flags": np.array([True, False, True]),
+        f"sync/{file}.residual": np.arange(3.0) + file,  # of one rank
     }
 
 
@@ -67,6 +68,7 @@ def test_every_file_is_read_once_and_every_rank_gets_what_it_holds(
     # Each rank holds another part of the model, and some tensors are held by all.
     everything = {name: value for file in range(FILES) for name, value in tensors_of(file).items()}
     names = [name for name in everything if f"/{world.rank}." in name or "half" in name]
+    monkeypatch.setattr(restore, "PIECE", 16)
     held = restore._spread(checkpoint, names, session)
     assert held.keys() == set(names)
     for name, tensor in held.items():

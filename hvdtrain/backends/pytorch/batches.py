@@ -4,6 +4,7 @@ The smaller batch at the end of an epoch comes hours later, and must not be the 
 """
 
 from collections.abc import Collection, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -24,6 +25,8 @@ from hvdtrain.parallel.stage import DTYPES
 from hvdtrain.plan.cut import cut
 from hvdtrain.plan.plan import Plan
 from hvdtrain.plan.validate import prove
+
+LARGEST_QUICK_IMAGE = 64  # pixels
 
 
 def batch_sizes(config: TrainConfig, epoch_length: int) -> list[int]:
@@ -61,14 +64,19 @@ def input_boundaries(
         UsageError: if images or classes do not fit the model.
     """
     dtype = DTYPES[config.precision]
-    device = _device(config)
+    device = _device(config, image_size)
     emitted = boundaries(components, image_size, classes=classes, dtype=dtype, device=device)
     return [Boundary((2, IMAGE_CHANNELS, image_size, image_size), dtype), *emitted[:-1]]
 
 
-def _device(config: TrainConfig) -> str:
-    """Return where components run for their shapes: the meta device for any model of a user."""
-    return "cpu" if config.model in REGISTRY else "meta"
+def _device(config: TrainConfig, image_size: int) -> str:
+    """Return where components run for their shapes.
+
+    The meta device for any model of a user, for an emulated one, which would sleep, and for images
+    so large that computing takes longer than what it loads.
+    """
+    is_quick = config.model in REGISTRY and image_size <= LARGEST_QUICK_IMAGE
+    return "cpu" if is_quick and config.emulate is None else "meta"
 
 
 def check_sizes(
@@ -81,8 +89,9 @@ def check_sizes(
     """Check batches of these sizes as `check_batches` does."""
     for size in sizes:
         prove(plan, size, config.batch_norm == "sync")
+    device = _device(config, inputs[0].shape[-1])
     modules = {
-        component.name: shape_of(component, DTYPES[config.precision], _device(config))
+        component.name: shape_of(component, DTYPES[config.precision], device)
         for component in components
     }
     forms = {component.name: form for component, form in zip(components, inputs, strict=True)}
@@ -103,9 +112,10 @@ def check_sizes(
             for name in stage.components:
                 # Synchronised batch norms see the samples of all replicas together.
                 local = counts if is_synchronised else counts - {0}
-                _try(config, name, modules[name], forms[name], local, size, not is_synchronised)
+                run = partial(_try, config, name, modules[name], forms[name], device=device)
+                run(local, size, not is_synchronised)
                 if is_synchronised:
-                    _try(config, name, modules[name], forms[name], whole, size, True)
+                    run(whole, size, True)
 
 
 def _try(
@@ -116,17 +126,18 @@ def _try(
     counts: Collection[int],
     size: int,
     normalises: bool,
+    device: str,
 ) -> None:
     """Run a component in training mode with each number of samples.
 
     Args:
         size: the global batch size, for the message.
         normalises: whether batch norms are in training mode, too.
+        device: of the module.
 
     Raises:
         UsageError: if the component fails.
     """
-    device = _device(config)
     if device != "meta":  # a model of hvdtrain computes the same with 2 samples as with more
         counts = {min(count, 2) for count in counts}
     module.train()

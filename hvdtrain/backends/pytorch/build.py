@@ -113,10 +113,11 @@ def _rule(config: TrainConfig, plan: Plan, device: torch.device) -> UpdateRule:
         config.clip_norm,
         config.gradient_limit if config.gradient_limit is not None else math.inf,
         skips=skips,
-        # Otherwise ranks must agree on the host.
+        # Otherwise ranks agree on the host, or more than a kernel of PyTorch makes the update.
         defers=devices.is_queued(device)
         and not (skips or config.shard_optimizer or config.gradient_limit is not None)
         and not isinstance(config.sync_request, Server)
+        and not (config.optimizer == "sgdw" or config.lookahead is not None)
         and (config.clip_norm is None or plan.last == 0),
     )
 

@@ -13,7 +13,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.parallel.resident import Resident
 from hvdtrain.training.feed import fill_of
 
-MOST_MEMORY = 0.25  # of the free memory of a GPU
+MOST_MEMORY = 0.1  # of the free memory of a GPU
 
 
 def resident_images(
@@ -38,13 +38,13 @@ def resident_images(
     fault = ""
     if index.resize is not None or config.augment == "resized-crop-flip":
         fault = "images that are scaled are made on the host"
+    elif config.border == "reflect" and config.shift >= min(index.image_shape[:2]):
+        fault = "shifts of a whole image are made on the host"
     elif not samples.in_memory:
         fault = "the training images do not fit into the memory of the host"
     if fault and not is_auto:
         raise UsageError(f"--resident always: {fault}: leave it out")
-    size = samples.split.count * index.image_bytes
-    fits = size <= MOST_MEMORY * devices.free_bytes(device, ranks)
-    if fault or (is_auto and not (devices.is_gpu(device) and fits)):
+    if fault or (is_auto and not _fits(config, samples, device, ranks)):
         return None
     whole = samples.whole()
     assert whole is not None
@@ -58,3 +58,15 @@ def resident_images(
         config.cutout or 0,
         torch.from_numpy(fill_of(mean)).to(device),
     )
+
+
+def _fits(config: TrainConfig, samples: Samples, device: torch.device, ranks: int) -> bool:
+    """Return whether a GPU has enough memory for the images besides all else.
+
+    --memory-limit does not count them.
+    """
+    if not devices.is_gpu(device) or config.memory_limit is not None:
+        return False
+    sharing = -(-ranks // devices.gpu_count())
+    free = devices.free_bytes(device, ranks) / sharing
+    return samples.split.count * samples.index.image_bytes <= MOST_MEMORY * free

@@ -76,6 +76,7 @@ def open_session(
         UsageError, DataError: if the options or the data are invalid.
     """
     check_started(config, world)
+    torch.set_num_threads(world.threads)
     index = staged(shared_index(config, world), config.stage, world)
     modelled = as_modelled(index, config)
     components = model_components(config, modelled)
@@ -225,9 +226,8 @@ def _without_wrong_halves(trial: Trial, chosen: "Choice") -> "Choice":
 
 
 def _images(config: TrainConfig, normal: Normalisation, world: World) -> Images:
-    """Return what prepares images on this rank's device; set its threads and algorithms."""
+    """Return what prepares images on this rank's device; set its algorithms."""
     device = choose_device(config.device, world)
-    torch.set_num_threads(world.threads)
     choose_algorithms(config.tf32, config.cudnn_benchmark, config.deterministic)
     if config.compile:
         check_compiler(device)

@@ -1,0 +1,76 @@
+"""The training images of a session are on the device where --resident and the data set say so."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hvdtrain import data
+from hvdtrain.backends.pytorch.residence import resident_images
+from hvdtrain.backends.pytorch.setup import open_session
+from hvdtrain.config import TrainConfig
+from hvdtrain.data.index import read_index
+from hvdtrain.data.shards import open_split
+from hvdtrain.errors import UsageError
+from hvdtrain.parallel.stage import Images
+from hvdtrain.training.feed import training_feeder
+from hvdtrain.world import World
+
+CPU, MEAN = torch.device("cpu"), (0.3, 0.5, 0.7)
+ALONE = World("none", 0, 1, 0, 1, 1)
+
+
+def config_of(**settings: Any) -> TrainConfig:
+    return TrainConfig(model="cnn", data="", seed=4, **settings).check()
+
+
+@pytest.mark.parametrize("size", [16, 12])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"augment": "crop-flip"},
+        {"augment": "crop-flip", "border": "reflect", "flip": "alternate", "shift": 2},
+        {"augment": "crop-flip", "cutout": 5},
+        {"cutout": 3},
+    ],
+    ids=str,
+)
+def test_feeds_of_the_device_are_those_of_the_host(
+    tmp_path: Path, settings: dict[str, Any], size: int
+) -> None:
+    data.synth(tmp_path / "set", 60, 3, size=16)
+    index = read_index(tmp_path / "set").at_size(size)
+    config = config_of(resident="always", **settings)
+    rows = np.array([59, 0, 7, 7, 31])  # as where others are held out
+    with open_split(index, "train") as samples:
+        images = Images(MEAN, (0.2, 0.2, 0.2), CPU, "fp32")
+        images.resident = resident_images(config, samples, CPU, MEAN, 1)
+        assert images.resident is not None
+        feeds = [
+            training_feeder(config, samples, MEAN, 3, is_resident).gather((rows, rows[:2]))
+            for is_resident in (True, False)
+        ]
+        assert not isinstance(feeds[0].images, np.ndarray)
+        assert np.array_equal(feeds[0].ids, feeds[1].ids)
+        assert np.array_equal(feeds[0].labels, feeds[1].labels)
+        assert torch.equal(*(images(feed.images) for feed in feeds))
+
+
+@pytest.mark.parametrize(("resident", "expected"), [("always", True), ("auto", False)])
+def test_a_session_knows_whether_they_are(small_set: Path, resident: Any, expected: bool) -> None:
+    config = TrainConfig(model="cnn", data=str(small_set), resident=resident).check()
+    session = open_session(config, ALONE)
+    assert session.is_resident is expected
+    session.close()
+
+
+def test_shifts_of_a_whole_image_are_made_on_the_host(small_set: Path) -> None:
+    config = config_of(resident="always", augment="crop-flip", border="reflect", shift=40)
+    with (
+        open_split(read_index(small_set), "train") as samples,
+        pytest.raises(UsageError, match="shifts of a whole image are made on the host"),
+    ):
+        resident_images(config, samples, CPU, MEAN, 1)
