@@ -105,7 +105,7 @@ def open_session(
     mark("plan")
     at_an_end = {0, plan.last} & set(plan.stages_of(world.rank)) != set()
     splits = open_splits(index, world, at_an_end or config.plan_request == ADAPTIVE)
-    if at_an_end and config.emulate is None and 0 in plan.stages_of(world.rank):
+    if config.emulate is None and 0 in plan.stages_of(world.rank):
         images.resident = resident_images(
             config, splits["train"], images.device, normal[0], world.local_size
         )
