@@ -316,3 +316,16 @@ def _disk_time(folder: Path, token: str) -> float:
     finally:
         with suppress(OSError):
             path.unlink()
+
+
+def process_start() -> float:
+    """Return when this process was started, in seconds on the system's clock.
+
+    Not by psutil, whose value is up to a second too early, and which a launcher does not load.
+    """
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:  # not Linux
+        return time.time()
+    since_boot = ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot

@@ -6,12 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 
-import psutil
-
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
 from hvdtrain.host import quiet
-from hvdtrain.host.ownership import LAUNCHED
+from hvdtrain.host.ownership import LAUNCHED, process_start
 from hvdtrain.options.configfile import public
 from hvdtrain.training.precheck import NO_TENSORFLOW
 from hvdtrain.training.run import Run
@@ -32,7 +30,7 @@ class StartClock:
         seconds: by phase, in their order.
     """
 
-    last: float = field(default_factory=lambda: psutil.Process().create_time())
+    last: float = field(default_factory=process_start)
     seconds: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -6,15 +6,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
-
 from hvdtrain import launch
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import Interrupted, Preempted, RankError, shortened
 from hvdtrain.health.failure import start_patience
 from hvdtrain.health.starts import MOST_FRUITLESS_STARTS, newest
 from hvdtrain.host import alert
-from hvdtrain.host.ownership import LAUNCH, LAUNCHED
+from hvdtrain.host.ownership import LAUNCH, LAUNCHED, process_start
 from hvdtrain.launch import RanksStop
 from hvdtrain.options import injection
 from hvdtrain.plan.planfile import refit
@@ -40,7 +38,7 @@ def run(config: TrainConfig, arguments: Sequence[str], stop: RanksStop) -> int:
     folder = Path(config.run) if config.run else None
     if folder is None and config.restarts:
         folder = make_folder(config)
-    launch_id, launched = secrets.token_hex(8), psutil.Process().create_time()
+    launch_id, launched = secrets.token_hex(8), process_start()
     fruitless = 0
     for left in range(config.restarts, -1, -1):
         environment = _environment(config, f"{launch_id}:{config.restarts - left}", messages)

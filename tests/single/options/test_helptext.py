@@ -31,17 +31,18 @@ def script(hvdtrain: Program, tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (["tr"], ["train"]),
         (["train", "--prec"], ["--precision"]),
-        (["train", "--precision", ""], ["fp32", "bf16", "fp64"]),
+        (["train", "--precision", ""], ["fp32", "bf16", "fp16", "fp64"]),
         (["train", "--compile", "--prec"], ["--precision"]),
-        (["train", "--no-c"], ["--no-change-batch-norm", "--no-compile"]),
+        (["train", "--no-c"], ["--no-change-batch-norm", "--no-compile", "--no-cudnn-benchmark"]),
         (["jobs", "s"], ["submit", "sweep", "status"]),
         (
             ["jobs", "submit", "--no"],
             [
                 *("--no-allow-approximate", "--no-average-optimizer", "--no-bind"),
-                *("--no-change-batch-norm", "--no-compile"),
-                *("--no-decay", "--no-dry-run"),
-                *("--no-resume", "--no-shard-optimizer", "--no-verify", "--no-whiten"),
+                *("--no-change-batch-norm", "--no-compile", "--no-cudnn-benchmark"),
+                *("--no-decay", "--no-deterministic", "--no-dry-run"),
+                *("--no-resume", "--no-shard-optimizer", "--no-tf32", "--no-verify"),
+                "--no-whiten",
                 *("--nodes", "--normalise"),
             ],
         ),
