@@ -33,7 +33,6 @@ class Held(dict[Key, tuple[Tensor, int]]):
 
 
 Logits = dict[Key, Tensor]  # of the last stage, by micro-batch
-Read = Callable[[], tuple[float, bool]]  # the sum of losses, and whether an update was left out
 
 
 @dataclass
@@ -85,7 +84,7 @@ class Step:
     verdicts: list[Tensor] = field(default_factory=list)
 
 
-def read_later(step: Step) -> Read:
+def read_later(step: Step) -> Callable[[], tuple[float, bool]]:
     """Return what reads the results of a step that has run, in one copy from its device."""
     losses = [] if step.loss_sum is None else [step.loss_sum]
     read = devices.read_later([*losses, *step.verdicts])

@@ -58,8 +58,11 @@ def python(framework: str = "torch") -> str:
 
 def fork_of(process: psutil.Process) -> psutil.Process:
     """Return the fork that runs for this process if it is a client, else the process itself."""
-    note = Path(os.environ[FOLDER], f"fork-of-{process.pid}")
-    return psutil.Process(int(note.read_text())) if note.exists() else process
+    try:
+        number = Path(os.environ[FOLDER], f"fork-of-{process.pid}").read_text()
+    except FileNotFoundError:  # not a client, or one that has ended
+        return process
+    return psutil.Process(int(number))
 
 
 def _start(folder: Path, framework: str) -> None:

@@ -51,8 +51,17 @@ def resident_images(
     stored = whole.images
     if index.packed_shape is not None:
         stored = np.ascontiguousarray(centre(stored, index.image_shape[0]))
+    try:
+        images = torch.from_numpy(stored).to(device)
+    except torch.OutOfMemoryError:  # another process has taken what was free
+        if is_auto:
+            return None
+        raise UsageError(
+            f"--resident always: the images need {stored.nbytes:,} bytes of {device}, which has "
+            "fewer free: leave it out"
+        ) from None
     return Resident(
-        torch.from_numpy(stored).to(device),
+        images,
         config.shift,
         config.border,
         config.cutout or 0,

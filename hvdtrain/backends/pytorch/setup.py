@@ -31,6 +31,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
 from hvdtrain.data.index import Index
 from hvdtrain.data.order import Rows
+from hvdtrain.data.shards import Samples
 from hvdtrain.device import choose_algorithms, choose_device, is_gpu
 from hvdtrain.emulate.world import emulation_of
 from hvdtrain.errors import UsageError
@@ -82,12 +83,7 @@ def open_session(
     components = model_components(config, modelled)
     agree_on_values(components, world)
     if config.emulate is not None:
-        from hvdtrain.backends.pytorch.emulated import emulate  # loads the planner
-
-        def plan_of(parts: Sequence[Component]) -> Plan:
-            return make_plan(config, parts, modelled.image_shape[0], index.classes, world.size)
-
-        config, components, world = emulate(config, components, modelled, world, plan_of)
+        config, components, world = _emulated(config, components, modelled, world)
     train_rows, held_rows = order.holdout(
         index.splits["train"].count, config.holdout, index.hash, config.seed
     )
@@ -98,17 +94,11 @@ def open_session(
     plan = _agreed_plan(config, components, index, len(train_rows), world)
     images = _images(config, normal, world)
     is_chosen, chosen = plan is None, None
-    if is_chosen or config.sync_request == AUTO_SYNC:
+    if plan is None or config.sync_request == AUTO_SYNC:
         chosen = _choose(config, components, index, images, len(train_rows), world, plan)
         config, plan = with_choice(config, chosen.compress), chosen.plan
-    assert plan is not None
     mark("plan")
-    at_an_end = {0, plan.last} & set(plan.stages_of(world.rank)) != set()
-    splits = open_splits(index, world, at_an_end or config.plan_request == ADAPTIVE)
-    if config.emulate is None and 0 in plan.stages_of(world.rank):
-        images.resident = resident_images(
-            config, splits["train"], images.device, normal[0], world.local_size
-        )
+    splits = _opened(config, plan, index, images, normal[0], world)
     trial = Trial(config, components, index, splits, train_rows, normal, images, world)
     if chosen is not None and is_chosen:
         chosen = _without_wrong_halves(trial, chosen)
@@ -120,6 +110,40 @@ def open_session(
     check_dtypes(session.state.tensors())
     mark("model")
     return session
+
+
+def _emulated(
+    config: TrainConfig, components: list[Component], index: Index, world: World
+) -> tuple[TrainConfig, list[Component], World]:
+    """Return what the run of an emulated machine has in place of these. Collective."""
+    from hvdtrain.backends.pytorch.emulated import emulate  # loads the planner
+
+    def plan_of(parts: Sequence[Component]) -> Plan:
+        return make_plan(config, parts, index.image_shape[0], index.classes, world.size)
+
+    return emulate(config, components, index, world, plan_of)
+
+
+def _opened(
+    config: TrainConfig,
+    plan: Plan,
+    index: Index,
+    images: Images,
+    mean: Sequence[float],
+    world: World,
+) -> dict[str, Samples]:
+    """Return the splits by name, opened by ranks that read them; move images to the device.
+
+    Collective.
+    """
+    stages = set(plan.stages_of(world.rank))
+    at_an_end = not stages.isdisjoint({0, plan.last})
+    splits = open_splits(index, world, at_an_end or config.plan_request == ADAPTIVE)
+    if config.emulate is None and 0 in stages:
+        images.resident = resident_images(
+            config, splits["train"], images.device, mean, world.local_size
+        )
+    return splits
 
 
 def _built(

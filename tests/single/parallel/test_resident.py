@@ -14,12 +14,14 @@ COUNT, SEED, EPOCH = 40, 5, 3
 
 @pytest.mark.parametrize(
     ("border", "flip", "padding", "side", "shape"),
-    product(
-        ("zeros", "reflect"),
-        ("random", "alternate"),
-        (0, 2, 4),
-        (None, 1, 5),
-        ((9, 9, 3), (8, 11, 1)),
+    list(
+        product(
+            ("zeros", "reflect"),
+            ("random", "alternate"),
+            (0, 2, 4),
+            (None, 1, 5),
+            ((9, 9, 3), (8, 11, 1)),
+        )
     ),
 )
 def test_images_are_those_of_the_host(

@@ -74,3 +74,16 @@ def test_shifts_of_a_whole_image_are_made_on_the_host(small_set: Path) -> None:
         pytest.raises(UsageError, match="shifts of a whole image are made on the host"),
     ):
         resident_images(config, samples, CPU, MEAN, 1)
+
+
+def test_a_device_that_another_process_has_filled_is_told(
+    small_set: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.Tensor, "to", is_full)
+    with open_split(read_index(small_set), "train") as samples:
+        with pytest.raises(UsageError, match=r"--resident always: the images need [\d,]+ bytes"):
+            resident_images(config_of(resident="always"), samples, CPU, MEAN, 1)
+        assert resident_images(config_of(resident="never"), samples, CPU, MEAN, 1) is None
