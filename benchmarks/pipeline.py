@@ -191,7 +191,9 @@ def _timed_step(runtime: Runtime, mine: Step, job: World) -> dict[str, float]:
     step = runtime.run(Step(mine.program, mine.images, mine.labels))
     seconds = time.perf_counter() - began
     loss = 0.0 if step.loss_sum is None else float(step.loss_sum) / mine.program.cut.batch_size
-    return {"seconds": seconds, "loss": loss} | vars(step.waited)
+    spent = step.marks.seconds()
+    waited = {"bubble": spent.bubble, "transfer": spent.transfer}
+    return {"seconds": seconds, "loss": loss} | waited
 
 
 def _summary(steps: list[list[dict[str, float]]], timeline: Timeline) -> dict[str, float]:

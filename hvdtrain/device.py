@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import pairwise
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import psutil
@@ -23,6 +23,13 @@ from hvdtrain.errors import UsageError
 from hvdtrain.world import World
 
 Place = tuple[str, str]  # a host and the UUID of one of its GPUs
+
+
+class Mark(Protocol):
+    """A place in the queue of a device, or a time of the host."""
+
+    def __sub__(self, earlier: Any, /) -> float:
+        """Return the seconds since an earlier mark; the device must have reached both."""
 
 
 class Event(Protocol):
@@ -44,6 +51,23 @@ class Stream(Protocol):
     def event(self, device: torch.device) -> Event:
         """Record an event behind all that is in the queue of a device."""
 
+    def mark(self, device: torch.device) -> Mark:
+        """Record a mark behind all that is in the queue of a device."""
+
+    def finish(self, device: torch.device) -> None:
+        """Return once a device has done all that is in its queues."""
+
+
+@dataclass(frozen=True)
+class GpuMark:
+    """A mark in the queue of a GPU."""
+
+    event: Any
+
+    def __sub__(self, earlier: "GpuMark", /) -> float:
+        """Return the seconds since an earlier mark."""
+        return float(earlier.event.elapsed_time(self.event)) / 1e3
+
 
 class GpuStream:
     """The current streams of the GPUs."""
@@ -61,6 +85,16 @@ class GpuStream:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(device))
         return event
+
+    def mark(self, device: torch.device) -> GpuMark:
+        """Record a mark on the stream on which the operations of this GPU's tensors run."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(device))
+        return GpuMark(event)
+
+    def finish(self, device: torch.device) -> None:
+        """Return once the GPU has done all its work, on all streams."""
+        torch.cuda.synchronize(device)
 
 
 STREAMS: dict[str, Stream] = {"cuda": GpuStream()}
@@ -137,16 +171,18 @@ def is_queued(device: torch.device) -> bool:
     return device.type in STREAMS
 
 
-def read_later(values: Sequence[Tensor]) -> Callable[[], list[float]]:
-    """Return a function that returns the numbers in tensors of one device.
+def read_later(values: Sequence[Tensor], device: torch.device) -> Callable[[], list[float]]:
+    """Return a function that returns the numbers in tensors of a device.
 
-    One copy from a GPU starts at once, and the function waits for it.
+    One copy from a GPU starts at once. The function waits for it, and for all that was in the
+    device's queue before it.
     """
-    stream = STREAMS.get(values[0].device.type) if values else None
+    stream = STREAMS.get(device.type)
     if stream is None:
         return lambda: [float(value) for value in values]
-    device, host = values[0].device, stream.host_memory((len(values),), torch.float64)
-    stream.copy(host, torch.stack([value.double() for value in values]))
+    host = stream.host_memory((len(values),), torch.float64)
+    if values:
+        stream.copy(host, torch.stack([value.double() for value in values]))
     copied = stream.event(device)
 
     def read() -> list[float]:
@@ -158,38 +194,20 @@ def read_later(values: Sequence[Tensor]) -> Callable[[], list[float]]:
 
 def synchronize(device: torch.device) -> None:
     """Return once the device has done all its work."""
-    if is_gpu(device):
-        torch.cuda.synchronize(device)
+    if stream := STREAMS.get(device.type):
+        stream.finish(device)
+
+
+def mark(device: torch.device) -> Mark:
+    """Mark a place in the queue of a device; where there is no queue, the time now."""
+    stream = STREAMS.get(device.type)
+    return time.perf_counter() if stream is None else stream.mark(device)
 
 
 def now(device: torch.device) -> float:
     """Return the clock in seconds after a device has done all its work."""
     synchronize(device)
     return time.perf_counter()
-
-
-class Marks:
-    """Marks between steps; on a GPU they do not wait for it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.times: list[Any] = []
-
-    def add(self) -> None:
-        """Mark the end of a step and the start of the next one."""
-        if is_gpu(self.device):
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(torch.cuda.current_stream(self.device))
-            self.times.append(event)
-        else:
-            self.times.append(time.perf_counter())
-
-    def seconds(self) -> list[float]:
-        """Return the seconds of each step."""
-        if is_gpu(self.device):
-            synchronize(self.device)
-            return [a.elapsed_time(b) / 1e3 for a, b in pairwise(self.times)]
-        return [b - a for a, b in pairwise(self.times)]
 
 
 def is_gpu(device: torch.device) -> bool:

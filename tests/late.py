@@ -5,6 +5,7 @@ number until an event behind the copy was waited for; what is copied to the devi
 on the host before that.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -47,6 +48,12 @@ class LateStream:
         target.copy_(source)
         self.queue.append(lambda: _assert_unchanged(source, value))
 
+    def mark(self, device: torch.device = CPU) -> "LateMark":
+        return LateMark(self.event(), time.perf_counter())
+
+    def finish(self, device: torch.device = CPU) -> None:
+        self.event().synchronize()
+
     def event(self, device: torch.device = CPU) -> "LateEvent":
         return LateEvent(self, len(self.queue))
 
@@ -64,6 +71,19 @@ class LateEvent:
         for act in self.stream.queue[self.stream.done : self.place]:
             act()
         self.stream.done = max(self.stream.done, self.place)
+
+
+@dataclass(frozen=True)
+class LateMark:
+    """A mark, which is in the queue too: it is not reached before what was put there."""
+
+    event: LateEvent
+    time: float
+
+    def __sub__(self, earlier: "LateMark", /) -> float:
+        for mark in (self, earlier):
+            assert mark.event.place <= mark.event.stream.done, "the device has not reached a mark"
+        return self.time - earlier.time
 
 
 @contextmanager

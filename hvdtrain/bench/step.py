@@ -7,9 +7,10 @@ A GPU works while Python continues, so there the rest counts as computing.
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle, islice
+from itertools import cycle, islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -22,16 +23,17 @@ from hvdtrain.backends.pytorch.setup import model_components, open_session
 from hvdtrain.bench.options import StepConfig
 from hvdtrain.data import order
 from hvdtrain.data.loader import Loader
-from hvdtrain.device import Marks, is_gpu, now
+from hvdtrain.device import is_gpu, mark, now, synchronize
 from hvdtrain.errors import Interrupted, Preempted, UsageError
 from hvdtrain.host.stop import StopRequest
 from hvdtrain.models.costs import component_costs
+from hvdtrain.parallel.marks import StepSeconds
 from hvdtrain.parallel.runtime import TRANSFERS
 from hvdtrain.parallel.stage import AUTOCAST, DTYPES
 from hvdtrain.parallel.step import Step, read_later
 from hvdtrain.plan.actions import COMPUTE
 from hvdtrain.planner.chain import Chain, Link, without_gathering
-from hvdtrain.training.control import Control, Flags, Vitals
+from hvdtrain.training.control import Control, Flags, Outcome, Vitals
 from hvdtrain.training.feed import Feed, requests, training_feeder
 
 WARM_UP = 3
@@ -178,28 +180,32 @@ def _timed_steps(session: TorchSession, count: int, stop: StopRequest) -> _Times
     feeder = training_feeder(
         config, session.splits["train"], session.normalisation[0], 0, session.is_resident
     )
-    totals, marks = dict.fromkeys(SHARES, 0.0), Marks(session.runtime.device)
+    device = session.runtime.device
+    totals, ends, steps = dict.fromkeys(SHARES, 0.0), [], []
     with Loader(feeder, requests(rows, slices, local_rows)) as loader:
         session.world.barrier()
         for number in range(len(slices)):
             if number >= WARM_UP:
-                marks.add()
+                ends.append(mark(device))
             began = time.perf_counter()
             feed: Feed = next(loader)
             waited = time.perf_counter() - began
             step = session.runtime.train(Step(program, feed.images, feed.labels))
             flags = Flags(stop.interrupted, stop.preempted)
-            agreed = control.post(read_later(step), samples, flags, Vitals(0.0, 0.0))
+            read = partial(_read, read_later(step, device))
+            agreed = control.post(read, samples, flags, Vitals(0.0, 0.0))
             if agreed is not None and agreed.stop is not None:
                 _leave(agreed.stop)
             if number >= WARM_UP:
-                _count(totals, step, waited)
-        marks.add()
+                steps.append((step.marks, waited))
+        ends.append(mark(device))
         control.drain()
-    seconds = marks.seconds()
+    synchronize(device)
+    seconds = [later - earlier for earlier, later in pairwise(ends)]
+    for marks, waited in steps:
+        _count(totals, marks.seconds(), waited)
     spent = {name: total / count for name, total in totals.items()}
-    rest = "compute" if session.device.is_gpu else "rest"
-    spent[rest] += max(0.0, statistics.mean(seconds) - sum(spent.values()))
+    spent["rest"] += max(0.0, statistics.mean(seconds) - sum(spent.values()))
     return _Times(seconds, spent)
 
 
@@ -208,12 +214,16 @@ def _leave(code: int) -> None:
     raise (Interrupted if code == Interrupted.exit_code else Preempted)("nothing was measured")
 
 
-def _count(totals: dict[str, float], step: Step, waited: float) -> None:
+def _read(read: Callable[[], tuple[float, bool]]) -> Outcome:
+    return Outcome(*read())
+
+
+def _count(totals: dict[str, float], step: StepSeconds, waited: float) -> None:
     totals["data"] += waited
-    totals["compute"] += sum(step.seconds[kind] for kind in (*COMPUTE, "LOAD", "STEP"))
-    handing = sum(step.seconds[kind] for kind in TRANSFERS)
-    totals["communication"] += handing + step.reduction.exposed + step.waited.transfer
-    totals["bubble"] += step.waited.bubble
+    totals["compute"] += sum(step.spent[kind] for kind in (*COMPUTE, "LOAD", "STEP"))
+    handing = sum(step.spent[kind] for kind in TRANSFERS)
+    totals["communication"] += handing + step.exposed + step.transfer
+    totals["bubble"] += step.bubble
 
 
 def _my_components(session: TorchSession) -> dict[str, tuple[float, float]]:

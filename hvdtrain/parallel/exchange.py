@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvdtrain.device import host_like, stage_in, stage_out
+from hvdtrain.device import Mark, host_like, mark, stage_in, stage_out
 from hvdtrain.host.poll import wait_until
-from hvdtrain.plan.program import WaitTime
+from hvdtrain.parallel.marks import Wait
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -59,6 +59,9 @@ class Exchange:
         device: of the tensors. Tensors on a GPU are transferred through pinned host memory.
         synchronous: send with MPI_Issend, which completes only once the message is received: for
             tests, so that a schedule that depends on MPI's buffering deadlocks.
+
+    Attributes:
+        waits: those of the step that runs, or ran last.
     """
 
     def __init__(
@@ -69,7 +72,7 @@ class Exchange:
         self._mpi = MPI
         self.communicator = communicator.Dup()
         self.device = device
-        self.waited = WaitTime()
+        self.waits: list[Wait] = []
         self._isend = self.communicator.Issend if synchronous else self.communicator.Isend
         self._sending: deque[tuple[MPI.Request, Any]] = deque()
         self._groups: dict[tuple[int, ...], MPI.Comm] = {}
@@ -101,18 +104,17 @@ class Exchange:
         return Receipt(requests, message, sender, host, rows)
 
     def wait(self, receipts: Sequence[Receipt]) -> None:
-        """Wait until all messages have arrived; add the time to `waited`, split by cause."""
-        start = time.perf_counter()
+        """Wait until all messages have arrived; note the wait, split by cause."""
+        first, start = mark(self.device), time.perf_counter()
         self.complete(receipts, start)
+        arrived, end = mark(self.device), time.perf_counter()
         for receipt in receipts:
             if len(receipt.message) > TIME.size:
                 self._memory(receipt.host)[:] = memoryview(receipt.message)[: -TIME.size]
             stage_in(receipt.host, receipt.rows)
-        end = time.perf_counter()
         sent = max(map(self.sent_at, receipts))
         bubble = min(max(0.0, sent - start), end - start)
-        self.waited.bubble += bubble
-        self.waited.transfer += end - start - bubble
+        self.waits.append(Wait(first, arrived, mark(self.device), end - start - bubble))
 
     def now(self) -> float:
         """Return the time at which a message that is sent now leaves this rank."""
@@ -135,10 +137,10 @@ class Exchange:
         """Wait until all sends are complete."""
         if not self._sending:
             return
-        start = time.perf_counter()
+        start = mark(self.device)
         self._wait_all([request for request, _ in self._sending])
         self._sending.clear()
-        self.waited.transfer += time.perf_counter() - start
+        self._transferred(start)
 
     def all_gather_among(self, ranks: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
         """Return a blocking all-gather among `ranks`: [k] to [len(ranks), k], in their order.
@@ -153,12 +155,12 @@ class Exchange:
         group = self._groups[ranks]
 
         def gather(tensor: Tensor) -> Tensor:
-            start = time.perf_counter()
+            start = mark(self.device)
             row = stage_out(tensor.contiguous())
             rows = torch.empty((len(ranks), *row.shape), dtype=row.dtype)
             sent, received = ([self._memory(part), self._mpi.BYTE] for part in (row, rows))
             wait_until(group.Iallgather(sent, received).Test)
-            self.waited.transfer += time.perf_counter() - start
+            self._transferred(start)
             return rows.to(tensor.device)
 
         return gather
@@ -190,6 +192,11 @@ class Exchange:
     def offset_to_first_clock(self) -> float:
         """Return the seconds to add to this rank's clock to get rank 0's."""
         return float(-self._clock_offsets[0])
+
+    def _transferred(self, start: Mark) -> None:
+        """Note a wait in which all had been sent already."""
+        end = mark(self.device)
+        self.waits.append(Wait(start, start, end, 0.0))
 
     def _wait_all(self, requests: "list[MPI.Request]") -> None:
         if len(requests) == 1:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,10 +20,11 @@ from hvdtrain.host.activity import Activity
 from hvdtrain.parallel import halves
 from hvdtrain.parallel.boundary import Boundaries
 from hvdtrain.parallel.dropout import Draws
+from hvdtrain.parallel.marks import Act
 from hvdtrain.parallel.stage import Images, Part
 from hvdtrain.parallel.step import Step, UpdateRule, copied_buffers, restore_buffers, update
 from hvdtrain.plan.actions import RECEIPTS, SENDS
-from hvdtrain.plan.program import Task, WaitTime
+from hvdtrain.plan.program import Task
 from hvdtrain.plan.trace import Event
 
 TRANSFERS = (*SENDS, *RECEIPTS, "REDUCE")
@@ -110,20 +112,22 @@ class Runtime:
 
     def run(self, step: Step) -> Step:
         """Run the actions of the step's program in order; return `step` with the results."""
-        activity, events = self.observer.activity, self.observer.events
-        waited = self.exchange.waited if self.exchange else WaitTime()
-        clock, note = time.perf_counter, activity.note if activity else _ignore
-        bubble, transfer, task = waited.bubble, waited.transfer, None
+        activity, events, marks = self.observer.activity, self.observer.events, step.marks
+        clock, note = partial(devices.mark, self.device), activity.note if activity else _ignore
+        if self.exchange:
+            self.exchange.waits = marks.waits
+        task = None
         self.settings.draws.begin_step()
         try:
             for task in step.program.tasks:
                 note(task.line)
-                start, before = clock(), waited.seconds + step.reduction.exposed
+                began, before = time.perf_counter(), (len(marks.waits), len(marks.reductions))
+                start = clock()
                 self.do[task.action.kind](step, task)
-                waiting = waited.seconds + step.reduction.exposed - before
-                step.seconds[task.action.kind] += clock() - start - waiting
+                marks.acts.append(Act(task.action.kind, start, clock(), *before))
                 if events is not None:
-                    events += self._events(task, start, waiting)
+                    devices.synchronize(self.device)
+                    events += self._events(task, began, marks.waited(len(marks.acts) - 1))
         except Exception as error:
             if task is not None and (mistake := _mistake(task, str(error))) is not None:
                 raise mistake from error
@@ -131,7 +135,6 @@ class Runtime:
             raise
         if activity:
             activity.rest()
-        step.waited = WaitTime(waited.bubble - bubble, waited.transfer - transfer)
         return step
 
     def train(self, step: Step) -> Step:
@@ -313,7 +316,6 @@ class Runtime:
 
     def _events(self, task: Task, start: float, waiting: float) -> list[Event]:
         """Return the events of a task that has just run, its wait apart."""
-        devices.synchronize(self.device)
         middle, end = start + waiting, time.perf_counter()
         kind = "communication" if task.action.kind in TRANSFERS else "compute"
         wait = [Event(self.rank, task.action, start, middle, "wait")] if waiting > 0 else []

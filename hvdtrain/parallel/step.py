@@ -1,7 +1,6 @@
 """The state of one step: its input, tensors that later actions need, and its results."""
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -13,8 +12,9 @@ from hvdtrain import device as devices
 from hvdtrain.data.augment import Places
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.halves import Group
+from hvdtrain.parallel.marks import StepMarks
 from hvdtrain.parallel.stage import Part
-from hvdtrain.plan.program import Key, Program, ReductionTime, WaitTime
+from hvdtrain.plan.program import Key, Program
 
 
 class Held(dict[Key, tuple[Tensor, int]]):
@@ -53,9 +53,7 @@ class Step:
         loss_scale: factor of the loss; its gradients are divided by it before they are used.
         weight: of the logits of this view of the images; evaluation only.
         logits: weighted sums over the views of the images so far; evaluation only.
-        seconds: by kind of action, without waiting.
-        reduction: time of the gradient reductions.
-        waited: time spent waiting for other ranks, without reductions.
+        marks: when its actions, waits and reductions start and end.
         is_finished: whether all gradients are reduced and clipped.
         norm: of all gradients together; NaN unless the update rule needs it.
         is_bad: whether an update was left out because of bad gradients, if the host knows it.
@@ -75,19 +73,17 @@ class Step:
     loss_scale: float = 1.0
     weight: float = 1.0
     logits: Logits = field(default_factory=dict)
-    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    reduction: ReductionTime = field(default_factory=ReductionTime)
-    waited: WaitTime = field(default_factory=WaitTime)
+    marks: StepMarks = field(default_factory=StepMarks)
     is_finished: bool = False
     norm: float = math.nan
     is_bad: bool = False
     verdicts: list[Tensor] = field(default_factory=list)
 
 
-def read_later(step: Step) -> Callable[[], tuple[float, bool]]:
-    """Return what reads the results of a step that has run, in one copy from its device."""
+def read_later(step: Step, device: torch.device) -> Callable[[], tuple[float, bool]]:
+    """Return what waits for a step and reads its results, in one copy from its device."""
     losses = [] if step.loss_sum is None else [step.loss_sum]
-    read = devices.read_later([*losses, *step.verdicts])
+    read = devices.read_later([*losses, *step.verdicts], device)
 
     def results() -> tuple[float, bool]:
         values = read()
@@ -138,7 +134,7 @@ def update(
     if rule.defers and _has_momentum(part):
         _defer(rule, part, step)
     elif not rule.needs_norm:
-        step.reduction.add(part.gradients.finish())
+        _finish(part, step)
         is_bad = not part.gradients.are_finite()
         step.is_bad |= is_bad
     else:
@@ -171,12 +167,19 @@ def _changed_by_forwards(part: Part) -> dict[str, Tensor]:
     return part.model.statistics() | part.model.states()
 
 
+def _finish(part: Part, step: Step) -> None:
+    """Wait for the reductions of a part."""
+    reduction = part.gradients.finish()
+    if reduction is not None:
+        step.marks.reductions.append(reduction)
+
+
 def _judge(
     rule: UpdateRule, parts: Mapping[int, Part], exchange: Exchange | None, step: Step
 ) -> None:
     """Finish and clip the gradients of all stages; set `step.is_bad` and `step.norm`."""
     for part in parts.values():
-        step.reduction.add(part.gradients.finish())
+        _finish(part, step)
         if step.loss_scale != 1 and (gradients := part.gradients.reduced()):
             torch._foreach_mul_(gradients, 1 / step.loss_scale)
     step.norm = total_norm(parts, exchange)
@@ -198,7 +201,7 @@ def _has_momentum(part: Part) -> bool:
 
 def _defer(rule: UpdateRule, part: Part, step: Step) -> None:
     """Finish and clip the gradients of a part; its optimizer changes nothing if they are bad."""
-    step.reduction.add(part.gradients.finish())
+    _finish(part, step)
     verdict, gradients = part.gradients.verdict(), part.gradients.reduced()
     if rule.clip_norm is not None and gradients:
         norm = torch.nn.utils.get_total_norm(gradients)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from hvdtrain.device import generators, now
 from hvdtrain.models.component import IMAGE_CHANNELS
 from hvdtrain.parallel.boundary import Boundaries, Form
+from hvdtrain.parallel.marks import Reduction
 from hvdtrain.parallel.runtime import Observer, Runtime
 from hvdtrain.parallel.stage import Part
 from hvdtrain.parallel.step import Step
@@ -27,7 +28,7 @@ from hvdtrain.plan import schedule
 from hvdtrain.plan.actions import COMMUNICATION, Action, boundary, rows_sent
 from hvdtrain.plan.cut import Cut, Share
 from hvdtrain.plan.plan import Plan
-from hvdtrain.plan.program import Program, ReductionTime, program
+from hvdtrain.plan.program import Program, program
 from hvdtrain.plan.simulate import Costs
 from hvdtrain.planner.chain import LEAST, repeated, without_gathering
 from hvdtrain.sync.gradients import Gradients, all_finite
@@ -114,9 +115,9 @@ class _Unreduced(Gradients):
     def start(self, share: Share) -> None:
         """Do nothing."""
 
-    def finish(self) -> ReductionTime:
+    def finish(self) -> Reduction | None:
         """Return a time of zero: nothing is in flight."""
-        return ReductionTime()
+        return None
 
     def are_finite(self) -> bool:
         """Return whether all gradients are finite, by the test of the stage if it is local."""

@@ -9,7 +9,6 @@ more than once, as with reentrant checkpoints of a shared layer. If so, no bucke
 backward has ended.
 """
 
-import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,10 +17,11 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from hvdtrain.device import Mark, mark
 from hvdtrain.errors import UsageError
+from hvdtrain.parallel.marks import Reduction
 from hvdtrain.plan.cut import Share
 from hvdtrain.plan.passes import BUCKET_BYTES, FIRST_BUCKET_BYTES, group_by_bytes
-from hvdtrain.plan.program import ReductionTime
 from hvdtrain.sync.collectives import Collectives
 from hvdtrain.sync.saved import Kept, Shapes
 from hvdtrain.sync.states import CopiedStates, States
@@ -44,7 +44,7 @@ class Gradients(Kept, Protocol):
     def start(self, share: Share) -> None:
         """Start the remaining reductions: every gradient is complete on this replica."""
 
-    def finish(self) -> ReductionTime:
+    def finish(self) -> Reduction | None:
         """Return once every gradient is the sum over all replicas."""
 
     def are_finite(self) -> bool:
@@ -111,9 +111,9 @@ class SerialGradients(Gradients):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
-    def finish(self) -> ReductionTime:
+    def finish(self) -> Reduction | None:
         """Return at once: nothing is in flight."""
-        return ReductionTime()
+        return None
 
     def verdict(self) -> Tensor | None:
         """Return whether a gradient is not finite."""
@@ -232,7 +232,8 @@ class ReplicatedGradients(Gradients):
         self.tail = [view for bucket in self.buckets for view in bucket.tail]
         self.announced = False
         self.has_arrived, self.first_is_over, self.each_arrives_once = False, False, True
-        self.started_at = 0.0
+        self.device = next((bucket.flat.device for bucket in self.buckets), torch.device("cpu"))
+        self.started_at: Mark = 0.0
         for index, bucket in enumerate(self.buckets):
             for place, parameter in enumerate(bucket.parameters):
                 hook = _arrival_hook(weakref.ref(self), index, place)
@@ -252,23 +253,22 @@ class ReplicatedGradients(Gradients):
         self.first_is_over |= self.announced and self.has_arrived
         self.announced = False
         if not self._is_under_way():
-            self.started_at = time.perf_counter()
+            self.started_at = mark(self.device)
         for bucket in self.buckets:
             if bucket.handle is None:
                 self._start(bucket)
         self.states.start(share)
 
-    def finish(self) -> ReductionTime:
+    def finish(self) -> Reduction | None:
         """Wait for all buckets and store the reduced statistics."""
-        waiting_since = time.perf_counter()
+        waiting_since = mark(self.device)
         for bucket in self.buckets:
             self.sums.finish(bucket, bucket.handle)
             bucket.handle = None
         for view, value in zip(self.tail, self.statistics, strict=True):
             value.copy_(view if value.is_floating_point() else view.round())
         self.states.finish()
-        now = time.perf_counter()
-        return ReductionTime(total=now - self.started_at, exposed=now - waiting_since)
+        return Reduction(self.started_at, waiting_since, mark(self.device))
 
     def verdict(self) -> Tensor | None:
         """Return whether a gradient or a statistic is not finite."""
@@ -342,7 +342,7 @@ class ReplicatedGradients(Gradients):
 
     def _start(self, bucket: Bucket) -> None:
         if not self._is_under_way():
-            self.started_at = time.perf_counter()
+            self.started_at = mark(self.device)
         bucket.handle = self.sums.start(bucket)
 
     def _is_under_way(self) -> bool:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from hvdtrain.parallel.marks import Reduction
 from hvdtrain.plan.cut import Share
-from hvdtrain.plan.program import ReductionTime
 from hvdtrain.sync.gradients import Gradients, SerialGradients
 from hvdtrain.sync.saved import Shapes
 
@@ -89,7 +89,7 @@ class SwitchedGradients(Gradients):
         """Start the remaining reductions."""
         self.current.start(share)
 
-    def finish(self) -> ReductionTime:
+    def finish(self) -> Reduction | None:
         """Return once every gradient is complete."""
         return self.current.finish()
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from hvdtrain.parallel.marks import Reduction
 from hvdtrain.plan.cut import Share
-from hvdtrain.plan.program import ReductionTime
 from hvdtrain.sync.average import Averager
 from hvdtrain.sync.collectives import Collectives
 from hvdtrain.sync.gradients import Gradients, SerialGradients
@@ -70,9 +70,9 @@ class PushedGradients(SerialGradients):
             self.shared.start(share)
 
     @override
-    def finish(self) -> ReductionTime:
+    def finish(self) -> Reduction | None:
         """Wait for the statistics."""
-        return self.shared.finish() if self.shared is not None else ReductionTime()
+        return self.shared.finish() if self.shared is not None else None
 
     @override
     def counted(self) -> Mapping[str, float]:

@@ -23,8 +23,18 @@ from hvdtrain.world import World
 INTERRUPT, PREEMPT, SAVE, CHANGE, WRITTEN, FAILED, BAD, LOSS, SAMPLES, HEADER = range(10)
 
 
-# Returns the sum of this rank's losses in a step, and whether it left out an update.
-Read = Callable[[], tuple[float, bool]]
+class Outcome(NamedTuple):
+    """A step of a rank whose device is done with it.
+
+    Attributes:
+        loss_sum: of its samples.
+        is_bad: whether it left out an update.
+        waited: seconds in which it waited for other ranks.
+    """
+
+    loss_sum: float
+    is_bad: bool
+    waited: float = 0.0
 
 
 class Flags(NamedTuple):
@@ -57,6 +67,7 @@ class Vitals(NamedTuple):
     load: float = 0.0
 
 
+OWN_SECONDS = Vitals._fields.index("own_seconds")
 SECONDS = 3  # the first fields of `Vitals` are seconds
 
 
@@ -141,14 +152,17 @@ class Control:
 
     def __init__(self, world: World, delay: int, ahead: int = 1) -> None:
         self.world, self.delay, self.ahead = world, delay, ahead
-        self.waiting: deque[tuple[Read, np.ndarray, float]] = deque()
+        self.waiting: deque[tuple[Callable[[], Outcome], np.ndarray, float]] = deque()
         self.in_flight: deque[tuple[np.ndarray, Any, float]] = deque()
 
-    def post(self, read: Read, samples: int, flags: Flags, vitals: Vitals) -> Agreed | None:
+    def post(
+        self, read: Callable[[], Outcome], samples: int, flags: Flags, vitals: Vitals
+    ) -> Agreed | None:
         """Send this rank's vector of a step; return the oldest agreement, if enough are in flight.
 
         Args:
             read: called when the vector is sent.
+            vitals: `own_seconds` with the wait for other ranks, which `read` tells.
         """
         fields = len(Vitals._fields)
         vector = np.zeros(HEADER + self.world.size * fields)
@@ -174,7 +188,8 @@ class Control:
 
     def _send(self) -> None:
         read, vector, posted_at = self.waiting.popleft()
-        vector[LOSS], vector[BAD] = read()
+        vector[LOSS], vector[BAD], waited = read()
+        vector[HEADER + self.world.rank * len(Vitals._fields) + OWN_SECONDS] -= waited
         request = None
         total = vector
         if self.world.communicator is not None:

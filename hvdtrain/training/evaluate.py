@@ -8,7 +8,7 @@ import numpy as np
 
 from hvdtrain.data import order
 from hvdtrain.data.loader import Loader
-from hvdtrain.training.control import Flags, Stopped, Vitals
+from hvdtrain.training.control import Flags, Outcome, Stopped, Vitals
 from hvdtrain.training.feed import Feed, Feeder, requests, watched
 from hvdtrain.training.run import Run
 
@@ -31,7 +31,7 @@ def _until_stopped(run: Run, batches: Iterable[tuple[Feed, int]]) -> Iterator[tu
             failed=run.saving.saver.failed,
         )
         with run.activity.doing("agreeing with all ranks on an evaluation"):
-            agreed = run.control.post(lambda: (0.0, False), 0, flags, Vitals(0.0, 0.0))
+            agreed = run.control.post(partial(Outcome, 0.0, False), 0, flags, Vitals(0.0, 0.0))
         if agreed is not None:
             run.saving.follow(agreed)
             code = agreed.stop

@@ -20,7 +20,7 @@ from hvdtrain.host.activity import Activity
 from hvdtrain.host.stop import StopRequest
 from hvdtrain.options.configfile import as_started
 from hvdtrain.training.callbacks import Callbacks
-from hvdtrain.training.control import Agreed, Flags, Stopped, Vitals, stop_code
+from hvdtrain.training.control import Agreed, Flags, Outcome, Stopped, Vitals, stop_code
 from hvdtrain.training.evaluate import end_epoch, evaluate_end
 from hvdtrain.training.feed import Feed, Request, requests, training_feeder, watched
 from hvdtrain.training.memorylimit import agreed_excess, check_memory
@@ -300,7 +300,6 @@ def _step(run: Run, feed: Feed, epoch: int, batch_size: int, data_seconds: float
         run.injector.before(progress.step, run.saving.saver.is_uncommitted)
     scale = progress.loss_scale
     result = session.train(feed, progress.position, batch_size, rate, scale)
-    progress.count(result, session.device.dilation)
     if config.precision == "fp16":
         progress.scale_loss(not math.isfinite(result.norm))
     run.step_records.append(
@@ -317,12 +316,20 @@ def _step(run: Run, feed: Feed, epoch: int, batch_size: int, data_seconds: float
         # The host does not wait for a GPU within a step, but before the next one.
         seconds = ended - run.step_ended - data_seconds
     run.step_ended = ended
-    vitals = _vitals(run, result, seconds, data_seconds)
+    vitals = _vitals(run, seconds, data_seconds)
     with run.activity.doing("agreeing with all ranks on the step before"):
-        return run.control.post(result.read, result.samples, _flags(run, result), vitals)
+        return run.control.post(partial(_read, run, result), result.samples, _flags(run), vitals)
 
 
-def _flags(run: Run, result: Result) -> Flags:
+def _read(run: Run, result: Result) -> Outcome:
+    """Return the outcome of a step that is over on the device; count its seconds."""
+    loss_sum, is_bad = result.read()
+    spent = result.spent()
+    run.progress.count(spent, run.session.device.dilation)
+    return Outcome(loss_sum, is_bad, spent.waited)
+
+
+def _flags(run: Run) -> Flags:
     return Flags(
         interrupted=run.stop.interrupted,
         preempted=run.stop.preempted,
@@ -333,7 +340,7 @@ def _flags(run: Run, result: Result) -> Flags:
     )
 
 
-def _vitals(run: Run, result: Result, seconds: float, data_seconds: float) -> Vitals:
+def _vitals(run: Run, seconds: float, data_seconds: float) -> Vitals:
     """Return the vitals of this rank in a step.
 
     Args:
@@ -345,7 +352,7 @@ def _vitals(run: Run, result: Result, seconds: float, data_seconds: float) -> Vi
         memory = peak if peak > run.peak_before else memory  # the planner may have needed more
     return Vitals(
         seconds=whole,
-        own_seconds=whole - result.waited_seconds,
+        own_seconds=whole,
         data_seconds=data_seconds,
         memory_bytes=memory,
         load=run.heartbeat.load,

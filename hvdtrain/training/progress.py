@@ -8,7 +8,7 @@ from typing import Any
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError
-from hvdtrain.training.session import Result
+from hvdtrain.training.session import Spent
 
 LARGEST = 10**18  # bound on all counts
 # Small gradients are 0 in fp16, so the loss is scaled up (Micikevicius et al., arXiv 1710.03740,
@@ -83,16 +83,16 @@ class Progress:
         elif self.scaled_steps == GROWTH_STEPS:
             self.loss_scale, self.scaled_steps = min(LARGEST_SCALE, self.loss_scale * 2), 0
 
-    def count(self, result: Result, dilation: float) -> None:
+    def count(self, spent: Spent, dilation: float) -> None:
         """Add the seconds of a step.
 
         Args:
             dilation: real seconds per second that counts.
         """
-        self.exposed_seconds += result.exposed_seconds / dilation
-        self.communication_seconds += result.communication_seconds / dilation
-        self.bubble_seconds += result.bubble_seconds / dilation
-        self.compute_seconds += result.compute_seconds / dilation
+        self.exposed_seconds += spent.exposed / dilation
+        self.communication_seconds += spent.communication / dilation
+        self.bubble_seconds += spent.bubble / dilation
+        self.compute_seconds += spent.compute / dilation
 
 
 class Stopwatch:

@@ -25,6 +25,27 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 
 
+class Spent(NamedTuple):
+    """Seconds of this rank in one step.
+
+    Attributes:
+        exposed: waiting for reductions and transfers.
+        communication: reductions and transfers, including those hidden by computing.
+        bubble: waiting for the work of other stages.
+        compute: forwards and backwards.
+    """
+
+    exposed: float = 0.0
+    communication: float = 0.0
+    bubble: float = 0.0
+    compute: float = 0.0
+
+    @property
+    def waited(self) -> float:
+        """Seconds of waiting for other ranks."""
+        return self.exposed + self.bubble
+
+
 @dataclass(frozen=True)
 class Result:
     """This rank's results of one step.
@@ -34,25 +55,14 @@ class Result:
             of bad gradients; waits for a GPU.
         norm: of all gradients, if it was requested.
         is_bad: whether the host knows already that an update was skipped.
-        exposed_seconds: waiting for reductions and transfers.
-        communication_seconds: reductions and transfers, including those hidden by computing.
-        bubble_seconds: waiting for the work of other stages.
-        compute_seconds: forwards and backwards.
+        spent: returns where the time went; to be called after `read`.
     """
 
     read: Callable[[], tuple[float, bool]]
     samples: int
     norm: float
     is_bad: bool
-    exposed_seconds: float
-    communication_seconds: float
-    bubble_seconds: float
-    compute_seconds: float
-
-    @property
-    def waited_seconds(self) -> float:
-        """Seconds of waiting for other ranks."""
-        return self.exposed_seconds + self.bubble_seconds
+    spent: Callable[[], Spent]
 
 
 class StepRecord(NamedTuple):

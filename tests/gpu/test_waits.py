@@ -29,6 +29,6 @@ def test_a_step_does_not_wait(device: str, precision: str, clip_norm: float | No
     runtime.train(step_of(runtime, 0))  # allocates
     step = step_of(runtime, 1)
     with no_waiting(device):
-        read = read_later(runtime.train(step))
+        read = read_later(runtime.train(step), runtime.device)
     assert read()[0] > 0
     runtime.observer.close()

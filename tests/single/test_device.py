@@ -71,7 +71,7 @@ def check_copy_out(module: types.ModuleType, like: torch.Tensor) -> None:
 def check_read_later(module: types.ModuleType, like: torch.Tensor) -> None:
     value = like.sum()
     expected = float(value)
-    read = module.read_later([value, value + 1])
+    read = module.read_later([value, value + 1], like.device)
     value.zero_()  # the next step, which the device has not reached when the value is read
     assert read() == [expected, expected + 1]
 

@@ -5,9 +5,9 @@ its images are in memory. The ranks learn of it after the next step (on a GPU af
 that), and by then the weights have the update of that step, if it was a good one.
 """
 
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,10 +21,13 @@ from hvdtrain.backends.pytorch.optimizers import set_learning_rate, set_slow_sha
 from hvdtrain.backends.pytorch.state import TorchState
 from hvdtrain.data.order import Rows
 from hvdtrain.data.views import views
+from hvdtrain.device import Mark
 from hvdtrain.emulate.world import emulation_of
 from hvdtrain.host.activity import Activity
 from hvdtrain.host.memory import return_freed_memory
+from hvdtrain.options.planrequest import ADAPTIVE
 from hvdtrain.options.syncrequest import NO_SYNC
+from hvdtrain.parallel.marks import StepMarks
 from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.step import Logits, Step, read_later
 from hvdtrain.plan import program, trace
@@ -38,6 +41,7 @@ from hvdtrain.training.session import (
     Faults,
     Result,
     Session,
+    Spent,
     StepRecord,
     StepTimes,
     Timeline,
@@ -54,6 +58,17 @@ def device_of(device: torch.device) -> Device:
         loss_delay=1,
         memory_bytes=lambda: float(devices.allocated_bytes(device)),
         peak_memory_bytes=lambda: devices.peak_bytes(device),
+    )
+
+
+def _spent(marks: StepMarks, met: tuple[Mark, Mark]) -> Spent:
+    """Return where the time of a step went, with a meeting of the replicas after it."""
+    seconds, meeting = marks.seconds(), met[1] - met[0]
+    return Spent(
+        exposed=seconds.exposed + seconds.transfer + meeting,
+        communication=seconds.reduction + seconds.transfer + meeting,
+        bubble=seconds.bubble,
+        compute=sum(seconds.spent[kind] for kind in COMPUTE),
     )
 
 
@@ -238,27 +253,25 @@ class TorchSession(Session):
             part.meetings.before_step(epoch)
         step = self.runtime.train(Step(todo, feed.images, feed.labels, loss_scale=loss_scale))
         met = self._after_step(offset // self.config.batch_size + 1)
-        self.times.add(step.waited.transfer)
+        if self.config.plan_request == ADAPTIVE:
+            self.times.add(step.marks.seconds().transfer)
         return Result(
-            read=read_later(step),
+            read=read_later(step, self.runtime.device),
             samples=todo.cut.samples(self.plan.last, self.world.rank),
             norm=step.norm,
             is_bad=step.is_bad,
-            exposed_seconds=step.reduction.exposed + step.waited.transfer + met,
-            communication_seconds=step.reduction.total + step.waited.transfer + met,
-            bubble_seconds=step.waited.bubble,
-            compute_seconds=sum(step.seconds[kind] for kind in COMPUTE),
+            spent=partial(_spent, step.marks, met),
         )
 
-    def _after_step(self, step: int) -> float:
-        """Let replicas meet if it is due after a step of the epoch; return the seconds it took."""
+    def _after_step(self, step: int) -> tuple[Mark, Mark]:
+        """Let replicas meet if it is due after a step of the epoch; return start and end."""
+        started = devices.mark(self.runtime.device)
         if self.config.sync_request == NO_SYNC:
-            return 0.0
-        started = time.perf_counter()
+            return started, started
         with self.activity.doing("meeting the other replicas"):
             for part in self.state.parts.values():
                 part.meetings.after_step(step)
-        return time.perf_counter() - started
+        return started, devices.mark(self.runtime.device)
 
     @override
     def emulated(self, step_seconds: float, steps: int, busy_seconds: float) -> dict[str, object]:

@@ -22,7 +22,15 @@ from hvdtrain.health.badstep import Sighting, as_words
 from hvdtrain.keras import ranks as keras_ranks
 from hvdtrain.keras.optimizer import sums
 from hvdtrain.training.feed import Feed, step_seed
-from hvdtrain.training.session import Faults, Result, Session, Shape, State, StepRecord
+from hvdtrain.training.session import (
+    Faults,
+    Result,
+    Session,
+    Shape,
+    Spent,
+    State,
+    StepRecord,
+)
 from hvdtrain.world import World
 
 EVALUATION_IMAGES = 256  # per rank
@@ -165,10 +173,8 @@ class KerasSession(Session):
             samples=len(feed.ids),
             norm=float(done.norm),
             is_bad=bool(done.is_bad),
-            exposed_seconds=exposed,
-            communication_seconds=exposed,  # nothing is hidden: all gradients are sent at the end
-            bubble_seconds=0.0,
-            compute_seconds=seconds - exposed,
+            # Nothing is hidden: all gradients are sent at the end.
+            spent=lambda: Spent(exposed, communication=exposed, compute=seconds - exposed),
         )
 
     def trace(self) -> None:

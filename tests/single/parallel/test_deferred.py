@@ -79,7 +79,9 @@ def test_steps_are_those_of_a_host_that_waits(
             del device.STREAMS["cpu"]
         runtime = runtime_of(optimizer=optimizer, clip_norm=clip_norm)
         assert runtime.settings.rule.defers is is_late
-        reads = [read_later(runtime.train(step_of(runtime, seed))) for seed in range(3)]
+        reads = [
+            read_later(runtime.train(step_of(runtime, seed)), runtime.device) for seed in range(3)
+        ]
         assert not any(is_bad for _, is_bad in (read() for read in reads))
         after.append(weights(runtime))
         runtime.observer.close()
@@ -105,13 +107,13 @@ def test_a_bad_step_leaves_the_weights_and_is_told_later(
     hook.remove()
     # Without momentum the host decides: a kernel would leave its memory unset.
     assert step.is_bad is (optimizer == "sgd" and not good_steps)
-    loss, is_bad = read_later(step)()
+    loss, is_bad = read_later(step, runtime.device)()
     assert is_bad
     assert math.isfinite(loss)
     for name, value in weights(runtime).items():
         assert torch.equal(value, before[name]), name
     again = runtime.train(step_of(runtime, 1))
-    assert not read_later(again)()[1]
+    assert not read_later(again, runtime.device)()[1]
     assert all(value.isfinite().all() for value in weights(runtime).values())
     runtime.observer.close()
 
@@ -155,7 +157,7 @@ def test_a_step_waits_once_for_the_loss_that_is_read_later(
     step = step_of(runtime, 1)
     waits.clear()
     with HostReads() as reads:
-        read = read_later(runtime.train(step))
+        read = read_later(runtime.train(step), runtime.device)
     assert (reads.count, len(waits)) == (0, 0)
     read()
     assert len(waits) == 1
