@@ -282,8 +282,14 @@ def allocated_bytes(device: torch.device) -> int:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the largest `allocated_bytes` of a GPU so far."""
+    """Return the largest `allocated_bytes` of a GPU so far, or since `forget_peak`."""
     return torch.cuda.max_memory_allocated(device)
+
+
+def forget_peak(device: torch.device) -> None:
+    """Let `peak_bytes` start again from what a GPU holds now; nothing happens on a CPU."""
+    if is_gpu(device):
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def held_bytes(device: torch.device) -> int:

@@ -98,7 +98,7 @@ def bench_allreduce(largest: int, algorithm: str = "auto") -> Table:
         "MPI": probe.reduce_curve(job, probe.mpi_sum(job.communicator), sizes),
     }
     size = min(probe.CONTENDED_BYTES, sizes[-1])
-    contention = probe.measure_contention(job, start, curves["Horovod"], size)
+    contention = probe.measure_contention(job, probe.Tools(start), curves["Horovod"], size)
     world.stop()
     title = f"all-reduce of fp32 over {job.size} ranks, {algorithm}; GB/s sent by each rank"
     return Table(title, curves, 2 * (job.size - 1) / job.size, contention)

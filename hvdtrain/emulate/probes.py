@@ -13,21 +13,22 @@ import torch
 from hvdtrain.emulate.device import Flight
 from hvdtrain.emulate.emulation import Emulation
 from hvdtrain.emulate.world import emulation_of
-from hvdtrain.planner.probe import Start, Tools
+from hvdtrain.planner.probe import Start, Tools, multiplying
 from hvdtrain.world import World
 
 WORK_SECONDS = 20e-6  # emulated seconds of the computation that measures contention
 
 
-def tools_of(start: Start, world: World) -> Tools:
+def tools_of(start: Start, world: World, device: torch.device) -> Tools:
     """Return the planner's tools, which are delayed under an emulation.
 
     Args:
         start: starts the all-reduces of training.
+        device: of the gradients that it sums.
     """
     emulation = emulation_of(world)
     if emulation is None:
-        return Tools(start)
+        return Tools(start, work=multiplying(device), device=device)
 
     def group_sum(communicator: Any) -> Start:
         return delayed(emulation, _blocking(communicator), range(communicator.size))

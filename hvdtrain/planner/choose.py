@@ -261,14 +261,15 @@ def measure(subject: Subject, world: World) -> Known:
     config, message = subject.config, partial(message_to_self, exchange)
     # All of it while Horovod runs, whose thread takes part of a core, and memory.
     with _sum_of_training(subject, world) as start:
-        network = measure_network(world, tools_of(start, world), exchange, parameter_bytes, handed)
+        tools = tools_of(start, world, subject.images.device)
+        network = measure_network(world, tools, exchange, parameter_bytes, handed)
         disturb = None
         uses_horovod = reduction_library(config.reduce_with, world) == "horovod"
         # All-reduces beside the computation hold memory too, which a limit must leave.
         spare = min(world.gather(_spare_bytes(subject, world)))
         if config.emulate is None and uses_horovod and spare > LEAST_SPARE:
             ranks = range(world.size)
-            disturb = Disturbance(start, partial(network.reduce_seconds, ranks))
+            disturb = Disturbance(start, tools.device, partial(network.reduce_seconds, ranks))
         times = local_times(subject, world, message, disturb=disturb)
     profile = Profile(tuple(world.gather(times)))
     slowdowns = [one for one in world.gather(disturb and disturb.slowdown()) if one is not None]

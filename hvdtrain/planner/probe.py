@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hvdtrain.device import now, stage_out, synchronize
 from hvdtrain.host.poll import wait_until
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.planner.network import Contention, Curve, MeasuredNetwork
@@ -29,7 +30,7 @@ CONTENDED_BYTES = 4 * 2**20
 NOT_OVER = 0.02  # part of the seconds of all-reduces that tells that they ran to the end
 MOST_SLOWDOWN = 8.0
 PING, PONG = 11, 12
-_MATRIX = torch.ones(192, 192)
+_CPU = torch.device("cpu")
 # Starts an all-reduce in place under a name; returns a function that tells whether it is complete.
 Start = Callable[[torch.Tensor, str], Callable[[], bool]]
 
@@ -49,15 +50,22 @@ def mpi_sum(communicator: Any) -> Start:
     """
 
     def start(tensor: torch.Tensor, name: str) -> Callable[[], bool]:
-        communicator.Allreduce(tensor.numpy(), np.empty_like(tensor.numpy()))
+        host = stage_out(tensor).numpy()
+        communicator.Allreduce(host, np.empty_like(host))
         return lambda: True
 
     return start
 
 
-def multiply() -> None:
-    """Multiply two small matrices."""
-    torch.mm(_MATRIX, _MATRIX)
+def multiplying(device: torch.device = _CPU) -> Callable[[], object]:
+    """Return a function that multiplies two small matrices, and waits until a device has."""
+    matrix = torch.ones(192, 192, device=device)
+
+    def work() -> None:
+        torch.mm(matrix, matrix)
+        synchronize(device)
+
+    return work
 
 
 @dataclass(frozen=True)
@@ -68,11 +76,13 @@ class Tools:
         start: starts the all-reduces of training, over all ranks.
         group_sum: returns a function that starts all-reduces over the ranks of a communicator.
         work: computes for a short time.
+        device: of the gradients that training sums.
     """
 
     start: Start
     group_sum: Callable[[Any], Start] = mpi_sum
-    work: Callable[[], object] = multiply
+    work: Callable[[], object] = field(default_factory=multiplying)
+    device: torch.device = _CPU
 
 
 def measure_network(
@@ -86,14 +96,14 @@ def measure_network(
     """
     hosts = tuple(world.gather(socket.gethostname()))
     sizes = sizes_up_to(reduced_bytes)
-    whole = reduce_curve(world, tools.start, sizes)
+    whole = reduce_curve(world, tools.start, sizes, tools.device)
     all_reduce: dict[bool, dict[int, Curve]] = {}
     everyone = tuple(range(world.size))
     all_reduce.setdefault(_crosses(hosts, everyone), {})[world.size] = whole
     if world.size > 2:
         _add_smaller_groups(world, tools, hosts, sizes, whole, all_reduce)
     hand_over = transfer_curves(world, exchange, sizes_up_to(transfer_bytes))
-    contention = measure_contention(world, tools.start, whole, work=tools.work)
+    contention = measure_contention(world, tools, whole)
     return MeasuredNetwork(hosts, all_reduce, hand_over, contention)
 
 
@@ -123,18 +133,24 @@ def started_mpi_sum(collectives: MPICollectives) -> Start:
     return start
 
 
-def reduce_curve(world: World, start: Start, sizes: Sequence[int]) -> Curve:
-    """Return the seconds of an all-reduce of fp32 over all calling ranks, by bytes. Collective."""
-    return Curve.of(sizes, [_sum_seconds(world, start, size) for size in sizes])
+def reduce_curve(
+    world: World, start: Start, sizes: Sequence[int], device: torch.device = _CPU
+) -> Curve:
+    """Return the seconds of an all-reduce of fp32 over all calling ranks, by bytes. Collective.
+
+    Args:
+        device: of the tensors.
+    """
+    return Curve.of(sizes, [_sum_seconds(world, start, size, device) for size in sizes])
 
 
-def _sum_seconds(world: World, start: Start, size: int) -> float:
-    values = torch.zeros(max(1, size // 4))
+def _sum_seconds(world: World, start: Start, size: int, device: torch.device) -> float:
+    values = torch.zeros(max(1, size // 4), device=device)
 
     def once() -> float:
-        began = time.perf_counter()
+        began = now(device)
         wait_until(start(values, f"probe.{size}"))
-        return time.perf_counter() - began
+        return now(device) - began
 
     return _agreed_median(world, once)
 
@@ -162,13 +178,12 @@ def _add_smaller_groups(
     whole: Curve,
     all_reduce: dict[bool, dict[int, Curve]],
 ) -> None:
-    """Measure groups of 2, 4, ... ranks by blocking MPI, and add the overhead on all ranks.
+    """Measure groups of 2, 4, ... ranks by blocking MPI, and correct them for training's sums.
 
-    Horovod needs its groups when it starts. The overhead does not depend on the number of ranks.
+    Horovod needs its groups when it starts.
     """
     assert world.communicator is not None
-    mpi_curve = reduce_curve(world, tools.group_sum(world.communicator), sizes)
-    more = [max(0.0, whole(size) - mpi_curve(size)) for size in sizes]
+    mpi_curve = reduce_curve(world, tools.group_sum(world.communicator), sizes, tools.device)
     count = 2
     while count < world.size:
         group = tuple(range(count))
@@ -177,12 +192,31 @@ def _add_smaller_groups(
         seconds = [0.0] * len(sizes)
         if inside:
             alone = World("none", part.rank, part.size, part.rank, part.size, 1, part)
-            seconds = [_sum_seconds(alone, tools.group_sum(part), size) for size in sizes]
+            sums = tools.group_sum(part)
+            seconds = [_sum_seconds(alone, sums, size, tools.device) for size in sizes]
         seconds = world.broadcast(seconds)
         part.Free()
-        curve = Curve.of(sizes, [a + b for a, b in zip(seconds, more, strict=True)])
+        corrected = [
+            of_training(measured, mpi_curve(size), whole(size))
+            for measured, size in zip(seconds, sizes, strict=True)
+        ]
+        curve = Curve.of(sizes, corrected)
         all_reduce.setdefault(_crosses(hosts, group), {})[count] = curve
         count *= 2
+
+
+def of_training(group: float, everyone: float, whole: float) -> float:
+    """Return the seconds of training's sum over a group.
+
+    What it takes longer than MPI's is an overhead, which does not depend on the number of ranks.
+    Where it is faster, as NCCL is than copies to the host, it is as many times faster in a group.
+
+    Args:
+        group: seconds of MPI's sum over the group.
+        everyone: of MPI's sum over all ranks.
+        whole: of training's sum over all ranks.
+    """
+    return group + whole - everyone if whole >= everyone else group * whole / everyone
 
 
 def _crosses(hosts: Sequence[str], ranks: Sequence[int]) -> bool:
@@ -278,28 +312,24 @@ def message_to_self(exchange: Exchange) -> None:
 
 
 def measure_contention(
-    world: World,
-    start: Start,
-    alone: Curve,
-    size: int = CONTENDED_BYTES,
-    work: Callable[[], object] = multiply,
+    world: World, tools: Tools, alone: Curve, size: int = CONTENDED_BYTES
 ) -> Contention:
     """Return how much slower computing and an all-reduce are at the same time. Collective.
 
     Args:
-        work: computes for a short time.
+        alone: seconds of an all-reduce alone, by bytes.
     """
-    values = torch.zeros(size // 4)
-    one = statistics.median([_seconds_of(work) for _ in range(30)])
+    values = torch.zeros(size // 4, device=tools.device)
+    one = statistics.median([_seconds_of(tools.work) for _ in range(30)])
     expected = alone(size)
     ratios: list[tuple[float, float]] = []
     for _ in range(WARM_UP + LEAST):
         world.barrier()
         began = time.perf_counter()
-        is_over = start(values, "probe.contention")
+        is_over = tools.start(values, "probe.contention")
         products = 0
         while not is_over():
-            work()
+            tools.work()
             products += 1
         seconds = time.perf_counter() - began
         ratios.append((seconds / max(one * products, 1e-9), seconds / expected))
@@ -318,12 +348,14 @@ class Disturbance:
 
     Attributes:
         start: starts Horovod's all-reduces.
+        device: of the tensors.
         alone: seconds of an all-reduce alone, by bytes.
         overlaps: by computation: its seconds, and how many seconds' worth of all-reduces, as they
             take alone, were done meanwhile.
     """
 
     start: Start
+    device: torch.device
     alone: Callable[[float], float]
     overlaps: list[tuple[float, float]] = field(default_factory=list)
 
@@ -334,7 +366,7 @@ class Disturbance:
         """
         size = next((one for one in SIZES if self.alone(one) >= seconds), UNFUSED)
         number = max(1, math.ceil(seconds / self.alone(size)))
-        values, began = torch.ones(size // 4), time.perf_counter()
+        values, began = torch.ones(size // 4, device=self.device), time.perf_counter()
         started = [self.start(values, f"probe.{k}.{size}") for k in range(number)]
 
         def wait() -> None:

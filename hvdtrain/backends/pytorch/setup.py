@@ -32,7 +32,7 @@ from hvdtrain.data import order
 from hvdtrain.data.index import Index
 from hvdtrain.data.order import Rows
 from hvdtrain.data.shards import Samples
-from hvdtrain.device import choose_algorithms, choose_device, is_gpu
+from hvdtrain.device import choose_algorithms, choose_device, forget_peak, is_gpu
 from hvdtrain.emulate.world import emulation_of
 from hvdtrain.errors import UsageError
 from hvdtrain.host.files import check_target
@@ -106,6 +106,7 @@ def open_session(
     mark("data")
     verified = verify(trial, plan) if config.verify else ""
     mark("verify")
+    forget_peak(images.device)  # of the planner and the verification
     session = _built(trial, plan, chosen, held_rows, verified)
     check_dtypes(session.state.tensors())
     mark("model")

@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.planner import measure, probe
@@ -146,3 +147,30 @@ def test_transfers_that_will_take_long_are_not_repeated(
     curve = probe._transfer_curve(ALONE, cast(Exchange, None), (0, 0), sizes)
     assert curve(2**26) == pytest.approx(latency + per_byte * 2**26)
     assert [trips[2**power] for power in (2, 20, 22, 24, 26)] == repeats
+
+
+@pytest.mark.parametrize(
+    ("group", "everyone", "whole", "expected"),
+    [
+        (2.0, 3.0, 5.0, 4.0),  # an overhead of 2 s, on any number of ranks
+        (2.0, 4.0, 1.0, 0.5),  # four times as fast, in a group too
+    ],
+)
+def test_sums_of_groups_are_corrected_for_what_training_sums_with(
+    group: float, everyone: float, whole: float, expected: float
+) -> None:
+    assert probe.of_training(group, everyone, whole) == pytest.approx(expected)
+
+
+def test_sums_are_measured_on_tensors_of_the_device() -> None:
+    seen = set()
+
+    def start(tensor: torch.Tensor, _: str) -> Callable[[], bool]:
+        seen.add(tensor.device.type)
+        return lambda: True
+
+    meta = torch.device("meta")
+    curve = probe.reduce_curve(ALONE, start, (64, 4096), meta)
+    probe.measure_contention(ALONE, probe.Tools(start, device=meta), curve, size=64)
+    probe.Disturbance(start, meta, curve)(1e-6)()
+    assert seen == {"meta"}
