@@ -24,7 +24,9 @@ def no_waiting(device: str) -> Iterator[None]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("clip_norm", [None, 0.01])
-def test_a_step_does_not_wait(device: str, precision: str, clip_norm: float | None) -> None:
+def test_the_host_does_not_wait_within_a_step(
+    device: str, precision: str, clip_norm: float | None
+) -> None:
     runtime = runtime_of(device, precision=precision, clip_norm=clip_norm, optimizer="adamw")
     runtime.train(step_of(runtime, 0))  # allocates
     step = step_of(runtime, 1)

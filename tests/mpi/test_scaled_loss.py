@@ -76,7 +76,7 @@ def train(
     return whole_state(plan, runtime, world), is_bad
 
 
-def test_a_step_that_overflows_on_one_rank_changes_nothing_anywhere(
+def test_after_an_overflow_on_one_rank_no_rank_updates_its_weights(
     world: World, plan: str
 ) -> None:
     made = PLANS[world.size][plan](names(components_of("resnet", SIZE)))

@@ -139,7 +139,7 @@ def test_where_ranks_have_to_agree_the_host_waits(
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("clip_norm", [None, 0.01])
-def test_a_step_waits_once_for_the_loss_that_is_read_later(
+def test_the_host_waits_once_for_the_loss_of_the_step_before(
     precision: str,
     clip_norm: float | None,
     late: LateStream,
