@@ -27,11 +27,11 @@ from hvdtrain.device import is_gpu, mark, now, synchronize
 from hvdtrain.errors import Interrupted, Preempted, UsageError
 from hvdtrain.host.stop import StopRequest
 from hvdtrain.models.costs import component_costs
-from hvdtrain.parallel.marks import StepSeconds
 from hvdtrain.parallel.runtime import TRANSFERS
 from hvdtrain.parallel.stage import AUTOCAST, DTYPES
 from hvdtrain.parallel.step import Step, read_later
 from hvdtrain.plan.actions import COMPUTE
+from hvdtrain.plan.marks import StepSeconds
 from hvdtrain.planner.chain import Chain, Link, without_gathering
 from hvdtrain.training.control import Control, Flags, Outcome, Vitals
 from hvdtrain.training.feed import Feed, requests, training_feeder

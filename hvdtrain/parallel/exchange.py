@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hvdtrain.device import Mark, host_like, mark, stage_in, stage_out
 from hvdtrain.host.poll import wait_until
-from hvdtrain.parallel.marks import Wait
+from hvdtrain.plan.marks import Wait
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -20,10 +20,10 @@ from hvdtrain.host.activity import Activity
 from hvdtrain.parallel import halves
 from hvdtrain.parallel.boundary import Boundaries
 from hvdtrain.parallel.dropout import Draws
-from hvdtrain.parallel.marks import Act
 from hvdtrain.parallel.stage import Images, Part
 from hvdtrain.parallel.step import Step, UpdateRule, copied_buffers, restore_buffers, update
 from hvdtrain.plan.actions import RECEIPTS, SENDS
+from hvdtrain.plan.marks import Act
 from hvdtrain.plan.program import Task
 from hvdtrain.plan.trace import Event
 

@@ -12,8 +12,8 @@ from hvdtrain import device as devices
 from hvdtrain.data.augment import Places
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.parallel.halves import Group
-from hvdtrain.parallel.marks import StepMarks
 from hvdtrain.parallel.stage import Part
+from hvdtrain.plan.marks import StepMarks
 from hvdtrain.plan.program import Key, Program
 
 

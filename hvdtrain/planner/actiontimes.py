@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from hvdtrain.device import generators, now
 from hvdtrain.models.component import IMAGE_CHANNELS
 from hvdtrain.parallel.boundary import Boundaries, Form
-from hvdtrain.parallel.marks import Reduction
 from hvdtrain.parallel.runtime import Observer, Runtime
 from hvdtrain.parallel.stage import Part
 from hvdtrain.parallel.step import Step
 from hvdtrain.plan import schedule
 from hvdtrain.plan.actions import COMMUNICATION, Action, boundary, rows_sent
 from hvdtrain.plan.cut import Cut, Share
+from hvdtrain.plan.marks import Reduction
 from hvdtrain.plan.plan import Plan
 from hvdtrain.plan.program import Program, program
 from hvdtrain.plan.simulate import Costs

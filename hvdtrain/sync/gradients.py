@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from hvdtrain.device import Mark, mark
 from hvdtrain.errors import UsageError
-from hvdtrain.parallel.marks import Reduction
 from hvdtrain.plan.cut import Share
+from hvdtrain.plan.marks import Reduction
 from hvdtrain.plan.passes import BUCKET_BYTES, FIRST_BUCKET_BYTES, group_by_bytes
 from hvdtrain.sync.collectives import Collectives
 from hvdtrain.sync.saved import Kept, Shapes

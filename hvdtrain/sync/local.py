@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from hvdtrain.parallel.marks import Reduction
 from hvdtrain.plan.cut import Share
+from hvdtrain.plan.marks import Reduction
 from hvdtrain.sync.gradients import Gradients, SerialGradients
 from hvdtrain.sync.saved import Shapes
 

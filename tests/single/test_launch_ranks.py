@@ -277,7 +277,7 @@ def test_torchrun_is_refused_in_one_line_by_one_process(small_set: Path, tmp_pat
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         env=program_environment(),
     )
     assert "exitcode  : 2" in done.stderr

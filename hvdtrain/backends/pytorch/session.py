@@ -27,12 +27,12 @@ from hvdtrain.host.activity import Activity
 from hvdtrain.host.memory import return_freed_memory
 from hvdtrain.options.planrequest import ADAPTIVE
 from hvdtrain.options.syncrequest import NO_SYNC
-from hvdtrain.parallel.marks import StepMarks
 from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.step import Logits, Step, read_later
 from hvdtrain.plan import program, trace
 from hvdtrain.plan.actions import COMPUTE
 from hvdtrain.plan.cut import Cut, cut
+from hvdtrain.plan.marks import StepMarks
 from hvdtrain.plan.program import Program
 from hvdtrain.training.feed import Feed, step_seed, take_rows
 from hvdtrain.training.progress import slow_share

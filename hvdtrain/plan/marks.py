@@ -6,9 +6,10 @@ asking. Between two marks lies what the device did, and where the host let it wa
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from hvdtrain.device import Mark
+if TYPE_CHECKING:
+    from hvdtrain.device import Mark  # loads PyTorch
 
 
 class Wait(NamedTuple):
@@ -21,26 +22,26 @@ class Wait(NamedTuple):
         transfer: seconds of the host's wait in which all of it had been sent already.
     """
 
-    start: Mark
-    arrived: Mark
-    end: Mark
+    start: "Mark"
+    arrived: "Mark"
+    end: "Mark"
     transfer: float
 
 
 class Reduction(NamedTuple):
     """The gradient reductions of a stage: their start, and start and end of the wait for them."""
 
-    start: Mark
-    waiting: Mark
-    end: Mark
+    start: "Mark"
+    waiting: "Mark"
+    end: "Mark"
 
 
 class Act(NamedTuple):
     """An action of a kind, and how many waits and reductions there were before it."""
 
     kind: str
-    start: Mark
-    end: Mark
+    start: "Mark"
+    end: "Mark"
     waits: int
     reductions: int
 
