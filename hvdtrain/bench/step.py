@@ -2,7 +2,6 @@
 
 The steps are those of `train` without its records: the same session, loader, interpreter and
 control messages. The rest is time that nothing else counts: Python between the actions of a step.
-A GPU works while Python continues, so there the rest counts as computing.
 """
 
 import statistics
@@ -187,9 +186,9 @@ def _timed_steps(session: TorchSession, count: int, stop: StopRequest) -> _Times
         for number in range(len(slices)):
             if number >= WARM_UP:
                 ends.append(mark(device))
-            began = time.perf_counter()
+            began = mark(device)
             feed: Feed = next(loader)
-            waited = time.perf_counter() - began
+            loaded = mark(device)
             step = session.runtime.train(Step(program, feed.images, feed.labels))
             flags = Flags(stop.interrupted, stop.preempted)
             read = partial(_read, read_later(step, device))
@@ -197,13 +196,13 @@ def _timed_steps(session: TorchSession, count: int, stop: StopRequest) -> _Times
             if agreed is not None and agreed.stop is not None:
                 _leave(agreed.stop)
             if number >= WARM_UP:
-                steps.append((step.marks, waited))
+                steps.append((step.marks, began, loaded))
         ends.append(mark(device))
         control.drain()
     synchronize(device)
     seconds = [later - earlier for earlier, later in pairwise(ends)]
-    for marks, waited in steps:
-        _count(totals, marks.seconds(), waited)
+    for marks, began, loaded in steps:
+        _count(totals, marks.seconds(), loaded - began)
     spent = {name: total / count for name, total in totals.items()}
     spent["rest"] += max(0.0, statistics.mean(seconds) - sum(spent.values()))
     return _Times(seconds, spent)

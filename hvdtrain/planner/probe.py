@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdtrain.device import now, stage_out, synchronize
+from hvdtrain.device import now, read_later, stage_in, stage_out
 from hvdtrain.host.poll import wait_until
 from hvdtrain.parallel.exchange import Exchange
 from hvdtrain.planner.network import Contention, Curve, MeasuredNetwork
@@ -50,8 +50,9 @@ def mpi_sum(communicator: Any) -> Start:
     """
 
     def start(tensor: torch.Tensor, name: str) -> Callable[[], bool]:
-        host = stage_out(tensor).numpy()
-        communicator.Allreduce(host, np.empty_like(host))
+        host = stage_out(tensor)
+        communicator.Allreduce(host.numpy(), np.empty_like(host.numpy()))
+        stage_in(host, tensor)
         return lambda: True
 
     return start
@@ -63,7 +64,7 @@ def multiplying(device: torch.device = _CPU) -> Callable[[], object]:
 
     def work() -> None:
         torch.mm(matrix, matrix)
-        synchronize(device)
+        read_later((), device)()  # not for the sums, which have a stream of their own
 
     return work
 
@@ -128,7 +129,15 @@ def started_mpi_sum(collectives: MPICollectives) -> Start:
     """Return a function that starts MPI's non-blocking all-reduce, as --reduce-with mpi does."""
 
     def start(tensor: torch.Tensor, _: str) -> Callable[[], bool]:
-        return collectives.all_reduce(tensor, "probe").is_over
+        handle = collectives.all_reduce(tensor, "probe")
+
+        def is_over() -> bool:
+            if not handle.is_over():
+                return False
+            collectives.wait(handle)  # copies the sum to the device
+            return True
+
+        return is_over
 
     return start
 

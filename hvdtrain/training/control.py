@@ -30,11 +30,14 @@ class Outcome(NamedTuple):
         loss_sum: of its samples.
         is_bad: whether it left out an update.
         waited: seconds in which it waited for other ranks.
+        work: seconds of its device's work, if it has a queue: the host's time is that of other
+            steps then.
     """
 
     loss_sum: float
     is_bad: bool
     waited: float = 0.0
+    work: float | None = None
 
 
 class Flags(NamedTuple):
@@ -67,7 +70,7 @@ class Vitals(NamedTuple):
     load: float = 0.0
 
 
-OWN_SECONDS = Vitals._fields.index("own_seconds")
+OWN_SECONDS, DATA_SECONDS = map(Vitals._fields.index, ("own_seconds", "data_seconds"))
 SECONDS = 3  # the first fields of `Vitals` are seconds
 
 
@@ -188,8 +191,12 @@ class Control:
 
     def _send(self) -> None:
         read, vector, posted_at = self.waiting.popleft()
-        vector[LOSS], vector[BAD], waited = read()
-        vector[HEADER + self.world.rank * len(Vitals._fields) + OWN_SECONDS] -= waited
+        vector[LOSS], vector[BAD], waited, work = read()
+        start = HEADER + self.world.rank * len(Vitals._fields)
+        if work is None:
+            vector[start + OWN_SECONDS] -= waited
+        else:
+            vector[start + OWN_SECONDS] = work + vector[start + DATA_SECONDS]
         request = None
         total = vector
         if self.world.communicator is not None:

@@ -326,7 +326,7 @@ def _read(run: Run, result: Result) -> Outcome:
     loss_sum, is_bad = result.read()
     spent = result.spent()
     run.progress.count(spent, run.session.device.dilation)
-    return Outcome(loss_sum, is_bad, spent.waited)
+    return Outcome(loss_sum, is_bad, spent.waited, spent.work)
 
 
 def _flags(run: Run) -> Flags:

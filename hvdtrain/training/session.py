@@ -33,12 +33,14 @@ class Spent(NamedTuple):
         communication: reductions and transfers, including those hidden by computing.
         bubble: waiting for the work of other stages.
         compute: forwards and backwards.
+        work: of the device, without waiting for other ranks; None: the host's time says that.
     """
 
     exposed: float = 0.0
     communication: float = 0.0
     bubble: float = 0.0
     compute: float = 0.0
+    work: float | None = None
 
     @property
     def waited(self) -> float:

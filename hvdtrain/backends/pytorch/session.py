@@ -61,7 +61,7 @@ def device_of(device: torch.device) -> Device:
     )
 
 
-def _spent(marks: StepMarks, met: tuple[Mark, Mark]) -> Spent:
+def _spent(marks: StepMarks, met: tuple[Mark, Mark], device: torch.device) -> Spent:
     """Return where the time of a step went, with a meeting of the replicas after it."""
     seconds, meeting = marks.seconds(), met[1] - met[0]
     return Spent(
@@ -69,6 +69,7 @@ def _spent(marks: StepMarks, met: tuple[Mark, Mark]) -> Spent:
         communication=seconds.reduction + seconds.transfer + meeting,
         bubble=seconds.bubble,
         compute=sum(seconds.spent[kind] for kind in COMPUTE),
+        work=sum(seconds.spent.values()) if devices.is_queued(device) else None,
     )
 
 
@@ -260,7 +261,7 @@ class TorchSession(Session):
             samples=todo.cut.samples(self.plan.last, self.world.rank),
             norm=step.norm,
             is_bad=step.is_bad,
-            spent=partial(_spent, step.marks, met),
+            spent=partial(_spent, step.marks, met, self.runtime.device),
         )
 
     def _after_step(self, step: int) -> tuple[Mark, Mark]:
