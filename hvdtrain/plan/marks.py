@@ -79,6 +79,8 @@ class StepMarks:
         Args:
             place: of the action in `acts`.
         """
+        if not (self.waits or self.reductions):
+            return 0.0
         act = self.acts[place]
         later = self.acts[place + 1] if place + 1 < len(self.acts) else None
         waits = self.waits[act.waits : later.waits if later else None]
