@@ -145,11 +145,7 @@ def started_mpi_sum(collectives: MPICollectives) -> Start:
 def reduce_curve(
     world: World, start: Start, sizes: Sequence[int], device: torch.device = _CPU
 ) -> Curve:
-    """Return the seconds of an all-reduce of fp32 over all calling ranks, by bytes. Collective.
-
-    Args:
-        device: of the tensors.
-    """
+    """Return the seconds of an all-reduce of fp32 over all calling ranks, by bytes. Collective."""
     return Curve.of(sizes, [_sum_seconds(world, start, size, device) for size in sizes])
 
 

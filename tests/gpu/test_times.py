@@ -8,7 +8,7 @@ from tests.single.parallel.test_deferred import runtime_of, step_of
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_times_of_a_step_add_up_to_it(device: str, precision: str) -> None:
+def test_parts_of_a_step_sum_to_its_duration(device: str, precision: str) -> None:
     runtime = runtime_of(device, precision=precision, optimizer="adamw")
     runtime.train(step_of(runtime, 0))  # allocates
     where = torch.device(device)

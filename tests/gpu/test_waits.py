@@ -24,7 +24,7 @@ def no_waiting(device: str) -> Iterator[None]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("clip_norm", [None, 0.01])
-def test_the_host_does_not_wait_within_a_step(
+def test_no_operation_of_a_step_synchronises(
     device: str, precision: str, clip_norm: float | None
 ) -> None:
     runtime = runtime_of(device, precision=precision, clip_norm=clip_norm, optimizer="adamw")

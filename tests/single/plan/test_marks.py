@@ -10,7 +10,7 @@ from tests.late import late_device
 CPU = torch.device("cpu")
 
 
-def test_the_times_of_a_step_add_up_to_the_step() -> None:
+def test_parts_of_a_step_sum_to_its_duration() -> None:
     marks = StepMarks(
         acts=[
             Act("F", 0.0, 4.0, 0, 0),  # waits for 1 s
