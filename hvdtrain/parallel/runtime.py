@@ -121,13 +121,14 @@ class Runtime:
         try:
             for task in step.program.tasks:
                 note(task.line)
-                began, before = time.perf_counter(), (len(marks.waits), len(marks.reductions))
-                start = clock()
+                waits, reductions = len(marks.waits), len(marks.reductions)
+                began, start = time.perf_counter(), clock()
                 self.do[task.action.kind](step, task)
-                marks.acts.append(Act(task.action.kind, start, clock(), *before))
+                pauses = marks.waits[waits:], marks.reductions[reductions:]
+                marks.acts.append(Act(task.action.kind, start, clock(), *pauses))
                 if events is not None:
                     devices.synchronize(self.device)
-                    events += self._events(task, began, marks.waited(len(marks.acts) - 1))
+                    events += self._events(task, began, marks.acts[-1].waited)
         except Exception as error:
             if task is not None and (mistake := _mistake(task, str(error))) is not None:
                 raise mistake from error

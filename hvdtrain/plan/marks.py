@@ -37,13 +37,20 @@ class Reduction(NamedTuple):
 
 
 class Act(NamedTuple):
-    """An action of a kind, and how many waits and reductions there were before it."""
+    """An action of a kind, with the waits and reductions within it."""
 
     kind: str
     start: "Mark"
     end: "Mark"
-    waits: int
-    reductions: int
+    waits: list[Wait]
+    reductions: list[Reduction]
+
+    @property
+    def waited(self) -> float:
+        """Seconds in which it waited for other ranks."""
+        return sum(wait.end - wait.start for wait in self.waits) + sum(
+            reduction.end - reduction.waiting for reduction in self.reductions
+        )
 
 
 @dataclass
@@ -73,27 +80,11 @@ class StepMarks:
     waits: list[Wait] = field(default_factory=list)
     reductions: list[Reduction] = field(default_factory=list)
 
-    def waited(self, place: int) -> float:
-        """Return the seconds that an action waited.
-
-        Args:
-            place: of the action in `acts`.
-        """
-        if not (self.waits or self.reductions):
-            return 0.0
-        act = self.acts[place]
-        later = self.acts[place + 1] if place + 1 < len(self.acts) else None
-        waits = self.waits[act.waits : later.waits if later else None]
-        reductions = self.reductions[act.reductions : later.reductions if later else None]
-        return sum(wait.end - wait.start for wait in waits) + sum(
-            reduction.end - reduction.waiting for reduction in reductions
-        )
-
     def seconds(self) -> StepSeconds:
         """Return where the time went; the device must have done the step."""
         total = StepSeconds()
-        for place, act in enumerate(self.acts):
-            total.spent[act.kind] += act.end - act.start - self.waited(place)
+        for act in self.acts:
+            total.spent[act.kind] += act.end - act.start - act.waited
         for wait in self.waits:
             waited = wait.arrived - wait.start  # the end of the host's wait, which starts earlier
             transfer = min(wait.transfer, waited)

@@ -11,15 +11,14 @@ CPU = torch.device("cpu")
 
 
 def test_parts_of_a_step_sum_to_its_duration() -> None:
-    marks = StepMarks(
-        acts=[
-            Act("F", 0.0, 4.0, 0, 0),  # waits for 1 s
-            Act("B", 4.0, 9.0, 1, 0),
-            Act("STEP", 9.0, 13.0, 1, 0),  # flushes for 0.5 s, then waits for sums for 2 s
-        ],
-        waits=[Wait(0.5, 1.25, 1.5, 0.25), Wait(9.0, 9.0, 9.5, 0.0)],
-        reductions=[Reduction(6.0, 9.5, 11.5)],
-    )
+    waits = [Wait(0.5, 1.25, 1.5, 0.25), Wait(9.0, 9.0, 9.5, 0.0)]
+    reductions = [Reduction(6.0, 9.5, 11.5)]
+    acts = [
+        Act("F", 0.0, 4.0, waits[:1], []),  # waits for 1 s
+        Act("B", 4.0, 9.0, [], []),
+        Act("STEP", 9.0, 13.0, waits[1:], reductions),  # flushes for 0.5 s, waits for sums for 2 s
+    ]
+    marks = StepMarks(acts, waits, reductions)
     seconds = marks.seconds()
     assert dict(seconds.spent) == pytest.approx({"F": 3.0, "B": 5.0, "STEP": 1.5})
     assert (seconds.bubble, seconds.transfer) == pytest.approx((0.5, 0.25 + 0.25 + 0.5))
