@@ -24,7 +24,7 @@ def run_demo(
         env=kept | environment,
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=600,
     )
 
 

@@ -94,7 +94,7 @@ def test_the_printed_lines_train(sound: tuple[int, dict[str, Any]], tmp_path: Pa
             cwd=REPOSITORY,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=600,
             check=False,
         )
         assert result.returncode == 0, result.stderr

@@ -72,7 +72,7 @@ def test_mpirun_mpi4py_and_horovod_share_one_mpi_on_two_ranks(tmp_path: Path) ->
         capture_output=True,
         text=True,
         env={**env, "OMP_NUM_THREADS": "1"},
-        timeout=60,
+        timeout=600,
         check=False,
     )
     assert result.returncode == 0, result.stderr

@@ -253,7 +253,7 @@ def test_a_rank_that_fails_when_the_first_has_gone_is_not_heard(tmp_path: Path) 
         capture_output=True,
         text=True,
         env=program_environment(),
-        timeout=60,
+        timeout=600,
     )
     assert done.returncode == 2
     assert re.findall("rank . was wrong", done.stderr) == ["rank 0 was wrong"]
@@ -495,7 +495,7 @@ def test_a_users_own_script_that_raises_on_one_rank_ends_on_all(tmp_path: Path) 
         capture_output=True,
         text=True,
         errors="replace",
-        timeout=60,
+        timeout=600,
         env=program_environment(),
     )
     assert done.returncode == 4

@@ -103,7 +103,7 @@ def run(tour: Path, command: list[str]) -> subprocess.CompletedProcess[str]:
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        timeout=120,
+        timeout=600,
     )
 
 

@@ -20,7 +20,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         env={**os.environ, "NO_COLOR": "1", "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "index.html").exists()

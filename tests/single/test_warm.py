@@ -48,7 +48,7 @@ def test_it_has_the_arguments_environment_folder_cores_and_streams_of_its_client
     finally:
         os.sched_setaffinity(0, cores)
         os.umask(mask)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=600)
     assert (process.returncode, err) == (3, "and an error\n")
     expected = [["-c", "one", "two words"], str(tmp_path), "a\nb", False, cores[:1], 0o27, True]
     assert json.loads(out) == [*expected, warm.python()]
@@ -67,7 +67,7 @@ print("last", end="\\n")
 def test_it_ends_as_a_cold_start_does(end: str) -> None:
     """A fork waits for threads, runs exit handlers, flushes its output, and has the same code."""
     warm_one = start(ENDING.format(end=end))
-    outcome = (*warm_one.communicate(timeout=60), warm_one.returncode)
+    outcome = (*warm_one.communicate(timeout=600), warm_one.returncode)
     cold = subprocess.run(
         [sys.executable, "-c", ENDING.format(end=end)],
         capture_output=True,
@@ -84,7 +84,7 @@ def test_it_ends_as_a_cold_start_does(end: str) -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
 def test_it_ends_by_a_signal_as_its_client_does(number: signal.Signals) -> None:
     process = start(f"import os; os.kill(os.getpid(), {int(number)})")
-    process.communicate(timeout=60)
+    process.communicate(timeout=600)
     assert process.returncode == -number
 
 
@@ -97,7 +97,7 @@ def test_signals_reach_it_through_its_client() -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGUSR1)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=600)
     assert (process.returncode, out) == (0, f"{int(signal.SIGUSR1)}\n")
 
 
@@ -108,7 +108,7 @@ def test_it_does_not_outlive_a_client_that_is_killed() -> None:
     fork = warm.fork_of(psutil.Process(process.pid))
     assert fork.pid != process.pid
     process.kill()
-    process.communicate(timeout=60)
+    process.communicate(timeout=600)
     until = time.monotonic() + 60
     while fork.is_running() and fork.status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < until
@@ -123,4 +123,4 @@ def test_a_client_that_breaks_off_does_not_harm_the_others(sent: bytes) -> None:
         client.connect(address)
         client.sendall(sent)
     process = start("print('still there')")
-    assert process.communicate(timeout=60)[0] == "still there\n"
+    assert process.communicate(timeout=600)[0] == "still there\n"

@@ -36,7 +36,7 @@ class Cluster:
             env=self.environment() | environment,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=600,
         )
 
     def run(self, *command: object, **environment: str) -> str:

@@ -35,9 +35,9 @@ def started() -> Iterator[Cluster]:
     ):
         pytest.skip("needs root, slurmctld, slurmd, slurm-client, munge and libpmix-dev")
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
-    up = subprocess.run([LOCAL / "up", folder], capture_output=True, text=True, timeout=120)
+    up = subprocess.run([LOCAL / "up", folder], capture_output=True, text=True, timeout=600)
     assert up.returncode == 0, up.stderr
     try:
         yield Cluster(folder)
     finally:
-        subprocess.run([LOCAL / "down", folder], check=True, timeout=60)
+        subprocess.run([LOCAL / "down", folder], check=True, timeout=600)

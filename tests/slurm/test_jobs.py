@@ -111,7 +111,7 @@ def test_a_ctrl_c_while_slurm_takes_a_job_loses_no_number(
         text=True,
         start_new_session=True,
     )
-    errors = process.communicate(timeout=120)[1]
+    errors = process.communicate(timeout=600)[1]
     (number,) = re.findall(r"\d+", answer.read_text())
     assert process.returncode == 130, errors
     message = f"interrupted after job {number} was submitted: end it with hvdtrain jobs cancel"

@@ -26,7 +26,7 @@ def test_runs_in_one_process_agree_and_a_failing_callback_ends_all_ranks(
         env=program_environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["is_within"]

@@ -85,7 +85,7 @@ def test_what_is_wrong_is_one_line(
     hvdtrain: Program, small_set: Path, arguments: tuple[object, ...], message: str
 ) -> None:
     options = [str(argument).format(data=small_set) for argument in arguments]
-    done = hvdtrain("bench", *options, timeout=60)
+    done = hvdtrain("bench", *options, timeout=600)
     assert done.returncode in (2, 3), done.stderr
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1

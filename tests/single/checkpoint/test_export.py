@@ -110,7 +110,7 @@ def test_what_cannot_be_is_one_line(
     words = [argument.format(**places) for argument in arguments]
     if words[0] == "train":
         words += ["--run", str(tmp_path / "run")]
-    done = hvdtrain(*words, timeout=60)
+    done = hvdtrain(*words, timeout=600)
     assert done.returncode == code, done.stderr
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1

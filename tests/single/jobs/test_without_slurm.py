@@ -111,7 +111,7 @@ def test_two_submissions_of_one_run_at_once_make_one_job(small_set: Path, tmp_pa
         )
         for _ in range(2)
     ]
-    outputs = [process.communicate(timeout=120)[0] for process in both]
+    outputs = [process.communicate(timeout=600)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0]
     (number,) = {job for text in outputs for job in re.findall(r"is job (\d+)", text)}
     assert sorted(text.strip().endswith("already") for text in outputs) == [False, True]

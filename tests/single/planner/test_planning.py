@@ -189,7 +189,7 @@ def test_a_job_suspended_and_asked_to_leave_while_the_plan_changes(
     suspend(job)
     process.send_signal(signal.SIGTERM)
     resume(job)
-    errors = process.communicate(timeout=60)[1]
+    errors = process.communicate(timeout=600)[1]
     assert process.returncode == 75, errors
     assert "state saved" in errors, doing
     assert any(line.get("decision") == "change" for line in events_of(run, "plan"))

@@ -260,12 +260,12 @@ def test_a_build_that_is_stopped_leaves_no_process_and_no_file(tmp_path: Path) -
         wait_for_output(tmp_path)
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGTERM)
-        _, messages = process.communicate(timeout=60)
+        _, messages = process.communicate(timeout=600)
     assert process.returncode == Interrupted.exit_code
     assert messages.splitlines()[-1].startswith("hvdtrain setup: the set-up was interrupted")
     assert "Traceback" not in messages
     assert children
-    _, alive = psutil.wait_procs(children, timeout=60)
+    _, alive = psutil.wait_procs(children, timeout=600)
     assert not alive
     assert [path.name for path in tmp_path.rglob("*")] == ["wheels"]
 

@@ -38,7 +38,7 @@ def run_setup(python: Path, *arguments: str, path: str) -> subprocess.CompletedP
         env=kept | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "PATH": path},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
 
 

@@ -53,7 +53,7 @@ def test_a_second_start_of_a_run_that_lives_is_refused_and_costs_it_nothing(
     assert f"{run} is in use by process {owners[0].pid} on " in second.stderr
     assert len(second.stderr.splitlines()) == 1
     first.send_signal(signal.SIGTERM)
-    errors = first.communicate(timeout=60)[1]
+    errors = first.communicate(timeout=600)[1]
     assert first.returncode == 75, errors
     assert not (run / NAME).exists()
     newest = store.stored(run / "checkpoints")[-1]
@@ -87,7 +87,7 @@ def test_a_run_that_was_given_up_and_comes_back_ends_and_takes_nothing(
 
     before = contents()
     rank.resume()
-    errors = old.communicate(timeout=60)[1]
+    errors = old.communicate(timeout=600)[1]
     assert old.returncode == 2, errors
     assert f"{run} no longer belongs to this run" in errors
     assert len(errors.splitlines()) == 1

@@ -287,7 +287,7 @@ def test_a_rank_is_suspended(
     process = start(case.command(), environment=case.happens(moment, "SIGSTOP"))
     wait_for(process, lambda: any(is_stopped(member) for member in members_of(process)))
     resume(members_of(process))
-    errors = process.communicate(timeout=120)[1]
+    errors = process.communicate(timeout=600)[1]
     assert process.returncode == 0, errors
     case.compare(undisturbed(ranks))
 
@@ -342,7 +342,7 @@ def test_a_run_that_another_start_finishes_between_restarts_is_over(
     case = Case(small_set, tmp_path / "run", 2)
     process = wait_to_start_again(case)
     case.finish(hvdtrain, undisturbed(2))
-    errors = process.communicate(timeout=120)[1]
+    errors = process.communicate(timeout=600)[1]
     assert process.returncode == 0, errors
     case.compare(undisturbed(2))
 

@@ -192,7 +192,7 @@ def test_the_actions_of_a_plan_are_a_file_that_reads_back(
 
 def test_what_needs_one_process_says_so_to_several(hvdtrain: Program) -> None:
     options = ("plan", "show", "--model", "cnn", "--ranks", 2)
-    done = hvdtrain(*options, launcher=tuple(mpirun(2)), timeout=60)
+    done = hvdtrain(*options, launcher=tuple(mpirun(2)), timeout=600)
     assert done.returncode == 2
     assert done.stderr.count("plan show runs in one process: start it without a launcher") == 1
     assert not done.stdout
@@ -218,7 +218,7 @@ def test_what_needs_one_process_says_so_to_several(hvdtrain: Program) -> None:
 def test_what_cannot_run_is_refused_in_one_line(
     hvdtrain: Program, small_set: Path, tmp_path: Path, options: tuple[Any, ...], message: str
 ) -> None:
-    done = train(hvdtrain, small_set, tmp_path / "run", *options, timeout=60)
+    done = train(hvdtrain, small_set, tmp_path / "run", *options, timeout=600)
     assert done.returncode == 2, done.stderr
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -299,7 +299,7 @@ def test_a_single_rank_that_hangs_ends_too(
         *("train", "--model", f"{HERE}:hangs", "--data", small_set, "--run", tmp_path / "run"),
         *("--stall-timeout", 2),
         HANG_AFTER=str(tmp_path / "hung"),
-        timeout=60,
+        timeout=600,
     )
     assert done.returncode == 4, done.stderr
     assert "step 5, 0F0: forward (stage 0, micro-batch 0)" in done.stderr
