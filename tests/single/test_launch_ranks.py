@@ -378,8 +378,9 @@ def test_a_signal_before_the_first_step_ends_all_ranks_too(
     small_set: Path, tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
     """SIGTERM must end the job with 75, so that it is requeued, and not with 130."""
-    options = ["train", *LONG, "--ranks", "2", "--data", str(small_set)]
-    process = start([*options, "--run", str(tmp_path / "run")])
+    options = ["train", "--model", "tests.single.training.models:hangs", "--ranks", "2"]
+    options += ["--data", str(small_set), "--run", str(tmp_path / "run")]
+    process = start(options, environment={"FAULTY_RANKS": "0,1"})
     wait_for(process, lambda: len(ranks_of(process)) == 2)
     process.send_signal(number)
     _, errors = process.communicate(timeout=SOON_SECONDS)

@@ -1,6 +1,5 @@
 """`train --framework tensorflow`: a Keras run has the guarantees of a PyTorch run."""
 
-import os
 import re
 import signal
 from pathlib import Path
@@ -14,11 +13,13 @@ from hvdtrain.training.evaluate import MEASURED
 from tests.conftest import Program
 from tests.single.training.jobs import (
     assert_each_sample_once,
-    begin,
     events_of,
+    is_stopped,
     ranks_of,
     samples_of,
+    start,
     summary_of,
+    wait_for,
 )
 
 EPOCHS, EPOCH = 2, 601
@@ -168,9 +169,13 @@ def test_a_run_that_is_asked_to_stop_goes_on_to_the_same_bits(
     small_set: Path, tmp_path: Path, hvdtrain: Program, undisturbed: dict[str, Any]
 ) -> None:
     run = tmp_path / "run"
-    words = [str(word) for word in command(small_set, run, "--checkpoint-every", "3 steps")]
-    process = begin(words, lambda: (run / "checkpoints" / "step-00000003").exists())
-    os.kill(ranks_of(process)[1].pid, signal.SIGUSR1)
+    options = ("--checkpoint-every", "3 steps", "--inject", "stop step=4 rank=1")
+    words = [str(word) for word in command(small_set, run, *options)]
+    process = start(words)
+    wait_for(process, lambda: any(map(is_stopped, ranks_of(process))))
+    (suspended,) = filter(is_stopped, ranks_of(process))
+    suspended.send_signal(signal.SIGUSR1)
+    suspended.resume()
     errors = process.communicate()[1]
     assert process.returncode == 75, errors
     assert "state saved" in errors
