@@ -7,6 +7,7 @@
 #   make setup PYTHON=python3.12  another Python, 3.11 or newer
 #   make setup TORCH_INDEX=URL    one more package index for PyTorch. PyPI's own build has CUDA; the
 #                                 small CPU build is in https://download.pytorch.org/whl/cpu
+#   make setup TENSORFLOW=cuda    TensorFlow with CUDA, for --plan mirrored:N on NVIDIA GPUs
 #   make test                     ruff, mypy, and all tests except the slow ones of make proof
 #   make proof                    the slow tests: every plan on 1 to 4 ranks, long series of kills, a
 #                                 site's MPI, torch.compile
@@ -36,6 +37,16 @@ endif
 
 bin := $(abspath $(VENV))/bin
 packages := $(VENV)/.packages-done
+# The stamp holds the choice of TensorFlow; another one replaces it.
+TENSORFLOW := $(or $(shell cat $(packages) 2>/dev/null),cpu)
+tensorflow_cpu := tensorflow-cpu
+tensorflow_cuda := tensorflow[and-cuda]
+ifndef tensorflow_$(TENSORFLOW)
+$(error TENSORFLOW=$(TENSORFLOW) is neither cpu nor cuda)
+endif
+ifneq ($(TENSORFLOW),$(or $(shell cat $(packages) 2>/dev/null),cpu))
+.PHONY: $(packages)
+endif
 done := $(VENV)/.setup-done
 pip := PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore $(bin)/python -m pip
 install := $(pip) install -qq --constraint constraints.txt
@@ -67,9 +78,10 @@ $(packages): setup.cfg constraints.txt
 	$(call phase,creating $(VENV),$(PYTHON) -m venv $(VENV))
 	$(call phase,installing pip and setuptools,$(install) --upgrade pip setuptools wheel)
 	$(call phase,installing PyTorch,$(install) $(addprefix --extra-index-url ,$(TORCH_INDEX)) torch numpy)
-	$(call phase,installing TensorFlow,$(install) tensorflow-cpu)
-	$(call phase,installing hvdtrain and all the rest,$(install) --no-build-isolation --editable '.[tensorflow$(comma)test]')
-	@touch $@
+	@$(pip) uninstall -qq --yes $(filter-out $(firstword $(subst [, ,$(tensorflow_$(TENSORFLOW)))),tensorflow tensorflow-cpu)
+	$(call phase,installing TensorFlow,$(install) '$(tensorflow_$(TENSORFLOW))')
+	$(call phase,installing hvdtrain and all the rest,$(install) --no-build-isolation --editable '.[test]')
+	@echo $(TENSORFLOW) > $@
 
 $(done): $(packages) $(horovod_tool)
 ifeq ($(MPI),system)

@@ -25,6 +25,7 @@ import yaml
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))  # scripts import their neighbours
 
+import profiles  # noqa: E402
 from comparison import RECORD, Comparison, noise, rows  # noqa: E402
 
 # {data} is a packed CIFAR-10. Each name is that of a table in docs/benchmarks.md.
@@ -41,6 +42,7 @@ COMMANDS = {
         "overhead.py --model resnet50 --images 32 --steps 24 --window 2",
         "overhead.py --model vit_tiny --images 64 --steps 80 --window 5",
     ],
+    "profiles": ["profiles.py"],
     "torch-loop": ["torch_loop.py --model resnet18", "torch_loop.py --model cnn --steps 200"],
     "scaling": [
         "scaling_cnn.py --data {data}",
@@ -123,6 +125,8 @@ def _table(name: str, folder: Path) -> dict[str, Any]:
         for number in range(len(COMMANDS[name]))
         for line in (folder / f"{name}-{number}.jsonl").read_text().splitlines()
     ]
+    if name == "profiles":
+        return profiles.table(records)
     comparisons = [Comparison(**{key: record[key] for key in FIELDS}) for record in records]
     return {
         "command": f"`python -m benchmarks --only {name}`",

@@ -49,6 +49,7 @@ class LateStream:
         self.queue.append(lambda: _assert_unchanged(source, value))
 
     def mark(self, device: torch.device = CPU) -> "LateMark":
+        self.queue.append(_nothing)  # no mark is reached before something waits
         return LateMark(self.event(), time.perf_counter())
 
     def finish(self, device: torch.device = CPU) -> None:
@@ -100,6 +101,10 @@ def late_device() -> Iterator[LateStream]:
 
 def _not_yet(memory: Tensor) -> Tensor:
     return memory.fill_(torch.nan if memory.is_floating_point() else NOT_YET)
+
+
+def _nothing() -> None:
+    """Do nothing: the place of a mark in the queue."""
 
 
 def _set(target: Tensor, value: Tensor) -> None:

@@ -19,10 +19,11 @@ from torch import Tensor
 from hvdtrain import world
 from hvdtrain.backends.pytorch.session import TorchSession
 from hvdtrain.backends.pytorch.setup import model_components, open_session
+from hvdtrain.bench.operations import mean_over_ranks, operation_seconds
 from hvdtrain.bench.options import StepConfig
 from hvdtrain.data import order
 from hvdtrain.data.loader import Loader
-from hvdtrain.device import is_gpu, mark, now, synchronize
+from hvdtrain.device import Mark, is_gpu, mark, now, synchronize
 from hvdtrain.errors import Interrupted, Preempted, UsageError
 from hvdtrain.host.stop import StopRequest
 from hvdtrain.models.costs import component_costs
@@ -30,12 +31,13 @@ from hvdtrain.parallel.runtime import TRANSFERS
 from hvdtrain.parallel.stage import AUTOCAST, DTYPES
 from hvdtrain.parallel.step import Step, read_later
 from hvdtrain.plan.actions import COMPUTE
-from hvdtrain.plan.marks import StepSeconds
+from hvdtrain.plan.marks import StepMarks, StepSeconds
 from hvdtrain.planner.chain import Chain, Link, without_gathering
 from hvdtrain.training.control import Control, Flags, Outcome, Vitals
 from hvdtrain.training.feed import Feed, requests, training_feeder
 
-WARM_UP = 3
+WARM_UP, PROFILED = 3, 3  # steps before the timed ones, and after them
+LISTED = 5  # operations in the text
 TRAINING_FLOPS = 3  # forwards: itself, gradients of the input, gradients of the weights
 SHARES = ("compute", "communication", "bubble", "data", "rest")
 
@@ -53,6 +55,8 @@ class StepReport:
         rates: matrix operations per second of each rank, measured on all of them at once.
         flops: operations per step over all ranks.
         components: seconds per step of (forward, backward), the mean of the ranks that hold it.
+        operations: seconds per step of each of PyTorch's operations without those that it calls,
+            the mean of the ranks, longest first; empty on a GPU.
     """
 
     setting: str
@@ -63,6 +67,7 @@ class StepReport:
     rates: list[float]
     flops: float
     components: dict[str, tuple[float, float]]
+    operations: dict[str, float]
 
     @property
     def images_per_second(self) -> float:
@@ -88,6 +93,7 @@ class StepReport:
                 name: {"forward": forward, "backward": backward}
                 for name, (forward, backward) in self.components.items()
             },
+            "operations": self.operations,
         }
 
     def as_text(self) -> str:
@@ -115,7 +121,21 @@ class StepReport:
             f"{(forward + backward) / computed:>7.1%}"
             for name, (forward, backward) in self.components.items()
         ]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._costliest()])
+
+    def _costliest(self) -> list[str]:
+        """Return the lines on the longest operations, and one on the rest of the step."""
+        longest = list(self.operations.items())[:LISTED]
+        if not longest:
+            return []
+        rows = [*longest, ("others", sum(self.operations.values()) - sum(s for _, s in longest))]
+        total = sum(self.operations.values())
+        width = max(len(name) for name, _ in rows)
+        return [
+            "",
+            f"{'operation':<{width}} {'per step':>11}  of all operations",
+            *(f"{name:<{width}} {1e3 * s:>8,.2f} ms {s / total:>7.1%}" for name, s in rows),
+        ]
 
 
 def bench_step(config: StepConfig, data: str) -> StepReport:
@@ -153,6 +173,7 @@ def bench_step(config: StepConfig, data: str) -> StepReport:
         rates=rates,
         flops=_flops(session),
         components=_by_component(session, components),
+        operations=mean_over_ranks(job.gather(times.operations)),
     )
     session.close()
     world.stop()
@@ -165,13 +186,14 @@ class _Times:
 
     step: list[float]
     spent: dict[str, float]
+    operations: dict[str, float]
 
 
 def _timed_steps(session: TorchSession, count: int, stop: StopRequest) -> _Times:
     config, size = session.config, session.config.batch_size
     rows = order.training_order(session.index, session.train_rows, config.seed, 0)
     whole = [(start, start + size) for start in range(0, len(rows) - size + 1, size)]
-    slices = list(islice(cycle(whole), WARM_UP + count))
+    slices = list(islice(cycle(whole), WARM_UP + count + PROFILED))
     program = session.program(size, is_training=True)
     samples = program.cut.samples(session.plan.last, session.world.rank)
     control = Control(session.world, session.device.loss_delay)
@@ -180,12 +202,10 @@ def _timed_steps(session: TorchSession, count: int, stop: StopRequest) -> _Times
         config, session.splits["train"], session.normalisation[0], 0, session.is_resident
     )
     device = session.runtime.device
-    totals, ends, steps = dict.fromkeys(SHARES, 0.0), [], []
+    totals = dict.fromkeys(SHARES, 0.0)
     with Loader(feeder, requests(rows, slices, local_rows)) as loader:
-        session.world.barrier()
-        for number in range(len(slices)):
-            if number >= WARM_UP:
-                ends.append(mark(device))
+
+        def one_step() -> tuple[Mark, Mark, StepMarks]:
             began = mark(device)
             feed: Feed = next(loader)
             loaded = mark(device)
@@ -195,17 +215,22 @@ def _timed_steps(session: TorchSession, count: int, stop: StopRequest) -> _Times
             agreed = control.post(read, samples, flags, Vitals(0.0, 0.0))
             if agreed is not None and agreed.stop is not None:
                 _leave(agreed.stop)
-            if number >= WARM_UP:
-                steps.append((step.marks, began, loaded))
-        ends.append(mark(device))
+            return began, loaded, step.marks
+
+        session.world.barrier()
+        for _ in range(WARM_UP):
+            one_step()
+        steps = [one_step() for _ in range(count)]
+        ends = [*(began for began, _, _ in steps), mark(device)]
+        operations = operation_seconds(one_step, PROFILED, device)
         control.drain()
     synchronize(device)
     seconds = [later - earlier for earlier, later in pairwise(ends)]
-    for marks, began, loaded in steps:
+    for began, loaded, marks in steps:
         _count(totals, marks.seconds(), loaded - began)
     spent = {name: total / count for name, total in totals.items()}
     spent["rest"] += max(0.0, statistics.mean(seconds) - sum(spent.values()))
-    return _Times(seconds, spent)
+    return _Times(seconds, spent, operations)
 
 
 def _leave(code: int) -> None:

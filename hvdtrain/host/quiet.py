@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 # Lines that TensorFlow writes to standard error whatever its log level is.
 TENSORFLOW_REMARKS = ("oneDNN custom operations are on", "absl::InitializeLog()")
+PROFILER_REMARKS = ("SyncActivityProfilerHandler.cpp",)  # and PyTorch's profiler
 
 
 @contextmanager

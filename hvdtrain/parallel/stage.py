@@ -3,7 +3,6 @@
 A component runs as it is, compiled, or recomputed, with or without a clock.
 """
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -17,6 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from hvdtrain.data.augment import Places
+from hvdtrain.device import Mark
 from hvdtrain.options.decay import KINDS, is_exempt
 from hvdtrain.parallel.batchnorm import Moments, SynchronisedBatchNorm
 from hvdtrain.parallel.checksums import digest, fingerprint
@@ -217,17 +217,18 @@ class Images:
 
 
 class ComponentClock:
-    """Adds up the seconds of each component of a stage: forward by the clock, backward by hooks.
+    """Marks the forward and the backward of each component of a stage, to add up their seconds.
 
-    Valid on CPUs only: a GPU runs its kernels later. The backward of a component starts when the
-    gradient of its output is complete and ends where the backward of the component before it
-    starts: autograd runs the operations of a step in reverse.
+    The backward of a component starts when the gradient of its output is complete and ends where
+    the backward of the component before it starts: autograd runs the operations of a step in
+    reverse.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, clock: Callable[[], Mark]) -> None:
+        """Read the time from `clock`, which returns a mark in the queue of the device."""
         self.clock = clock
-        self.seconds: dict[str, float] = defaultdict(float)
-        self._running: tuple[str, float] | None = None  # component and start of its backward
+        self._spans: list[tuple[str, Mark, Mark]] = []
+        self._running: tuple[str, Mark] | None = None  # component and start of its backward
 
     def forward(
         self, calls: Mapping[str, Callable[[Tensor], Tensor]], activations: Tensor
@@ -236,7 +237,7 @@ class ComponentClock:
         for name, call in calls.items():
             start = self.clock()
             inputs, activations = activations, keeping_format(call(activations))
-            self.seconds[name] += self.clock() - start
+            self._spans.append((name, start, self.clock()))
             if activations.requires_grad and activations is not inputs:  # inputs have a hook
                 activations.register_hook(partial(self._begin, name))
         return activations
@@ -244,16 +245,20 @@ class ComponentClock:
     def end(self) -> None:
         """Stop the running measurement: the backward of a stage is over."""
         if self._running is not None:
-            name, start = self._running
+            self._spans.append((*self._running, self.clock()))
             self._running = None
-            self.seconds[name] += self.clock() - start
 
     def read(self) -> dict[str, float]:
-        """Return the seconds of each component since the last call, by name."""
-        seconds = dict(self.seconds)
-        self.seconds.clear()
+        """Return the seconds of each component since the last call, by name.
+
+        The device must have done all that was marked.
+        """
+        seconds: defaultdict[str, float] = defaultdict(float)
+        for name, start, end in self._spans:
+            seconds[name] += end - start
+        self._spans.clear()
         self._running = None
-        return seconds
+        return dict(seconds)
 
     def _begin(self, name: str, _: Tensor) -> None:
         self.end()

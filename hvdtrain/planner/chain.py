@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hvdtrain.device import autocast, now
+from hvdtrain.device import Mark, autocast, mark, synchronize
 from hvdtrain.parallel import halves
 from hvdtrain.parallel.batchnorm import SynchronisedBatchNorm
 from hvdtrain.parallel.stage import Part
@@ -75,10 +75,17 @@ class Halves(NamedTuple):
     weights: np.ndarray
 
 
-class _Passed(NamedTuple):
-    """Results of the forwards: their seconds, and the input and output of each component."""
+class _Span(NamedTuple):
+    """Two marks in the queue of the device, and what it did between them."""
 
-    seconds: list[float]
+    start: Mark
+    end: Mark
+
+
+class _Passed(NamedTuple):
+    """Results of the forwards: when they ran, and the input and output of each component."""
+
+    spans: list[_Span]
     leaves: list[Tensor]
     outputs: list[Tensor]
 
@@ -146,16 +153,20 @@ class Chain:
         return activations.detach().clone(memory_format=torch.preserve_format)
 
     def _whole(self, rows: int) -> tuple[list[float], ...]:
-        started = self._now()
+        started = self._mark()
         inputs = self.source(rows)
-        loaded = self._now()
+        load = _Span(started, self._mark())
         passed = self._forward(inputs)
-        turned = self._now()
+        message = self._message_seconds()
+        backward = list(self._backward(passed))[::-1]
+        kinds = self._seconds(passed.spans, backward, self._updates(), [load])
+        return *kinds, [message]
+
+    def _message_seconds(self) -> float:
+        started = time.perf_counter()  # the host sends it, beside what the device computes
         if self.message is not None:
             self.message()
-        message = self._now() - turned
-        backward = list(self._backward(passed))[::-1]
-        return passed.seconds, backward, self._updates(), [loaded - started], [message]
+        return time.perf_counter() - started
 
     def _contended(self, rows: int, disturb: Disturb, seconds: Sequence[float]) -> list[float]:
         passes = self._backward(self._forward(self.source(rows)))
@@ -166,38 +177,39 @@ class Chain:
             wait()
         next(passes, None)
         self._updates()
-        return backward[::-1]
+        return self._seconds(backward[::-1])[0]
 
-    def _backward(self, passed: _Passed) -> Iterator[float]:
-        """Run the backwards, the last component first; yield the seconds of each."""
+    def _backward(self, passed: _Passed) -> Iterator[_Span]:
+        """Run the backwards, the last component first; yield when each ran."""
         gradient = self._first_gradient(passed)
         for _ in self.links:
             output, leaf = passed.outputs.pop(), passed.leaves.pop()
-            since = self._now()
+            start = self._mark()
             if output.requires_grad:
                 torch.autograd.backward(output, gradient)
-            yield self._now() - since
+            yield _Span(start, self._mark())
             gradient = _gradient_of(leaf)
 
     def _in_halves(self, rows: int) -> tuple[list[float], ...]:
         passed = self._forward(self.source(rows))
-        input_seconds, weight_seconds = [np.nan] * len(self.links), [np.nan] * len(self.links)
+        inputs: list[_Span | None] = [None] * len(self.links)
+        weights = inputs.copy()
         gradient, pending = self._first_gradient(passed), {}
         for number in reversed(range(len(self.links))):
             output, leaf = passed.outputs.pop(), passed.leaves.pop()
             parameters = list(self.links[number].parameters)
             if output.requires_grad and leaf.requires_grad and parameters:
-                since = self._now()
+                start = self._mark()
                 pending[number] = halves.backward_input(output, gradient, leaf, parameters)
-                input_seconds[number] = self._now() - since
+                inputs[number] = _Span(start, self._mark())
             elif output.requires_grad:
                 torch.autograd.backward(output, gradient)
             gradient = _gradient_of(leaf)
         for number in list(pending):
-            since = self._now()
+            start = self._mark()
             halves.backward_weight(pending.pop(number))
-            weight_seconds[number] = self._now() - since
-        return input_seconds, weight_seconds
+            weights[number] = _Span(start, self._mark())
+        return self._seconds(inputs, weights)
 
     def _forward(self, activations: Tensor) -> _Passed:
         """Run all forwards and keep what the backwards need."""
@@ -207,14 +219,14 @@ class Chain:
             leaf = activations.detach().requires_grad_(
                 not is_images and activations.is_floating_point()
             )
-            since = self._now()
+            start = self._mark()
             with self._autocast():
                 output = link.call(leaf)
             if self.is_last and place == len(self.links) - 1:
                 labels = torch.zeros(len(output), dtype=torch.int64, device=output.device)
                 logits = output if output.dtype == torch.float64 else output.float()
                 output = functional.cross_entropy(logits, labels, reduction="sum")
-            passed.seconds.append(self._now() - since)
+            passed.spans.append(_Span(start, self._mark()))
             passed.leaves.append(leaf)
             passed.outputs.append(output)
             activations = output
@@ -223,24 +235,32 @@ class Chain:
     def _first_gradient(self, passed: _Passed) -> Tensor | None:
         return None if self.is_last else torch.ones_like(passed.outputs[-1])
 
-    def _updates(self) -> list[float]:
-        seconds = []
+    def _updates(self) -> list[_Span]:
+        spans = []
         for link in self.links:
             gradients = [value.grad for value in link.parameters if value.grad is not None]
-            since = self._now()
+            start = self._mark()
             if link.optimizer is not None:
                 all_finite(gradients)
                 link.optimizer.step()
             for gradient in gradients:
                 gradient.zero_()
-            seconds.append(self._now() - since)
-        return seconds
+            spans.append(_Span(start, self._mark()))
+        return spans
 
     def _autocast(self) -> Any:
         return autocast(self.device, self.dtype)
 
-    def _now(self) -> float:
-        return now(self.device)
+    def _mark(self) -> Mark:
+        return mark(self.device)
+
+    def _seconds(self, *kinds: Sequence[_Span | None]) -> tuple[list[float], ...]:
+        """Return the seconds of spans once the device has done them; NaN for None."""
+        synchronize(self.device)
+        return tuple(
+            [np.nan if span is None else span.end - span.start for span in spans]
+            for spans in kinds
+        )
 
 
 def repeated(

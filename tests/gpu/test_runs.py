@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.conftest import Program
-from tests.single.training.jobs import summary_of
+from tests.single.training.jobs import assert_adaptive, summary_of
 
 
 def train(hvdtrain: Program, device: str, data: Path, run: Path, *options: Any) -> Any:
@@ -16,6 +16,7 @@ def train(hvdtrain: Program, device: str, data: Path, run: Path, *options: Any) 
     return hvdtrain(*base, "--batch-size", 64, "--epochs", 1, *options)
 
 
+SMALL = ("--batch-size", 16, "--epochs", 2)
 SHARED = ("--reduce-with", "mpi", "--verify")
 
 
@@ -40,6 +41,16 @@ def test_ranks_that_share_the_gpu_train_as_one(
     done = train(hvdtrain, device, small_set, tmp_path / "run", *options, *SHARED)
     assert done.returncode == 0, done.stderr
     assert "verified" in done.stdout
+
+
+def test_an_adaptive_run_follows_its_components_and_changes_its_plan(
+    hvdtrain: Program, device: str, small_set: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    options = ("--ranks", 2, "--plan", "adaptive", "--inject", "replan step=60")
+    done = train(hvdtrain, device, small_set, run, *options, *SMALL, *SHARED)
+    assert done.returncode == 0, done.stderr
+    assert_adaptive(run)
 
 
 def test_a_run_that_was_killed_ends_with_the_same_weights(

@@ -6,6 +6,7 @@ Which buffers a model's forward passes change is found by a trial on every repli
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from typing import NamedTuple
 
@@ -87,9 +88,9 @@ def _make_ready(
         # Torch loads it in the first backward pass that starts from a gradient, while other ranks
         # would wait.
         import_module("torch.fx.experimental.symbolic_shapes")
-    if config.plan_request == ADAPTIVE and devices.is_cpu(device):
+    if config.plan_request == ADAPTIVE:
         for part in parts.values():
-            part.model.clock = ComponentClock()
+            part.model.clock = ComponentClock(partial(devices.mark, device))
 
 
 def _draws(config: TrainConfig, parts: Mapping[int, Part]) -> Draws:

@@ -50,12 +50,13 @@ from hvdtrain.training.session import (
 
 def device_of(device: torch.device) -> Device:
     """Return the description of a CPU, or of one GPU."""
+    loss_delay = int(devices.is_queued(device))
     if not devices.is_gpu(device):
-        return Device()
+        return Device(loss_delay=loss_delay)
     return Device(
         kind="cuda",
         accelerator=devices.gpu_name(device),
-        loss_delay=1,
+        loss_delay=loss_delay,
         memory_bytes=lambda: float(devices.allocated_bytes(device)),
         peak_memory_bytes=lambda: devices.peak_bytes(device),
     )
@@ -78,17 +79,16 @@ class Times:
     """Times of this rank's steps since they were last read."""
 
     state: TorchState
-    steps: int = 0
-    transfer_seconds: float = 0.0
+    steps: list[StepMarks] = field(default_factory=list)
 
-    def add(self, transfer_seconds: float) -> None:
-        """Count a step, and the seconds in which it waited for data sent already."""
-        self.steps += 1
-        self.transfer_seconds += transfer_seconds
+    def add(self, step: StepMarks) -> None:
+        """Count a step, whose marks are read later."""
+        self.steps.append(step)
 
     def read(self) -> StepTimes:
-        """Return the means, and start again from zero."""
-        steps, parts = max(1, self.steps), self.state.parts.values()
+        """Return the means once the device has done the steps, and start again from zero."""
+        devices.synchronize(self.state.runtime.device)
+        steps, parts = max(1, len(self.steps)), self.state.parts.values()
         clocks = [part.model.clock for part in parts]
         seconds = {
             name: total for clock in clocks if clock for name, total in clock.read().items()
@@ -96,7 +96,8 @@ class Times:
         if self.state.plan.splits_backward or any(part.synchronised for part in parts):
             # Weight gradients come later, all together; or the times include waits for others.
             seconds = {}
-        transfer, self.steps, self.transfer_seconds = self.transfer_seconds / steps, 0, 0.0
+        transfer = sum(step.seconds().transfer for step in self.steps) / steps
+        self.steps.clear()
         return StepTimes({name: total / steps for name, total in seconds.items()}, transfer)
 
 
@@ -255,7 +256,7 @@ class TorchSession(Session):
         step = self.runtime.train(Step(todo, feed.images, feed.labels, loss_scale=loss_scale))
         met = self._after_step(offset // self.config.batch_size + 1)
         if self.config.plan_request == ADAPTIVE:
-            self.times.add(step.marks.seconds().transfer)
+            self.times.add(step.marks)
         return Result(
             read=read_later(step, self.runtime.device),
             samples=todo.cut.samples(self.plan.last, self.world.rank),

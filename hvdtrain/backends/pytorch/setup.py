@@ -32,7 +32,7 @@ from hvdtrain.data import order
 from hvdtrain.data.index import Index
 from hvdtrain.data.order import Rows
 from hvdtrain.data.shards import Samples
-from hvdtrain.device import choose_algorithms, choose_device, forget_peak, is_gpu
+from hvdtrain.device import choose_algorithms, choose_device, forget_peak
 from hvdtrain.emulate.world import emulation_of
 from hvdtrain.errors import UsageError
 from hvdtrain.host.files import check_target
@@ -221,7 +221,6 @@ def _choose(
     from hvdtrain.planner import choose, subject  # not needed for other plans
 
     if config.plan_request == ADAPTIVE:
-        _check_adaptive(images.device)
         allow_new_groups()
     size, classes = index.image_shape[0], index.classes
     measured = subject.subject_of(config, components, size, classes, images)
@@ -345,15 +344,6 @@ def check_choice(config: TrainConfig, components: Sequence[Component]) -> None:
     reason = reason_against_split_backward(config, [part.name for part in components])
     if config.schedule == "zb-h1" and reason:
         raise UsageError(f"zb-h1 splits the backward, which {reason} does not allow: use 1f1b")
-
-
-def _check_adaptive(device: torch.device) -> None:
-    """Raise UsageError on a GPU: it computes asynchronously, so the host's clock says nothing."""
-    if is_gpu(device):
-        raise UsageError(
-            "--plan adaptive is not supported on GPUs, because it measures by the clock of the "
-            "host: use --plan auto"
-        )
 
 
 def model_components(config: TrainConfig, index: Index) -> list[Component]:

@@ -117,7 +117,7 @@ def _plans(options: PaperBOptions, case: Case, index: Index, optimum: Optimum) -
             plans[FIGURE_6] = write(FIGURE_6, figure)
         if same_as(optimum, case.ranks) == OBJECTIVE:
             plans[OBJECTIVE] = write(OBJECTIVE, optimum.plan)
-    return plans if on_gpus() else plans | {ADAPTIVE: "adaptive"}  # not supported on GPUs
+    return plans | {ADAPTIVE: "adaptive"}
 
 
 def same_as(optimum: Optimum, ranks: int) -> str | None:

@@ -40,6 +40,9 @@ def test_a_step_is_split_into_what_it_is_spent_on(
     assert result["matrix_share"] == pytest.approx(rate)
     assert rate > 0
     assert (seconds["bubble"] > 0) == bool(plan)
+    operations = result["operations"]
+    assert operations["convolution_backward"] > 0
+    assert list(operations.values()) == sorted(operations.values(), reverse=True)
 
 
 def test_the_same_in_words(hvdtrain: Program, small_set: Path) -> None:
@@ -48,7 +51,7 @@ def test_the_same_in_words(hvdtrain: Program, small_set: Path) -> None:
         *("--batch-size", 8, "--augment", "crop-flip", "--precision", "bf16"),
     )
     assert done.returncode == 0, done.stderr
-    for word in ("images/s", "GFLOP/s", "compute", "component", "dense"):
+    for word in ("images/s", "GFLOP/s", "compute", "component", "dense", "operation", "others"):
         assert word in done.stdout
     assert done.stderr == ""
 

@@ -1,9 +1,11 @@
 """The model of a stage: its clock, and recomputed components."""
 
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,12 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from hvdtrain import device
 from hvdtrain.parallel.batchnorm import synchronise
 from hvdtrain.parallel.stage import (
     ComponentClock,
     StageModel,
     forward_recomputed,
 )
+from tests.late import CPU, late_device
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
 
@@ -89,7 +93,7 @@ def test_gradients_are_those_of_a_model_without_a_clock() -> None:
     plain = [input.grad.clone(), *(p.grad.clone() for p in model.parameters().values())]  # type: ignore[union-attr]
     for tensor in (input, *model.parameters().values()):
         tensor.grad = None
-    model.clock = ComponentClock()
+    model.clock = ComponentClock(time.perf_counter)
     model(input).square().sum().backward()
     timed = [input.grad, *(p.grad for p in model.parameters().values())]
     assert all(torch.equal(a, b) for a, b in zip(plain, timed, strict=True))  # type: ignore[arg-type]
@@ -97,10 +101,24 @@ def test_gradients_are_those_of_a_model_without_a_clock() -> None:
 
 def test_evaluation_is_not_timed() -> None:
     model = model_of("first", Clock())
-    model.clock = ComponentClock()
+    model.clock = ComponentClock(time.perf_counter)
     with torch.inference_mode():
         model(torch.ones(2, 4))
     assert model.clock.read() == {}
+
+
+def test_times_are_read_once_the_device_has_reached_them() -> None:
+    with late_device():
+        model = StageModel({name: nn.Linear(4, 4) for name in NAMES})
+        model.clock = ComponentClock(partial(device.mark, CPU))
+        model(torch.ones(2, 4)).sum().backward()
+        model.clock.end()
+        with pytest.raises(AssertionError, match="the device has not reached a mark"):
+            model.clock.read()
+        device.synchronize(CPU)
+        seconds = model.clock.read()
+    assert seconds.keys() == set(NAMES)
+    assert all(value > 0 for value in seconds.values())
 
 
 class Counted(nn.Module):

@@ -88,6 +88,20 @@ def members_of(process: "subprocess.Popen[str]") -> list[psutil.Process]:
     return ranks_of(process) or [warm.fork_of(psutil.Process(process.pid))]
 
 
+def assert_adaptive(run: Path) -> None:
+    """Fail unless a run of two ranks compared its components and changed its plan when forced."""
+    changes = [line for line in events_of(run, "plan") if line.get("decision") == "change"]
+    assert any(line["cause"] == "--inject replan" for line in changes), changes
+    assert all(line["change_seconds"] > 0 for line in changes)
+    profiles = events_of(run, "profile")
+    assert profiles
+    for line in profiles:
+        assert any(rank["times_predicted"] for rank in line["ranks"])
+        assert all(
+            ratio > 0 for rank in line["ranks"] for ratio in rank["times_predicted"].values()
+        )
+
+
 def suspend(members: Sequence[psutil.Process]) -> None:
     """Return once these processes of a job have stopped, or ended."""
     for member in members:

@@ -1,5 +1,6 @@
 """An adaptive plan is tested with every batch size of the run before the migration."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,27 @@ from hvdtrain.planner.cost import Question
 from hvdtrain.planner.solve import Solution
 from hvdtrain.training.adapting import Adapter, Replan, decision_record
 from hvdtrain.world import World
+from tests.conftest import ROOT, Program
 from tests.pure.planner.machines import known, network
+from tests.single.training.jobs import assert_adaptive
 
 ALONE = World("none", 0, 1, 0, 1, 1)
+
+
+def test_an_adaptive_run_on_a_device_that_is_late(
+    hvdtrain: Program, small_set: Path, tmp_path: Path
+) -> None:
+    """Without waiting for the device before times are read, such a run fails."""
+    run, paths = tmp_path / "run", f"{ROOT / 'tests' / 'late_start'}{os.pathsep}{ROOT}"
+    done = hvdtrain(
+        *("train", "--model", "cnn", "--data", small_set, "--run", run, "--batch-size", 16),
+        *("--ranks", 2, "--plan", "adaptive", "--inject", "replan step=60", "--epochs", 2),
+        *("--reduce-with", "mpi", "--verify"),
+        cold=True,
+        PYTHONPATH=paths,
+    )
+    assert done.returncode == 0, done.stderr
+    assert_adaptive(run)
 
 
 def replan(session: TorchSession, microbatches: int) -> Replan:
