@@ -16,7 +16,7 @@ def train(hvdtrain: Program, device: str, data: Path, run: Path, *options: Any) 
     return hvdtrain(*base, "--batch-size", 64, "--epochs", 1, *options)
 
 
-SMALL = ("--batch-size", 16, "--epochs", 2)
+SMALL = ("--batch-size", 16, "--epochs", 2, "--change-batch-norm")
 SHARED = ("--reduce-with", "mpi", "--verify")
 
 
