@@ -3,11 +3,12 @@
     python benchmarks/checkpoint.py [--rounds 9]
     python benchmarks/checkpoint.py --part training --data DIR [--images 8] [--steps 220]
                                     [--every 100]
+    python benchmarks/checkpoint.py --part copy --data DIR [--images 8] [--steps 220] [--every 20]
 
 Training compares `hvdtrain train` of resnet50 with a checkpoint every `--every` steps to the same
-job without one, in turns. A save (weights and momentum of resnet50, synced to the disk) is
-compared with a plain write and read of the same bytes, a load with a cold page cache with a plain
-read.
+job without one, in turns. Copy times what such a job on one rank waits for each checkpoint. A save
+(weights and momentum of resnet50, synced to the disk) is compared with a plain write and read of
+the same bytes, a load with a cold page cache with a plain read.
 """
 
 import argparse
@@ -15,6 +16,8 @@ import hashlib
 import json
 import os
 import shutil
+import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,11 +28,12 @@ import common
 import numpy as np
 from comparison import compare
 
-from hvdtrain import models
+from hvdtrain import cli, models
 from hvdtrain.checkpoint import store
 from hvdtrain.checkpoint.format import part_name
 from hvdtrain.checkpoint.tensorfile import write_tensors
 from hvdtrain.models.component import tensor_shapes
+from hvdtrain.training.saving import Saving
 
 MEGA = 2**20
 
@@ -40,6 +44,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         if options.part == "training":
             _training(options, Path(folder))
+        elif options.part == "copy":
+            _copy(options, Path(folder))
         else:
             _disk(options.rounds, Path(folder))
 
@@ -61,6 +67,28 @@ def _training(options: argparse.Namespace, folder: Path) -> None:
         "without checkpoints": lambda number: seconds(f"without{number}", "1 epoch"),
     }
     compare(title, "s", sides, options.rounds)
+
+
+def _copy(options: argparse.Namespace, folder: Path) -> None:
+    """Print how long training waits for the copy of each checkpoint."""
+    waited, begin = [], Saving.begin
+
+    def timed(saving: Saving) -> None:
+        saving.finish()  # not counted: with a checkpoint a minute, the last one has long ended
+        began = time.perf_counter()
+        begin(saving)
+        waited.append(time.perf_counter() - began)
+
+    setattr(Saving, "begin", timed)  # noqa: B010
+    arguments = f"train --model resnet50 --precision bf16 --batch-size {options.images}"
+    arguments += f" --max-steps {options.steps} --data {options.data} --run {folder / 'run'}"
+    status = cli.run([*arguments.split(), "--checkpoint-every", f"{options.every} steps"])
+    typical, longest = statistics.median(waited), max(waited)
+    print(
+        f"{len(waited)} checkpoints: training waited {1e3 * typical:.0f} ms for each (median; at "
+        f"most {1e3 * longest:.0f}): {typical / 60:.2%} of a minute"
+    )
+    sys.exit(status)
 
 
 def _disk(rounds: int, folder: Path) -> None:
@@ -155,8 +183,8 @@ def _forget(path: Path) -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, help="a packed data set, for --part training")
-    parser.add_argument("--part", choices=("training", "disk"), default="disk")
+    parser.add_argument("--data", type=Path, help="packed, for --part training and copy")
+    parser.add_argument("--part", choices=("training", "copy", "disk"), default="disk")
     parser.add_argument("--folder", type=Path, default=None, help="folder on the disk to measure")
     parser.add_argument("--images", type=int, default=8, help="images per step")
     parser.add_argument("--steps", type=int, default=220, help="steps per job")
