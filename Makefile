@@ -14,8 +14,8 @@
 #   make docs                     build the site of docs/ into .venv/site
 #   make lint | demo | clean | benchmarks DATA=DIR TO=DIR
 #
-# VENV=DIR uses another folder for the environment, which stores the choice of MPI and CPU. pip's own
-# configuration is respected. A second `make setup` is instant; after an interrupted or failed one,
+# VENV=DIR uses another folder for the environment, which stores the choice of MPI, CPU and TensorFlow.
+# pip's own configuration is respected. A second `make setup` is instant; after an interrupted or failed one,
 # the next resumes where it stopped.
 
 SHELL := /bin/bash
@@ -37,8 +37,9 @@ endif
 
 bin := $(abspath $(VENV))/bin
 packages := $(VENV)/.packages-done
-# The stamp holds the choice of TensorFlow; another one replaces it.
-TENSORFLOW := $(or $(shell cat $(packages) 2>/dev/null),cpu)
+# The stamp holds the TensorFlow that is installed; the choice is kept apart, so that an interrupted
+# set-up resumes with it.
+TENSORFLOW := $(or $(shell cat $(VENV)/.tensorflow 2>/dev/null),cpu)
 tensorflow_cpu := tensorflow-cpu
 tensorflow_cuda := tensorflow[and-cuda]
 ifndef tensorflow_$(TENSORFLOW)
@@ -51,7 +52,6 @@ done := $(VENV)/.setup-done
 pip := PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore $(bin)/python -m pip
 install := $(pip) install -qq --constraint constraints.txt
 horovod_tool := $(addprefix hvdtrain/setup/,build.py mpi.py nccl.py source.py toolchain.py)
-comma := ,
 
 # The stamp holds the MPI and CPU that Horovod was built for; another MPI= or CPU= makes it stale.
 ifneq ($(strip $(shell cat $(done) 2>/dev/null)),$(strip $(MPI) $(CPU)))
@@ -76,6 +76,7 @@ $(packages): setup.cfg constraints.txt
 	  echo "hvdtrain needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) -V 2>&1): apt install" \
 	       "python3.11-venv, module load python, or make setup PYTHON=/path/to/python3.11" >&2; exit 2; }
 	$(call phase,creating $(VENV),$(PYTHON) -m venv $(VENV))
+	@rm -f $@; echo $(TENSORFLOW) > $(VENV)/.tensorflow
 	$(call phase,installing pip and setuptools,$(install) --upgrade pip setuptools wheel)
 	$(call phase,installing PyTorch,$(install) $(addprefix --extra-index-url ,$(TORCH_INDEX)) torch numpy)
 	@$(pip) uninstall -qq --yes $(filter-out $(firstword $(subst [, ,$(tensorflow_$(TENSORFLOW)))),tensorflow tensorflow-cpu)

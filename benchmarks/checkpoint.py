@@ -83,6 +83,8 @@ def _copy(options: argparse.Namespace, folder: Path) -> None:
     arguments = f"train --model resnet50 --precision bf16 --batch-size {options.images}"
     arguments += f" --max-steps {options.steps} --data {options.data} --run {folder / 'run'}"
     status = cli.run([*arguments.split(), "--checkpoint-every", f"{options.every} steps"])
+    if not waited:
+        sys.exit(status or "no checkpoint: use more --steps than --every")
     typical, longest = statistics.median(waited), max(waited)
     print(
         f"{len(waited)} checkpoints: training waited {1e3 * typical:.0f} ms for each (median; at "

@@ -86,7 +86,7 @@ def _bench_step(setting: Setting) -> dict[str, Any]:
         setting.model,
     ]
     command += f"--precision {setting.precision} --threads {setting.threads}".split()
-    command += f"--batch-size {images} --steps {steps}".split()
+    command += f"--batch-size {images} --steps {steps} --device cpu".split()
     result: dict[str, Any] = json.loads(common.run_all([command], setting.threads)[0])
     return result
 

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hvdtrain.device import Mark, autocast, mark, synchronize
+from hvdtrain.device import Mark, autocast, is_queued, mark, synchronize
 from hvdtrain.parallel import halves
 from hvdtrain.parallel.batchnorm import SynchronisedBatchNorm
 from hvdtrain.parallel.stage import Part
 from hvdtrain.plan.plan import Plan
-from hvdtrain.sync.gradients import all_finite
+from hvdtrain.sync.gradients import infinite
 
 REPEATS = 5
 LONG_SECONDS = 0.5
@@ -163,17 +163,21 @@ class Chain:
         return *kinds, [message]
 
     def _message_seconds(self) -> float:
-        started = time.perf_counter()  # the host sends it, beside what the device computes
-        if self.message is not None:
-            self.message()
+        if self.message is None:
+            return 0.0
+        synchronize(self.device)  # a tensor of a GPU is sent once the GPU has done what is queued
+        started = time.perf_counter()
+        self.message()
         return time.perf_counter() - started
 
     def _contended(self, rows: int, disturb: Disturb, seconds: Sequence[float]) -> list[float]:
         passes = self._backward(self._forward(self.source(rows)))
         backward = []
         for duration in reversed(seconds):
+            synchronize(self.device)  # all-reduces and backward start together
             wait = disturb(duration)
             backward.append(next(passes))
+            synchronize(self.device)
             wait()
         next(passes, None)
         self._updates()
@@ -241,7 +245,9 @@ class Chain:
             gradients = [value.grad for value in link.parameters if value.grad is not None]
             start = self._mark()
             if link.optimizer is not None:
-                all_finite(gradients)
+                bad = infinite(gradients)
+                if not is_queued(self.device):  # a GPU's verdict is read a step later
+                    bool(bad)
                 link.optimizer.step()
             for gradient in gradients:
                 gradient.zero_()

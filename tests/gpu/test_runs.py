@@ -16,7 +16,7 @@ def train(hvdtrain: Program, device: str, data: Path, run: Path, *options: Any) 
     return hvdtrain(*base, "--batch-size", 64, "--epochs", 1, *options)
 
 
-SMALL = ("--batch-size", 16, "--epochs", 2, "--change-batch-norm")
+SMALL = ("--batch-size", 16, "--epochs", 3, "--schedule", "1f1b", "--change-batch-norm")
 SHARED = ("--reduce-with", "mpi", "--verify")
 
 
@@ -47,7 +47,7 @@ def test_an_adaptive_run_follows_its_components_and_changes_its_plan(
     hvdtrain: Program, device: str, small_set: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    options = ("--ranks", 2, "--plan", "adaptive", "--inject", "replan step=60")
+    options = ("--ranks", 2, "--plan", "adaptive", "--inject", "replan step=80")
     done = train(hvdtrain, device, small_set, run, *options, *SMALL, *SHARED)
     assert done.returncode == 0, done.stderr
     assert_adaptive(run)

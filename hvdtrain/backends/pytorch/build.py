@@ -88,7 +88,7 @@ def _make_ready(
         # Torch loads it in the first backward pass that starts from a gradient, while other ranks
         # would wait.
         import_module("torch.fx.experimental.symbolic_shapes")
-    if config.plan_request == ADAPTIVE:
+    if config.plan_request == ADAPTIVE and world.size > 1:
         for part in parts.values():
             part.model.clock = ComponentClock(partial(devices.mark, device))
 

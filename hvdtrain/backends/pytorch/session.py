@@ -74,6 +74,9 @@ def _spent(marks: StepMarks, met: tuple[Mark, Mark], device: torch.device) -> Sp
     )
 
 
+MOST_STEPS = 1000  # whose marks are kept
+
+
 @dataclass
 class Times:
     """Times of this rank's steps since they were last read."""
@@ -83,6 +86,8 @@ class Times:
 
     def add(self, step: StepMarks) -> None:
         """Count a step, whose marks are read later."""
+        if len(self.steps) == MOST_STEPS:
+            self.read()  # nothing else reads them in epochs of a step or two
         self.steps.append(step)
 
     def read(self) -> StepTimes:
@@ -255,7 +260,7 @@ class TorchSession(Session):
             part.meetings.before_step(epoch)
         step = self.runtime.train(Step(todo, feed.images, feed.labels, loss_scale=loss_scale))
         met = self._after_step(offset // self.config.batch_size + 1)
-        if self.config.plan_request == ADAPTIVE:
+        if self.config.plan_request == ADAPTIVE and self.world.size > 1:
             self.times.add(step.marks)
         return Result(
             read=read_later(step, self.runtime.device),

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hvdtrain import device
 from hvdtrain.planner import chain as chains
 from hvdtrain.planner.chain import Chain, Link
-from tests.late import late_device
+from tests.late import LateEvent, late_device
 
 CPU = torch.device("cpu")
 ROWS, WIDTH = 8, 16
@@ -26,7 +25,10 @@ def chain_of_two() -> Chain:
         return images.to(CPU)
 
     return Chain(
-        links=[Link(layer, list(layer.parameters())) for layer in layers],
+        links=[
+            Link(layer, list(layer.parameters()), torch.optim.SGD(layer.parameters(), 0.1))
+            for layer in layers
+        ],
         source=source,
         device=CPU,
         is_first=True,
@@ -80,11 +82,20 @@ def test_times_are_read_once_the_device_has_reached_them(
 
 def test_no_component_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits between components would add the host's time of asking to each of them."""
-    waits = []
-    with late_device() as stream:
-        monkeypatch.setattr(stream, "finish", lambda device: waits.append(device))
-        monkeypatch.setattr(chains, "repeated", lambda once, *_: [once()])
-        with pytest.raises(AssertionError, match="the device has not reached a mark"):
-            chain_of_two().whole(ROWS)
-    assert len(waits) == 1
-    assert device.is_cpu(waits[0])
+    waits, synchronize = [], LateEvent.synchronize
+
+    def counted(event: LateEvent) -> None:
+        waits.append(event)
+        synchronize(event)
+
+    monkeypatch.setattr(chains, "repeated", lambda once, *_: [once()])
+    monkeypatch.setattr(LateEvent, "synchronize", counted)
+    monkeypatch.setattr(Tensor, "__bool__", refuse)
+    with late_device():
+        chain_of_two().whole(ROWS)
+        assert len(waits) == 1
+
+
+def refuse(tensor: Tensor) -> bool:
+    """Fail: to know a value, the host must wait for the device."""
+    raise AssertionError("the host reads a value of the device")

@@ -31,8 +31,8 @@ def test_an_adaptive_run_on_a_device_that_is_late(
     run, paths = tmp_path / "run", f"{ROOT / 'tests' / 'late_start'}{os.pathsep}{ROOT}"
     done = hvdtrain(
         *("train", "--model", "cnn", "--data", small_set, "--run", run, "--batch-size", 16),
-        *("--ranks", 2, "--plan", "adaptive", "--inject", "replan step=60", "--epochs", 2),
-        *("--reduce-with", "mpi", "--verify"),
+        *("--ranks", 2, "--plan", "adaptive", "--inject", "replan step=80", "--epochs", 3),
+        *("--schedule", "1f1b", "--reduce-with", "mpi", "--verify"),
         cold=True,
         PYTHONPATH=paths,
     )
