@@ -112,6 +112,8 @@ def _peer(options: argparse.Namespace) -> None:
         seconds.append(time.perf_counter() - began)
     if rank == 0:
         print(json.dumps(seconds), flush=True)
+    if options.peer == "ddp":
+        leave_gloo()
 
 
 def join_gloo(loop: common.PlainLoop, port: int, rank: int, ranks: int) -> int:
@@ -122,6 +124,13 @@ def join_gloo(loop: common.PlainLoop, port: int, rank: int, ranks: int) -> int:
     distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=ranks)
     loop.module = nn.parallel.DistributedDataParallel(loop.module, gradient_as_bucket_view=True)
     return rank
+
+
+def leave_gloo() -> None:
+    """End the process group: otherwise gloo's threads may abort the process."""
+    from torch import distributed
+
+    distributed.destroy_process_group()
 
 
 def join_horovod(loop: common.PlainLoop) -> int:

@@ -99,6 +99,8 @@ def _run_rank(options: argparse.Namespace) -> None:
         seconds.append(time.perf_counter() - start)
     if rank == 0:
         print(json.dumps(seconds), flush=True)
+    if options.side == "ddp":
+        ddp.leave_gloo()
 
 
 def _join_hvdtrain(loop: common.PlainLoop) -> int:

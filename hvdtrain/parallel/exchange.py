@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hvdtrain.device import Mark, host_like, mark, stage_in, stage_out
+from hvdtrain.device import Mark, host_like, is_queued, mark, stage_in, stage_out
 from hvdtrain.host.poll import wait_until
 from hvdtrain.plan.marks import Wait
 
@@ -105,13 +105,17 @@ class Exchange:
 
     def wait(self, receipts: Sequence[Receipt]) -> None:
         """Wait until all messages have arrived; note the wait, split by cause."""
-        first, start = mark(self.device), time.perf_counter()
+        queued = is_queued(self.device)
+        start = time.perf_counter()
+        first: Mark = mark(self.device) if queued else start
         self.complete(receipts, start)
-        arrived, end = mark(self.device), time.perf_counter()
+        end = time.perf_counter()
+        arrived: Mark = mark(self.device) if queued else end
         for receipt in receipts:
             if len(receipt.message) > TIME.size:
                 self._memory(receipt.host)[:] = memoryview(receipt.message)[: -TIME.size]
-            stage_in(receipt.host, receipt.rows)
+            if receipt.host is not receipt.rows:
+                stage_in(receipt.host, receipt.rows)
         sent = max(map(self.sent_at, receipts))
         bubble = min(max(0.0, sent - start), end - start)
         self.waits.append(Wait(first, arrived, mark(self.device), end - start - bubble))
