@@ -9,7 +9,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from hvdtrain import world
-from hvdtrain.device import check_horovod_on
+from hvdtrain.device import check_horovod_on, is_gpu
 from hvdtrain.errors import UsageError
 from hvdtrain.options.syncrequest import parse_compress_request
 from hvdtrain.parallel.checksums import fingerprint
@@ -98,7 +98,8 @@ def prepare(
     if state.place.size > 1:
         if state.engine == "horovod":
             check_horovod_on(state.place.device, world.current())
-            world.start_horovod(max(1, trainable_bytes(model)))
+            on_gpu = is_gpu(state.place.device)
+            world.start_horovod(max(1, trainable_bytes(model)), on_gpu=on_gpu)
         open_group(state.engine, tuple(range(state.place.size)))
         leave_together_at_exit()
         _make_equal(model, optimizers, state, note)

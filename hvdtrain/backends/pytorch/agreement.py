@@ -7,7 +7,7 @@ import torch
 
 from hvdtrain.backends.pytorch.state import restore_state, state_shapes
 from hvdtrain.config import TrainConfig
-from hvdtrain.device import check_horovod_on
+from hvdtrain.device import check_horovod_on, is_gpu
 from hvdtrain.emulate.world import emulation_of
 from hvdtrain.options.planrequest import Chosen
 from hvdtrain.options.syncoptions import Library
@@ -87,7 +87,7 @@ def open_groups(
         check_algorithm(config.allreduce)
     if replicated and library == "horovod":
         check_horovod_on(device, world)
-        _start_horovod(models, replicated, world)
+        _start_horovod(models, replicated, world, is_gpu(device))
     for number, stage in enumerate(plan.stages):
         if len(stage.ranks) > 1:
             open_group(library, stage.ranks)
@@ -111,11 +111,11 @@ def _operations(
 
 
 def _start_horovod(
-    models: Mapping[int, StageModel], groups: list[tuple[int, ...]], world: World
+    models: Mapping[int, StageModel], groups: list[tuple[int, ...]], world: World, on_gpu: bool
 ) -> None:
     parameters = [value for model in models.values() for value in model.parameters().values()]
     largest = max(world.gather(sum(value.numel() * value.element_size() for value in parameters)))
-    start_horovod(largest, groups)
+    start_horovod(largest, groups, on_gpu=on_gpu)
 
 
 def stage_gradients(
