@@ -195,10 +195,7 @@ def start_horovod(
     """Start Horovod on the world's ranks, once, and return its module of `framework`. Collective.
 
     Args:
-        parameter_bytes: size of the model. Horovod's background thread wakes once per cycle: a
-            long cycle leaves the core to a large model's compute, a short one does not delay a
-            small model's step.
-        on_gpu: whether the ranks compute on GPUs.
+        parameter_bytes, on_gpu: size of the model, and whether it is on GPUs: see `horovod_cycle`.
         groups: the ranks of each process set that will be used, the same on all ranks.
             Sets that are added later need HOROVOD_DYNAMIC_PROCESS_SETS=1, which makes Horovod's
             thread communicate with all ranks in every cycle.
@@ -238,8 +235,8 @@ def start_horovod(
 def horovod_cycle(parameter_bytes: int, on_gpu: bool) -> float:
     """Return the milliseconds after which Horovod's thread wakes.
 
-    A long cycle leaves the core to the compute of a large model on a CPU. A GPU's step takes tens
-    of milliseconds even for a large model, and its host has cores to spare.
+    A long cycle leaves the core to the compute of a large model on a CPU, a short one does not
+    delay a short step: that of a small model, or of a GPU, whose host has cores to spare.
     """
     if parameter_bytes <= 8 * 2**20:
         return 0.3
