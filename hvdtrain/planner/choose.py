@@ -314,11 +314,14 @@ def local_times(
         parameters = list(model.parameters().values())
         return Link(model, parameters, stage_optimizer(config, model))
 
+    room = min(world.gather(_spare_bytes(subject, world)))  # all ranks measure the same
+    wanted = measured_sizes(config.batch_size, world.size, config.microbatches)
+    sizes = tuple(rows for rows in wanted if max(_needed(subject, rows)) <= room) or wanted[:1]
     setting = Setting(
         build=build,
         images=images,
         image_size=subject.image_size,
-        sizes=measured_sizes(config.batch_size, world.size, config.microbatches),
+        sizes=sizes,
         dtype=AUTOCAST.get(config.precision),
         in_halves="zb-h1" in _schedules(config, subject.names),
         message=message,
@@ -328,7 +331,7 @@ def local_times(
         is_emulated=config.emulate is not None,
         disturb=disturb,
     )
-    times = measure_rank(_chains(subject, setting.sizes[-1], world), setting, world)
+    times = measure_rank(_chains(subject, sizes[-1], room / 2), setting, world)
     if not subject.methods:
         return times
 
@@ -341,16 +344,20 @@ def local_times(
     return times.with_coding(coding)
 
 
-def _chains(subject: Subject, rows: int, world: World) -> list[list[str]]:
-    """Return groups of components to measure together; each fits in half of the free memory."""
-    held = []
+def _chains(subject: Subject, rows: int, room: float) -> list[list[str]]:
+    """Return groups of components to measure together; each fits in `room` bytes if it can."""
+    most = max(1, int(room))
+    groups = group_by_bytes(_needed(subject, rows), most, most)
+    return [[subject.names[k] for k in group] for group in groups]
+
+
+def _needed(subject: Subject, rows: int) -> list[int]:
+    """Return the bytes that each component's measurement on `rows` samples may need."""
+    needed = []
     for name in subject.names:
         lasting, counted = (_counted_bytes(subject, [name], count) for count in (0, rows))
-        held.append(lasting + MORE * (counted - lasting))
-    # All ranks measure a chain at the same time, so all need the same chains.
-    room = max(1, int(min(world.gather(_spare_bytes(subject, world))) / 2))
-    groups = group_by_bytes(held, room, room)
-    return [[subject.names[k] for k in group] for group in groups]
+        needed.append(lasting + MORE * (counted - lasting))
+    return needed
 
 
 def _counted_bytes(subject: Subject, names: Sequence[str], rows: int) -> int:

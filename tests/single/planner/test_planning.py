@@ -3,6 +3,7 @@
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import time
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import pytest
 
 from hvdtrain import models
 from hvdtrain.config import TrainConfig
+from hvdtrain.data import synth
 from hvdtrain.host.activity import last_activity
 from hvdtrain.models.costs import component_costs
 from hvdtrain.parallel.stage import Images
@@ -144,13 +146,14 @@ def test_components_are_compared_with_their_predictions_while_training(
     assert done.returncode == 0, done.stderr
     profiles = events_of(run, "profile")
     assert profiles
-    compared = set()
-    for line in profiles:
-        assert len(line["ranks"]) == 2
-        for rank in line["ranks"]:
-            assert all(0.05 < ratio < 20 for ratio in rank["times_predicted"].values())
-            compared |= set(rank["times_predicted"])
-    assert compared >= {"conv1", "conv2"}  # the others take almost no time
+    assert all(len(line["ranks"]) == 2 for line in profiles)
+    # The others take almost no time, and one waiting process makes them a hundred times as long.
+    for component in ("conv1", "conv2"):
+        compared = [
+            rank["times_predicted"].get(component) for line in profiles for rank in line["ranks"]
+        ]
+        ratios = [ratio for ratio in compared if ratio is not None]
+        assert 0.05 < statistics.median(ratios) < 20, compared
 
 
 @pytest.mark.proof
@@ -333,12 +336,15 @@ def test_nothing_fits_is_one_line(hvdtrain: Program, small_set: Path, tmp_path: 
 
 
 @pytest.mark.proof
-def test_what_a_limit_allows_is_not_exceeded(
-    hvdtrain: Program, small_set: Path, tmp_path: Path
-) -> None:
-    """Data parallelism needs more memory than the limit, the chosen plan less, as measured."""
-    common: tuple[Any, ...] = ("train", "--model", "resnet18", "--data", small_set, "--ranks", 2)
-    common += ("--threads", 1, "--batch-size", 512, "--max-steps", 2, "--optimizer", "sgd")
+def test_what_a_limit_allows_is_not_exceeded(hvdtrain: Program, tmp_path: Path) -> None:
+    """Data parallelism needs more memory than the limit, the measurement and its plan less.
+
+    Most of it are activations: how much the process itself holds differs between machines.
+    """
+    synth(tmp_path / "data", 4096, 5)
+    common: tuple[Any, ...] = ("train", "--model", "cnn", "--data", tmp_path / "data")
+    common += ("--ranks", 2, "--threads", 1, "--batch-size", 4096)
+    common += ("--max-steps", 2, "--optimizer", "sgd")
     peaks: list[int] = []
     for plan in (("dp",), ("auto", "--memory-limit")):
         plan_options = (*plan, f"{0.85 * peaks[0] / 2**30:.3f}") if peaks else plan
