@@ -2,18 +2,24 @@
 
 Processors: RAPL by the powercap tree of Linux (Documentation/power/powercap), which holds those
 of AMD, too. They count whole packages: other jobs on a shared host are included. GPUs: the total
-energy of all GPUs that NVML shows this job. Nothing is estimated: what cannot be read is named.
+energy of all GPUs that NVML shows this job. Slurm: what its plugin (AcctGatherEnergyType) counts
+for the step that started the ranks, on all of its hosts. Nothing is estimated: what cannot be read
+is named.
 """
 
+import os
+import re
+import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 POWERCAP = Path("/sys/class/powercap")
-RAPL, NVML = "RAPL", "NVML"
+RAPL, NVML, SLURM = "RAPL", "NVML", "Slurm"
+ANSWER_SECONDS = 10.0  # that Slurm gets for an answer
 
 
 @dataclass
@@ -25,12 +31,14 @@ class Counter:
         largest: the value after which it starts again; infinite if it does not.
         last: the value at the last sample.
         joules: the energy since the first one.
+        is_remote: whether reading it disturbs others, so that it is read at both ends only.
     """
 
     read: Callable[[], float]
     largest: float
     last: float
     joules: float = 0.0
+    is_remote: bool = False
 
     def sample(self) -> None:
         """Add the energy since the last sample; the counter may have started again once."""
@@ -54,9 +62,14 @@ class Meter:
         self._lock = threading.Lock()  # a thread samples, and the main thread reads
 
     def sample(self) -> None:
-        """Read all counters; needed more often than they start again, which takes minutes."""
+        """Read the host's counters; needed before they start again, which takes minutes."""
+        self._sample(remote=False)
+
+    def _sample(self, remote: bool) -> None:
         with self._lock:
             for key, counter in list(self.counters.items()):
+                if counter.is_remote and not remote:
+                    continue
                 try:
                     counter.sample()
                 except Exception as error:  # a counter must not end a run
@@ -65,7 +78,7 @@ class Meter:
 
     def restart(self) -> None:
         """Count from now on."""
-        self.sample()
+        self._sample(remote=True)
         with self._lock:
             self.started = time.monotonic()
             for counter in self.counters.values():
@@ -73,7 +86,7 @@ class Meter:
 
     def as_json(self) -> dict[str, Any]:
         """Return joules by source and part since the start, and what is missing."""
-        self.sample()
+        self._sample(remote=True)
         joules: dict[str, dict[str, float]] = {}
         with self._lock:
             for (source, part), counter in self.counters.items():
@@ -82,16 +95,21 @@ class Meter:
             return {"seconds": seconds, "joules": joules, "missing": list(self.missing)}
 
 
-def open_meter(has_gpus: bool) -> Meter:
+def open_meter(
+    has_gpus: bool, is_first: bool, environment: Mapping[str, str] = os.environ
+) -> Meter:
     """Return a meter of this host that starts now.
 
     Args:
         has_gpus: whether the run uses the GPUs, so that their energy counts.
+        is_first: whether the host has rank 0: it reads what Slurm counts on all hosts.
     """
     meter = Meter()
     _open_rapl(meter)
     if has_gpus:
         _open_nvml(meter)
+    if is_first and "SLURM_STEP_ID" in environment and "SLURM_JOB_ID" in environment:
+        _open_slurm(meter, f"{environment['SLURM_JOB_ID']}.{environment['SLURM_STEP_ID']}")
     return meter
 
 
@@ -143,3 +161,49 @@ def _gpu_reader(handle: Any) -> Callable[[], float]:
             raise RuntimeError(str(error)) from None
 
     return read
+
+
+def _open_slurm(meter: Meter, step: str) -> None:
+    """Add what Slurm counts for a step, if it counts energy."""
+    command = (
+        "sstat",
+        "--noheader",
+        "--parsable2",
+        "--format",
+        "ConsumedEnergyRaw",
+        "--jobs",
+        step,
+    )
+
+    def read() -> float:
+        answer = _answer(*command).strip()
+        if not answer.isdigit():
+            raise RuntimeError(f"sstat shows no energy of step {step}")
+        return float(answer)
+
+    try:
+        configuration = _answer("scontrol", "show", "config")
+        plugin = re.search(r"AcctGatherEnergyType\s*=\s*(\S+)", configuration)
+        if plugin is None or plugin[1] in ("(null)", "acct_gather_energy/none"):
+            raise RuntimeError("it counts no energy on this cluster (AcctGatherEnergyType)")
+        meter.counters[SLURM, f"step {step}"] = Counter(read, float("inf"), read(), is_remote=True)
+    except RuntimeError as error:
+        meter.missing.append(f"{SLURM}: {error}")
+
+
+def _answer(*command: str) -> str:
+    """Return what a command of Slurm prints.
+
+    Raises:
+        RuntimeError: if it cannot be run, fails, or takes too long.
+    """
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_SECONDS)
+    except OSError as error:
+        raise RuntimeError(f"{command[0]} cannot be run: {error.strerror}") from None
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{command[0]} took more than {ANSWER_SECONDS:.0f} s") from None
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        raise RuntimeError(f"{command[0]} failed: {lines[-1] if lines else 'without a message'}")
+    return done.stdout

@@ -11,8 +11,9 @@ JOULES = 3.6e6  # of a kilowatt-hour
 ENERGY = (
     "Energy, evaluation included. RAPL counts whole processors and NVML all GPUs that the host "
     "shows, so on a shared host those of other jobs, too; neither counts memory, power supplies, "
-    "fans or the network. Nothing is estimated but what says so: runs without counters, or that "
-    "restarted, are left out."
+    "fans or the network. Slurm counts what its plugin on the cluster reads, which may be whole "
+    "hosts, and stands only where no other counter was readable. Nothing is estimated but what "
+    "says so: runs without counters, or that restarted, are left out."
 )
 
 

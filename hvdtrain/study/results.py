@@ -12,6 +12,7 @@ import numpy as np
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError, UsageError
+from hvdtrain.host.energy import SLURM
 from hvdtrain.host.load import Disturbance
 from hvdtrain.options import configfile
 from hvdtrain.options.fields import Rule
@@ -258,12 +259,16 @@ def _disturbances(summary: dict[str, Any]) -> dict[str, Disturbance]:
 
 
 def _energy(summary: dict[str, Any]) -> dict[str, float]:
-    """Return joules by source, of the sources that counted the whole run on all hosts."""
+    """Return joules by source, of the sources that counted the whole run on all hosts.
+
+    What Slurm counted for all hosts contains what others counted: it stands for them if none did.
+    Its plugins show zero where they cannot read.
+    """
     hosts = summary.get("energy", [])
     is_whole = all(host["seconds"] >= COUNTED * float(summary["seconds"]) for host in hosts)
     if not hosts or not is_whole or "emulated" in summary:  # emulated ranks take other seconds
         return {}
-    return {
+    counted = {
         source: sum(sum(host["joules"][source].values()) for host in hosts)
         for source in hosts[0]["joules"]
         if all(
@@ -272,6 +277,9 @@ def _energy(summary: dict[str, Any]) -> dict[str, float]:
             for host in hosts
         )
     }
+    others = {source: joules for source, joules in counted.items() if source != SLURM}
+    of_step = sum(sum(host["joules"].get(SLURM, {}).values()) for host in hosts)
+    return others or ({SLURM: of_step} if of_step else {})
 
 
 def _agreement(config: dict[str, Any]) -> str:

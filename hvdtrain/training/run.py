@@ -175,7 +175,7 @@ def open_run(session: Session, stop: StopRequest, callbacks: Callbacks = ()) -> 
         session.device.memory_bytes,
         session.activity.now,
         owner,
-        open_meter(session.device.is_gpu) if world.local_rank == 0 else None,
+        open_meter(session.device.is_gpu, world.rank == 0) if world.local_rank == 0 else None,
     )
     try:
         session.activity.on_stall = partial(_stalled, config=config, folder=folder, world=world)

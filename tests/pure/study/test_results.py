@@ -214,6 +214,10 @@ def test_an_estimate_prefers_the_run_that_is_most_alike(
         ([{"NVML": {"GPU 0": 5.0}, "missing": ["RAPL: no permission"]}], {"NVML": 5.0}),
         ([{"RAPL": {"package-0": 5.0}, "missing": ["RAPL package-1: gone"]}], {}),
         ([{"RAPL": {"package-0": 5.0}, "seconds": 50.0}], {}),
+        ([{"Slurm": {"step 7.0": 90.0}, "missing": ["RAPL: no permission"]}, {}], {"Slurm": 90.0}),
+        ([{"Slurm": {"step 7.0": 90.0}, "RAPL": {"package-0": 5.0}}], {"RAPL": 5.0}),
+        ([{"Slurm": {"step 7.0": 90.0}, "RAPL": {"package-0": 5.0}}, {}], {"Slurm": 90.0}),
+        ([{"Slurm": {"step 7.0": 0.0}}], {}),
     ],
 )
 def test_energy_is_that_of_the_whole_run_on_all_hosts(

@@ -1,6 +1,7 @@
-"""Energy is that of the counters in a powercap tree: several zones, wrap-around, permission."""
+"""Energy is that of the counters in a powercap tree, or of Slurm if it counts any."""
 
 import os
+import shlex
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,7 +43,7 @@ def joules(meter: Meter) -> dict[str, float]:
 
 
 def test_packages_and_memory_are_counted_once_and_over_a_new_start_at_zero(tree: Path) -> None:
-    meter = open_meter(has_gpus=False)
+    meter = open_meter(has_gpus=False, is_first=True)
     assert set(joules(meter)) == {"package-0", "package-1", "dram 0"}
     zone(tree, "0", "package-0", 4_500_000)
     zone(tree, "1", "package-1", 1_000_000)
@@ -60,7 +61,7 @@ def test_what_may_not_be_read_is_named_and_nothing_is_estimated(tree: Path) -> N
     if user == 0:
         os.seteuid(65534)  # root may read everything
     try:
-        meter = open_meter(has_gpus=False)
+        meter = open_meter(has_gpus=False, is_first=True)
     finally:
         os.seteuid(user)
     assert joules(meter) == {}
@@ -69,7 +70,7 @@ def test_what_may_not_be_read_is_named_and_nothing_is_estimated(tree: Path) -> N
 
 
 def test_a_counter_that_disappears_is_named(tree: Path) -> None:
-    meter = open_meter(has_gpus=False)
+    meter = open_meter(has_gpus=False, is_first=True)
     (tree / "intel-rapl:1" / "energy_uj").unlink()
     assert set(joules(meter)) == {"package-0", "dram 0"}
     assert meter.missing[0].startswith("RAPL package-1: ")
@@ -79,6 +80,76 @@ def test_a_system_without_counters_says_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(energy, "POWERCAP", tmp_path / "none")
-    meter = open_meter(has_gpus=False)
+    meter = open_meter(has_gpus=False, is_first=True)
     assert meter.as_json()["joules"] == {}
     assert meter.missing == ["RAPL: this system has no counters of its processors' energy"]
+
+
+STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
+
+
+@pytest.fixture
+def slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Return a folder of commands that answer as those of a cluster whose plugin reads IPMI.
+
+    The clusters of the tests have no plugin that counts: tests/slurm has the real answer to that.
+    """
+    monkeypatch.setattr(energy, "POWERCAP", tmp_path / "none")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    answers(tmp_path, "scontrol", "AcctGatherEnergyType    = acct_gather_energy/ipmi")
+    return tmp_path
+
+
+def answers(folder: Path, command: str, answer: str, code: int = 0) -> None:
+    """Make a command that notes its arguments, prints an answer and ends."""
+    path = folder / command
+    lines = (f'echo "$@" >> {path}.log', f"echo {shlex.quote(answer)}", f"exit {code}")
+    path.write_text("\n".join(("#!/bin/sh", *lines)) + "\n")
+    path.chmod(0o755)
+
+
+def test_the_energy_of_a_step_is_asked_at_both_ends_only(slurm: Path) -> None:
+    answers(slurm, "sstat", "4000")
+    meter = open_meter(has_gpus=False, is_first=True, environment=STEP)
+    answers(slurm, "sstat", "5000")
+    meter.restart()
+    (slurm / "sstat.log").unlink()
+    meter.sample()
+    assert not (slurm / "sstat.log").exists()
+    answers(slurm, "sstat", "5700")
+    assert meter.as_json()["joules"] == {"Slurm": {"step 7.0": 700.0}}
+    assert (slurm / "sstat.log").read_text().split()[-2:] == ["--jobs", "7.0"]
+
+
+@pytest.mark.parametrize(
+    ("command", "answer", "code", "reason"),
+    [
+        ("scontrol", "AcctGatherEnergyType    = (null)", 0, "it counts no energy on this cluster"),
+        ("scontrol", "", 1, "scontrol failed: without a message"),
+        ("sstat", "", 0, "sstat shows no energy of step 7.0"),
+    ],
+)
+def test_why_slurm_counts_no_energy_is_named(
+    slurm: Path, command: str, answer: str, code: int, reason: str
+) -> None:
+    answers(slurm, "sstat", "4000")
+    answers(slurm, command, answer, code)
+    found = open_meter(has_gpus=False, is_first=True, environment=STEP).as_json()
+    assert found["joules"] == {}
+    assert found["missing"][1].startswith(f"Slurm: {reason}")
+
+
+def test_slurm_that_does_not_answer_delays_a_run_for_seconds_only(
+    slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(energy, "ANSWER_SECONDS", 0.2)
+    (slurm / "sstat").write_text("#!/bin/sh\nexec sleep 60\n")
+    (slurm / "sstat").chmod(0o755)
+    meter = open_meter(has_gpus=False, is_first=True, environment=STEP)
+    assert meter.missing[1].startswith("Slurm: sstat took more than")
+
+
+def test_a_host_without_rank_0_does_not_ask_slurm(slurm: Path) -> None:
+    meter = open_meter(has_gpus=False, is_first=False, environment=STEP)
+    assert not (slurm / "scontrol.log").exists()
+    assert not any(line.startswith("Slurm") for line in meter.missing)

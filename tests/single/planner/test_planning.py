@@ -147,7 +147,7 @@ def test_components_are_compared_with_their_predictions_while_training(
     profiles = events_of(run, "profile")
     assert profiles
     assert all(len(line["ranks"]) == 2 for line in profiles)
-    # The others take almost no time, and one waiting process makes them a hundred times as long.
+    # The others take almost no time, and one wait of the process is a hundred times that.
     for component in ("conv1", "conv2"):
         compared = [
             rank["times_predicted"].get(component) for line in profiles for rank in line["ranks"]
