@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from hvdtrain import models
-from hvdtrain.backends.pytorch.agreement import agreement_remarks
 from hvdtrain.backends.pytorch.batches import check_batches, input_boundaries
 from hvdtrain.backends.pytorch.build import build_runtime
 from hvdtrain.backends.pytorch.migration import TorchMigration
@@ -16,6 +15,7 @@ from hvdtrain.backends.pytorch.parts import (
     reason_against_split_backward,
 )
 from hvdtrain.backends.pytorch.ready import agree_on_values
+from hvdtrain.backends.pytorch.remarks import remarks_of
 from hvdtrain.backends.pytorch.residence import resident_images
 from hvdtrain.backends.pytorch.session import (
     Times,
@@ -40,12 +40,11 @@ from hvdtrain.models.component import Boundary, Component, parameter_count, tens
 from hvdtrain.models.costs import component_costs
 from hvdtrain.options.configfile import with_choice
 from hvdtrain.options.planrequest import ADAPTIVE, AUTO
-from hvdtrain.options.syncrequest import AUTO_SYNC, Server
+from hvdtrain.options.syncrequest import AUTO_SYNC
 from hvdtrain.parallel.stage import Images
 from hvdtrain.plan import plan as plans
 from hvdtrain.plan import planfile
 from hvdtrain.plan.plan import Plan
-from hvdtrain.sync import engine
 from hvdtrain.training.dataset import as_modelled, shared_index
 from hvdtrain.training.feed import (
     Normalisation,
@@ -183,7 +182,7 @@ def _built(
         held_rows=held_rows,
         splits=trial.splits,
         is_resident=trial.images.resident is not None,
-        remarks=_remarks(config, plan, chosen, verified, world),
+        remarks=remarks_of(config, plan, chosen, verified, world, trial.images.device),
         predicted_seconds=_predicted_seconds(chosen, device.dilation),
         predicted_bytes=chosen.predicted_bytes if chosen else None,
         agreement=chosen.predictions if chosen else None,
@@ -284,18 +283,6 @@ def _agreed_plan(
             check_target(config.trace, "--trace")
     agreed: Plan | None = world.broadcast(plan)
     return agreed
-
-
-def _remarks(
-    config: TrainConfig, plan: Plan, chosen: "Choice | None", verified: str, world: World
-) -> tuple[str, ...]:
-    """Return what a user should know of the session before it trains. Collective."""
-    has_sums = not isinstance(config.sync_request, Server)
-    sums = engine.remarks(config.reduce_with, world) if has_sums else []
-    choice = chosen.remarks if chosen else ()
-    if (emulation := emulation_of(world)) is not None:
-        choice = (*emulation.remarks(plan, chosen is not None), *choice)
-    return (*sums, *agreement_remarks(config, plan), *choice, *filter(None, [verified]))
 
 
 def _predicted_seconds(chosen: "Choice | None", dilation: float) -> float | None:

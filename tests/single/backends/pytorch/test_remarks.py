@@ -1,0 +1,32 @@
+"""A run says if bf16 is slow on its processor."""
+
+import pytest
+import torch
+
+from hvdtrain.backends.pytorch import remarks
+from hvdtrain.backends.pytorch.remarks import precision_remark
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("bf16", "is_said"), [(0.06, True), (0.002, False), (0.0005, False)])
+def test_a_slow_bf16_is_said_with_its_ratio(
+    monkeypatch: pytest.MonkeyPatch, bf16: float, is_said: bool
+) -> None:
+    seconds = {torch.bfloat16: bf16, torch.float32: 0.001}
+    monkeypatch.setattr(remarks, "_seconds", seconds.__getitem__)
+    line = precision_remark("bf16", CPU)
+    assert bool(line) == is_said
+    assert not is_said or line.startswith("bf16 takes 60x the time of fp32")
+
+
+def test_the_measurement_agrees_with_the_processor() -> None:
+    """oneDNN has kernels for bf16 where there is AVX-512 on x86, or bf16 on Arm."""
+    assert bool(precision_remark("bf16", CPU)) != torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def test_nothing_is_measured_in_fp32_and_random_numbers_stay() -> None:
+    before = torch.get_rng_state()
+    assert precision_remark("fp32", CPU) == ""
+    precision_remark("bf16", CPU)
+    assert torch.equal(torch.get_rng_state(), before)
