@@ -7,12 +7,11 @@ for the step that started the ranks, on all of its hosts. Nothing is estimated: 
 is named.
 """
 
-import os
 import re
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,18 +30,22 @@ class Counter:
         largest: the value after which it starts again; infinite if it does not.
         last: the value at the last sample.
         joules: the energy since the first one.
-        is_remote: whether reading it disturbs others, so that it is read at both ends only.
     """
 
     read: Callable[[], float]
     largest: float
     last: float
     joules: float = 0.0
-    is_remote: bool = False
 
     def sample(self) -> None:
-        """Add the energy since the last sample; the counter may have started again once."""
+        """Add the energy since the last sample; the counter may have started again once.
+
+        Raises:
+            RuntimeError: if it should not have.
+        """
         now = self.read()
+        if now < self.last and self.largest == float("inf"):
+            raise RuntimeError("the counter fell")
         self.joules += now - self.last + (self.largest if now < self.last else 0.0)
         self.last = now
 
@@ -52,64 +55,67 @@ class Meter:
 
     Attributes:
         counters: by source and the name of the part.
+        distant: like `counters`, of those that a service answers for: read at both ends only.
         missing: what could not be read, and why.
     """
 
     def __init__(self) -> None:
         self.counters: dict[tuple[str, str], Counter] = {}
+        self.distant: dict[tuple[str, str], Counter] = {}
         self.missing: list[str] = []
         self.started = time.monotonic()
         self._lock = threading.Lock()  # a thread samples, and the main thread reads
 
     def sample(self) -> None:
         """Read the host's counters; needed before they start again, which takes minutes."""
-        self._sample(remote=False)
-
-    def _sample(self, remote: bool) -> None:
         with self._lock:
-            for key, counter in list(self.counters.items()):
-                if counter.is_remote and not remote:
-                    continue
-                try:
-                    counter.sample()
-                except Exception as error:  # a counter must not end a run
-                    del self.counters[key]
-                    self.missing.append(f"{' '.join(key)}: {error}")
+            self._read(self.counters)
+
+    def ask(self) -> None:
+        """Read the distant counters, which may take seconds; only the main thread does."""
+        self._read(self.distant)
+
+    def _read(self, counters: dict[tuple[str, str], Counter]) -> None:
+        for key, counter in list(counters.items()):
+            try:
+                counter.sample()
+            except Exception as error:  # a counter must not end a run
+                del counters[key]
+                self.missing.append(f"{' '.join(key)}: {error}")
 
     def restart(self) -> None:
-        """Count from now on."""
-        self._sample(remote=True)
+        """Count from now on; distant counters count from when they were asked last."""
+        self.sample()
         with self._lock:
             self.started = time.monotonic()
-            for counter in self.counters.values():
+            for counter in (*self.counters.values(), *self.distant.values()):
                 counter.joules = 0.0
 
     def as_json(self) -> dict[str, Any]:
         """Return joules by source and part since the start, and what is missing."""
-        self._sample(remote=True)
+        self.ask()
+        self.sample()
         joules: dict[str, dict[str, float]] = {}
         with self._lock:
-            for (source, part), counter in self.counters.items():
+            for (source, part), counter in (*self.counters.items(), *self.distant.items()):
                 joules.setdefault(source, {})[part] = round(counter.joules, 3)
             seconds = round(time.monotonic() - self.started, 3)
             return {"seconds": seconds, "joules": joules, "missing": list(self.missing)}
 
 
-def open_meter(
-    has_gpus: bool, is_first: bool, environment: Mapping[str, str] = os.environ
-) -> Meter:
+def open_meter(has_gpus: bool, step: str | None = None) -> Meter:
     """Return a meter of this host that starts now.
 
     Args:
         has_gpus: whether the run uses the GPUs, so that their energy counts.
-        is_first: whether the host has rank 0: it reads what Slurm counts on all hosts.
+        step: the step of Slurm that started the ranks, whose energy on all hosts counts.
     """
     meter = Meter()
     _open_rapl(meter)
     if has_gpus:
         _open_nvml(meter)
-    if is_first and "SLURM_STEP_ID" in environment and "SLURM_JOB_ID" in environment:
-        _open_slurm(meter, f"{environment['SLURM_JOB_ID']}.{environment['SLURM_STEP_ID']}")
+    if step is not None:
+        _open_slurm(meter, step)
     return meter
 
 
@@ -183,11 +189,11 @@ def _open_slurm(meter: Meter, step: str) -> None:
 
     try:
         configuration = _answer("scontrol", "show", "config")
-        plugin = re.search(r"AcctGatherEnergyType\s*=\s*(\S+)", configuration)
+        plugin = re.search(r"AcctGatherEnergyType[ \t]*=[ \t]*(\S+)", configuration)
         if plugin is None or plugin[1] in ("(null)", "acct_gather_energy/none"):
             raise RuntimeError("it counts no energy on this cluster (AcctGatherEnergyType)")
-        meter.counters[SLURM, f"step {step}"] = Counter(read, float("inf"), read(), is_remote=True)
-    except RuntimeError as error:
+        meter.distant[SLURM, f"step {step}"] = Counter(read, float("inf"), read())
+    except Exception as error:  # an answer must not end a run
         meter.missing.append(f"{SLURM}: {error}")
 
 
@@ -198,7 +204,9 @@ def _answer(*command: str) -> str:
         RuntimeError: if it cannot be run, fails, or takes too long.
     """
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_SECONDS)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=ANSWER_SECONDS
+        )
     except OSError as error:
         raise RuntimeError(f"{command[0]} cannot be run: {error.strerror}") from None
     except subprocess.TimeoutExpired:

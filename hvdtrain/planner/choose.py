@@ -201,6 +201,9 @@ def _read(subject: Subject, path: Path, words: str, ranks: int) -> tuple[Known |
     if isinstance(profile, str):
         return None, f" ({path} has other settings: {profile})"
     times, network = profile
+    largest = next(iter(times.ranks[0].components.values())).forward.points[-1][0]
+    if subject.config.memory_limit is None and largest < _wanted_sizes(subject.config, ranks)[-1]:
+        return None, f" ({path} was measured under a memory limit, up to {largest:.0f} samples)"
     return Known(subject.costs, times, network, subject.recomputed), ""
 
 
@@ -315,8 +318,11 @@ def local_times(
         return Link(model, parameters, stage_optimizer(config, model))
 
     room = min(world.gather(_spare_bytes(subject, world)))  # all ranks measure the same
-    wanted = measured_sizes(config.batch_size, world.size, config.microbatches)
-    sizes = tuple(rows for rows in wanted if max(_needed(subject, rows)) <= room) or wanted[:1]
+    sizes = _wanted_sizes(config, world.size)
+    if config.memory_limit is not None:
+        fitting = tuple(rows for rows in sizes if max(_needed(subject, rows)) <= room)
+        # A curve, and the real bytes of activations, need two sizes.
+        sizes = fitting if len(fitting) > 1 else sizes[:2]
     setting = Setting(
         build=build,
         images=images,
@@ -342,6 +348,10 @@ def local_times(
         parameters_of, subject.names, subject.methods, replicas or world.size, world
     )
     return times.with_coding(coding)
+
+
+def _wanted_sizes(config: TrainConfig, ranks: int) -> tuple[int, ...]:
+    return measured_sizes(config.batch_size, ranks, config.microbatches)
 
 
 def _chains(subject: Subject, rows: int, room: float) -> list[list[str]]:

@@ -261,8 +261,8 @@ def _disturbances(summary: dict[str, Any]) -> dict[str, Disturbance]:
 def _energy(summary: dict[str, Any]) -> dict[str, float]:
     """Return joules by source, of the sources that counted the whole run on all hosts.
 
-    What Slurm counted for all hosts contains what others counted: it stands for them if none did.
-    Its plugins show zero where they cannot read.
+    What Slurm counted stands only if no other did: it may contain what they count. Its plugins
+    show zero where they cannot read.
     """
     hosts = summary.get("energy", [])
     is_whole = all(host["seconds"] >= COUNTED * float(summary["seconds"]) for host in hosts)

@@ -77,6 +77,8 @@ def begin(run: Run, clock: StartClock) -> None:
     # Other ranks wait while rank 0 opens the records: that must not count for their first step.
     run.activity.step(run.progress.step)  # tells the launcher that training has started
     clock.mark("run_folder")
+    if run.heartbeat.meter is not None:
+        run.heartbeat.meter.ask()
     with run.activity.doing("waiting for all ranks to start"):
         run.session.world.barrier()
     clock.mark("waiting")

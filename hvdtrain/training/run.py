@@ -1,6 +1,7 @@
 """The objects of one run, and how a run is opened or resumed."""
 
 import math
+import os
 import threading
 from collections import deque
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,8 @@ from hvdtrain.health.inject import Injector, make_injector
 from hvdtrain.health.stragglers import Stragglers, groups_of_equal_work
 from hvdtrain.host import alert, load
 from hvdtrain.host.activity import Activity
-from hvdtrain.host.energy import open_meter
+from hvdtrain.host.energy import Meter, open_meter
+from hvdtrain.host.launchers import detect
 from hvdtrain.host.load import Load
 from hvdtrain.host.ownership import Owner, claim
 from hvdtrain.host.stop import StopRequest
@@ -149,6 +151,15 @@ class Run:
         self.heartbeat.give_up()
 
 
+def _meter(session: Session) -> Meter | None:
+    """Return the meter of this host on its first rank; that of rank 0 also asks Slurm."""
+    world = session.world
+    if world.local_rank:
+        return None
+    by_slurm = world.rank == 0 and world.launcher == "srun"
+    return open_meter(session.device.is_gpu, detect(os.environ).job if by_slurm else None)
+
+
 def open_run(session: Session, stop: StopRequest, callbacks: Callbacks = ()) -> Run:
     """Open or make the run folder of a session, and restore its newest checkpoint. Collective.
 
@@ -167,6 +178,7 @@ def open_run(session: Session, stop: StopRequest, callbacks: Callbacks = ()) -> 
         console.say(f"reading the copy of {config.data} in {session.index.folder} on each host")
     adapter = _adapter(session)
     injector = make_injector(session, folder, console, adapter.force if adapter else None)
+    meter = _meter(session)  # before the folder is claimed, since Slurm may answer late
     owner, resumes = world.broadcast(_claim(config, folder, console) if world.rank == 0 else None)
     heartbeat = Heartbeat(
         folder.heartbeats,
@@ -175,7 +187,7 @@ def open_run(session: Session, stop: StopRequest, callbacks: Callbacks = ()) -> 
         session.device.memory_bytes,
         session.activity.now,
         owner,
-        open_meter(session.device.is_gpu, world.rank == 0) if world.local_rank == 0 else None,
+        meter,
     )
     try:
         session.activity.on_stall = partial(_stalled, config=config, folder=folder, world=world)

@@ -1,4 +1,4 @@
-"""What a user should know of a run before it trains, in lines."""
+"""Lines to print before a run trains, which a user should know."""
 
 import time
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hvdtrain.planner.choose import Choice
 
 # PyTorch computes without oneDNN where a processor lacks AVX-512: bf16 then takes 60x the time.
-SLOW = 3.0  # ratio of the times of bf16 and fp32 from which on a user is told
+SLOW = 3.0  # ratio of the times of bf16 and fp32 from which on a line says so
 WIDTH = 256  # of the measured matrices: 40 ms in all in bf16 on a processor of 2020
 
 

@@ -43,7 +43,7 @@ def joules(meter: Meter) -> dict[str, float]:
 
 
 def test_packages_and_memory_are_counted_once_and_over_a_new_start_at_zero(tree: Path) -> None:
-    meter = open_meter(has_gpus=False, is_first=True)
+    meter = open_meter(has_gpus=False)
     assert set(joules(meter)) == {"package-0", "package-1", "dram 0"}
     zone(tree, "0", "package-0", 4_500_000)
     zone(tree, "1", "package-1", 1_000_000)
@@ -61,7 +61,7 @@ def test_what_may_not_be_read_is_named_and_nothing_is_estimated(tree: Path) -> N
     if user == 0:
         os.seteuid(65534)  # root may read everything
     try:
-        meter = open_meter(has_gpus=False, is_first=True)
+        meter = open_meter(has_gpus=False)
     finally:
         os.seteuid(user)
     assert joules(meter) == {}
@@ -70,7 +70,7 @@ def test_what_may_not_be_read_is_named_and_nothing_is_estimated(tree: Path) -> N
 
 
 def test_a_counter_that_disappears_is_named(tree: Path) -> None:
-    meter = open_meter(has_gpus=False, is_first=True)
+    meter = open_meter(has_gpus=False)
     (tree / "intel-rapl:1" / "energy_uj").unlink()
     assert set(joules(meter)) == {"package-0", "dram 0"}
     assert meter.missing[0].startswith("RAPL package-1: ")
@@ -80,12 +80,12 @@ def test_a_system_without_counters_says_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(energy, "POWERCAP", tmp_path / "none")
-    meter = open_meter(has_gpus=False, is_first=True)
+    meter = open_meter(has_gpus=False)
     assert meter.as_json()["joules"] == {}
     assert meter.missing == ["RAPL: this system has no counters of its processors' energy"]
 
 
-STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
+STEP = "7.0"
 
 
 @pytest.fixture
@@ -110,8 +110,9 @@ def answers(folder: Path, command: str, answer: str, code: int = 0) -> None:
 
 def test_the_energy_of_a_step_is_asked_at_both_ends_only(slurm: Path) -> None:
     answers(slurm, "sstat", "4000")
-    meter = open_meter(has_gpus=False, is_first=True, environment=STEP)
+    meter = open_meter(has_gpus=False, step=STEP)
     answers(slurm, "sstat", "5000")
+    meter.ask()
     meter.restart()
     (slurm / "sstat.log").unlink()
     meter.sample()
@@ -134,22 +135,26 @@ def test_why_slurm_counts_no_energy_is_named(
 ) -> None:
     answers(slurm, "sstat", "4000")
     answers(slurm, command, answer, code)
-    found = open_meter(has_gpus=False, is_first=True, environment=STEP).as_json()
-    assert found["joules"] == {}
-    assert found["missing"][1].startswith(f"Slurm: {reason}")
+    content = open_meter(has_gpus=False, step=STEP).as_json()
+    assert content["joules"] == {}
+    assert content["missing"][1].startswith(f"Slurm: {reason}")
 
 
 def test_slurm_that_does_not_answer_delays_a_run_for_seconds_only(
     slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(energy, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(energy, "ANSWER_SECONDS", 2.0)
     (slurm / "sstat").write_text("#!/bin/sh\nexec sleep 60\n")
     (slurm / "sstat").chmod(0o755)
-    meter = open_meter(has_gpus=False, is_first=True, environment=STEP)
+    meter = open_meter(has_gpus=False, step=STEP)
     assert meter.missing[1].startswith("Slurm: sstat took more than")
 
 
-def test_a_host_without_rank_0_does_not_ask_slurm(slurm: Path) -> None:
-    meter = open_meter(has_gpus=False, is_first=False, environment=STEP)
-    assert not (slurm / "scontrol.log").exists()
-    assert not any(line.startswith("Slurm") for line in meter.missing)
+def test_a_step_whose_count_falls_is_named_and_not_counted(slurm: Path) -> None:
+    """A fault of a sensor sets the count of its host to zero."""
+    answers(slurm, "sstat", "5000")
+    meter = open_meter(has_gpus=False, step=STEP)
+    answers(slurm, "sstat", "100")
+    content = meter.as_json()
+    assert content["joules"] == {}
+    assert content["missing"][1] == "Slurm step 7.0: the counter fell"

@@ -7,21 +7,26 @@ import statistics
 import subprocess
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from hvdtrain import models
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import synth
+from hvdtrain.device import held_bytes
 from hvdtrain.host.activity import last_activity
 from hvdtrain.models.costs import component_costs
 from hvdtrain.parallel.stage import Images
-from hvdtrain.planner import choose
+from hvdtrain.planner import choose, profilefile
 from hvdtrain.planner.measure import measured_sizes
-from hvdtrain.planner.subject import subject_of
+from hvdtrain.planner.network import MeasuredNetwork
+from hvdtrain.planner.profile import Profile
+from hvdtrain.planner.subject import Subject, subject_of
 from hvdtrain.world import World
 from tests import warm
 from tests.conftest import Program
@@ -357,8 +362,6 @@ def test_what_a_limit_allows_is_not_exceeded(hvdtrain: Program, tmp_path: Path) 
 @pytest.mark.parametrize("model", ["cnn", pytest.param("vit_tiny", marks=pytest.mark.proof)])
 def test_every_component_is_measured_in_every_way(model: str) -> None:
     """A process without MPI measures its own times only."""
-    import torch
-
     config = TrainConfig(model=model, data="", plan="auto", batch_size=16).check()
     components = models.components(model, 10, 32)
     images = Images([0.5] * 3, [0.25] * 3, torch.device("cpu"), "fp32")
@@ -374,6 +377,30 @@ def test_every_component_is_measured_in_every_way(model: str) -> None:
         assert times.backward(8) > 0
         assert (times.input_half is None) == (number == 0 or not costs[number].parameters)
     assert sum(times.update for times in measured.components.values()) > 0
+
+
+def limited(limit_gib: float | None) -> Subject:
+    config = TrainConfig(model="cnn", data="", plan="auto", batch_size=512, threads=1)
+    config = replace(config, memory_limit=limit_gib).check()
+    images = Images([0.5] * 3, [0.25] * 3, torch.device("cpu"), "fp32")
+    return subject_of(config, models.components("cnn", 10, 32), 32, 10, images)
+
+
+def test_sizes_that_do_not_fit_a_limit_are_left_out_and_measured_without_it(
+    tmp_path: Path,
+) -> None:
+    world = World("none", 0, 1, 0, 1, 1)
+    held = held_bytes(torch.device("cpu"))
+    for spare, sizes in ((2**30, [32, 64, 128, 256, 512]), (0, [32, 64])):
+        subject = limited((held + spare) / 2**30)
+        times = choose.local_times(subject, world)
+        assert [size for size, _ in times.components["conv1"].forward.points] == sizes
+    path, words = tmp_path / "profile.json", subject.words(world)
+    profilefile.save(path, words, Profile((times,)), MeasuredNetwork(("here",)))
+    assert choose._read(subject, path, words, 1)[0] is not None
+    read, why = choose._read(limited(None), path, words, 1)
+    assert read is None
+    assert why.endswith("was measured under a memory limit, up to 64 samples)")
 
 
 def test_what_is_measured_goes_down_by_halves() -> None:
