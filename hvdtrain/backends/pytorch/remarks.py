@@ -17,9 +17,10 @@ from hvdtrain.world import World
 if TYPE_CHECKING:
     from hvdtrain.planner.choose import Choice
 
-# PyTorch computes without oneDNN where a processor lacks AVX-512: bf16 then takes 60x the time.
+# PyTorch computes without oneDNN where a processor lacks AVX-512: bf16 takes 20 to 60x then.
 SLOW = 3.0  # ratio of the times of bf16 and fp32 from which on a line says so
-WIDTH = 256  # of the measured matrices: 40 ms in all in bf16 on a processor of 2020
+# Small enough for one thread: others may wait for a core. 20 ms in all in bf16 without AVX-512.
+WIDTH, REPEATS = 96, 20
 
 
 def remarks_of(
@@ -54,11 +55,14 @@ def precision_remark(precision: str, device: torch.device) -> str:
 
 
 def _seconds(dtype: torch.dtype) -> float:
-    """Return the shortest of three times of a product of two matrices."""
+    """Return the shortest of several times of a product of two matrices.
+
+    Processor time of this thread: others may be busy on its core.
+    """
     left, right = torch.ones(2, WIDTH, WIDTH, dtype=dtype)
     times = []
-    for _ in range(3):
-        started = time.perf_counter()
+    for _ in range(REPEATS):
+        started = time.thread_time()
         torch.matmul(left, right)
-        times.append(time.perf_counter() - started)
+        times.append(time.thread_time() - started)
     return min(times)
