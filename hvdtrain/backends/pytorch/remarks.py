@@ -10,6 +10,7 @@ from hvdtrain.backends.pytorch.agreement import agreement_remarks
 from hvdtrain.config import TrainConfig
 from hvdtrain.emulate.world import emulation_of
 from hvdtrain.options.syncrequest import Server
+from hvdtrain.parallel.stage import AUTOCAST
 from hvdtrain.plan.plan import Plan
 from hvdtrain.sync import engine
 from hvdtrain.world import World
@@ -42,14 +43,14 @@ def remarks_of(
 
 
 def precision_remark(precision: str, device: torch.device) -> str:
-    """Return a line if bf16 is much slower than fp32 on this processor, else an empty string."""
-    if precision != "bf16" or devices.is_gpu(device):
+    """Return a line if bf16 or fp16 is much slower than fp32 on this processor, else nothing."""
+    if precision not in AUTOCAST or devices.is_gpu(device):
         return ""
-    ratio = _seconds(torch.bfloat16) / _seconds(torch.float32)
+    ratio = _seconds(AUTOCAST[precision]) / _seconds(torch.float32)
     if ratio < SLOW:
         return ""
     return (
-        f"bf16 takes {ratio:.0f}x the time of fp32 for a product of matrices on this processor: "
+        f"{precision} takes {ratio:.0f}x the time of fp32 for a product of matrices on this processor: "
         "--precision fp32 is faster here"
     )
 

@@ -18,6 +18,8 @@ def test_a_slow_bf16_is_said_with_its_ratio(
     line = precision_remark("bf16", CPU)
     assert bool(line) == is_said
     assert not is_said or line.startswith("bf16 takes 60x the time of fp32")
+    seconds[torch.float16] = 0.04
+    assert precision_remark("fp16", CPU).startswith("fp16 takes 40x the time of fp32")
 
 
 def test_the_measurement_agrees_with_the_processor() -> None:
