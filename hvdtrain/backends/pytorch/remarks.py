@@ -50,8 +50,8 @@ def precision_remark(precision: str, device: torch.device) -> str:
     if ratio < SLOW:
         return ""
     return (
-        f"{precision} takes {ratio:.0f}x the time of fp32 for a product of matrices on this processor: "
-        "--precision fp32 is faster here"
+        f"{precision} takes {ratio:.0f}x the time of fp32 for a product of matrices on this "
+        "processor: --precision fp32 is faster here"
     )
 
 
