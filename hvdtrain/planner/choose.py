@@ -202,7 +202,9 @@ def _read(subject: Subject, path: Path, words: str, ranks: int) -> tuple[Known |
         return None, f" ({path} has other settings: {profile})"
     times, network = profile
     largest = next(iter(times.ranks[0].components.values())).forward.points[-1][0]
-    if subject.config.memory_limit is None and largest < _wanted_sizes(subject.config, ranks)[-1]:
+    size = subject.config.batch_size
+    # With the most micro-batches: every measurement without a limit has at least these samples.
+    if subject.config.memory_limit is None and largest < measured_sizes(size, ranks, size)[-1]:
         return None, f" ({path} was measured under a memory limit, up to {largest:.0f} samples)"
     return Known(subject.costs, times, network, subject.recomputed), ""
 
@@ -318,11 +320,7 @@ def local_times(
         return Link(model, parameters, stage_optimizer(config, model))
 
     room = min(world.gather(_spare_bytes(subject, world)))  # all ranks measure the same
-    sizes = _wanted_sizes(config, world.size)
-    if config.memory_limit is not None:
-        fitting = tuple(rows for rows in sizes if max(_needed(subject, rows)) <= room)
-        # A curve, and the real bytes of activations, need two sizes.
-        sizes = fitting if len(fitting) > 1 else sizes[:2]
+    sizes = _fitting_sizes(subject, room, world.size)
     setting = Setting(
         build=build,
         images=images,
@@ -350,8 +348,15 @@ def local_times(
     return times.with_coding(coding)
 
 
-def _wanted_sizes(config: TrainConfig, ranks: int) -> tuple[int, ...]:
-    return measured_sizes(config.batch_size, ranks, config.microbatches)
+def _fitting_sizes(subject: Subject, room: float, ranks: int) -> tuple[int, ...]:
+    """Return the numbers of samples to measure; under a limit those that fit in `room` bytes."""
+    config = subject.config
+    sizes = measured_sizes(config.batch_size, ranks, config.microbatches)
+    if config.memory_limit is None:
+        return sizes
+    fitting = tuple(rows for rows in sizes if max(_needed(subject, rows)) <= room)
+    # A curve, and the real bytes of activations, need two sizes.
+    return fitting if len(fitting) > 1 else sizes[:2]
 
 
 def _chains(subject: Subject, rows: int, room: float) -> list[list[str]]:

@@ -7,38 +7,35 @@ import torch
 
 from hvdtrain import device as devices
 from hvdtrain.backends.pytorch.agreement import agreement_remarks
-from hvdtrain.config import TrainConfig
+from hvdtrain.check.verify import Trial
 from hvdtrain.emulate.world import emulation_of
 from hvdtrain.options.syncrequest import Server
 from hvdtrain.parallel.stage import AUTOCAST
 from hvdtrain.plan.plan import Plan
 from hvdtrain.sync import engine
-from hvdtrain.world import World
 
 if TYPE_CHECKING:
     from hvdtrain.planner.choose import Choice
 
-# PyTorch computes without oneDNN where a processor lacks AVX-512: bf16 takes 20 to 60x then.
+# PyTorch computes without oneDNN where a processor lacks AVX-512: bf16 is 20 to 60x slower.
 SLOW = 3.0  # ratio of the times of bf16 and fp32 from which on a line says so
 # Small enough for one thread: others may wait for a core. 20 ms in all in bf16 without AVX-512.
 WIDTH, REPEATS = 96, 20
 
 
 def remarks_of(
-    config: TrainConfig,
-    plan: Plan,
-    chosen: "Choice | None",
-    verified: str,
-    world: World,
-    device: torch.device,
+    trial: Trial, plan: Plan, chosen: "Choice | None", verified: str
 ) -> tuple[str, ...]:
     """Return what a user should know of the session before it trains. Collective."""
+    config, world = trial.config, trial.world
     has_sums = not isinstance(config.sync_request, Server)
     sums = engine.remarks(config.reduce_with, world) if has_sums else []
     choice = chosen.remarks if chosen else ()
     if (emulation := emulation_of(world)) is not None:
         choice = (*emulation.remarks(plan, chosen is not None), *choice)
-    slow = "" if emulation or world.rank else precision_remark(config.precision, device)
+    slow = (
+        "" if emulation or world.rank else precision_remark(config.precision, trial.images.device)
+    )
     return (*sums, *agreement_remarks(config, plan), *choice, *filter(None, [verified, slow]))
 
 

@@ -182,7 +182,7 @@ def _built(
         held_rows=held_rows,
         splits=trial.splits,
         is_resident=trial.images.resident is not None,
-        remarks=remarks_of(config, plan, chosen, verified, world, trial.images.device),
+        remarks=remarks_of(trial, plan, chosen, verified),
         predicted_seconds=_predicted_seconds(chosen, device.dilation),
         predicted_bytes=chosen.predicted_bytes if chosen else None,
         agreement=chosen.predictions if chosen else None,

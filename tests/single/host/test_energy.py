@@ -108,7 +108,7 @@ def answers(folder: Path, command: str, answer: str, code: int = 0) -> None:
     path.chmod(0o755)
 
 
-def test_the_energy_of_a_step_is_asked_at_both_ends_only(slurm: Path) -> None:
+def test_the_energy_of_a_step_is_read_at_both_ends_only(slurm: Path) -> None:
     answers(slurm, "sstat", "4000")
     meter = open_meter(has_gpus=False, step=STEP)
     answers(slurm, "sstat", "5000")
@@ -150,7 +150,7 @@ def test_slurm_that_does_not_answer_delays_a_run_for_seconds_only(
     assert meter.missing[1].startswith("Slurm: sstat took more than")
 
 
-def test_a_step_whose_count_falls_is_named_and_not_counted(slurm: Path) -> None:
+def test_a_counter_of_slurm_that_falls_is_named_and_does_not_count(slurm: Path) -> None:
     """A fault of a sensor sets the count of its host to zero."""
     answers(slurm, "sstat", "5000")
     meter = open_meter(has_gpus=False, step=STEP)

@@ -25,7 +25,7 @@ from hvdtrain.parallel.stage import Images
 from hvdtrain.planner import choose, profilefile
 from hvdtrain.planner.measure import measured_sizes
 from hvdtrain.planner.network import MeasuredNetwork
-from hvdtrain.planner.profile import Profile
+from hvdtrain.planner.profile import Profile, RankTimes
 from hvdtrain.planner.subject import Subject, subject_of
 from hvdtrain.world import World
 from tests import warm
@@ -386,20 +386,31 @@ def limited(limit_gib: float | None) -> Subject:
     return subject_of(config, models.components("cnn", 10, 32), 32, 10, images)
 
 
+def sizes_of(times: RankTimes) -> list[float]:
+    return [size for size, _ in times.components["conv1"].forward.points]
+
+
 def test_sizes_that_do_not_fit_a_limit_are_left_out_and_measured_without_it(
     tmp_path: Path,
 ) -> None:
     world = World("none", 0, 1, 0, 1, 1)
     held = held_bytes(torch.device("cpu"))
-    for spare, sizes in ((2**30, [32, 64, 128, 256, 512]), (0, [32, 64])):
-        subject = limited((held + spare) / 2**30)
-        times = choose.local_times(subject, world)
-        assert [size for size, _ in times.components["conv1"].forward.points] == sizes
+    subject = limited(held / 2**30 + 1)
+    whole = choose.local_times(subject, world)
+    assert sizes_of(whole) == [32, 64, 128, 256, 512]
+    subject = limited(held / 2**30)
+    times = choose.local_times(subject, world)
+    assert sizes_of(times) == [32, 64]
     path, words = tmp_path / "profile.json", subject.words(world)
     profilefile.save(path, words, Profile((times,)), MeasuredNetwork(("here",)))
     assert choose._read(subject, path, words, 1)[0] is not None
     read, why = choose._read(limited(None), path, words, 1)
     assert read is None
+    profilefile.save(path, words, Profile((whole,)), MeasuredNetwork(("here",)))
+    for microbatches in (None, 1, 16):
+        other = limited(None)
+        other = replace(other, config=replace(other.config, microbatches=microbatches))
+        assert choose._read(other, path, words, 1)[1] == ""
     assert why.endswith("was measured under a memory limit, up to 64 samples)")
 
 
