@@ -20,6 +20,10 @@ from tests import durations, warm
 ROOT = Path(__file__).parent.parent
 Program = Callable[..., subprocess.CompletedProcess[str]]
 
+# One thread per process, for tests in this process too: beside other tests, threads of OpenMP wait
+# for each other in busy loops, and a test of 8 s took 200 s.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # The session folder of tests that start mpirun themselves, separate from tests that kill it.
 _sessions = tempfile.mkdtemp(prefix="mpirun-")
 atexit.register(shutil.rmtree, _sessions, ignore_errors=True)

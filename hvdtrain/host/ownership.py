@@ -180,9 +180,7 @@ def alone(path: Path, say: Callable[[str], object] | None = None) -> Iterator[No
 def _make_alone(path: Path, claimant: Claimant, say: Callable[[str], object] | None) -> None:
     seen, since, is_said = (-1, ""), time.monotonic(), False
     while True:
-        with suppress(FileExistsError):
-            with path.open("x") as file:
-                file.write(json.dumps(asdict(claimant)))
+        if _made(path, claimant):
             return
         held = _read(path)
         with suppress(FileNotFoundError):
@@ -196,6 +194,22 @@ def _make_alone(path: Path, claimant: Claimant, say: Callable[[str], object] | N
             say(f"waiting for {held or 'another process'}, which holds {path}")
             is_said = True
         time.sleep(LOOK_SECONDS / 2)
+
+
+def _made(path: Path, claimant: Claimant) -> bool:
+    """Create a claimant's file, unless there is one, and leave none that could not be written."""
+    try:
+        file = path.open("x")
+    except FileExistsError:
+        return False
+    try:
+        with file:
+            file.write(json.dumps(asdict(claimant)))
+    except OSError:  # as on a full disk
+        with suppress(OSError):
+            path.unlink()
+        raise
+    return True
 
 
 def _remove(path: Path, token: str, own_token: str) -> None:

@@ -28,7 +28,7 @@ BATCH_NORM: dict[str, Any] = {"batch_size": 26, "microbatches": 2}
 # Built-in models with a plan, by world size.
 WHOLE_MODELS = {
     1: [("resnet18", "single")],
-    2: [("resnet50", "dp"), ("resnet50", "mp"), ("vit_b16", "mp"), ("resnet18", "shares 2:1")],
+    2: [("resnet18", "shares 2:1")],
     3: [("vit_tiny", "2+1")],
     4: [("resnet50", "mp"), ("vit_tiny", "hp:2x2"), ("resnet18", "hp:2x2, shares 2:1 and 1:2")],
 }

@@ -88,7 +88,7 @@ def test_bytes_sent_before_a_change_are_still_counted(world: World) -> None:
     state.runtime.observer.close()
 
 
-@pytest.mark.parametrize("steps", [12, pytest.param(50, marks=pytest.mark.proof)])
+@pytest.mark.parametrize("steps", [12, pytest.param(30, marks=pytest.mark.proof)])
 def test_many_steps_through_all_plans_end_where_the_serial_run_does(
     world: World, steps: int
 ) -> None:

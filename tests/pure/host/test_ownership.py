@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import signal
 import time
 from collections.abc import Callable
@@ -231,3 +232,14 @@ def test_what_one_may_do_at_a_time_survives_whoever_was_killed_in_it(tmp_path: P
     assert [end_of(child) for child in children] == [0] * 4
     assert counter.read_text() == "20"
     assert not lock.exists()
+
+
+def test_a_lock_that_could_not_be_written_is_not_left_for_the_next_start(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"), alone(tmp_path / "lock"):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []

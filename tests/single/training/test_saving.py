@@ -30,7 +30,7 @@ from tests.single.training.jobs import (
 EPOCHS = 15
 KILLS = 5  # of one run, in a long series
 STEP = re.compile(r"step-(\d+)")
-RUNS = int(os.environ.get("HVDTRAIN_KILLS", "40")) // KILLS
+RUNS = int(os.environ.get("HVDTRAIN_KILLS", "20")) // KILLS
 LAYOUTS = {
     "pipeline": ("--ranks", 3, "--plan", "mp", "--microbatches", 3),
     "dp": ("--ranks", 2),
