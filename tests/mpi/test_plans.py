@@ -29,8 +29,8 @@ BATCH_NORM: dict[str, Any] = {"batch_size": 26, "microbatches": 2}
 WHOLE_MODELS = {
     1: [("resnet18", "single")],
     2: [("resnet18", "shares 2:1")],
-    3: [("vit_tiny", "2+1")],
-    4: [("resnet50", "mp"), ("vit_tiny", "hp:2x2"), ("resnet18", "hp:2x2, shares 2:1 and 1:2")],
+    3: [("vit_tiny", "2+1"), ("resnet50", "mp")],
+    4: [("vit_tiny", "hp:2x2"), ("resnet18", "hp:2x2, shares 2:1 and 1:2")],
 }
 
 

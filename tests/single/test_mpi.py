@@ -15,15 +15,20 @@ PYTEST = (
 )
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.proof)])
 def test_what_is_quick_in_tests_mpi_passes_on_all_ranks(ranks: int) -> None:
     everything_passes("tests/mpi", ranks, "not proof")
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize(("ranks", "chosen"), [(3, "proof or not proof"), (4, "proof")])
-def test_everything_in_tests_mpi_passes_on_all_ranks(ranks: int, chosen: str) -> None:
-    everything_passes("tests/mpi", ranks, chosen)
+def test_everything_in_tests_mpi_passes_on_three_ranks() -> None:
+    everything_passes("tests/mpi", 3, "proof or not proof")
+
+
+@pytest.mark.proof
+def test_long_runs_and_whole_models_pass_under_the_plans_of_four_ranks() -> None:
+    """Three ranks have no replicas of a pipeline."""
+    everything_passes("tests/mpi/test_long_runs.py tests/mpi/test_plans.py", 4, "proof")
 
 
 def test_what_is_quick_in_tests_mpi_keras_passes_on_two_ranks() -> None:
@@ -36,12 +41,13 @@ def test_everything_in_tests_mpi_keras_passes() -> None:
     everything_passes("tests/mpi_keras", 3, "proof or not proof")
 
 
-def everything_passes(folder: str, ranks: int, chosen: str) -> None:
-    """Run the tests of a folder that a mark selects on all ranks; none may be skipped."""
-    framework = "tensorflow" if folder.endswith("keras") else "torch"
+def everything_passes(paths: str, ranks: int, chosen: str) -> None:
+    """Run the tests in these paths that a mark selects on all ranks; none may be skipped."""
+    framework = "tensorflow" if paths.endswith("keras") else "torch"
     settings = {"COLUMNS": "100", "NO_COLOR": "1", "HVDTRAIN_TEST_FRAMEWORK": framework}
+    tests = ("-m", "pytest", *PYTEST, "-m", chosen, *paths.split())
     done = subprocess.run(
-        [*mpirun(ranks), warm.python(framework), "-m", "pytest", *PYTEST, "-m", chosen, folder],
+        [*mpirun(ranks), warm.python(framework), *tests],
         cwd=ROOT,
         env=program_environment() | settings,
         capture_output=True,
