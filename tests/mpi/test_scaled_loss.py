@@ -19,7 +19,7 @@ from hvdtrain.world import World
 from tests.mpi.common import CLASSES, components_of, names, runtime_of, whole_state
 from tests.mpi.plans import PLANS
 
-SIZE, BATCH = 16, 13
+SIZE, BATCH = 8, 13
 SCALE = 16.0
 
 
