@@ -113,7 +113,7 @@ pytest := PATH="$(bin):$$PATH" $(bin)/python -m pytest --quiet --numprocesses $(
   --dist worksteal $(PYTEST_OPTIONS)
 
 # Runs of several ranks that check numbers keep all cores busy, and each rank waits for the others:
-# beside other tests they take four times as long and delay these, so they come first, alone.
+# beside other tests they take 400 s in place of 100 s and delay these, so they come first, alone.
 alone := tests/single/test_mpi.py
 
 # $(call tests,mark): runs the tests with a mark; no test in `alone` may be meant (exit code 5).
