@@ -25,7 +25,6 @@ import yaml
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))  # scripts import their neighbours
 
-import profiles  # noqa: E402
 from comparison import RECORD, Comparison, noise, rows  # noqa: E402
 
 # {data} is a packed CIFAR-10. Each name is that of a table in docs/benchmarks.md.
@@ -56,6 +55,8 @@ COMMANDS = {
     "images": ["images.py"],
     "checkpoint": ["checkpoint.py --part training --data {data}"],
     "checkpoint-rates": ["checkpoint.py"],
+    "startup": ["startup.py --data {data}"],
+    "scale": ["scale.py"],
 }
 FIELDS = tuple(field.name for field in fields(Comparison))
 FEWEST_OF_EXCHANGE = 15  # a round of its sides takes milliseconds
@@ -125,12 +126,18 @@ def _table(name: str, folder: Path) -> dict[str, Any]:
         for number in range(len(COMMANDS[name]))
         for line in (folder / f"{name}-{number}.jsonl").read_text().splitlines()
     ]
-    if name == "profiles":
-        return profiles.table(records)
-    comparisons = [Comparison(**{key: record[key] for key in FIELDS}) for record in records]
-    return {
+    origin = {
         "command": f"`python -m benchmarks --only {name}`",
         "date": max(record["date"] for record in records),
+    }
+    if shown := [record for record in records if "row" in record]:
+        return origin | {
+            "spread": f"medians of {shown[0]['rounds']} rounds; ranges in parentheses",
+            "columns": shown[0]["columns"],
+            "rows": [record["row"] for record in shown],
+        }
+    comparisons = [Comparison(**{key: record[key] for key in FIELDS}) for record in records]
+    return origin | {
         "spread": "range of the rounds and 95 % intervals, in parentheses; "
         + "; ".join(sorted({noise(comparison) for comparison in comparisons})),
         "columns": ["", "first", "other", "times as fast"],

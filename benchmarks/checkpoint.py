@@ -8,7 +8,8 @@
 Training compares `hvdtrain train` of resnet50 with a checkpoint every `--every` steps to the same
 job without one, in turns. Copy times what such a job on one rank waits for each checkpoint. A save
 (weights and momentum of resnet50, synced to the disk) is compared with a plain write and read of
-the same bytes, a load with a cold page cache with a plain read.
+the same bytes, a load with a cold page cache with a plain read, and both with safetensors and
+torch.distributed.checkpoint (DCP), which do not hash.
 """
 
 import argparse
@@ -20,13 +21,16 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
 import common
 import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
 from comparison import compare
+from safetensors.numpy import load_file, save_file
 
 from hvdtrain import cli, models
 from hvdtrain.checkpoint import store
@@ -94,6 +98,67 @@ def _copy(options: argparse.Namespace, folder: Path) -> None:
 
 
 def _disk(rounds: int, folder: Path) -> None:
+    """Compare saving and loading with the disk, and with how safetensors and torch do it."""
+    tensors = _tensors()
+    content = b"".join(tensor.tobytes() for tensor in tensors.values())
+    size = f"weights and momentum of resnet50, {len(content) / MEGA:.0f} MiB"
+    paths = _Paths(folder)
+    # torch's functions and files on the same memory
+    state = {name: torch.from_numpy(tensor) for name, tensor in tensors.items()}
+    rates = partial(_rate_of, len(content))
+    write = partial(_write, paths.plain, content)
+
+    writes = {
+        "hashed while it is written": rates(
+            lambda: write_tensors(paths.part, tensors), without=paths.part
+        ),
+        "plain write": rates(write, without=paths.plain),
+        "SHA-256 alone": rates(lambda: hashlib.sha256(content).hexdigest()),
+        "safetensors, synced": rates(
+            lambda: _save_safetensors(paths.safetensors, tensors), without=paths.safetensors
+        ),
+        "torch DCP": rates(lambda: dcp.save(state, checkpoint_id=paths.dcp), without=paths.dcp),
+    }
+    compare(f"{size}, written", "MiB/s", writes, rounds, warm_up=True)
+
+    def save() -> None:
+        store.write_part(folder, paths.saved.name, 0, tensors)
+        store.commit(folder, paths.saved.name, [0], {"step": 1, "position": 1}, {})
+
+    def write_and_read() -> None:
+        write()
+        _forget(paths.plain)
+        paths.plain.read_bytes()
+
+    saves = {
+        "save: write, read back, commit": rates(save, without=paths.saved),
+        "plain write and read": rates(write_and_read, without=paths.plain),
+    }
+    compare(f"{size}, written and read back", "MiB/s", saves, rounds, warm_up=True)
+    reads = {
+        "load": rates(lambda: store.load(paths.saved), paths.saved / part_name(0)),
+        "plain read": rates(paths.plain.read_bytes, paths.plain),
+        "safetensors": rates(lambda: load_file(paths.safetensors), paths.safetensors),
+        "torch DCP": rates(
+            lambda: dcp.load(state, checkpoint_id=paths.dcp), paths.dcp / "__0_0.distcp"
+        ),
+    }
+    compare(f"{size}, read from the disk", "MiB/s", reads, rounds, warm_up=True)
+
+
+class _Paths:
+    """The files and folders of the sides."""
+
+    def __init__(self, folder: Path) -> None:
+        self.plain = folder / "plain"
+        self.part = folder / part_name(0)
+        self.saved = folder / "step-00000001"
+        self.safetensors = folder / "peer.safetensors"
+        self.dcp = folder / "dcp"
+
+
+def _tensors() -> dict[str, np.ndarray]:
+    """Return weights and momentum of resnet50 by their names in a checkpoint."""
     shapes = tensor_shapes(models.components("resnet50", 10, 32))
     draw = np.random.default_rng(0)
     tensors = {
@@ -101,49 +166,24 @@ def _disk(rounds: int, folder: Path) -> None:
         for name, shape in shapes.items()
     }
     momentum = [name for name in shapes if name.endswith(("weight", "bias"))]
-    tensors |= {
+    return tensors | {
         f"{store.OPTIMIZER}{name}/momentum": draw.standard_normal(shapes[name], np.float32)
         for name in momentum
     }
-    content = b"".join(tensor.tobytes() for tensor in tensors.values())
-    plain = folder / "plain"
 
-    def write() -> None:
-        with plain.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
 
-    path, part = folder / "step-00000001", folder / part_name(0)
+def _write(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
-    rates = partial(_rate_of, len(content))
-    size = f"weights and momentum of resnet50, {len(content) / MEGA:.0f} MiB"
-    writes = {
-        "hashed while it is written": rates(lambda: write_tensors(part, tensors), without=part),
-        "plain write": rates(write, without=plain),
-        "SHA-256 alone": rates(lambda: hashlib.sha256(content).hexdigest()),
-    }
-    compare(f"{size}, written", "MiB/s", writes, rounds)
 
-    def save() -> None:
-        store.write_part(folder, path.name, 0, tensors)
-        store.commit(folder, path.name, [0], {"step": 1, "position": 1}, {})
-
-    def write_and_read() -> None:
-        write()
-        _forget(plain)
-        plain.read_bytes()
-
-    saves = {
-        "save: write, read back, commit": rates(save, without=path),
-        "plain write and read": rates(write_and_read, without=plain),
-    }
-    compare(f"{size}, written and read back", "MiB/s", saves, rounds)
-    reads = {
-        "load": rates(lambda: store.load(path), path / part_name(0)),
-        "plain read": rates(plain.read_bytes, plain),
-    }
-    compare(f"{size}, read from the disk", "MiB/s", reads, rounds)
+def _save_safetensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Write as safetensors does, and sync the file, as the other sides do."""
+    save_file(dict(tensors), path)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def _rate_of(

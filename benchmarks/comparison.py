@@ -8,7 +8,7 @@ import json
 import os
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -58,15 +58,21 @@ class Comparison:
         return estimate
 
 
-def compare(title: str, unit: str, sides: Mapping[str, Side], rounds: int) -> Comparison:
+def compare(
+    title: str, unit: str, sides: Mapping[str, Side], rounds: int, warm_up: bool = False
+) -> Comparison:
     """Measure sides in turns, print their figures, and add them to the record if there is one.
 
     Args:
         sides: by name; each is called with the number of the round and returns its figure. The
             first is the one that the others are compared with.
         rounds: that count.
+        warm_up: call every side once before, for sides of a second or less whose first call reads
+            files, starts threads or takes memory from the kernel.
     """
     comparison = Comparison(title, unit, {name: [] for name in sides}, {}, [])
+    for side in sides.values() if warm_up else ():
+        side(MOST_ROUNDS * rounds)
     dice = random.Random(title)
     for number in range(MOST_ROUNDS * rounds):
         before, figures = load.read(), {}
@@ -87,16 +93,35 @@ def compare(title: str, unit: str, sides: Mapping[str, Side], rounds: int) -> Co
 def report(comparison: Comparison) -> None:
     """Print the figures of a comparison, and add them to the record if there is one."""
     print(text(comparison), flush=True)
-    if RECORD in os.environ:
-        with Path(os.environ[RECORD]).open("a") as file:
-            file.write(json.dumps(record(comparison)) + "\n")
+    _add(record(comparison))
 
 
 def record(comparison: Comparison) -> dict[str, Any]:
     """Return a comparison with the day and the command, for a file."""
     command = ["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]
-    day = datetime.now(UTC).date().isoformat()
-    return {"date": day, "command": " ".join(command)} | asdict(comparison)
+    return {"date": _today(), "command": " ".join(command)} | asdict(comparison)
+
+
+def add_row(columns: Sequence[str], row: Sequence[str], rounds: int, measured: Any) -> None:
+    """Add a row of a table with columns of its own to the record if there is one.
+
+    Args:
+        columns: titles, the same for all rows of a table.
+        rounds: that the figures are the medians of.
+        measured: all figures, for the file.
+    """
+    shown = {"columns": list(columns), "row": list(row)}
+    _add({"date": _today()} | shown | {"rounds": rounds, "measured": measured})
+
+
+def _add(entry: dict[str, Any]) -> None:
+    if RECORD in os.environ:
+        with Path(os.environ[RECORD]).open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+
+
+def _today() -> str:
+    return datetime.now(UTC).date().isoformat()
 
 
 def text(comparison: Comparison) -> str:

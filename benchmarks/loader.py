@@ -66,7 +66,7 @@ def _rates(options: argparse.Namespace, data: Path, file: Path) -> None:
             "copy by NumPy": lambda number: _rate(options, _copies(samples, options)),
         }
         title = f"batches of {options.images} images of {common.SIZE}x{common.SIZE}"
-        compare(title, "images/s", sides, options.rounds)
+        compare(title, "images/s", sides, options.rounds, warm_up=True)
 
 
 def _rate(options: argparse.Namespace, batches: Iterable[Any], fewer: int = 1) -> float:

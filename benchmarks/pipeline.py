@@ -27,7 +27,7 @@ from typing import Any
 import common
 import exchange
 import torch
-from comparison import compare
+from comparison import add_row, compare, figure, ratio
 from torch import Tensor, distributed, nn
 from torch.distributed import pipelining
 from torch.nn import functional
@@ -56,6 +56,15 @@ EMPTY_STEPS, TRIPS = 50, 20
 NAMES = ("model", "schedule", "microbatches", "precision")  # options of TrainConfig, too
 CPU = torch.device("cpu")
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_THRESHOLD_": str(2**30)}
+COLUMNS = [
+    "",
+    "hvdtrain",
+    "PyTorch",
+    "times as fast",
+    "exposed",
+    "idle (simulated)",
+    "simulated step",
+]
 PEERS: dict[str, Any] = {
     "gpipe": pipelining.ScheduleGPipe,
     "1f1b": pipelining.Schedule1F1B,
@@ -110,8 +119,18 @@ def _compare(options: argparse.Namespace, model: str, kind: str) -> None:
     title = f"{model}, {kind}, {options.precision}, {RANKS} ranks x 1 thread, "
     title += f"{options.images} images in {options.microbatches} micro-batches"
     peer = f"PyTorch, {PEERS[kind].__name__}"
-    compare(title, "s", {"hvdtrain": ours, peer: theirs}, options.rounds)
+    comparison = compare(title, "s", {"hvdtrain": ours, peer: theirs}, options.rounds)
     _print(jobs)
+    medians = {name: statistics.median(job[name] for job in jobs) for name in jobs[0]}
+    shown = [
+        f"{model}, {kind}",
+        *(figure(comparison, side) for side in comparison.values),
+        ratio(comparison, peer),
+        f"{medians['transfer']:.2%}",
+        f"{medians['idle']:.1%} ({medians['simulated_idle']:.1%})",
+        f"{statistics.median(job['predicted'] / job['seconds'] - 1 for job in jobs):+.1%}",
+    ]
+    add_row(COLUMNS, shown, options.rounds, jobs)
 
 
 def _peers(command: list[str]) -> list[list[str]]:

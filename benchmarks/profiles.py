@@ -9,17 +9,14 @@ profiler, in steps after the timed ones.
 
 import argparse
 import json
-import os
 import random
 import statistics
 import sys
-from datetime import UTC, datetime
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import common
-from comparison import RECORD
+from comparison import add_row
 
 LISTED = 5
 # By model: images per step, steps that are timed
@@ -53,22 +50,7 @@ def main() -> None:
     for setting, measured in results.items():
         row = _row(setting, measured)
         print(" | ".join(row), flush=True)
-        if RECORD in os.environ:
-            day = datetime.now(UTC).date().isoformat()
-            with Path(os.environ[RECORD]).open("a") as file:
-                line = {"date": day, "rounds": options.rounds, "row": row, "measured": measured}
-                file.write(json.dumps(line) + "\n")
-
-
-def table(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the table of the rows that were recorded."""
-    return {
-        "command": "`python -m benchmarks --only profiles`",
-        "date": max(record["date"] for record in records),
-        "spread": f"medians of {records[0]['rounds']} rounds; ranges in parentheses",
-        "columns": COLUMNS,
-        "rows": [record["row"] for record in records],
-    }
+        add_row(COLUMNS, row, options.rounds, measured)
 
 
 def _options() -> argparse.Namespace:

@@ -16,6 +16,8 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
+from comparison import add_row
+
 
 def main() -> None:
     """Print the median of each phase and of their sum, by number of ranks."""
@@ -31,11 +33,20 @@ def main() -> None:
             phases = start(options.model, options.data, ranks)
             if number:
                 measured[ranks].append(phases)
-    for ranks, rounds in measured.items():
-        sums = sorted(sum(phases.values()) for phases in rounds)
-        print(f"{ranks} rank(s): {median(sums):.2f} s ({sums[0]:.2f} to {sums[-1]:.2f})")
-        for phase in rounds[0]:
-            print(f"  {phase:>10} {median(phases.get(phase, 0.0) for phases in rounds):6.2f} s")
+    columns = ["", *(f"{ranks} rank(s)" for ranks in measured)]
+    names = list(dict.fromkeys(name for rounds in measured.values() for name in rounds[0]))
+    for row in [_row("", measured), *(_row(name, measured) for name in names)]:
+        print("  ".join(f"{cell:>24}" for cell in row))
+        add_row(columns, row, options.rounds, measured)
+
+
+def _row(phase: str, measured: dict[int, list[dict[str, float]]]) -> list[str]:
+    """Return the seconds of a phase by number of ranks; without a name, of all phases."""
+    row = [phase or "from the command to the first step"]
+    for rounds in measured.values():
+        seconds = [one.get(phase, 0.0) if phase else sum(one.values()) for one in rounds]
+        row.append(f"{median(seconds):.2f} s ({min(seconds):.2f} to {max(seconds):.2f})")
+    return row
 
 
 def start(model: str, data: str, ranks: int) -> dict[str, float]:
