@@ -29,7 +29,7 @@ from hvdtrain.data.listing import (
     split_labels,
     split_listing,
 )
-from hvdtrain.data.workers import Files, PackOptions, Task, read_image, worker_pool
+from hvdtrain.data.workers import Files, PackOptions, Task, broken_file, read_image, worker_pool
 from hvdtrain.data.writer import Layout, Progress, write_sources
 from hvdtrain.errors import DataError, UsageError
 
@@ -239,10 +239,10 @@ def _common_size(listing: Listing, skip_broken: bool) -> int:
     for path in (path for images in listing.splits.values() for path in images.paths):
         try:
             image = read_image(listing.folder / path)
-        except DataError:
+        except DataError as error:
             if skip_broken:
                 continue
-            raise
+            raise broken_file(error) from None
         height, width = image.shape[:2]
         _check_square(height, width, shown(listing.folder / path))
         return len(image)

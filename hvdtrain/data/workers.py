@@ -78,8 +78,10 @@ class Task:
             try:
                 content, image = self._read(str(Path(self.folder, path)))
             except DataError as error:
-                if not self.options.skip_broken or isinstance(error, _NeverLeftOut):
+                if isinstance(error, _NeverLeftOut):
                     raise
+                if not self.options.skip_broken:
+                    raise broken_file(error) from None
                 broken.append((start + row, str(error)))
                 continue
             good.append(row)
@@ -98,6 +100,11 @@ class Task:
                 f"{self.size}x{self.size}: give --size N to resize all"
             )
         return content, resized(image, self.size, self.options.resize, path)
+
+
+def broken_file(error: DataError) -> DataError:
+    """Return an error of one file with what may be done about it."""
+    return DataError(f"{error}: restore it, or leave broken files out with --skip-broken")
 
 
 def read_image(path: Path) -> NDArray[np.uint8]:
