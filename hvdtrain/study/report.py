@@ -241,6 +241,7 @@ def _lost_table(series: Series) -> str:
             "bubble": f"{size.lost.bubble:+,.1f}",
             "data": f"{size.lost.data:+,.1f}",
             "between steps": f"{size.lost.between:,.1f}",
+            "evaluation": "-" if size.lost.evaluation is None else f"{size.lost.evaluation:,.1f}",
             "start-up": f"{size.lost.startup:,.1f}",
         }
         for size in series.sizes
@@ -313,7 +314,8 @@ INTERVALS = (
     "parts of their own time, means over the ranks. Imbalance is the part of the waiting that a "
     "slower rank explains. Slower computing is the remainder: shared caches, memory and cores, "
     "and smaller pieces of a batch. It is negative if the pieces fit better. Between the steps "
-    "are evaluation and checkpoints; as the start-up, they are no part of the steps. Core-hours "
+    "are evaluation, which has its own column, too, and checkpoints; as the start-up, they are no "
+    "part of the steps. Core-hours "
     "are ranks times threads times the time of all starts from their first step on, and the "
     "start-up of the last one. Steps that a killed run had to repeat are not included."
 )

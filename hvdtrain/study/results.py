@@ -67,6 +67,7 @@ class Result:
         settings: other options and hardware that must be equal in runs that are compared.
         seconds: from the first step to the end of the last, evaluation included.
         train_seconds: time of the steps alone.
+        evaluation: seconds of evaluations, None if an earlier version made the run.
         exposed, bubble, data, imbalance: seconds of `train_seconds`, the mean over the ranks, in
             which a rank waited for communication (imbalance included), for its turn in a
             pipeline, for images, and for a slower rank.
@@ -107,6 +108,7 @@ class Result:
     machine: dict[str, Any]
     versions: dict[str, str]
     validation_accuracy: float | None = None
+    evaluation: float | None = None
     expected: float | None = None
     step_seconds: float = 0.0
     predicted_seconds: float | None = None
@@ -221,6 +223,7 @@ def _result(
         peak_memory_bytes=max(map(int, summary["peak_memory_bytes"])),
         accuracy=summary["final"]["test_accuracy"],
         validation_accuracy=summary["final"].get("val_accuracy"),
+        evaluation=summary.get("evaluation_seconds"),
         epochs=tuple(_epoch(line) for line in lines if line["event"] == "epoch"),
         machine=machine,
         versions=dict(summary["versions"]),

@@ -30,6 +30,7 @@ class Lost:
         data: waiting for images, beyond the wait of one rank.
         computing: the rest, such as the effect of shared caches and memory.
         between: evaluation, checkpoints and all else between the steps; not part of them.
+        evaluation: that part of `between`, None if a run did not record it.
         startup: before the first step; not part of the steps.
     """
 
@@ -40,6 +41,7 @@ class Lost:
     data: float
     computing: float
     between: float
+    evaluation: float | None
     startup: float
 
     @property
@@ -289,6 +291,7 @@ def _lost(runs: Sequence[Result], base: Sequence[Result]) -> Lost:
     bubble = middle(run.bubble for run in runs)
     data = middle(run.data for run in runs) - data_per_image * samples / runs[0].ranks
     whole = middle(run.train_seconds for run in runs)
+    evaluations = [run.evaluation for run in runs if run.evaluation is not None]
     return Lost(
         ideal=ideal,
         imbalance=imbalance,
@@ -297,6 +300,7 @@ def _lost(runs: Sequence[Result], base: Sequence[Result]) -> Lost:
         data=data,
         computing=whole - ideal - imbalance - communication - bubble - data,
         between=middle(run.seconds - run.train_seconds for run in runs),
+        evaluation=middle(evaluations) if len(evaluations) == len(runs) else None,
         startup=middle(run.startup_seconds for run in runs),
     )
 

@@ -10,6 +10,7 @@ from hvdtrain.data import order
 from hvdtrain.data.loader import Loader
 from hvdtrain.training.control import Flags, Outcome, Stopped, Vitals
 from hvdtrain.training.feed import Feed, Feeder, requests, watched
+from hvdtrain.training.progress import Stopwatch
 from hvdtrain.training.run import Run
 
 MEASURED = ("val_loss", "val_accuracy", "test_loss", "test_accuracy")
@@ -122,8 +123,10 @@ def _measure(run: Run) -> dict[str, float]:
     """Evaluate on the hold-out, if there is one, and on the test split. Collective."""
     measured: dict[str, float] = {}
     session = run.session
+    clock = Stopwatch(run.progress, "evaluation_seconds", session.device.dilation)
     if len(session.held_rows):
         measured["val_loss"], measured["val_accuracy"] = evaluate(run, "train", session.held_rows)
     test_rows = np.arange(session.index.splits["test"].count)
     measured["test_loss"], measured["test_accuracy"] = evaluate(run, "test", test_rows)
+    clock.count()
     return measured

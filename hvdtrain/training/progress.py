@@ -30,6 +30,7 @@ class Progress:
         scaled_steps: steps since `loss_scale` changed.
         seconds: seconds since the first step, summed over all starts of the run.
         train_seconds: seconds of steps.
+        evaluation_seconds: seconds of evaluations.
         exposed_seconds, communication_seconds: seconds of this rank's reductions and transfers,
             exposed and in total.
         compute_seconds: seconds of this rank's forward and backward passes.
@@ -48,6 +49,7 @@ class Progress:
     scaled_steps: int = 0
     seconds: float = 0.0
     train_seconds: float = 0.0
+    evaluation_seconds: float = 0.0
     exposed_seconds: float = 0.0
     communication_seconds: float = 0.0
     bubble_seconds: float = 0.0
@@ -63,6 +65,7 @@ class Progress:
             DataError: if a value is invalid; the message continues the name of the checkpoint.
         """
         older = {"skipped_steps": 0, "loss_scale": 1.0, "scaled_steps": 0}
+        older["evaluation_seconds"] = 0.0
         kept = {**older, **kept}
         kinds: dict[str, Any] = {item.name: item.type for item in fields(cls)}
         kinds |= {"metrics_bytes": int}

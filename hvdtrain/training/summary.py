@@ -88,6 +88,7 @@ def summarise(run: Run, startup: Mapping[str, float]) -> dict[str, Any]:
         "startup_seconds": sum(startup.values()),
         "startup": dict(startup),
         "train_seconds": progress.train_seconds,
+        "evaluation_seconds": progress.evaluation_seconds,
         "images_per_second": progress.position / max(progress.train_seconds, 1e-9),
         "agreement": _agreement(run),
         **_shares(run),

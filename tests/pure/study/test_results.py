@@ -63,7 +63,7 @@ def write_run(
 def test_each_number_of_a_size_comes_from_its_files(tmp_path: Path) -> None:
     """A run takes 100 s on one rank and 60 s on two; rank 0 waits 0.4 s per step for rank 1."""
     write_run(tmp_path / "one", 1, 100.0, [9.0])
-    write_run(tmp_path / "two", 2, 60.0, [5.0, 5.4])
+    write_run(tmp_path / "two", 2, 60.0, [5.0, 5.4], evaluation_seconds=0.8)
     two = results.read(tmp_path / "two")
     assert (two.exposed, two.bubble) == pytest.approx((6.0, 3.0))
     assert two.data == pytest.approx(0.02 * 60)
@@ -88,6 +88,7 @@ def test_each_number_of_a_size_comes_from_its_files(tmp_path: Path) -> None:
     assert lost["ideal"] == "50.0"
     assert (lost["communication"], lost["imbalance"], lost["bubble"]) == ("+4.0", "+2.0", "+3.0")
     assert (lost["between steps"], lost["start-up"]) == ("1.0", "4.0")
+    assert lost["evaluation"] == "0.8"
     assert "- 2 ranks: 16.7% of the steps' time is lost: 6.7% by communication, 5.0% by" in text
     with (tmp_path / "report" / "sizes.csv").open() as file:
         rows = list(csv.DictReader(file))

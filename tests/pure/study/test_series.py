@@ -110,7 +110,8 @@ def test_a_run_without_a_base_is_left_out_and_named() -> None:
 def test_lost_time_adds_up_to_the_steps() -> None:
     base = a_run(1, 100, data=0.5)
     slow = a_run(4, 200, exposed=1.2, imbalance=0.7, bubble=0.3, data=0.4)
-    (series,), _ = arrange([base, slow])
+    recorded = a_run(4, 200, exposed=1.2, imbalance=0.7, evaluation=0.6)
+    (series,), _ = arrange([base, slow, slow, recorded])
     lost = series.sizes[1].lost
     assert lost.ideal == pytest.approx(2.5)
     assert lost.imbalance == pytest.approx(0.7)
@@ -118,6 +119,7 @@ def test_lost_time_adds_up_to_the_steps() -> None:
     assert lost.data == pytest.approx(0.4 - 0.5 / 4)
     parts = [lost.ideal, lost.imbalance, lost.communication, lost.bubble, lost.data]
     assert sum(parts) + lost.computing == pytest.approx(5.0)
+    assert lost.evaluation is None, "one of the runs did not record it"
 
 
 def test_the_most_ranks_worth_paying_for_are_those_used_well_enough() -> None:
