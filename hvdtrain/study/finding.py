@@ -55,8 +55,9 @@ def _names(paths: list[str]) -> dict[Path, str]:
             raise UsageError(
                 f"{path} is not a folder: name run folders, or a folder that has some"
             )
-        for config in sorted(path.rglob("config.yaml")):
-            folders.setdefault(config.parent.resolve(), config.parent)
+        # Also what has lost its configuration, so that the report names it.
+        for file in sorted((*path.rglob("config.yaml"), *path.rglob("summary.json"))):
+            folders.setdefault(file.parent.resolve(), file.parent)
     if not folders:
         return {}
     common = Path(os.path.commonpath([folder.parent for folder in folders]))

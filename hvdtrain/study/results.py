@@ -223,7 +223,9 @@ def _result(
         peak_memory_bytes=max(map(int, summary["peak_memory_bytes"])),
         accuracy=summary["final"]["test_accuracy"],
         validation_accuracy=summary["final"].get("val_accuracy"),
-        evaluation=summary.get("evaluation_seconds"),
+        evaluation=float(summary["evaluation_seconds"])
+        if "evaluation_seconds" in summary
+        else None,
         epochs=tuple(_epoch(line) for line in lines if line["event"] == "epoch"),
         machine=machine,
         versions=dict(summary["versions"]),

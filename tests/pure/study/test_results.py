@@ -181,6 +181,13 @@ def test_a_run_that_went_on_with_other_ranks_is_of_no_size(
     assert "it resumed with another plan or number of ranks" in study.left_out[0]
 
 
+def test_a_finished_run_without_its_configuration_is_named(tmp_path: Path) -> None:
+    write_run(tmp_path / "whole", 1, 100.0, [9.0])
+    (write_run(tmp_path / "lost", 1, 100.0, [9.0]) / "config.yaml").unlink()
+    (line,) = finding.find([str(tmp_path)]).left_out
+    assert "lost" in line and "config.yaml" in line
+
+
 @pytest.mark.parametrize("broken", ["[]", '"text"', "3"])
 def test_metrics_that_are_none_are_named(tmp_path: Path, broken: str) -> None:
     run = write_run(tmp_path / "run", 1, 100.0, [9.0])
