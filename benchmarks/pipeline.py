@@ -120,6 +120,10 @@ def _compare(options: argparse.Namespace, model: str, kind: str) -> None:
     title += f"{options.images} images in {options.microbatches} micro-batches"
     peer = f"PyTorch, {PEERS[kind].__name__}"
     comparison = compare(title, "s", {"hvdtrain": ours, peer: theirs}, options.rounds)
+    counted = set(comparison.values["hvdtrain"])
+    jobs = [job for job in jobs if job["seconds"] in counted]
+    if not jobs:  # every round was disturbed
+        return
     _print(jobs)
     medians = {name: statistics.median(job[name] for job in jobs) for name in jobs[0]}
     shown = [
@@ -130,7 +134,7 @@ def _compare(options: argparse.Namespace, model: str, kind: str) -> None:
         f"{medians['idle']:.1%} ({medians['simulated_idle']:.1%})",
         f"{statistics.median(job['predicted'] / job['seconds'] - 1 for job in jobs):+.1%}",
     ]
-    add_row(COLUMNS, shown, options.rounds, jobs)
+    add_row(COLUMNS, shown, len(jobs), jobs)
 
 
 def _peers(command: list[str]) -> list[list[str]]:

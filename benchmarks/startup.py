@@ -35,9 +35,10 @@ def main() -> None:
                 measured[ranks].append(phases)
     columns = ["", *(f"{ranks} rank(s)" for ranks in measured)]
     names = list(dict.fromkeys(name for rounds in measured.values() for name in rounds[0]))
-    for row in [_row("", measured), *(_row(name, measured) for name in names)]:
+    for name in ["", *names]:
+        row = _row(name, measured)
         print("  ".join(f"{cell:>24}" for cell in row))
-        add_row(columns, row, options.rounds, measured)
+        add_row(columns, row, options.rounds, None if name else measured)
 
 
 def _row(phase: str, measured: dict[int, list[dict[str, float]]]) -> list[str]:
