@@ -140,17 +140,11 @@ def _table(name: str, folder: Path) -> dict[str, Any]:
     if comparisons:
         spread = "range of the rounds and 95 % intervals, in parentheses; "
         spread += "; ".join(sorted({noise(comparison) for comparison in comparisons}))
+    columns = ["", "first", "other", "times as fast"]
+    table = [row for comparison in comparisons for row in rows(comparison)]
     if shown:
-        return origin | {
-            "spread": spread,
-            "columns": shown[0]["columns"],
-            "rows": [record["row"] for record in shown],
-        }
-    return origin | {
-        "spread": spread,
-        "columns": ["", "first", "other", "times as fast"],
-        "rows": [row for comparison in comparisons for row in rows(comparison)],
-    }
+        columns, table = shown[0]["columns"], [record["row"] for record in shown]
+    return origin | {"spread": spread, "columns": columns, "rows": table}
 
 
 def _write(path: Path, tables: dict[str, Any]) -> None:

@@ -102,58 +102,47 @@ def _disk(rounds: int, folder: Path) -> None:
     tensors = _tensors()
     content = b"".join(tensor.tobytes() for tensor in tensors.values())
     size = f"weights and momentum of resnet50, {len(content) / MEGA:.0f} MiB"
-    paths = _Paths(folder)
+    plain, part, saved = folder / "plain", folder / part_name(0), folder / "step-00000001"
+    peer, distributed = folder / "peer.safetensors", folder / "dcp"
     state = {name: torch.from_numpy(tensor) for name, tensor in tensors.items()}
     rates = partial(_rate_of, len(content))
-    write = partial(_write, paths.plain, content)
+    write = partial(_write, plain, content)
 
     writes = {
-        "hashed while it is written": rates(
-            lambda: write_tensors(paths.part, tensors), without=paths.part
-        ),
-        "plain write": rates(write, without=paths.plain),
+        "hashed while it is written": rates(lambda: write_tensors(part, tensors), without=part),
+        "plain write": rates(write, without=plain),
         "SHA-256 alone": rates(lambda: hashlib.sha256(content).hexdigest()),
-        "safetensors, synced": rates(
-            lambda: _save_safetensors(paths.safetensors, tensors), without=paths.safetensors
+        "safetensors, synced": rates(lambda: _save_safetensors(peer, tensors), without=peer),
+        "torch DCP": rates(
+            lambda: dcp.save(state, checkpoint_id=distributed), without=distributed
         ),
-        "torch DCP": rates(lambda: dcp.save(state, checkpoint_id=paths.dcp), without=paths.dcp),
     }
     compare(f"{size}, written", "MiB/s", writes, rounds, warm_up=True)
 
     def save() -> None:
-        store.write_part(folder, paths.saved.name, 0, tensors)
-        store.commit(folder, paths.saved.name, [0], {"step": 1, "position": 1}, {})
+        store.write_part(folder, saved.name, 0, tensors)
+        store.commit(folder, saved.name, [0], {"step": 1, "position": 1}, {})
 
     def write_and_read() -> None:
         write()
-        _forget(paths.plain)
-        paths.plain.read_bytes()
+        _forget(plain)
+        plain.read_bytes()
 
     saves = {
-        "save: write, read back, commit": rates(save, without=paths.saved),
-        "plain write and read": rates(write_and_read, without=paths.plain),
+        "save: write, read back, commit": rates(save, without=saved),
+        "plain write and read": rates(write_and_read, without=plain),
     }
     compare(f"{size}, written and read back", "MiB/s", saves, rounds, warm_up=True)
     reads = {
-        "load": rates(lambda: store.load(paths.saved), paths.saved / part_name(0)),
-        "plain read": rates(paths.plain.read_bytes, paths.plain),
-        "safetensors": rates(lambda: load_file(paths.safetensors), paths.safetensors),
+        "load": rates(lambda: store.load(saved), saved / part_name(0)),
+        "plain read": rates(plain.read_bytes, plain),
+        "safetensors": rates(lambda: load_file(peer), peer),
         "torch DCP": rates(
-            lambda: dcp.load(_empty(state), checkpoint_id=paths.dcp), paths.dcp / "__0_0.distcp"
+            lambda: dcp.load(_empty(state), checkpoint_id=distributed),
+            distributed / "__0_0.distcp",
         ),
     }
     compare(f"{size}, read from the disk", "MiB/s", reads, rounds, warm_up=True)
-
-
-class _Paths:
-    """The files and folders of the sides."""
-
-    def __init__(self, folder: Path) -> None:
-        self.plain = folder / "plain"
-        self.part = folder / part_name(0)
-        self.saved = folder / "step-00000001"
-        self.safetensors = folder / "peer.safetensors"
-        self.dcp = folder / "dcp"
 
 
 def _tensors() -> dict[str, np.ndarray]:

@@ -28,6 +28,7 @@ COMPARED_DEFAULTS = {
 }
 COUNTED = 0.98  # part of a run for which energy must be counted: not that of a last restart
 EXACT = "exact"  # sums of gradients in every step
+EVALUATION = "evaluation_seconds"  # not in summaries of earlier versions
 UNREADABLE = (
     OSError,
     ValueError,
@@ -223,9 +224,7 @@ def _result(
         peak_memory_bytes=max(map(int, summary["peak_memory_bytes"])),
         accuracy=summary["final"]["test_accuracy"],
         validation_accuracy=summary["final"].get("val_accuracy"),
-        evaluation=float(summary["evaluation_seconds"])
-        if "evaluation_seconds" in summary
-        else None,
+        evaluation=float(summary[EVALUATION]) if EVALUATION in summary else None,
         epochs=tuple(_epoch(line) for line in lines if line["event"] == "epoch"),
         machine=machine,
         versions=dict(summary["versions"]),
@@ -234,14 +233,19 @@ def _result(
             (line.get("predicted_seconds") for line in lines if line["event"] == "plan"), None
         ),
         agreement=_agreement(config),
-        counted={
-            name: float(value)
-            for name, value in summary.get("agreement", {}).items()
-            if isinstance(value, int | float)
-        },
+        counted=_counted(summary),
         disturbances=_disturbances(summary),
         energy=_energy(summary),
     )
+
+
+def _counted(summary: dict[str, Any]) -> dict[str, float]:
+    """Return the numbers of what ranks counted about their agreement, by key."""
+    return {
+        name: float(value)
+        for name, value in summary.get("agreement", {}).items()
+        if isinstance(value, int | float)
+    }
 
 
 def _check_positive(summary: dict[str, Any]) -> None:

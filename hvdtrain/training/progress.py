@@ -64,9 +64,9 @@ class Progress:
         Raises:
             DataError: if a value is invalid; the message continues the name of the checkpoint.
         """
-        older = {"skipped_steps": 0, "loss_scale": 1.0, "scaled_steps": 0}
-        older["evaluation_seconds"] = 0.0
-        kept = {**older, **kept}
+        # Not in checkpoints of earlier versions.
+        newer = ("skipped_steps", "loss_scale", "scaled_steps", "evaluation_seconds")
+        kept = {name: getattr(cls, name) for name in newer} | dict(kept)
         kinds: dict[str, Any] = {item.name: item.type for item in fields(cls)}
         kinds |= {"metrics_bytes": int}
         if "ledger" in kept:

@@ -48,7 +48,7 @@ def test_the_summary_holds_every_key_of_the_contract(finished: Path) -> None:
     assert summary["ranks"] == 1
     assert 0 < summary["train_seconds"] < summary["seconds"]
     between = summary["seconds"] - summary["train_seconds"]
-    assert 0.1 * between < summary["evaluation_seconds"] < between
+    assert 0 < summary["evaluation_seconds"] < between
     assert summary["startup_seconds"] > 0
     assert len(summary["peak_memory_bytes"]) == 1
     (shared,) = summary["disturbance"]
