@@ -46,7 +46,7 @@ class Parity:
         loss: error of the loss.
         steps: number of compared steps.
         mixing: the first module that mixes the samples of a batch; empty if none does.
-        unproved: components of which that is not known in training mode.
+        unproved: components for which the trial proves nothing in training mode.
     """
 
     tolerance: float
