@@ -108,6 +108,26 @@ def find_folder(config: TrainConfig) -> tuple[RunFolder, bool]:
     return folder, is_there
 
 
+def summary_of_finished(config: TrainConfig) -> dict[str, Any] | None:
+    """Return the summary of a run that is resumed with nothing left to do, None for any other.
+
+    Raises:
+        UsageError: as `find_folder`.
+    """
+    if not (config.resume and config.run):
+        return None
+    try:
+        folder = RunFolder(Path(config.run))
+        summary: dict[str, Any] = json.loads(folder.summary.read_text())
+        length = round(summary["samples"] / summary["epochs"])
+        is_evaluated = summary["final"]["test_loss"] is not None or not config.eval_every
+        if not is_evaluated or summary["samples"] < config.total_samples(length):
+            return None
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
+        return None
+    return summary if find_folder(config)[1] else None
+
+
 class AppendOnly:
     """A text file that grows, and is cut back to a checkpoint's position on resume.
 
