@@ -220,10 +220,11 @@ def _accepted(request: Request, message: str) -> str:
     # Each script has a unique name; submitit renames that of a job whose number it knows.
     scripts = request.logs.glob(".submission_file_*.sh")
     script = max(scripts, key=lambda path: path.stat().st_mtime_ns).name
+    arguments = ("--noheader", f"--user={os.getuid()}", "--states=all", "--format=%F|%o")
     until = time.monotonic() + (SECONDS / 2 if re.search(NO_ANSWER, reason) else 0)
     while True:
         try:
-            jobs = query("squeue", "--noheader", f"--user={os.getuid()}", "--format=%F|%o")
+            jobs = query("squeue", *arguments)
         except UsageError as silent:
             raise UsageError(
                 f"{reason}, and whether Slurm has the job is not known ({silent}): if squeue "

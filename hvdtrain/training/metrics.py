@@ -114,14 +114,16 @@ def summary_of_finished(config: TrainConfig) -> dict[str, Any] | None:
     Raises:
         UsageError: as `find_folder`.
     """
-    if not (config.resume and config.run):
+    folder = RunFolder(Path(config.run or ""))
+    if not (config.resume and config.run and folder.summary.is_file()):
         return None
     try:
-        folder = RunFolder(Path(config.run))
         summary: dict[str, Any] = json.loads(folder.summary.read_text())
         length = round(summary["samples"] / summary["epochs"])
-        is_evaluated = summary["final"]["test_loss"] is not None or not config.eval_every
-        if not is_evaluated or summary["samples"] < config.total_samples(length):
+        evaluates = config.eval_every > 0 and config.emulate is None
+        if evaluates and summary["final"]["test_loss"] is None:
+            return None
+        if summary["samples"] < config.total_samples(length):
             return None
     except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
         return None
