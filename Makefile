@@ -96,7 +96,7 @@ ifeq ($(MPI),system)
 endif
 	@$(bin)/python -m hvdtrain.setup --mpi $(MPI) $(addprefix --cpu ,$(CPU)) --constraint constraints.txt \
 	  && echo $(MPI) $(CPU) > $@ \
-	  || { code=$$?; test $$code -eq 2 || exit $$code; \
+	  || { code=$$?; test $$code -eq 2 && $(bin)/python -c 'import mpi4py' 2>/dev/null || exit $$code; \
 	       echo "WARNING: without Horovod, MPI sums the gradients of several ranks (--reduce-with mpi), and" \
 	            "TensorFlow trains on one rank; for Horovod, fix what the line above names, then run make setup again" >&2; }
 

@@ -26,8 +26,9 @@ srun --mpi="${MPI:-pmix}" --kill-on-bad-exit=1 "${block[@]}" hvdtrain train "$@"
 code=$?
 
 if ((code == 75)); then
-    # Saved. A successful requeue ends this script during the sleep.
-    scontrol requeue "$SLURM_JOB_ID" && sleep 60
+    # Saved. In an array, one element has the array's SLURM_JOB_ID: a requeue of it restarts all.
+    # A successful requeue ends this script during the sleep.
+    scontrol requeue "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}" && sleep 60
     echo "$run is saved but not done: submit again with RUN=$run to resume" >&2
 fi
 exit "$code"

@@ -7,14 +7,13 @@ run that never saves a checkpoint is restarted indefinitely.
 import json
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hvdtrain.errors import DataError, RankError
 from hvdtrain.host import files
 
-NAME, SUMMARY = "starts.json", "summary.json"
+NAME = "starts.json"
 SUBMISSION = "HVDTRAIN_SUBMISSION"  # the same for all jobs of a chain, and unique to it
 MOST_FRUITLESS_STARTS = 3  # also the limit of our own launcher
 
@@ -49,8 +48,6 @@ def count(run: Path, environment: Mapping[str, str] = os.environ) -> None:
         return
     submission, number = environment.get(SUBMISSION, job), environment.get("SLURM_RESTART_COUNT")
     now = Start(submission, job, number or "0", list(newest(run) or ()))
-    if _is_over(run, now):
-        return
     fruitless = _fruitless(now, _read(run / NAME))
     content = asdict(now) | {"fruitless": fruitless}
     files.write_text(run / NAME, json.dumps(content) + "\n", "the number of starts", DataError)
@@ -68,13 +65,6 @@ def newest(run: Path | None) -> tuple[str, int] | None:
 
     checkpoints = store.stored(run / "checkpoints") if run else []
     return (checkpoints[-1].name, checkpoints[-1].stat().st_mtime_ns) if checkpoints else None
-
-
-def _is_over(run: Path, now: Start) -> bool:
-    """Return whether the run ended after its newest checkpoint, with nothing left to save."""
-    with suppress(OSError):
-        return bool(now.newest) and (run / SUMMARY).stat().st_mtime_ns >= int(now.newest[1])
-    return False
 
 
 def _fruitless(now: Start, before: Start | None) -> int:

@@ -11,11 +11,13 @@ from hvdtrain.jobs.options import MEMORY, SBATCH_OPTIONS, JobOptions
 from hvdtrain.options.nearest import unknown_key
 
 VARIABLE = "HVDTRAIN_SITE"
-# A job that was preempted has saved: it is requeued if the site allows that.
+# A job that was preempted has saved: it is requeued if the site allows that. In an array, one
+# element has the array's SLURM_JOB_ID: a requeue of it would restart all elements.
 REQUEUE = (
     "code=$?",
     f"if ((code == {Preempted.exit_code})); then",
-    "    scontrol requeue $SLURM_JOB_ID && sleep 60",
+    "    job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}",
+    "    scontrol requeue $job && sleep 60",
     "fi",
     "exit $code",
 )

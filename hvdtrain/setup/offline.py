@@ -188,6 +188,7 @@ def _prepare_mpi(kind: str, manifest: Manifest, cache: Path, pip: Pip) -> toolch
         library = toolchain.find_mpi("wheel")
         if library.folder_of_library not in mpi.loaded_folders():  # mpi4py is of another MPI
             pip.install("installing mpi4py", "--no-deps", "--force-reinstall", "mpi4py")
+        mpi.set_mpirun_defaults()
         return library
     library = toolchain.find_mpi("system")
     if library.folder_of_library in mpi.loaded_folders():
@@ -195,7 +196,6 @@ def _prepare_mpi(kind: str, manifest: Manifest, cache: Path, pip: Pip) -> toolch
     if _is_same_mpi(manifest, library):
         pip.install("installing mpi4py", "--no-deps", "--force-reinstall", "mpi4py")
     else:
-        toolchain.find_compiler()
         mpi.build_mpi4py(cache, pip)
     return library
 

@@ -59,15 +59,13 @@ def wheel(options: SetupOptions) -> Path:
 def _install(options: SetupOptions, cache: Path, pip: Pip) -> Built:
     """Install mpi4py and Horovod, with what the network or the cache has."""
     toolchain.torch_version()
-    compiler = toolchain.find_compiler()
     kind = mpi.choose(options.mpi)
     request = options.request(kind)
-    toolchain.cpu_flags(request.cpu, compiler)
     if (tensorflow := toolchain.tensorflow_version()) and not toolchain.supported_tensorflow():
         oldest = ".".join(map(str, toolchain.TENSORFLOW_OLDEST))
         print(f"{tensorflow} is older than {oldest}: building for PyTorch alone", file=sys.stderr)
-    library = mpi.prepare(kind, cache, pip)
-    parts = toolchain.ingredients(request, library, compiler)
+    library = mpi.prepare(kind, cache, pip)  # first: MPI sums gradients without Horovod
+    parts = toolchain.ingredients(request, library, toolchain.find_compiler())
     horovod = build.make(parts, library, cache / "wheels", pip)
     build.install(horovod, pip)
     return Built(horovod, parts, library)

@@ -102,6 +102,12 @@ EDITS = (
         "from shutil import which as find_executable\n",
         "Python 3.12 has no distutils",
     ),
+    Edit(
+        "horovod/runner/mpi_run.py",
+        "return list(_OMPI_FLAGS), list(_NO_BINDING_ARGS), _OMPI_IMPL",
+        "return list(_OMPI_FLAGS), ['--bind-to none', '--map-by slot'], _OMPI_IMPL",
+        "Open MPI 5 takes the argument of an option with one dash for the program",
+    ),
 )
 
 

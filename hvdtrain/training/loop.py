@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from hvdtrain.checkpoint.replication import repair_records
@@ -20,10 +21,12 @@ from hvdtrain.host.activity import Activity
 from hvdtrain.host.stop import StopRequest
 from hvdtrain.options.configfile import as_started
 from hvdtrain.training.callbacks import Callbacks
+from hvdtrain.training.console import Console
 from hvdtrain.training.control import Agreed, Flags, Outcome, Stopped, Vitals, stop_code
 from hvdtrain.training.evaluate import end_epoch, evaluate_end
 from hvdtrain.training.feed import Feed, Request, requests, training_feeder, watched
 from hvdtrain.training.memorylimit import agreed_excess, check_memory
+from hvdtrain.training.metrics import summary_of_finished
 from hvdtrain.training.opening import StartClock, begin, open_session
 from hvdtrain.training.progress import Stopwatch, learning_rate
 from hvdtrain.training.run import Run, open_run
@@ -66,6 +69,11 @@ def train(
         # First: as_started reads the version of a run from its records.
         repair_records(config, world)
         resolved, lines = world.broadcast(as_started(config) if world.rank == 0 else None)
+        finished = world.broadcast(summary_of_finished(resolved) if world.rank == 0 else None)
+        if finished is not None:
+            Console(world.rank, launched=True).say(f"{resolved.run} is done already")
+            stop_world()
+            return TrainResult(finished, Path(resolved.run))
         # The configuration of rank 0 came without a model that was passed in Python.
         resolved = replace(resolved, model=config.model)
         run = open_run(open_session(resolved, world, clock.mark), stop, callbacks)

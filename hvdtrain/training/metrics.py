@@ -108,6 +108,28 @@ def find_folder(config: TrainConfig) -> tuple[RunFolder, bool]:
     return folder, is_there
 
 
+def summary_of_finished(config: TrainConfig) -> dict[str, Any] | None:
+    """Return the summary of a run that is resumed with nothing left to do, None for any other.
+
+    Raises:
+        UsageError: as `find_folder`.
+    """
+    folder = RunFolder(Path(config.run or ""))
+    if not (config.resume and config.run and folder.summary.is_file()):
+        return None
+    try:
+        summary: dict[str, Any] = json.loads(folder.summary.read_text())
+        length = round(summary["samples"] / summary["epochs"])
+        evaluates = config.eval_every > 0 and config.emulate is None
+        if evaluates and summary["final"]["test_loss"] is None:
+            return None
+        if summary["samples"] < config.total_samples(length):
+            return None
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
+        return None
+    return summary if find_folder(config)[1] else None
+
+
 class AppendOnly:
     """A text file that grows, and is cut back to a checkpoint's position on resume.
 

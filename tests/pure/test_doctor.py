@@ -92,12 +92,9 @@ def test_libraries_that_are_missing_or_poor_are_faults_with_a_cure() -> None:
 def test_lines_fit_the_mpi_the_cores_the_user_and_the_path() -> None:
     lines = {(line.launcher, line.ranks): line.before for line in launchers.launch_lines(SITE)}
     assert lines == {
-        ("horovodrun", 2): 'horovodrun -np 2 --binding-args="--bind-to none"',
+        ("horovodrun", 2): "horovodrun -np 2",
         ("mpirun", 2): "mpirun --allow-run-as-root -np 2 --bind-to none",
-        (
-            "horovodrun",
-            4,
-        ): 'horovodrun -np 4 --binding-args="--bind-to none --map-by :OVERSUBSCRIBE"',
+        ("horovodrun", 4): "horovodrun -np 4",
         ("mpirun", 4): ("mpirun --allow-run-as-root -np 4 --bind-to none --map-by :OVERSUBSCRIBE"),
     }
     large = launchers.Site(("MPICH", "4.2.0"), 16, "/env/bin", "hvdtrain", False, True, True, 8)

@@ -200,6 +200,35 @@ def test_a_job_that_is_killed_is_seen_with_its_last_words(
     assert "Killed" in row["note"]
 
 
+def test_a_job_that_slurm_accepted_while_sbatch_timed_out_is_recorded(
+    cluster: Cluster, small_set: Path, tmp_path: Path
+) -> None:
+    """Once, the run was "refused" and its folder removed, and the job was in the queue."""
+    study, runs, sbatch = tmp_path / "study.yaml", tmp_path / "runs", tmp_path / "bin" / "sbatch"
+    study.write_text(f"model: cnn\ndata: {small_set}\nmax_steps: 2\nrepeats: 2\nsbatch: [hold]\n")
+    sbatch.parent.mkdir()
+
+    def sweep(does: str, says: str) -> subprocess.CompletedProcess[str]:
+        sbatch.write_text(f"#!/bin/sh\n{does}\necho 'sbatch: error: {says}' >&2; exit 1\n")
+        sbatch.chmod(0o755)
+        path = f"{sbatch.parent}:{cluster.environment()['PATH']}"
+        return cluster.start("hvdtrain", "jobs", "sweep", study, "--to", runs, PATH=path)
+
+    refused = sweep("", "Invalid qos specification")
+    assert refused.stderr == (
+        "hvdtrain: sbatch refused the job: sbatch: error: Invalid qos specification\n"
+    )
+    assert (refused.returncode, list(runs.glob("*/config.yaml"))) == (2, [])
+    accepted = sweep(f'{shutil.which("sbatch")} "$@" >/dev/null', "Socket timed out on send/recv")
+    assert accepted.returncode == 0, accepted.stderr
+    (number,) = re.findall(r"2 runs, job (\d+)", accepted.stdout)
+    rows = json.loads(cluster.run("hvdtrain", "jobs", "status", runs, "--json"))
+    assert sorted((row["job"], row["state"]) for row in rows) == [
+        (f"{number}_{element}", "PENDING") for element in (0, 1)
+    ]
+    cluster.run("hvdtrain", "jobs", "cancel", runs)
+
+
 @pytest.mark.proof
 def test_a_chain_goes_on_where_requeue_is_forbidden(
     cluster: Cluster, small_set: Path, tmp_path: Path

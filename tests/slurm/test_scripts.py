@@ -101,6 +101,26 @@ def test_an_array_repeats_a_run_with_other_seeds(
     assert len(weights) == 2
 
 
+def test_an_element_of_an_array_is_requeued_alone(
+    cluster: Cluster, small_set: Path, tmp_path: Path
+) -> None:
+    """One element has the number of its array, which Slurm then restarted completely."""
+    run = tmp_path / "run"
+    number = cluster.submit(
+        *("--array=0-1", "--ntasks-per-node=1", f"--output={tmp_path}/%a.log"),
+        *(SCRIPTS / "repeats.sbatch", *_options(small_set, run)[:6], "--log-every", 1, *SLOW),
+        RUN=str(run),
+    )
+    for seed in (0, 1):
+        cluster.wait_until_it_trains(f"{number}_{seed}", tmp_path / f"run-{seed}")
+    (element,) = (seed for seed in (0, 1) if cluster.job(f"{number}_{seed}")["JobId"] == number)
+    cluster.run("scancel", "--signal=USR1", f"{number}_{element}")
+    cluster.wait(f"{number}_{element}", "PENDING")
+    other = cluster.job(f"{number}_{1 - element}")
+    assert (other["JobState"], other["Restarts"]) == ("RUNNING", "0")
+    cluster.run("scancel", number)
+
+
 @pytest.mark.proof
 def test_a_preempted_job_saves_and_finishes_later(
     cluster: Cluster, small_set: Path, tmp_path: Path

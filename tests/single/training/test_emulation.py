@@ -36,6 +36,8 @@ def test_an_emulated_run_takes_the_modelled_time_and_resumes(
         done = hvdtrain(*options, "--emulate-dilation", 10, "--max-steps", steps, *more)
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout.startswith(f"emulated on {cluster}: ")
+    done = hvdtrain(*options, "--emulate-dilation", 10, "--max-steps", 10, "--resume")
+    assert done.stdout == f"{run} is done already\n", done.stderr
     summary = summary_of(run)
     emulated = summary["emulated"]
     assert emulated["dilation"] == 10

@@ -137,13 +137,13 @@ def test_a_checkpoint_of_another_model_is_refused_with_both_sides(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
     common = ["train", "--model", "changed:build", "--data", small_set, "--run", tmp_path / "run"]
-    common += ["--resume", "auto", "--max-steps", 1]
+    common += ["--resume", "auto", "--max-steps"]
     code = tmp_path / "changed.py"
     code.write_text(MODEL.replace("WIDTH", "4"))
-    done = hvdtrain(*common, cwd=tmp_path)
+    done = hvdtrain(*common, 1, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     code.write_text(MODEL.replace("WIDTH", "50"))
-    done = hvdtrain(*common, cwd=tmp_path)
+    done = hvdtrain(*common, 2, cwd=tmp_path)
     assert done.returncode == 2
     assert (
         "holds the parameters of another model than --model changed:build: first.1.weight is "

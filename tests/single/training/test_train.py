@@ -333,12 +333,12 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew(
     hvdtrain: Program, small_set: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    common = ["train", "--model", "cnn", "--data", small_set, "--run", run, "--max-steps", 3]
-    assert hvdtrain(*common).returncode == 0
+    common = ["train", "--model", "cnn", "--data", small_set, "--run", run, "--max-steps"]
+    assert hvdtrain(*common, 3).returncode == 0
     metrics = (run / "metrics.jsonl").read_bytes()
     for state in run.glob("checkpoints/*/part-*.safetensors"):
         state.write_bytes(state.read_bytes()[:-1])
-    done = hvdtrain(*common, "--resume")
+    done = hvdtrain(*common, 4, "--resume")
     assert done.returncode == 3
     assert "no checkpoint that verifies" in done.stderr
     assert (run / "metrics.jsonl").read_bytes() == metrics
