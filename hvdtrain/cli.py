@@ -270,6 +270,11 @@ def _add_uses(commands: Any) -> None:
         command.add_argument(
             "--which", type=Literal["best", "last"], default="best", help="which checkpoint"
         )
+        command.add_argument(
+            "--trust",
+            action="store_true",
+            help="run the model code that the run names, whoever could have written it",
+        )
         commands.add_subcommand(name, command)
 
 

@@ -1,7 +1,11 @@
 """Hostile files: a valid document with any value at any place."""
 
 import copy
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event, Thread
 from typing import Any, TypeVar
 
 from hypothesis import strategies as st
@@ -47,3 +51,24 @@ def changed(good: Any, keys: Sequence[Any], to: object) -> Any:
         inner = inner[key]
     inner[keys[-1]] = to
     return content
+
+
+@contextmanager
+def fifo(path: Path) -> Iterator[Path]:
+    """Make a FIFO for which a reader waits; a writer ends the wait of each reader."""
+    ended = Event()
+
+    def write() -> None:
+        while not ended.wait(0.02):  # the pause in which a reader sees the end
+            os.close(os.open(path, os.O_WRONLY))
+
+    os.mkfifo(path)
+    writer = Thread(target=write, daemon=True)
+    writer.start()
+    try:
+        yield path
+    finally:
+        ended.set()
+        reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # ends the wait of the writer
+        writer.join()
+        os.close(reader)

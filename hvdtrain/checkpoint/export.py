@@ -15,7 +15,11 @@ ONNX, PT2 = ".onnx", ".pt2"
 
 
 def export(
-    run: str | Path, file: str | Path, which: Which = "best", model: Model | None = None
+    run: str | Path,
+    file: str | Path,
+    which: Which = "best",
+    model: Model | None = None,
+    trust: bool = False,
 ) -> Path:
     """Write the model of a run's checkpoint, or its weights; return the checkpoint.
 
@@ -28,6 +32,7 @@ def export(
         file: the file to write.
         which: the best epoch's checkpoint, or the newest that verifies.
         model: the model that was passed in Python, if it was; needed for .onnx and .pt2.
+        trust: import the module that the run names also if another user could have written it.
 
     Raises:
         UsageError: if there is no such run, the suffix is another one, a package is missing, or
@@ -49,7 +54,7 @@ def export(
         return checkpoint
     if path.suffix == ONNX:
         graph.check_packages()
-    trained = trained_model(run, which, model)
+    trained = trained_model(run, which, model, trust)
     write = graph.write_onnx if path.suffix == ONNX else graph.write_pt2
     write(path, trained)
     return trained.checkpoint

@@ -28,8 +28,8 @@ from hvdtrain.checkpoint.format import (
     read_manifest,
 )
 from hvdtrain.checkpoint.tensorfile import check_size, read_verified, verify, write_tensors
-from hvdtrain.errors import DataError, UsageError
-from hvdtrain.host import files
+from hvdtrain.errors import DataError, UsageError, on_one_line
+from hvdtrain.host import files, records
 from hvdtrain.host.ownership import Owner
 
 NAME = re.compile(r"step-(\d{8,18})")
@@ -37,6 +37,7 @@ UNFINISHED = ".unfinished-"
 REPLACED, REMOVED = f"{UNFINISHED}replaced-", f"{UNFINISHED}removed-"
 SET_ASIDE = "damaged-"
 BEST = "best.json"
+OR_LAST = "restore it, or choose the newest checkpoint with --which last"
 MODEL, OPTIMIZER, SYNC = "model/", "optimizer/", "sync/"
 Kept = TypeVar("Kept")
 FILES, FILE_BYTES = 8, 64 * 2**20  # a stage has more files than this only if they are this large
@@ -169,7 +170,7 @@ def mark_best(folder: Path, name: str, metric: str, value: float) -> None:
     """
     files.write_text(
         folder / BEST,
-        json.dumps({"checkpoint": name, "metric": metric, "value": value}),
+        json.dumps(asdict(Best(name, metric, value))),
         "the file",
         DataError,
     )
@@ -186,8 +187,8 @@ def prune(folder: Path, keep_last: int, newest: str | None = None) -> None:
         path for path in stored(folder) if newest is None or step_of(path.name) <= step_of(newest)
     ]
     kept = {path.name for path in before[-keep_last:]}
-    if (marked := best(folder)) is not None:
-        kept.add(marked.name)
+    with suppress(DataError):  # a commit has just written the file
+        kept |= {marked.name for marked in [best(folder)] if marked is not None}
     for path in before:
         if path.name not in kept:
             # Renamed first: a folder with the final name is complete.
@@ -233,13 +234,28 @@ def clean(folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+@dataclass(frozen=True)
+class Best:
+    """The content of `best.json`: the checkpoint with the best value of a metric."""
+
+    checkpoint: str
+    metric: str = ""
+    value: float | None = None
+
+
 def best(folder: Path) -> Path | None:
-    """Return the checkpoint that `best.json` points at, None if there is none."""
-    try:
-        name = str(json.loads((folder / BEST).read_text())["checkpoint"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    """Return the checkpoint that `best.json` points at, None if there is no such file.
+
+    Raises:
+        DataError: if the file is damaged, or the checkpoint is missing.
+    """
+    if (marked := records.read(folder / BEST, Best, OR_LAST)) is None:
         return None
-    return folder / name if NAME.fullmatch(name) and (folder / name).is_dir() else None
+    path = folder / marked.checkpoint
+    if not NAME.fullmatch(marked.checkpoint) or not path.is_dir():
+        named = on_one_line(marked.checkpoint)
+        raise DataError(f"{folder / BEST} names {named}, which is no checkpoint here: {OR_LAST}")
+    return path
 
 
 def stored(folder: Path) -> list[Path]:

@@ -35,7 +35,7 @@ def jobs_status(arguments: Sequence[str], runs: list[str], json: bool) -> int:
     """Print the state of the jobs of runs as a table."""
     from hvdtrain.jobs import record, watch
 
-    rows = watch.rows(record.runs_of(runs or ["runs"]))
+    rows = watch.rows(*record.runs_of(runs or ["runs"]))
     print(as_json([asdict(row) for row in rows]) if json else watch.as_text(rows))
     return 0
 

@@ -60,12 +60,13 @@ def evaluate(
     which: "Which",
     to: str | None,
     json: bool,
+    trust: bool,
 ) -> int:
     """Print how well a run's model does on a data set."""
     in_one_process("evaluate")
     from hvdtrain.use import evaluate as evaluating
 
-    result = evaluating.evaluate(run, data, split, which, to)
+    result = evaluating.evaluate(run, data, split, which, to, trust=trust)
     print(as_json(result.as_json()) if json else result.as_text())
     if to is not None and not json:
         print(f"{to}: {', '.join(evaluating.FILES)}")
@@ -80,22 +81,23 @@ def predict(
     top: int,
     resize: "Resize | None",
     which: "Which",
+    trust: bool,
 ) -> int:
     """Print the classes of images, in their order, once all of them are read."""
     in_one_process("predict")
     from hvdtrain.use import predict as predicting
 
-    predictions = predicting.predict(run, images, top, which, resize)
+    predictions = predicting.predict(run, images, top, which, resize, trust=trust)
     sys.stdout.write(predicting.as_table(predictions, format))
     return 0
 
 
-def export(arguments: Sequence[str], run: str, file: str, which: "Which") -> int:
+def export(arguments: Sequence[str], run: str, file: str, which: "Which", trust: bool) -> int:
     """Write the model of a run, or its weights, for other programs."""
     in_one_process("export")
     from hvdtrain.checkpoint import export as exporting
 
-    checkpoint = exporting.export(run, file, which)
+    checkpoint = exporting.export(run, file, which, trust=trust)
     what = "weights" if file.endswith(exporting.WEIGHTS) else "model"
     print(f"{file}: the {what} of {checkpoint}")
     return 0

@@ -193,8 +193,14 @@ def shown(name: str | bytes | os.PathLike[str]) -> str:
     Line breaks, other control characters and bytes that are not UTF-8 become escapes such as \n
     and \xff.
     """
-    text = os.fsencode(name).decode("utf-8", "backslashreplace")
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return "".join(map(_shown, os.fsdecode(name)))
+
+
+def _shown(character: str) -> str:
+    if "\udc80" <= character <= "\udcff":  # a byte that is not UTF-8
+        return f"\\x{ord(character) - 0xDC00:02x}"
+    is_plain = character.isprintable()
+    return character if is_plain else character.encode("unicode_escape").decode()
 
 
 def _size_fault(width: int, height: int) -> str | None:

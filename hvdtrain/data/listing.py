@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from hvdtrain.data.images import shown
 from hvdtrain.data.index import IMAGE_SUFFIXES
 from hvdtrain.data.order import shuffled
+from hvdtrain.data.walk import Walk, kind_of
 from hvdtrain.errors import DataError, UsageError
 
 Labels = NDArray[np.int32]
@@ -52,32 +53,39 @@ class Listing:
     """All images of a source: the split `all`, or `train` and `test`.
 
     Attributes:
-        notes: remarks for the user.
+        notes: remarks for the user, which the index keeps.
+        left_out: the number of files that are no images by their suffix, as text.
     """
 
     folder: Path
     splits: dict[str, Images]
     class_names: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    left_out: str = ""
 
 
 def list_folder(source: Path) -> Listing:
     """List a folder of class folders, or of `train` and one of TEST_FOLDERS with class folders.
 
-    Images are found in all folders inside a class folder. Hidden files and files with other names
-    than those of images are left out.
+    Images are found in all folders inside a class folder. Hidden files are left out; files with
+    other names than those of images are counted.
 
     Raises:
-        DataError: for a folder without images, a class without images, and splits with other
-            classes.
+        DataError: for a folder without images, a class without images, splits with other
+            classes, and a symbolic link to a folder above or to what is read already.
     """
     splits, notes = _split_folders(source)
-    names = {name: _class_folders(folder) for name, folder in splits.items()}
+    walk = Walk()
+    names = {name: _class_folders(folder, walk) for name, folder in splits.items()}
     first, *others = names
     for other in others:
         _check_same_classes(splits, names[first], names[other], first, other)
-    images = {name: _images_of(source, folder, names[first]) for name, folder in splits.items()}
-    return Listing(source, images, tuple(map(shown, names[first])), notes)
+    images = {
+        name: _images_of(source, folder, names[first], walk) for name, folder in splits.items()
+    }
+    class_names = tuple(map(shown, names[first]))
+    walk.check(source / path for split in images.values() for path in split.paths)
+    return Listing(source, images, class_names, notes, walk.counts())
 
 
 def _split_folders(source: Path) -> tuple[dict[str, Path], tuple[str, ...]]:
@@ -85,19 +93,17 @@ def _split_folders(source: Path) -> tuple[dict[str, Path], tuple[str, ...]]:
     if not (source / "train").is_dir():
         return {ALONE: source}, ()
     tests = [name for name in TEST_FOLDERS if (source / name).is_dir()]
+    notes = [f"{tests[0]}/ is the test split"] if tests and tests[0] != "test" else []
+    for name in tests[1:]:
+        images = sum(1 for _ in Walk().files(source / name, name))
+        notes.append(f"{name}/ is left out, with {images:,} image(s)")
     if not tests:
         return {ALONE: source / "train"}, ()
-    notes = [f"{tests[0]}/ is the test split"] if tests[0] != "test" else []
-    notes += [f"{name}/ is left out" for name in tests[1:]]
     return {"train": source / "train", "test": source / tests[0]}, tuple(notes)
 
 
-def _class_folders(folder: Path) -> list[str]:
-    try:
-        with os.scandir(folder) as entries:
-            names = [e.name for e in entries if e.is_dir() and not e.name.startswith(".")]
-    except OSError as error:
-        raise DataError(f"{shown(folder)}: cannot be read ({error.strerror})") from error
+def _class_folders(folder: Path, walk: Walk) -> list[str]:
+    names = [entry.name for entry in walk.enter(folder) if entry.is_dir()]
     if not names:
         raise DataError(
             f"{shown(folder)}: holds no folders of images: put the images of each class into a "
@@ -117,42 +123,24 @@ def _check_same_classes(
             )
 
 
-def _images_of(source: Path, folder: Path, classes: Sequence[str]) -> Images:
+def _images_of(source: Path, folder: Path, classes: Sequence[str], walk: Walk) -> Images:
     ordered: list[tuple[str, int, str]] = []
     for label, name in enumerate(classes):
         before = len(ordered)
         start = len(name) + 1
         prefix = os.path.relpath(folder, source)
         prefix = "" if prefix == os.curdir else prefix + os.sep
-        for path in _files(folder / name, name):
+        for path in walk.files(folder / name, name):
             ordered.append((natural(path[start:]), label, prefix + path))
         if len(ordered) == before:
+            held = f", but {walk.counts()}" if walk.others else ""
             raise DataError(
-                f"{shown(folder / name)}: holds no images ({', '.join(IMAGE_SUFFIXES)}): each "
-                "class needs at least one in each split"
+                f"{shown(folder / name)}: holds no images ({', '.join(IMAGE_SUFFIXES)}){held}: "
+                "each class needs at least one in each split"
             )
     ordered.sort()
     labels = np.array([label for _, label, _ in ordered], np.int32)
     return Images([path for _, _, path in ordered], labels)
-
-
-def _files(folder: Path, name: str, seen: tuple[tuple[int, int], ...] = ()) -> Iterator[str]:
-    """Yield the paths of the image files in a folder and in those inside it, without loops."""
-    try:
-        status = folder.stat()
-        with os.scandir(folder) as entries:
-            visible = [entry for entry in entries if not entry.name.startswith(".")]
-    except OSError as error:
-        raise DataError(f"{shown(folder)}: cannot be read ({error.strerror})") from error
-    identity = (status.st_dev, status.st_ino)
-    if identity in seen:
-        return
-    for entry in visible:
-        path = f"{name}{os.sep}{entry.name}"
-        if entry.is_dir():
-            yield from _files(folder / entry.name, path, (*seen, identity))
-        elif entry.name.lower().endswith(IMAGE_SUFFIXES):
-            yield path
 
 
 def natural(name: str) -> str:
@@ -190,6 +178,8 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, str]]:
     """Yield file and label of each row; a header is recognised by its names."""
     where = (0, 1)
     width = None
+    if (kind := kind_of(path)) != "text":
+        raise DataError(f"{shown(path)}: is {kind}: give a CSV file in UTF-8")
     try:
         with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
             reader = csv.reader(file)
@@ -198,6 +188,7 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, str]]:
                     continue
                 if width is None:
                     width = len(row)
+                    _check_separator(path, row)
                     if header := _header(row):
                         where = header
                         continue
@@ -215,6 +206,12 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, str]]:
     except (OSError, csv.Error) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise DataError(f"{shown(path)}: cannot be read ({reason})") from error
+
+
+def _check_separator(path: Path, row: Sequence[str]) -> None:
+    for separator, name in ((";", "semicolons"), ("\t", "tabs")):
+        if len(row) == 1 and separator in row[0]:
+            raise DataError(f"{shown(path)}: its columns are separated by {name}: use commas")
 
 
 def _header(row: Sequence[str]) -> tuple[int, int] | None:

@@ -29,6 +29,7 @@ from hvdtrain.data.listing import (
     split_labels,
     split_listing,
 )
+from hvdtrain.data.walk import kind_of
 from hvdtrain.data.workers import Files, PackOptions, Task, broken_file, read_image, worker_pool
 from hvdtrain.data.writer import Layout, Progress, write_sources
 from hvdtrain.errors import DataError, UsageError
@@ -72,7 +73,8 @@ def pack(
         skip_broken: leave out image files that cannot be decoded, and count them in the notes of
             the index.
         workers: processes that decode; None for one per core.
-        report: receives a line per file that was left out.
+        report: receives a line per file that was left out, and one with the counts of files that
+            are no images by their suffix.
 
     Raises:
         UsageError: for options that are out of range or do not fit the source.
@@ -92,6 +94,11 @@ def pack(
         return cifar.pack(source, destination, shard_mb)
     if source.suffix.lower() in (".npz", ".npy") or (source.is_dir() and holds_arrays(source)):
         return _pack_arrays(source, Path(destination), options, shard_mb)
+    if source.is_file() and source.suffix.lower() != ".csv":
+        raise DataError(
+            f"{shown(source)}: is {kind_of(source)}: give a folder of images, a .csv file of "
+            "file,label, an .npz file of arrays or a .tar.gz of CIFAR, or use hvdtrain.data.write"
+        )
     is_csv = source.is_file() or (source / "train.csv").is_file()
     listing = list_csv(source) if is_csv else list_folder(source)
     if _has_splits(source, listing.splits, options):
@@ -198,6 +205,8 @@ def _pack_files(
     for source in sources.values():
         for _, fault in source.broken:
             report(fault)
+    if listing.left_out:
+        report(f"by their suffix no images: {listing.left_out}")
     return index
 
 

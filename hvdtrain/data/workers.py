@@ -23,6 +23,7 @@ from hvdtrain.data.listing import Images, some
 from hvdtrain.data.partial import Resumable
 from hvdtrain.data.writer import Block, Layout, count_values
 from hvdtrain.errors import DataError
+from hvdtrain.host.records import opened
 from hvdtrain.host.stop import end_with_parent
 
 Result = tuple[Block, list[tuple[int, str]]]  # good files; place and fault of the others
@@ -114,7 +115,8 @@ def read_image(path: Path) -> NDArray[np.uint8]:
 
 def _content(path: str) -> bytes:
     try:
-        return Path(path).read_bytes()
+        with opened(Path(path), follow=True) as file:  # a FIFO would wait
+            return file.read()
     except ValueError as error:  # a null byte in the name
         raise DataError(f"{shown(path)}: cannot be read ({error})") from None
     except OSError as error:

@@ -11,12 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from hvdtrain.errors import DataError
+from hvdtrain.host import records
 from hvdtrain.host.energy import Meter
 from hvdtrain.host.ownership import BEAT_SECONDS, Owner
 
@@ -115,37 +116,47 @@ def file_of(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:04d}.json"
 
 
+@dataclass(frozen=True)
+class Beat:
+    """The heartbeat of a rank."""
+
+    time: float
+    pid: int
+    host: str = ""
+    step: int | None = None
+    doing: str = ""
+
+
+def read(path: Path) -> Beat | None:
+    """Return the last heartbeat of a rank, or None if it cannot be read."""
+    with suppress(DataError):
+        return records.read(path, Beat)
+    return None
+
+
 def suspects(folder: Path, size: int, rank: int, own_work: Collection[str]) -> list[str]:
     """Return a line for each rank that `rank` may be waiting for.
 
     Args:
         own_work: actions of ranks that do not wait for another rank.
     """
-    beats = {rank: _read(file_of(folder, rank)) for rank in range(size)}
+    beats = {rank: read(file_of(folder, rank)) for rank in range(size)}
     return _silent(folder, beats, SILENT_BEATS * beat_seconds(size)) or [
-        f"rank {other} on {beat.get('host')} is {beat['doing'] or 'at its own work'} "
-        f"(step {beat.get('step')})"
+        f"rank {other} on {beat.host} is {beat.doing or 'at its own work'} (step {beat.step})"
         for other, beat in beats.items()
-        if other != rank and beat.get("doing") in own_work
+        if beat is not None and other != rank and beat.doing in own_work
     ]
 
 
-def _silent(folder: Path, beats: Mapping[int, dict[str, Any]], seconds: float) -> list[str]:
+def _silent(folder: Path, beats: Mapping[int, Beat | None], seconds: float) -> list[str]:
     """Return a line for each rank whose last heartbeat is that much older than another one."""
     # By the disk's clock: the clocks of the hosts may differ.
-    seen = {rank: file_of(folder, rank).stat().st_mtime for rank in beats if beats[rank]}
+    held = {rank: beat for rank, beat in beats.items() if beat is not None}
+    seen = {rank: file_of(folder, rank).stat().st_mtime for rank in held}
     newest = max(seen.values(), default=0.0)
     return [
-        f"rank {rank} on {beats[rank].get('host')} has sent no heartbeat for "
-        f"{newest - time:.0f} s (step {beats[rank].get('step')}): is it stopped, or its host down?"
+        f"rank {rank} on {held[rank].host} has sent no heartbeat for "
+        f"{newest - time:.0f} s (step {held[rank].step}): is it stopped, or its host down?"
         for rank, time in seen.items()
         if newest - time > seconds
     ]
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hvdtrain.errors import DataError, RankError
-from hvdtrain.host import files
+from hvdtrain.host import files, records
 
 NAME = "starts.json"
 SUBMISSION = "HVDTRAIN_SUBMISSION"  # the same for all jobs of a chain, and unique to it
@@ -78,7 +78,6 @@ def _fruitless(now: Start, before: Start | None) -> int:
 
 
 def _read(path: Path) -> Start | None:
-    try:
-        return Start(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError, RecursionError):
-        return None
+    with suppress(DataError):
+        return records.read(path, Start)
+    return None

@@ -1,8 +1,14 @@
-"""Checks of users' YAML and JSON before a parser, or arithmetic, that they could harm."""
+"""Checks of users' YAML and JSON before a parser, or arithmetic, that they could harm.
 
+And CSV that harms no spreadsheet.
+"""
+
+import csv
+import io
 import json
 import math
 import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +19,7 @@ DEEPEST = 4
 LARGEST_WHOLE = 2**63  # whole numbers must be below this: NumPy has no integer for larger ones
 SIXTIES = r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?"
 OCTAL = r"[-+]?0[0-7_]+"
+FORMULA = re.compile(r"[=@\t\r]|[-+](?![\d.]*$)")
 MISREAD = re.compile(f"{SIXTIES}|{OCTAL}")
 
 
@@ -127,6 +134,18 @@ def check_numbers(content: Any, key: object = "") -> None:
         raise ValueError(f"{on_one_line(key)} must be a finite number, not {content}")
     elif isinstance(content, int) and not -LARGEST_WHOLE < content < LARGEST_WHOLE:
         raise ValueError(f"{on_one_line(key)} is too large, with {content.bit_length()} bits")
+
+
+def as_csv(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Return rows below their heads as CSV, in which no text is a formula of a spreadsheet."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerows([_no_formula(cell) for cell in row] for row in (heads, *rows))
+    return text.getvalue()
+
+
+def _no_formula(cell: Any) -> Any:
+    return f"'{cell}" if isinstance(cell, str) and FORMULA.match(cell) else cell
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

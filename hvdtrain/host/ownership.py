@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hvdtrain.errors import DataError, UsageError
-from hvdtrain.host import files
+from hvdtrain.host import files, records
 
 NAME = "owner.json"
 LOCK = ".owner.lock"
@@ -282,7 +282,7 @@ def _read_surely(path: Path) -> Claimant | None:
     """
     for number in range(READS):
         try:
-            return _parse(path.read_text())
+            return _parse(path)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -293,21 +293,16 @@ def _read_surely(path: Path) -> Claimant | None:
 
 def _read(path: Path) -> Claimant | None:
     """Return the claimant that a file names, None if that is not known."""
-    try:
-        return _parse(path.read_text())
-    except OSError:
-        return None
+    with suppress(OSError):
+        return _parse(path)
+    return None
 
 
-def _parse(text: str) -> Claimant | None:
-    try:
-        content = json.loads(text)
-        starts = {str(name): int(number) for name, number in content["starts"].items()}
-        names = ("token", "host", "place", "started")
-        token, host, place, started = (str(content[name]) for name in names)
-        return Claimant(token, host, place, int(content["pid"]), started, starts)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
+def _parse(path: Path) -> Claimant | None:
+    text = records.content(path)
+    with suppress(ValueError):
+        return records.parse(text, Claimant)
+    return None
 
 
 def _newest(path: Path, beats: Path) -> int:

@@ -1,20 +1,21 @@
 """The jobs of a run: the record in its folder, and the states of the jobs that it names."""
 
 import json
+import os
+import re
 import socket
 import subprocess
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from hvdtrain import __version__
 from hvdtrain.errors import DataError, UsageError
-from hvdtrain.health.heartbeat import file_of
-from hvdtrain.host import files
+from hvdtrain.health import heartbeat
+from hvdtrain.host import files, records
 from hvdtrain.jobs import slurm
 from hvdtrain.jobs.slurm import State
 
@@ -23,6 +24,8 @@ LOGS = "logs"
 PATCH = "code.patch"
 START_ONE = "start a job with hvdtrain jobs submit, or name the folder that holds the runs"
 FRESH_SECONDS = 60.0  # a run with a heartbeat younger than this is running
+JOB = re.compile(r"\d{1,18}(_\d{1,9})?")  # a job, or an element of an array
+REMOVE = "remove it, and the run has no job"
 
 
 @dataclass(frozen=True)
@@ -68,33 +71,34 @@ def read(run: Path) -> Record | None:
         DataError: if it cannot be parsed.
     """
     path = run / RECORD
-    try:
-        content: dict[str, Any] = json.loads(path.read_text())
-        return Record(**content | {"jobs": tuple(map(str, content["jobs"]))})
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise DataError(f"{path} is not a valid job record ({error}): remove it") from None
+    record = records.read(path, Record, REMOVE)
+    if record is not None and not all(map(JOB.fullmatch, record.jobs or ("",))):
+        raise DataError(f"{path} names no job numbers: {REMOVE}")
+    return record
 
 
-def runs_of(paths: Iterable[str]) -> dict[Path, Record]:
+def runs_of(paths: Iterable[str]) -> tuple[dict[Path, Record], dict[Path, str]]:
     """Return the records of the runs with jobs among these folders and the folders in them.
+
+    The second result says of the other runs with jobs why their record cannot be used.
 
     Raises:
         UsageError: if there is none.
-        DataError: if a record cannot be parsed.
     """
-    paths, runs = list(paths), {}
+    paths, runs, faults = list(paths), {}, {}
     for path in map(Path, paths):
         if not path.is_dir():
             raise UsageError(f"{path} is not a folder: {START_ONE}")
-        candidates = [path] if (path / RECORD).exists() else sorted(path.iterdir())
-        for folder in candidates:
-            if folder.is_dir() and (record := read(folder)) is not None:
-                runs[folder] = record
-    if not runs:
+        candidates = [path] if os.path.lexists(path / RECORD) else sorted(path.iterdir())
+        for folder in filter(Path.is_dir, candidates):
+            try:
+                if (record := read(folder)) is not None:
+                    runs[folder] = record
+            except DataError as error:
+                faults[folder] = str(error)
+    if not runs and not faults:
         raise UsageError(f"{', '.join(paths)} holds no run with a job: {START_ONE}")
-    return runs
+    return runs, faults
 
 
 def states(runs: Mapping[Path, Record]) -> dict[Path, dict[str, State]]:
@@ -114,7 +118,8 @@ def active(runs: Iterable[Path]) -> dict[Path, list[str]]:
     """Return the waiting and running jobs of each run folder; none for a run without a record.
 
     Raises:
-        UsageError, DataError: as `states` and `runs_of`.
+        UsageError: as `states`.
+        DataError: as `read`.
     """
     runs = list(runs)
     known = states({run: record for run in runs if (record := read(run)) is not None})
@@ -142,25 +147,15 @@ def _local_state(run: Path, record: Record) -> State | None:
 
     One process makes the runs of a study in turn, so its state alone is not that of a run.
     """
-    beat = heartbeat(run, 0)
+    beat = heartbeat.read(heartbeat.file_of(run / "heartbeats", 0))
     if record.host != socket.gethostname():
-        is_fresh = beat is not None and time.time() - beat["time"] < FRESH_SECONDS
+        is_fresh = beat is not None and time.time() - beat.time < FRESH_SECONDS
         return State("RUNNING") if is_fresh else None
     if not _is_alive(record.jobs[-1]):
         return None
-    if beat is None or beat["time"] <= record.submitted:  # the run has not started
+    if beat is None or beat.time <= record.submitted:  # the run has not started
         return State("PENDING")
-    return State("RUNNING") if psutil.pid_exists(int(beat["pid"])) else None
-
-
-def heartbeat(run: Path, rank: int) -> dict[str, float] | None:
-    """Return `time` and `pid` of a rank's last heartbeat, or None if it cannot be read."""
-    path = file_of(run / "heartbeats", rank)
-    try:
-        content = json.loads(path.read_text())
-        return {name: float(content[name]) for name in ("time", "pid")}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
+    return State("RUNNING") if psutil.pid_exists(beat.pid) else None
 
 
 def _is_alive(number: str) -> bool:

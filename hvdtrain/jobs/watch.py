@@ -1,7 +1,6 @@
 """Show and cancel the jobs of runs, from Slurm and from the files that the runs write."""
 
 import io
-import json
 import shutil
 import signal
 import socket
@@ -15,13 +14,18 @@ from typing import Any
 
 import psutil
 
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import DataError, UsageError
+from hvdtrain.health import heartbeat
+from hvdtrain.host import records
 from hvdtrain.jobs import record, slurm
 from hvdtrain.jobs.record import Record
 from hvdtrain.jobs.slurm import State
+from hvdtrain.training import runrecords
+from hvdtrain.training.runrecords import Line
 
 TAIL = 2**20  # bytes that are read from the end of a file
 SAVED = ", state saved"
+UNREADABLE = "UNREADABLE"  # the state of a run whose record cannot be used
 POLL_SECONDS = 1.0
 STATE_POLL_SECONDS = 15.0  # between two queries of a job's state
 
@@ -35,22 +39,26 @@ class Row:
     state: str
     nodes: str
     elapsed: str
-    epoch: int | None
-    step: int | None
-    accuracy: float | None
-    images_per_second: float | None
-    heartbeat_seconds: float | None
-    note: str
+    epoch: int | None = None
+    step: int | None = None
+    accuracy: float | None = None
+    images_per_second: float | None = None
+    heartbeat_seconds: float | None = None
+    note: str = ""
 
 
-def rows(runs: Mapping[Path, Record]) -> list[Row]:
-    """Return one row per run: its first running job, else the first waiting, else the newest."""
+def rows(runs: Mapping[Path, Record], faults: Mapping[Path, str]) -> list[Row]:
+    """Return one row per run: its first running job, else the first waiting, else the newest.
+
+    Args:
+        faults: why the records of other runs cannot be used.
+    """
     states = record.states(runs)
-    table = []
+    table = [Row(str(run), "-", UNREADABLE, "", "", note=fault) for run, fault in faults.items()]
     for run, job_record in runs.items():
         job = (_in_order(job_record, states[run]) or job_record.jobs[::-1])[0]
         table.append(_row(run, job_record, job, states[run].get(job)))
-    return table
+    return sorted(table, key=lambda row: row.run) if faults else table
 
 
 def _in_order(job_record: Record, states: Mapping[str, State]) -> list[str]:
@@ -64,40 +72,42 @@ def _row(run: Path, job_record: Record, job: str, state: State | None) -> Row:
         state = replace(state or State(""), state="COMPLETED", reason="")
     elif state is None:  # Slurm no longer knows the job, or its local process has ended
         state = State("FAILED")
-    lines = _metrics(run)
-    steps = [line for line in lines if line.get("event") in ("step", "epoch")]
-    epochs = [line for line in lines if line.get("event") == "epoch"]
-    faults = [line for line in lines if line.get("event") == "fault"]
-    last = steps[-1] if steps else {}
-    note = state.reason if state.is_active else ""
-    if not state.is_active and state.state != "COMPLETED":
-        note = _last_line(job_record, job) or (faults[-1].get("message", "") if faults else "")
+    lines, note = [Line("")], state.reason if state.is_active else ""
+    try:
+        lines += runrecords.read_lines(run, TAIL)
+    except DataError as error:
+        note = str(error)
+    last = [line for line in lines if line.event in ("", "step", "epoch")][-1]
+    if not note and not state.is_active and state.state != "COMPLETED":
+        faults = [line.message for line in lines if line.event in ("", "fault")]
+        note = _last_line(job_record, job) or faults[-1]
     return Row(
         run=str(run),
         job=job,
         state=state.state,
         nodes=state.nodes,
         elapsed=state.elapsed,
-        epoch=last.get("epoch"),
-        step=last.get("step"),
-        accuracy=_accuracy(epochs),
-        images_per_second=last.get("images_per_second"),
+        epoch=last.epoch,
+        step=last.step,
+        accuracy=_accuracy(lines),
+        images_per_second=last.images_per_second,
         heartbeat_seconds=_heartbeat_seconds(run, job_record.ranks),
         note=note,
     )
 
 
-def _accuracy(epochs: list[dict[str, Any]]) -> float | None:
+def _accuracy(lines: list[Line]) -> float | None:
     """Return the validation accuracy, else the test accuracy, of the last evaluated epoch."""
-    kinds = ("val_accuracy", "test_accuracy")
-    known = [line.get(kind) for line in reversed(epochs) for kind in kinds]
+    epochs = [line for line in reversed(lines) if line.event == "epoch"]
+    known = [value for line in epochs for value in (line.val_accuracy, line.test_accuracy)]
     return next((value for value in known if value is not None), None)
 
 
 def _heartbeat_seconds(run: Path, ranks: int) -> float | None:
     """Return the seconds since the oldest of the ranks' last signs of life, or None."""
-    beats = [record.heartbeat(run, rank) for rank in range(ranks)]
-    times = [beat["time"] for beat in beats if beat is not None]
+    paths = [(path.stem[5:], path) for path in (run / "heartbeats").glob("rank-*.json")]
+    beats = [heartbeat.read(p) for rank, p in paths if rank.isdecimal() and int(rank) < ranks]
+    times = [beat.time for beat in beats if beat is not None]
     return time.time() - min(times) if times else None
 
 
@@ -108,34 +118,14 @@ def _last_line(job_record: Record, job: str) -> str:
     """
     last = ""
     for path in sorted(Path(job_record.logs).glob(f"{job}_*_log.err")):
-        lines = [line for line in _tail(path).splitlines() if line.strip()]
-        hvdtrains = [line for line in lines if line.startswith("hvdtrain: ") and SAVED not in line]
-        if hvdtrains and not hvdtrains[-1].endswith(":"):  # the heading of a traceback
-            return hvdtrains[-1].removeprefix("hvdtrain: ")
-        last = last or (lines[-1] if lines else "")
+        with suppress(OSError):
+            text = records.tail(path, TAIL).decode(errors="replace")
+            lines = [line for line in text.splitlines() if line.strip()]
+            ours = [line for line in lines if line.startswith("hvdtrain: ") and SAVED not in line]
+            if ours and not ours[-1].endswith(":"):  # the heading of a traceback
+                return ours[-1].removeprefix("hvdtrain: ")
+            last = last or (lines[-1] if lines else "")
     return last
-
-
-def _metrics(run: Path) -> list[dict[str, Any]]:
-    """Return the last records of `metrics.jsonl`, without a half-written one."""
-    records = []
-    for line in _tail(run / "metrics.jsonl").splitlines():
-        try:
-            content = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(content, dict):
-            records.append(content)
-    return records
-
-
-def _tail(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - TAIL))
-            return file.read().decode(errors="replace")
-    except OSError:
-        return ""
 
 
 def as_text(rows: Sequence[Row]) -> str:
@@ -228,11 +218,11 @@ def _job_to_show(run: Path, job_record: Record, rank: int) -> str:
 def _log_files(job_record: Record, job: str, rank: int) -> list[Path]:
     """Return the existing log files of a rank: standard output, then standard error."""
     paths = [Path(job_record.logs) / f"{job}_{rank}_log.{end}" for end in ("out", "err")]
-    return [path for path in paths if path.exists()]
+    return [path for path in paths if path.is_file() and not path.is_symlink()]
 
 
 def _print_from(path: Path, offset: int) -> int:
-    with path.open("rb") as file:
+    with records.opened(path) as file:
         file.seek(offset)
         content = file.read()
     target = sys.stderr if path.suffix == ".err" else sys.stdout
@@ -246,19 +236,19 @@ def cancel(runs: Iterable[str]) -> list[str]:
 
     Raises:
         UsageError: if there is no such run, or Slurm refuses.
-        DataError: if a job record cannot be parsed.
+        DataError: once the others are cancelled, if a record cannot be used.
     """
-    lines = []
     queued: list[str] = []
     processes: set[int] = set()  # without Slurm one process makes all runs of a study
-    records = record.runs_of(runs)
-    for run, active in record.active(records).items():
-        if records[run].cluster == "slurm":
+    lines = []
+    known, faults = record.runs_of(runs)
+    for run, active in record.active(known).items():
+        if known[run].cluster == "slurm":
             queued += active
-        elif records[run].host == socket.gethostname():
+        elif known[run].host == socket.gethostname():
             processes |= set(map(int, active))
         elif active:
-            raise UsageError(f"{run} runs on {records[run].host}: cancel it there")
+            raise UsageError(f"{run} runs on {known[run].host}: cancel it there")
         lines += [f"{run}: job {job} cancelled" for job in active]
         if not active:
             lines.append(f"{run}: no job is waiting or running")
@@ -267,4 +257,6 @@ def cancel(runs: Iterable[str]) -> list[str]:
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             psutil.Process(process).send_signal(signal.SIGINT)
+    if faults:
+        raise DataError(f"{next(iter(faults.values()))} (the other runs are cancelled)")
     return lines

@@ -2,11 +2,11 @@
 
 from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from hvdtrain.config import TrainConfig
-from hvdtrain.errors import DataError
-from hvdtrain.host import files, harmless
+from hvdtrain.errors import DataError, UsageError
+from hvdtrain.host import files, harmless, records
 from hvdtrain.options.fields import Rule, flag
 from hvdtrain.options.planrequest import Chosen
 from hvdtrain.options.syncrequest import AUTO_SYNC, NO_COMPRESSION, parse_compress_request
@@ -29,6 +29,9 @@ NEWER_OPTIONS = (  # with their defaults, a run has the folder that older versio
     "deterministic",
 )
 OLDER_DEFAULTS = {"no_decay": "none"}
+TYPES = get_type_hints(TrainConfig)
+SCALAR = str | int | float | bool | None
+OF_OTHER_VERSIONS = SCALAR | list[SCALAR]
 
 
 def with_older_defaults(config: TrainConfig) -> TrainConfig:
@@ -182,4 +185,14 @@ def load(path: Path) -> dict[str, Any]:
     Raises:
         UsageError: if the file is not a configuration.
     """
-    return harmless.read_mapping(path, "configuration")
+    try:
+        with records.opened(path):  # a FIFO would wait
+            saved = harmless.read_mapping(path, "configuration")
+        for name, value in saved.items():
+            records.build(str, name, "a key")
+            records.build(TYPES.get(name, OF_OTHER_VERSIONS), value, name)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}: restore it") from None
+    except ValueError as error:
+        raise UsageError(f"{path} is not a configuration ({error}): restore it") from None
+    return saved

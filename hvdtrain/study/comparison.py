@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hvdtrain.errors import UsageError
+from hvdtrain.host.harmless import as_csv
 from hvdtrain.study.series import Series, Size
 from hvdtrain.study.statistics import Estimate, ratio
-from hvdtrain.study.tables import as_csv, markdown_table, number, rate
+from hvdtrain.study.tables import literal, markdown_table, number, rate
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,8 @@ def section(compared: Sequence[Pair], base: str) -> str:
     """Return the comparison as Markdown."""
     if not compared:
         return (
-            f"No size of {base} can be compared: model, plan, precision, scaling, batch, threads "
-            "and way to agree must be the same."
+            f"No size of {literal(base)} can be compared: model, plan, precision, scaling, batch, "
+            "threads and way to agree must be the same."
         )
     rows = [
         {
@@ -79,7 +80,7 @@ def section(compared: Sequence[Pair], base: str) -> str:
         }
         for pair in compared
     ]
-    return f"{HOW.format(base=base)}\n\n{markdown_table(rows)}"
+    return f"{HOW.format(base=literal(base))}\n\n{markdown_table(rows)}"
 
 
 def pairs_csv(compared: Sequence[Pair]) -> str:

@@ -15,12 +15,13 @@ from urllib.parse import quote
 import yaml
 
 from hvdtrain import __version__
-from hvdtrain.errors import DataError
-from hvdtrain.host import files
-from hvdtrain.options.configfile import PRIVATE
+from hvdtrain.errors import DataError, UsageError
+from hvdtrain.host import files, records
+from hvdtrain.options import configfile
+from hvdtrain.training.runrecords import METRICS, SUMMARY, Line
 
 CONFIGURATION = "config.yaml"
-RUN_FILES = (CONFIGURATION, "metrics.jsonl", "summary.json")
+RUN_FILES = (CONFIGURATION, METRICS, SUMMARY)
 RUNS = "runs"
 METADATA = "ro-crate-metadata.json"
 KINDS = {
@@ -34,6 +35,7 @@ KINDS = {
     ".tex": "application/x-tex",
     ".yaml": "application/yaml",
 }
+LATEST = 2**33  # seconds since 1970
 _NO_DATE = (1980, 1, 1, 0, 0, 0)  # the first one of ZIP: a crate made twice holds the same bytes
 
 
@@ -54,8 +56,9 @@ def write(
     try:
         contents = {path.name: path.read_bytes() for path in report}
         for folder, name in sorted(names.items(), key=lambda item: item[1]):
-            for file in filter(Path.exists, (folder / file for file in RUN_FILES)):
-                contents[f"{RUNS}/{name}/{file.name}"] = _public(file)
+            for file in (folder / file for file in RUN_FILES):
+                with suppress(OSError):  # as for a link: its run is left out of the report, too
+                    contents[f"{RUNS}/{name}/{file.name}"] = _public(file)
         metadata = describe(list(contents), options, _newest(contents))
         contents[METADATA] = (json.dumps(metadata, indent=1) + "\n").encode()
 
@@ -71,25 +74,25 @@ def write(
 
 def _public(file: Path) -> bytes:
     """Return the content of a file of a run without what other users should not read."""
-    content = file.read_bytes()
+    content = records.content(file, records.LARGEST_LINES)
     if file.name != CONFIGURATION:
         return content
     try:
-        config = yaml.safe_load(content)
-        hidden = {name: value for name, value in config.items() if name not in PRIVATE}
-        return yaml.safe_dump(hidden, sort_keys=False).encode()
-    except (yaml.YAMLError, AttributeError, UnicodeDecodeError):
+        config = configfile.load(file)
+    except UsageError:
         return b""  # it is left out of the report, too
+    public = {name: value for name, value in config.items() if name not in configfile.PRIVATE}
+    return yaml.safe_dump(public, sort_keys=False).encode()
 
 
 def _newest(contents: Mapping[str, bytes]) -> str:
     """Return the day of the newest event of all runs, in UTC."""
     times = [0.0]
     for name, content in contents.items():
-        if name.endswith("metrics.jsonl"):
-            with suppress(ValueError, LookupError, TypeError):
-                times.append(float(json.loads(content.splitlines()[-1])["time"]))
-    return datetime.fromtimestamp(max(times), UTC).date().isoformat()
+        if name.endswith(METRICS):
+            with suppress(ValueError):
+                times += [records.parse(line, Line).time for line in content.splitlines()[-1:]]
+    return datetime.fromtimestamp(min(max(times), LATEST), UTC).date().isoformat()
 
 
 def describe(names: Sequence[str], options: Sequence[str], day: str) -> dict[str, Any]:

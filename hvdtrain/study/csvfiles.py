@@ -4,10 +4,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from hvdtrain.host.harmless import as_csv
 from hvdtrain.study import agreement
 from hvdtrain.study.results import Result
 from hvdtrain.study.series import Series
-from hvdtrain.study.tables import as_csv
 
 RUN_COLUMNS = (
     "model",

@@ -4,8 +4,10 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from hvdtrain.data.images import shown
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.study.results import Result, read
+from hvdtrain.training.runrecords import SUMMARY
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ def find(paths: list[str]) -> Found:
     left_out: list[str] = []
     # In the order of the names, so that no text depends on where the folders are.
     for folder, name in sorted(names.items(), key=lambda item: item[1]):
-        if not (folder / "summary.json").exists():
+        if not os.path.lexists(folder / SUMMARY):
             left_out.append(f"{name} is not finished")
             continue
         try:
@@ -56,9 +58,9 @@ def _names(paths: list[str]) -> dict[Path, str]:
                 f"{path} is not a folder: name run folders, or a folder that has some"
             )
         # Also what has lost its configuration, so that the report names it.
-        for file in sorted((*path.rglob("config.yaml"), *path.rglob("summary.json"))):
+        for file in sorted((*path.rglob("config.yaml"), *path.rglob(SUMMARY))):
             folders.setdefault(file.parent.resolve(), file.parent)
     if not folders:
         return {}
     common = Path(os.path.commonpath([folder.parent for folder in folders]))
-    return {folder: whole.relative_to(common).as_posix() for whole, folder in folders.items()}
+    return {folder: shown(whole.relative_to(common)) for whole, folder in folders.items()}

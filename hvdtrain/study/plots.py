@@ -128,10 +128,8 @@ def _time(axes: Any, all_series: Sequence[Series]) -> bool:
             axes.bar(places, values, 0.7, bottom=below, label=label, color=COLOURS[number])
         below += values
     several = len(all_series) > 1
-    axes.set_xticks(
-        places,
-        [f"{size.ranks}\n{series.plan}" if several else size.ranks for series, size in sizes],
-    )
+    ticks = [f"{size.ranks}\n{series.plan}" if several else size.ranks for series, size in sizes]
+    axes.set_xticks(places, [str(tick).replace("$", r"\$") for tick in ticks])
     axes.set_xlabel("ranks")
     axes.set_ylabel("seconds of training")
     axes.grid(axis="x", visible=False)
@@ -290,4 +288,4 @@ def _label(series: Series, all_series: Sequence[Series]) -> str:
         for name, text in texts.items()
         if len({getattr(other, name) for other in all_series}) > 1
     ]
-    return ", ".join(differing) or "measured"
+    return (", ".join(differing) or "measured").replace("$", r"\$")

@@ -19,7 +19,7 @@ from hvdtrain.study.options import ReportOptions
 from hvdtrain.study.results import COMPARED_DEFAULTS, Result, machines
 from hvdtrain.study.series import Series, Size, arrange
 from hvdtrain.study.statistics import ratio
-from hvdtrain.study.tables import markdown_table, number, rate
+from hvdtrain.study.tables import literal, markdown_table, number, rate
 
 
 def write(
@@ -97,17 +97,18 @@ def as_markdown(
         parts.append("No runs on one and on several ranks with the same settings to compare.")
     if pairs is not None:
         base = str(wanted.compare)
-        parts += [f"## Compared with {base}", comparison.section(pairs, base)]
+        parts += [f"## Compared with {literal(base)}", comparison.section(pairs, base)]
     if ways := agreement.rows(results):
         parts += ["## How replicas agreed", AGREEMENT, markdown_table(ways)]
     parts += [f"![{text}]({name})\n\n*{text}*" for name, text in pictures.items()]
     parts += ["## Intervals", INTERVALS]
     if all_series:
-        parts += ["## For a paper", methods(all_series, results), f"```bibtex\n{BIBTEX}\n```"]
+        parts += ["## For a paper", literal(methods(all_series, results))]
+        parts.append(f"```bibtex\n{BIBTEX}\n```")
     if lines := _disturbed(all_series):
-        parts += ["## Disturbed runs", DISTURBED, "\n".join(lines)]
+        parts += ["## Disturbed runs", DISTURBED, _list(lines)]
     if left_out:
-        parts += ["## Left out", "\n".join(f"- {line}" for line in left_out)]
+        parts += ["## Left out", _list(left_out)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -122,7 +123,11 @@ def _disturbed(all_series: Sequence[Series]) -> list[str]:
         for host, shared in run.disturbances.items():
             if shared.is_large:
                 reasons.setdefault(run.name, []).append(_shared(host, shared))
-    return [f"- {path}: {'; '.join(texts)}." for path, texts in reasons.items()]
+    return [f"{name}: {'; '.join(texts)}." for name, texts in reasons.items()]
+
+
+def _list(lines: Sequence[str]) -> str:
+    return "\n".join(f"- {literal(line)}" for line in lines)
 
 
 def _shared(host: str, shared: Disturbance) -> str:
@@ -145,13 +150,13 @@ def origin(results: Sequence[Result]) -> str:
                 versions[name].append(version)
     settings = _common_settings(results)
     lines = [
-        f"- Made by hvdtrain {__version__} from {len(results)} runs.",
-        *(f"- Machine: {text}." for text in machines(list(results))),
-        f"- Versions: {', '.join(f'{name} {_either(used)}' for name, used in versions.items())}.",
-        f"- Seeds: {', '.join(map(str, seeds))}.",
-        f"- Settings of all runs (besides defaults): {settings}.",
+        f"Made by hvdtrain {__version__} from {len(results)} runs.",
+        *(f"Machine: {text}." for text in machines(list(results))),
+        f"Versions: {', '.join(f'{name} {_either(used)}' for name, used in versions.items())}.",
+        f"Seeds: {', '.join(map(str, seeds))}.",
+        f"Settings of all runs (besides defaults): {settings}.",
     ]
-    return "\n".join(lines)
+    return _list(lines)
 
 
 def _either(versions: Sequence[str]) -> str:
@@ -188,7 +193,8 @@ def _section(series: Series, wanted: ReportOptions) -> str:
     )
     if best.threads != base.threads:
         text += f" The best serial run has {_threads(best.threads)}."
-    parts = [f"## {series.title}", text, _table(series, wanted.price), _lost_table(series)]
+    parts = [f"## {literal(series.title)}", text]
+    parts += [_table(series, wanted.price), _lost_table(series)]
     parts += _predicted(series)
     accuracy = wanted.to_accuracy or target.expected(series)
     if (text := energy.section(series, wanted, accuracy)) != "":

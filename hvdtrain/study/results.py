@@ -1,8 +1,7 @@
 """Read the result of a finished run from its folder."""
 
-import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import median
@@ -18,6 +17,8 @@ from hvdtrain.options import configfile
 from hvdtrain.options.fields import Rule
 from hvdtrain.options.planrequest import ADAPTIVE, Chosen, Mirrored, PlanFile, parse_plan_request
 from hvdtrain.options.syncoptions import SyncOptions
+from hvdtrain.training import runrecords
+from hvdtrain.training.runrecords import METRICS, SUMMARY, Layout, Line, Summary
 
 # Runs that differ only in these are compared: sizes, repeats, and the names and handling of files.
 NOT_SETTINGS = frozenset(
@@ -28,17 +29,8 @@ COMPARED_DEFAULTS = {
 }
 COUNTED = 0.98  # part of a run for which energy must be counted: not that of a last restart
 EXACT = "exact"  # sums of gradients in every step
-EVALUATION = "evaluation_seconds"  # not in summaries of earlier versions
-UNREADABLE = (
-    OSError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    UsageError,
-    ArithmeticError,
-    RecursionError,
-)
+LEAST, MOST, MOST_RANKS = 1e-6, 1e18, 10**5  # what counts and times of a run lie between
+LONGEST_NAME = 300
 
 
 @dataclass(frozen=True)
@@ -142,41 +134,60 @@ def read(run: Path) -> Result:
         DataError: if its files cannot be parsed.
     """
     try:
-        summary = json.loads((run / "summary.json").read_text())
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        config = configfile.load(run / "config.yaml")
-        return _result(run, summary, lines, config)
-    except UNREADABLE as error:
+        summary = runrecords.read_summary(run)
+        lines = runrecords.read_lines(run)
+        if summary is None or not lines:
+            raise ValueError(f"it has no {SUMMARY}" if lines else f"its {METRICS} is empty")
+        _check(summary)
+        result = _result(run, summary, lines, configfile.load(run / "config.yaml"))
+        _check_names(result)
+        return result
+    except (DataError, UsageError, ValueError, LookupError) as error:
         reason = " ".join(str(error).split())
         raise DataError(f"{run} cannot be read as a finished run: {reason}") from None
 
 
-def _stages(plan: dict[str, Any]) -> object:
-    return plan["stages"]
+def _check(summary: Summary) -> None:
+    """Refuse a run that trained nothing, whose ratios are not defined, and impossible ranks.
+
+    Raises:
+        ValueError: if it did.
+    """
+    for name in ("images_per_second", "samples", "train_seconds", "seconds"):
+        if not LEAST < getattr(summary, name) < MOST:
+            raise ValueError(f"its {name} is {getattr(summary, name)}")
+    devices = summary.devices_a_rank
+    if not (0 < summary.ranks <= MOST_RANKS and 0 < devices <= MOST_RANKS):
+        raise ValueError(f"it has {summary.ranks} rank(s) of {devices} device(s)")
+    if not summary.plan.ranks or not summary.plan.ranks <= set(range(summary.ranks)):
+        raise ValueError("its plan does not fit its ranks")
 
 
-def _ranks(plan: dict[str, Any]) -> object:
-    return {rank for stage in plan["stages"] for rank in stage["ranks"]}
+def _check_names(result: Result) -> None:
+    """Refuse a run whose names could not be a title; raise ValueError."""
+    names = [result.model, result.plan, result.agreement]
+    names += [str(result.settings.get(name)) for name in ("framework", "precision")]
+    for name in names:
+        if not name.isprintable() or len(name) > LONGEST_NAME:
+            raise ValueError(f"{name[:LONGEST_NAME]!r} is not a name of one line")
 
 
-def _check_size(
-    plan: dict[str, Any], devices: int, lines: list[dict[str, Any]], config: dict[str, Any]
-) -> None:
+def _check_size(plan: Layout, devices: int, lines: list[Line], config: dict[str, Any]) -> None:
     """Refuse a run that used several numbers of ranks or several plans.
 
     Raises:
         ValueError: if it did.
     """
     # An adaptive run changes its plan, but not its ranks.
-    part = _ranks if parse_plan_request(config.get("plan")) == ADAPTIVE else _stages
-    if any(
-        part(line) != part(plan) or line.get("devices_a_rank", 1) != devices
-        for line in lines
-        if line["event"] == "plan"
-    ):
-        raise ValueError(
-            "it resumed with another plan or number of ranks, so it does not belong to one size"
-        )
+    is_adaptive = parse_plan_request(config.get("plan")) == ADAPTIVE
+    for line in lines:
+        used = Layout(line.stages)
+        is_same = used.ranks == plan.ranks if is_adaptive else used == plan
+        if line.event == "plan" and not (is_same and line.devices_a_rank == devices):
+            raise ValueError(
+                "it resumed with another plan or number of ranks, so it does not belong to one "
+                "size"
+            )
 
 
 def _settings(config: dict[str, Any], machine: dict[str, Any]) -> dict[str, Any]:
@@ -190,104 +201,71 @@ def _settings(config: dict[str, Any], machine: dict[str, Any]) -> dict[str, Any]
     )
 
 
-def _result(
-    run: Path, summary: dict[str, Any], lines: list[dict[str, Any]], config: dict[str, Any]
-) -> Result:
-    steps = [line for line in lines if line["event"] == "step"]
-    devices = int(summary.get("devices_a_rank", 1))
-    _check_size(summary["plan"], devices, lines, config)
-    train_seconds = float(summary["train_seconds"])
-    _check_positive(summary)
-    machine = dict(summary.get("machine", {}))
-    data, imbalance = _shares(steps, int(config["batch_size"]), summary["plan"])
+def _result(run: Path, summary: Summary, lines: list[Line], config: dict[str, Any]) -> Result:
+    steps = [line for line in lines if line.event == "step"]
+    devices, train_seconds = summary.devices_a_rank, summary.train_seconds
+    _check_size(summary.plan, devices, lines, config)
+    threads, batch_size = summary.machine.get("threads"), int(config["batch_size"])
+    data, imbalance = _shares(steps, batch_size, summary.plan)
     return Result(
         path=run,
-        model=str(summary["model"]),
-        plan=_plan(
-            summary["plan"], config.get("plan"), str(config.get("sync")).startswith("server")
-        ),
-        ranks=int(summary["ranks"]) * devices,
-        threads=max(1, int(machine.get("threads", 1)) // devices),
-        batch_size=int(config["batch_size"]),
+        model=summary.model,
+        plan=_plan(summary.plan, config.get("plan"), str(config.get("sync")).startswith("server")),
+        ranks=summary.ranks * devices,
+        threads=max(1, (threads if isinstance(threads, int) else 1) // devices),
+        batch_size=batch_size,
         seed=int(config["seed"]),
         expected=config.get("expected"),
-        settings=_settings(config, machine),
-        samples=int(summary["samples"]),
-        seconds=float(summary["seconds"]),
-        startup_seconds=float(summary["startup_seconds"]),
+        settings=_settings(config, summary.machine),
+        samples=summary.samples,
+        seconds=summary.seconds,
+        startup_seconds=summary.startup_seconds,
         train_seconds=train_seconds,
-        images_per_second=float(summary["images_per_second"]),
-        exposed=float(summary["communication"]["exposed_fraction"]) * train_seconds,
-        bubble=float(summary["bubble_fraction"]) * train_seconds,
+        images_per_second=summary.images_per_second,
+        exposed=summary.communication.exposed_fraction * train_seconds,
+        bubble=summary.bubble_fraction * train_seconds,
         data=data * train_seconds,
         imbalance=imbalance * train_seconds,
-        peak_memory_bytes=max(map(int, summary["peak_memory_bytes"])),
-        accuracy=summary["final"]["test_accuracy"],
-        validation_accuracy=summary["final"].get("val_accuracy"),
-        evaluation=float(summary[EVALUATION]) if EVALUATION in summary else None,
-        epochs=tuple(_epoch(line) for line in lines if line["event"] == "epoch"),
-        machine=machine,
-        versions=dict(summary["versions"]),
-        step_seconds=_step_seconds(steps, int(config["batch_size"])),
+        peak_memory_bytes=int(max(summary.peak_memory_bytes)),
+        accuracy=summary.final.test_accuracy,
+        validation_accuracy=summary.final.val_accuracy,
+        evaluation=summary.evaluation_seconds,
+        epochs=tuple(_epoch(line) for line in lines if line.event == "epoch"),
+        machine=summary.machine,
+        versions=summary.versions,
+        step_seconds=_step_seconds(steps, batch_size),
         predicted_seconds=next(
-            (line.get("predicted_seconds") for line in lines if line["event"] == "plan"), None
+            (line.predicted_seconds for line in lines if line.event == "plan"), None
         ),
         agreement=_agreement(config),
-        counted=_counted(summary),
-        disturbances=_disturbances(summary),
+        counted={
+            name: value for name, value in summary.agreement.items() if isinstance(value, float)
+        },
+        disturbances={line.host: line for line in summary.disturbance},
         energy=_energy(summary),
     )
 
 
-def _counted(summary: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers of what ranks counted about their agreement, by key."""
-    return {
-        name: float(value)
-        for name, value in summary.get("agreement", {}).items()
-        if isinstance(value, int | float)
-    }
-
-
-def _check_positive(summary: dict[str, Any]) -> None:
-    """Refuse a run that trained nothing, whose ratios are not defined.
-
-    Raises:
-        ValueError: if it did.
-    """
-    for name in ("images_per_second", "samples", "train_seconds", "seconds"):
-        if not float(summary[name]) > 0:
-            raise ValueError(f"its {name} is {summary[name]}")
-
-
-def _disturbances(summary: dict[str, Any]) -> dict[str, Disturbance]:
-    names = [item.name for item in fields(Disturbance)]
-    return {
-        str(line["host"]): Disturbance(**{name: line[name] for name in names})
-        for line in summary.get("disturbance", [])
-    }
-
-
-def _energy(summary: dict[str, Any]) -> dict[str, float]:
+def _energy(summary: Summary) -> dict[str, float]:
     """Return joules by source, of the sources that counted the whole run on all hosts.
 
     What Slurm counted stands only if no other did: it may contain what they count. Its plugins
     show zero where they cannot read.
     """
-    hosts = summary.get("energy", [])
-    is_whole = all(host["seconds"] >= COUNTED * float(summary["seconds"]) for host in hosts)
-    if not hosts or not is_whole or "emulated" in summary:  # emulated ranks take other seconds
+    hosts = summary.energy
+    is_whole = all(host.seconds >= COUNTED * summary.seconds for host in hosts)
+    if not hosts or not is_whole or summary.emulated:  # emulated ranks take other seconds
         return {}
     counted = {
-        source: sum(sum(host["joules"][source].values()) for host in hosts)
-        for source in hosts[0]["joules"]
+        source: sum(sum(host.joules[source].values()) for host in hosts)
+        for source in hosts[0].joules
         if all(
-            source in host["joules"]
-            and not any(line.startswith(source) for line in host["missing"])
+            source in host.joules and not any(line.startswith(source) for line in host.missing)
             for host in hosts
         )
     }
     others = {source: joules for source, joules in counted.items() if source != SLURM}
-    of_step = sum(sum(host["joules"].get(SLURM, {}).values()) for host in hosts)
+    of_step = sum(sum(host.joules.get(SLURM, {}).values()) for host in hosts)
     return others or ({SLURM: of_step} if of_step else {})
 
 
@@ -302,15 +280,14 @@ def _agreement(config: dict[str, Any]) -> str:
     return ", ".join(words)
 
 
-def _step_seconds(steps: list[dict[str, Any]], batch_size: int) -> float:
+def _step_seconds(steps: list[Line], batch_size: int) -> float:
     """Return the median over the step lines; the first is skipped, as libraries warm up in it."""
-    rates = [line["images_per_second"] for line in steps]
+    rates = [rate for line in steps if (rate := line.images_per_second or 0) > LEAST]
     return batch_size / median(rates[1:] or rates) if rates else 0.0
 
 
-def plan_name(plan: dict[str, Any]) -> str:
-    """Return the short name of a plan, as on the command line."""
-    replicas = [len(stage["ranks"]) for stage in plan["stages"]]
+def plan_name(replicas: Sequence[int]) -> str:
+    """Return the short name of a plan, as on the command line, from the ranks of its stages."""
     if len(replicas) == 1:
         return "single" if replicas[0] == 1 else "dp"
     if set(replicas) == {1}:
@@ -318,7 +295,7 @@ def plan_name(plan: dict[str, Any]) -> str:
     return f"hp:{len(replicas)}x{replicas[0]}" if len(set(replicas)) == 1 else "plan"
 
 
-def _plan(plan: dict[str, Any], option: str | None, has_servers: bool) -> str:
+def _plan(plan: Layout, option: str | None, has_servers: bool) -> str:
     """Return the short name of a plan, or its file: the shape does not distinguish such plans."""
     request = parse_plan_request(option)
     if isinstance(request, Mirrored):
@@ -326,7 +303,7 @@ def _plan(plan: dict[str, Any], option: str | None, has_servers: bool) -> str:
     if isinstance(request, Chosen | PlanFile):
         return str(option)
     # Beside servers a single rank may train: its series is that of more ranks.
-    return "dp" if has_servers else plan_name(plan)
+    return "dp" if has_servers else plan_name([len(stage.ranks) for stage in plan.stages])
 
 
 def machines(results: list[Result]) -> list[str]:
@@ -339,9 +316,7 @@ def machines(results: list[Result]) -> list[str]:
     return [text for text, _ in Counter(descriptions).most_common()]
 
 
-def _shares(
-    steps: list[dict[str, Any]], batch_size: int, plan: dict[str, Any]
-) -> tuple[float, float]:
+def _shares(steps: list[Line], batch_size: int, plan: Layout) -> tuple[float, float]:
     """Return the parts of a step in which ranks wait for images, and for a slower stage replica.
 
     Both are means over ranks and step lines. Unequal costs of stages do not count as imbalance:
@@ -350,16 +325,18 @@ def _shares(
     data: list[float] = []
     imbalance: list[float] = []
     for line in steps:
-        if (ranks := line.get("ranks")) and line["images_per_second"] > 0:
-            step_seconds = batch_size / line["images_per_second"]
-            busy = np.array(ranks["own_seconds"], float)
-            waited = np.array(ranks["data_seconds"], float)
-            data.append(float(waited.mean()) / step_seconds)
+        if line.ranks and (line.images_per_second or 0) > LEAST:
+            step_seconds = batch_size / (line.images_per_second or 0)
+            busy = np.array(line.ranks.own_seconds, float)
+            waited = np.array(line.ranks.data_seconds, float)
+            if not 0 < busy.size == waited.size or not np.isfinite([busy, waited]).all():
+                continue
             waits = np.zeros(len(busy))
-            for stage in plan["stages"]:
-                replicas = np.array(stage["ranks"], int)
+            for stage in plan.stages:
+                replicas = np.array(stage.ranks, int)
                 behind = busy[replicas].max() - busy[replicas]
                 waits[replicas] = np.maximum(waits[replicas], behind)
+            data.append(float(waited.mean()) / step_seconds)
             imbalance.append(float(waits.mean()) / step_seconds)
     if not data:
         return 0.0, 0.0
@@ -367,14 +344,12 @@ def _shares(
     return first, second
 
 
-def _epoch(line: dict[str, Any]) -> Epoch:
-    def first(*names: str) -> float | None:
-        return next((line[name] for name in names if line.get(name) is not None), None)
-
+def _epoch(line: Line) -> Epoch:
+    test_loss, accuracy = line.test_loss, line.test_accuracy
     return Epoch(
-        number=int(line["epoch"]),
-        train_loss=line.get("train_loss"),
-        loss=first("test_loss", "val_loss"),
-        accuracy=first("test_accuracy", "val_accuracy"),
-        seconds=line.get("seconds"),
+        number=line.epoch or 0,
+        train_loss=line.train_loss,
+        loss=line.val_loss if test_loss is None else test_loss,
+        accuracy=line.val_accuracy if accuracy is None else accuracy,
+        seconds=line.seconds,
     )

@@ -1,11 +1,14 @@
-"""Numbers with intervals, and tables as Markdown and CSV."""
+"""Numbers with intervals, and tables as Markdown."""
 
-import csv
-import io
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from hvdtrain.data.images import shown
 from hvdtrain.study.statistics import Estimate
+
+# What means something to Markdown or HTML in a line, or at its start; a lone sign does not, nor
+# an underscore within a word.
+_MARKUP = re.compile(r"[&<>`*~|\\\[\]]|(?<!\w)_|_(?!\w)|^#|^[-+](?=[-+\s])")
 
 
 def number(estimate: Estimate, form: str) -> str:
@@ -24,15 +27,14 @@ def rate(estimate: Estimate) -> str:
 def markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
     """Return a table with a row per mapping, whose keys are the heads of the columns."""
     heads = list(rows[0])
-    cells = [[cell.replace("|", r"\|") for cell in row.values()] for row in rows]
-    lines = [heads, ["---"] * len(heads), *cells]
+    lines = [list(map(literal, line)) for line in (heads, *(row.values() for row in rows))]
+    lines.insert(1, ["---"] * len(heads))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def as_csv(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Return rows below their heads as CSV."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(heads)
-    writer.writerows(rows)
-    return text.getvalue()
+def literal(text: str) -> str:
+    """Return a line with names, which may hold anything, as Markdown that shows them as they are.
+
+    Characters become references such as &#91; for [, which no reader takes for Markdown.
+    """
+    return _MARKUP.sub(lambda match: f"&#{ord(match[0])};", shown(text))

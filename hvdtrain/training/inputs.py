@@ -6,14 +6,15 @@ Evaluation, prediction and export need it, also where the data set is gone.
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from hvdtrain.data.index import Index, Resize
 from hvdtrain.errors import DataError
-from hvdtrain.host import files
+from hvdtrain.host import files, records
 from hvdtrain.training.feed import Normalisation
 
 FILE = "inputs.json"
+LARGEST_SIZE = 2**16  # pixels
 
 
 @dataclass(frozen=True)
@@ -65,20 +66,13 @@ def load(run: Path) -> Inputs | None:
     Raises:
         DataError: if the file is damaged.
     """
-    path = run / FILE
-    try:
-        content: dict[str, Any] = json.loads(path.read_text())
-        names, mean, std = (tuple(content[key]) for key in ("class_names", "mean", "std"))
-        sizes = int(content["image_size"]), int(content["stored_size"])
-        resize = content["resize"]
-        is_good = len(mean) == len(std) == 3 and names and min(sizes) > 0 and min(std) > 0
-        if not is_good or resize not in (None, *get_args(Resize)):
-            raise ValueError("a value is out of range")
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError) as error:
-        reason = " ".join(str(error).split())
-        raise DataError(f"{path} is damaged ({reason}): restore it") from None
-    return Inputs(*sizes, resize, tuple(map(str, names)), mean, std)
+    inputs = records.read(run / FILE, Inputs)
+    if inputs is not None:
+        sizes = inputs.image_size, inputs.stored_size
+        has_channels = len(inputs.mean) == len(inputs.std) == 3 and min(inputs.std) > 0
+        is_resized = inputs.resize in (None, *get_args(Resize))
+        if not (0 < min(sizes) <= max(sizes) <= LARGEST_SIZE and has_channels and is_resized):
+            raise DataError(f"{run / FILE} has a value that is out of range: restore it")
+        if not inputs.class_names:
+            raise DataError(f"{run / FILE} names no class: restore it")
+    return inputs

@@ -1,7 +1,5 @@
 """Evaluation of a run's model on a split: accuracy, by class, and the confusion matrix."""
 
-import csv
-import io
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +14,7 @@ from hvdtrain.data.index import Index, read_index
 from hvdtrain.data.shards import open_split
 from hvdtrain.errors import UsageError
 from hvdtrain.host import files
+from hvdtrain.host.harmless import as_csv
 from hvdtrain.options.givenmodel import Model
 from hvdtrain.options.nearest import nearest
 from hvdtrain.plan.program import EVALUATION_IMAGES
@@ -131,6 +130,7 @@ def evaluate(
     which: Which = "best",
     to: str | Path | None = None,
     model: Model | None = None,
+    trust: bool = False,
 ) -> Evaluation:
     """Evaluate the model of a run on a split of a packed data set.
 
@@ -142,13 +142,14 @@ def evaluate(
         to: folder for evaluation.json, classes.csv, confusion.csv and confusion.png; None writes
             no file.
         model: the model that was passed in Python, if it was.
+        trust: import the module that the run names also if another user could have written it.
 
     Raises:
         UsageError: if there is no such run or split, the classes differ, or a file cannot be
             written.
         DataError: if the run holds no checkpoint that verifies, or the data set is damaged.
     """
-    trained = trained_model(run, which, model)
+    trained = trained_model(run, which, model, trust)
     folder = Path(trained.config.data if data is None else data)
     index = _index(folder, trained)
     if split not in index.splits:
@@ -221,21 +222,15 @@ def write(result: Evaluation, folder: Path) -> None:
     text = json.dumps(result.as_json(), indent=1) + "\n"
     files.write_text(folder / "evaluation.json", text, "the evaluation")
     rows = result.by_class()
-    table = _csv([list(rows[0]), *(list(row.values()) for row in rows)])
+    table = as_csv(list(rows[0]), [list(row.values()) for row in rows])
     files.write_text(folder / "classes.csv", table, "the table of classes")
     names = list(result.class_names)
     matrix = [
         [name, *counts] for name, counts in zip(names, result.confusion.tolist(), strict=True)
     ]
-    table = _csv([["class \\ answer", *names], *matrix])
+    table = as_csv(["class \\ answer", *names], matrix)
     files.write_text(folder / "confusion.csv", table, "the confusion matrix")
     draw_confusion(result.confusion, result.class_names, folder / "confusion.png")
-
-
-def _csv(rows: list[list[Any]]) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    return text.getvalue()
 
 
 def _make_folder(folder: Path) -> None:

@@ -1,7 +1,5 @@
 """Prediction of the classes of image files with a run's model."""
 
-import csv
-import io
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +11,7 @@ from hvdtrain.data.images import centre, decode, shown
 from hvdtrain.data.images import resize as resized
 from hvdtrain.data.index import Resize
 from hvdtrain.errors import DataError, UsageError
+from hvdtrain.host.harmless import as_csv
 from hvdtrain.options.givenmodel import Model
 from hvdtrain.plan.program import EVALUATION_IMAGES
 from hvdtrain.training.inputs import Inputs
@@ -46,6 +45,7 @@ def predict(
     which: Which = "best",
     resize: Resize | None = None,
     model: Model | None = None,
+    trust: bool = False,
 ) -> list[Prediction]:
     """Return the most probable classes of image files, in their order.
 
@@ -61,6 +61,7 @@ def predict(
         resize: "shorter", "squash" or "pad": give the one that a data set of pixels was packed
             with; by default as in a data set of image files, else "shorter".
         model: the model that was passed in Python, if it was.
+        trust: import the module that the run names also if another user could have written it.
 
     Raises:
         UsageError: if there is no such run, or it has fewer classes than `top`.
@@ -70,7 +71,7 @@ def predict(
     paths = [Path(image) for image in images]
     for path in paths:
         _check_file(path)
-    trained = trained_model(run, which, model)
+    trained = trained_model(run, which, model, trust)
     classes = len(trained.inputs.class_names)
     if not 1 <= top <= classes:
         raise UsageError(f"--top {top}, but the model has {classes} classes: give 1 to {classes}")
@@ -91,13 +92,12 @@ def as_table(predictions: Sequence[Prediction], form: str) -> str:
     """
     if form == "jsonl":
         return "".join(json.dumps(_as_json(one)) + "\n" for one in predictions)
-    text = io.StringIO()
-    table = csv.writer(text, lineterminator="\n")
-    table.writerow(["image", "place", "class", "name", "probability"])
-    for one in predictions:
-        for place, (number, name, probability) in enumerate(_classes(one), 1):
-            table.writerow([shown(one.image), place, number, name, f"{probability:.{DIGITS}f}"])
-    return text.getvalue()
+    rows = [
+        [shown(one.image), place, number, name, f"{probability:.{DIGITS}f}"]
+        for one in predictions
+        for place, (number, name, probability) in enumerate(_classes(one), 1)
+    ]
+    return as_csv(["image", "place", "class", "name", "probability"], rows)
 
 
 def _classes(one: Prediction) -> Iterator[tuple[int, str, float]]:

@@ -27,6 +27,7 @@ from hvdtrain.options.givenmodel import Model
 from hvdtrain.parallel.stage import AUTOCAST, Images, StageModel
 from hvdtrain.training.feed import normalisation
 from hvdtrain.training.inputs import Inputs, inputs_of, load
+from hvdtrain.use.trust import check
 from hvdtrain.world import World
 
 Which = Literal["best", "last"]
@@ -91,7 +92,7 @@ class Classifier(nn.Module):
 
 
 def load_classifier(
-    run: str | Path, which: Which = "best", model: Model | None = None
+    run: str | Path, which: Which = "best", model: Model | None = None, trust: bool = False
 ) -> nn.Module:
     """Return the trained model of a run as a torch module in evaluation mode.
 
@@ -102,24 +103,29 @@ def load_classifier(
         run: the run folder.
         which: the best epoch's checkpoint, or the newest that verifies.
         model: the model that was passed in Python, if it was; its own weights do not matter.
+        trust: import the module that the run names also if another user could have written it.
 
     Raises:
         UsageError: if there is no such run, or the model is another one.
         DataError: if the run holds no checkpoint that verifies.
     """
-    return Classifier(trained_model(run, which, model)).eval()
+    return Classifier(trained_model(run, which, model, trust)).eval()
 
 
-def trained_model(run: str | Path, which: Which = "best", model: Model | None = None) -> Trained:
+def trained_model(
+    run: str | Path, which: Which = "best", model: Model | None = None, trust: bool = False
+) -> Trained:
     """Return the trained model of a run.
 
     Raises:
-        UsageError: if there is no such run, or the model is another one.
+        UsageError: if there is no such run, the model is another one, or its code is not trusted.
         DataError: if the run holds no checkpoint that verifies.
     """
     config = _config(Path(run), model)
     saved, checkpoint = saved_state(Path(run), which)
     inputs = load(Path(run)) or _inputs_from_data(config, Path(run))
+    if model is None:
+        check(Path(run), config.model, trust)
     components = models.components(
         config.model,
         len(inputs.class_names),

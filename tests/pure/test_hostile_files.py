@@ -14,15 +14,21 @@ from hypothesis import strategies as st
 
 from hvdtrain import cli
 from hvdtrain.checkpoint import format as formats
+from hvdtrain.checkpoint import store
 from hvdtrain.checkpoint.format import Entry, Manifest, read_manifest
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError, UsageError
-from hvdtrain.jobs import site, sweep
+from hvdtrain.host import records
+from hvdtrain.jobs import record, site, sweep, watch
 from hvdtrain.plan import plan as plans
 from hvdtrain.plan import planfile
 from hvdtrain.planner import clusters
+from hvdtrain.study import finding, series
+from hvdtrain.training import inputs
 from hvdtrain.training.progress import Progress
 from tests import hostile
+from tests.pure.jobs.test_watch import RECORD
+from tests.pure.study.test_results import write_run
 
 PARSER = cli._parser()
 NAMES = ["stem", "body", "neck", "head"]
@@ -194,3 +200,103 @@ def test_a_manifest_is_one_or_one_line(
     if (loaded := hostile.understood(read, DataError)) is not None:
         assert all(0 <= part.bytes < 2**63 for part in loaded.parts)
         assert all("/" not in part.name for part in loaded.parts)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of three finished runs, which are jobs; examples change `bad`."""
+    folder = tmp_path_factory.mktemp("runs")
+    host = {"host": "a", "seconds": 60.0, "joules": {"RAPL": {"package": 9.0}}, "missing": []}
+    shared: dict[str, Any] = {"host": "a", "cores": 2, "other_cores": 0.5, "stolen_cores": 0.0}
+    shared["throttled_fraction"] = 0.1
+    for name, ranks in (("bad", 2), ("one", 1), ("two", 2)):
+        counts: dict[str, Any] = {"energy": [host], "disturbance": [shared]}
+        counts["agreement"] = {"sync": "exact", "sent_bytes_per_step": 5.0}
+        run = write_run(folder / name, ranks, 100 / ranks, [5.0] * ranks, **counts)
+        record.write(run, RECORD)
+        (run / "heartbeats").mkdir()
+        (run / "heartbeats" / "rank-0000.json").write_text('{"time": 5, "pid": 1}')
+        (run / "checkpoints").mkdir()
+        (run / "checkpoints" / "best.json").write_text(
+            '{"checkpoint": "step-00000001", "metric": "val_accuracy", "value": 0.5}'
+        )
+        (run / "inputs.json").write_text(json.dumps(INPUTS))
+    return folder
+
+
+INPUTS = asdict(inputs.Inputs(8, 8, None, ("a", "b"), (0.5,) * 3, (0.5,) * 3))
+RECORDS = (
+    *("summary.json", "metrics.jsonl", "config.yaml", "job.json", "inputs.json"),
+    *("checkpoints/best.json", "heartbeats/rank-0000.json"),
+)
+
+
+def documents(text: str, name: str) -> Any:
+    """Return the content of a record, a list if it has a record per line."""
+    if name.endswith(".jsonl"):
+        return [json.loads(line) for line in text.splitlines()]
+    return yaml.safe_load(text)
+
+
+def as_text(content: Any, name: str) -> str:
+    if name.endswith(".yaml"):
+        return yaml.safe_dump(content)
+    return (
+        "".join(f"{json.dumps(x)}\n" for x in content) if "jsonl" in name else json.dumps(content)
+    )
+
+
+def check_other_runs(runs: Path) -> None:
+    """Read all runs: the bad one is read or named with its fault, and the others are read."""
+    study = finding.find([str(runs)])
+    all_series, without = series.arrange(study.results)
+    assert {"one", "two"} <= {run.name for one in all_series for run in one.runs}
+    faults = [line for line in (*study.left_out, *without) if line.startswith("bad")]
+    assert faults or "bad" in {run.name for run in study.results}
+    assert all("\n" not in line and len(line) < 900 for line in faults)
+    rows = watch.rows(*record.runs_of([str(runs)]))
+    assert [Path(row.run).name for row in rows] == ["bad", "one", "two"]
+    assert [row.epoch for row in rows[1:]] == [1, 1]
+    assert len(watch.as_text(rows).splitlines()) >= 4
+    hostile.understood(lambda: inputs.load(runs / "bad"), DataError)
+    hostile.understood(lambda: store.best(runs / "bad" / "checkpoints"), DataError)
+
+
+@settings(max_examples=50)
+@given(st.data())
+def test_a_bad_record_of_a_run_is_a_row_that_says_so(runs: Path, draw: st.DataObject) -> None:
+    name = draw.draw(st.sampled_from(RECORDS))
+    path = runs / "bad" / name
+    before = path.read_text()
+    content = documents(before, name)
+    place = draw.draw(st.sampled_from(hostile.paths_of(content)))
+    path.write_text(as_text(hostile.changed(content, place, draw.draw(hostile.VALUES)), name))
+    try:
+        check_other_runs(runs)
+    finally:
+        path.write_text(before)
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_record_that_is_no_record_at_all_is_a_row_that_says_so(runs: Path, name: str) -> None:
+    path = runs / "bad" / name
+    before = path.read_bytes()
+    ranks = b'{"ranks": [' + b"0," * 10**6 + b"0]}"
+    for content in (b"", b"\xff\xfe", b"null", b"[" * 10**5, ranks, b"[]\n{}\n", b"0" * 10**5):
+        path.write_bytes(content)
+        check_other_runs(runs)
+    secret = runs.with_name(f"{runs.name}-secret")
+    secret.write_bytes(before)
+    path.unlink()
+    path.symlink_to(secret)
+    check_other_runs(runs)
+    path.unlink()
+    path.mkdir()
+    check_other_runs(runs)
+    path.rmdir()
+    with hostile.fifo(path):
+        check_other_runs(runs)
+        with pytest.raises(OSError, match="it is not a regular file"):  # nor was it waited for
+            records.content(path)
+    path.unlink()
+    path.write_bytes(before)

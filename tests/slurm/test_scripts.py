@@ -66,7 +66,8 @@ def test_a_job_trains(
         assert data.verify(copy) == []
     summary = summary_of(run)
     assert (summary["ranks"], summary["steps"]) == (ranks, 5)
-    assert plan_name(summary["plan"]) == ("mp" if plan == "hp:2x1" else plan)
+    replicas = [len(stage["ranks"]) for stage in summary["plan"]["stages"]]
+    assert plan_name(replicas) == ("mp" if plan == "hp:2x1" else plan)
 
 
 def test_signals_wait_until_the_program_can_obey_them(cluster: Cluster, tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 
 from hvdtrain import launch
 from hvdtrain.errors import DataError, UsageError
-from hvdtrain.host import files, harmless
+from hvdtrain.host import files, records
+from hvdtrain.host.harmless import parse_json
 from hvdtrain.host.launchers import ALGORITHMS
 from hvdtrain.options.syncoptions import Library
 from hvdtrain.study.runs import error_of, make_folder
@@ -111,13 +112,13 @@ def read_result(path: Path) -> dict[str, Any]:
     Raises:
         DataError: if there is none.
     """
+    again = "remove it to measure again"
     try:
-        content = harmless.parse_json(path.read_bytes())
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise DataError(f"{path} cannot be read ({reason}): remove it to measure again") from None
+        content = records.checked(path, lambda: parse_json(records.content(path)), again)
+    except FileNotFoundError:
+        raise DataError(f"{path} is missing: measure again") from None
     if not isinstance(content, dict):
-        raise DataError(f"{path} is not a measurement: remove it to measure again")
+        raise DataError(f"{path} is not a measurement: {again}")
     return content
 
 

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
+from hvdtrain.host.harmless import as_csv
 from hvdtrain.study.collectives.results import Group, Steps
 from hvdtrain.study.collectives.verdicts import Crossover
 from hvdtrain.study.statistics import Estimate, median
-from hvdtrain.study.tables import as_csv
 
 INTERVAL = ("", "_low", "_high")
 

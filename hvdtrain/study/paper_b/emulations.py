@@ -4,7 +4,6 @@ Emulations run the real program on ranks that sleep (`train --emulate`). Those o
 ranks show what an emulation leaves out; those of the V100 check the predictions of table I.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -50,6 +49,7 @@ from hvdtrain.study.paper_b.settings import (
 from hvdtrain.study.results import read
 from hvdtrain.study.runs import Arm, make_folder, run_all
 from hvdtrain.study.statistics import Estimate
+from hvdtrain.training import runrecords
 
 ON_MEASURED = (DP, MP, HYBRID)  # strategies that are emulated on the measured ranks
 SIZES = (2, 4, 16, 32, 64)  # ranks on which DP is emulated, besides those of table I
@@ -341,15 +341,15 @@ def _read(comparison: Comparison, folder: Path) -> Emulated:
     Raises:
         DataError: if its files cannot be parsed.
     """
-    seconds = read(folder).step_seconds
-    report = json.loads((folder / "summary.json").read_text())["emulated"]
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    decisions = [line.get("decision") for line in map(json.loads, lines)]
+    seconds, summary = read(folder).step_seconds, runrecords.read_summary(folder)
+    if summary is None or summary.emulated is None:
+        raise DataError(f"{folder} was not emulated: remove it")
+    decisions = [line.decision for line in runrecords.read_lines(folder)]
     return Emulated(
         comparison,
         seconds,
-        mean_seconds=report["step_seconds"],
-        overhead=report["overhead_seconds_per_step"],
-        dilation=report["dilation"],
+        mean_seconds=summary.emulated.step_seconds,
+        overhead=summary.emulated.overhead_seconds_per_step,
+        dilation=summary.emulated.dilation,
         changes=decisions.count("change"),
     )

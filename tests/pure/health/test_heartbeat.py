@@ -9,7 +9,9 @@ OWN = ("", "reading its samples")
 
 def beat(folder: Path, rank: int, doing: str, age: float = 0.0) -> None:
     path = file_of(folder, rank)
-    path.write_text(json.dumps({"host": f"n{rank}", "step": 5, "doing": doing}))
+    path.write_text(
+        json.dumps({"time": 0, "pid": 1, "host": f"n{rank}", "step": 5, "doing": doing})
+    )
     os.utime(path, (1000 - age, 1000 - age))
 
 

@@ -32,10 +32,10 @@ def test_a_run_whose_process_is_gone_has_failed_unless_it_has_a_summary(tmp_path
         json.dumps({"event": "step", "step": 7, "epoch": 2, "images_per_second": 10.5})
         + '\n{"event": "epo'
     )
-    (row,) = watch.rows(record.runs_of([str(tmp_path)]))
+    (row,) = watch.rows(*record.runs_of([str(tmp_path)]))
     assert (row.state, row.step, row.epoch, row.images_per_second) == ("FAILED", 7, 2, 10.5)
     (tmp_path / "summary.json").write_text("{}")
-    (row,) = watch.rows(record.runs_of([str(tmp_path)]))
+    (row,) = watch.rows(*record.runs_of([str(tmp_path)]))
     assert row.state == "COMPLETED"
 
 
@@ -51,7 +51,7 @@ def test_the_accuracy_is_that_of_the_last_evaluation(tmp_path: Path) -> None:
         lines = [{"event": "epoch", "step": 1, "epoch": 1, **line} for line in epochs[:last]]
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (tmp_path / "metrics.jsonl").write_text(text)
-        (row,) = watch.rows(record.runs_of([str(tmp_path)]))
+        (row,) = watch.rows(*record.runs_of([str(tmp_path)]))
         accuracies.append(row.accuracy)
     assert accuracies == [None, 0.3, 0.4, 0.4]
 
@@ -69,7 +69,7 @@ def test_a_run_whose_turn_has_not_come_waits(
     for moment, process in ((None, 0), (900, os.getpid()), (1100, os.getpid()), (1200, 2**22 + 1)):
         if moment is not None:
             beat.write_text(json.dumps({"time": moment, "pid": process}))
-        (row,) = watch.rows(record.runs_of([str(tmp_path)]))
+        (row,) = watch.rows(*record.runs_of([str(tmp_path)]))
         states.append(row.state)
     assert states == ["PENDING", "PENDING", "RUNNING", "FAILED"]
 
@@ -92,7 +92,7 @@ def test_the_last_words_of_hvdtrain_are_the_note(tmp_path: Path) -> None:
     (logs / f"{RECORD.jobs[0]}_0_log.err").write_text(
         "hvdtrain: disk full\nslurmstepd: error: killed\n"
     )
-    (row,) = watch.rows(record.runs_of([str(tmp_path)]))
+    (row,) = watch.rows(*record.runs_of([str(tmp_path)]))
     assert row.note == "disk full"
     assert "disk full" in watch.as_text([row])
 
@@ -104,7 +104,7 @@ def test_the_sign_of_life_is_that_of_the_rank_silent_longest(tmp_path: Path) -> 
     for rank, ago in enumerate((5, 90)):
         text = json.dumps({"time": time.time() - ago, "pid": 1})
         (beats / f"rank-{rank:04d}.json").write_text(text)
-    (row,) = watch.rows(record.runs_of([str(tmp_path)]))
+    (row,) = watch.rows(*record.runs_of([str(tmp_path)]))
     assert row.heartbeat_seconds == pytest.approx(90, abs=5)
 
 
@@ -113,14 +113,29 @@ def test_a_folder_of_runs_is_looked_into(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         record.write(tmp_path / name, RECORD)
     (tmp_path / "c").mkdir()
-    assert [run.name for run in record.runs_of([str(tmp_path)])] == ["a", "b"]
+    assert [run.name for run in record.runs_of([str(tmp_path)])[0]] == ["a", "b"]
     for name, problem in (("c", "c holds no run with a job"), ("d", "d is not a folder")):
         with pytest.raises(UsageError, match=f"{problem}: start a job with hvdtrain jobs submit"):
             record.runs_of([str(tmp_path / name)])
 
 
+def test_a_run_whose_record_is_bad_stops_neither_status_nor_cancel(tmp_path: Path) -> None:
+    for name, text in (("a", "{"), ("b", None), ("c", None)):
+        (tmp_path / name).mkdir()
+        record.write(tmp_path / name, replace(RECORD, ranks=10**18))
+        if text is not None:
+            (tmp_path / name / record.RECORD).write_text(text)
+    (tmp_path / "c" / "metrics.jsonl").write_text('{"event": "step", "step": "many"}\n')
+    bad, good, half = watch.rows(*record.runs_of([str(tmp_path)]))
+    assert (bad.state, good.state, half.state) == (watch.UNREADABLE, "FAILED", "FAILED")
+    assert "job.json is not valid" in bad.note
+    assert "metrics.jsonl is not valid (step cannot be 'many')" in half.note
+    with pytest.raises(DataError, match=r"job.json is not valid .*the other runs are cancelled"):
+        watch.cancel([str(tmp_path)])
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"jobs": 3}', "[" * 5000])
 def test_a_record_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / record.RECORD).write_text(text)
-    with pytest.raises(DataError, match="is not a valid job record"):
+    with pytest.raises(DataError, match="is not valid"):
         record.read(tmp_path)

@@ -1,19 +1,20 @@
 """The files of a report: one page of HTML, tables for LaTeX, pictures, and a comparison."""
 
 import csv
-import html.parser
 import json
 import re
 import zipfile
 from collections.abc import Sequence
+from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import quote
 
 import pytest
 import yaml
+from markdown import markdown
 
 from hvdtrain.errors import UsageError
-from hvdtrain.study import comparison, csvfiles, latex, report, tables, target
+from hvdtrain.study import comparison, csvfiles, html, latex, report, tables, target
 from hvdtrain.study.results import Epoch
 from hvdtrain.study.series import Series, arrange
 from tests.pure.study.test_results import write_run
@@ -33,7 +34,7 @@ def write_study(folder: Path, factor: float = 1.0, sizes: Sequence[int] = (1, 2)
     return folder
 
 
-class Page(html.parser.HTMLParser):
+class Page(HTMLParser):
     """Tags that are open, and sources of pictures, of a page."""
 
     def __init__(self) -> None:
@@ -203,17 +204,6 @@ def test_all_repeats_are_exported_for_extra_p() -> None:
     assert len(lines) == 3 * len(csvfiles.EXTRA_P_METRICS)
 
 
-def test_names_of_runs_are_no_html_and_no_cells(tmp_path: Path) -> None:
-    runs = write_study(tmp_path / "runs")
-    write_run(runs / "<script>alert(1)<!-- & -->", 2, 50.0, [5.0] * 2, summary_of="x")
-    (runs / "<script>alert(1)<!-- & -->" / "summary.json").unlink()
-    report.write([str(runs)], str(tmp_path / "report"))
-    page = (tmp_path / "report" / "report.html").read_text()
-    assert "<script>" not in page
-    assert "&lt;script&gt;alert(1)" in page
-    assert tables.markdown_table([{"a": "x|y"}]).splitlines()[-1] == r"| x\|y |"
-
-
 def test_runs_that_trained_nothing_are_left_out(tmp_path: Path) -> None:
     runs = write_study(tmp_path / "runs")
     write_run(runs / "none", 2, 50.0, [5.0] * 2, images_per_second=0.0)
@@ -257,3 +247,82 @@ def test_energy_has_its_price_and_co2_and_what_is_estimated_says_so(tmp_path: Pa
         report.write([str(runs)], str(tmp_path / "report"), co2="400-50")
     with pytest.raises(UsageError, match="--energy-price must be 0 or more"):
         report.write([str(runs)], str(tmp_path / "report"), energy_price=-1.0)
+
+
+NAMES = (
+    "a```",
+    "b<script>alert(1)<_script>",
+    "c[click](javascript:alert(1))",
+    "d![x](http:__example.org_x.png)",
+    "e<http:__example.org>",
+    "f*bold*`code`|~~gone~~",
+    "g\n# head",
+    "# head",
+    "- - item",
+    "h![loss](loss.png)",
+    "i&lt;b&gt;",
+    "=1+2",
+    "@SUM(A1)",
+)
+
+
+class Text(HTMLParser):
+    """The words of a page, its tags, and the pages that it names."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.words, self.tags, self.links = "", set[str](), list[str]()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.links += [str(value) for name, value in attrs if name in ("href", "src")]
+
+    def handle_data(self, data: str) -> None:
+        self.words += data
+
+
+def test_names_are_text_in_each_file_of_a_report(tmp_path: Path) -> None:
+    """Run folders, models and hosts may be named by another user."""
+    runs = write_study(tmp_path / "runs")
+    for name in NAMES:
+        (write_run(runs / name, 2, 60.0, [5.0, 5.0]) / "metrics.jsonl").write_text("{")
+    for number in range(2):
+        for name in ("=2+3", *NAMES[:7]):
+            machine = {"processor": name, "cores": 2, "threads": 1}
+            write_run(runs / f"={number}{name}", 2, 60.0, [5.0] * 2, model=name, machine=machine)
+    to = tmp_path / "report"
+    report.write([str(runs)], str(to))
+    pictures = {path.name for path in to.glob("*.png")}
+    text = (to / "report.md").read_text()
+    # Any program that shows Markdown, the page, and the page of text that is not escaped.
+    pages = [markdown(text, extensions=["tables", "fenced_code"]), html.page(text, to)]
+    bare = html.page("- ".join(f"{tables.shown(name)}\n\n" for name in ("# T", *NAMES)), to)
+    for page in map(Text, (*pages, bare)):
+        assert not page.tags & {"script", "a", "b"}
+        assert {link for link in page.links if not link.startswith("data:")} <= pictures
+    assert [page.count("<h1") for page in pages] == [1, 1]
+    for page in map(Text, pages):
+        assert all(tables.shown(name) in page.words for name in NAMES)
+    assert tables.markdown_table([{"a": "x|y"}]).splitlines()[-1] == "| x&#124;y |"
+    with (tmp_path / "report" / "runs.csv").open() as file:
+        cells = [cell for row in csv.reader(file) for cell in row]
+    assert "'=0=2+3" in cells
+    assert not [cell for cell in cells if cell[:1] in ("=", "@")]
+
+
+def test_a_crate_does_not_publish_what_a_link_points_to(tmp_path: Path) -> None:
+    runs = write_study(tmp_path / "runs")
+    secret = tmp_path / "secret"
+    for name in ("config.yaml", "metrics.jsonl", "summary.json"):
+        path = write_run(runs / f"linked-{name}", 2, 60.0, [5.0, 5.0]) / name
+        path.rename(secret)
+        path.symlink_to(secret)
+    report.write([str(runs)], str(tmp_path / "report"), crate=str(tmp_path / "crate.zip"))
+    with zipfile.ZipFile(tmp_path / "crate.zip") as archive:
+        packed = archive.namelist()
+    for name in ("config.yaml", "metrics.jsonl", "summary.json"):
+        assert f"runs/1-0/{name}" in packed
+        assert f"runs/linked-{name}/{name}" not in packed
+    text = (tmp_path / "report" / "report.md").read_text()
+    assert text.count("it is a symbolic link") == 3

@@ -128,12 +128,8 @@ def test_the_most_ranks_worth_paying_for_are_those_used_well_enough() -> None:
 
 
 def test_plans_have_the_names_of_the_command_line() -> None:
-    def named(*replicas: int) -> str:
-        return plan_name({"stages": [{"ranks": list(range(n))} for n in replicas]})
-
-    assert [named(1), named(4), named(1, 1), named(2, 2), named(3, 1)] == [
-        *("single", "dp", "mp", "hp:2x2", "plan")
-    ]
+    names = [plan_name(replicas) for replicas in ([1], [4], [1, 1], [2, 2], [3, 1])]
+    assert names == ["single", "dp", "mp", "hp:2x2", "plan"]
 
 
 def test_one_rank_is_the_base_of_all_ways_to_agree() -> None:

@@ -13,12 +13,13 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from hvdtrain import data
+from hvdtrain import cli, data
 from hvdtrain.data import packing
 from hvdtrain.data.arrays import read_arrays
 from hvdtrain.data.cifar import CIFAR10
@@ -516,8 +517,75 @@ def test_good_files_of_any_name_are_packed(tmp_path: Path) -> None:
     name = os.fsdecode(b"new\nline \xff.png")
     save(tmp_path / "train" / "cat" / "inner" / name, pixels_of(4))
     save(tmp_path / "train" / "cat" / "._hidden.png", pixels_of(5))
-    (tmp_path / "train" / "cat" / "loop").symlink_to(tmp_path / "train" / "cat")
     assert data.pack(tmp_path, tmp_path / "packed").splits["train"].count == 5
+
+
+@pytest.mark.parametrize(
+    ("packed", "link", "target", "same"),
+    [
+        ("train", "train/all", "train", "train"),
+        ("train", "train/kitten", "train/cat", "train/cat"),
+        ("", "train/cat/loop", "train/cat", "train/cat"),
+        ("", "train/cat/up", ".", ""),
+        ("", "train/cat/more", "test/cat", "test/cat"),
+        ("", "train/cat/twice.png", "train/dog/1.png", "train/dog/1.png"),
+        ("", "test/dog/9.png", "train/dog/1.png", "train/dog/1.png"),
+    ],
+)
+def test_nothing_is_read_twice_through_a_link(
+    tmp_path: Path, packed: str, link: str, target: str, same: str
+) -> None:
+    """An extra class held every image, under another label; links to other folders are fine."""
+    source, pool = tmp_path / "source", tmp_path / "pool"
+    for folder in (source / "train", source / "test", pool):
+        class_folders(folder, 4)
+    (source / "train" / "cat" / "pooled").symlink_to(pool / "cat")
+    (source / "train" / "dog" / "8.png").symlink_to(pool / "dog" / "1.png")
+    os.link(source / "train" / "dog" / "1.png", source / "train" / "dog" / "7.png")
+    assert data.pack(source, tmp_path / "good").splits["train"].count == 4 + 2 + 2
+    (source / link).symlink_to(source / target)
+    split = "0.5,0.5" if packed else None
+    message = refusal(source / packed, tmp_path / "packed", split=split)
+    assert "so that its images would count twice: remove the link" in message
+    assert f"is the same as {source / same}" in message
+    assert not (tmp_path / "packed").exists()
+
+
+def test_what_is_no_image_by_its_name_and_other_splits_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "source"
+    for split in ("train", "test", "val"):
+        class_folders(source / split, 4)
+    for name in ("a.jfif", "b.JFIF", "c.tif", "notes"):
+        (source / "train" / "cat" / name).touch()
+    os.mkfifo(source / "train" / "cat" / "pipe.png")  # reading it would wait
+    assert cli.run(["data", "pack", str(source), str(tmp_path / "packed")]) == 0
+    output = capsys.readouterr()
+    assert "by their suffix no images: 2 .jfif, 1 .tif, 1 without suffix" in output.err
+    assert "note: val/ is left out, with 4 image(s)" in output.out
+    for image in (source / "test" / "dog").iterdir():
+        image.rename(image.with_suffix(".gif"))
+    assert "but 2 .gif, 2 .jfif, 1 .tif" in refusal(source, tmp_path / "other")
+
+
+def test_a_file_of_another_kind_is_answered_with_what_it_is(tmp_path: Path) -> None:
+    rows = "file,label\na.png,0\n"
+    with h5py.File(tmp_path / "set.h5", "w") as file:
+        file["images"] = [0]
+    save(tmp_path / "one.png", pixels_of(0))
+    for name, content, message in (
+        ("set.h5", None, "is an HDF5 file: give a folder of images"),
+        ("set.csv", (tmp_path / "set.h5").read_bytes(), "is an HDF5 file: give a CSV file"),
+        ("one.png", None, "is a single image: give"),
+        ("list.txt", rows.encode(), "is text: give"),
+        ("wide.csv", rows.encode("utf-16"), "is text in UTF-16: give a CSV file in UTF-8"),
+        ("semi.csv", rows.replace(",", ";").encode(), "separated by semicolons: use commas"),
+        ("tabs.csv", rows.replace(",", "\t").encode(), "separated by tabs: use commas"),
+    ):
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+        assert message in refusal(tmp_path / name, tmp_path / "packed", split="0.5,0.5"), name
 
 
 @pytest.mark.parametrize(
@@ -530,7 +598,7 @@ def test_good_files_of_any_name_are_packed(tmp_path: Path) -> None:
         ("a.png,0\nb.png,1\nc.png, \n", "line 3 has no label"),
         ("a.png,-3\nb.png,0\n", "label -3 is out of range"),
         ("a.png,0\nnone.png,0\n", "none.png: cannot be read (No such file"),
-        ("a.png,0\n\0,0\n", "cannot be read"),
+        ("a.png,0\n\0,0\n", "is a file of another kind"),
     ],
 )
 def test_a_csv_file_that_is_wrong_is_refused(tmp_path: Path, content: str, message: str) -> None:

@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -207,10 +208,73 @@ def test_a_run_of_an_older_version_takes_its_inputs_from_its_data_set(
     (older / "inputs.json").unlink()
     assert evaluate(older, which="last").accuracy == run["final"]["test_accuracy"]
     (older / "inputs.json").write_text('{"mean": 3}')
-    assert "inputs.json is damaged" in refusal(partial(evaluate, older), DataError)
+    message = refusal(partial(evaluate, older), DataError)
+    assert "inputs.json is not valid (class_names is missing)" in message
     (older / "config.yaml").write_text("model: cnn\nframework: tensorflow\n")
     assert "is a TensorFlow run" in refusal(partial(evaluate, older), UsageError)
     assert "is not the folder of a run" in refusal(partial(evaluate, tmp_path), UsageError)
+
+
+def test_a_best_checkpoint_that_is_not_known_is_not_replaced_by_the_newest(
+    run: TrainResult, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(run.run, tmp_path / "copy")
+    for text, fault in (
+        ('{"checkpoint": "step-', "is not valid"),
+        ('{"checkpoint": "step-00000000"}', "names step-00000000, which is no checkpoint here"),
+        ('{"checkpoint": "../../run"}', "names ../../run, which is no checkpoint here"),
+    ):
+        (copy / "checkpoints" / "best.json").write_text(text)
+        for call in (evaluate, load, partial(export, file=tmp_path / "weights.pth")):
+            message = refusal(partial(call, copy), DataError)
+            assert fault in message
+            assert message.endswith("choose the newest checkpoint with --which last")
+        assert evaluate(copy, which="last").accuracy == run["final"]["test_accuracy"]
+
+
+def test_code_that_another_user_could_have_written_is_not_imported(
+    run: TrainResult,
+    pictures: tuple[list[Path], np.ndarray],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A module in the current folder; each file and folder that decides what it holds is open."""
+
+    def forget() -> None:
+        for name in ("strange_models.net", "strange_models"):
+            del sys.modules[name]
+
+    monkeypatch.chdir(tmp_path)
+    folder = shutil.copytree(run.run, tmp_path / "strange" / "run")
+    config, module = folder / "config.yaml", tmp_path / "strange_models" / "net.py"
+    config.write_text(config.read_text().replace("model: cnn", "model: strange_models.net:net"))
+    module.parent.mkdir()
+    package = module.with_name("__init__.py")
+    package.write_text("from pathlib import Path\nPath('ran').touch()\n")
+    module.write_text("from hvdtrain.models.cnn import cnn as net\n")
+    paths = [str(path) for path in pictures[0][:2]]
+    uses = [["evaluate", folder], ["predict", folder, *paths], ["export", folder, "net.onnx"]]
+    commands = [[*map(str, words), "--which", "last"] for words in uses]
+    for path in (folder, config, package, module, module.parent):
+        mode = path.stat().st_mode
+        path.chmod(mode | 0o002)
+        for command in commands:
+            message = refusal(partial(cli.run, command), UsageError)
+            assert f"{path} can be changed by other users" in message
+            assert message.endswith("or give --trust")
+        assert not Path("ran").exists(), path
+        path.chmod(mode)
+    config.chmod(0o666)
+    capsys.readouterr()
+    for command in commands:
+        assert cli.run([*command, "--trust"]) == 0
+        assert f"importing {module}, which {folder} names" in capsys.readouterr().err
+        Path("ran").unlink()
+        forget()
+    config.chmod(0o644)
+    assert evaluate(folder, which="last").accuracy == run["final"]["test_accuracy"]
+    forget()
 
 
 def test_exported_models_return_the_logits_of_torch(

@@ -1,0 +1,179 @@
+"""One checked way to read the records that runs leave in files, such as `job.json`.
+
+A record may be of another user or version, half-written, or damaged: it is a regular file of
+limited size, and a dataclass names its keys and their types.
+"""
+
+import errno
+import json
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from types import UnionType
+from typing import IO, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from hvdtrain.errors import DataError, on_one_line
+from hvdtrain.host.harmless import LARGEST_WHOLE
+
+LARGEST = 16 * 2**20  # bytes of a record
+LARGEST_LINES = 2**30  # bytes of a file with a record per line
+LARGEST_NUMBER = 1e100  # so that products of a few of them are finite
+Kind = TypeVar("Kind")
+
+
+@contextmanager
+def opened(path: Path, follow: bool = False) -> Iterator[IO[bytes]]:
+    """Open a regular file to read it: a FIFO would wait, and a link may show a private file.
+
+    Args:
+        follow: accept a symbolic link to such a file.
+
+    Raises:
+        OSError: also for anything else than a regular file.
+    """
+    if not follow and path.is_symlink():
+        raise OSError(errno.ELOOP, "it is a symbolic link")
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EISDIR, "it is not a regular file")
+        yield file
+
+
+def content(path: Path, largest: int = LARGEST) -> bytes:
+    """Return the content of a regular file; raise OSError also if it is larger than `largest`."""
+    with opened(path) as file:
+        text = file.read(largest + 1)
+    if len(text) > largest:
+        raise OSError(errno.EFBIG, f"it is larger than {largest:,} bytes")
+    return text
+
+
+def tail(path: Path, most: int) -> bytes:
+    """Return the lines that start in the last `most` bytes of a regular file; raise OSError."""
+    with opened(path) as file:
+        start = max(0, os.fstat(file.fileno()).st_size - most)
+        file.seek(start)
+        text = file.read(most)
+    return text.partition(b"\n")[2] if start else text
+
+
+def read(path: Path, kind: type[Kind], advice: str = "restore it") -> Kind | None:
+    """Return the record in a JSON file as a dataclass; None if there is no such file.
+
+    Args:
+        advice: what to do about a file that is not such a record, for the error.
+
+    Raises:
+        DataError: if it cannot be read or is not such a record.
+    """
+    try:
+        return checked(path, lambda: parse(content(path), kind), advice)
+    except FileNotFoundError:
+        return None
+
+
+def read_lines(path: Path, kind: type[Kind], last: int | None = None) -> list[Kind]:
+    """Return the records in a file with one per line, but not one that is half-written at its end.
+
+    Args:
+        last: number of bytes to read from the end of the file; None for all of it.
+
+    Raises:
+        DataError: if the file cannot be read, or a line is not such a record.
+    """
+
+    def load() -> list[Kind]:
+        text = content(path, LARGEST_LINES) if last is None else tail(path, last)
+        *lines, unfinished = text.split(b"\n")
+        records = [parse(line, kind) for line in lines if line.strip()]
+        with suppress(ValueError):
+            records.append(parse(unfinished, kind))
+        return records
+
+    try:
+        return checked(path, load)
+    except FileNotFoundError:
+        return []
+
+
+def checked(path: Path, load: Callable[[], Kind], advice: str = "restore it") -> Kind:
+    """Return what `load` reads from a file.
+
+    Raises:
+        FileNotFoundError: as `load` does.
+        DataError: for its other OSErrors, and its ValueErrors.
+    """
+    try:
+        return load()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}): {advice}") from None
+    except ValueError as error:
+        raise DataError(f"{path} is not valid ({on_one_line(error, 300)}): {advice}") from None
+
+
+def parse(text: str | bytes, kind: type[Kind]) -> Kind:
+    """Return a JSON text as a dataclass; NaN and infinities count as null.
+
+    Raises:
+        ValueError: if it is not JSON, or holds something else.
+    """
+    try:
+        record: Kind = build(kind, json.loads(text, parse_constant=lambda name: None))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    return record
+
+
+def build(kind: Any, value: Any, name: str = "it") -> Any:
+    """Return a value of JSON or YAML as a type, such as that of a dataclass's field.
+
+    Keys that a dataclass has not are of another version and are left out; so are the values of a
+    Literal.
+
+    Args:
+        name: key of the value, for an error.
+
+    Raises:
+        ValueError: naming the key, if the value is of another type, or too large.
+    """
+    origin, inner = get_origin(kind), get_args(kind)
+    if kind is Any or (origin is Literal and type(value) in map(type, inner)):
+        return value
+    if origin in (Union, UnionType):
+        for one in inner:
+            with suppress(ValueError):
+                return build(one, value, name)
+    elif origin in (tuple, list) and isinstance(value, list):
+        return origin(build(inner[0], item, name) for item in value)
+    elif origin is dict and isinstance(value, dict):
+        return {key: build(inner[1], item, key) for key, item in value.items()}
+    elif is_dataclass(kind) and isinstance(value, dict):
+        return _object(kind, value)
+    elif kind is float and type(value) in (int, float) and abs(value) < LARGEST_NUMBER:
+        return float(value)
+    elif kind is type(value) and not (kind is int and abs(value) >= LARGEST_WHOLE):
+        return value
+    seen = f"a {type(value).__name__}" if isinstance(value, list | dict) else repr(value)
+    raise ValueError(f"{on_one_line(name)} cannot be {on_one_line(seen)}")
+
+
+def _object(kind: Any, value: Mapping[str, Any]) -> Any:
+    hints, required = _keys(kind)
+    if missing := required - value.keys():
+        raise ValueError(f"{min(missing)} is missing")
+    return kind(**{name: build(hints[name], value[name], name) for name in hints if name in value})
+
+
+@cache
+def _keys(kind: Any) -> tuple[dict[str, Any], set[str]]:
+    """Return the types of the fields of a dataclass, and the names of those without a default."""
+    hints = get_type_hints(kind)
+    needed = {f.name for f in fields(kind) if f.default is f.default_factory is MISSING}
+    return {item.name: hints[item.name] for item in fields(kind)}, needed
