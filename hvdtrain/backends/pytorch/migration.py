@@ -14,7 +14,6 @@ from hvdtrain.backends.pytorch.state import TorchState, named_state, put_arrays,
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.shards import Index
 from hvdtrain.emulate.world import emulation_of
-from hvdtrain.host.poll import wait_until
 from hvdtrain.models.component import Component
 from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.stage import Part
@@ -109,14 +108,12 @@ def state_under(
     needed: dict[str, np.ndarray] = {}
     for number, move in enumerate(planned):
         if move.sender == world.rank:
-            assert world.communicator is not None
-            state = held[move.component]
-            sending.append(world.communicator.isend(state, move.receiver, MOVE_TAG + number))
+            sending.append(world.send(held[move.component], move.receiver, MOVE_TAG + number))
     for number, move in enumerate(planned):
         if move.receiver == world.rank:
             needed |= world.receive(move.sender, MOVE_TAG + number)
-    for request in sending:
-        wait_until(lambda request=request: request.test()[0])  # type: ignore[misc]
+    for wait in sending:
+        wait()
     for stage in after.stages:
         if world.rank in stage.ranks:
             for component in stage.components:

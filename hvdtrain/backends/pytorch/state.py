@@ -170,8 +170,8 @@ def gather_tensors(plan: Plan, parts: Mapping[int, Part], world: World) -> dict[
             tensors |= (
                 _tensors_of(parts[number]) if owner == 0 else world.receive(owner, STATE_TAG)
             )
-        elif world.rank == owner and world.communicator is not None:
-            world.communicator.send(_tensors_of(parts[number]), 0, STATE_TAG)
+        elif world.rank == owner:
+            world.send(_tensors_of(parts[number]), 0, STATE_TAG)()
     return tensors
 
 
