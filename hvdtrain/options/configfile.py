@@ -7,6 +7,7 @@ from typing import Any
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError
 from hvdtrain.host import files, harmless
+from hvdtrain.options.deviceoptions import AUTO_PRECISION
 from hvdtrain.options.fields import Rule, flag
 from hvdtrain.options.planrequest import Chosen
 from hvdtrain.options.syncrequest import AUTO_SYNC, NO_COMPRESSION, parse_compress_request
@@ -61,10 +62,15 @@ def as_started(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
     older, lines = with_older_defaults(config), []
     if older != config:
         lines.append(f"resumed with the settings of the older version: {differing(older, config)}")
-    resolved = with_saved_choice(older, _saved(config))
+    saved = _saved(config)
+    resolved = with_saved_choice(older, saved)
     if resolved != older:
         chosen = f"--compress {resolved.compress}" if resolved.compress != "none" else "exact"
         lines.append(f"--sync auto: {chosen}, with which this run started")
+    if resolved.precision == AUTO_PRECISION and saved is not None and saved.is_file():
+        resolved = replace(resolved, precision=load(saved).get("precision", AUTO_PRECISION))
+        if resolved.precision != AUTO_PRECISION:  # else: a job that never started
+            lines.append(f"--precision auto: {resolved.precision}, with which this run started")
     return resolved, lines
 
 
@@ -129,6 +135,8 @@ def differences(
         may_change = may_change - {"epochs", "max_steps"}  # they stretch schedules
     if {old.get("sync"), new.sync} == {"auto", "exact"}:  # before and after the choice
         may_change = may_change | {"sync", "compress", "compress_after"}
+    if AUTO_PRECISION in (old.get("precision"), new.precision):
+        may_change = may_change | {"precision"}
     return [
         f"{name} was {old[name]!r}, is {current[name]!r}"
         for name in current
