@@ -23,10 +23,12 @@ from hvdtrain.backends.pytorch.state import (
     to_tensor,
 )
 from hvdtrain.checkpoint import store
-from hvdtrain.checkpoint.store import MODEL, OPTIMIZER, SYNC, Checkpoint
+from hvdtrain.checkpoint.store import EXTRA, MODEL, OPTIMIZER, SYNC, Checkpoint
 from hvdtrain.device import random_state, set_random_state
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host import files
+from hvdtrain.models import extrastate
+from hvdtrain.parallel.checksums import digest
 from hvdtrain.torch import state as states
 from hvdtrain.torch.agreement import Action, Note
 from hvdtrain.torch.reduction import COMPILED
@@ -59,6 +61,7 @@ def save(folder: str | Path, *, keep: int = 2, **others: Any) -> Path:
     steps = state.models[0].steps
     if state.sampler is not None:
         state.sampler.settle()
+    _check_extra(state, steps)
     rng = state.agreement.gather(Note(Action.SAVING, number=steps), _random_states(state))
     kept = _kept(state)
     fault, path = None, Path(folder) / store.name_of(steps)
@@ -140,6 +143,22 @@ def _check_folder(state: State, folder: Path) -> None:
         )
 
 
+def _check_extra(state: State, steps: int) -> None:
+    """Refuse states of modules that differ between ranks: a checkpoint holds those of rank 0.
+
+    Raises:
+        UsageError: on all ranks.
+    """
+    local = {name: digest(value) for name, value in _extra(state).items()}
+    everywhere = state.agreement.gather(Note(Action.SAVING, number=steps), local)
+    for rank, theirs in enumerate(everywhere):
+        if different := sorted(name for name, _ in theirs.items() ^ everywhere[0].items()):
+            raise UsageError(
+                f"{different[0].split('/')[0]}, which get_extra_state returns, differs between "
+                f"rank {rank} and rank 0: keep it in a buffer, which all ranks share"
+            )
+
+
 def _kept(state: State) -> dict[str, Tensor]:
     """Return on rank 0 what the compressed sums of all ranks keep, by name. Collective."""
     kept = {
@@ -159,7 +178,7 @@ def _write(
     kept: Mapping[str, Tensor],
     others: Mapping[str, Any],
 ) -> None:
-    tensors: dict[str, Tensor] = dict(kept)
+    tensors = {**kept, **{f"{EXTRA}{name}": value for name, value in _extra(state).items()}}
     for number, model in enumerate(state.models):
         tensors |= _tensors(state, number, model)
     check_dtypes(tensors)
@@ -224,7 +243,9 @@ def _put(state: State, checkpoint: Checkpoint, path: str, others: Mapping[str, A
     for part in targets:
         for name, target in part.items():
             target.copy_(to_tensor(checkpoint.tensors[name]))
+    extra = {name: to_tensor(value) for name, value in checkpoint.extra.items()}
     for number, model in enumerate(state.models):
+        extrastate.load(model.model, _prefix(state, number), extra)
         _put_optimizers(state, number, model, checkpoint)
         _put_kept(number, model, checkpoint)
     for optimizer, groups in zip(optimizers, loop["groups"], strict=True):
@@ -304,6 +325,15 @@ def _model_tensors(state: State, number: int, model: Watched) -> dict[str, Tenso
         for name, value in model.model.named_buffers()
     }
     return {**_named_parameters(state, number, model), **buffers}
+
+
+def _extra(state: State) -> dict[str, Tensor]:
+    """Return what the modules of all models keep beside their tensors, as named tensors."""
+    return {
+        name: value
+        for number, model in enumerate(state.models)
+        for name, value in extrastate.saved(model.model, _prefix(state, number)).items()
+    }
 
 
 def _named_parameters(state: State, number: int, model: Watched) -> dict[str, nn.Parameter]:

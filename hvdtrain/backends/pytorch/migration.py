@@ -11,9 +11,11 @@ from hvdtrain.backends.pytorch.batches import check_batches, input_boundaries
 from hvdtrain.backends.pytorch.build import build_runtime
 from hvdtrain.backends.pytorch.session import Times, TorchFaults
 from hvdtrain.backends.pytorch.state import TorchState, named_state, put_arrays, to_array
+from hvdtrain.checkpoint.store import EXTRA
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.shards import Index
 from hvdtrain.emulate.world import emulation_of
+from hvdtrain.models import extrastate
 from hvdtrain.models.component import Component
 from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.stage import Part
@@ -127,10 +129,14 @@ def _by_component(parts: Mapping[int, Part]) -> dict[str, dict[str, np.ndarray]]
     for part in parts.values():
         named = named_state(part, part.model.tensors().keys())
         for component, module in part.model.components.items():
-            tensors = (*module.named_parameters(), *module.named_buffers())
-            held[component] = {
-                key: to_array(tensor.detach().cpu())
-                for name, _ in tensors
+            tensors = {
+                key: tensor
+                for name, _ in (*module.named_parameters(), *module.named_buffers())
                 for key, tensor in named[f"{component}.{name}"].items()
+            }
+            extra = extrastate.saved(module, f"{component}.")
+            tensors |= {f"{EXTRA}{name}": tensor for name, tensor in extra.items()}
+            held[component] = {
+                key: to_array(tensor.detach().cpu()) for key, tensor in tensors.items()
             }
     return held

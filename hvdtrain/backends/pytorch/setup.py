@@ -24,7 +24,7 @@ from hvdtrain.backends.pytorch.session import (
     TorchTimeline,
     device_of,
 )
-from hvdtrain.backends.pytorch.state import TorchState, check_dtypes
+from hvdtrain.backends.pytorch.state import TorchState, check_savable
 from hvdtrain.backends.pytorch.whitening import whitened
 from hvdtrain.check.verify import Trial, verify
 from hvdtrain.config import TrainConfig
@@ -109,7 +109,7 @@ def open_session(
     forget_peak(images.device)  # of the planner and the verification
     session = _built(trial, plan, chosen, held_rows, verified)
     session.remarks = (*filter(None, [precision]), *session.remarks)
-    check_dtypes(session.state.tensors())
+    check_savable(session.state.parts, config)
     mark("model")
     return session
 
