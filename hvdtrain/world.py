@@ -71,7 +71,7 @@ class World:
         """Start to send a value, whose tensors may have any size.
 
         Returns:
-            Waits until it is sent; until then its tensors must not change.
+            A function that waits until it is sent; until then its tensors must not change.
         """
         assert self.communicator is not None, "one rank sends nothing"
         requests = transfer.send(self.communicator, value, receiver, tag)

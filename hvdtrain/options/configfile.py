@@ -2,12 +2,12 @@
 
 from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError
 from hvdtrain.host import files, harmless
-from hvdtrain.options.deviceoptions import AUTO_PRECISION
+from hvdtrain.options.deviceoptions import AUTO_PRECISION, FixedPrecision
 from hvdtrain.options.fields import Rule, flag
 from hvdtrain.options.planrequest import Chosen
 from hvdtrain.options.syncrequest import AUTO_SYNC, NO_COMPRESSION, parse_compress_request
@@ -68,9 +68,10 @@ def as_started(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
         chosen = f"--compress {resolved.compress}" if resolved.compress != "none" else "exact"
         lines.append(f"--sync auto: {chosen}, with which this run started")
     if resolved.precision == AUTO_PRECISION and saved is not None and saved.is_file():
-        resolved = replace(resolved, precision=load(saved).get("precision", AUTO_PRECISION))
-        if resolved.precision != AUTO_PRECISION:  # else: a job that never started
-            lines.append(f"--precision auto: {resolved.precision}, with which this run started")
+        precision: Any = load(saved).get("precision")
+        if precision in get_args(FixedPrecision):  # else: a job that never started
+            resolved = replace(resolved, precision=precision)
+            lines.append(f"--precision auto: {precision}, with which this run started")
     return resolved, lines
 
 

@@ -20,7 +20,9 @@ def fingerprint(tensors: Iterable[Tensor]) -> int:
     sums = [_weighted_sum(_bytes(tensor.detach())) for tensor in tensors if tensor.numel()]
     if not sums:
         return 0
-    return int((torch.stack(sums) * _places(0, len(sums), sums[0].device)).sum())
+    device = sums[0].device  # of most: a few tensors may be elsewhere
+    whole = torch.stack([value.to(device) for value in sums])
+    return int((whole * _places(0, len(sums), device)).sum())
 
 
 def _bytes(tensor: Tensor) -> Tensor:

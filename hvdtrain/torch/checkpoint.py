@@ -240,12 +240,13 @@ def _put(state: State, checkpoint: Checkpoint, path: str, others: Mapping[str, A
     _check_tensors(path, checkpoint.tensors, {n: v for part in targets for n, v in part.items()})
     optimizers = [optimizer for model in state.models for optimizer in model.optimizers]
     _check_groups(path, loop["groups"], optimizers)
-    for part in targets:
-        for name, target in part.items():
-            target.copy_(to_tensor(checkpoint.tensors[name]))
     extra = {name: to_tensor(value) for name, value in checkpoint.extra.items()}
     for number, model in enumerate(state.models):
         extrastate.load(model.model, _prefix(state, number), extra)
+    for part in targets:
+        for name, target in part.items():
+            target.copy_(to_tensor(checkpoint.tensors[name]))
+    for number, model in enumerate(state.models):
         _put_optimizers(state, number, model, checkpoint)
         _put_kept(number, model, checkpoint)
     for optimizer, groups in zip(optimizers, loop["groups"], strict=True):

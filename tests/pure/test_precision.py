@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from hvdtrain.config import TrainConfig
+from hvdtrain.errors import UsageError
 from hvdtrain.precision import FEWEST_ROUNDS, MOST_ROUNDS, comparison, speedup
 
 
@@ -47,3 +49,9 @@ def test_bf16_is_faster_where_it_is_on_the_whole(
     assert words.endswith(
         f"on 1 thread (bf16: matrices {matrices:.2f}x, convolutions {convolutions:.2f}x)"
     )
+
+
+def test_auto_needs_pytorch() -> None:
+    config = TrainConfig(model="cnn", data="", precision="auto", framework="tensorflow")
+    with pytest.raises(UsageError, match="--precision auto is not supported with --framework te"):
+        config.check()

@@ -63,7 +63,7 @@ def precision_remark(precision: str, device: torch.device) -> str:
 def chosen_precision(config: TrainConfig, world: World) -> tuple[TrainConfig, str]:
     """Return the configuration with what rank 0 measures to be faster, and a line. Collective.
 
-    Only --precision auto measures.
+    Nothing is measured, and the line is empty, unless the precision is "auto".
     """
     if config.precision != AUTO_PRECISION:
         return config, ""

@@ -2,7 +2,9 @@
 
 import math
 from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain import TrainConfig, TrainResult, data, export, load, train
+from hvdtrain.backends.pytorch.state import check_savable
 from hvdtrain.checkpoint import store
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.models import extrastate
+from hvdtrain.parallel.stage import StageModel
 
 STATES = [
     *(
@@ -162,6 +166,14 @@ def test_a_checkpoint_without_it_is_refused(
         with pytest.raises(DataError, match=r"holds no model\.4\._extra_state, since older vers"):
             use()
     export(tmp_path / "run", tmp_path / "x.pth", which="last")
+
+
+def test_a_server_does_not_have_it() -> None:
+    part: Any = SimpleNamespace(model=StageModel({"one": Counting()}))
+    config = TrainConfig(model="cnn", data="", sync="server")
+    with pytest.raises(UsageError, match=r"--sync server is not supported .*one\._extra_state"):
+        check_savable({0: part}, config)
+    check_savable({0: part}, replace(config, sync="exact"))
 
 
 @pytest.mark.parametrize(
