@@ -47,15 +47,12 @@ class World:
         return transfer.broadcast(self.communicator, value, root) if self.communicator else value
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's `value`, in rank order, on all ranks; for values without tensors."""
+        """Return every rank's small `value`, in rank order, on all ranks."""
         self.barrier()
         return self.communicator.allgather(value) if self.communicator else [value]
 
     def gather_on_first(self, value: Any) -> list[Any]:
-        """Return every rank's `value` on rank 0, and an empty list on the others.
-
-        Values may hold tensors of any size.
-        """
+        """Return every rank's `value` on rank 0, and an empty list on the others."""
         self.barrier()
         if self.rank > 0:
             self.send(value, 0, GATHER_TAG)()
@@ -68,11 +65,7 @@ class World:
             wait_until(self.communicator.Ibarrier().Test)
 
     def send(self, value: Any, receiver: int, tag: int) -> Callable[[], object]:
-        """Start to send a value, whose tensors may have any size.
-
-        Returns:
-            A function that waits until it is sent; until then its tensors must not change.
-        """
+        """Start to send a value, which must not change until the returned function has waited."""
         assert self.communicator is not None, "one rank sends nothing"
         requests = transfer.send(self.communicator, value, receiver, tag)
         return lambda: [wait_until(request.Test) for request in requests]

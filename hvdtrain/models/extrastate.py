@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.errors import DataError, UsageError
+from hvdtrain.errors import DataError, UsageError, one_line
 
 KEY = "_extra_state"  # as in PyTorch's state_dict
 COMPILED = "_orig_mod."  # torch.compile puts it into the names of parameters
@@ -50,7 +50,7 @@ def load(module: nn.Module, prefix: str, tensors: Mapping[str, Tensor]) -> None:
     """Give a module the states in named tensors, which may hold others, too.
 
     Raises:
-        DataError: if a state is missing.
+        DataError: if a state is missing, or not in the form of `encoded`.
     """
     for name, part in with_state(module, prefix):
         if name not in tensors:
@@ -59,7 +59,11 @@ def load(module: nn.Module, prefix: str, tensors: Mapping[str, Tensor]) -> None:
                 "get_extra_state returns: start a new run from its weights"
             )
         device = next((value.device for value in (*module.parameters(), *module.buffers())), None)
-        part.set_extra_state(decoded(name, tensors, device))
+        try:
+            state = decoded(name, tensors, device)
+        except (LookupError, RecursionError, TypeError, ValueError) as error:
+            raise DataError(f"{name} in the checkpoint is damaged: {one_line(error)}") from None
+        part.set_extra_state(state)
 
 
 def encoded(name: str, state: Any) -> dict[str, Tensor]:
@@ -80,7 +84,7 @@ def encoded(name: str, state: Any) -> dict[str, Tensor]:
             return {kind: [[plain(key), plain(item)] for key, item in value.items()]}
         is_array = isinstance(value, np.ndarray | np.generic)
         if is_array:
-            with suppress(TypeError):  # of objects
+            with suppress(TypeError, ValueError):  # of objects, or in another byte order
                 value = torch.from_numpy(np.array(value))
         if not isinstance(value, Tensor) or value.layout != torch.strided:
             raise UsageError(

@@ -61,9 +61,10 @@ def save(folder: str | Path, *, keep: int = 2, **others: Any) -> Path:
     steps = state.models[0].steps
     if state.sampler is not None:
         state.sampler.settle()
-    _check_extra(state, steps)
-    rng = state.agreement.gather(Note(Action.SAVING, number=steps), _random_states(state))
-    kept = _kept(state)
+    extra = _extra(state, steps)
+    random_states = torch.get_rng_state(), random_state(state.place.device)
+    rng = state.agreement.gather(Note(Action.SAVING, number=steps), random_states)
+    kept = _kept(state) | extra
     fault, path = None, Path(folder) / store.name_of(steps)
     if state.place.is_first:
         try:
@@ -143,20 +144,26 @@ def _check_folder(state: State, folder: Path) -> None:
         )
 
 
-def _check_extra(state: State, steps: int) -> None:
-    """Refuse states of modules that differ between ranks: a checkpoint holds those of rank 0.
+def _extra(state: State, steps: int) -> dict[str, Tensor]:
+    """Return what modules keep beside their tensors, by name. Collective.
 
     Raises:
-        UsageError: on all ranks.
+        UsageError: on all ranks, if the ranks differ in it: a checkpoint holds that of rank 0.
     """
-    local = {name: digest(value) for name, value in _extra(state).items()}
-    everywhere = state.agreement.gather(Note(Action.SAVING, number=steps), local)
+    extra = {
+        f"{EXTRA}{name}": value
+        for number, model in enumerate(state.models)
+        for name, value in extrastate.saved(model.model, _prefix(state, number)).items()
+    }
+    digests = {name: digest(value) for name, value in extra.items()}
+    everywhere = state.agreement.gather(Note(Action.SAVING, number=steps), digests)
     for rank, theirs in enumerate(everywhere):
         if different := sorted(name for name, _ in theirs.items() ^ everywhere[0].items()):
             raise UsageError(
-                f"{different[0].split('/')[0]}, which get_extra_state returns, differs between "
+                f"{different[0].split('/')[1]}, which get_extra_state returns, differs between "
                 f"rank {rank} and rank 0: keep it in a buffer, which all ranks share"
             )
+    return extra
 
 
 def _kept(state: State) -> dict[str, Tensor]:
@@ -178,7 +185,7 @@ def _write(
     kept: Mapping[str, Tensor],
     others: Mapping[str, Any],
 ) -> None:
-    tensors = {**kept, **{f"{EXTRA}{name}": value for name, value in _extra(state).items()}}
+    tensors: dict[str, Tensor] = dict(kept)
     for number, model in enumerate(state.models):
         tensors |= _tensors(state, number, model)
     check_dtypes(tensors)
@@ -255,23 +262,12 @@ def _put(state: State, checkpoint: Checkpoint, path: str, others: Mapping[str, A
     for name, other in others.items():
         other.load_state_dict(loop["others"][name])
     if len(loop["rng"]) == state.place.size:
-        _set_random_states(state, loop)
+        torch.set_rng_state(loop["rng"][state.place.rank])
+        if "device_rng" in loop:
+            set_random_state(state.place.device, loop["device_rng"][state.place.rank])
     for model, count in zip(state.models, steps, strict=True):
         model.steps = count
     state.positions, state.restored = positions, bool(positions)
-
-
-def _random_states(state: State) -> RandomStates:
-    device = state.place.device
-    on_device = random_state(device)
-    return torch.get_rng_state(), on_device
-
-
-def _set_random_states(state: State, loop: Mapping[str, Any]) -> None:
-    rank, device = state.place.rank, state.place.device
-    torch.set_rng_state(loop["rng"][rank])
-    on_device = loop["device_rng"][rank] if "device_rng" in loop else None
-    set_random_state(device, on_device)
 
 
 def _put_optimizers(state: State, number: int, model: Watched, checkpoint: Checkpoint) -> None:
@@ -288,12 +284,8 @@ def _put_optimizers(state: State, number: int, model: Watched, checkpoint: Check
 
 
 def _put_kept(number: int, model: Watched, checkpoint: Checkpoint) -> None:
-    prefix = f"{number}/"
-    saved = {
-        name.removeprefix(prefix): to_tensor(value)
-        for name, value in checkpoint.sync.items()
-        if name.startswith(prefix)
-    }
+    own = store.of_kind(checkpoint.sync, f"{number}/")
+    saved = {name: to_tensor(value) for name, value in own.items()}
     names = model.kept.wanted({name: tuple(value.shape) for name, value in saved.items()})
     model.kept.load({name: saved[name] for name in names})
 
@@ -326,15 +318,6 @@ def _model_tensors(state: State, number: int, model: Watched) -> dict[str, Tenso
         for name, value in model.model.named_buffers()
     }
     return {**_named_parameters(state, number, model), **buffers}
-
-
-def _extra(state: State) -> dict[str, Tensor]:
-    """Return what the modules of all models keep beside their tensors, as named tensors."""
-    return {
-        name: value
-        for number, model in enumerate(state.models)
-        for name, value in extrastate.saved(model.model, _prefix(state, number)).items()
-    }
 
 
 def _named_parameters(state: State, number: int, model: Watched) -> dict[str, nn.Parameter]:

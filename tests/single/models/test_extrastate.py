@@ -188,3 +188,12 @@ def test_a_state_that_could_not_be_restored_is_refused_before_training(
 ) -> None:
     with pytest.raises(UsageError, match=words):
         trained(packed, tmp_path / "run", 3, model=net(kind))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", '{"set": []}', '{"cpu": 3}', '{"dict": [1]}', "[" * 100000]
+)
+def test_a_state_of_another_form_is_damaged(text: str) -> None:
+    named = {"_extra_state": torch.tensor([*text.encode()], dtype=torch.uint8)}
+    with pytest.raises(DataError, match="_extra_state in the checkpoint is damaged: "):
+        extrastate.load(Counting(), "", named)
