@@ -34,6 +34,7 @@ from hvdtrain.torch.agreement import Action, Note
 from hvdtrain.torch.reduction import COMPILED
 from hvdtrain.torch.state import State, Watched
 
+LOOP = f"{EXTRA}loop"  # in the manifest of older versions, which is small
 RandomStates = tuple[Tensor, Tensor | None]  # of PyTorch's generators on the CPU and on the GPU
 
 
@@ -197,11 +198,11 @@ def _write(
         "rng": [cpu for cpu, _ in rng],
         "device_rng": [device for _, device in rng],
     }
+    tensors[LOOP] = torch.frombuffer(bytearray(_packed(loop)), dtype=torch.uint8)
     progress = {
         "step": state.models[0].steps,
         "steps": [model.steps for model in state.models],
         "positions": state.positions,
-        "loop": base64.b64encode(_packed(loop)).decode(),
     }
     try:
         files.make_folders(path.parent)
@@ -224,18 +225,18 @@ def _read(folder: Path) -> tuple[Checkpoint, str] | None:
     store.restore_replaced(folder)
     store.clean(folder)
     checkpoint, path, skipped = store.load_newest(folder)
-    if checkpoint is None or path is None:
-        if skipped:
-            raise DataError(f"{folder} holds no checkpoint that verifies: {skipped[0]}")
-        return None
-    return checkpoint, str(path)
+    if checkpoint is None and skipped:
+        raise DataError(f"{folder} holds no checkpoint that verifies: {skipped[0]}")
+    return None if checkpoint is None else (checkpoint, str(path))
 
 
 @torch.no_grad()
 def _put(state: State, checkpoint: Checkpoint, path: str, others: Mapping[str, Any]) -> None:
     progress = checkpoint.progress
     try:
-        loop = torch.load(io.BytesIO(base64.b64decode(progress["loop"])), "cpu", weights_only=True)
+        packed = checkpoint.extra.get(LOOP.removeprefix(EXTRA))
+        content = base64.b64decode(progress["loop"]) if packed is None else packed.tobytes()
+        loop = torch.load(io.BytesIO(content), "cpu", weights_only=True)
         positions = {str(name): int(value) for name, value in progress["positions"].items()}
         steps = [int(value) for value in progress["steps"]]
     except (KeyError, TypeError, ValueError, RuntimeError, pickle.UnpicklingError):
@@ -313,11 +314,10 @@ def _entry(optimizer: torch.optim.Optimizer, key: str, value: Any) -> Tensor:
 
 
 def _model_tensors(state: State, number: int, model: Watched) -> dict[str, Tensor]:
-    buffers = {
+    return _named_parameters(state, number, model) | {
         f"{_prefix(state, number)}{name.replace(COMPILED, '')}": value
         for name, value in model.model.named_buffers()
     }
-    return {**_named_parameters(state, number, model), **buffers}
 
 
 def _named_parameters(state: State, number: int, model: Watched) -> dict[str, nn.Parameter]:
