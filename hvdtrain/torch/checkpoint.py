@@ -285,8 +285,8 @@ def _put_optimizers(state: State, number: int, model: Watched, checkpoint: Check
 
 
 def _put_kept(number: int, model: Watched, checkpoint: Checkpoint) -> None:
-    own = store.of_kind(checkpoint.sync, f"{number}/")
-    saved = {name: to_tensor(value) for name, value in own.items()}
+    residuals = store.of_kind(checkpoint.sync, f"{number}/")
+    saved = {name: to_tensor(value) for name, value in residuals.items()}
     names = model.kept.wanted({name: tuple(value.shape) for name, value in saved.items()})
     model.kept.load({name: saved[name] for name in names})
 
