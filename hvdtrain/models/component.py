@@ -139,7 +139,45 @@ def build_component(
     """
     with isolated(component_seed(seed, component.name), "cpu"):
         module = component.build()
-    return module.to(device=device, dtype=dtype)
+    return cast(component, module.to(device), dtype)
+
+
+@torch.no_grad()
+def cast(component: Component, module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Cast the floating tensors of a component's module to `dtype`: torch.float32 or float64.
+
+    Complex buffers become complex numbers of that precision. Each parameter then fills its memory
+    without gaps: flat buckets and PyTorch's fused optimizers walk through it element by element.
+
+    Raises:
+        UsageError: for a complex parameter.
+    """
+    for name, parameter in module.named_parameters():
+        if parameter.is_complex():
+            raise UsageError(
+                f"parameter {name} of component {component.name!r} is complex: make "
+                "torch.view_as_real of it the parameter, and call torch.view_as_complex in forward"
+            )
+        if not is_dense(parameter):
+            parameter.data = parameter.data.contiguous()
+    for part in module.modules():
+        for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
+            if buffer.is_complex():
+                setattr(part, name, buffer.to(dtype.to_complex()))
+    # Module.to(dtype) would drop imaginary parts.
+    return module.double() if dtype == torch.float64 else module.float()
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether the elements of a tensor fill its memory, in any order, without gaps."""
+    expected = 1
+    if not tensor.numel():
+        return True
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def parameter_count(components: Sequence[Component]) -> int:
@@ -283,7 +321,7 @@ def shape_of(component: Component, dtype: torch.dtype, device: str) -> nn.Module
     Raises:
         UsageError: as `build_on_meta` does.
     """
-    module = build_on_meta(component).to(dtype=dtype)
+    module = cast(component, build_on_meta(component), dtype)
     if device != "meta":  # not by Module.to_empty, which loads SymPy
         weights = {
             name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device)

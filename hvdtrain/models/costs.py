@@ -27,6 +27,7 @@ from hvdtrain.models.component import (
     IMAGE_CHANNELS,
     Component,
     build_on_meta,
+    cast,
     check_logits,
     run_for_shape,
 )
@@ -153,7 +154,7 @@ def _counted(
     fake = nullcontext() if device == "meta" else FakeTensorMode(allow_non_fake_inputs=True)
     # Enable gradients whatever mode the caller is in: autograd's saved tensors are counted.
     with torch.inference_mode(False), torch.enable_grad(), casts:
-        modules = [build_on_meta(component).to(dtype=dtype) for component in components]
+        modules = [cast(component, build_on_meta(component), dtype) for component in components]
         with fake:
             inputs = [torch.empty(batch, *shape, dtype=dtype, device=device) for batch in BATCHES]
             for component, module in zip(components, modules, strict=True):
