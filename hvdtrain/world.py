@@ -7,12 +7,13 @@ process that no launcher started is a world of one, and loads neither MPI nor Ho
 import atexit
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from hvdtrain import transfer
 from hvdtrain.errors import UsageError
 from hvdtrain.host import cores, shared_memory
 from hvdtrain.host.launchers import ALGORITHMS, Launch, check_sizes, detect, own_mpirun
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 ACTIVITY = "HVDTRAIN_ACTIVITY"  # names the file of all ranks of a host
 SINGLE_RANK_ACTIVITY = "HVDTRAIN_ACTIVITY_OF_ONE"  # names the file of one watched rank
+GATHER_TAG = 3
 TUNED = ("HOROVOD_CYCLE_TIME", "HOROVOD_FUSION_THRESHOLD")
 
 
@@ -40,32 +42,38 @@ class World:
     communicator: "MPI.Comm | None" = None
 
     def broadcast(self, value: Any, root: int = 0) -> Any:
-        """Return the `value` of rank `root` on all ranks."""
+        """Return the `value` of rank `root` on all ranks. It may hold tensors of any size."""
         self.barrier()
-        return self.communicator.bcast(value, root) if self.communicator else value
+        return transfer.broadcast(self.communicator, value, root) if self.communicator else value
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's `value`, in rank order, on all ranks."""
+        """Return every rank's small `value`, in rank order, on all ranks."""
         self.barrier()
         return self.communicator.allgather(value) if self.communicator else [value]
 
     def gather_on_first(self, value: Any) -> list[Any]:
         """Return every rank's `value` on rank 0, and an empty list on the others."""
         self.barrier()
-        return (self.communicator.gather(value) or []) if self.communicator else [value]
+        if self.rank > 0:
+            self.send(value, 0, GATHER_TAG)()
+            return []
+        return [value, *(self.receive(rank, GATHER_TAG) for rank in range(1, self.size))]
 
     def barrier(self) -> None:
         """Wait for all ranks without taking their cores; early ranks wait here before others."""
         if self.communicator:
             wait_until(self.communicator.Ibarrier().Test)
 
+    def send(self, value: Any, receiver: int, tag: int) -> Callable[[], object]:
+        """Start to send a value, which must not change until the returned function has waited."""
+        assert self.communicator is not None, "one rank sends nothing"
+        requests = transfer.send(self.communicator, value, receiver, tag)
+        return lambda: [wait_until(request.Test) for request in requests]
+
     def receive(self, source: int, tag: int) -> Any:
-        """Return the message that rank `source` sends."""
-        communicator = self.communicator
-        assert communicator is not None, "one rank receives nothing"
-        message = wait_until(lambda: communicator.improbe(source, tag))
-        assert message is not None
-        return message.recv()
+        """Return the value that rank `source` sends."""
+        assert self.communicator is not None, "one rank receives nothing"
+        return transfer.receive(self.communicator, source, tag)
 
 
 _world: World | None = None

@@ -158,7 +158,7 @@ def bench_step(config: StepConfig, data: str) -> StepReport:
     job.barrier()
     components = _my_components(session)
     job.barrier()
-    rates = job.gather(matrix_rate(session.runtime.device, training.precision))
+    rates = job.gather(matrix_rate(session.runtime.device, session.config.precision))
     each_step = [statistics.median(values) for values in zip(*job.gather(times.step), strict=True)]
     quarters = [each_step[0]] * 3
     if len(each_step) > 1:

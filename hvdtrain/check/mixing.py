@@ -115,9 +115,10 @@ def _innermost(module: nn.Module, inputs: Tensor, training: bool) -> str:
     """Return the path of the deepest part that mixes the samples of its own input."""
     seen: dict[str, Tensor] = {}
 
-    def note(path: str, _: nn.Module, given: tuple[object, ...]) -> None:
-        if len(given) == 1 and isinstance(given[0], Tensor) and len(given[0]) == len(inputs):
-            seen.setdefault(path, given[0].detach().requires_grad_(given[0].requires_grad))
+    def note(path: str, _: nn.Module, arguments: tuple[object, ...]) -> None:
+        first = arguments[0] if len(arguments) == 1 else None
+        if isinstance(first, Tensor) and len(first) == len(inputs):
+            seen.setdefault(path, first.detach().requires_grad_(first.requires_grad))
 
     hooks = [
         part.register_forward_pre_hook(partial(note, path))

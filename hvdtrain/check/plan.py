@@ -181,8 +181,8 @@ class _Ranks:
         differing = self._differing(self.optimizer_gradients)
         gradients = dict(self.optimizer_gradients)
         firsts = {stage.ranks[0] for stage in self.plan.stages} - {0}
-        if self.world.rank in firsts and self.world.communicator is not None:
-            self.world.communicator.send(self.optimizer_gradients, 0, GRADIENTS_TAG)
+        if self.world.rank in firsts:
+            self.world.send(self.optimizer_gradients, 0, GRADIENTS_TAG)()
         for rank in sorted(firsts) if self.world.rank == 0 else ():
             gradients = self.world.receive(rank, GRADIENTS_TAG) | gradients
         return _marked(gradients, differing)

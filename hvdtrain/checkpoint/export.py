@@ -5,7 +5,7 @@ from pathlib import Path
 from hvdtrain.backends.pytorch.state import to_tensor
 from hvdtrain.errors import UsageError
 from hvdtrain.host.files import check_target
-from hvdtrain.models import weights
+from hvdtrain.models import extrastate, weights
 from hvdtrain.options.givenmodel import Model
 from hvdtrain.use import graph
 from hvdtrain.use.trained import Which, read_config, saved_state, trained_model
@@ -49,8 +49,13 @@ def export(
     if path.suffix in WEIGHTS:
         name = str(read_config(Path(run)).get("model"))
         saved, checkpoint = saved_state(Path(run), which)
-        state = {name: to_tensor(array) for name, array in saved.tensors.items()}
-        weights.write(path, name, state)
+        state, extra = (
+            {name: to_tensor(array) for name, array in arrays.items()}
+            for arrays in (saved.tensors, saved.extra)
+        )
+        states = [name for name in extra if name.endswith(extrastate.KEY)]
+        decoded = {name: extrastate.decoded(name, extra) for name in states}
+        weights.write(path, name, state, decoded)
         return checkpoint
     if path.suffix == ONNX:
         graph.check_packages()

@@ -25,16 +25,15 @@ from hvdtrain.checkpoint.store import MODEL, SYNC
 from hvdtrain.checkpoint.tensorfile import read_verified
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.health.failure import START_FACTOR
-from hvdtrain.host.poll import wait_until
 from hvdtrain.options import configfile
 from hvdtrain.training.console import Console
 from hvdtrain.training.metrics import RunFolder
 from hvdtrain.training.progress import Progress
 from hvdtrain.training.session import Session, Shape
+from hvdtrain.transfer import broadcast_memory
 from hvdtrain.world import World
 
 Value = TypeVar("Value")
-PIECE = 2**30  # bytes of a message, since MPI counts to 2**31 - 1
 Forms = dict[str, tuple[Shape, np.dtype[Any]]]  # of tensors, by name
 
 SECONDS_TO_SHOW = 30.0  # until a network file system shows a folder to other hosts
@@ -263,7 +262,9 @@ def _spread(
                 if name.startswith(SYNC):
                     continue
                 tensor = checkpoint.read[name] if rank == reader else np.empty(shape, dtype)
-                _send(tensor, reader, session.world)
+                if session.world.communicator is not None:
+                    memory = tensor.reshape(-1).view(np.uint8).data
+                    broadcast_memory(session.world.communicator, memory, reader)
                 if name in names:
                     held[name] = tensor
         states = {name for name in forms if name.startswith(SYNC) and name in names}
@@ -273,16 +274,6 @@ def _spread(
             source = checkpoint.read if rank == reader else patiently(read)
             held |= {name: source[name] for name in states}
     return held
-
-
-def _send(tensor: np.ndarray, reader: int, world: World) -> None:
-    """Send a tensor of rank `reader` to all ranks, into theirs. Collective."""
-    if world.communicator is None:
-        return
-    memory = tensor.reshape(-1).view(np.uint8)
-    for start in range(0, len(memory), PIECE):
-        request = world.communicator.Ibcast(memory[start : start + PIECE], reader)
-        wait_until(request.Test)
 
 
 def _difference(checkpoint: Mapping[str, Shape], model: Mapping[str, Shape]) -> str:

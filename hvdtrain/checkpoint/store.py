@@ -10,7 +10,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -38,7 +38,7 @@ REPLACED, REMOVED = f"{UNFINISHED}replaced-", f"{UNFINISHED}removed-"
 SET_ASIDE = "damaged-"
 BEST = "best.json"
 OR_LAST = "restore it, or choose the newest checkpoint with --which last"
-MODEL, OPTIMIZER, SYNC = "model/", "optimizer/", "sync/"
+MODEL, OPTIMIZER, SYNC, EXTRA = "model/", "optimizer/", "sync/", "extra/"
 Kept = TypeVar("Kept")
 FILES, FILE_BYTES = 8, 64 * 2**20  # a stage has more files than this only if they are this large
 RECEIPT_SECONDS = 60.0  # until a network file system shows another rank's file
@@ -53,12 +53,14 @@ class Checkpoint:
         optimizer: the optimizer's tensors by parameter name and their own name.
         progress: position, counts and sizes, as in the training loop.
         sync: the state of the ways in which replicas agree, by name.
+        extra: the state of modules beside their tensors, by name.
     """
 
     tensors: dict[str, np.ndarray]
     optimizer: dict[str, dict[str, np.ndarray]]
     progress: dict[str, Any]
     sync: dict[str, np.ndarray] = field(default_factory=dict)
+    extra: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 def write_part(
@@ -299,14 +301,20 @@ def load(path: Path) -> Checkpoint:
             raise DataError(f"{path} contains a tensor twice")
         held |= part
     tensors, optimizer = by_kind(held)
-    sync = {name.removeprefix(SYNC): held[name] for name in held if name.startswith(SYNC)}
-    return Checkpoint(tensors, optimizer, manifest.progress, sync)
+    return Checkpoint(
+        tensors, optimizer, manifest.progress, of_kind(held, SYNC), of_kind(held, EXTRA)
+    )
+
+
+def of_kind(named: Mapping[str, Kept], kind: str) -> dict[str, Kept]:
+    """Return what belongs to one kind, such as SYNC, by its name without that prefix."""
+    return {name.removeprefix(kind): named[name] for name in named if name.startswith(kind)}
 
 
 def by_kind(held: dict[str, Kept]) -> tuple[dict[str, Kept], dict[str, dict[str, Kept]]]:
     """Return the model's tensors by name, and the optimizer's by parameter and their own name.
 
-    The state of a way to agree is left out.
+    Other kinds are left out.
 
     Raises:
         DataError: if a name belongs to none of them.
@@ -319,7 +327,7 @@ def by_kind(held: dict[str, Kept]) -> tuple[dict[str, Kept], dict[str, dict[str,
             tensors[name.removeprefix(MODEL)] = tensor
         elif name.startswith(OPTIMIZER) and parameter:
             optimizer.setdefault(parameter, {})[key] = tensor
-        elif not name.startswith(SYNC):
+        elif not name.startswith((SYNC, EXTRA)):
             raise DataError(f"{name[:60]!r} is not the name of a tensor in a checkpoint")
     return tensors, optimizer
 

@@ -2,30 +2,18 @@
 
 import os
 import shutil
-import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hvdtrain import precision
 from hvdtrain.doctor.check import Check
 
 GIB = 2**30
 # Docker's default, which is too small for the buffers of several ranks.
 SMALL_SHARED_MEMORY = 64 * 2**20
-# The comparison of bf16 with fp32, the default of `train`:
-EQUAL = 1.1  # a smaller difference is not worth a choice
-SECONDS = 0.6  # spent on each kind of work
-MOST_ROUNDS, FEWEST_ROUNDS = 30, 5
-KINDS = ("matrices", "convolutions")
-# Rows and width of the matrices, images and channels of the convolution: per thread of a CPU, and
-# per GPU, which takes longer for these than for the launches of its kernels.
-CPU_SIZES, GPU_SIZES = (256, 512, 8, 64), (8192, 4096, 512, 256)
-PIXELS = 16
 # Waiting threads then use no processor time, which is the quantity measured on CPUs.
 PRECISION_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
-
-Action = Callable[[bool], None]
 
 
 def thread_check(cores: int, all_cores: int, set_by_user: str | None) -> Check:
@@ -122,24 +110,14 @@ def space_check(shared_memory: int, shared_free: int, disk_free: int) -> Check:
 
 
 def bf16_speedups() -> dict[str, Any]:
-    """Measure the speed-up of bf16 over fp32 on the device and threads of one rank.
-
-    Returns:
-        `is_gpu`, `threads`, and `speedups` by kind of work.
-    """
+    """Measure the speed-up of bf16 over fp32 on the device and threads of one rank."""
     import torch
 
     from hvdtrain import device as devices
 
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(len(os.sched_getaffinity(0)))
-    device, threads = devices.gpu_if_there_is_one(), torch.get_num_threads()
-    is_gpu = devices.is_gpu(device)
-    speedups = {
-        kind: _speedup(action, time.perf_counter if is_gpu else time.process_time)
-        for kind, action in zip(KINDS, _actions(device, threads), strict=True)
-    }
-    return {"is_gpu": is_gpu, "threads": threads, "speedups": speedups}
+    return precision.bf16_speedups(devices.gpu_if_there_is_one(), torch.get_num_threads())
 
 
 def precision_check(facts: Mapping[str, Any] | None, reason: str) -> Check:
@@ -152,20 +130,9 @@ def precision_check(facts: Mapping[str, Any] | None, reason: str) -> Check:
     name = "precision"
     if facts is None:
         return Check(name, "note", f"fp32 and bf16 were not compared: {reason}")
-    speedups: dict[str, float] = facts["speedups"]
-    ratio = statistics.geometric_mean(speedups.values())
-    time = "time" if facts["is_gpu"] else "processor time"
-    if 1 / EQUAL <= ratio <= EQUAL:
-        text, option = "bf16 and fp32 are about equally fast", "keep the default, --precision fp32"
-    elif ratio > 1:
-        text, option = f"fp32 takes {ratio:.1f}x the {time} of bf16", "train --precision bf16"
-    else:
-        text, option = f"bf16 takes {1 / ratio:.1f}x the {time} of fp32", "train --precision fp32"
-    threads = facts["threads"]
-    where = f"{threads} thread{'s' if threads > 1 else ''}"
-    where = "the GPU" if facts["is_gpu"] else where
-    parts = ", ".join(f"{kind} {speedup:.2f}x" for kind, speedup in speedups.items())
-    return Check(name, "ok", f"{text} on {where} (bf16: {parts}): {option}")
+    faster, text = precision.comparison(facts)
+    option = f"train --precision {faster}" if faster else "keep the default, --precision fp32"
+    return Check(name, "ok", f"{text}: {option}")
 
 
 def machine_checks(torch_side: Mapping[str, Any]) -> list[Check]:
@@ -184,55 +151,3 @@ def machine_checks(torch_side: Mapping[str, Any]) -> list[Check]:
 
 def _gib(size: int) -> str:
     return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / 2**20:.0f} MiB"
-
-
-def _actions(device: Any, threads: int) -> list[Action]:
-    """Return a matrix product and a convolution, forward and backward, in fp32 or autocast bf16.
-
-    The work per thread is constant.
-    """
-    import torch
-
-    from hvdtrain import device as devices
-
-    is_gpu = devices.is_gpu(device)
-    rows, width, images, channels = GPU_SIZES if is_gpu else CPU_SIZES
-    times = 1 if is_gpu else threads
-    layers = (
-        torch.nn.Linear(width, width),
-        torch.nn.Conv2d(channels, channels, 3, padding=1).to(memory_format=torch.channels_last),  # type: ignore[call-overload]
-    )
-    pixels = torch.randn(images * times, channels, PIXELS, PIXELS)
-    inputs = (torch.randn(rows * times, width), pixels.to(memory_format=torch.channels_last))
-
-    def action(layer: Any, values: Any) -> Action:
-        def act(is_bf16: bool) -> None:
-            with devices.autocast(device, torch.bfloat16 if is_bf16 else None):
-                out = layer(values)
-            out.float().sum().backward()
-            devices.synchronize(device)
-
-        return act
-
-    return [
-        action(layer.to(device), values.to(device).requires_grad_())
-        for layer, values in zip(layers, inputs, strict=True)
-    ]
-
-
-def _speedup(action: Action, clock: Callable[[], float]) -> float:
-    """Return the median ratio of fp32's time to bf16's over rounds in which the two alternate."""
-    for is_bf16 in (False, True, False, True):
-        action(is_bf16)  # warm-up
-    ratios: list[float] = []
-    until = time.perf_counter() + SECONDS
-    while len(ratios) < MOST_ROUNDS:
-        if len(ratios) >= FEWEST_ROUNDS and time.perf_counter() > until:
-            break
-        seconds = {}
-        for is_bf16 in (True, False) if len(ratios) % 2 else (False, True):
-            start = clock()
-            action(is_bf16)
-            seconds[is_bf16] = clock() - start
-        ratios.append(seconds[False] / seconds[True])
-    return statistics.median(ratios)

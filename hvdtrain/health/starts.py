@@ -7,6 +7,7 @@ run that never saves a checkpoint is restarted indefinitely.
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 

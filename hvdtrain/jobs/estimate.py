@@ -7,6 +7,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.data.index import read_index
 from hvdtrain.errors import DataError
 from hvdtrain.jobs.options import JobOptions
+from hvdtrain.options.deviceoptions import AUTO_PRECISION
 from hvdtrain.study import results
 from hvdtrain.study.results import Result
 
@@ -52,7 +53,7 @@ def _most_similar(training: TrainConfig, runs: Path) -> Result | None:
         with suppress(DataError):
             result = results.read(path.parent)
             is_same = result.model == training.model
-            is_same &= result.settings.get("precision") == training.precision
+            is_same &= training.precision in (AUTO_PRECISION, result.settings.get("precision"))
             if is_same and result.images_per_second > 0:
                 candidates.append(result)
 

@@ -8,12 +8,14 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host.files import write_whole
+from hvdtrain.models import extrastate
 from hvdtrain.models.ready import WHOLE
 
 _LAYER = r"encoder.layers.encoder_layer_\1"
@@ -54,19 +56,23 @@ def _names_in_files(model: str, names: Iterable[str]) -> dict[str, str]:
     return {name: torchvision_name(model, name) for name in listed}
 
 
-def write(path: Path, model: str, tensors: Mapping[str, Tensor]) -> None:
+def write(
+    path: Path, model: str, tensors: Mapping[str, Tensor], extra: Mapping[str, Any] = {}
+) -> None:
     """Write a file of weights with torchvision's names, completely or not at all.
 
     Args:
         path: of the file.
         model: its name.
         tensors: by hvdtrain's names.
+        extra: the states of `get_extra_state`, as in PyTorch's `state_dict`.
 
     Raises:
         UsageError: if the file cannot be written.
     """
-    theirs = _names_in_files(model, tensors)
-    renamed = {theirs[name]: tensor.contiguous() for name, tensor in tensors.items()}
+    content = {name: tensor.contiguous() for name, tensor in tensors.items()} | dict(extra)
+    theirs = _names_in_files(model, content)
+    renamed = {theirs[name]: value for name, value in content.items()}
     try:
         write_whole(path, lambda file: torch.save(renamed, file))
     except (OSError, RuntimeError) as error:  # torch raises RuntimeError for a full disk
@@ -87,8 +93,8 @@ def read(
             number of classes it keeps its initial weights.
 
     Returns:
-        The tensors by hvdtrain's names, and the names of the last component's tensors whose shape
-        differs.
+        The tensors by hvdtrain's names, with the states of `get_extra_state` as named tensors if
+        the file has any; and the names of the last component's tensors whose shape differs.
 
     Raises:
         DataError: if the file does not hold exactly the tensors of the model.
@@ -97,11 +103,15 @@ def read(
     theirs = _names_in_files(model, shapes)
     if not theirs.keys() - content.keys():
         theirs = {name: name for name in shapes}
+    whole = f"{WHOLE}." if all(name == f"{WHOLE}.{theirs[name]}" for name in shapes) else ""
+    states = [name for name in content if name.endswith(extrastate.KEY)]
+    tensors, reshaped = dict[str, Tensor](), list[str]()
+    for name in states:
+        tensors |= extrastate.encoded(f"{whole}{name}", content.pop(name))
     if odd := content.keys() - set(theirs.values()):
         raise DataError(
             f"{path} holds {_some(odd)}, which {model} does not have: use weights of {model}"
         )
-    tensors, reshaped = {}, []
     for name, shape in shapes.items():
         value = content.get(theirs[name])
         if value is None:
@@ -119,7 +129,7 @@ def read(
     return tensors, reshaped
 
 
-def _load(path: Path) -> dict[str, Tensor]:
+def _load(path: Path) -> dict[str, Any]:
     try:
         with warnings.catch_warnings():  # an invalid file is reported as an error instead
             warnings.simplefilter("ignore")
@@ -132,7 +142,8 @@ def _load(path: Path) -> dict[str, Tensor]:
         reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
         raise DataError(f"{path} is not a file of weights: {reason[0]}") from None
     if not isinstance(content, dict) or not all(
-        isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()
+        isinstance(name, str) and (isinstance(value, Tensor) or name.endswith(extrastate.KEY))
+        for name, value in content.items()
     ):
         raise DataError(
             f"{path} is not a file of weights: it must hold a dictionary of tensors by name"

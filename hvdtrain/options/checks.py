@@ -8,6 +8,7 @@ from typing import Any, get_args
 from hvdtrain.errors import UsageError
 from hvdtrain.host.harmless import LARGEST_WHOLE
 from hvdtrain.options import decay, injection
+from hvdtrain.options.deviceoptions import AUTO_PRECISION
 from hvdtrain.options.emulateoptions import check_emulation
 from hvdtrain.options.fields import DEFAULT_EPOCHS, Rule, flag
 from hvdtrain.options.planrequest import (
@@ -211,6 +212,10 @@ def _check_framework(options: Sequence[Field[Any]], values: Mapping[str, Any]) -
         raise UsageError(
             f"--plan {values['plan']} is not supported with --framework tensorflow: "
             "use single, dp or mirrored[:N]"
+        )
+    if values["precision"] == AUTO_PRECISION:
+        raise UsageError(
+            "--precision auto is not supported with --framework tensorflow: use fp32 or bf16"
         )
     _check_absent(options, values, Rule.TORCH_ONLY, "--framework tensorflow")
     if isinstance(request, Mirrored):

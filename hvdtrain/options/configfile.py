@@ -2,11 +2,12 @@
 
 from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host import files, harmless, records
+from hvdtrain.options.deviceoptions import AUTO_PRECISION, FixedPrecision
 from hvdtrain.options.fields import Rule, flag
 from hvdtrain.options.planrequest import Chosen
 from hvdtrain.options.syncrequest import AUTO_SYNC, NO_COMPRESSION, parse_compress_request
@@ -64,10 +65,16 @@ def as_started(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
     older, lines = with_older_defaults(config), []
     if older != config:
         lines.append(f"resumed with the settings of the older version: {differing(older, config)}")
-    resolved = with_saved_choice(older, _saved(config))
+    saved = _saved(config)
+    resolved = with_saved_choice(older, saved)
     if resolved != older:
         chosen = f"--compress {resolved.compress}" if resolved.compress != "none" else "exact"
         lines.append(f"--sync auto: {chosen}, with which this run started")
+    if resolved.precision == AUTO_PRECISION and saved is not None and saved.is_file():
+        precision: Any = load(saved).get("precision")
+        if precision in get_args(FixedPrecision):  # else: a job that never started
+            resolved = replace(resolved, precision=precision)
+            lines.append(f"--precision auto: {precision}, with which this run started")
     return resolved, lines
 
 
@@ -132,6 +139,8 @@ def differences(
         may_change = may_change - {"epochs", "max_steps"}  # they stretch schedules
     if {old.get("sync"), new.sync} == {"auto", "exact"}:  # before and after the choice
         may_change = may_change | {"sync", "compress", "compress_after"}
+    if AUTO_PRECISION in (old.get("precision"), new.precision):
+        may_change = may_change | {"precision"}
     return [
         f"{name} was {old[name]!r}, is {current[name]!r}"
         for name in current

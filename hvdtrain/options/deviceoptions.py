@@ -5,7 +5,9 @@ from typing import Literal
 
 from hvdtrain.options.fields import Group, Rule, option
 
-Precision = Literal["fp32", "bf16", "fp16", "fp64"]
+FixedPrecision = Literal["fp32", "bf16", "fp16", "fp64"]
+Precision = Literal[FixedPrecision, "auto"]
+AUTO_PRECISION = "auto"
 Device = Literal["cpu", "cuda"]
 
 
@@ -15,7 +17,8 @@ class DeviceOptions:
 
     precision: Precision = option(  # noqa: RUF009
         "fp32",
-        "bf16 or fp16: autocast with fp32 weights, and in fp16 with a scaled loss",
+        "bf16 or fp16: autocast with fp32 weights, and in fp16 with a scaled loss; auto: bf16 "
+        "where a measurement at the start says that it is faster, else fp32",
         Group.DEVICES,
     )
     compile: bool = option(

@@ -6,43 +6,44 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer type by bytes
 ROW = 1024
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> int:
     """Return a number that depends on every bit of the tensors and on their places.
 
-    The memory is read as integers; the result is their sum modulo 2**64, each weighted by its
-    place, computed on the tensors' device. Odd weights ensure that a change of a single integer
-    changes the sum. It is not a hash: several changes may cancel out. It depends on the memory
-    layout.
+    The memory is read as integers of 64 bits; the result is their sum modulo 2**64, each weighted
+    by its place, computed on the tensors' device. Odd weights ensure that a change of a single
+    integer changes the sum. It is not a hash: several changes may cancel out. It depends on the
+    memory layout.
     """
-    sums = [_weighted_sum(_words(tensor.detach())) for tensor in tensors if tensor.numel()]
+    sums = [_weighted_sum(_bytes(tensor.detach())) for tensor in tensors if tensor.numel()]
     if not sums:
         return 0
-    return int((torch.stack(sums) * _places(0, len(sums), sums[0].device)).sum())
+    device = sums[0].device  # of most: a few tensors may be elsewhere
+    whole = torch.stack([value.to(device) for value in sums])
+    return int((whole * _places(0, len(sums), device)).sum())
 
 
-def _words(tensor: Tensor) -> Tensor:
-    """Return the bits of a tensor as int64 [n], in the order of memory if the tensor is dense."""
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return the bits of a tensor as uint8 [n], in the order of memory if the tensor is dense."""
     strides = tensor.stride()
     flat = tensor.permute(sorted(range(tensor.dim()), key=lambda place: -strides[place]))
-    flat = flat.contiguous().view(-1)
-    if flat.nbytes % 8:
-        return flat.view(WHOLE[flat.element_size()]).long()
-    is_aligned = flat.storage_offset() * flat.element_size() % 8 == 0
-    return (flat if is_aligned else flat.clone()).view(torch.int64)
+    return flat.contiguous().view(-1).view(torch.uint8)
 
 
-def _weighted_sum(words: Tensor) -> Tensor:
-    """Return the sum over i of words[i] x (2 i + 1) as int64.
+def _weighted_sum(memory: Tensor) -> Tensor:
+    """Return the sum over i of words[i] x (2 i + 1) as int64; the last, partial word as bytes.
 
     Sums of rows and columns need two reads of the memory and no temporary of its size.
     """
-    rows = len(words) // ROW
-    table, rest = words[: rows * ROW].view(rows, ROW), words[rows * ROW :]
-    total = (rest * _places(rows * ROW, len(words), words.device)).sum()
+    count = len(memory) // 8
+    whole = memory[: 8 * count]
+    words = (whole if whole.storage_offset() % 8 == 0 else whole.clone()).view(torch.int64)
+    rows = count // ROW
+    table = words[: rows * ROW].view(rows, ROW)
+    rest = torch.cat([words[rows * ROW :], memory[8 * count :].long()])
+    total = (rest * _places(rows * ROW, rows * ROW + len(rest), words.device)).sum()
     if rows:
         by_row = table.sum(1) * _places(0, rows * ROW, words.device, ROW)
         by_column = table.sum(0) * torch.arange(0, 2 * ROW, 2, device=words.device)
@@ -57,5 +58,5 @@ def _places(start: int, stop: int, device: torch.device, step: int = 1) -> Tenso
 def digest(tensor: Tensor) -> str:
     """Return the SHA-256 of dtype, shape and bits."""
     content = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-    content.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    content.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return content.hexdigest()

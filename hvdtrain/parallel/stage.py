@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hvdtrain.data.augment import Places
 from hvdtrain.device import Mark
+from hvdtrain.models import extrastate
 from hvdtrain.options.decay import KINDS, is_exempt
 from hvdtrain.parallel.batchnorm import Moments, SynchronisedBatchNorm
 from hvdtrain.parallel.checksums import digest, fingerprint
@@ -123,6 +124,23 @@ class StageModel:
             for key, value in (*component.named_parameters(), *component.named_buffers())
         }
 
+    def extra(self) -> dict[str, Tensor]:
+        """Return the states that `get_extra_state` returns, as named tensors."""
+        return {
+            name: value
+            for component, module in self.components.items()
+            for name, value in extrastate.saved(module, f"{component}.").items()
+        }
+
+    def put_extra(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load such states.
+
+        Raises:
+            DataError: if one is missing.
+        """
+        for component, module in self.components.items():
+            extrastate.load(module, f"{component}.", tensors)
+
     @torch.no_grad()
     def put(self, values: Mapping[str, Tensor]) -> None:
         """Copy values into the parameters and buffers of the same names.
@@ -156,12 +174,13 @@ class StageModel:
             component.train(mode)
 
     def digests(self) -> dict[str, str]:
-        """Return the SHA-256 of every parameter and buffer by name: dtype, shape and bits."""
-        return {name: digest(tensor) for name, tensor in self.tensors().items()}
+        """Return the SHA-256 of all that replicas share, by name: dtype, shape and bits."""
+        everything = self.tensors() | self.extra()
+        return {name: digest(tensor) for name, tensor in everything.items()}
 
     def fingerprint(self) -> int:
-        """Return a checksum of all tensors: faster than `digests`, but collisions are possible."""
-        return fingerprint(self.tensors().values())
+        """Return a checksum of the same: faster than `digests`, but collisions are possible."""
+        return fingerprint([*self.tensors().values(), *self.extra().values()])
 
 
 def _is_writable(tensor: Tensor) -> bool:

@@ -5,7 +5,7 @@ from typing import Literal
 
 from hvdtrain.config import TrainConfig, field_of_train
 from hvdtrain.errors import UsageError
-from hvdtrain.options.deviceoptions import Device, Precision
+from hvdtrain.options.deviceoptions import Device, FixedPrecision
 from hvdtrain.options.fields import about
 from hvdtrain.options.givenmodel import Model, ModelInConfig
 from hvdtrain.options.optimisationoptions import Optimizer
@@ -26,7 +26,7 @@ class PlanConfig(ModelInConfig):
     batch_size: int = field_of_train("batch_size")
     microbatches: int | None = field_of_train("microbatches")
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] | None = field_of_train("schedule")
-    precision: Precision | None = field(
+    precision: FixedPrecision | None = field(
         default=None,
         metadata=about("fp32, bf16, fp16 or fp64", default="fp64 for check, else fp32"),
     )
@@ -95,7 +95,7 @@ class PlanConfig(ModelInConfig):
     )
     json: bool = field(default=False, metadata=about("print one JSON object"))
 
-    def training(self, precision: Precision) -> TrainConfig:
+    def training(self, precision: FixedPrecision) -> TrainConfig:
         """Return the configuration of the training run that the plan is for.
 
         Raises:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hvdtrain import transfer
 from hvdtrain.errors import CheckFailed, RankError
 from hvdtrain.host.poll import wait_until
 from hvdtrain.world import World
@@ -130,14 +131,17 @@ class Agreement:
         return self.read()
 
     def gather(self, note: Note, value: Any) -> list[Any]:
-        """Return every rank's `value`, in rank order, once all ranks agree on the note."""
+        """Return every rank's small `value`, in rank order, once all ranks agree on the note."""
         self.exchange(note)
         return self.communicator.allgather(value) if self.communicator else [value]
 
     def broadcast(self, note: Note, value: Any, root: int = 0) -> Any:
-        """Return the `value` of rank `root`, once all ranks agree on the note."""
+        """Return the `value` of rank `root`, once all ranks agree on the note.
+
+        It may hold tensors of any size.
+        """
         self.exchange(note)
-        return self.communicator.bcast(value, root) if self.communicator else value
+        return transfer.broadcast(self.communicator, value, root) if self.communicator else value
 
     def close(self) -> None:
         """Free the communicator. Collective."""

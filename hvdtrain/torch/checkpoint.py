@@ -23,15 +23,18 @@ from hvdtrain.backends.pytorch.state import (
     to_tensor,
 )
 from hvdtrain.checkpoint import store
-from hvdtrain.checkpoint.store import MODEL, OPTIMIZER, SYNC, Checkpoint
+from hvdtrain.checkpoint.store import EXTRA, MODEL, OPTIMIZER, SYNC, Checkpoint
 from hvdtrain.device import random_state, set_random_state
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.host import files
+from hvdtrain.models import extrastate
+from hvdtrain.parallel.checksums import digest
 from hvdtrain.torch import state as states
 from hvdtrain.torch.agreement import Action, Note
 from hvdtrain.torch.reduction import COMPILED
 from hvdtrain.torch.state import State, Watched
 
+LOOP = f"{EXTRA}loop"  # in the manifest of older versions, which is small
 RandomStates = tuple[Tensor, Tensor | None]  # of PyTorch's generators on the CPU and on the GPU
 
 
@@ -59,8 +62,10 @@ def save(folder: str | Path, *, keep: int = 2, **others: Any) -> Path:
     steps = state.models[0].steps
     if state.sampler is not None:
         state.sampler.settle()
-    rng = state.agreement.gather(Note(Action.SAVING, number=steps), _random_states(state))
-    kept = _kept(state)
+    extra = _extra(state, steps)
+    random_states = torch.get_rng_state(), random_state(state.place.device)
+    rng = state.agreement.gather(Note(Action.SAVING, number=steps), random_states)
+    kept = _kept(state) | extra
     fault, path = None, Path(folder) / store.name_of(steps)
     if state.place.is_first:
         try:
@@ -140,6 +145,28 @@ def _check_folder(state: State, folder: Path) -> None:
         )
 
 
+def _extra(state: State, steps: int) -> dict[str, Tensor]:
+    """Return what modules keep beside their tensors, by name. Collective.
+
+    Raises:
+        UsageError: on all ranks, if the ranks differ in it: a checkpoint holds that of rank 0.
+    """
+    extra = {
+        f"{EXTRA}{name}": value
+        for number, model in enumerate(state.models)
+        for name, value in extrastate.saved(model.model, _prefix(state, number)).items()
+    }
+    digests = {name: digest(value) for name, value in extra.items()}
+    everywhere = state.agreement.gather(Note(Action.SAVING, number=steps), digests)
+    for rank, theirs in enumerate(everywhere):
+        if different := sorted(name for name, _ in theirs.items() ^ everywhere[0].items()):
+            raise UsageError(
+                f"{different[0].split('/')[1]}, which get_extra_state returns, differs between "
+                f"rank {rank} and rank 0: keep it in a buffer, which all ranks share"
+            )
+    return extra
+
+
 def _kept(state: State) -> dict[str, Tensor]:
     """Return on rank 0 what the compressed sums of all ranks keep, by name. Collective."""
     kept = {
@@ -171,11 +198,11 @@ def _write(
         "rng": [cpu for cpu, _ in rng],
         "device_rng": [device for _, device in rng],
     }
+    tensors[LOOP] = torch.frombuffer(bytearray(_packed(loop)), dtype=torch.uint8)
     progress = {
         "step": state.models[0].steps,
         "steps": [model.steps for model in state.models],
         "positions": state.positions,
-        "loop": base64.b64encode(_packed(loop)).decode(),
     }
     try:
         files.make_folders(path.parent)
@@ -198,18 +225,18 @@ def _read(folder: Path) -> tuple[Checkpoint, str] | None:
     store.restore_replaced(folder)
     store.clean(folder)
     checkpoint, path, skipped = store.load_newest(folder)
-    if checkpoint is None or path is None:
-        if skipped:
-            raise DataError(f"{folder} holds no checkpoint that verifies: {skipped[0]}")
-        return None
-    return checkpoint, str(path)
+    if checkpoint is None and skipped:
+        raise DataError(f"{folder} holds no checkpoint that verifies: {skipped[0]}")
+    return None if checkpoint is None else (checkpoint, str(path))
 
 
 @torch.no_grad()
 def _put(state: State, checkpoint: Checkpoint, path: str, others: Mapping[str, Any]) -> None:
     progress = checkpoint.progress
     try:
-        loop = torch.load(io.BytesIO(base64.b64decode(progress["loop"])), "cpu", weights_only=True)
+        packed = checkpoint.extra.get(LOOP.removeprefix(EXTRA))
+        content = base64.b64decode(progress["loop"]) if packed is None else packed.tobytes()
+        loop = torch.load(io.BytesIO(content), "cpu", weights_only=True)
         positions = {str(name): int(value) for name, value in progress["positions"].items()}
         steps = [int(value) for value in progress["steps"]]
     except (KeyError, TypeError, ValueError, RuntimeError, pickle.UnpicklingError):
@@ -221,6 +248,9 @@ def _put(state: State, checkpoint: Checkpoint, path: str, others: Mapping[str, A
     _check_tensors(path, checkpoint.tensors, {n: v for part in targets for n, v in part.items()})
     optimizers = [optimizer for model in state.models for optimizer in model.optimizers]
     _check_groups(path, loop["groups"], optimizers)
+    extra = {name: to_tensor(value) for name, value in checkpoint.extra.items()}
+    for number, model in enumerate(state.models):
+        extrastate.load(model.model, _prefix(state, number), extra)
     for part in targets:
         for name, target in part.items():
             target.copy_(to_tensor(checkpoint.tensors[name]))
@@ -233,23 +263,12 @@ def _put(state: State, checkpoint: Checkpoint, path: str, others: Mapping[str, A
     for name, other in others.items():
         other.load_state_dict(loop["others"][name])
     if len(loop["rng"]) == state.place.size:
-        _set_random_states(state, loop)
+        torch.set_rng_state(loop["rng"][state.place.rank])
+        if "device_rng" in loop:
+            set_random_state(state.place.device, loop["device_rng"][state.place.rank])
     for model, count in zip(state.models, steps, strict=True):
         model.steps = count
     state.positions, state.restored = positions, bool(positions)
-
-
-def _random_states(state: State) -> RandomStates:
-    device = state.place.device
-    on_device = random_state(device)
-    return torch.get_rng_state(), on_device
-
-
-def _set_random_states(state: State, loop: Mapping[str, Any]) -> None:
-    rank, device = state.place.rank, state.place.device
-    torch.set_rng_state(loop["rng"][rank])
-    on_device = loop["device_rng"][rank] if "device_rng" in loop else None
-    set_random_state(device, on_device)
 
 
 def _put_optimizers(state: State, number: int, model: Watched, checkpoint: Checkpoint) -> None:
@@ -266,12 +285,8 @@ def _put_optimizers(state: State, number: int, model: Watched, checkpoint: Check
 
 
 def _put_kept(number: int, model: Watched, checkpoint: Checkpoint) -> None:
-    prefix = f"{number}/"
-    saved = {
-        name.removeprefix(prefix): to_tensor(value)
-        for name, value in checkpoint.sync.items()
-        if name.startswith(prefix)
-    }
+    residuals = store.of_kind(checkpoint.sync, f"{number}/")
+    saved = {name: to_tensor(value) for name, value in residuals.items()}
     names = model.kept.wanted({name: tuple(value.shape) for name, value in saved.items()})
     model.kept.load({name: saved[name] for name in names})
 
@@ -299,11 +314,10 @@ def _entry(optimizer: torch.optim.Optimizer, key: str, value: Any) -> Tensor:
 
 
 def _model_tensors(state: State, number: int, model: Watched) -> dict[str, Tensor]:
-    buffers = {
+    return _named_parameters(state, number, model) | {
         f"{_prefix(state, number)}{name.replace(COMPILED, '')}": value
         for name, value in model.model.named_buffers()
     }
-    return {**_named_parameters(state, number, model), **buffers}
 
 
 def _named_parameters(state: State, number: int, model: Watched) -> dict[str, nn.Parameter]:

@@ -1,6 +1,7 @@
 """Preparing a model and its optimizers: checked, made equal on all ranks, and averaged."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar, overload
 
 import torch
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 from hvdtrain import world
 from hvdtrain.device import check_horovod_on, is_gpu
 from hvdtrain.errors import UsageError
+from hvdtrain.models import extrastate
 from hvdtrain.models.component import is_dense
 from hvdtrain.options.syncrequest import parse_compress_request
 from hvdtrain.parallel.checksums import fingerprint
@@ -240,11 +242,17 @@ def _make_equal(
 ) -> None:
     """Give all ranks the weights, buffers and optimizer states of rank 0. Collective."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    is_first = state.place.is_first
-    if len(set(state.agreement.gather(note, fingerprint(tensors.values())))) > 1:
-        values = {name: value.detach().cpu() for name, value in tensors.items()}
-        for name, value in state.agreement.broadcast(note, values if is_first else None).items():
-            tensors[name].copy_(value)
+    is_first, extra = state.place.is_first, dict[str, Tensor]()
+    with suppress(UsageError):  # refused where it is saved
+        extra = extrastate.saved(model, "")
+    local = fingerprint([*tensors.values(), *extra.values()])
+    if len(set(state.agreement.gather(note, local))) > 1:
+        values = {name: value.detach() for name, value in tensors.items()} | extra
+        values = state.agreement.broadcast(note, values if is_first else None)
+        for name, target in tensors.items():
+            target.copy_(values[name])
+        if extra.keys() & values.keys():
+            extrastate.load(model, "", values)
     for optimizer in optimizers:
         if any(state.agreement.gather(note, bool(optimizer.state))):
             kept = state.agreement.broadcast(note, optimizer.state_dict() if is_first else None)

@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from hvdtrain.errors import CheckFailed
 from hvdtrain.host.stop import StopRequest
+from hvdtrain.models.extrastate import COMPILED
 from hvdtrain.options.syncrequest import NO_COMPRESSION, CompressRequest
 from hvdtrain.parallel.checksums import fingerprint
 from hvdtrain.plan.cut import Share
@@ -23,7 +24,6 @@ from hvdtrain.torch.agreement import Action, Note
 from hvdtrain.torch.state import State
 from hvdtrain.training.control import stop_code
 
-COMPILED = "_orig_mod."  # torch.compile puts it into the names of parameters
 COMPARE_EVERY = 100  # backwards between comparisons of the ranks' weights
 Key = tuple[nn.Module, str]
 

@@ -138,6 +138,7 @@ def trained_model(
     devices.choose_algorithms(config.tf32, config.cudnn_benchmark, config.deterministic)
     stage = build_model(components, config, device)
     stage.put({name: to_tensor(value) for name, value in saved.tensors.items()})
+    stage.put_extra({name: to_tensor(value) for name, value in saved.extra.items()})
     stage.train(False)
     images = Images(inputs.mean, inputs.std, device, config.precision)
     return Trained(config, checkpoint, inputs, stage, images)

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from hvdtrain import transfer
 from hvdtrain.checkpoint import restore, store
 from hvdtrain.checkpoint.format import Entry
 from hvdtrain.checkpoint.tensorfile import read_verified
@@ -68,7 +69,7 @@ def test_every_file_is_read_once_and_every_rank_gets_what_it_holds(
     # Each rank holds another part of the model, and some tensors are held by all.
     everything = {name: value for file in range(FILES) for name, value in tensors_of(file).items()}
     names = [name for name in everything if f"/{world.rank}." in name or "half" in name]
-    monkeypatch.setattr(restore, "PIECE", 16)
+    monkeypatch.setattr(transfer, "PIECE", 16)
     held = restore._spread(checkpoint, names, session)
     assert held.keys() == set(names)
     for name, tensor in held.items():

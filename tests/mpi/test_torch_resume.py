@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from hvdtrain import torch as distributed
+from hvdtrain.checkpoint import format
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.torch import state
 from hvdtrain.world import World
@@ -157,3 +158,20 @@ def test_a_data_set_may_be_opened_after_that_of_the_checkpoint(
     distributed.load(save_to)
     assert distributed.loader(folder, BATCH).epoch == 1
     assert distributed.loader(folder, BATCH, seed=1).epoch == 0
+
+
+def test_other_objects_may_be_larger_than_a_manifest(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Averaged weights of 5 million parameters once made a checkpoint that could not be read."""
+    save_to: Path = world.broadcast(tmp_path)
+    monkeypatch.setattr(format, "LARGEST_MANIFEST", 10_000)
+    model, optimizer = distributed.prepare(*made())
+    backward(model)
+    optimizer.step()
+    average = nn.Linear(100, 100)
+    expected = average.weight.detach().clone()
+    path = distributed.save(save_to, average=average)
+    nn.init.zeros_(average.weight)
+    assert distributed.load(save_to, average=average) == path
+    assert torch.equal(average.weight, expected)

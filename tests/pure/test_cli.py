@@ -73,7 +73,7 @@ def parsed(arguments: list[str]) -> dict[str, Any]:
         ([*TRAIN, "--precision", "half"], "--precision half is not supported: use fp16"),
         (
             [*TRAIN, "--precision", "fp8"],
-            "--precision fp8 is not known; valid are bf16, fp16, fp32, fp64",
+            "--precision fp8 is not known; valid are auto, bf16, fp16, fp32, fp64",
         ),
         (
             ["jobs", "cancel", "r", "--gpus"],

@@ -195,18 +195,6 @@ def test_precisions_that_could_not_be_compared_are_a_note_with_the_reason() -> N
     assert "not compared: it was killed by SIGILL" in check.text
 
 
-def test_a_speed_up_is_that_of_most_rounds() -> None:
-    """Every seventh step of this test is interrupted and takes ten times its duration."""
-    now, steps = 0.0, 0
-
-    def act(is_bf16: bool) -> None:
-        nonlocal now, steps
-        steps += 1
-        now += (1.0 if is_bf16 else 2.0) * (10 if steps % 7 == 0 else 1)
-
-    assert machine._speedup(act, lambda: now) == 2.0
-
-
 def test_little_shared_memory_or_disk_is_a_note() -> None:
     much = 2**40
     assert machine.space_check(much, much, much).state == "ok"

@@ -29,12 +29,15 @@ LAYERS = (
     {"parallel", "launch"},
     {"sync"},
     {"plan", "data", "models"},
-    {"device", "world", "config", "options", "host", "errors", "__version__"},
+    {
+        *("device", "world", "transfer", "precision"),
+        *("config", "options", "host", "errors", "__version__"),
+    },
 )
 # The modules that may import a library which is slow, missing on some machines, or conflicting.
 OWNERS = {
     "horovod": {"world"},
-    "mpi4py": {"world", "doctor", "parallel.exchange", "sync.messages", "sync.mpi"},
+    "mpi4py": {"world", "transfer", "doctor", "parallel.exchange", "sync.messages", "sync.mpi"},
     "h5py": {"data"},
     "safetensors": {"checkpoint.tensorfile"},
     "tensorflow": {"doctor", "keras", "backends.tensorflow"},

@@ -11,10 +11,11 @@ from hvdtrain.backends.pytorch.batches import check_batches, input_boundaries
 from hvdtrain.backends.pytorch.build import build_runtime
 from hvdtrain.backends.pytorch.session import Times, TorchFaults
 from hvdtrain.backends.pytorch.state import TorchState, named_state, put_arrays, to_array
+from hvdtrain.checkpoint.store import EXTRA
 from hvdtrain.config import TrainConfig
 from hvdtrain.data.shards import Index
 from hvdtrain.emulate.world import emulation_of
-from hvdtrain.host.poll import wait_until
+from hvdtrain.models import extrastate
 from hvdtrain.models.component import Component
 from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.stage import Part
@@ -109,14 +110,12 @@ def state_under(
     needed: dict[str, np.ndarray] = {}
     for number, move in enumerate(planned):
         if move.sender == world.rank:
-            assert world.communicator is not None
-            state = held[move.component]
-            sending.append(world.communicator.isend(state, move.receiver, MOVE_TAG + number))
+            sending.append(world.send(held[move.component], move.receiver, MOVE_TAG + number))
     for number, move in enumerate(planned):
         if move.receiver == world.rank:
             needed |= world.receive(move.sender, MOVE_TAG + number)
-    for request in sending:
-        wait_until(lambda request=request: request.test()[0])  # type: ignore[misc]
+    for wait in sending:
+        wait()
     for stage in after.stages:
         if world.rank in stage.ranks:
             for component in stage.components:
@@ -130,10 +129,14 @@ def _by_component(parts: Mapping[int, Part]) -> dict[str, dict[str, np.ndarray]]
     for part in parts.values():
         named = named_state(part, part.model.tensors().keys())
         for component, module in part.model.components.items():
-            tensors = (*module.named_parameters(), *module.named_buffers())
-            held[component] = {
-                key: to_array(tensor.detach().cpu())
-                for name, _ in tensors
+            tensors = {
+                key: tensor
+                for name, _ in (*module.named_parameters(), *module.named_buffers())
                 for key, tensor in named[f"{component}.{name}"].items()
+            }
+            extra = extrastate.saved(module, f"{component}.")
+            tensors |= {f"{EXTRA}{name}": tensor for name, tensor in extra.items()}
+            held[component] = {
+                key: to_array(tensor.detach().cpu()) for key, tensor in tensors.items()
             }
     return held

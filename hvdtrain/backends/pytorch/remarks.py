@@ -1,6 +1,7 @@
 """Lines to print before a run trains, which a user should know."""
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -8,19 +9,22 @@ import torch
 from hvdtrain import device as devices
 from hvdtrain.backends.pytorch.agreement import agreement_remarks
 from hvdtrain.check.verify import Trial
+from hvdtrain.config import TrainConfig
 from hvdtrain.emulate.world import emulation_of
+from hvdtrain.options.deviceoptions import AUTO_PRECISION
 from hvdtrain.options.syncrequest import Server
 from hvdtrain.parallel.stage import AUTOCAST
 from hvdtrain.plan.plan import Plan
+from hvdtrain.precision import bf16_speedups, comparison, speedup
 from hvdtrain.sync import engine
+from hvdtrain.world import World
 
 if TYPE_CHECKING:
     from hvdtrain.planner.choose import Choice
 
 # PyTorch computes without oneDNN where a processor lacks AVX-512: bf16 is 20 to 60x slower.
 SLOW = 3.0  # ratio of the times of bf16 and fp32 from which on a line says so
-# Small enough for one thread: others may wait for a core. 20 ms in all in bf16 without AVX-512.
-WIDTH, REPEATS = 96, 20
+WIDTH = 96  # of the matrices, small enough for one thread: others may wait for a core
 
 
 def remarks_of(
@@ -43,7 +47,11 @@ def precision_remark(precision: str, device: torch.device) -> str:
     """Return a line if bf16 or fp16 is much slower than fp32 on this processor, else nothing."""
     if precision not in AUTOCAST or devices.is_gpu(device):
         return ""
-    ratio = _seconds(AUTOCAST[precision]) / _seconds(torch.float32)
+    # Processor time of this thread: others may be busy on its core.
+    factors = [
+        torch.ones(2, WIDTH, WIDTH, dtype=dtype) for dtype in (torch.float32, AUTOCAST[precision])
+    ]
+    ratio = 1 / speedup(lambda is_half: torch.matmul(*factors[is_half]), time.thread_time)
     if ratio < SLOW:
         return ""
     return (
@@ -52,15 +60,19 @@ def precision_remark(precision: str, device: torch.device) -> str:
     )
 
 
-def _seconds(dtype: torch.dtype) -> float:
-    """Return the shortest of several times of a product of two matrices.
+def chosen_precision(config: TrainConfig, world: World) -> tuple[TrainConfig, str]:
+    """Return the configuration with what rank 0 measures to be faster, and a line. Collective.
 
-    Processor time of this thread: others may be busy on its core.
+    Nothing is measured, and the line is empty, unless the precision is "auto".
     """
-    left, right = torch.ones(2, WIDTH, WIDTH, dtype=dtype)
-    times = []
-    for _ in range(REPEATS):
-        started = time.thread_time()
-        torch.matmul(left, right)
-        times.append(time.thread_time() - started)
-    return min(times)
+    if config.precision != AUTO_PRECISION:
+        return config, ""
+    device, chosen = devices.choose_device(config.device, world), None
+    if world.rank == 0:
+        torch.set_num_threads(1)  # waiting threads would use processor time
+        faster, words = comparison(bf16_speedups(device, 1))
+        torch.set_num_threads(world.threads)
+        chosen = faster or "fp32", words
+    precision, words = world.broadcast(chosen)
+    line = f"--precision {AUTO_PRECISION}: {precision}, since {words}"
+    return replace(config, precision=precision), line

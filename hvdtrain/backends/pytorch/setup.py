@@ -15,7 +15,7 @@ from hvdtrain.backends.pytorch.parts import (
     reason_against_split_backward,
 )
 from hvdtrain.backends.pytorch.ready import agree_on_values
-from hvdtrain.backends.pytorch.remarks import remarks_of
+from hvdtrain.backends.pytorch.remarks import chosen_precision, remarks_of
 from hvdtrain.backends.pytorch.residence import resident_images
 from hvdtrain.backends.pytorch.session import (
     Times,
@@ -24,7 +24,7 @@ from hvdtrain.backends.pytorch.session import (
     TorchTimeline,
     device_of,
 )
-from hvdtrain.backends.pytorch.state import TorchState, check_dtypes
+from hvdtrain.backends.pytorch.state import TorchState, check_savable
 from hvdtrain.backends.pytorch.whitening import whitened
 from hvdtrain.check.verify import Trial, verify
 from hvdtrain.config import TrainConfig
@@ -77,6 +77,7 @@ def open_session(
     """
     check_started(config, world)
     torch.set_num_threads(world.threads)
+    config, precision = chosen_precision(config, world)
     index = staged(shared_index(config, world), config.stage, world)
     modelled = as_modelled(index, config)
     components = model_components(config, modelled)
@@ -107,7 +108,8 @@ def open_session(
     mark("verify")
     forget_peak(images.device)  # of the planner and the verification
     session = _built(trial, plan, chosen, held_rows, verified)
-    check_dtypes(session.state.tensors())
+    session.remarks = (*filter(None, [precision]), *session.remarks)
+    check_savable(session.state.parts, config)
     mark("model")
     return session
 

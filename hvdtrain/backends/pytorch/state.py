@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -14,20 +13,19 @@ from typing_extensions import override
 
 from hvdtrain.backends.pytorch.optimizers import SLOW
 from hvdtrain.checkpoint import store
-from hvdtrain.checkpoint.store import MODEL, OPTIMIZER, SYNC, owners
+from hvdtrain.checkpoint.store import EXTRA, MODEL, OPTIMIZER, SYNC, owners
 from hvdtrain.checkpoint.tensorfile import DTYPES
 from hvdtrain.config import TrainConfig
 from hvdtrain.device import copy_out, new_host
 from hvdtrain.errors import UsageError
-from hvdtrain.models import weights
+from hvdtrain.models import extrastate, weights
+from hvdtrain.options.syncrequest import Server
 from hvdtrain.parallel.runtime import Runtime
 from hvdtrain.parallel.stage import Part
 from hvdtrain.plan.plan import Plan
 from hvdtrain.sync.saved import Kept
 from hvdtrain.training.session import Shape, State
 from hvdtrain.world import World
-
-Value = TypeVar("Value")
 
 STATE_TAG = 1
 
@@ -98,6 +96,9 @@ class TorchState(State):
         last = self.plan.stages[-1].components[-1]
         values, is_other = weights.read(path, self.config.model, self.shapes, last)
         put_tensors(self.parts, values)
+        if any(name.endswith(extrastate.KEY) for name in values):
+            for part in self.parts.values():
+                part.model.put_extra(values)
         return f"started from {path}" + (f"; {last} keeps its initial weights" if is_other else "")
 
     @override
@@ -126,6 +127,10 @@ class TorchState(State):
     @override
     def expected(self, was_updated: bool, saved: Mapping[str, Shape]) -> dict[str, Shape]:
         expected = {f"{MODEL}{name}": tuple(value.shape) for name, value in self.tensors().items()}
+        held = tuple(
+            f"{EXTRA}{name}." for part in self.parts.values() for name in part.model.components
+        )
+        expected |= {name: shape for name, shape in saved.items() if name.startswith(held)}
         for part in self.parts.values():
             if part.optimizer is None or not was_updated:
                 continue  # an optimizer has no state before its first update
@@ -133,7 +138,7 @@ class TorchState(State):
             for name in part.gradients.trained():
                 entries = state_shapes(self.config, parameters[name].shape)
                 expected |= {f"{OPTIMIZER}{name}/{key}": shape for key, shape in entries.items()}
-        shapes = _without_prefix(saved)
+        shapes = store.of_kind(saved, SYNC)
         self.wanted = [kept.wanted(shapes) for kept in self._kept()]
         names = frozenset[str]().union(*self.wanted)
         return expected | {f"{SYNC}{name}": shapes[name] for name in names}
@@ -141,7 +146,7 @@ class TorchState(State):
     @override
     def put(self, arrays: Mapping[str, np.ndarray]) -> None:
         put_arrays(self.parts, arrays)
-        tensors = {name: to_tensor(value) for name, value in _without_prefix(arrays).items()}
+        tensors = {name: to_tensor(value) for name, value in store.of_kind(arrays, SYNC).items()}
         # What a rank reads may depend on tensors that it does not read: not to be asked again.
         for kept, names in zip(self._kept(), self.wanted, strict=True):
             kept.load({name: tensors[name] for name in names})
@@ -149,13 +154,6 @@ class TorchState(State):
     def _kept(self) -> list[Kept]:
         """Return what has a state beside weights and optimizers."""
         return [kept for part in self.parts.values() for kept in (part.gradients, part.meetings)]
-
-
-def _without_prefix(named: Mapping[str, Value]) -> dict[str, Value]:
-    """Return what belongs to ways to agree, by its name without their prefix."""
-    return {
-        name.removeprefix(SYNC): value for name, value in named.items() if name.startswith(SYNC)
-    }
 
 
 def gather_tensors(plan: Plan, parts: Mapping[int, Part], world: World) -> dict[str, Tensor]:
@@ -170,8 +168,8 @@ def gather_tensors(plan: Plan, parts: Mapping[int, Part], world: World) -> dict[
             tensors |= (
                 _tensors_of(parts[number]) if owner == 0 else world.receive(owner, STATE_TAG)
             )
-        elif world.rank == owner and world.communicator is not None:
-            world.communicator.send(_tensors_of(parts[number]), 0, STATE_TAG)
+        elif world.rank == owner:
+            world.send(_tensors_of(parts[number]), 0, STATE_TAG)()
     return tensors
 
 
@@ -195,6 +193,8 @@ def local_share(plan: Plan, parts: Mapping[int, Part], rank: int) -> dict[str, T
         }
         for group in named_state(part, names).values():
             share |= group
+        if rank == ranks[0]:
+            share |= {f"{EXTRA}{name}": value for name, value in part.model.extra().items()}
     return share
 
 
@@ -220,7 +220,9 @@ def put_arrays(parts: Mapping[int, Part], arrays: Mapping[str, np.ndarray]) -> N
     """Copy this rank's part of the whole state, in the form of a checkpoint, into its parts."""
     tensors, optimizer = store.by_kind({name: to_tensor(value) for name, value in arrays.items()})
     put_tensors(parts, tensors)
+    extra = {name: to_tensor(value) for name, value in store.of_kind(arrays, EXTRA).items()}
     for part in parts.values():
+        part.model.put_extra(extra)
         if part.optimizer is None:
             continue
         parameters = part.gradients.trained()
@@ -262,20 +264,38 @@ def agree_on_weights(
         ):
             continue
         part = parts.get(number)
-        state = world.broadcast(_tensors_of(part) if part and world.rank == owner else None, owner)
+        local_state = (_tensors_of(part), part.model.extra()) if part is not None else None
+        state = world.broadcast(local_state, owner)
         if part is not None:
-            part.model.put(state)
+            part.model.put(state[0])
+            part.model.put_extra(state[1])
 
 
 def _tensors_of(part: Part) -> dict[str, Tensor]:
     return {name: value.detach().cpu() for name, value in part.model.tensors().items()}
 
 
-def check_dtypes(tensors: Mapping[str, Tensor]) -> None:
+def check_savable(parts: Mapping[int, Part], config: TrainConfig) -> None:
     """Refuse a model that cannot be saved, before training starts.
 
     Raises:
-        UsageError: if a tensor has a dtype that a checkpoint cannot hold.
+        UsageError: if a checkpoint cannot hold a tensor or a state, or replicas cannot share it.
+    """
+    for part in parts.values():
+        extra = part.model.extra()
+        check_dtypes(part.model.tensors() | extra)
+        if extra and isinstance(config.sync_request, Server):
+            raise UsageError(
+                f"--sync {config.sync} is not supported with the state of get_extra_state "
+                f"({min(extra)}): keep it in a buffer, or use --sync exact"
+            )
+
+
+def check_dtypes(tensors: Mapping[str, Tensor]) -> None:
+    """Refuse tensors that a checkpoint cannot hold.
+
+    Raises:
+        UsageError: naming the first of them.
     """
     for name, tensor in tensors.items():
         if str(tensor.dtype).removeprefix("torch.") not in DTYPES:

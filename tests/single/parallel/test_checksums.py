@@ -1,10 +1,13 @@
 """A fingerprint depends on every bit and on places, and copies nothing."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from hvdtrain.parallel.checksums import _words, fingerprint
+from hvdtrain.parallel.checksums import ROW, _bytes, digest, fingerprint
 
 KINDS = [
     *(torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.complex128),
@@ -31,11 +34,12 @@ def test_a_fingerprint_depends_on_every_bit(kind: torch.dtype) -> None:
 
 
 def test_a_fingerprint_is_the_sum_of_bits_weighted_by_place() -> None:
-    """Cover whole rows, an incomplete row, and odd numbers of small integers."""
+    """Cover whole rows, an incomplete row, and an incomplete integer at the end."""
     for length in (1, 6, 7, 2048, 4096, 6150, 6151):
         values = torch.randn(2 * length)[length:].clone()
-        kind = torch.int64 if length % 2 == 0 else torch.int32
-        bits = enumerate(values.view(kind).tolist())
+        whole, rest = values[: length // 2 * 2], values[length // 2 * 2 :]
+        integers = [*whole.view(torch.int64).tolist(), *rest.view(torch.uint8).tolist()]
+        bits = enumerate(integers)
         expected = sum(value * (2 * place + 1) for place, value in bits) % 2**64
         assert of(values) % 2**64 == expected
         shifted = torch.cat([torch.zeros(3), values])[3:]
@@ -53,5 +57,34 @@ def test_a_fingerprint_depends_on_places() -> None:
 
 def test_a_fingerprint_copies_nothing_of_what_lies_densely() -> None:
     weights = torch.randn(64, 32, 3, 3).contiguous(memory_format=torch.channels_last)
-    assert _words(weights).data_ptr() == weights.data_ptr()
+    assert _bytes(weights).data_ptr() == weights.data_ptr()
     assert of(weights) == of(weights.permute(0, 2, 3, 1).contiguous())
+
+
+@pytest.mark.parametrize("size", [2**20, 2**20 + 1])
+def test_no_number_of_bytes_needs_more_memory_than_a_row(size: int) -> None:
+    """One byte more than a multiple of 8 once needed eight times the memory of a buffer."""
+    largest = 0
+    values = torch.ones(size, dtype=torch.uint8)
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            nonlocal largest
+            result = function(*args, **kwargs or {})
+            storage = result.untyped_storage() if isinstance(result, Tensor) else None
+            if storage is not None and storage.data_ptr() != values.data_ptr():
+                largest = max(largest, storage.nbytes())
+            return result
+
+    with Watch():
+        of(values)
+    assert largest <= 64 * ROW
+
+
+def test_a_digest_is_of_any_dtype() -> None:
+    value = torch.arange(6).view(2, 3)
+    digests = {digest(value.to(kind)) for kind in KINDS}
+    assert len(digests) == len(KINDS)
+    assert digest(value.T) == digest(value.T.contiguous())
