@@ -10,13 +10,16 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from hvdtrain.errors import HvdtrainError, UsageError, one_line
+from hvdtrain.errors import HvdtrainError, UsageError, one_line, users_line
+
+Result = TypeVar("Result")
 
 IMAGE_CHANNELS = 3
 _NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
@@ -147,7 +150,7 @@ def parameter_count(components: Sequence[Component]) -> int:
     return sum(
         parameter.numel()
         for component in components
-        for parameter in build_on_meta(component).parameters()
+        for parameter in build_for_shapes(component).parameters()
     )
 
 
@@ -159,7 +162,7 @@ def tensor_shapes(components: Sequence[Component]) -> dict[str, tuple[int, ...]]
     """
     shapes = {}
     for component in components:
-        module = build_on_meta(component)
+        module = build_for_shapes(component)
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             shapes[f"{component.name}.{name}"] = tuple(tensor.shape)
     return shapes
@@ -176,8 +179,7 @@ def boundaries(
 ) -> list[Boundary]:
     """Return what each component emits for images [batch, 3, image_size, image_size].
 
-    Runs a forward pass in training mode, on torch's meta device: shapes only, no weights, no
-    arithmetic.
+    Runs a forward pass in training mode, as `run_for_shapes` does.
 
     Args:
         components: the model.
@@ -185,8 +187,8 @@ def boundaries(
         batch: number of images.
         classes: number of classes that the last component must emit; None allows any.
         dtype: of images and weights.
-        device: "cpu" computes with any weights. For small models that is faster than what the
-            meta device loads: PyTorch's compiler, in a second.
+        device: "cpu" computes with any weights. For small models of hvdtrain that is faster than
+            what the meta device loads: PyTorch's compiler, in a second.
 
     Raises:
         UsageError: if a component cannot be built or run, changes its input in place, or does not
@@ -198,8 +200,12 @@ def boundaries(
     emitted = []
     with torch.random.fork_rng(devices=[]):
         for component in components:
-            module = shape_of(component, dtype, device)
-            activation = run_for_shape(component, module, activation)
+            if device == "meta":
+                run = partial(run_for_shape, component)
+                activation = run_for_shapes(component, dtype, [activation], run).to(device)
+            else:
+                module = shape_of(component, dtype)
+                activation = run_for_shape(component, module, activation)
             emitted.append(Boundary(tuple(activation.shape), activation.dtype))
     check_logits(components[-1], emitted[-1].shape, classes)
     return emitted
@@ -229,22 +235,36 @@ def isolated(seed: int, device: str) -> Iterator[None]:
             torch.set_default_dtype(dtype)
 
 
-def build_on_meta(component: Component) -> nn.Module:
-    """Build a component on the meta device, without weights.
+def build_for_shapes(component: Component) -> nn.Module:
+    """Build a component on the meta device, without weights, or on the CPU if that fails.
 
     Raises:
-        UsageError: if it cannot be built, is not a module, or has tensors that would not come
-            from the seed.
+        UsageError: if it cannot be built on the CPU either, is not a module, or has tensors that
+            would not come from the seed.
     """
     try:
-        with isolated(0, "meta"):
+        return _built(component, "meta")
+    except UsageError:
+        module = _built(component, "cpu")
+    storages = (_storages(one) for one in (module, _built(component, "cpu")))
+    if set.intersection(*storages):
+        raise UsageError(
+            f"component {component.name!r} has tensors made outside of its build function: make "
+            "them inside it"
+        )
+    return module
+
+
+def _built(component: Component, device: str) -> nn.Module:
+    try:
+        with isolated(0, device):
             module: object = component.build()
     except HvdtrainError:
         raise
     except Exception as error:
         raise UsageError(
-            f"component {component.name!r} cannot be built on torch's meta device: "
-            f"{one_line(error)}: fix its build function"
+            f"component {component.name!r} cannot be built: {one_line(error)}"
+            f"{users_line(error)}: fix its build function"
         ) from error
     if not isinstance(module, nn.Module):
         raise UsageError(
@@ -257,12 +277,18 @@ def build_on_meta(component: Component) -> nn.Module:
             f"component {component.name!r} has lazy modules, whose weights do not come from the "
             "seed: use modules with fixed sizes"
         )
-    if any(tensor.device.type != "meta" for tensor in tensors):
-        raise UsageError(
-            f"component {component.name!r} has tensors made outside of its build function or on "
-            "an explicit device: make them inside it without a device"
-        )
+    for tensor in tensors:
+        if tensor.device.type != device:
+            raise UsageError(
+                f"component {component.name!r} has tensors on {tensor.device}: name no device in "
+                "its build function"
+            )
     return module
+
+
+def _storages(module: nn.Module) -> set[int]:
+    tensors = (*module.parameters(), *module.buffers())
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}
 
 
 def kaiming_normal(weight: Tensor, mode: Literal["fan_in", "fan_out"] = "fan_in") -> None:
@@ -274,23 +300,57 @@ def kaiming_normal(weight: Tensor, mode: Literal["fan_in", "fan_out"] = "fan_in"
         nn.init.kaiming_normal_(weight, mode=mode, nonlinearity="relu")
 
 
-def shape_of(component: Component, dtype: torch.dtype, device: str) -> nn.Module:
-    """Build a component whose output has the right shape, and means nothing.
-
-    Args:
-        device: "meta": without weights; "cpu": with weights of any value.
+def shape_of(component: Component, dtype: torch.dtype) -> nn.Module:
+    """Build a component on the CPU, with weights of any value: only shapes of outputs are right.
 
     Raises:
-        UsageError: as `build_on_meta` does.
+        UsageError: as `build_for_shapes` does.
     """
-    module = build_on_meta(component).to(dtype=dtype)
-    if device != "meta":  # not by Module.to_empty, which loads SymPy
-        weights = {
-            name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-            for name, tensor in module.state_dict().items()
-        }
-        module.load_state_dict(weights, assign=True)
+    module = build_for_shapes(component).to(dtype=dtype)
+    weights = {  # not by Module.to_empty, which loads SymPy
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        for name, tensor in module.state_dict().items()
+    }
+    module.load_state_dict(weights, assign=True)
     return module
+
+
+def run_for_shapes(
+    component: Component,
+    dtype: torch.dtype,
+    inputs: Sequence[Tensor],
+    run: Callable[..., Result],
+) -> Result:
+    """Return `run(module, *inputs)` on the meta device, or on the CPU if that fails.
+
+    The meta device has no values and no arithmetic: `.item()`, a tensor on another device and some
+    operations fail there. On the CPU, the component has weights and random inputs.
+
+    Args:
+        component: built in `dtype` as the module.
+        inputs: on the meta device.
+
+    Raises:
+        UsageError: what `run` raises on the CPU.
+    """
+    module = build_for_shapes(component).to(dtype=dtype)
+    if all(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+        try:
+            return run(module, *inputs)
+        except UsageError:
+            module = _built(component, "cpu").to(dtype=dtype)
+    with isolated(0, "cpu"):
+        samples = [sample_input(value.shape, value.dtype, "cpu") for value in inputs]
+        for sample, value in zip(samples, inputs, strict=True):
+            sample.requires_grad_(value.requires_grad)
+        return run(module, *(sample.clone() for sample in samples))
+
+
+def sample_input(shape: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
+    """Return a component's input: normal on the CPU, and zeros where it holds no real numbers."""
+    if dtype.is_floating_point and device == "cpu":
+        return torch.randn(shape, dtype=dtype)
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def run_for_shape(
@@ -314,8 +374,8 @@ def run_for_shape(
             emitted: object = module(input)
     except Exception as error:
         raise UsageError(
-            f"component {component.name!r} cannot take input of shape {shape}: {one_line(error)}: "
-            "change the image size or the model"
+            f"component {component.name!r} cannot take input of shape {shape}: {one_line(error)}"
+            f"{users_line(error)}: correct the model, or change the image size if a shape is wrong"
         ) from error
     subject = f"component {component.name!r} with input of shape {shape}"
     if not isinstance(emitted, Tensor):
