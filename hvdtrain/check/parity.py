@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.backends.pytorch.optimizers import DECAY, SCALE, set_learning_rate
-from hvdtrain.backends.pytorch.parts import build_model
 from hvdtrain.config import TrainConfig
-from hvdtrain.models.component import Component
+from hvdtrain.models.component import Component, component_seed, isolated
 from hvdtrain.options import decay
 from hvdtrain.parallel.dropout import Draws, follow_samples
+from hvdtrain.parallel.memoryformat import to_channels_last
 from hvdtrain.parallel.reference import Reference, Rules, difference, largest_errors
-from hvdtrain.parallel.stage import AUTOCAST, Images, StageModel
+from hvdtrain.parallel.stage import AUTOCAST, DTYPES, Images, StageModel
 from hvdtrain.plan.plan import Plan
 from hvdtrain.training.feed import step_seed
 
@@ -43,9 +43,11 @@ class Parity:
         parameters: error of each parameter's gradient.
         updates: error of the change of each parameter, computed from the ranks' gradients.
         buffers: error of each running statistic and other buffer.
+        initial: error of each tensor before the first step, against what the model's code makes.
         loss: error of the loss.
         steps: number of compared steps.
-        mixing: the first component that mixes the samples of a batch; empty if none does.
+        mixing: the first module that mixes the samples of a batch; empty if none does.
+        unproved: components for which the trial proves nothing in training mode.
     """
 
     tolerance: float
@@ -53,9 +55,11 @@ class Parity:
     parameters: dict[str, float] = field(default_factory=dict)
     updates: dict[str, float] = field(default_factory=dict)
     buffers: dict[str, float] = field(default_factory=dict)
+    initial: dict[str, float] = field(default_factory=dict)
     loss: float = 0.0
     steps: int = 0
     mixing: str = ""
+    unproved: tuple[str, ...] = ()
 
     @property
     def statistics(self) -> float:
@@ -70,7 +74,8 @@ class Parity:
     @property
     def largest(self) -> float:
         """The largest error anywhere."""
-        return max(self.statistics, self.loss, self.update, *self.parameters.values())
+        errors = (*self.parameters.values(), *self.initial.values())
+        return max(self.statistics, self.loss, self.update, *errors)
 
     @property
     def is_within(self) -> bool:
@@ -82,20 +87,31 @@ class Parity:
         """Return what differs from serial steps most, in words; empty if nothing does."""
         if self.mixing:
             return (
-                f"the component {self.mixing} mixes the samples of a batch: where a plan divides "
-                "the batch, it computes something else than on one rank; compute each sample by "
-                "itself, or use nn.BatchNorm2d, which plans know"
+                f"the module {self.mixing} mixes the samples of a batch: where a plan divides the "
+                "batch, its results or gradients are not those of one rank; compute each sample "
+                "by itself, or use nn.BatchNorm2d, which plans know"
             )
         candidates = [
             *_errors("the gradient of ", self.parameters, self.tolerance),
             *_errors("the update of ", self.updates, self.update_tolerance),
             *_errors("the buffer ", self.buffers, self.tolerance),
+            *_errors("the initial value of ", self.initial, self.tolerance),
             ("the loss", self.loss, self.tolerance),
         ]
         name, error, tolerance = max(candidates, key=lambda entry: entry[1] / entry[2])
         if error <= tolerance:
             return ""
         return f"{name} differs by {error:.2g}, more than {tolerance:g}"
+
+    @property
+    def not_proved(self) -> str:
+        """Return what the comparison cannot show, in words; empty if there is nothing."""
+        if not self.unproved:
+            return ""
+        return (
+            f"not proved: that {', '.join(self.unproved)} compute(s) each sample by itself in "
+            "training, since the results differ from call to call (random numbers or a counter)"
+        )
 
     def by_component(self, components: Sequence[str]) -> dict[str, float]:
         """Return the largest gradient error of each component that has parameters."""
@@ -116,6 +132,7 @@ class Parity:
             "statistics": self.statistics,
             "loss": self.loss,
             "mixing": self.mixing,
+            "unproved": list(self.unproved),
         }
 
     def as_text(self, components: Sequence[str]) -> str:
@@ -129,7 +146,7 @@ class Parity:
         lines += [f"{'loss':<{width}}  {self.loss:.2e}"]
         verdict = "within" if self.is_within else "NOT within"
         lines.append(f"{verdict} the tolerance of {self.tolerance:g}, in {self.steps} steps")
-        lines += [self.fault] if self.fault else []
+        lines += [text for text in (self.fault, self.not_proved) if text]
         return "\n".join(lines)
 
 
@@ -198,10 +215,13 @@ class SerialRun:
         by_name, draws = {part.name: part for part in components}, Draws()
 
         def build(names: Sequence[str]) -> StageModel:
-            model = build_model([by_name[name] for name in names], config, images.device)
-            for name in names if not config.compile else ():
-                follow_samples(name, model.components[name], draws)
-            return model
+            modules = {name: built_plainly(by_name[name], config.seed) for name in names}
+            for name, module in modules.items():
+                change_dtype(module, DTYPES[config.precision])
+                to_channels_last(module.to(images.device))
+                if not config.compile:
+                    follow_samples(name, module.train(), draws)
+            return StageModel(modules, compiled=config.compile)
 
         rules = Rules(
             config.batch_norm == "sync",
@@ -210,12 +230,22 @@ class SerialRun:
             config.clip_norm,
             loss_scale(config),
         )
-        self.config, self.images = config, images
+        self.config, self.components, self.images = config, components, images
         self.reference = Reference(plan, build, rules, draws)
         undecayed = self.reference.of_kinds(decay.parse(config.no_decay))
         scales = self.reference.factors(decay.parse_scales(config.lr_scale))
         self.optimizer = plain_optimizer(config, self.reference.parameters, undecayed, scales)
         self.parity = Parity(*tolerances(config))
+
+    def compare_initial(self, tensors: Mapping[str, Tensor]) -> None:
+        """Note how the tensors of the ranks differ from what the model's code makes."""
+        for component in self.components:
+            module = built_plainly(component, self.config.seed)
+            values = {
+                f"{component.name}.{name}": value.detach()
+                for name, value in (*module.named_parameters(), *module.named_buffers())
+            }
+            self.parity.initial |= largest_errors(tensors, values)
 
     def compare(self, batch: Batch, done: Done, before: Mapping[str, Tensor]) -> None:
         """Do the same step serially, from the weights before it, and note the largest errors."""
@@ -260,6 +290,30 @@ class SerialRun:
             rounding = ROUNDINGS * torch.finfo(parameter.dtype).eps * before[name].abs()
             actual[name] = expected[name] + _beyond(error, rounding)
         return largest_errors(actual, expected)
+
+
+def built_plainly(component: Component, seed: int) -> nn.Module:
+    """Return the module that a component's build function makes, as it is.
+
+    The runtime builds its modules by `build_component`, whose mistakes this one must not share.
+    """
+    with isolated(component_seed(seed, component.name), "cpu"):
+        return component.build()
+
+
+def change_dtype(module: nn.Module, dtype: torch.dtype) -> None:
+    """Give each floating tensor the dtype, and complex ones the complex dtype of its precision."""
+    for parameter in module.parameters():
+        parameter.data = _plain(parameter.data, dtype)
+    for part in module.modules():
+        for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
+            setattr(part, name, _plain(buffer, dtype))
+
+
+def _plain(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor
+    return tensor.contiguous().to(dtype.to_complex() if tensor.is_complex() else dtype)
 
 
 class PlainSGDW(torch.optim.SGD):

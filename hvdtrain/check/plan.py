@@ -16,7 +16,7 @@ from hvdtrain.backends.pytorch.batches import check_sizes, input_boundaries
 from hvdtrain.backends.pytorch.build import build_runtime
 from hvdtrain.backends.pytorch.optimizers import set_learning_rate
 from hvdtrain.backends.pytorch.state import agree_on_weights, gather_tensors
-from hvdtrain.check.mixing import SAMPLES, mixing_component
+from hvdtrain.check.mixing import SAMPLES, find_mixing
 from hvdtrain.check.parity import Batch, Done, Parity, SerialRun, loss_scale
 from hvdtrain.config import TrainConfig
 from hvdtrain.errors import UsageError
@@ -103,6 +103,8 @@ def compare(
         serial = SerialRun(config, components, plan, images) if world.rank == 0 else None
         try:
             before = ranks.tensors()
+            if serial is not None:
+                serial.compare_initial(before)
             for batch in batches:
                 done = ranks.step(batch)
                 if serial is not None:
@@ -114,7 +116,8 @@ def compare(
         if serial is not None and _divides_batches(plan):
             assert batches[0].whole is not None
             trial = images(batches[0].whole[0][:SAMPLES])
-            serial.parity.mixing = mixing_component(components, trial, config.seed)
+            mixing = find_mixing(components, trial, config.seed)
+            serial.parity.mixing, serial.parity.unproved = mixing.module, mixing.unproved
     parity: Parity = world.broadcast(serial.parity if serial is not None else None)
     return parity
 

@@ -29,6 +29,7 @@ DTYPES = {
     "float16": "F16",
     "bfloat16": "BF16",
     "complex64": "C64",
+    "complex128": "C128",  # ours: safetensors has no name for it
     "int64": "I64",
     "int32": "I32",
     "int16": "I16",

@@ -10,16 +10,13 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from hvdtrain.errors import HvdtrainError, UsageError, one_line, users_line
-
-Result = TypeVar("Result")
 
 IMAGE_CHANNELS = 3
 _NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
@@ -52,17 +49,6 @@ class Component:
                 f"component {self.name!r} holds a {type(self.build).__name__} where a function "
                 "that builds its module belongs: write lambda: ... or functools.partial(...)"
             )
-
-
-@dataclass(frozen=True)
-class Boundary:
-    """Shape and dtype of what a component emits, batch dimension first.
-
-    The memory format is not included: on the meta device convolutions do not keep it.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 def check_names(components: Sequence[Component]) -> None:
@@ -142,7 +128,45 @@ def build_component(
     """
     with isolated(component_seed(seed, component.name), "cpu"):
         module = component.build()
-    return module.to(device=device, dtype=dtype)
+    return cast(component, module.to(device), dtype)
+
+
+@torch.no_grad()
+def cast(component: Component, module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Cast the floating tensors of a component's module to `dtype`: torch.float32 or float64.
+
+    Complex buffers become complex numbers of that precision. Each parameter then fills its memory
+    without gaps: flat buckets and PyTorch's fused optimizers walk through it element by element.
+
+    Raises:
+        UsageError: for a complex parameter.
+    """
+    for name, parameter in module.named_parameters():
+        if parameter.is_complex():
+            raise UsageError(
+                f"parameter {name} of component {component.name!r} is complex: make "
+                "torch.view_as_real of it the parameter, and call torch.view_as_complex in forward"
+            )
+        if not is_dense(parameter):
+            parameter.data = parameter.data.contiguous()
+    for part in module.modules():
+        for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
+            if buffer.is_complex():
+                setattr(part, name, buffer.to(dtype.to_complex()))
+    # Module.to(dtype) would drop imaginary parts.
+    return module.double() if dtype == torch.float64 else module.float()
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether the elements of a tensor fill its memory, in any order, without gaps."""
+    expected = 1
+    if not tensor.numel():
+        return True
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def parameter_count(components: Sequence[Component]) -> int:
@@ -168,59 +192,6 @@ def tensor_shapes(components: Sequence[Component]) -> dict[str, tuple[int, ...]]
     return shapes
 
 
-def boundaries(
-    components: Sequence[Component],
-    image_size: int,
-    batch: int = 2,
-    *,
-    classes: int | None = None,
-    dtype: torch.dtype = torch.float32,
-    device: str = "meta",
-) -> list[Boundary]:
-    """Return what each component emits for images [batch, 3, image_size, image_size].
-
-    Runs a forward pass in training mode, as `run_for_shapes` does.
-
-    Args:
-        components: the model.
-        image_size: width and height in pixels.
-        batch: number of images.
-        classes: number of classes that the last component must emit; None allows any.
-        dtype: of images and weights.
-        device: "cpu" computes with any weights. For small models of hvdtrain that is faster than
-            what the meta device loads: PyTorch's compiler, in a second.
-
-    Raises:
-        UsageError: if a component cannot be built or run, changes its input in place, or does not
-            emit one tensor with the batch first, or if the last one does not emit
-            [batch, classes]. The error names the component and its input shape.
-    """
-    shape = (batch, IMAGE_CHANNELS, image_size, image_size)
-    activation = torch.zeros(shape, dtype=dtype, device=device)
-    emitted = []
-    with torch.random.fork_rng(devices=[]):
-        for component in components:
-            if device == "meta":
-                run = partial(run_for_shape, component)
-                activation = run_for_shapes(component, dtype, [activation], run).to(device)
-            else:
-                module = shape_of(component, dtype)
-                activation = run_for_shape(component, module, activation)
-            emitted.append(Boundary(tuple(activation.shape), activation.dtype))
-    check_logits(components[-1], emitted[-1].shape, classes)
-    return emitted
-
-
-def check_logits(last: Component, shape: tuple[int, ...], classes: int | None) -> None:
-    """Raise UsageError unless `shape`, which the last component emits, is [batch, classes]."""
-    if len(shape) != 2 or classes not in (None, shape[1]):
-        expected = "classes" if classes is None else classes
-        raise UsageError(
-            f"the last component, {last.name!r}, emits shape {shape}, "
-            f"not ({shape[0]}, {expected}): it must emit one logit for each class"
-        )
-
-
 @contextmanager
 def isolated(seed: int, device: str) -> Iterator[None]:
     """Make code inside draw random numbers from `seed` and create fp32 tensors on `device`."""
@@ -243,10 +214,10 @@ def build_for_shapes(component: Component) -> nn.Module:
             would not come from the seed.
     """
     try:
-        return _built(component, "meta")
+        return built_on(component, "meta")
     except UsageError:
-        module = _built(component, "cpu")
-    storages = (_storages(one) for one in (module, _built(component, "cpu")))
+        module = built_on(component, "cpu")
+    storages = (_storages(one) for one in (module, built_on(component, "cpu")))
     if set.intersection(*storages):
         raise UsageError(
             f"component {component.name!r} has tensors made outside of its build function: make "
@@ -255,7 +226,12 @@ def build_for_shapes(component: Component) -> nn.Module:
     return module
 
 
-def _built(component: Component, device: str) -> nn.Module:
+def built_on(component: Component, device: str) -> nn.Module:
+    """Build a component on a device from any seed.
+
+    Raises:
+        UsageError: if it cannot be built, or is not a module that a run can train.
+    """
     try:
         with isolated(0, device):
             module: object = component.build()
@@ -298,96 +274,3 @@ def kaiming_normal(weight: Tensor, mode: Literal["fan_in", "fan_out"] = "fan_in"
     """
     if not weight.is_meta:
         nn.init.kaiming_normal_(weight, mode=mode, nonlinearity="relu")
-
-
-def shape_of(component: Component, dtype: torch.dtype) -> nn.Module:
-    """Build a component on the CPU, with weights of any value: only shapes of outputs are right.
-
-    Raises:
-        UsageError: as `build_for_shapes` does.
-    """
-    module = build_for_shapes(component).to(dtype=dtype)
-    weights = {  # not by Module.to_empty, which loads SymPy
-        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        for name, tensor in module.state_dict().items()
-    }
-    module.load_state_dict(weights, assign=True)
-    return module
-
-
-def run_for_shapes(
-    component: Component,
-    dtype: torch.dtype,
-    inputs: Sequence[Tensor],
-    run: Callable[..., Result],
-) -> Result:
-    """Return `run(module, *inputs)` on the meta device, or on the CPU if that fails.
-
-    The meta device has no values and no arithmetic: `.item()`, a tensor on another device and some
-    operations fail there. On the CPU, the component has weights and random inputs.
-
-    Args:
-        component: built in `dtype` as the module.
-        inputs: on the meta device.
-
-    Raises:
-        UsageError: what `run` raises on the CPU.
-    """
-    module = build_for_shapes(component).to(dtype=dtype)
-    if all(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-        try:
-            return run(module, *inputs)
-        except UsageError:
-            module = _built(component, "cpu").to(dtype=dtype)
-    with isolated(0, "cpu"):
-        samples = [sample_input(value.shape, value.dtype, "cpu") for value in inputs]
-        for sample, value in zip(samples, inputs, strict=True):
-            sample.requires_grad_(value.requires_grad)
-        return run(module, *(sample.clone() for sample in samples))
-
-
-def sample_input(shape: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
-    """Return a component's input: normal on the CPU, and zeros where it holds no real numbers."""
-    if dtype.is_floating_point and device == "cpu":
-        return torch.randn(shape, dtype=dtype)
-    return torch.zeros(shape, dtype=dtype, device=device)
-
-
-def run_for_shape(
-    component: Component, module: nn.Module, input: Tensor, grad: bool = False
-) -> Tensor:
-    """Run one component, on the meta device or with any weights; check and return its output.
-
-    Args:
-        component: for errors.
-        module: the component, built on the device of `input`.
-        input: [batch, ...].
-        grad: whether gradients are enabled.
-
-    Raises:
-        UsageError: if the component fails, changes its input in place, or does not return one
-            tensor with the batch first.
-    """
-    shape, version = tuple(input.shape), input._version
-    try:
-        with torch.set_grad_enabled(grad):
-            emitted: object = module(input)
-    except Exception as error:
-        raise UsageError(
-            f"component {component.name!r} cannot take input of shape {shape}: {one_line(error)}"
-            f"{users_line(error)}: correct the model, or change the image size if a shape is wrong"
-        ) from error
-    subject = f"component {component.name!r} with input of shape {shape}"
-    if not isinstance(emitted, Tensor):
-        raise UsageError(
-            f"{subject} returns a {type(emitted).__name__}: a component must return one tensor"
-        )
-    if input._version != version:
-        raise UsageError(
-            f"{subject} changes its input in place: use inplace=False in its first layer"
-        )
-    if emitted.shape[:1] != shape[:1]:
-        raise UsageError(
-            f"{subject} emits shape {tuple(emitted.shape)}: the batch must stay first"
-        )
-    return emitted

@@ -24,14 +24,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from hvdtrain.errors import UsageError
-from hvdtrain.models.component import (
-    IMAGE_CHANNELS,
-    Component,
-    build_for_shapes,
-    check_logits,
-    run_for_shape,
-    run_for_shapes,
-)
+from hvdtrain.models.component import IMAGE_CHANNELS, Component, build_for_shapes, cast
+from hvdtrain.models.shapes import check_logits, run_for_shape, run_for_shapes
 from hvdtrain.plan.traffic import Gradient, Sizes, as_matrix
 
 BATCHES = (2, 4)
@@ -162,7 +156,7 @@ def _counted(
             if device == "meta":
                 cost, inputs = run_for_shapes(component, dtype, inputs, count)
             else:
-                module = build_for_shapes(component).to(dtype=dtype)
+                module = cast(component, build_for_shapes(component), dtype)
                 with fake:
                     cost, inputs = count(module.to_empty(device=device), *inputs)
             costs.append(cost)

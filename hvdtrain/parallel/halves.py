@@ -8,7 +8,8 @@ the results to `grad`, so that hooks on parameters fire.
 
 Where the halves would not be exact, the first is a whole backward and the second does nothing:
 where the input is not in the graph (a frozen component at the start of a stage), and where a
-backward is written in Python (`autograd.Function`, reentrant checkpoints), which would run twice.
+backward is written in Python (`autograd.Function`, reentrant checkpoints), or packs what it saves
+(other checkpoints): both would run twice.
 """
 
 from collections import defaultdict, deque
@@ -39,7 +40,11 @@ class Group:
 
 
 def backward_input(
-    output: Tensor, gradient: Tensor | None, input: Tensor, parameters: Iterable[nn.Parameter]
+    output: Tensor,
+    gradient: Tensor | None,
+    input: Tensor,
+    parameters: Iterable[nn.Parameter],
+    is_whole: bool = False,
 ) -> list[Group]:
     """Add the gradient of `input` to its `grad`; return the groups for `backward_weight`.
 
@@ -48,13 +53,15 @@ def backward_input(
         gradient: of the output; None for a loss.
         input: the stage's input, a leaf of the graph.
         parameters: the stage's parameters.
+        is_whole: whether to run the whole backward now.
     """
     if not output.requires_grad:
         return []
     parents = _parents(get_gradient_edge(output).node)
     source = get_gradient_edge(input).node if input.requires_grad else None
     if (
-        source is None
+        is_whole
+        or source is None
         or source not in parents
         or any(isinstance(node, BackwardCFunction) for node in parents)
     ):

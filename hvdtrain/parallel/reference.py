@@ -288,8 +288,10 @@ def largest_errors(
 
 
 def difference(measured: Tensor, reference: Tensor) -> Tensor:
-    """Return `measured - reference` in fp64; 0 where both are equal, infinities included."""
-    measured, reference = measured.cpu().double(), reference.cpu().double()
+    """Return `measured - reference` in fp64 or complex128; 0 where both are equal."""
+    is_complex = measured.is_complex() or reference.is_complex()
+    dtype = torch.complex128 if is_complex else torch.float64
+    measured, reference = measured.cpu().to(dtype), reference.cpu().to(dtype)
     return torch.where(measured == reference, 0.0, measured - reference)
 
 

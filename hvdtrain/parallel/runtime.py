@@ -254,12 +254,13 @@ class Runtime:
     def _backward_input(self, step: Step, task: Task) -> None:
         if task.rows == 0:
             return
-        gradient = self._output_gradient(step, task)
+        gradient, part = self._output_gradient(step, task), self.parts[task.key[0]]
         step.pending_weights[task.key] = halves.backward_input(
             output=step.outputs.use(task.key),
             gradient=gradient,
             input=step.inputs[task.key],
-            parameters=self.parts[task.key[0]].parameters,
+            parameters=part.parameters,
+            is_whole=part.is_whole,
         )
         self._take_input_gradient(step, task)
 

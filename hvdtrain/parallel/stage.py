@@ -357,6 +357,7 @@ class Part:
         meetings: of replicas that do not agree in every step.
         is_first_replica: whether this rank contributes the norm of the stage's gradients.
         synchronised: whether every replica must run forward and backward, which communicate.
+        is_whole: whether its backward must not be split into halves.
     """
 
     model: StageModel
@@ -365,6 +366,7 @@ class Part:
     meetings: Meetings = field(default_factory=NoMeetings)
     is_first_replica: bool = True
     synchronised: bool = False
+    is_whole: bool = False
 
     @property
     def parameters(self) -> list[nn.Parameter]:

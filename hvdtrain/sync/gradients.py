@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from hvdtrain.device import Mark, mark
 from hvdtrain.errors import UsageError
+from hvdtrain.models.component import is_dense
 from hvdtrain.plan.cut import Share
 from hvdtrain.plan.marks import Reduction
 from hvdtrain.plan.passes import BUCKET_BYTES, FIRST_BUCKET_BYTES, group_by_bytes
@@ -380,6 +381,15 @@ def infinite(tensors: Sequence[Tensor]) -> Tensor | None:
     return (~torch.stack([t.sum() for t in tensors]).sum().isfinite()).float()
 
 
+def laid_out(flat: Tensor, parameter: Tensor, offset: int) -> Tensor:
+    """Return a view of `flat` in the shape and memory order of a parameter.
+
+    So channels_last weights have channels_last gradients.
+    """
+    assert is_dense(parameter), "a flat buffer has no place for gaps"
+    return flat.as_strided(parameter.size(), parameter.stride(), offset)
+
+
 def make_bucket(
     name: str, named: Mapping[str, nn.Parameter], statistics: Sequence[Tensor], slices: int = 1
 ) -> Bucket:
@@ -395,8 +405,7 @@ def make_bucket(
     flat = torch.zeros(length, dtype=reference.dtype, device=reference.device)
     offset = 0
     for parameter in parameters:
-        # The parameter's strides: channels_last weights have channels_last gradients.
-        parameter.grad = flat.as_strided(parameter.size(), parameter.stride(), offset)
+        parameter.grad = laid_out(flat, parameter, offset)
         offset += parameter.numel()
     tail = []
     for value in statistics:

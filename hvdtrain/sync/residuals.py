@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.sync.collectives import Collectives
-from hvdtrain.sync.gradients import Bucket, ExactSums, Sums
+from hvdtrain.sync.gradients import Bucket, ExactSums, Sums, laid_out
 from hvdtrain.sync.saved import Shapes
 
 RESIDUAL, STEPS = "residual/", "compressed-steps/"
@@ -68,9 +68,9 @@ class Residual:
 
 def named_views(bucket: Bucket, flat: Tensor) -> dict[str, Tensor]:
     """Return views of a flat tensor, laid out as a bucket, by the names of its parameters."""
-    views, offset = {}, flat.storage_offset()
+    views, offset = {}, int(flat.storage_offset())
     for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
-        views[name] = flat.as_strided(parameter.shape, parameter.stride(), offset)
+        views[name] = laid_out(flat, parameter, offset)
         offset += parameter.numel()
     return views
 

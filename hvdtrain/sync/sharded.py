@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.host import memory
+from hvdtrain.plan.cut import Share
 from hvdtrain.plan.passes import BUCKET_BYTES
 from hvdtrain.sync.collectives import Collectives
 from hvdtrain.sync.gradients import (
@@ -26,6 +27,7 @@ from hvdtrain.sync.gradients import (
     ReplicatedGradients,
     State,
     all_finite,
+    laid_out,
     make_bucket,
 )
 from hvdtrain.sync.states import States
@@ -51,7 +53,7 @@ class Span:
 
     def of(self, flat: Tensor) -> Tensor:
         """Return a view in the parameter's shape into a buffer that is divided as the bucket."""
-        return flat.as_strided(self.parameter.size(), self.parameter.stride(), self.start)
+        return laid_out(flat, self.parameter, self.start)
 
 
 class SlicedSums(ExactSums):
@@ -135,6 +137,18 @@ class ShardedGradients(ReplicatedGradients):
                 self.starts[name] = start
             offset = span.stop
 
+    @torch.no_grad()
+    def start(self, share: Share) -> None:
+        """Start the remaining reductions, with the weights in their buffers.
+
+        A forward may have given a parameter other memory, as `weight.data = normalize(...)` does.
+        """
+        for span in self.spans.values():
+            flat = self.weights[span.bucket.name]
+            if span.parameter.data_ptr() != flat.data_ptr() + span.start * flat.element_size():
+                span.parameter.data = span.of(flat).copy_(span.parameter)
+        super().start(share)
+
     def trained(self) -> Mapping[str, nn.Parameter]:
         """Return the pieces."""
         return self.pieces
@@ -211,7 +225,7 @@ class ShardedGradients(ReplicatedGradients):
         if key == NUMBER:
             return value
         flat = torch.empty(span.stop - span.start, dtype=value.dtype)
-        flat.as_strided(span.parameter.size(), span.parameter.stride()).copy_(value)
+        laid_out(flat, span.parameter, 0).copy_(value)
         start = self.starts.get(name, span.start) - span.start
         return flat[start : start + piece.numel()]
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from hvdtrain import world
 from hvdtrain.device import check_horovod_on, is_gpu
 from hvdtrain.errors import UsageError
+from hvdtrain.models.component import is_dense
 from hvdtrain.options.syncrequest import parse_compress_request
 from hvdtrain.parallel.checksums import fingerprint
 from hvdtrain.sync.engine import open_group
@@ -18,7 +19,7 @@ from hvdtrain.torch import state as states
 from hvdtrain.torch.agreement import Action, Note
 from hvdtrain.torch.gradients import Replica
 from hvdtrain.torch.local import period_of, reduction_kind
-from hvdtrain.torch.reduction import Compression, MadeBy, check_dtype, is_dense, trainable_bytes
+from hvdtrain.torch.reduction import Compression, MadeBy, check_dtype, trainable_bytes
 from hvdtrain.torch.start import leave_together_at_exit
 from hvdtrain.torch.state import State
 

@@ -308,12 +308,6 @@ def trainable_bytes(model: nn.Module) -> int:
     return sum(value.numel() * value.element_size() for value in values)
 
 
-def is_dense(value: Tensor) -> bool:
-    """Return whether a tensor fills its memory without gaps, in any order of its dimensions."""
-    span = sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
-    return value.numel() == 0 or span + 1 == value.numel()
-
-
 def check_dtype(value: Tensor) -> bool:
     """Return whether gradients of this dtype can be summed."""
     return value.dtype in (torch.float16, torch.float32, torch.float64)

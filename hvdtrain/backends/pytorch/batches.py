@@ -14,10 +14,9 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
 from hvdtrain.errors import UsageError, one_line
 from hvdtrain.models import REGISTRY
-from hvdtrain.models.component import (
-    IMAGE_CHANNELS,
+from hvdtrain.models.component import IMAGE_CHANNELS, Component
+from hvdtrain.models.shapes import (
     Boundary,
-    Component,
     boundaries,
     run_for_shape,
     run_for_shapes,

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks
 
 from hvdtrain import device as devices
 from hvdtrain.backends.pytorch.parts import build_parts, probe_forms, recomputed_components
@@ -58,6 +59,11 @@ def build_runtime(
     _make_ready(config, plan, parts, world, device)
     forms = probe_forms(plan, parts, image_size, config, world, device)
     find_states(config, plan, parts, components, forms, world, device)
+    if plan.splits_backward:
+        by_name = {part.name: part for part in components}
+        for number, part in parts.items():
+            example = forms[number].empty(ROWS, device).zero_()
+            part.is_whole = packs_saved_tensors(config, part.model, by_name, example)
     settings = Settings(
         images=images,
         autocast=AUTOCAST.get(config.precision),
@@ -223,6 +229,27 @@ def try_buffers(
                 tried.changing |= kept
             tried.altered |= {key for key in kept if between[key].bits != after[key].bits}
     return tried
+
+
+def packs_saved_tensors(
+    config: TrainConfig, model: StageModel, components: Mapping[str, Component], example: Tensor
+) -> bool:
+    """Return whether a forward of a stage uses `saved_tensors_hooks`, as torch's checkpoints do.
+
+    The trial uses components that are built again. One that fails counts, too.
+    """
+    autocast = devices.autocast(example.device, AUTOCAST.get(config.precision))
+    refusing = disable_saved_tensors_hooks("a backward in halves would unpack them twice")
+    try:
+        with torch.random.fork_rng(devices=[]), autocast, torch.enable_grad(), refusing:
+            for name in model.components:
+                module = build_component(
+                    components[name], config.seed, example.device, DTYPES[config.precision]
+                )
+                example = module.train()(example).detach()
+    except Exception:
+        return True
+    return False
 
 
 class _Seen(NamedTuple):

@@ -3,13 +3,14 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from hvdtrain import cli, models
-from hvdtrain.check.mixing import mixing_component
+from hvdtrain.check.mixing import Mixing, find_mixing
 from hvdtrain.errors import CheckFailed
 from hvdtrain.models.component import Component
 
@@ -42,6 +43,36 @@ class Counting(nn.Module):
         return nn.functional.dropout(inputs, 0.5, self.training) + self.calls
 
 
+class NormalisedGradient(torch.autograd.Function):
+    """Divides the gradient by its norm over the batch."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor) -> Tensor:
+        return inputs.view_as(inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return torch.div(gradient, gradient.norm())
+
+
+class InBackward(nn.Module):
+    """Treats each sample alone in forward, in a layer whose gradients depend on the batch."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.layer = kind, nn.Conv2d(8, 8, 1)
+        self.table = nn.Embedding(4, 8, scale_grad_by_freq=kind == "frequencies")
+        if kind == "limit":
+            self.layer.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = self.layer(inputs)
+        if self.kind == "norm":
+            return NormalisedGradient.apply(outputs)  # type: ignore[no-any-return]
+        tokens = (inputs.detach() > 0).sum(1) % 4
+        return torch.add(outputs, self.table(tokens).permute(0, 3, 1, 2))
+
+
 def model(middle: Callable[[], nn.Module], classes: int = 10) -> list[Component]:
     return [
         Component("stem", lambda: nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8))),
@@ -66,18 +97,28 @@ def images() -> Tensor:
     ids=["always", "in training", "weight of zero"],
 )
 def test_a_component_that_mixes_samples_is_named(middle: Callable[[], nn.Module]) -> None:
-    assert mixing_component(model(middle), images(), 0) == "middle"
+    assert find_mixing(model(middle), images(), 0).module == "middle"
+
+
+@pytest.mark.parametrize(
+    ("kind", "module"),
+    [("norm", "middle"), ("frequencies", "middle.table"), ("limit", "middle.layer"), ("none", "")],
+)
+def test_a_module_that_mixes_gradients_is_named(kind: str, module: str) -> None:
+    """Serial and planned steps agree on such a model: both are divided in the same way."""
+    assert find_mixing(model(lambda: InBackward(kind)), images(), 0) == Mixing(module)
 
 
 @pytest.mark.parametrize("middle", [nn.ReLU, nn.Dropout, lambda: nn.BatchNorm2d(8), Counting])
 def test_what_treats_each_sample_alone_is_not(middle: Callable[[], nn.Module]) -> None:
-    assert mixing_component(model(middle), images(), 0) == ""
+    unproved = ("middle",) if middle is Counting else ()
+    assert find_mixing(model(middle), images(), 0) == Mixing("", unproved)
 
 
 @pytest.mark.parametrize("name", ["cnn", "vit_tiny", "resnet18"])
 def test_the_models_that_are_shipped_do_not_mix_samples(name: str) -> None:
     parts = models.components(name, 10, 32, None)
-    assert mixing_component(parts, torch.rand(4, 3, 32, 32), 0) == ""
+    assert find_mixing(parts, torch.rand(4, 3, 32, 32), 0) == Mixing()
 
 
 def test_plan_check_and_verify_refuse_it_where_the_plan_divides_batches(
@@ -93,4 +134,4 @@ def test_plan_check_and_verify_refuse_it_where_the_plan_divides_batches(
     with pytest.raises(SystemExit) as end:
         cli.main([*words, "--max-steps", "2", "--microbatches", "2", "--verify"])
     assert end.value.code == CheckFailed.exit_code
-    assert "the component middle mixes the samples of a batch" in capsys.readouterr().err
+    assert "the module middle mixes the samples of a batch" in capsys.readouterr().err

@@ -17,15 +17,15 @@ from torch.nn.utils.parametrizations import orthogonal
 from hvdtrain.errors import UsageError
 from hvdtrain.models import MODEL_NAMES, components
 from hvdtrain.models.component import (
-    Boundary,
     Component,
-    boundaries,
     build_component,
     check_names,
+    is_dense,
     parameter_count,
     tensor_shapes,
 )
 from hvdtrain.models.costs import component_costs
+from hvdtrain.models.shapes import Boundary, boundaries
 
 ROOT = Path(__file__).parents[3]
 CNN = components("cnn", 10, 8)
@@ -263,3 +263,32 @@ def test_accepted_names_leave_each_parameter_one_component(names: list[str]) -> 
         assert max(owners) > 1
     else:
         assert max(owners) == 1
+
+
+class Sliced(nn.Module):
+    """Has a parameter with gaps in its memory, and a complex buffer."""
+
+    turns: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 6)[:, :3])
+        self.register_buffer("turns", torch.polar(torch.ones(3), torch.arange(3.0)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_parameters_are_dense_and_buffers_stay_complex(dtype: torch.dtype) -> None:
+    module, plain = build_component(Component("a", Sliced), 0, dtype=dtype), Sliced()
+    assert is_dense(module.get_parameter("weight"))
+    assert not is_dense(plain.weight)
+    assert module.get_buffer("turns").equal(plain.turns.to(dtype.to_complex()))
+
+
+def test_a_complex_parameter_is_refused() -> None:
+    def build() -> nn.Module:
+        module = nn.Module()
+        module.weight = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+        return module
+
+    with pytest.raises(UsageError, match="parameter weight of component 'a' is complex: make"):
+        boundaries([Component("a", build)], 8)
