@@ -5,6 +5,10 @@ says what is wrong and what to do; the command line prints it without a tracebac
 exception is a fault of hvdtrain or of the machine and keeps its traceback.
 """
 
+import sysconfig
+from pathlib import Path
+from traceback import walk_tb
+
 EXIT_INTERNAL = 1
 MOST_CHARACTERS = 2000  # limit for a message that is passed to another program
 
@@ -65,3 +69,15 @@ def one_line(error: BaseException) -> str:
     """Return the type of `error` and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def users_line(error: BaseException) -> str:
+    """Return the last line of a user's file that `error` passed, such as ` (own.py, line 3)`."""
+    paths = sysconfig.get_paths()
+    libraries = [paths[key] for key in ("stdlib", "purelib", "platlib")]
+    lines = [
+        f" ({frame.f_code.co_filename.removeprefix(f'{Path.cwd()}/')}, line {number})"
+        for frame, number in walk_tb(error.__traceback__)
+        if not frame.f_code.co_filename.startswith(("<", str(Path(__file__).parent), *libraries))
+    ]
+    return lines[-1] if lines else ""

@@ -14,6 +14,7 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.models.component import Component, component_seed, isolated
 from hvdtrain.options import decay
 from hvdtrain.parallel.dropout import Draws, follow_samples
+from hvdtrain.parallel.memoryformat import to_channels_last
 from hvdtrain.parallel.reference import Reference, Rules, difference, largest_errors
 from hvdtrain.parallel.stage import AUTOCAST, DTYPES, Images, StageModel
 from hvdtrain.plan.plan import Plan
@@ -217,7 +218,7 @@ class SerialRun:
             modules = {name: built_plainly(by_name[name], config.seed) for name in names}
             for name, module in modules.items():
                 change_dtype(module, DTYPES[config.precision])
-                module.to(images.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+                to_channels_last(module.to(images.device))
                 if not config.compile:
                     follow_samples(name, module.train(), draws)
             return StageModel(modules, compiled=config.compile)

@@ -73,5 +73,4 @@ def components(
     function = find.find_function(REGISTRY.get(model, model))
     if model not in REGISTRY:
         return components_of(model, function, classes, image_size, patch_size, seed)
-    patch = find.patch_argument(model, function, patch_size)
-    return as_components(model, function(classes, image_size, **patch))
+    return as_components(model, find.call(model, function, classes, image_size, patch_size))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from hvdtrain.errors import HvdtrainError, UsageError, one_line
+from hvdtrain.errors import HvdtrainError, UsageError, one_line, users_line
 
 IMAGE_CHANNELS = 3
 _NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
@@ -49,17 +49,6 @@ class Component:
                 f"component {self.name!r} holds a {type(self.build).__name__} where a function "
                 "that builds its module belongs: write lambda: ... or functools.partial(...)"
             )
-
-
-@dataclass(frozen=True)
-class Boundary:
-    """Shape and dtype of what a component emits, batch dimension first.
-
-    The memory format is not included: on the meta device convolutions do not keep it.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 def check_names(components: Sequence[Component]) -> None:
@@ -185,7 +174,7 @@ def parameter_count(components: Sequence[Component]) -> int:
     return sum(
         parameter.numel()
         for component in components
-        for parameter in build_on_meta(component).parameters()
+        for parameter in build_for_shapes(component).parameters()
     )
 
 
@@ -197,60 +186,10 @@ def tensor_shapes(components: Sequence[Component]) -> dict[str, tuple[int, ...]]
     """
     shapes = {}
     for component in components:
-        module = build_on_meta(component)
+        module = build_for_shapes(component)
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             shapes[f"{component.name}.{name}"] = tuple(tensor.shape)
     return shapes
-
-
-def boundaries(
-    components: Sequence[Component],
-    image_size: int,
-    batch: int = 2,
-    *,
-    classes: int | None = None,
-    dtype: torch.dtype = torch.float32,
-    device: str = "meta",
-) -> list[Boundary]:
-    """Return what each component emits for images [batch, 3, image_size, image_size].
-
-    Runs a forward pass in training mode, on torch's meta device: shapes only, no weights, no
-    arithmetic.
-
-    Args:
-        components: the model.
-        image_size: width and height in pixels.
-        batch: number of images.
-        classes: number of classes that the last component must emit; None allows any.
-        dtype: of images and weights.
-        device: "cpu" computes with any weights. For small models that is faster than what the
-            meta device loads: PyTorch's compiler, in a second.
-
-    Raises:
-        UsageError: if a component cannot be built or run, changes its input in place, or does not
-            emit one tensor with the batch first, or if the last one does not emit
-            [batch, classes]. The error names the component and its input shape.
-    """
-    shape = (batch, IMAGE_CHANNELS, image_size, image_size)
-    activation = torch.zeros(shape, dtype=dtype, device=device)
-    emitted = []
-    with torch.random.fork_rng(devices=[]):
-        for component in components:
-            module = shape_of(component, dtype, device)
-            activation = run_for_shape(component, module, activation)
-            emitted.append(Boundary(tuple(activation.shape), activation.dtype))
-    check_logits(components[-1], emitted[-1].shape, classes)
-    return emitted
-
-
-def check_logits(last: Component, shape: tuple[int, ...], classes: int | None) -> None:
-    """Raise UsageError unless `shape`, which the last component emits, is [batch, classes]."""
-    if len(shape) != 2 or classes not in (None, shape[1]):
-        expected = "classes" if classes is None else classes
-        raise UsageError(
-            f"the last component, {last.name!r}, emits shape {shape}, "
-            f"not ({shape[0]}, {expected}): it must emit one logit for each class"
-        )
 
 
 @contextmanager
@@ -267,22 +206,41 @@ def isolated(seed: int, device: str) -> Iterator[None]:
             torch.set_default_dtype(dtype)
 
 
-def build_on_meta(component: Component) -> nn.Module:
-    """Build a component on the meta device, without weights.
+def build_for_shapes(component: Component) -> nn.Module:
+    """Build a component on the meta device, without weights, or on the CPU if that fails.
 
     Raises:
-        UsageError: if it cannot be built, is not a module, or has tensors that would not come
-            from the seed.
+        UsageError: if it cannot be built on the CPU either, is not a module, or has tensors that
+            would not come from the seed.
     """
     try:
-        with isolated(0, "meta"):
+        return built_on(component, "meta")
+    except UsageError:
+        module = built_on(component, "cpu")
+    storages = (_storages(one) for one in (module, built_on(component, "cpu")))
+    if set.intersection(*storages):
+        raise UsageError(
+            f"component {component.name!r} has tensors made outside of its build function: make "
+            "them inside it"
+        )
+    return module
+
+
+def built_on(component: Component, device: str) -> nn.Module:
+    """Build a component on a device from any seed.
+
+    Raises:
+        UsageError: if it cannot be built, or is not a module that a run can train.
+    """
+    try:
+        with isolated(0, device):
             module: object = component.build()
     except HvdtrainError:
         raise
     except Exception as error:
         raise UsageError(
-            f"component {component.name!r} cannot be built on torch's meta device: "
-            f"{one_line(error)}: fix its build function"
+            f"component {component.name!r} cannot be built: {one_line(error)}"
+            f"{users_line(error)}: fix its build function"
         ) from error
     if not isinstance(module, nn.Module):
         raise UsageError(
@@ -295,12 +253,18 @@ def build_on_meta(component: Component) -> nn.Module:
             f"component {component.name!r} has lazy modules, whose weights do not come from the "
             "seed: use modules with fixed sizes"
         )
-    if any(tensor.device.type != "meta" for tensor in tensors):
-        raise UsageError(
-            f"component {component.name!r} has tensors made outside of its build function or on "
-            "an explicit device: make them inside it without a device"
-        )
+    for tensor in tensors:
+        if tensor.device.type != device:
+            raise UsageError(
+                f"component {component.name!r} has tensors on {tensor.device}: name no device in "
+                "its build function"
+            )
     return module
+
+
+def _storages(module: nn.Module) -> set[int]:
+    tensors = (*module.parameters(), *module.buffers())
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}
 
 
 def kaiming_normal(weight: Tensor, mode: Literal["fan_in", "fan_out"] = "fan_in") -> None:
@@ -310,62 +274,3 @@ def kaiming_normal(weight: Tensor, mode: Literal["fan_in", "fan_out"] = "fan_in"
     """
     if not weight.is_meta:
         nn.init.kaiming_normal_(weight, mode=mode, nonlinearity="relu")
-
-
-def shape_of(component: Component, dtype: torch.dtype, device: str) -> nn.Module:
-    """Build a component whose output has the right shape, and means nothing.
-
-    Args:
-        device: "meta": without weights; "cpu": with weights of any value.
-
-    Raises:
-        UsageError: as `build_on_meta` does.
-    """
-    module = cast(component, build_on_meta(component), dtype)
-    if device != "meta":  # not by Module.to_empty, which loads SymPy
-        weights = {
-            name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-            for name, tensor in module.state_dict().items()
-        }
-        module.load_state_dict(weights, assign=True)
-    return module
-
-
-def run_for_shape(
-    component: Component, module: nn.Module, input: Tensor, grad: bool = False
-) -> Tensor:
-    """Run one component, on the meta device or with any weights; check and return its output.
-
-    Args:
-        component: for errors.
-        module: the component, built on the device of `input`.
-        input: [batch, ...].
-        grad: whether gradients are enabled.
-
-    Raises:
-        UsageError: if the component fails, changes its input in place, or does not return one
-            tensor with the batch first.
-    """
-    shape, version = tuple(input.shape), input._version
-    try:
-        with torch.set_grad_enabled(grad):
-            emitted: object = module(input)
-    except Exception as error:
-        raise UsageError(
-            f"component {component.name!r} cannot take input of shape {shape}: {one_line(error)}: "
-            "change the image size or the model"
-        ) from error
-    subject = f"component {component.name!r} with input of shape {shape}"
-    if not isinstance(emitted, Tensor):
-        raise UsageError(
-            f"{subject} returns a {type(emitted).__name__}: a component must return one tensor"
-        )
-    if input._version != version:
-        raise UsageError(
-            f"{subject} changes its input in place: use inplace=False in its first layer"
-        )
-    if emitted.shape[:1] != shape[:1]:
-        raise UsageError(
-            f"{subject} emits shape {tuple(emitted.shape)}: the batch must stay first"
-        )
-    return emitted

@@ -1,7 +1,7 @@
 """Count the operations and memory of each component on torch's meta device, without weights.
 
-The meta device has no autocast: memory in bf16 is counted on torch's fake tensors, which imitate
-another device and hold no data either.
+A component that cannot run there is counted on the CPU. The meta device has no autocast: memory in
+bf16 is counted on torch's fake tensors, which imitate another device and hold no data either.
 
 Operations and memory per sample are half the difference between batches of four and of two, so
 that anything that does not grow with the batch (weights, batch norm statistics) is not counted.
@@ -10,6 +10,7 @@ that anything that does not grow with the batch (weights, batch norm statistics)
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -23,14 +24,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from hvdtrain.errors import UsageError
-from hvdtrain.models.component import (
-    IMAGE_CHANNELS,
-    Component,
-    build_on_meta,
-    cast,
-    check_logits,
-    run_for_shape,
-)
+from hvdtrain.models.component import IMAGE_CHANNELS, Component, build_for_shapes, cast
+from hvdtrain.models.shapes import check_logits, run_for_shape, run_for_shapes
 from hvdtrain.plan.traffic import Gradient, Sizes, as_matrix
 
 BATCHES = (2, 4)
@@ -151,18 +146,36 @@ def _counted(
     device: str = "meta",
 ) -> list[ComponentCost]:
     costs = []
-    fake = nullcontext() if device == "meta" else FakeTensorMode(allow_non_fake_inputs=True)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
     # Enable gradients whatever mode the caller is in: autograd's saved tensors are counted.
     with torch.inference_mode(False), torch.enable_grad(), casts:
-        modules = [cast(component, build_on_meta(component), dtype) for component in components]
-        with fake:
+        with nullcontext() if device == "meta" else fake:
             inputs = [torch.empty(batch, *shape, dtype=dtype, device=device) for batch in BATCHES]
-            for component, module in zip(components, modules, strict=True):
-                module.to_empty(device=device)
-                small, large = (_run(component, module, batch) for batch in inputs)
-                costs.append(_cost(component, module, small, large))
-                inputs = [small.emitted, large.emitted]
+        for component in components:
+            count = partial(_count, component, device)
+            if device == "meta":
+                cost, inputs = run_for_shapes(component, dtype, inputs, count)
+            else:
+                module = cast(component, build_for_shapes(component), dtype)
+                with fake:
+                    cost, inputs = count(module.to_empty(device=device), *inputs)
+            costs.append(cost)
     return costs
+
+
+def _count(
+    component: Component, device: str, module: nn.Module, *inputs: Tensor
+) -> tuple[ComponentCost, list[Tensor]]:
+    """Return the cost of a component, and the inputs of the next one on `device`."""
+    small, large = (_run(component, module, batch) for batch in inputs)
+    emitted = [
+        # Not a leaf: autograd would forbid changing it in place before our message about that.
+        torch.empty_like(
+            run.emitted, requires_grad=run.emitted.is_floating_point(), device=device
+        ).clone()
+        for run in (small, large)
+    ]
+    return _cost(component, module, small, large), emitted
 
 
 @dataclass
@@ -204,9 +217,7 @@ def _run(component: Component, module: nn.Module, input: Tensor) -> _Run:
         emitted = run_for_shape(component, module, input, grad=True)
     for known in (input, *module.parameters(), *module.buffers()):
         saved.pop(_storage(known), None)
-    # Not a leaf: autograd would forbid changing it in place before our message about that.
-    next_input = torch.empty_like(emitted, requires_grad=emitted.is_floating_point()).clone()
-    return _Run(next_input, counter.get_total_flops(), saved)
+    return _Run(emitted.detach(), counter.get_total_flops(), saved)
 
 
 class _FusedAttention(TorchFunctionMode):

@@ -42,21 +42,6 @@ def find_function(reference: str) -> ModelFunction:
     return function
 
 
-def patch_argument(
-    model: str, function: ModelFunction, patch_size: int | None
-) -> dict[str, int | None]:
-    """Return the keyword argument that passes `patch_size` to `function`, if it is set.
-
-    Raises:
-        UsageError: if the function has no such parameter.
-    """
-    if patch_size is None:
-        return {}
-    if "patch_size" not in inspect.signature(function).parameters:
-        refuse_patches(model, patch_size)
-    return {"patch_size": patch_size}
-
-
 def refuse_patches(model: str, patch_size: int | None) -> None:
     """Raise UsageError if a patch size is set, for a model that has none."""
     if patch_size is not None:
@@ -64,32 +49,71 @@ def refuse_patches(model: str, patch_size: int | None) -> None:
 
 
 def call(
-    model: str,
-    function: ModelFunction,
-    classes: int,
-    image_size: int,
-    patch: dict[str, int | None],
+    model: str, function: ModelFunction, classes: int, image_size: int, patch_size: int | None
 ) -> object:
-    """Call a user's function.
+    """Call the function of a model.
 
     Raises:
-        UsageError: if the function raises; it contains a command that shows the traceback.
+        UsageError: if its parameters cannot take the values, or if it raises; then the message
+            contains a command that shows the traceback.
     """
+    arguments = _arguments(model, function, classes, image_size, patch_size)
     try:
-        return function(classes, image_size, **patch)
+        return function(**arguments)
     except HvdtrainError:
         raise
     except (Exception, SystemExit) as error:
         module_name, _, function_name = model.partition(":")
-        arguments = ", ".join(
-            [f"{classes}, {image_size}", *(f"{k}={v}" for k, v in patch.items())]
-        )
-        where = f'run python -c "import {module_name} as m; m.{function_name}({arguments})"'
+        values = ", ".join(f"{name}={value}" for name, value in arguments.items())
+        where = f'run python -c "import {module_name} as m; m.{function_name}({values})"'
         if isinstance(model, GivenModel):
-            where = f"call it with ({arguments})"
+            where = f"call it with ({values})"
         raise UsageError(
             f"model {model!r} failed with {one_line(error)}: to see where, {where}"
         ) from error
+
+
+def _arguments(
+    model: str, function: ModelFunction, classes: int, image_size: int, patch_size: int | None
+) -> dict[str, int]:
+    """Return the arguments of a model's function by the names of its parameters.
+
+    Without a parameter classes, num_classes or image_size, the two that it requires are taken for
+    classes and image_size, and `**kwargs`, as in torchvision's functions, for num_classes.
+
+    Raises:
+        UsageError: if it requires something else, or cannot take a patch size that is set.
+    """
+    known = {"classes": classes, "num_classes": classes, "image_size": image_size}
+    try:
+        signature = inspect.signature(function)
+        parameters = signature.parameters.values()
+        values = {one.name: known[one.name] for one in parameters if one.name in known}
+        kinds = [one.kind for one in parameters]
+        is_open = inspect.Parameter.VAR_KEYWORD in kinds
+        if not values:
+            required = [
+                one.name
+                for one in parameters
+                if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD
+            ]
+            if len(required) == 2 and "patch_size" not in required:
+                values = dict(zip(required, (classes, image_size), strict=True))
+            elif inspect.Parameter.VAR_POSITIONAL in kinds:
+                raise TypeError("*args hides its parameters")
+        if is_open and not values.keys() - {"image_size"}:
+            values["num_classes"] = classes
+        if "patch_size" not in signature.parameters:
+            refuse_patches(model, patch_size)
+        elif patch_size is not None:
+            values["patch_size"] = patch_size
+        signature.bind(**values)
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"model {model!r} cannot take classes and image_size by name ({error}): call its "
+            "parameters classes (or num_classes) and image_size, and give others a default"
+        ) from error
+    return values
 
 
 def _import_module(reference: str, module_name: str) -> ModuleType:

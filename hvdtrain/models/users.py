@@ -34,10 +34,10 @@ def components_of(
     if not callable(model):
         find.refuse_patches(name, patch_size)
         return as_components(name, model)
-    patch = find.patch_argument(name, model, patch_size)
+    build = partial(find.call, name, model, classes, image_size, patch_size)
     # A function may build modules at once, as the argument of `cut`: all ranks draw the same.
     with isolated(component_seed(seed, name), "cpu"):
-        returned = find.call(name, model, classes, image_size, patch)
+        returned = build()
     if isinstance(returned, nn.Module):
-        return built_whole(partial(model, classes, image_size, **patch))
+        return built_whole(build)
     return as_components(name, returned)

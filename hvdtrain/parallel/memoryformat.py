@@ -1,7 +1,14 @@
-"""The memory format of gradients, which is that of the activations."""
+"""The memory formats of weights and of gradients, which are those of the activations."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+
+def to_channels_last(module: nn.Module) -> None:
+    """Give tensors of four dimensions channels_last format; Module.to fails for those of five."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.dim() == 4:
+            tensor.data = tensor.data.to(memory_format=torch.channels_last)
 
 
 def keeping_format(activations: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from hvdtrain.device import autocast
 from hvdtrain.parallel.dropout import Draws
 from hvdtrain.parallel.stage import StageModel
 from hvdtrain.plan.plan import Plan
+from hvdtrain.sync.gradients import whole_gradient
 
 Range = tuple[int, int]  # [start, stop)
 
@@ -139,9 +140,7 @@ class Reference:
     def _take_gradients(self) -> dict[str, Tensor]:
         """Clip, return and reset the gradients; a parameter that backward missed has zeros."""
         for parameter in self.parameters.values():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            parameter.grad /= self.rules.loss_scale
+            parameter.grad = whole_gradient(parameter).div_(self.rules.loss_scale)
         if self.rules.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.parameters.values(), self.rules.clip_norm)
         gradients = {}

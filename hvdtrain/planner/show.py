@@ -17,8 +17,9 @@ from hvdtrain.config import TrainConfig
 from hvdtrain.device import choose_device
 from hvdtrain.errors import UsageError
 from hvdtrain.host.files import check_target, write_text
-from hvdtrain.models.component import Component, boundaries
+from hvdtrain.models.component import Component
 from hvdtrain.models.costs import component_costs
+from hvdtrain.models.shapes import boundaries
 from hvdtrain.options.planrequest import AUTO
 from hvdtrain.options.syncrequest import AUTO_SYNC, Server
 from hvdtrain.parallel.boundary import Boundaries

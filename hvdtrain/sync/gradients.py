@@ -97,6 +97,12 @@ class Gradients(Kept, Protocol):
         return value
 
 
+def whole_gradient(parameter: nn.Parameter) -> Tensor:
+    """Return the gradient after backward, dense; zeros if backward did not reach it."""
+    gradient = parameter.grad
+    return torch.zeros_like(parameter) if gradient is None else gradient.to_dense()
+
+
 class SerialGradients(Gradients):
     """The gradients of a stage on one rank: autograd's sums need no reduction."""
 
@@ -107,10 +113,9 @@ class SerialGradients(Gradients):
         """Do nothing: there is no reduction to start early."""
 
     def start(self, share: Share) -> None:
-        """Give parameters that backward did not reach zero gradients, as on several ranks."""
+        """Make all gradients whole: zeros where backward missed one, and dense, as in buckets."""
         for parameter in self.parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = whole_gradient(parameter)
 
     def finish(self) -> Reduction | None:
         """Return at once: nothing is in flight."""

@@ -136,6 +136,21 @@ def weight_norm() -> nn.Module:
     return parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
 
 
+class Rare(nn.Module):
+    """Has a weight of five dimensions, a sparse gradient, and no way through the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.volume = nn.Conv3d(1, 1, (1, 1, 3), padding=(0, 0, 1))
+        self.table = nn.Embedding(4, WIDTH, sparse=True)
+        self.turn = parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.abs().max().item() < 1e9
+        turned = self.turn(x + self.table((4 * x).long().remainder(4)).mean(1))
+        return torch.tanh(self.volume(turned.reshape(len(x), 1, 1, 2, 3)).flatten(1))
+
+
 COMPUTED = [
     *(frozen, partly_frozen, unused, scaled),
     *(shared_by_reentrant_checkpoints, checkpoints),
@@ -144,7 +159,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     **{compute.__name__: lambda compute=compute: Layers(compute) for compute in COMPUTED},  # type: ignore[misc]
     **{
         make.__name__: make
-        for make in (tied_weights, Recurrent, in_evaluation_mode, weight_norm, Dropping)
+        for make in (tied_weights, Recurrent, in_evaluation_mode, weight_norm, Dropping, Rare)
     },
 }
 
@@ -214,6 +229,13 @@ def test_plan_check_rounds_as_a_run_a_weight_that_is_used_several_times(world: W
             world,
         )
         assert parity.is_within, parity.fault
+
+
+def test_plan_check_computes_what_is_rare(world: World) -> None:
+    components = components_with(Rare)
+    plan = next(iter(PLANS[world.size].values()))(names(components))
+    parity = checked(components, plan, world)
+    assert parity.is_within, parity.fault
 
 
 def test_plan_check_drops_what_a_run_drops(world: World) -> None:

@@ -7,18 +7,20 @@ from collections.abc import Collection, Sequence
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvdtrain.config import TrainConfig
 from hvdtrain.data import order
 from hvdtrain.errors import UsageError, one_line
 from hvdtrain.models import REGISTRY
-from hvdtrain.models.component import (
-    IMAGE_CHANNELS,
+from hvdtrain.models.component import IMAGE_CHANNELS, Component
+from hvdtrain.models.shapes import (
     Boundary,
-    Component,
     boundaries,
+    run_for_shape,
+    run_for_shapes,
+    sample_input,
     shape_of,
 )
 from hvdtrain.parallel.stage import DTYPES
@@ -90,16 +92,16 @@ def check_sizes(
     for size in sizes:
         prove(plan, size, config.batch_norm == "sync")
     device = _device(config, inputs[0].shape[-1])
-    modules = {
-        component.name: shape_of(component, DTYPES[config.precision], device)
-        for component in components
-    }
     forms = {component.name: form for component, form in zip(components, inputs, strict=True)}
+    modules = {
+        part.name: _module(part, forms[part.name], DTYPES[config.precision], device)
+        for part in components
+    }
     for number, stage in enumerate(plan.stages):
         layers = [
             layer
             for name in stage.components
-            for layer in modules[name].modules()
+            for layer in modules[name][0].modules()
             if isinstance(layer, _BatchNorm)
         ]
         is_synchronised = config.batch_norm == "sync" and len(stage.ranks) > 1 and bool(layers)
@@ -112,21 +114,36 @@ def check_sizes(
             for name in stage.components:
                 # Synchronised batch norms see the samples of all replicas together.
                 local = counts if is_synchronised else counts - {0}
-                run = partial(_try, config, name, modules[name], forms[name], device=device)
+                run = partial(_try, config, name, *modules[name], forms[name])
                 run(local, size, not is_synchronised)
                 if is_synchronised:
                     run(whole, size, True)
+
+
+def _module(
+    component: Component, form: Boundary, dtype: torch.dtype, device: str
+) -> tuple[nn.Module, str]:
+    """Return a component that takes two samples, and the device that it takes them on."""
+    if device == "cpu":
+        return shape_of(component, dtype), device
+
+    def run(module: nn.Module, input: Tensor) -> tuple[nn.Module, str]:
+        run_for_shape(component, module, input)
+        return module, input.device.type
+
+    samples = torch.zeros((2, *form.shape[1:]), dtype=form.dtype, device=device)
+    return run_for_shapes(component, dtype, [samples], run)
 
 
 def _try(
     config: TrainConfig,
     name: str,
     module: nn.Module,
+    device: str,
     form: Boundary,
     counts: Collection[int],
     size: int,
     normalises: bool,
-    device: str,
 ) -> None:
     """Run a component in training mode with each number of samples.
 
@@ -138,14 +155,14 @@ def _try(
     Raises:
         UsageError: if the component fails.
     """
-    if device != "meta":  # a model of hvdtrain computes the same with 2 samples as with more
+    if device != "meta":  # real samples take time, and a model fails with 1 if with any number
         counts = {min(count, 2) for count in counts}
     module.train()
     for layer in module.modules():
         if isinstance(layer, _BatchNorm) and not normalises:
             layer.eval()
     for count in sorted(counts):
-        images = torch.zeros((count, *form.shape[1:]), device=device, dtype=form.dtype)
+        images = sample_input((count, *form.shape[1:]), form.dtype, device)
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 module(images)

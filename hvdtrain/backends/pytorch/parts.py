@@ -21,6 +21,7 @@ from hvdtrain.options.syncrequest import Server
 from hvdtrain.parallel.batchnorm import synchronise
 from hvdtrain.parallel.boundary import Form
 from hvdtrain.parallel.exchange import Exchange
+from hvdtrain.parallel.memoryformat import to_channels_last
 from hvdtrain.parallel.stage import AUTOCAST, DTYPES, Part, StageModel
 from hvdtrain.plan.plan import Plan
 from hvdtrain.sync.gradients import SerialGradients
@@ -122,7 +123,7 @@ def build_model(
     dtype = DTYPES[config.precision]
     built = {part.name: build_component(part, config.seed, device, dtype) for part in components}
     for module in built.values():
-        module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        to_channels_last(module)
         module.train()  # its constructor may have left another mode
     return StageModel(built, recomputed, config.compile)
 

@@ -36,8 +36,9 @@ from hvdtrain.device import choose_algorithms, choose_device, forget_peak
 from hvdtrain.emulate.world import emulation_of
 from hvdtrain.errors import UsageError
 from hvdtrain.host.files import check_target
-from hvdtrain.models.component import Boundary, Component, parameter_count, tensor_shapes
+from hvdtrain.models.component import Component, parameter_count, tensor_shapes
 from hvdtrain.models.costs import component_costs
+from hvdtrain.models.shapes import Boundary
 from hvdtrain.options.configfile import with_choice
 from hvdtrain.options.planrequest import ADAPTIVE, AUTO
 from hvdtrain.options.syncrequest import AUTO_SYNC

@@ -14,7 +14,7 @@ from hvdtrain.data.index import Index
 from hvdtrain.data.order import Rows
 from hvdtrain.data.shards import open_split
 from hvdtrain.errors import UsageError
-from hvdtrain.models.component import IMAGE_CHANNELS, Component, build_on_meta
+from hvdtrain.models.component import IMAGE_CHANNELS, Component, build_for_shapes
 from hvdtrain.parallel.stage import Images
 from hvdtrain.training.feed import Normalisation
 from hvdtrain.world import World
@@ -135,7 +135,7 @@ def check_whitening(model: str, components: Sequence[Component], image_size: int
     Raises:
         UsageError: if it cannot whiten images of this size.
     """
-    layer = _first_convolution(build_on_meta(components[0]), model)
+    layer = _first_convolution(build_for_shapes(components[0]), model)
     if max(layer.weight.shape[2:]) > image_size:
         raise UsageError(
             f"--whiten needs images of at least {max(layer.weight.shape[2:])} pixels a side for "

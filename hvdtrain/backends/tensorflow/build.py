@@ -34,7 +34,7 @@ def build_model(config: TrainConfig, classes: int, image_size: int) -> keras.Mod
                 "package.module:function for your own Keras model"
             )
         function = find.find_function(config.model)
-        model = find.call(config.model, function, classes, image_size, {})
+        model = find.call(config.model, function, classes, image_size, config.patch_size)
     return checked(config.model, model, classes, image_size)
 
 

@@ -127,7 +127,7 @@ def test_functions_and_lambdas_build_seeded_models(config: Config, tmp_path: Pat
     results = [
         train(config(model=model, run=str(tmp_path / str(number)), max_steps=2))
         for number, model in enumerate(
-            [whole, whole, lambda classes, size: cut(whole(classes, size))]
+            [whole, whole, lambda classes, image_size: cut(whole(classes, image_size))]
         )
     ]
     assert results[0]["weights_sha256"] == results[1]["weights_sha256"]
@@ -135,7 +135,7 @@ def test_functions_and_lambdas_build_seeded_models(config: Config, tmp_path: Pat
     assert results[2]["model"] == "in-python:lambda"
     again = train(
         config(
-            model=lambda classes, size: cut(whole(classes, size)),
+            model=lambda classes, image_size: cut(whole(classes, image_size)),
             run=str(tmp_path / "again"),
             max_steps=2,
         )

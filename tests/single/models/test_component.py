@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -6,22 +7,25 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import orthogonal
 
 from hvdtrain.errors import UsageError
 from hvdtrain.models import MODEL_NAMES, components
 from hvdtrain.models.component import (
-    Boundary,
     Component,
-    boundaries,
     build_component,
     check_names,
     is_dense,
     parameter_count,
+    tensor_shapes,
 )
+from hvdtrain.models.costs import component_costs
+from hvdtrain.models.shapes import Boundary, boundaries
 
 ROOT = Path(__file__).parents[3]
 CNN = components("cnn", 10, 8)
@@ -121,7 +125,7 @@ SHARED = nn.Linear(3, 3)
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: 1 / 0, "'part' cannot be built on torch's meta device: ZeroDivisionError"),
+        (lambda: 1 / 0, "'part' cannot be built: ZeroDivisionError: division by zero (tests/"),
         (lambda: 3, "'part' builds a int: its build function must return a torch.nn.Module"),
         (lambda: nn.LazyLinear(10), "'part' has lazy modules"),
         (lambda: SHARED, "'part' has tensors made outside of its build function"),
@@ -143,6 +147,73 @@ def test_a_component_that_cannot_work_is_named(
         boundaries([Component("part", build)], 16, classes=10)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def the_line_that_fails() -> nn.Module:
+    return Computing(lambda x: x @ torch.ones(7, 2))
+
+
+class Computing(nn.Module):
+    """Computes a function of its input and of its weight."""
+
+    def __init__(self, compute: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.compute, self.layer = compute, nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(self.compute(x.mean((1, 2))))
+        return output
+
+
+def decreasing() -> nn.Module:
+    rates = [rate.item() for rate in torch.linspace(0, 0.1, 3)]
+    return nn.Sequential(*map(nn.Dropout, rates), Computing(torch.tanh))
+
+
+def from_numpy() -> nn.Module:
+    module = Computing(torch.tanh)
+    module.register_buffer("constant", torch.from_numpy(np.ones(3)))
+    return module
+
+
+NEEDS_VALUES: dict[str, Callable[[], nn.Module]] = {
+    "item in the build function": decreasing,
+    "numpy in the build function": from_numpy,
+    "item in forward": lambda: Computing(lambda x: x * x.abs().max().item()),
+    "another device in forward": lambda: Computing(lambda x: x * torch.rand(len(x), 1)),
+    "orthogonal": lambda: nn.Sequential(Computing(torch.tanh), orthogonal(nn.Linear(5, 5))),
+    "cumulative": lambda: nn.Sequential(Computing(torch.tanh), nn.BatchNorm1d(5, momentum=None)),
+}
+
+
+@pytest.mark.parametrize("kind", NEEDS_VALUES)
+def test_what_the_meta_device_cannot_do_is_done_on_the_cpu(kind: str) -> None:
+    parts = [Component("part", NEEDS_VALUES[kind]), Component("head", partial(nn.Linear, 5, 3))]
+    state = torch.get_rng_state()
+    assert [part.shape for part in boundaries(parts, 4, classes=3)] == [(2, 5), (2, 3)]
+    assert torch.equal(torch.get_rng_state(), state)
+    module = build_component(parts[0], 0)
+    assert parameter_count(parts[:1]) == sum(value.numel() for value in module.parameters())
+    assert tensor_shapes(parts).keys() >= {f"part.{name}" for name in module.state_dict()}
+    for autocast in (None, "cpu"):
+        costs = component_costs(parts, 4, classes=3, autocast=autocast)
+        assert costs[0].forward_flops >= 2 * 4 * 5
+
+
+def test_what_is_made_outside_is_refused_on_the_cpu_too() -> None:
+    def build() -> nn.Module:
+        torch.ones(1).item()
+        return nn.Sequential(nn.Linear(3, 3), SHARED)
+
+    with pytest.raises(UsageError, match="'part' has tensors made outside of its build function"):
+        boundaries([Component("part", build)], 2)
+
+
+def test_the_line_of_the_users_file_is_named() -> None:
+    line = the_line_that_fails.__code__.co_firstlineno + 1
+    expected = f"(tests/single/models/test_component.py, line {line}): correct the model"
+    with pytest.raises(UsageError, match=re.escape(expected)):
+        boundaries([Component("part", the_line_that_fails)], 4)
 
 
 def test_without_a_class_count_any_two_dimensions_will_do() -> None:

@@ -9,14 +9,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hvdtrain.errors import UsageError
 from hvdtrain.models import components
-from hvdtrain.models.component import (
-    Component,
-    boundaries,
-    build_component,
-    parameter_count,
-    tensor_shapes,
-)
+from hvdtrain.models.component import Component, build_component, parameter_count, tensor_shapes
 from hvdtrain.models.costs import ComponentCost, component_costs
+from hvdtrain.models.shapes import boundaries
 from hvdtrain.plan.traffic import Gradient, Sizes
 
 
@@ -148,6 +143,28 @@ class OutOfTheBuffers(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return images * self.scale
+
+
+class Valued(nn.Sequential):
+    """Looks at a value, which the meta device does not have."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        assert input.sum().item() != 0
+        output: Tensor = super().forward(input)
+        return output
+
+
+def test_costs_counted_on_the_cpu_are_those_counted_without_values() -> None:
+    def parts(kind: type[nn.Sequential]) -> list[Component]:
+        return [
+            Component("first", partial(nn.Conv2d, 3, 4, 3)),
+            Component("middle", lambda: kind(nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3))),
+            Component("flat", lambda: kind(nn.Dropout(), nn.Flatten())),
+            Component("last", partial(nn.Linear, 4 * 16, 5)),
+        ]
+
+    expected = component_costs(parts(nn.Sequential), 8, classes=5)
+    assert component_costs(parts(Valued), 8, classes=5) == expected
 
 
 def test_under_autocast_components_may_emit_whole_numbers() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hvdtrain.errors import UsageError
-from hvdtrain.models.component import build_component, build_on_meta
+from hvdtrain.models.component import build_component, build_for_shapes
 from hvdtrain.models.cutting import cut
 from tests.single.models.conftest import images_and_labels, largest_difference
 
@@ -107,7 +107,7 @@ def test_a_cut_module_keeps_its_weights_and_its_buffers_and_is_not_changed() -> 
 
 
 def test_shapes_are_known_without_memory() -> None:
-    module = build_on_meta(cut(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))[1])
+    module = build_for_shapes(cut(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))[1])
     assert {tensor.device.type for tensor in module.state_dict().values()} == {"meta"}
 
 

@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -71,6 +72,68 @@ def test_a_users_model_gets_the_patch_size_if_it_has_that_parameter() -> None:
     assert len(components("vit_tiny", 10, 32, 8)) == 26
 
 
+NAMED = """from functools import partial, wraps
+def named(values):
+ return [("_".join(f"{k}-{v}" for k, v in values.items() if k != "kwargs"), nn.Flatten)]
+"""
+
+
+@pytest.mark.parametrize(
+    ("parameters", "bound"),
+    [
+        ("num_classes=10, base_width=16", "num_classes-20_base_width-16"),
+        ("num_classes=10, weights=None", "num_classes-20_weights-None"),
+        ("image_size, num_classes", "image_size-32_num_classes-20"),
+        ("*, weights=None, classes", "weights-None_classes-20"),
+        ("k, size", "k-20_size-32"),
+        ("k, size, depth=3, *, width=4", "k-20_size-32_depth-3_width-4"),
+        ("width=3", "width-3"),
+        ("classes=1, **kwargs", "classes-20"),
+    ],
+)
+def test_parameters_get_the_values_of_their_names(parameters: str, bound: str) -> None:
+    """The documented two may have other names if the function requires exactly them."""
+    write(f"{NAMED}def build({parameters}):\n return named(locals())\n")
+    assert components("own:build", 20, 32)[0].name == bound
+
+
+def test_whatever_can_be_called_is_bound_by_its_parameters() -> None:
+    write(
+        f"{NAMED}def three(depth, k, size):\n return named(locals())\n"
+        "first, last = partial(three, 7), partial(three, depth=7)\n"
+        "class Net(nn.Linear):\n"
+        " def __init__(self, num_classes=10, width=4):\n  super().__init__(width, num_classes)\n"
+        "def inner(*, weights=None, **kwargs):\n return named({'weights': weights} | kwargs)\n"
+        "@wraps(inner)\n"  # torchvision's functions take weights as the first argument, too
+        "def vision(*args, **kwargs):\n"
+        " return inner(**dict(zip(['weights', 'progress'], args)), **kwargs)\n"
+    )
+    assert components("own:first", 20, 32)[0].name == "depth-7_k-20_size-32"
+    assert "missing a required argument: 'k'" in refusal("own:last")
+    assert components("own:Net", 20, 32)[0].build().get_parameter("weight").shape == (20, 4)
+    assert components("own:vision", 20, 32)[0].name == "weights-None_num_classes-20"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "reason"),
+    [
+        ("k", "missing a required argument: 'k'"),
+        ("num_classes, width", "missing a required argument: 'width'"),
+        ("a, b, c", "missing a required argument: 'a'"),
+        ("k, patch_size", "missing a required argument: 'k'"),
+        ("*, k, size", "missing a required argument: 'k'"),
+        ("classes, /, width=2", "'classes' parameter is positional only"),
+        ("*args, **kwargs", "*args hides its parameters"),
+    ],
+)
+def test_a_function_that_requires_something_else_is_refused(parameters: str, reason: str) -> None:
+    write(f"def build({parameters}):\n return []\n")
+    message = refusal("own:build")
+    assert message.startswith("model 'own:build' cannot take classes and image_size by name")
+    assert f"({reason}" in message
+    assert message.endswith("(or num_classes) and image_size, and give others a default")
+
+
 def test_unknown_names_bring_the_nearest_ones() -> None:
     assert refusal("resnet_18") == (
         "unknown model 'resnet_18': did you mean resnet18 or resnet50? use one of cnn, "
@@ -135,14 +198,14 @@ def test_a_missing_function_brings_the_nearest_ones() -> None:
     [
         ("def build(classes, image_size):\n assert classes == 3, 'no'\n", "AssertionError: no"),
         ("def build(classes, image_size):\n raise KeyError\n", "KeyError"),
-        ("def build(classes):\n return []\n", "TypeError: build() takes 1 positional argument"),
+        ("def build(k, s):\n raise KeyError\n", "KeyError"),
     ],
 )
 def test_a_function_that_raises_says_why_and_how_to_see(body: str, reason: str) -> None:
     write(body)
     message = refusal("own:build")
-    assert message.startswith(f"model 'own:build' failed with {reason}")
-    assert message.endswith('run python -c "import own as m; m.build(10, 32)"')
+    assert message.startswith(f"model 'own:build' failed with {reason}: to see where,")
+    assert re.search(r'run python -c "import own as m; m.build\(\w+=10, \w+=32\)"$', message)
 
 
 def test_a_users_own_usage_error_is_passed_on() -> None:

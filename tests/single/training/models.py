@@ -180,6 +180,15 @@ def normed(classes: int, image_size: int) -> list[Component]:
     ]
 
 
+def cumulative(classes: int, image_size: int) -> list[Component]:
+    """Return `normed` with a batch norm that cannot run on the meta device."""
+
+    def head() -> nn.Module:
+        return nn.Sequential(nn.BatchNorm1d(8, momentum=None), nn.Linear(8, classes))
+
+    return [normed(classes, image_size)[0], Component("head", head)]
+
+
 class Follower(nn.Module):
     """Keeps a running mean of its inputs."""
 

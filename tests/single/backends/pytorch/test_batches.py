@@ -60,8 +60,9 @@ def test_it_is_refused_in_one_line(
     assert not (tmp_path / "run").exists()
 
 
-def test_it_is_refused_before_it_waits_in_a_queue(small_set: Path) -> None:
-    config = TrainConfig(model=f"{MODELS}:normed", data=str(small_set), batch_size=100)
+@pytest.mark.parametrize("model", ["normed", "cumulative"])
+def test_it_is_refused_before_it_waits_in_a_queue(small_set: Path, model: str) -> None:
+    config = TrainConfig(model=f"{MODELS}:{model}", data=str(small_set), batch_size=100)
     with pytest.raises(UsageError, match="cannot take 1 sample at once, its part of a batch of 1"):
         check_before_submission([config])
     check_before_submission([replace(config, holdout=0.1)])  # 541 images
